@@ -1,0 +1,59 @@
+"""Shardwise trains PyTorch models too large for the machines at hand.
+
+The public names are here; each is imported when it is first used, so that `import shardwise` costs next to nothing.
+
+>>> import shardwise
+>>> shardwise.Config.from_dict({"zero": {"stage": 3}}).zero.stage
+3
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from shardwise.comm import CommError
+    from shardwise.config import Config, ConfigError
+    from shardwise.engine import Engine, EvalResult, StepResult, initialize
+    from shardwise.hooks import ReleasedParameterError
+    from shardwise.layout.layout import Layout, build_layout
+    from shardwise.loss import NonFiniteLossError
+
+__all__ = [
+    "CommError",
+    "Config",
+    "ConfigError",
+    "Engine",
+    "EvalResult",
+    "Layout",
+    "NonFiniteLossError",
+    "ReleasedParameterError",
+    "StepResult",
+    "build_layout",
+    "initialize",
+]
+
+_MODULES: Final = {
+    "CommError": "comm",
+    "Config": "config",
+    "ConfigError": "config",
+    "Engine": "engine",
+    "EvalResult": "engine",
+    "Layout": "layout.layout",
+    "NonFiniteLossError": "loss",
+    "ReleasedParameterError": "hooks",
+    "StepResult": "engine",
+    "build_layout": "layout.layout",
+    "initialize": "engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(f"shardwise.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

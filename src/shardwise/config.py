@@ -1,0 +1,445 @@
+"""The typed config: everything a user may write, and nothing else.
+
+A config is a frozen tree of sections. Unknown keys are refused with a suggestion, values are checked before any process
+group starts, and `resolve` turns what the user wrote into the one immutable config that determines a run.
+
+>>> config = Config.from_dict({"zero": {"stage": 3}, "batch": {"global_size": 8, "micro_size": 2}})
+>>> resolved = config.resolve(world_size=2)
+>>> resolved.batch.accumulation, resolved.mesh.dp_shard
+(2, 2)
+>>> Config.from_dict({"zero": {"stege": 3}})
+Traceback (most recent call last):
+    ...
+shardwise.config.ConfigError: zero.stege is not a config key; did you mean zero.stage?
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
+Tier = Literal["device", "host", "nvme"]
+
+
+class ConfigError(ValueError):
+    """A config that cannot be run; the message states value, rule and cure on one line."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+
+
+class ModelConfig(_Section):
+    """The model of `shardwise train`: a preset, and what differs from it. The library API ignores this section."""
+
+    preset: str = "tiny"
+    num_layers: Positive | None = None
+    hidden_size: Positive | None = None
+    num_heads: Positive | None = None
+    num_kv_heads: Positive | None = None
+    ffn_size: Positive | None = None
+    vocab_size: Positive | None = None
+    tie_embeddings: bool | None = None
+
+
+class DataConfig(_Section):
+    """The text to train on: a file, a folder or JSONL; without a path, the source of Python's standard library."""
+
+    path: str | None = None
+    text_key: str = "text"
+    seq_len: Positive = 256
+    val_fraction: Fraction = 0.05
+    tokenizer: str | None = None
+    cache_dir: str | None = None
+
+
+class BatchConfig(_Section):
+    """Samples per optimizer step: global_size = micro_size x accumulation x data-parallel ranks; two give the third."""
+
+    global_size: Positive | None = None
+    micro_size: Positive | None = None
+    accumulation: Positive | None = None
+
+
+class MeshConfig(_Section):
+    """Ranks along each axis of the mesh; `dp_shard` is what the other axes leave when it is not given."""
+
+    pp: Positive = 1
+    dp_replicate: Positive = 1
+    dp_shard: Positive | None = None
+    cp: Positive = 1
+    tp: Positive = 1
+
+
+class PrecisionConfig(_Section):
+    """Dtypes of the states and of what travels; sums never run in less than fp32.
+
+    `reduce` is the dtype of gradients on the wire, `accumulate` of the gradients at rest ("param" halves both under
+    bf16).
+    """
+
+    param: Dtype = "fp32"
+    reduce: Literal["param", "fp32"] = "param"
+    accumulate: Literal["param", "fp32"] = "fp32"
+    loss_scale: PositiveFloat | Literal["dynamic"] = "dynamic"
+    initial_loss_scale: PositiveFloat = 65536.0
+    loss_scale_window: Positive = 1000
+    min_loss_scale: PositiveFloat = 1.0
+
+
+class ZeroConfig(_Section):
+    """What is sharded over the data-parallel ranks; see `shardwise.layout.stages` for the table."""
+
+    stage: Annotated[int, Field(ge=0, le=3)] = 2
+    blocks: tuple[str, ...] | None = None
+    overlap: bool = True
+
+
+class TiersConfig(_Section):
+    """The memory in which each state rests."""
+
+    params: Tier = "device"
+    grads: Tier = "device"
+    optimizer: Tier = "device"
+    nvme_path: str | None = None
+
+
+class TensorConfig(_Section):
+    """Tensor and sequence parallelism over the `tp` axis."""
+
+    sequence_parallel: bool = False
+
+
+class PipelineConfig(_Section):
+    """The schedule over the `pp` axis."""
+
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
+    virtual_stages: Positive = 1
+
+
+class ContextConfig(_Section):
+    """How the `cp` axis exchanges keys and values."""
+
+    transport: Literal["ring", "all-gather", "ulysses"] = "ring"
+
+
+class AttentionConfig(_Section):
+    """Which keys each query sees."""
+
+    kind: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "sliding-window"] = "dense"
+
+
+class RecomputeConfig(_Section):
+    """Activation checkpointing: recompute every n-th block in full, or all but its matrix products and attention."""
+
+    mode: Literal["none", "full", "selective"] = "none"
+    every: Positive = 1
+
+
+class OptimizerConfig(_Section):
+    """An element-wise optimizer by name; `no_decay` names parameters (by suffix) and 1-D ones that are not decayed."""
+
+    name: str = "adamw"
+    lr: PositiveFloat = 3e-4
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    momentum: Fraction = 0.9
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    decay_1d: bool = False
+    clip_norm: PositiveFloat | None = 1.0
+
+
+class SchedulerConfig(_Section):
+    """The learning rate over steps: linear warm-up, then the named decay to `final_ratio` of the peak."""
+
+    name: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup_steps: NotNegative = 0
+    total_steps: Positive | None = None
+    final_ratio: Fraction = 0.1
+
+
+class CompileConfig(_Section):
+    """torch.compile of each block's forward."""
+
+    enabled: bool = False
+
+
+class CheckpointConfig(_Section):
+    """Where, and every how many steps, the run is saved."""
+
+    path: str | None = None
+    every: Positive | None = None
+
+
+class RunConfig(_Section):
+    """The run itself: length, seed, devices, folders, patience."""
+
+    steps: Positive = 200
+    seed: NotNegative = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    num_procs: Positive | None = None
+    num_threads: Positive | None = None
+    dir: str = "runs"
+    name: str | None = None
+    eval_every: Positive | None = None
+    eval_batches: Positive = 8
+    sample_tokens: NotNegative = 64
+    timeout_s: PositiveFloat = 300.0
+
+
+class Config(_Section):
+    """All sections; every field has a default, so `Config()` is valid.
+
+    Raises:
+        ConfigError: from `from_dict`, `from_toml`, `override` and `resolve`, naming key, rule and cure.
+    """
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    batch: BatchConfig = BatchConfig()
+    mesh: MeshConfig = MeshConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    zero: ZeroConfig = ZeroConfig()
+    tiers: TiersConfig = TiersConfig()
+    tensor: TensorConfig = TensorConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    context: ContextConfig = ContextConfig()
+    attention: AttentionConfig = AttentionConfig()
+    recompute: RecomputeConfig = RecomputeConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    compile: CompileConfig = CompileConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    run: RunConfig = RunConfig()
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Build a config from nested mappings, as parsed from TOML or JSON."""
+        _refuse_unknown_keys(cls, values, prefix="")
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError(_one_line(error)) from None
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Self:
+        """Read a TOML file."""
+        return cls.from_dict(read_toml(path))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote."""
+        return cls.from_dict(json.loads(text))
+
+    def to_json(self) -> str:
+        """Write every field, defaults included, as indented JSON."""
+        return self.model_dump_json(indent=2)
+
+    def override(self, assignments: Sequence[str]) -> Self:
+        """Apply `section.key=value` assignments; values are read as TOML, and as plain strings where that fails.
+
+        >>> Config().override(["zero.stage=3", "data.path=corpus.txt"]).zero.stage
+        3
+        """
+        values = self.model_dump()
+        for assignment in assignments:
+            key, separator, text = assignment.partition("=")
+            if not separator:
+                raise ConfigError(f"{assignment!r} is not an assignment; write section.key=value")
+            set_key(values, key.strip(), _parse_value(text.strip()))
+        return self.from_dict(values)
+
+    def resolve(self, world_size: int) -> Self:
+        """Fill in what follows from the world size: the mesh, then the batch; refuse what is not built yet."""
+        _refuse_unbuilt(self)
+        mesh = _resolve_mesh(self.mesh, world_size)
+        num_data_ranks = mesh.dp_replicate * _known(mesh.dp_shard)
+        return self.model_copy(update={"mesh": mesh, "batch": resolve_batch(self.batch, num_data_ranks)})
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Parse a TOML file; a missing file or a syntax error is a ConfigError that names it."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read config {path}: {error.strerror}; give the path of a TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def set_key(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set the dotted `key` in nested dicts, in place, creating the sections on its way."""
+    *sections, leaf = key.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"{key} is not a config key; {section} takes no subkeys")
+    values[leaf] = value
+
+
+def resolve_batch(batch: BatchConfig, num_data_ranks: int) -> BatchConfig:
+    """Derive the missing term of global = micro x accumulation x data-parallel; one alone takes 1 for the others.
+
+    >>> resolve_batch(BatchConfig(global_size=16, micro_size=2), num_data_ranks=4).accumulation
+    2
+    >>> resolve_batch(BatchConfig(global_size=10, micro_size=4), num_data_ranks=2)
+    Traceback (most recent call last):
+        ...
+    shardwise.config.ConfigError: batch.global_size=10 is not a multiple of 8 = micro_size 4 x 2 ranks; nearest: 8, 16
+    """
+    total, micro, accumulation = batch.global_size, batch.micro_size, batch.accumulation
+    if total is None:
+        micro, accumulation = micro or 1, accumulation or 1
+        total = micro * accumulation * num_data_ranks
+    elif micro is None:
+        accumulation = accumulation or 1
+        micro = _divide_batch(total, f"accumulation {accumulation}", accumulation, num_data_ranks)
+    else:
+        derived = _divide_batch(total, f"micro_size {micro}", micro, num_data_ranks)
+        if accumulation not in (None, derived):
+            product = micro * accumulation * num_data_ranks
+            raise ConfigError(
+                f"batch.global_size={total} but micro_size {micro} x accumulation {accumulation} x {num_data_ranks} "
+                f"data-parallel ranks = {product}; leave one of the three out and it is derived"
+            )
+        accumulation = derived
+    return BatchConfig(global_size=total, micro_size=micro, accumulation=accumulation)
+
+
+def batch_equation(batch: BatchConfig, num_data_ranks: int) -> str:
+    """The batch arithmetic of a resolved config as one line.
+
+    >>> batch_equation(resolve_batch(BatchConfig(micro_size=4), 2), 2)
+    'global batch 8 = 4 samples a micro-batch x 1 accumulation x 2 data-parallel ranks'
+    """
+    return (
+        f"global batch {batch.global_size} = {batch.micro_size} samples a micro-batch x "
+        f"{batch.accumulation} accumulation x {num_data_ranks} data-parallel ranks"
+    )
+
+
+def _divide_batch(total: int, factor_text: str, factor: int, num_data_ranks: int) -> int:
+    unit = factor * num_data_ranks
+    if total % unit:
+        legal = sorted({max(unit, total // unit * unit), (total // unit + 1) * unit})
+        raise ConfigError(
+            f"batch.global_size={total} is not a multiple of {unit} = {factor_text} x {num_data_ranks} ranks; "
+            f"nearest: {', '.join(map(str, legal))}"
+        )
+    return total // unit
+
+
+def _resolve_mesh(mesh: MeshConfig, world_size: int) -> MeshConfig:
+    fixed = mesh.pp * mesh.dp_replicate * mesh.cp * mesh.tp
+    equation = f"pp {mesh.pp} x dp_replicate {mesh.dp_replicate} x cp {mesh.cp} x tp {mesh.tp}"
+    if mesh.dp_shard is None:
+        if world_size % fixed:
+            raise ConfigError(
+                f"world size {world_size} is not a multiple of {equation} = {fixed}; start a multiple of {fixed} ranks"
+            )
+        return mesh.model_copy(update={"dp_shard": world_size // fixed})
+    if fixed * mesh.dp_shard != world_size:
+        raise ConfigError(
+            f"world size {world_size} is not {equation} x dp_shard {mesh.dp_shard} = {fixed * mesh.dp_shard}; "
+            f"start {fixed * mesh.dp_shard} ranks or leave mesh.dp_shard out"
+        )
+    return mesh
+
+
+def _unbuilt_features(config: Config) -> Iterator[tuple[str, Any, Any, str]]:
+    """(key, value asked for, value that is built, name of the feature)."""
+    yield "mesh.pp", config.mesh.pp, 1, "pipeline parallelism"
+    yield "mesh.tp", config.mesh.tp, 1, "tensor parallelism"
+    yield "mesh.cp", config.mesh.cp, 1, "context parallelism"
+    yield "mesh.dp_replicate", config.mesh.dp_replicate, 1, "hybrid sharding (HSDP)"
+    yield "tiers.params", config.tiers.params, "device", "offload"
+    yield "tiers.grads", config.tiers.grads, "device", "offload"
+    yield "tiers.optimizer", config.tiers.optimizer, "device", "offload"
+    yield "tensor.sequence_parallel", config.tensor.sequence_parallel, False, "sequence parallelism"
+    yield "attention.kind", config.attention.kind, "dense", "block-sparse attention"
+    yield "compile.enabled", config.compile.enabled, False, "compilation per block"
+    yield "checkpoint.every", config.checkpoint.every, None, "checkpointing"
+    yield "checkpoint.path", config.checkpoint.path, None, "checkpointing"
+
+
+def _refuse_unbuilt(config: Config) -> None:
+    for key, value, built, feature in _unbuilt_features(config):
+        if value != built:
+            cure = f"leave {key} out" if built is None else f"use {key}={str(built).lower()}"
+            raise ConfigError(f"{key}={str(value).lower()}: {feature} is not built yet; {cure}")
+
+
+def _refuse_unknown_keys(section: type[BaseModel], values: Mapping[str, Any], prefix: str) -> None:
+    for key, value in values.items():
+        field = section.model_fields.get(key)
+        if field is None:
+            raise ConfigError(f"{prefix}{key} is not a config key; {_suggestion(prefix + key)}")
+        nested = field.annotation
+        if isinstance(nested, type) and issubclass(nested, BaseModel):
+            if not isinstance(value, Mapping | BaseModel):
+                raise ConfigError(
+                    f"{prefix}{key}={value!r} is not a section; set one of its keys, "
+                    f"such as {_first_key(prefix + key, nested)}"
+                )
+            if isinstance(value, Mapping):
+                _refuse_unknown_keys(nested, value, prefix=f"{prefix}{key}.")
+
+
+def _first_key(path: str, section: type[BaseModel]) -> str:
+    return f"{path}.{next(iter(section.model_fields))}"
+
+
+def _suggestion(key: str) -> str:
+    known = all_keys()
+    leaf = key.rpartition(".")[2]
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    close = close or [name for name in known if name.rpartition(".")[2] == leaf]
+    close = close or [name for name in known if difflib.get_close_matches(leaf, [name.rpartition(".")[2]], cutoff=0.75)]
+    if close:
+        return f"did you mean {' or '.join(close[:3])}?"
+    return f"sections are {', '.join(Config.model_fields)}"
+
+
+def all_keys() -> list[str]:
+    """Every dotted key a config may hold, in order."""
+    return [f"{name}.{leaf}" for name, field in Config.model_fields.items() for leaf in _fields(field.annotation)]
+
+
+def _fields(section: Any) -> list[str]:
+    return list(section.model_fields)
+
+
+def _one_line(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(
+        str(part) for part in first["loc"] if not str(part).startswith(("literal[", "constrained-", "float", "int"))
+    )
+    return f"{key}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+
+
+def _parse_value(text: str) -> Any:
+    if text in ("none", "null"):
+        return None
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _known(value: int | None) -> int:
+    if value is None:
+        raise ConfigError("the config is not resolved; call config.resolve(world_size) first")
+    return value
