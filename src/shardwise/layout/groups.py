@@ -1,0 +1,147 @@
+"""Parameter groups: the flat ranges in which a unit's parameters are stored, gathered and reduced.
+
+A group lays its parameters one behind the other in one flat buffer, each at an aligned offset, padded so that the ranks
+of the shard group hold equal shards. Drawn for two parameters of 5 and 9 elements over 2 ranks (`.` is padding):
+
+    offset   0    5  8         17                    32
+             |aaaaa..bbbbbbbbb......................|
+    shard    |------ rank 0 -------|--- rank 1 -----|     16 elements each
+
+>>> a, b = ParamSpec("a", (), (5,), 0), ParamSpec("b", (), (3, 3), 8)
+>>> group = GroupSpec("root", "root", (a, b), True, num_ranks=2, num_shards=2)
+>>> group.numel, group.padded_numel, group.shard_range(1)
+(14, 32, (16, 32))
+>>> [(slot.param.name, slot.start, slot.stop, slot.offset) for slot in group.slots(*group.shard_range(1))]
+[('b', 8, 9, 0)]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Final
+
+from shardwise.layout.pieces import LocalTensor, Piece, intersect
+from shardwise.layout.skeleton import ROOT, ParamEntry
+
+# 16 bytes in the narrowest dtype: what vectorised kernels and NCCL want of every parameter's and shard's first element.
+ALIGNMENT_NUMEL: Final = 8
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter's place in its group: `offset` is its first element in the flat buffer."""
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of this rank's local tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def local(self) -> LocalTensor:
+        """The pieces of the global tensor that the local tensor holds; the whole of it while tp is 1."""
+        return LocalTensor.whole(self.shape)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The part [start, stop) of a flattened parameter that lies at `offset` in a range of the flat buffer."""
+
+    param: ParamSpec
+    start: int
+    stop: int
+    offset: int
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """The rectangles of the global tensor in this slot, with offsets from the slot's first element."""
+        return intersect(self.param.local, self.start, self.stop)
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """A group of parameters that are gathered and reduced together.
+
+    Attributes:
+        name: the unit's name, with `:frozen` for the group of its frozen parameters.
+        unit: the module whose forward uses them; `root` for the rest of the model.
+        params: in flat order.
+        trainable: whether the group has gradients and optimizer states.
+        num_ranks: ranks that average the gradients; the flat buffer divides evenly among them in every stage.
+        num_shards: ranks that share the sharded states.
+    """
+
+    name: str
+    unit: str
+    params: tuple[ParamSpec, ...]
+    trainable: bool
+    num_ranks: int
+    num_shards: int
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the parameters, padding not counted."""
+        return sum(param.numel for param in self.params)
+
+    @cached_property
+    def padded_numel(self) -> int:
+        """Elements of the flat buffer."""
+        last = self.params[-1]
+        return _round_up(last.offset + last.numel, ALIGNMENT_NUMEL * math.lcm(self.num_ranks, self.num_shards))
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard."""
+        return self.padded_numel // self.num_shards
+
+    def shard_range(self, index: int) -> tuple[int, int]:
+        """First and last-plus-one element of shard `index`."""
+        return index * self.shard_numel, (index + 1) * self.shard_numel
+
+    def slots(self, start: int, stop: int) -> tuple[Slot, ...]:
+        """The parameters' parts in the range [start, stop) of the flat buffer, in order; padding has no slot."""
+        return tuple(self._slots(start, stop))
+
+    def _slots(self, start: int, stop: int) -> Iterator[Slot]:
+        for param in self.params:
+            first, last = max(start, param.offset), min(stop, param.offset + param.numel)
+            if first < last:
+                yield Slot(param, first - param.offset, last - param.offset, first - start)
+
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of the flat buffer that are padding."""
+        ends = [0, *(param.offset + param.numel for param in self.params)]
+        starts = [*(param.offset for param in self.params), self.padded_numel]
+        return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
+
+
+def build_groups(
+    entries: Sequence[ParamEntry], units: Sequence[str], num_ranks: int, num_shards: int
+) -> tuple[GroupSpec, ...]:
+    """One group per unit and trainability, the root's first, then the units' in module order."""
+    order = {unit: index for index, unit in enumerate((ROOT, *units))}
+    by_group = sorted(entries, key=lambda entry: (order[entry.unit], not entry.requires_grad))
+    groups = []
+    for (unit, trainable), members in groupby(by_group, key=lambda entry: (entry.unit, entry.requires_grad)):
+        name = unit if trainable else f"{unit}:frozen"
+        groups.append(GroupSpec(name, unit, tuple(_place(members)), trainable, num_ranks, num_shards))
+    return tuple(groups)
+
+
+def _place(entries: Iterator[ParamEntry]) -> Iterator[ParamSpec]:
+    offset = 0
+    for entry in entries:
+        spec = ParamSpec(entry.name, entry.aliases, entry.shape, offset)
+        yield spec
+        offset = _round_up(offset + spec.numel, ALIGNMENT_NUMEL)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,172 @@
+"""The shape of the mesh: ranks as coordinates on named axes, and who shares a group with whom.
+
+Pure integers: the process groups are made in `shardwise.mesh`. Axes stand in the order `pp, dp_replicate,
+dp_shard, cp, tp`; the last varies fastest, so the ranks of one tp group are neighbours. Four ranks as
+dp_shard=2 x tp=2:
+
+              tp 0   tp 1
+    dp_shard 0   0      1      tensor-parallel groups (0, 1) and (2, 3)
+    dp_shard 1   2      3      ZeRO shard groups      (0, 2) and (1, 3)
+
+>>> mesh = MeshShape(dp_shard=2, tp=2)
+>>> mesh.coordinate(2)
+Coordinate(pp=0, dp_replicate=0, dp_shard=1, cp=0, tp=0)
+>>> mesh.groups_along(SHARD_AXES)
+((0, 2), (1, 3))
+>>> mesh.ranks_along(("tp",), rank=3)
+(2, 3)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import product
+from typing import Final, NamedTuple
+
+from shardwise.config import ConfigError, MeshConfig
+
+
+class Coordinate(NamedTuple):
+    """A rank's index along each axis."""
+
+    pp: int = 0
+    dp_replicate: int = 0
+    dp_shard: int = 0
+    cp: int = 0
+    tp: int = 0
+
+
+AXES: Final = Coordinate._fields
+
+# What sets of axes are for. Ranks that differ along pp, cp and tp only get identical micro-batches.
+SHARD_AXES: Final = ("dp_shard", "cp")  # ZeRO shards states over these
+GRADIENT_AXES: Final = ("dp_replicate", "dp_shard", "cp")  # gradients are averaged over these
+DATA_AXES: Final = ("dp_replicate", "dp_shard")  # micro-batches differ along these
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Ranks along each axis.
+
+    Raises:
+        ConfigError: an axis holds less than one rank.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis, size in zip(AXES, self.sizes, strict=True):
+            if size < 1:
+                raise ConfigError(f"mesh.{axis}={size} holds no rank; every axis holds at least 1")
+
+    @classmethod
+    def from_config(cls, config: MeshConfig) -> MeshShape:
+        """Read the mesh section of a resolved config.
+
+        Raises:
+            ConfigError: the config is not resolved.
+        """
+        if config.dp_shard is None:
+            raise ConfigError("mesh.dp_shard is not known yet; call config.resolve(world_size) first")
+        return cls(config.pp, config.dp_replicate, config.dp_shard, config.cp, config.tp)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Ranks along each of `AXES`, in their order."""
+        return self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole mesh."""
+        return math.prod(self.sizes)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """How many different micro-batches the mesh computes at a time.
+
+        >>> MeshShape(dp_replicate=2, dp_shard=2, tp=2).num_data_ranks
+        4
+        """
+        return self.size_along(DATA_AXES)
+
+    def data_index(self, rank: int) -> int:
+        """Which of the `num_data_ranks` micro-batches `rank` computes.
+
+        >>> [MeshShape(dp_shard=2, tp=2).data_index(rank) for rank in range(4)]
+        [0, 0, 1, 1]
+        """
+        return self.index_along(DATA_AXES, rank)
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """The coordinate of `rank`.
+
+        Raises:
+            ValueError: the mesh holds no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not on the mesh; its {self.world_size} ranks count from 0")
+        indices = []
+        for size in reversed(self.sizes):
+            rank, index = divmod(rank, size)
+            indices.append(index)
+        return Coordinate(*reversed(indices))
+
+    def rank_of(self, coordinate: Coordinate) -> int:
+        """The rank at `coordinate`.
+
+        >>> MeshShape(dp_shard=2, tp=2).rank_of(Coordinate(dp_shard=1))
+        2
+
+        Raises:
+            ValueError: an index is outside its axis.
+        """
+        rank = 0
+        for axis, index, size in zip(AXES, coordinate, self.sizes, strict=True):
+            if not 0 <= index < size:
+                raise ValueError(f"{axis} index {index} is not on the mesh; {axis}={size} counts from 0")
+            rank = rank * size + index
+        return rank
+
+    def size_along(self, axes: tuple[str, ...]) -> int:
+        """Ranks of one group along `axes`."""
+        return len(self._rank_0_group(axes))
+
+    def index_along(self, axes: tuple[str, ...], rank: int) -> int:
+        """The position of `rank` in its group along `axes`; along `SHARD_AXES`, the index of its shard."""
+        return self.ranks_along(axes, rank).index(rank)
+
+    def ranks_along(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
+        """The group of `rank` along `axes`: the ranks with its coordinate on all other axes, in rank order.
+
+        >>> MeshShape(dp_shard=2, cp=2, tp=2).ranks_along(SHARD_AXES, rank=3)
+        (1, 3, 5, 7)
+
+        Raises:
+            ValueError: the mesh holds no such rank or axis.
+        """
+        group = self._rank_0_group(axes)
+        first = self.rank_of(self.coordinate(rank)._replace(**dict.fromkeys(axes, 0)))
+        return tuple(first + offset for offset in group)
+
+    def groups_along(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """All groups along `axes`; every rank is in exactly one.
+
+        >>> MeshShape(dp_shard=2, tp=2).groups_along(("tp",))
+        ((0, 1), (2, 3))
+        """
+        group = self._rank_0_group(axes)
+        firsts = self._rank_0_group(tuple(axis for axis in AXES if axis not in axes))
+        return tuple(tuple(first + offset for offset in group) for first in firsts)
+
+    def _rank_0_group(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """Ranks are linear in their coordinates, so every other group is this one plus its own first rank."""
+        for axis in axes:
+            if axis not in AXES:
+                raise ValueError(f"{axis!r} is not an axis of the mesh; axes are {', '.join(AXES)}")
+        ranges = (range(size if axis in axes else 1) for axis, size in zip(AXES, self.sizes, strict=True))
+        return tuple(self.rank_of(Coordinate(*indices)) for indices in product(*ranges))

@@ -1,0 +1,99 @@
+"""The model's skeleton: names, shapes and blocks of an `nn.Module`, read without touching storage (meta tensors will
+do).
+
+A unit is a module whose parameters are communicated together: a transformer block. What belongs to no block, or to
+several (tied weights), is the root unit's.
+
+>>> import torch.nn as nn
+>>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+>>> find_units(model, None)
+('0', '1')
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from torch import nn
+
+from shardwise.config import ConfigError
+
+ROOT: Final = "root"
+
+
+@dataclass(frozen=True)
+class ParamEntry:
+    """One parameter: its first fully qualified name, its other names where it is tied, its unit and its shape."""
+
+    name: str
+    aliases: tuple[str, ...]
+    unit: str
+    shape: tuple[int, ...]
+    requires_grad: bool
+
+
+def find_units(model: nn.Module, patterns: Sequence[str] | None) -> tuple[str, ...]:
+    """Names of the modules that form units, in module order.
+
+    Args:
+        model: any module; its storage is not read.
+        patterns: class names or name patterns (`blocks.*`) of the blocks; None takes the children with parameters of
+            the outermost `ModuleList`s and `Sequential`s.
+
+    Raises:
+        ConfigError: a pattern matches no module, or a block lies inside another.
+    """
+    if patterns is None:
+        return tuple(_children_of_containers(model, prefix=""))
+    names = tuple(name for name, module in model.named_modules() if name and _matches(name, module, patterns))
+    for pattern in patterns:
+        if not any(_matches(name, model.get_submodule(name), (pattern,)) for name in names):
+            kinds = sorted({type(module).__name__ for module in model.modules()})
+            raise ConfigError(f"zero.blocks={pattern!r} matches no module; classes in this model: {', '.join(kinds)}")
+    for name in names:
+        for other in names:
+            if name.startswith(other + "."):
+                raise ConfigError(f"zero.blocks: block {name} lies inside block {other}; name only one of the two")
+    return names
+
+
+def read_parameters(model: nn.Module, units: Sequence[str]) -> tuple[ParamEntry, ...]:
+    """Every parameter once, in module order, each with the one unit that holds all its names (else the root)."""
+    names_of: dict[int, list[str]] = {}
+    parameter_of: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+        parameter_of[id(parameter)] = parameter
+    return tuple(
+        ParamEntry(
+            name=names[0],
+            aliases=tuple(names[1:]),
+            unit=_common_unit(names, units),
+            shape=tuple(parameter_of[key].shape),
+            requires_grad=parameter_of[key].requires_grad,
+        )
+        for key, names in names_of.items()
+    )
+
+
+def _children_of_containers(module: nn.Module, prefix: str) -> Iterator[str]:
+    is_container = isinstance(module, nn.ModuleList | nn.Sequential)
+    for name, child in module.named_children():
+        if next(child.parameters(), None) is None:
+            continue
+        if is_container and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield prefix + name
+        else:
+            yield from _children_of_containers(child, f"{prefix}{name}.")
+
+
+def _matches(name: str, module: nn.Module, patterns: Sequence[str]) -> bool:
+    return any(type(module).__name__ == pattern or fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _common_unit(names: Sequence[str], units: Sequence[str]) -> str:
+    owners = {next((unit for unit in units if name.startswith(unit + ".")), ROOT) for name in names}
+    return owners.pop() if len(owners) == 1 else ROOT

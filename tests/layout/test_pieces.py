@@ -1,0 +1,257 @@
+"""Slicing arithmetic against NumPy: each expected buffer is built by NumPy's own splitting and flattening."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.layout.pieces import (
+    LocalTensor,
+    Piece,
+    Rect,
+    apply_copies,
+    flat_range_to_rects,
+    fuse,
+    intersect,
+    overlap,
+)
+
+PADDING = -1
+SIZES = st.integers(1, 6) | st.integers(0, 6)  # a tensor of no elements now and then
+SHAPES = st.lists(SIZES, max_size=4).map(tuple)  # 0-d included
+
+
+def numbered(shape: tuple[int, ...], first: int = 0) -> np.ndarray:
+    """A tensor whose every element is different, so that equal values mean equal elements."""
+    return np.arange(first, first + int(np.prod(shape))).reshape(shape)
+
+
+def read(tensor: np.ndarray, rect: Rect) -> np.ndarray:
+    return tensor[(*map(slice, rect.start, rect.stop), ...)]  # the ellipsis makes a view of a 0-d array, too
+
+
+def fill(buffer: np.ndarray, tensor: np.ndarray, pieces: Sequence[Piece]) -> np.ndarray:
+    """Write each piece of `tensor` at its place, and nothing over anything."""
+    for piece in pieces:
+        place = buffer[piece.local_offset : piece.local_stop]
+        assert np.all(place == PADDING)
+        place[:] = read(tensor, piece.rect).ravel()
+    return buffer
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A tensor split in `degree` along `dim` (None: not split), and each part in `num_shards` flat shards."""
+
+    dim: int | None
+    degree: int
+    num_shards: int
+
+    def shards(self, tensor: np.ndarray) -> list[tuple[tuple[Piece, ...], np.ndarray]]:
+        """The pieces, by the library, and the buffer, by NumPy, of each shard; the last is padded."""
+        parts = [tensor] if self.dim is None else np.array_split(tensor, self.degree, axis=self.dim)
+        found = []
+        for index, part in enumerate(parts):
+            if self.dim is None:
+                local = LocalTensor.whole(tensor.shape)
+            else:
+                local = LocalTensor.split(tensor.shape, self.dim, index, self.degree)
+            assert local.numel == part.size
+            length = -(-local.numel // self.num_shards)
+            flat = np.full(length * self.num_shards, PADDING)
+            flat[: part.size] = part.ravel()
+            for start in range(0, length * self.num_shards, length or 1):
+                pieces = intersect(local, min(start, local.numel), min(start + length, local.numel))
+                found.append((pieces, flat[start : start + length]))
+        return found
+
+
+@st.composite
+def shardings(draw: st.DrawFn, num_dims: int) -> Sharding:
+    dim = draw(st.none() | st.integers(0, num_dims - 1)) if num_dims else None
+    return Sharding(dim, draw(st.integers(1, 5)), draw(st.integers(1, 8)))
+
+
+@st.composite
+def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Rect:
+    bounds = [sorted((draw(st.integers(0, size)), draw(st.integers(0, size)))) for size in shape]
+    return Rect(tuple(low for low, _ in bounds), tuple(high for _, high in bounds))
+
+
+@given(st.data())
+def test_a_flat_range_is_few_rectangles_in_order(data: st.DataObject) -> None:
+    tensor = numbered(data.draw(SHAPES))
+    rect = data.draw(boxes(tensor.shape))
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, rect.numel)] * 2)))
+    pieces = flat_range_to_rects(rect, start, stop)
+    values = [value for piece in pieces for value in read(tensor, piece.rect).ravel()]
+    assert values == read(tensor, rect).ravel()[start:stop].tolist()
+    stops = [piece.local_stop for piece in pieces]
+    assert [piece.local_offset for piece in pieces] == [0, *stops][: len(pieces)]
+    assert all(piece.rect.numel > 0 for piece in pieces)
+    assert len(pieces) <= max(1, 2 * tensor.ndim - 1)
+
+
+@pytest.mark.parametrize("num_dims", [1, 2, 3, 4])
+def test_the_bound_on_the_number_of_rectangles_is_met(num_dims: int) -> None:
+    rect = Rect.whole((3,) * num_dims)
+    assert len(flat_range_to_rects(rect, 1, rect.numel - 1)) == 2 * num_dims - 1
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_every_element_is_owned_exactly_once(data: st.DataObject) -> None:
+    tensor = numbered(data.draw(SHAPES))
+    owners = np.zeros(tensor.shape, dtype=int)
+    for pieces, expected in data.draw(shardings(tensor.ndim)).shards(tensor):
+        for piece in pieces:
+            read(owners, piece.rect)[...] += 1
+        np.testing.assert_array_equal(fill(np.full_like(expected, PADDING), tensor, pieces), expected)
+    assert np.all(owners == 1)
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_any_sharding_reshards_to_any_other(data: st.DataObject) -> None:
+    tensor = numbered(data.draw(SHAPES))
+    sources = data.draw(shardings(tensor.ndim)).shards(tensor)
+    for want, expected in data.draw(shardings(tensor.ndim)).shards(tensor):
+        buffer = np.full_like(expected, PADDING)
+        num_copied = 0
+        for have, source in sources:
+            copies = overlap(have, want)
+            apply_copies(source, buffer, copies)
+            num_copied += sum(copy.rect.numel for copy in copies)
+        np.testing.assert_array_equal(buffer, expected)
+        assert num_copied == np.count_nonzero(expected != PADDING)
+
+
+@given(st.data())
+def test_overlap_finds_what_trying_every_pair_finds(data: st.DataObject) -> None:
+    shape = data.draw(SHAPES)
+    pieces = st.lists(st.builds(Piece, boxes(shape), st.integers(0, 9)), max_size=8)
+    have, want = data.draw(pieces), data.draw(pieces)
+    tried = [(a, b, rect) for a in have for b in want if (rect := a.rect.intersect(b.rect))]
+    found = [(copy.source, copy.destination, copy.rect) for copy in overlap(have, want)]
+    assert sorted(found, key=repr) == sorted(tried, key=repr)
+
+
+@given(st.data())
+def test_rectangles_intersect_in_their_common_elements(data: st.DataObject) -> None:
+    tensor = numbered(data.draw(SHAPES))
+    a, b = data.draw(boxes(tensor.shape)), data.draw(boxes(tensor.shape))
+    common = np.intersect1d(read(tensor, a), read(tensor, b))
+    both = a.intersect(b)
+    assert (both is None) == (common.size == 0)
+    if both is not None:
+        np.testing.assert_array_equal(read(tensor, both).ravel(), common)
+        np.testing.assert_array_equal(read(tensor, a)[both.slices_in(a)], read(tensor, both))
+
+
+@pytest.mark.parametrize("convert", [np.asarray, torch.tensor])
+@pytest.mark.parametrize("shape", [(), (4, 6)])
+def test_copies_work_on_arrays_and_tensors(convert: Callable[[Any], Any], shape: tuple[int, ...]) -> None:
+    local = LocalTensor.whole(shape)
+    source, destination = convert([*range(local.numel)]), convert([PADDING] * (local.numel + 3))
+    want = [piece.shifted(2) for piece in intersect(local, 0, local.numel)]
+    apply_copies(source, destination, overlap(local.pieces, want))
+    assert destination.tolist() == [PADDING, PADDING, *range(local.numel), PADDING]
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_fused_qkv_with_replicated_kv_heads_unfuses(num_shards: int) -> None:
+    """Two KV heads over tp=4: ranks 0 and 1 hold the same one, and so do ranks 2 and 3."""
+    logical = (numbered((16, 5)), numbered((4, 5), first=100), numbered((4, 5), first=200))
+    unfused = [np.full(tensor.size, PADDING) for tensor in logical]
+    times_held = [np.zeros(tensor.shape, dtype=int) for tensor in logical]
+    for rank in range(4):
+        splits = [(rank, 4), (rank // 2, 2), (rank // 2, 2)]  # index and degree of q, k and v
+        split_tensors = list(zip(logical, splits, strict=True))
+        fused = fuse([LocalTensor.split(tensor.shape, 0, *split) for tensor, split in split_tensors])
+        local = np.concatenate([np.split(t, degree)[index] for t, (index, degree) in split_tensors]).ravel()
+        for shard in np.array_split(np.arange(local.size), num_shards):
+            start, stop = shard[0].item(), shard[-1].item() + 1
+            for part, found, times in zip(fused, unfused, times_held, strict=True):
+                have = intersect(part, start, stop)
+                copies = overlap(have, LocalTensor.whole(part.global_shape).pieces)
+                apply_copies(local[start:stop], found, copies)
+                for piece in have:
+                    read(times, piece.rect)[...] += 1
+    for tensor, found, times, expected in zip(logical, unfused, times_held, (1, 2, 2), strict=True):
+        np.testing.assert_array_equal(found.reshape(tensor.shape), tensor)
+        assert np.all(times == expected)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_fuse_is_a_concatenation_along_any_dim(dim: int) -> None:
+    """As experts fuse gate and up; the parts differ in size."""
+    shape = (4, 3, 2)
+    a, b = numbered(shape), numbered((*shape[:dim], 5, *shape[dim + 1 :]), first=1000)
+    num_rows = int(np.prod(shape[:dim]))
+    fused_a, fused_b = fuse((LocalTensor.whole(a.shape), LocalTensor.whole(b.shape)), num_rows)
+    expected = np.concatenate([a, b], axis=dim).ravel()
+    assert fused_a.numel == fused_b.numel == expected.size
+    buffer = np.full_like(expected, PADDING)
+    np.testing.assert_array_equal(fill(fill(buffer, a, fused_a.pieces), b, fused_b.pieces), expected)
+
+
+def test_fuse_interleaves_qkv_by_heads() -> None:
+    """GPT-NeoX keeps (heads, q k v, head_dim, hidden); the second of two ranks holds two of four heads."""
+    num_heads, head_dim, hidden, tp, rank = 4, 2, 3, 2, 1
+    parts = [numbered((num_heads * head_dim, hidden), first=100 * i) for i in range(3)]
+    by_head = np.stack([part.reshape(num_heads, head_dim, hidden) for part in parts], axis=1)
+    expected = np.split(by_head, tp)[rank].ravel()
+    locals_ = [LocalTensor.split(part.shape, 0, rank, tp) for part in parts]
+    buffer = np.full_like(expected, PADDING)
+    for part, fused in zip(parts, fuse(locals_, num_rows=num_heads // tp), strict=True):
+        fill(buffer, part, fused.pieces)
+    np.testing.assert_array_equal(buffer, expected)
+
+
+def test_vocabulary_padding_is_in_no_piece() -> None:
+    last = LocalTensor.block((5, 4), Rect((3, 0), (5, 4)), numel=12)
+    assert [intersect(last, start, start + 4) for start in (0, 4, 8)] == [
+        (Piece(Rect((3, 0), (4, 4)), 0),),
+        (Piece(Rect((4, 0), (5, 4)), 0),),
+        (),
+    ]
+
+
+def test_what_is_no_slice_is_refused() -> None:
+    row = Rect((0, 0), (1, 4))
+    with pytest.raises(ValueError, match="is no rectangle; give start <= stop"):
+        Rect((2,), (1,))
+    with pytest.raises(ValueError, match="is no rectangle"):
+        Rect((0,), (1, 1))
+    with pytest.raises(ValueError, match="differ in number of dims"):
+        row.intersect(Rect.whole((4,)))
+    for start, stop in ((-1, 2), (3, 2), (0, 5)):
+        with pytest.raises(ValueError, match=r"is not a range of 4 elements; give 0 <= start <= stop <= 4"):
+            flat_range_to_rects(row, start, stop)
+        with pytest.raises(ValueError, match="is not a range of 4 elements"):
+            intersect(LocalTensor.whole((4,)), start, stop)
+    for dim in (-1, 2):
+        with pytest.raises(ValueError, match=f"dim={dim} is not one of the 2 dims"):
+            LocalTensor.split((4, 4), dim, 0, 2)
+    for index in (-1, 2):
+        with pytest.raises(ValueError, match=f"index={index} is not one of 2 parts"):
+            LocalTensor.split((4, 4), 0, index, 2)
+    with pytest.raises(ValueError, match="num_rows=3 does not divide the parts' 4, 6 elements"):
+        fuse((LocalTensor.whole((4,)), LocalTensor.whole((6,))), num_rows=3)
+
+
+def test_pieces_that_do_not_fit_their_buffer_are_refused() -> None:
+    row = Rect((0, 0), (1, 4))
+    with pytest.raises(ValueError, match=r"not within shape \(1, 3\)"):
+        LocalTensor((1, 3), (Piece(row, 0),), 4)
+    with pytest.raises(ValueError, match="is empty or"):
+        LocalTensor((1, 4), (Piece(Rect((0, 0), (0, 4)), 0),), 4)
+    with pytest.raises(ValueError, match="starts before offset 4, the end of the last"):
+        LocalTensor((1, 4), (Piece(row, 0), Piece(row, 3)), 8)
+    with pytest.raises(ValueError, match="give at least numel=5"):
+        LocalTensor((1, 4), (Piece(row, 1),), 4)
