@@ -1,0 +1,58 @@
+"""The private names of torch that Shardwise needs, each with its reason; no other file holds any.
+
+Every function here is tested in `tests/test_torch_private.py`, so that a torch release that moves a name fails there
+first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch.autograd import Variable
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["OpMode", "in_backward", "on_backward_end", "plain_torch_functions", "pytree", "set_unsharded_storage"]
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running on this thread: true in recomputation, false in a plain forward.
+
+    Public torch has no such query; hooks need it, because a forward that runs inside a backward must not reshard.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def on_backward_end(callback: Callable[[], None]) -> None:
+    """Run `callback` when the current backward has finished; to be called from within it.
+
+    Parameters that got no gradient fire no hook, so the end of the backward is the only place to close their group.
+    """
+    Variable._execution_engine.queue_callback(callback)
+
+
+def set_unsharded_storage(storage: torch.UntypedStorage, num_bytes: int) -> None:
+    """Allocate a storage for its unsharded content, or free it with 0 bytes, while views of it live on.
+
+    `resize_` is documented for storages but not promised to keep views valid; FSDP2 relies on the same behaviour.
+    """
+    storage.resize_(num_bytes)
+
+
+def plain_torch_functions() -> AbstractContextManager[None]:
+    """Run what follows without calling any tensor subclass's `__torch_function__`, as torch's subclass guide does."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+class OpMode(TorchDispatchMode):
+    """Base of the modes whose `__torch_dispatch__` is shown every op of its thread; public torch has no such view.
+
+    torch wraps that method so that dynamo never compiles it, and its wrapper imports all of dynamo, which takes a
+    second, at the first op. Nothing here is compiled from within a mode, so the wrapper is declined.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False

@@ -1,0 +1,660 @@
+"""The ledger's books against counts that know nothing of it, and its snapshots, tables and advice."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from shardwise.config import Config
+from shardwise.memory import (
+    AllocatorStats,
+    Category,
+    CudaAllocator,
+    Ledger,
+    MemorySnapshot,
+    format_table,
+    oom_advice,
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def num_bytes(*tensors: Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def live(ledger: Ledger, category: Category) -> int:
+    return ledger.snapshot().live_bytes[category]
+
+
+# Registered storages.
+
+
+def test_a_storage_is_one_object_until_it_dies() -> None:
+    """The ledger stands on this: a torch that makes a new object for each call would empty the books."""
+    source = torch.ones(8, requires_grad=True)
+    saved = (source * 2).exp()
+    assert saved.untyped_storage() is saved.view(2, 4).untyped_storage()
+    reference = weakref.ref(saved.untyped_storage())
+    total = saved.sum()
+    del saved
+    gc.collect()
+    assert reference() is not None, "the autograd graph holds the storage, so its object must live"
+    total.backward()
+    assert reference() is None
+
+
+def test_views_are_booked_once() -> None:
+    ledger = Ledger()
+    weight = torch.zeros(6, 4)
+    for view in (weight, weight.t(), weight[1:], weight.view(-1), weight.detach(), nn.Parameter(weight)):
+        ledger.track(view, Category.PARAMETERS)
+    ledger.track(weight.untyped_storage(), Category.PARAMETERS)
+    assert live(ledger, Category.PARAMETERS) == ledger.snapshot().total_bytes == 96
+
+
+def test_bytes_leave_with_the_storage_not_with_the_tensor() -> None:
+    ledger = Ledger()
+    weight = torch.zeros(10)
+    ledger.track(weight, Category.PARAMETERS)
+    view = weight[5:]
+    del weight
+    assert live(ledger, Category.PARAMETERS) == 40
+    del view
+    assert live(ledger, Category.PARAMETERS) == 0
+
+
+def test_resizing_is_followed_exactly() -> None:
+    ledger = Ledger()
+    full = torch.zeros(100)
+    view = full[:3]
+    ledger.track(full, Category.GATHERED)
+    ledger.resize(full, 0)
+    assert (live(ledger, Category.GATHERED), full.untyped_storage().nbytes()) == (0, 0)
+    ledger.reset_peak()
+    ledger.resize(view, 400)
+    assert (live(ledger, Category.GATHERED), full.untyped_storage().nbytes()) == (400, 400)
+    ledger.resize(full, 0)
+    assert ledger.snapshot().peak_bytes == 400
+    ledger.resize(full, 400)
+    del full, view
+    assert ledger.snapshot().total_bytes == 0
+
+
+def test_resizing_an_unknown_storage_is_refused() -> None:
+    with pytest.raises(ValueError, match="a storage of 12 bytes is not in the ledger; track it first"):
+        Ledger().resize(torch.zeros(3), 0)
+
+
+def test_tracking_again_moves_the_bytes() -> None:
+    ledger = Ledger()
+    tensor = torch.zeros(5)
+    ledger.track(tensor, Category.OTHER)
+    ledger.track(tensor, Category.GRADIENTS)
+    snapshot = ledger.snapshot()
+    assert (snapshot.live_bytes[Category.OTHER], snapshot.live_bytes[Category.GRADIENTS]) == (0, 20)
+    assert snapshot.peak_live_bytes[Category.GRADIENTS] == snapshot.peak_bytes == 20
+
+
+def test_tensors_of_another_device_are_left_out() -> None:
+    ledger = Ledger()
+    ledger.track(torch.zeros(5, device="meta"), Category.OTHER)
+    assert ledger.snapshot().total_bytes == 0
+
+
+def test_peak_keeps_the_categories_of_its_moment() -> None:
+    ledger = Ledger()
+    weight, bucket = torch.zeros(10), torch.zeros(100)
+    ledger.track(weight, Category.PARAMETERS)
+    ledger.track(bucket, Category.BUCKETS)
+    del bucket
+    ledger.track(torch.zeros(1), Category.OTHER)
+    snapshot = ledger.snapshot()
+    assert snapshot.peak_bytes == 440
+    assert {category: n for category, n in snapshot.peak_live_bytes.items() if n} == {
+        Category.PARAMETERS: 40,
+        Category.BUCKETS: 400,
+    }
+    ledger.reset_peak()
+    assert ledger.snapshot().peak_bytes == 40
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_books_equal_a_model_of_them(data: st.DataObject) -> None:
+    ledger = Ledger()
+    tensors: dict[int, tuple[Tensor, Category]] = {}
+    peak_bytes = 0
+    for step in range(data.draw(st.integers(1, 25))):
+        action = data.draw(st.sampled_from(["make", "drop", "resize", "move"]))
+        if action == "make" or not tensors:
+            tensors[step] = (torch.empty(data.draw(st.integers(0, 50))), data.draw(st.sampled_from(Category)))
+            ledger.track(*tensors[step])
+        else:
+            key = data.draw(st.sampled_from(sorted(tensors)))
+            tensor, category = tensors.pop(key)
+            if action == "resize":
+                ledger.resize(tensor, data.draw(st.integers(0, 300)))
+            elif action == "move":
+                category = data.draw(st.sampled_from(Category))
+                ledger.track(tensor, category)
+            if action != "drop":
+                tensors[key] = (tensor, category)
+            del tensor
+        expected = dict.fromkeys(Category, 0)
+        for tensor, category in tensors.values():
+            expected[category] += tensor.untyped_storage().nbytes()
+            del tensor
+        peak_bytes = max(peak_bytes, sum(expected.values()))
+        snapshot = ledger.snapshot()
+        assert snapshot.live_bytes == expected
+        assert snapshot.peak_bytes == peak_bytes
+
+
+def test_storages_may_die_on_any_thread() -> None:
+    ledger = Ledger()
+
+    def churn() -> None:
+        for _ in range(300):
+            ledger.track(torch.empty(7), Category.BUCKETS)
+
+    kept = torch.empty(3)
+    ledger.track(kept, Category.PARAMETERS)
+    threads = [threading.Thread(target=churn) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ledger.snapshot().total_bytes == 12
+
+
+# The meter.
+
+
+def block(width: int = 32) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width), nn.LayerNorm(width)
+    )
+
+
+def profiled_bytes(run: Callable[[], None]) -> tuple[int, int]:
+    """(bytes left live, peak) of a run, by torch's own allocator events."""
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        run()
+    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+    live_bytes = peak_bytes = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live_bytes += event.nbytes()
+        peak_bytes = max(peak_bytes, live_bytes)
+    return live_bytes, peak_bytes
+
+
+def plain(model: nn.Sequential, hidden: Tensor) -> Tensor:
+    return model(hidden)
+
+
+def recomputed(model: nn.Sequential, hidden: Tensor) -> Tensor:
+    for layer in model:
+        hidden = checkpoint(layer, hidden, use_reentrant=False, preserve_rng_state=False)
+    return hidden
+
+
+def selectively_recomputed(model: nn.Sequential, hidden: Tensor) -> Tensor:
+    def contexts() -> object:
+        return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
+
+    for layer in model:
+        hidden = checkpoint(layer, hidden, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    return hidden
+
+
+@pytest.mark.parametrize("forward", [plain, recomputed, selectively_recomputed])
+def test_forward_and_backward_equal_torchs_own_events(
+    forward: Callable[[nn.Sequential, Tensor], Tensor],
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[block() for _ in range(3)])
+    inputs = torch.randn(16, 32)  # [batch, width]
+    ledger = Ledger()
+
+    def run() -> None:
+        with ledger.meter():
+            forward(model, inputs).square().mean().backward()
+
+    live_bytes, peak_bytes = profiled_bytes(run)
+    snapshot = ledger.snapshot()
+    assert live_bytes == num_bytes(*model.parameters()), "only the gradients are left"
+    assert snapshot.total_bytes == snapshot.live_bytes[Category.ACTIVATIONS] == live_bytes
+    assert snapshot.peak_bytes == peak_bytes
+    model.zero_grad()
+    assert ledger.snapshot().total_bytes == 0
+
+
+def test_recomputation_needs_less() -> None:
+    """Guards the test above: were the forwards the same, it would say nothing of checkpointing."""
+    peaks = []
+    for forward in (plain, selectively_recomputed, recomputed):
+        torch.manual_seed(0)
+        model, ledger = nn.Sequential(*[block() for _ in range(6)]), Ledger()
+        with ledger.meter():
+            forward(model, torch.randn(64, 32)).square().mean().backward()
+        peaks.append(ledger.snapshot().peak_bytes)
+    assert peaks[0] > peaks[1] > peaks[2]
+
+
+def train_one_step(model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
+    inputs = torch.ones(16, 32)  # [batch, width]
+    with ledger.meter():
+        loss = model(inputs).square().mean()
+        assert live(ledger, Category.ACTIVATIONS) > 16 * 32 * 4
+        loss.backward()
+    for parameter in model.parameters():
+        ledger.track(parameter.grad, Category.GRADIENTS)
+    with ledger.meter(Category.OTHER):
+        optimizer.step()
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            ledger.track(tensor, Category.OPTIMIZER)
+
+
+def test_training_steps_by_category_and_nothing_is_left_behind() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(block(), block())
+    optimizer = torch.optim.AdamW(model.parameters())
+    ledger = Ledger()
+    for name in model.state_dict():
+        ledger.track(model.get_parameter(name), Category.PARAMETERS)
+    size_bytes = num_bytes(*model.parameters())
+    expected = dict.fromkeys(Category, 0) | {
+        Category.PARAMETERS: size_bytes,
+        Category.GRADIENTS: size_bytes,
+        Category.OPTIMIZER: 2 * size_bytes + 4 * len(model.state_dict()),
+    }
+    live_bytes, peak_bytes = profiled_bytes(functools.partial(train_one_step, model, optimizer, ledger))
+    snapshot = ledger.snapshot()
+    assert snapshot.live_bytes == expected
+    assert live_bytes == snapshot.total_bytes - size_bytes
+    # Scratch scalars that AdamW's kernels make and drop within one op are all that the meter misses.
+    inputs_bytes = 16 * 32 * 4
+    assert 0 <= peak_bytes - inputs_bytes + size_bytes - snapshot.peak_bytes <= 32
+    train_one_step(model, optimizer, ledger)
+    assert ledger.snapshot().live_bytes == expected, "a second step leaves nothing behind"
+    del model, optimizer
+    gc.collect()
+    assert ledger.snapshot().total_bytes == 0
+
+
+def test_saved_activations_of_a_forward_are_the_formula() -> None:
+    ledger = Ledger()
+    first, second = nn.Linear(8, 16), nn.Linear(16, 4)
+    inputs = torch.randn(5, 8)  # [batch, width]
+    with ledger.meter():
+        output = second(first(inputs).relu())
+    # relu and the second layer save the same storage; the first layer's output dies; inputs are not ours.
+    assert live(ledger, Category.ACTIVATIONS) == num_bytes(output) + 5 * 16 * 4
+    output.sum().backward()
+    assert live(ledger, Category.ACTIVATIONS) == num_bytes(output)
+    del output
+    assert live(ledger, Category.ACTIVATIONS) == 0
+
+
+def test_what_was_made_outside_is_not_an_activation() -> None:
+    ledger = Ledger()
+    outside = torch.zeros(4, 4)
+    with ledger.meter():
+        views = [
+            outside.t(),
+            outside.view(16),
+            outside[0],
+            *outside.split(2),
+            outside.add_(1),
+            outside.detach(),
+        ]
+        assert ledger.snapshot().total_bytes == 0
+        copy = outside.contiguous().clone()
+    assert live(ledger, Category.ACTIVATIONS) == num_bytes(copy)
+    del views
+
+
+def test_the_meter_sees_constructors_multiple_outputs_and_resizing_ops() -> None:
+    ledger = Ledger()
+    with ledger.meter():
+        constant = torch.tensor([1.0, 2.0])
+        assert live(ledger, Category.ACTIVATIONS) == 8
+        values, indices = constant.sort()
+        assert live(ledger, Category.ACTIVATIONS) == 8 + 8 + 16
+        out = torch.empty(0)
+        torch.add(constant, 1, out=out)
+        assert live(ledger, Category.ACTIVATIONS) == 8 + 8 + 16 + 8
+        values.resize_(100)
+        assert live(ledger, Category.ACTIVATIONS) == 8 + 400 + 16 + 8
+        pieces = torch.zeros(6).unbind()
+        assert live(ledger, Category.ACTIVATIONS) == 8 + 400 + 16 + 8 + 24
+    del constant, values, indices, out, pieces
+    assert ledger.snapshot().total_bytes == 0
+
+
+def test_the_meter_lets_sparse_gradients_pass() -> None:
+    embedding = nn.Embedding(10, 4, sparse=True)
+    ledger = Ledger()
+    with ledger.meter():
+        embedding(torch.tensor([1, 2])).sum().backward()
+    assert embedding.weight.grad.layout is torch.sparse_coo
+
+
+def test_resizing_within_the_meter_reaches_the_peak() -> None:
+    """As the engine does: unsharded parameters grow for a block's forward and go before the next."""
+    ledger = Ledger()
+    full = torch.zeros(64, 64)
+    ledger.track(full, Category.GATHERED)
+    ledger.resize(full, 0)
+    ledger.reset_peak()
+    with ledger.meter():
+        hidden = torch.ones(1, 64)
+        ledger.resize(full, 64 * 64 * 4)
+        output = hidden @ full.fill_(1.0)
+        ledger.resize(full, 0)
+        output = output * 2
+    snapshot = ledger.snapshot()
+    assert snapshot.peak_live_bytes[Category.GATHERED] == 64 * 64 * 4
+    assert snapshot.peak_live_bytes[Category.ACTIVATIONS] == num_bytes(hidden, output)
+    assert snapshot.total_bytes == num_bytes(hidden, output)
+
+
+def test_the_meter_is_of_its_thread_and_of_backwards_started_there() -> None:
+    ledger = Ledger()
+    kept: list[Tensor] = []
+    weight = torch.zeros(50, requires_grad=True)
+    with ledger.meter():
+        thread = threading.Thread(target=lambda: kept.append(torch.zeros(50)))
+        thread.start()
+        thread.join()
+        assert ledger.snapshot().total_bytes == 0, "another thread's tensors are not seen"
+        (weight * 2).sum().backward()
+    assert ledger.snapshot().total_bytes == num_bytes(weight.grad)
+
+
+def test_two_meters_at_once_are_refused_and_an_error_leaves_the_meter() -> None:
+    ledger = Ledger()
+    with pytest.raises(RuntimeError, match="meter is on already"), ledger.meter(), ledger.meter():
+        pass
+    outside = torch.zeros(3) + 1
+    assert ledger.snapshot().total_bytes == 0
+    with ledger.meter():
+        inside = torch.zeros(3)
+    assert ledger.snapshot().total_bytes == num_bytes(inside) == num_bytes(outside)
+
+
+def test_snapshots_say_whether_a_meter_was_on() -> None:
+    ledger = Ledger()
+    assert not ledger.snapshot().metered
+    with ledger.meter():
+        ledger.reset_peak()
+    assert ledger.snapshot().metered
+    ledger.reset_peak()
+    assert not ledger.snapshot().metered
+
+
+# Devices with an allocator of their own.
+
+
+class FakeAllocator:
+    """An allocator whose counters the test sets, as CUDA's stand between two entries of the books."""
+
+    def __init__(self) -> None:
+        self.allocated_bytes = self.peak_bytes = self.reserved_bytes = 0
+
+    def set(self, allocated_bytes: int) -> None:
+        self.allocated_bytes = allocated_bytes
+        self.peak_bytes = max(self.peak_bytes, allocated_bytes)
+        self.reserved_bytes = max(self.reserved_bytes, allocated_bytes)
+
+    def stats(self) -> AllocatorStats:
+        return AllocatorStats(self.allocated_bytes, self.peak_bytes, self.reserved_bytes)
+
+    def reset_peak(self) -> None:
+        self.peak_bytes = self.allocated_bytes
+
+
+def test_an_allocator_gives_the_totals_and_the_rest_is_activations() -> None:
+    allocator = FakeAllocator()
+    ledger = Ledger(allocator=allocator)
+    weight = torch.zeros(25)
+    ledger.track(weight, Category.PARAMETERS)
+    allocator.set(1000)
+    allocator.set(700)
+    snapshot = ledger.snapshot()
+    assert snapshot.live_bytes == dict.fromkeys(Category, 0) | {
+        Category.PARAMETERS: 100,
+        Category.ACTIVATIONS: 600,
+    }
+    assert (snapshot.total_bytes, snapshot.peak_bytes, snapshot.reserved_bytes) == (700, 1000, 1000)
+    assert snapshot.fragment_bytes == 300
+    assert snapshot.peak_live_bytes == {}, "nobody looked when the peak passed"
+    ledger.reset_peak()
+    snapshot = ledger.snapshot()
+    assert (snapshot.peak_bytes, snapshot.peak_live_bytes[Category.ACTIVATIONS]) == (700, 600)
+
+
+def test_a_metered_peak_is_told_by_the_books_of_its_moment() -> None:
+    allocator = FakeAllocator()
+    ledger = Ledger(allocator=allocator)
+    weight, full = torch.zeros(25), torch.zeros(50)
+    with ledger.meter():
+        allocator.set(100)
+        ledger.track(weight, Category.PARAMETERS)
+        allocator.set(300)
+        ledger.track(full, Category.GATHERED)
+        peak = ledger.snapshot().peak_live_bytes
+        assert (peak[Category.PARAMETERS], peak[Category.GATHERED], peak[Category.ACTIVATIONS]) == (
+            100,
+            200,
+            0,
+        )
+        # Activations come and go while both are live; only then is one freed.
+        allocator.set(1300)
+        allocator.set(300)
+        ledger.resize(full, 0)
+        allocator.set(100)
+        peak = ledger.snapshot().peak_live_bytes
+        assert (peak[Category.PARAMETERS], peak[Category.GATHERED], peak[Category.ACTIVATIONS]) == (
+            100,
+            200,
+            1000,
+        )
+        with_no_op = torch.ones(3) + 1
+    assert with_no_op.numel() == 3
+    assert ledger.snapshot().live_bytes[Category.ACTIVATIONS] == 0, (
+        "no op is watched where the allocator counts"
+    )
+
+
+def test_registered_memory_beside_the_allocator_makes_no_negative_count() -> None:
+    ledger = Ledger(allocator=FakeAllocator())
+    weight = torch.zeros(25)
+    ledger.track(weight, Category.PARAMETERS)
+    snapshot = ledger.snapshot()
+    assert (snapshot.total_bytes, snapshot.live_bytes[Category.ACTIVATIONS]) == (100, 0)
+    assert (snapshot.reserved_bytes, snapshot.fragment_bytes) == (100, 0)
+
+
+def test_the_cuda_allocator_reads_the_counters_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = {
+        "allocated_bytes": {"all": {"current": 5, "peak": 9}},
+        "reserved_bytes": {"all": {"current": 20, "peak": 30}},
+    }
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: counters)
+    assert CudaAllocator(torch.device("cuda:0")).stats() == AllocatorStats(5, 9, 20)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {})
+    assert CudaAllocator(torch.device("cuda:0")).stats() == AllocatorStats(0, 0, 0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_books_on_cuda() -> None:
+    ledger = Ledger("cuda")
+    before_bytes = torch.cuda.memory_allocated()
+    ledger.reset_peak()
+    weight = torch.zeros(1024, 1024, device="cuda")
+    ledger.track(weight, Category.PARAMETERS)
+    with ledger.meter():
+        product = weight @ weight
+        del product
+        ledger.resize(weight, 0)
+        snapshot = ledger.snapshot()
+    assert snapshot.total_bytes == torch.cuda.memory_allocated() >= before_bytes
+    assert snapshot.peak_bytes == torch.cuda.max_memory_allocated() >= before_bytes + 2 * 4 * 2**20
+    assert snapshot.peak_live_bytes[Category.PARAMETERS] == 4 * 2**20
+    assert snapshot.reserved_bytes == torch.cuda.memory_reserved()
+
+
+# Snapshots, tables, advice.
+
+
+def snapshot_of(**live_bytes: int) -> MemorySnapshot:
+    books = dict.fromkeys(Category, 0) | {Category(name): value for name, value in live_bytes.items()}
+    total_bytes = sum(books.values())
+    return MemorySnapshot("cpu", books, total_bytes, books, total_bytes, fragment_bytes=0, metered=True)
+
+
+class HalfIdle:
+    fragment_bytes = 24
+
+
+def test_snapshots_count_the_idle_bytes_of_pools_and_do_not_keep_them() -> None:
+    ledger, pool = Ledger(), HalfIdle()
+    tensor = torch.zeros(10)
+    ledger.track(tensor, Category.BUCKETS)
+    ledger.attach_pool(pool)
+    snapshot = ledger.snapshot()
+    assert (snapshot.total_bytes, snapshot.reserved_bytes, snapshot.fragment_bytes) == (40, 40, 24)
+    del pool
+    assert ledger.snapshot().fragment_bytes == 0
+
+
+def test_a_snapshot_is_a_line_of_json() -> None:
+    line = json.loads(json.dumps(snapshot_of(parameters=3, other=4).to_dict()))
+    assert line["live_bytes"] == dict.fromkeys(map(str, Category), 0) | {"parameters": 3, "other": 4}
+    assert (line["total_bytes"], line["peak_bytes"], line["peak_live_bytes"]["other"]) == (7, 7, 4)
+    assert (line["device_type"], line["reserved_bytes"], line["fragment_bytes"], line["metered"]) == (
+        "cpu",
+        7,
+        0,
+        True,
+    )
+
+
+def test_the_table_is_sorted_and_adds_up() -> None:
+    rows = format_table(snapshot_of(parameters=2**30, optimizer=3 * 2**30))
+    assert rows == [("optimizer", "3.000", "75%"), ("parameters", "1.000", "25%"), ("total", "4.000", "100%")]
+    assert format_table(snapshot_of()) == [("total", "0.000", "0%")]
+
+
+def test_the_table_shows_now_where_the_peak_is_not_known() -> None:
+    now = dict.fromkeys(Category, 0) | {Category.OTHER: 2**30}
+    snapshot = MemorySnapshot("cuda", now, 2**31, {}, 2**31, fragment_bytes=2**30, metered=False)
+    assert format_table(snapshot)[0] == ("other", "1.000", "100%")
+
+
+def resolved(world_size: int = 4, **sections: dict[str, object]) -> Config:
+    return Config.from_dict(sections).resolve(world_size)
+
+
+def advised(snapshot: MemorySnapshot, config: Config) -> list[str]:
+    return [" ".join(advice.assignments) for advice in oom_advice(snapshot, config)]
+
+
+def test_advice_follows_what_fills_the_memory() -> None:
+    config = resolved(zero={"stage": 0}, precision={"param": "bf16"}, batch={"micro_size": 6})
+    assert advised(snapshot_of(optimizer=800, gradients=300, activations=10), config) == [
+        "zero.stage=2",
+        "precision.accumulate=param",
+        "recompute.mode=full recompute.every=1",
+    ]
+    assert advised(snapshot_of(activations=1000), config)[:2] == [
+        "recompute.mode=full recompute.every=1",
+        "batch.micro_size=3 batch.accumulation=2",
+    ]
+    assert advised(snapshot_of(parameters=1000), resolved(zero={"stage": 2}))[0] == "zero.stage=3"
+    savings = {
+        advice.assignments[0]: advice.saved_bytes for advice in oom_advice(snapshot_of(gradients=400), config)
+    }
+    assert savings["zero.stage=2"] == 300, "three of four shards rest elsewhere"
+
+
+def test_no_advice_for_what_is_set_or_cannot_help() -> None:
+    everything = resolved(
+        zero={"stage": 3, "overlap": False},
+        precision={"param": "bf16", "accumulate": "param"},
+        recompute={"mode": "full"},
+        batch={"micro_size": 1},
+    )
+    assert advised(snapshot_of(parameters=10, activations=10), everything) == []
+    one_rank = resolved(world_size=1, zero={"stage": 0})
+    assert not any("zero" in advice for advice in advised(snapshot_of(optimizer=10), one_rank))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    world_size=st.integers(1, 4),
+    stage=st.integers(0, 3),
+    micro_size=st.integers(1, 12),
+    precision=st.fixed_dictionaries(
+        {
+            "param": st.sampled_from(["fp32", "bf16", "fp16"]),
+            "accumulate": st.sampled_from(["param", "fp32"]),
+            "reduce": st.sampled_from(["param", "fp32"]),
+        }
+    ),
+    recompute=st.fixed_dictionaries(
+        {"mode": st.sampled_from(["none", "full", "selective"]), "every": st.integers(1, 3)}
+    ),
+    sizes=st.dictionaries(st.sampled_from([str(category) for category in Category]), st.integers(0, 2**40)),
+)
+def test_advice_can_be_followed_to_its_end(
+    world_size: int,
+    stage: int,
+    micro_size: int,
+    precision: dict[str, object],
+    recompute: dict[str, object],
+    sizes: dict[str, int],
+) -> None:
+    """Each advice is a legal config of the same global batch that differs; following all of them ends."""
+    config = resolved(
+        world_size,
+        zero={"stage": stage},
+        batch={"micro_size": micro_size},
+        precision=precision,
+        recompute=recompute,
+    )
+    snapshot = snapshot_of(**sizes)
+    for _ in range(20):
+        advice = oom_advice(snapshot, config)
+        assert len(advice) <= 3
+        assert [item.saved_bytes for item in advice] == sorted(
+            (item.saved_bytes for item in advice), reverse=True
+        )
+        if not advice:
+            return
+        for item in advice:
+            changed = config.override(item.assignments).resolve(world_size)
+            assert changed != config
+            assert changed.batch.global_size == config.batch.global_size
+        config = config.override(advice[-1].assignments).resolve(world_size)
+    pytest.fail("the advice never ends")
