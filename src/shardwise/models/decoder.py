@@ -1,0 +1,325 @@
+"""A Llama-style decoder in plain PyTorch, its loss, and its size and cost by formula.
+
+It knows nothing of sharding: no collectives, no groups, no tiers. Its state is its parameters alone; rotary
+tables are recomputed each forward, so a model built on meta needs nothing but its parameters filled.
+
+Shapes: B batch, S sequence, E hidden, H query heads, K key and value heads, D head, V vocabulary.
+
+>>> config = DecoderConfig(vocab_size=64, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2,
+...                        head_dim=4, ffn_size=48, max_seq_len=32)
+>>> model = Decoder(config)
+>>> tokens = torch.arange(16).view(2, 8)  # [B, S]
+>>> logits = model(tokens)
+>>> logits.shape
+torch.Size([2, 8, 64])
+>>> loss_sum, count = lm_loss(logits, tokens)
+>>> count.item(), num_params(config)
+(16, 8272)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from shardwise.config import ConfigError
+
+IGNORED_TARGET = -100
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The shape of a decoder; `head_dim` is a field of its own, it need not be hidden_size / num_heads.
+
+    Raises:
+        ConfigError: a size is not positive, `head_dim` is odd, or `num_kv_heads` does not divide `num_heads`.
+    """
+
+    vocab_size: int
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    max_seq_len: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "tie_embeddings" and not value > 0:
+                raise ConfigError(f"{field.name}={value} is not positive; give more than 0")
+        if self.head_dim % 2:
+            legal = f"{self.head_dim - 1}, {self.head_dim + 1}" if self.head_dim > 1 else "2"
+            raise ConfigError(
+                f"head_dim={self.head_dim} is odd, but rotary embedding turns pairs; nearest legal: {legal}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            legal = ", ".join(map(str, _nearest_divisors(self.num_heads, self.num_kv_heads)))
+            raise ConfigError(
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
+                f"nearest legal: {legal}"
+            )
+
+
+class Linear(nn.Linear):
+    """A linear layer without bias, drawn from normal(0, init_std)."""
+
+    def __init__(self, num_in: int, num_out: int, init_std: float = INIT_STD, **factory: Any) -> None:
+        self.init_std = init_std  # before the constructor of nn.Linear, which calls reset_parameters
+        super().__init__(num_in, num_out, bias=False, **factory)
+
+    def reset_parameters(self) -> None:
+        _draw_normal(self.weight, self.init_std)
+
+
+class Embedding(nn.Embedding):
+    """An embedding drawn from normal(0, 0.02): small enough to serve as the head too."""
+
+    def reset_parameters(self) -> None:
+        _draw_normal(self.weight, INIT_STD)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dim, in fp32 or wider (Zhang and Sennrich 2019, eq. 4)."""
+
+    def __init__(self, size: int, eps: float, **factory: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # On the CPU F.rms_norm is not fused: it takes 2-3 times as long, and in bf16 saves twice the bytes.
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_wide(x.dtype))  # [B, S, 1]
+        scale = torch.rsqrt(norm.square() / x.shape[-1] + self.eps)
+        return (x * scale).to(x.dtype) * self.weight
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions; H / K query heads share each key and value head."""
+
+    def __init__(self, config: DecoderConfig, **factory: Any) -> None:
+        super().__init__()
+        hidden, self.head_dim = config.hidden_size, config.head_dim
+        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.shares_kv = config.num_kv_heads != config.num_heads
+        self.query = Linear(hidden, query_size, **factory)
+        self.key = Linear(hidden, kv_size, **factory)
+        self.value = Linear(hidden, kv_size, **factory)
+        self.out = Linear(query_size, hidden, _residual_std(config), **factory)
+
+    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q = rotate(self.query(x).view(heads), rope).transpose(1, 2)  # [B, H, S, D]
+        k = rotate(self.key(x).view(heads), rope).transpose(1, 2)  # [B, K, S, D]
+        v = self.value(x).view(heads).transpose(1, 2)  # [B, K, S, D]
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.shares_kv)
+        return self.out(mixed.transpose(1, 2).flatten(2))  # [B, H, S, D] -> [B, S, E]
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    def __init__(self, config: DecoderConfig, **factory: Any) -> None:
+        super().__init__()
+        self.gate = Linear(config.hidden_size, config.ffn_size, **factory)
+        self.up = Linear(config.hidden_size, config.ffn_size, **factory)
+        self.down = Linear(config.ffn_size, config.hidden_size, _residual_std(config), **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """One layer: attention, then feed-forward, each normalised before and added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, **factory: Any) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, **factory)
+        self.attention = Attention(config, **factory)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps, **factory)
+        self.ffn = FeedForward(config, **factory)
+
+    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope)  # [B, S, E]
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, norm and head; `head.weight` is `embed.weight` where embeddings are tied.
+
+    Args:
+        config: the shape.
+        device: where parameters are made; "meta" makes none.
+        dtype: of all parameters; torch's default when left out.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.config = config
+        self.embed = Embedding(config.vocab_size, config.hidden_size, **factory)
+        self.blocks = nn.ModuleList(Block(config, **factory) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, **factory)
+        self.head = Linear(config.hidden_size, config.vocab_size, **factory)
+        if config.tie_embeddings:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map tokens, int64 [B, S], to the logits of the token after each, [B, S, V].
+
+        Raises:
+            ConfigError: the sequence is longer than `max_seq_len`.
+        """
+        seq_len = tokens.shape[1]
+        if seq_len > self.config.max_seq_len:
+            raise ConfigError(
+                f"sequence of {seq_len} tokens is longer than max_seq_len={self.config.max_seq_len}; "
+                "cut it or raise max_seq_len"
+            )
+        x = self.embed(tokens)  # [B, S, E]
+        rope = rope_tables(seq_len, self.config.head_dim, self.config.rope_theta, x)
+        for block in self.blocks:
+            x = block(x, rope)
+        return self.head(self.norm(x))
+
+
+def rope_tables(seq_len: int, head_dim: int, theta: float, like: Tensor) -> Tensor:
+    """Cosines and signed sines of every position's angles (Su et al. 2021, eq. 34), to be used by `rotate`.
+
+    Angles are taken in fp64, since fp32 loses hundredths of a radian at positions beyond 100,000.
+
+    Returns:
+        [2, S, 1, D] on the device of `like`, in its dtype or fp32, whichever is wider.
+    """
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device=like.device) / head_dim
+    positions = torch.arange(seq_len, dtype=torch.float64, device=like.device)
+    angle = torch.outer(positions, theta**-exponent)  # [S, D/2]
+    cos, sin = angle.cos(), angle.sin()
+    tables = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))  # [2, S, D]
+    return tables.unsqueeze(2).to(_wide(like.dtype))
+
+
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """Turn the pairs (i, i + D/2) of each head of x, [B, S, heads, D], by their position's angles."""
+    cos, sin = rope
+    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+
+
+def lm_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross entropy summed over the targets that count, in fp32 or wider whatever the dtype of the logits.
+
+    Args:
+        logits: [B, S, V] (any leading dims), floating.
+        targets: [B, S] int64, -100 where a position does not count.
+
+    Returns:
+        The sum (fp32, or fp64 for fp64 logits) and the int64 number of targets that count, both of no dims.
+    """
+    flat = targets.flatten()
+    return _CrossEntropySum.apply(logits.flatten(0, -2), flat), (flat != IGNORED_TARGET).sum()
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    """Works through a few rows at a time: only the logits and their gradient are of the logits' size."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:  # [N, V], [N]
+        wide = _wide(logits.dtype)
+        parts = logits.split(_rows(logits))
+        log_total = torch.cat([torch.logsumexp(rows.to(wide), -1) for rows in parts])  # [N]
+        counts = targets != IGNORED_TARGET
+        index = targets.where(counts, 0).unsqueeze(-1)  # [N, 1]
+        ctx.save_for_backward(logits, index, counts, log_total)
+        picked = logits.gather(-1, index).squeeze(-1).to(wide)
+        return (log_total - picked).where(counts, 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_sum: Tensor) -> tuple[Tensor, None]:
+        logits, index, counts, log_total = ctx.saved_tensors
+        grad = torch.empty_like(logits)  # [N, V]
+        factor = (grad_sum * counts).unsqueeze(-1)  # [N, 1]
+        parts = (t.split(_rows(logits)) for t in (grad, logits, log_total.unsqueeze(-1), index, factor))
+        for grad_rows, rows, log_total_rows, index_rows, factor_rows in zip(*parts, strict=True):
+            probability = (rows - log_total_rows).exp_()
+            probability.scatter_add_(-1, index_rows, probability.new_full((1, 1), -1.0).expand_as(index_rows))
+            torch.mul(probability, factor_rows, out=grad_rows)
+        return grad, None
+
+
+def num_params(config: DecoderConfig) -> int:
+    """The number of parameters; tied embeddings count once.
+
+    >>> from shardwise.models.presets import preset
+    >>> f"{num_params(preset('llama-405b')):,}"
+    '405,853,388,800'
+    """
+    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
+    norms = (2 * config.num_layers + 1) * config.hidden_size
+    return embeddings + norms + config.num_layers * _block_matmul_params(config)
+
+
+def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
+    """Model FLOPs of forward and backward for one token: 6 N + 12 L H D S (PaLM, arXiv 2204.02311, app. B).
+
+    N are the parameters of matrix products: the head counts and the embedding does not. Attention counts in
+    full, as in the paper, although the causal mask spares half of it; recomputation does not count.
+    """
+    matmul_params = config.num_layers * _block_matmul_params(config) + config.vocab_size * config.hidden_size
+    return 6 * matmul_params + 12 * config.num_layers * config.num_heads * config.head_dim * seq_len
+
+
+def _block_matmul_params(config: DecoderConfig) -> int:
+    attention = 2 * config.hidden_size * config.head_dim * (config.num_heads + config.num_kv_heads)
+    return attention + 3 * config.hidden_size * config.ffn_size
+
+
+def _residual_std(config: DecoderConfig) -> float:
+    """2 L projections add to the residual stream: drawn smaller, its variance does not grow with L."""
+    return INIT_STD / math.sqrt(2 * config.num_layers)
+
+
+def _draw_normal(weight: Tensor, std: float) -> None:
+    if not weight.is_meta:  # there torch would import its compiler, 0.9 s, to draw nothing
+        nn.init.normal_(weight, std=std)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _rows(logits: Tensor) -> int:
+    """Rows worked through at a time: what stays in a core's cache, or is worth an accelerator's kernel."""
+    num_elements = 2**18 if logits.device.type == "cpu" else 2**26
+    return max(1, num_elements // logits.shape[-1])
+
+
+def _nearest_divisors(number: int, wanted: int) -> list[int]:
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below = [d for d in divisors if d < wanted][-1:]
+    above = [d for d in divisors if d > wanted][:1]
+    return below + above
