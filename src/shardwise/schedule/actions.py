@@ -1,0 +1,210 @@
+"""What each rank does and in which order: `Action`, `Schedule` (all ranks), `TimedAction` (with its times).
+
+Values only: nothing here runs, moves data or knows a schedule by name. The text forms round-trip and read
+like those of torch.distributed.pipelining, with the ZeRO group in brackets:
+
+>>> Action.parse("2SEND_F0") == Action(Kind.SEND, stage=2, micro_batch=0, payload=Payload.ACTIVATION)
+True
+>>> print(Action(Kind.UNSHARD, group="blocks.3"))
+0UNSHARD[blocks.3]
+>>> schedule = Schedule.parse("rank 0: 0F0 0SEND_F0 0RECV_B0 0B0\\nrank 1: 1RECV_F0 1F0 1B0 1SEND_B0")
+>>> schedule.ranks[1][0].kind
+<Kind.RECEIVE: 'RECV'>
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Self
+from urllib.parse import quote, unquote
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be run, or a text that is none; the first line states value, rule and cure."""
+
+
+class Kind(Enum):
+    """What an action does; the value is its code in the text form."""
+
+    FORWARD = "F"
+    RECOMPUTE = "RECOMPUTE"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    SEND = "SEND"
+    RECEIVE = "RECV"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE = "REDUCE"
+    FETCH = "FETCH"
+    EVICT = "EVICT"
+    STEP = "STEP"
+
+
+class Payload(Enum):
+    """What SEND and RECEIVE carry: activations to the next stage, or their gradients to the previous one."""
+
+    ACTIVATION = "F"
+    GRADIENT = "B"
+
+
+COMPUTATIONS = frozenset({Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+TRANSFERS = frozenset({Kind.SEND, Kind.RECEIVE})
+COLLECTIVES = frozenset({Kind.UNSHARD, Kind.REDUCE})
+
+# The actions of one lane run one after another; lanes run side by side. RESHARD computes nothing, but it
+# stands in line with the computations because memory is given back right behind the computation that used it.
+LANES: Mapping[Kind, str] = MappingProxyType(
+    {
+        **dict.fromkeys((*COMPUTATIONS, Kind.STEP, Kind.RESHARD), "compute"),
+        Kind.UNSHARD: "gather",
+        Kind.REDUCE: "reduce",
+        Kind.SEND: "send",
+        Kind.RECEIVE: "receive",
+        Kind.FETCH: "fetch",
+        Kind.EVICT: "evict",
+    }
+)
+
+_ACTION_TEXT = re.compile(
+    r"(?P<stage>\d+)(?P<code>[A-Z]+)(?:_(?P<payload>[FB]))?(?P<micro_batch>\d+)?(?:\[(?P<group>[^\s\[\]]+)\])?",
+    re.ASCII,
+)
+
+
+@functools.total_ordering
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that a rank does; ordered by stage, micro-batch, kind, payload and group.
+
+    `micro_batch` is given for computations and transfers, may be given for FETCH and EVICT (activations), and
+    is None for the rest: parameters and reduced gradients belong to no micro-batch. `group` names a ZeRO
+    group of the stage; None is the whole stage. `payload` is given for SEND and RECEIVE alone; their `stage`
+    is that of the rank that acts. Raises ScheduleError where a field is missing or has no meaning.
+    """
+
+    kind: Kind
+    stage: int = 0
+    micro_batch: int | None = None
+    group: str | None = None
+    payload: Payload | None = None
+
+    def __post_init__(self) -> None:
+        name = self.kind.name
+        if self.stage < 0:
+            raise ScheduleError(f"stage={self.stage} of {name} is negative; stages count from 0")
+        if self.micro_batch is not None and self.micro_batch < 0:
+            raise ScheduleError(f"micro_batch={self.micro_batch} of {name} is negative; micro-batches count from 0")
+        if self.group == "":
+            raise ScheduleError(f"group='' of {name} names no group; use None for the whole stage")
+        if (self.payload is not None) != (self.kind in TRANSFERS):
+            raise ScheduleError(f"payload={self.payload} for {name}; SEND and RECEIVE carry one, and nothing else does")
+        needs_micro_batch = self.kind in COMPUTATIONS or self.kind in TRANSFERS
+        if needs_micro_batch and self.micro_batch is None:
+            raise ScheduleError(f"{name} has no micro_batch; computations and transfers belong to one, name it")
+        if not needs_micro_batch and self.micro_batch is not None and self.kind not in (Kind.FETCH, Kind.EVICT):
+            raise ScheduleError(f"micro_batch={self.micro_batch} for {name}, which belongs to none; leave it out")
+
+    def __str__(self) -> str:
+        payload = "" if self.payload is None else f"_{self.payload.value}"
+        micro_batch = "" if self.micro_batch is None else self.micro_batch
+        group = "" if self.group is None else f"[{quote(self.group, safe='')}]"
+        return f"{self.stage}{self.kind.value}{payload}{micro_batch}{group}"
+
+    def __lt__(self, other: object) -> bool:
+        return self._order() < other._order() if isinstance(other, Action) else NotImplemented
+
+    def _order(self) -> tuple[int, int, str, str, str]:
+        micro_batch = -1 if self.micro_batch is None else self.micro_batch
+        payload = "" if self.payload is None else self.payload.value
+        return (self.stage, micro_batch, self.kind.value, payload, self.group or "")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read the text form, such as 0F1, 2SEND_F0 or 0UNSHARD[blocks.3]; raises ScheduleError."""
+        match = _ACTION_TEXT.fullmatch(text.strip())
+        codes = [kind.value for kind in Kind]
+        if match is None or match["code"] not in codes:
+            example = "0F1, 2SEND_F0 or 0UNSHARD[blocks.3]"
+            raise ScheduleError(f"{text!r} is not an action; write stage, kind, micro-batch, [group], as in {example}")
+        return cls(
+            kind=Kind(match["code"]),
+            stage=int(match["stage"]),
+            micro_batch=None if match["micro_batch"] is None else int(match["micro_batch"]),
+            group=None if match["group"] is None else unquote(match["group"]),
+            payload=None if match["payload"] is None else Payload(match["payload"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The actions of every rank in the order in which it issues them: one optimizer step or one evaluation.
+
+    The three rules say what the actions must uphold, and are the columns of the table of ZeRO stages:
+    `unshard_for_use`: parameters rest as shards and are whole only between UNSHARD and RESHARD (stage 3);
+    `reduce_each_backward`: each backward's gradients are reduced before the group's next one (stages 2 and
+    3), else once, after the last; `unshard_after_step`: parameters rest whole but a STEP updates this rank's
+    shard alone, so an UNSHARD must follow it (stages 1 and 2). All False is stage 0. Raises ScheduleError
+    when there is no rank.
+    """
+
+    ranks: tuple[tuple[Action, ...], ...]
+    unshard_for_use: bool = False
+    reduce_each_backward: bool = False
+    unshard_after_step: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.ranks:
+            raise ScheduleError("a schedule of 0 ranks has nothing to run; give one row of actions per rank")
+        if self.unshard_for_use and self.unshard_after_step:
+            raise ScheduleError(
+                "unshard_after_step=True contradicts unshard_for_use=True; set the first where parameters"
+                " rest whole, the second where they rest as shards"
+            )
+
+    def __str__(self) -> str:
+        rules = [name for name in _RULES if getattr(self, name)]
+        head = [f"rules: {' '.join(rules)}"] if rules else []
+        rows = (" ".join([f"rank {rank}:", *map(str, row)]) for rank, row in enumerate(self.ranks))
+        return "\n".join([*head, *rows])
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read the text form: a line of rules if there are any, then a row `rank R: ...` per rank, in order.
+
+        Raises ScheduleError.
+        """
+        lines = [line.strip() for line in text.strip().splitlines()]
+        rules = lines.pop(0).removeprefix("rules:").split() if lines and lines[0].startswith("rules:") else []
+        if unknown := sorted(set(rules) - set(_RULES)):
+            raise ScheduleError(f"{unknown[0]!r} is not a rule of schedules; the rules are {', '.join(_RULES)}")
+        rows = []
+        for rank, line in enumerate(lines):
+            label, _, actions = line.partition(":")
+            if label.split() != ["rank", str(rank)]:
+                raise ScheduleError(f"row {line[:40]!r} is not that of rank {rank}; begin it with 'rank {rank}:'")
+            rows.append(tuple(Action.parse(action) for action in actions.split()))
+        return cls(tuple(rows), **dict.fromkeys(rules, True))
+
+
+_RULES = ("unshard_for_use", "reduce_each_backward", "unshard_after_step")
+
+
+@dataclass(frozen=True, slots=True)
+class TimedAction:
+    """An action of a rank, its times in seconds and its lane; what a real run yields, and a simulated one."""
+
+    action: Action
+    rank: int
+    start_s: float
+    end_s: float
+    lane: str
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s

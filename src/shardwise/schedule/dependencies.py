@@ -1,0 +1,253 @@
+"""The one relation that says which action must follow which; verifier, simulator and runtime all read it.
+
+An action at `(rank, index)` follows:
+
+1. the action before it in its lane, on its rank;
+2. on its rank, the latest earlier action of each kind that `_FOLLOWS` names, about the same parameters: a
+   computation follows the UNSHARD it uses, RESHARD the computations that used the parameters, REDUCE the last
+   backward that feeds it, UNSHARD the STEP that updated the shards, and so on;
+3. on its rank, the latest earlier action of the kinds in `_FOLLOWS_ANY`, whatever their parameters: STEP
+   follows the REDUCEs written before it (all of them where gradients are clipped by their global norm, only
+   its own group's and older ones where it is written earlier), UNSHARD takes the memory that the RESHARDs
+   written before it gave back, which is what bounds prefetching;
+4. its data: FORWARD of stage s follows FORWARD of stage s-1, BACKWARD follows its own FORWARD and the
+   backward of stage s+1, both through SEND and RECEIVE where these are written; BACKWARD_WEIGHT follows
+   BACKWARD_INPUT.
+
+Actions may name a group or, with `group=None`, the whole stage; both granularities may meet in one row. Where
+several ranks hold a stage (data-parallel replicas), the k-th of them exchanges data with the k-th that holds
+the next one.
+
+>>> from shardwise.schedule.actions import Schedule
+>>> schedule = Schedule.parse("rank 0: 0UNSHARD 0F0\\nrank 1: 1F0")
+>>> dependencies(schedule)
+{(0, 0): (), (0, 1): ((0, 0),), (1, 0): ((0, 1),)}
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.schedule.actions import COLLECTIVES, COMPUTATIONS, LANES, Action, Kind, Payload, Schedule
+
+Position = tuple[int, int]
+"""Rank, and index in the rank's row."""
+
+Follows = Mapping[Position, tuple[Position, ...]]
+
+USERS = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT)
+"""The computations that read parameters; a weight's gradient needs none."""
+
+_ON_A_GROUP = (*USERS, Kind.BACKWARD_WEIGHT, Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE, Kind.STEP)
+_MOVES = (Kind.FETCH, Kind.EVICT)
+
+_FOLLOWS: Mapping[Kind, tuple[Kind, ...]] = {
+    Kind.FORWARD: (Kind.UNSHARD, *_MOVES),
+    Kind.RECOMPUTE: (Kind.UNSHARD, *_MOVES),
+    Kind.BACKWARD: (Kind.UNSHARD, Kind.REDUCE, *_MOVES),
+    Kind.BACKWARD_INPUT: (Kind.UNSHARD, *_MOVES),
+    Kind.BACKWARD_WEIGHT: (Kind.REDUCE, *_MOVES),
+    Kind.UNSHARD: (Kind.STEP, *_MOVES),
+    Kind.RESHARD: (*USERS, Kind.UNSHARD, *_MOVES),
+    Kind.REDUCE: (Kind.BACKWARD, Kind.BACKWARD_WEIGHT, *_MOVES),
+    Kind.STEP: _MOVES,
+    # Which of the group's states moves is not written in the action, so the group's actions stay in order
+    # around it.
+    Kind.FETCH: (*_ON_A_GROUP, *_MOVES),
+    Kind.EVICT: (*_ON_A_GROUP, *_MOVES),
+}
+_FOLLOWS_ANY: Mapping[Kind, tuple[Kind, ...]] = {Kind.STEP: (Kind.REDUCE,), Kind.UNSHARD: (Kind.RESHARD,)}
+
+# Rule 4: what a computation needs of its own micro-batch and group on its rank, and which computations make a
+# payload.
+_NEEDS: Mapping[Kind, tuple[Kind, ...]] = {
+    Kind.RECOMPUTE: (Kind.FORWARD,),
+    Kind.BACKWARD: (Kind.FORWARD, Kind.RECOMPUTE),
+    Kind.BACKWARD_INPUT: (Kind.FORWARD, Kind.RECOMPUTE),
+    Kind.BACKWARD_WEIGHT: (Kind.BACKWARD_INPUT,),
+}
+_MAKES: Mapping[Kind, Payload] = {
+    Kind.FORWARD: Payload.ACTIVATION,
+    Kind.BACKWARD: Payload.GRADIENT,
+    Kind.BACKWARD_INPUT: Payload.GRADIENT,
+}
+
+_FlowKey = tuple[int, Kind | None, Payload, int, int | None]
+
+
+def dependencies(schedule: Schedule, lanes: Mapping[Kind, str] = LANES) -> dict[Position, tuple[Position, ...]]:
+    """For each position, those that must have ended before it starts; `lanes` gives each kind its lane."""
+    places = Places.of(schedule)
+    follows: dict[Position, tuple[Position, ...]] = {}
+    for rank, row in enumerate(schedule.ranks):
+        groups = stage_groups(row)
+        for index, earlier in enumerate(_within_row(row, lanes)):
+            before = {(rank, other) for other in earlier}
+            action = row[index]
+            before.update(places.data_of((rank, index), action, touched(action, groups)))
+            follows[rank, index] = tuple(sorted(before))
+    return follows
+
+
+def stage_groups(row: Sequence[Action]) -> dict[int, tuple[str | None, ...]]:
+    """The named groups of each stage of a row, in order of first appearance; (None,) where none is named."""
+    named: dict[int, dict[str | None, None]] = {}
+    for action in row:
+        names = named.setdefault(action.stage, {})
+        if action.group is not None:
+            names[action.group] = None
+    return {stage: tuple(names) or (None,) for stage, names in named.items()}
+
+
+def touched(action: Action, groups: Mapping[int, tuple[str | None, ...]]) -> tuple[str | None, ...]:
+    """The groups that an action is about: its own, or all of its stage, which `stage_groups` gives."""
+    return groups[action.stage] if action.group is None else (action.group,)
+
+
+def _within_row(row: Sequence[Action], lanes: Mapping[Kind, str]) -> Iterator[set[int]]:
+    """For each index of a row the earlier indices that rules 1 to 3 name."""
+    groups = stage_groups(row)
+    last_in_lane: dict[str, int] = {}
+    last_of_kind: dict[Kind, int] = {}
+    last_on_group: dict[tuple[Kind, int, str | None], int] = {}
+    for index, action in enumerate(row):
+        keys = [(action.stage, group) for group in touched(action, groups)]
+        wanted = [last_on_group.get((kind, *key)) for kind in _FOLLOWS.get(action.kind, ()) for key in keys]
+        wanted += [last_of_kind.get(kind) for kind in _FOLLOWS_ANY.get(action.kind, ())]
+        wanted.append(last_in_lane.get(lanes[action.kind]))
+        yield {earlier for earlier in wanted if earlier is not None}
+        last_in_lane[lanes[action.kind]] = index
+        last_of_kind[action.kind] = index
+        last_on_group.update(((action.kind, *key), index) for key in keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the data of each micro-batch is made and moved.
+
+    `holders`: the ranks that compute a stage. `computed`: the index of a computation of (rank, kind, stage,
+    micro-batch, group). `flow`: first and last index of what makes or moves a payload on (rank, stage,
+    micro-batch); its kind is None for the computations that make it.
+    """
+
+    holders: dict[int, list[int]]
+    computed: dict[tuple[int, Kind, int, int | None, str | None], int]
+    flow: dict[_FlowKey, tuple[int, int]]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Places:
+        places = cls({}, {}, {})
+        for rank, row in enumerate(schedule.ranks):
+            groups = stage_groups(row)
+            for index, action in enumerate(row):
+                places._add(rank, index, action, touched(action, groups))
+        return places
+
+    def _add(self, rank: int, index: int, action: Action, groups: Collection[str | None]) -> None:
+        kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
+        payload = action.payload
+        if kind in COMPUTATIONS:
+            ranks = self.holders.setdefault(stage, [])
+            if rank not in ranks[-1:]:
+                ranks.append(rank)
+            for group in groups:
+                self.computed.setdefault((rank, kind, stage, micro_batch, group), index)
+            payload = _MAKES.get(kind)
+        if payload is not None:
+            key = (rank, None if kind in COMPUTATIONS else kind, payload, stage, micro_batch)
+            first, _ = self.flow.get(key, (index, index))
+            self.flow[key] = (first, index)
+
+    def peer(self, rank: int, stage: int, other_stage: int) -> int | None:
+        """The rank with `other_stage` in the replica where this rank has `stage`, if there is one."""
+        mine, theirs = self.holders.get(stage, []), self.holders.get(other_stage, [])
+        replica = mine.index(rank) if rank in mine else len(theirs)
+        return theirs[replica] if replica < len(theirs) else None
+
+    def data_of(self, position: Position, action: Action, groups: Collection[str | None]) -> Iterator[Position]:
+        """The positions that rule 4 names for an action about these groups."""
+        rank, index = position
+        kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
+        keys = ((rank, need, stage, micro_batch, group) for need in _NEEDS.get(kind, ()) for group in groups)
+        yield from ((rank, self.computed[key]) for key in keys if key in self.computed)
+        if kind is Kind.SEND and action.payload is not None:
+            yield from self._last((rank, None, action.payload, stage, micro_batch))
+        elif kind is Kind.RECEIVE and action.payload is not None:
+            yield from self._from_neighbour(Kind.SEND, rank, action.payload, stage, micro_batch)
+        elif kind in _MAKES and index == self.flow[rank, None, _MAKES[kind], stage, micro_batch][0]:
+            received = tuple(self._last((rank, Kind.RECEIVE, _MAKES[kind], stage, micro_batch)))
+            yield from received or self._from_neighbour(None, rank, _MAKES[kind], stage, micro_batch)
+
+    def _from_neighbour(
+        self, kind: Kind | None, rank: int, payload: Payload, stage: int, micro_batch: int | None
+    ) -> Iterator[Position]:
+        neighbour = stage + source_of(payload)
+        peer = self.peer(rank, stage, neighbour)
+        if peer is not None:
+            yield from self._last((peer, kind, payload, neighbour, micro_batch))
+
+    def _last(self, key: _FlowKey) -> Iterator[Position]:
+        if key in self.flow:
+            yield key[0], self.flow[key][1]
+
+
+def source_of(payload: Payload) -> int:
+    """The stage a payload comes from, relative to the one that takes it: activations -1, gradients +1."""
+    return -1 if payload is Payload.ACTIVATION else 1
+
+
+Meeting = tuple[Position, ...]
+"""Positions that start together: the ranks of one collective, or a single action."""
+
+
+def execution_order(
+    schedule: Schedule, follows: Follows, *, meeting_kinds: Collection[Kind] = COLLECTIVES
+) -> tuple[list[Meeting], dict[Position, tuple[Position, ...]]]:
+    """Order the actions so that each comes behind all it follows, the ranks of a collective together.
+
+    The n-th action of a kind in `meeting_kinds` on a (stage, group) is one collective of all ranks that have
+    it. Returns the meetings in order, and for each position that can never start those that it waits for (a
+    deadlock).
+    """
+    meeting_of = _meetings(schedule, meeting_kinds)
+    waits_for = {
+        meeting: {meeting_of[before] for member in meeting for before in follows[member]}
+        for meeting in dict.fromkeys(meeting_of.values())
+    }
+    users: dict[Meeting, list[Meeting]] = {meeting: [] for meeting in waits_for}
+    for meeting, needed in waits_for.items():
+        for other in needed:
+            users[other].append(meeting)
+    num_open = {meeting: len(needed) for meeting, needed in waits_for.items()}
+    ready = deque(meeting for meeting, count in num_open.items() if count == 0)
+    order: list[Meeting] = []
+    while ready:
+        order.append(meeting := ready.popleft())
+        for user in users[meeting]:
+            num_open[user] -= 1
+            if num_open[user] == 0:
+                ready.append(user)
+    stuck = {meeting: needed for meeting, needed in waits_for.items() if num_open[meeting] > 0}
+    blocked = {
+        member: tuple(sorted(before for other in needed if other in stuck for before in other))
+        for meeting, needed in stuck.items()
+        for member in meeting
+    }
+    return order, blocked
+
+
+def _meetings(schedule: Schedule, meeting_kinds: Collection[Kind]) -> dict[Position, Meeting]:
+    members: dict[tuple[Action, int], list[Position]] = {}
+    meeting_of: dict[Position, Meeting] = {}
+    for rank, row in enumerate(schedule.ranks):
+        occurrence: Counter[Action] = Counter()
+        for index, action in enumerate(row):
+            if action.kind in meeting_kinds:
+                members.setdefault((action, occurrence[action]), []).append((rank, index))
+                occurrence[action] += 1
+            meeting_of[rank, index] = ((rank, index),)
+    for positions in members.values():
+        meeting_of.update(dict.fromkeys(positions, tuple(positions)))
+    return meeting_of

@@ -1,0 +1,125 @@
+"""Schedules by recipe: one data-parallel optimizer step, and a forward-only pass for evaluation.
+
+Groups name the ZeRO groups in execution order. The first is the root group, whose parameters are used before
+the first block and behind the last one (embedding, head): its FORWARD stands first and its BACKWARD last, it
+is unsharded before any block and resharded after all of them. The next block is always unsharded before the
+current one computes.
+
+Generators are pure functions to a `Schedule`. Those of pipelines (GPipe, 1F1B, interleaved, zero-bubble)
+belong here too: they write computations only, and passes insert transfers and gathers.
+
+>>> step = data_parallel_step(["root", "b0"], 1, unshard_for_use=True, reduce_each_backward=True)
+>>> print(*step.ranks[0][:6])
+0UNSHARD[root] 0UNSHARD[b0] 0F0[root] 0F0[b0] 0RESHARD[b0] 0UNSHARD[b0]
+>>> print(*step.ranks[0][6:])
+0B0[b0] 0REDUCE[b0] 0RESHARD[b0] 0B0[root] 0REDUCE[root] 0RESHARD[root] 0STEP[root] 0STEP[b0]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from shardwise.schedule.actions import Action, Kind, Schedule, ScheduleError
+
+
+def data_parallel_step(
+    groups: Sequence[str],
+    num_micro_batches: int,
+    *,
+    unshard_for_use: bool = False,
+    reduce_each_backward: bool = False,
+    unshard_after_step: bool = False,
+    num_ranks: int = 1,
+    recompute: Collection[str] = (),
+    root_kept: bool = True,
+) -> Schedule:
+    """One optimizer step in which every rank runs all groups on micro-batches of its own.
+
+    The three rules are those of `Schedule`: the columns of the table of ZeRO stages. Under `unshard_for_use`
+    a block is unsharded twice a micro-batch, for its forward and for its backward; the root group once where
+    `root_kept` (it stays whole from forward to backward), else twice too. `recompute` names the groups whose
+    forward is run again before their backward (activation checkpointing). All STEPs stand behind all REDUCEs,
+    as clipping by the global norm needs. Raises ScheduleError on an empty or repeated list of groups, on
+    counts below 1, and on unknown names.
+    """
+    _check(groups, num_micro_batches, num_ranks)
+    if unknown := sorted(set(recompute) - set(groups)):
+        raise ScheduleError(f"recompute={unknown[0]!r} is no group; the groups: {', '.join(groups)}")
+    root = groups[0]
+    row: list[Action] = []
+    for micro_batch in range(num_micro_batches):
+        row += _forward(groups, micro_batch, unshard_for_use)
+        if unshard_for_use and not root_kept:
+            row += [Action(Kind.RESHARD, group=root), Action(Kind.UNSHARD, group=root)]
+        reduces = reduce_each_backward or micro_batch == num_micro_batches - 1
+        for action in _backward(groups, micro_batch, unshard_for_use, recompute):
+            row.append(action)
+            if reduces and action.kind is Kind.BACKWARD:
+                row.append(Action(Kind.REDUCE, group=action.group))
+    for group in groups:
+        row.append(Action(Kind.STEP, group=group))
+        if unshard_after_step:
+            row.append(Action(Kind.UNSHARD, group=group))
+    return Schedule(
+        (tuple(row),) * num_ranks,
+        unshard_for_use=unshard_for_use,
+        reduce_each_backward=reduce_each_backward,
+        unshard_after_step=unshard_after_step,
+    )
+
+
+def forward_only(
+    groups: Sequence[str], num_micro_batches: int, *, unshard_for_use: bool = False, num_ranks: int = 1
+) -> Schedule:
+    """An evaluation: the forward of each micro-batch, unsharding for use under `unshard_for_use`.
+
+    Raises ScheduleError on an empty or repeated list of groups and on counts below 1.
+    """
+    _check(groups, num_micro_batches, num_ranks)
+    row: list[Action] = []
+    for micro_batch in range(num_micro_batches):
+        row += _forward(groups, micro_batch, unshard_for_use)
+        if unshard_for_use:
+            row.append(Action(Kind.RESHARD, group=groups[0]))
+    return Schedule((tuple(row),) * num_ranks, unshard_for_use=unshard_for_use)
+
+
+def _forward(groups: Sequence[str], micro_batch: int, unshard_for_use: bool) -> Iterator[Action]:
+    """The forward of all groups; blocks end as they rested, the root group stays whole."""
+    if unshard_for_use:
+        yield Action(Kind.UNSHARD, group=groups[0])
+    for index, group in enumerate(groups):
+        if unshard_for_use and index + 1 < len(groups):
+            yield Action(Kind.UNSHARD, group=groups[index + 1])
+        yield Action(Kind.FORWARD, micro_batch=micro_batch, group=group)
+        if unshard_for_use and index > 0:
+            yield Action(Kind.RESHARD, group=group)
+
+
+def _backward(
+    groups: Sequence[str], micro_batch: int, unshard_for_use: bool, recompute: Collection[str]
+) -> Iterator[Action]:
+    """The backward of all groups: blocks in reverse, then the root group, which is whole when this begins."""
+    root, *blocks = groups
+    order = (*reversed(blocks), root)
+    if unshard_for_use and blocks:
+        yield Action(Kind.UNSHARD, group=order[0])
+    for index, group in enumerate(order):
+        if unshard_for_use and index + 1 < len(blocks):
+            yield Action(Kind.UNSHARD, group=order[index + 1])
+        if group in recompute:
+            yield Action(Kind.RECOMPUTE, micro_batch=micro_batch, group=group)
+        yield Action(Kind.BACKWARD, micro_batch=micro_batch, group=group)
+        if unshard_for_use:
+            yield Action(Kind.RESHARD, group=group)
+
+
+def _check(groups: Sequence[str], num_micro_batches: int, num_ranks: int) -> None:
+    if not groups:
+        raise ScheduleError("groups=[] leaves nothing to run; name at least the root group")
+    if len(set(groups)) < len(groups):
+        repeated = next(group for group in groups if groups.count(group) > 1)
+        raise ScheduleError(f"group {repeated!r} is named twice; each group stands once, in execution order")
+    for name, count in (("num_micro_batches", num_micro_batches), ("num_ranks", num_ranks)):
+        if count < 1:
+            raise ScheduleError(f"{name}={count} is below 1; a step runs at least one micro-batch on one rank")

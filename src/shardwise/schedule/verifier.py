@@ -1,0 +1,255 @@
+"""Proves that a schedule can run and means one optimizer step or evaluation; draws and explains a flaw.
+
+It runs nothing and prices nothing. What it holds a schedule to, beside the dependency relation:
+
+- every micro-batch runs forward once through each (stage, group), backward once through each that is trained;
+  the groups of a stage form a chain, run in one order forward and in its reverse backward;
+- the parameters and gradients of each (rank, stage, group) move as `states` says, and end as they rest;
+- every SEND has its RECEIVE; the replicas of a stage issue the same collectives in the same order;
+- issued in order, where a computation holds up whatever is written behind it, every row reaches its end.
+
+>>> from shardwise.schedule.actions import Schedule
+>>> verify(Schedule.parse("rank 0: 0F0 0B0 0REDUCE 0STEP"))
+>>> verify(Schedule.parse("rank 0: 0F0 0B0 0STEP 0REDUCE"))
+Traceback (most recent call last):
+    ...
+shardwise.schedule.actions.ScheduleError: 0STEP on rank 0 steps on gradients that are \
+not reduced after action 1; put 0REDUCE before it
+rank 0, action 2: 0F0  0B0  0STEP  0REDUCE
+                            ^^^^^
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import chain, pairwise, zip_longest
+
+from shardwise.schedule import states
+from shardwise.schedule.actions import (
+    COLLECTIVES,
+    COMPUTATIONS,
+    LANES,
+    TRANSFERS,
+    Action,
+    Kind,
+    Payload,
+    Schedule,
+    ScheduleError,
+)
+from shardwise.schedule.dependencies import (
+    Follows,
+    Places,
+    Position,
+    dependencies,
+    execution_order,
+    source_of,
+    stage_groups,
+    touched,
+)
+
+_BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+_TRAINS = _BACKWARDS | {Kind.REDUCE, Kind.STEP}
+_SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+_NUM_SHOWN = 3  # actions drawn to each side of the arrow
+
+_Flaw = tuple[str, tuple[Position, ...]]  # value, rule and cure in one line; where
+
+
+def verify(schedule: Schedule, *, lanes: Mapping[Kind, str] = LANES) -> None:
+    """Raise ScheduleError, with the place drawn, unless the schedule can run and does what its rules say."""
+    places = Places.of(schedule)
+    follows = dependencies(schedule, lanes)
+    machines = (states.parameters(schedule), states.gradients(schedule))
+    flaws: Iterator[_Flaw] = chain(
+        _computations(schedule),
+        _stages(schedule, places),
+        _transfers(schedule, places),
+        _collectives(schedule, places),
+        _rows(schedule, follows),
+        _chains(schedule),
+        ((text, (place,)) for machine in machines for text, place in states.misuses(schedule, machine)),
+        _deadlock(schedule, follows),
+    )
+    for text, positions in flaws:
+        raise ScheduleError("\n".join([text, *_drawn(schedule, positions)]))
+
+
+def _computations(schedule: Schedule) -> Iterator[_Flaw]:
+    """Each micro-batch once through each group of each stage."""
+    micro_batches = {a.micro_batch for row in schedule.ranks for a in row if a.kind in COMPUTATIONS}
+    num_micro_batches = 1 + max((m for m in micro_batches if m is not None), default=-1)
+    if num_micro_batches == 0:
+        yield (
+            "a schedule without FORWARD computes nothing; a step has at least one, add it",
+            (),
+        )
+    for rank, row in enumerate(schedule.ranks):
+        seen: dict[tuple[int, str | None, int | None], dict[Kind, int]] = {}
+        about: dict[tuple[int, str | None], list[int]] = {}
+        groups = stage_groups(row)
+        for index, action in enumerate(row):
+            for group in touched(action, groups):
+                about.setdefault((action.stage, group), []).append(index)
+                if action.kind in COMPUTATIONS:
+                    kinds = seen.setdefault((action.stage, group, action.micro_batch), {})
+                    if kinds.setdefault(action.kind, index) != index:
+                        text = f"{action} on rank {rank} is there twice; a computation runs once, drop one"
+                        yield text, ((rank, kinds[action.kind]), (rank, index))
+        for (stage, group), indices in about.items():
+            trained = any(row[index].kind in _TRAINS for index in indices)
+            for micro_batch in range(num_micro_batches):
+                kinds = seen.get((stage, group, micro_batch), {})
+                for kind in _missing(kinds, trained):
+                    action = Action(kind, stage, micro_batch, group)
+                    text = f"{action} is missing on rank {rank}; a micro-batch runs every group, add it"
+                    yield text, ((rank, max(kinds.values(), default=indices[0])),)
+                for part in _SPLIT:
+                    if part in kinds and Kind.BACKWARD in kinds:
+                        both = (kinds[Kind.BACKWARD], kinds[part])
+                        whole, half = (row[index] for index in both)
+                        text = f"{whole} and {half} on rank {rank} make one gradient twice; drop either"
+                        yield text, tuple((rank, index) for index in both)
+
+
+def _missing(kinds: Mapping[Kind, int], trained: bool) -> list[Kind]:
+    """What a micro-batch still needs of a group that has run `kinds` of it."""
+    if Kind.FORWARD not in kinds:
+        return [Kind.FORWARD]
+    if not trained or Kind.BACKWARD in kinds:
+        return []
+    absent = [kind for kind in _SPLIT if kind not in kinds]
+    return [Kind.BACKWARD] if len(absent) == len(_SPLIT) else absent
+
+
+def _stages(schedule: Schedule, places: Places) -> Iterator[_Flaw]:
+    """As many replicas of each stage, none without any, and no backward that lacks the next stage's."""
+    holders = places.holders
+    last_backward = {
+        action.stage: (rank, index)
+        for rank, row in enumerate(schedule.ranks)
+        for index, action in enumerate(row)
+        if action.kind in _BACKWARDS
+    }
+    for stage in range(1 + max(holders, default=-1)):
+        num_here, num_before = len(holders.get(stage, ())), len(holders.get(stage - 1, ()))
+        if stage > 0 and num_here != num_before:
+            text = f"stage {stage} is on {num_here} ranks and stage {stage - 1} on {num_before}"
+            yield f"{text}; each replica of a stage feeds one of the next, give both as many", ()
+        if stage - 1 in last_backward and stage not in last_backward:
+            rank, index = last_backward[stage - 1]
+            action = schedule.ranks[rank][index]
+            text = f"{action} on rank {rank} needs gradients of stage {stage}, which has no backward; add it"
+            yield text, ((rank, index),)
+
+
+def _transfers(schedule: Schedule, places: Places) -> Iterator[_Flaw]:
+    """Every SEND has one RECEIVE, every RECEIVE one SEND."""
+    found: dict[tuple[int, Action], int] = {}
+    for rank, row in enumerate(schedule.ranks):
+        for index, action in enumerate(row):
+            if action.kind in TRANSFERS and found.setdefault((rank, action), index) != index:
+                text = f"{action} on rank {rank} is there twice; a payload travels once, drop one"
+                yield text, ((rank, found[rank, action]), (rank, index))
+    for (rank, action), index in found.items():
+        sends = action.kind is Kind.SEND
+        source = source_of(action.payload or Payload.ACTIVATION)
+        stage = action.stage + (-source if sends else source)
+        peer = places.peer(rank, action.stage, stage)
+        if peer is None:
+            text = f"{action} on rank {rank} has no partner; no rank computes stage {stage}, drop it"
+            yield text, ((rank, index),)
+            continue
+        partner = replace(action, kind=Kind.RECEIVE if sends else Kind.SEND, stage=stage)
+        if (peer, partner) not in found:
+            text = f"{action} on rank {rank} is unmatched; add {partner} on rank {peer}, or drop it"
+            yield text, ((rank, index),)
+
+
+def _collectives(schedule: Schedule, places: Places) -> Iterator[_Flaw]:
+    """The replicas of a stage issue the same collectives of each kind in the same order."""
+    for stage, holders in places.holders.items():
+        for kind in sorted(COLLECTIVES, key=lambda kind: kind.value):
+            issued = [
+                [(rank, i) for i, a in enumerate(schedule.ranks[rank]) if a.kind is kind and a.stage == stage]
+                for rank in holders
+            ]
+            for other_rank, other in zip(holders[1:], issued[1:], strict=True):
+                for here, there in zip_longest(issued[0], other):
+                    mine, theirs = (_text_at(schedule, place) for place in (here, there))
+                    if mine != theirs:
+                        text = f"rank {holders[0]} issues {mine} where rank {other_rank} issues {theirs}"
+                        cure = "replicas issue the same collectives in the same order, align them"
+                        yield f"{text}; {cure}", tuple(place for place in (here, there) if place is not None)
+
+
+def _text_at(schedule: Schedule, place: Position | None) -> str:
+    return "nothing" if place is None else str(schedule.ranks[place[0]][place[1]])
+
+
+def _rows(schedule: Schedule, follows: Follows) -> Iterator[_Flaw]:
+    """No action stands before one of its own rank that it must follow."""
+    for (rank, index), earlier in follows.items():
+        for other_rank, other in earlier:
+            if other_rank == rank and other > index:
+                row = schedule.ranks[rank]
+                text = f"{row[index]} on rank {rank} stands before {row[other]}, which it must follow"
+                yield f"{text}; swap the two", ((rank, index), (rank, other))
+
+
+def _chains(schedule: Schedule) -> Iterator[_Flaw]:
+    """The groups of a stage run in one order in every forward, and in its reverse in every backward."""
+    for rank, row in enumerate(schedule.ranks):
+        place_in: dict[int, dict[str, int]] = {}
+        runs: dict[tuple[int, bool, int | None], list[tuple[int, str]]] = {}
+        for index, action in enumerate(row):
+            if action.group is not None and action.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT):
+                is_forward = action.kind is Kind.FORWARD
+                key = (action.stage, is_forward, action.micro_batch)
+                runs.setdefault(key, []).append((index, action.group))
+                if is_forward:
+                    order = place_in.setdefault(action.stage, {})
+                    order.setdefault(action.group, len(order))
+        for (stage, is_forward, _), run in runs.items():
+            order = place_in.get(stage, {})
+            ordered = [(index, order[group]) for index, group in run if group in order]
+            for (first, place), (second, next_place) in pairwise(ordered):
+                if (place < next_place) != is_forward:
+                    text = f"{row[second]} on rank {rank} stands behind {row[first]}"
+                    cure = "groups run forward in one order and backward in its reverse, swap the two"
+                    yield f"{text}; {cure}", ((rank, first), (rank, second))
+
+
+def _deadlock(schedule: Schedule, follows: Follows) -> Iterator[_Flaw]:
+    """Issue every row in order, waiting for each computation, whatever else is under way."""
+    issued = dict(follows)
+    for rank, row in enumerate(schedule.ranks):
+        computation: tuple[Position, ...] = ()
+        for index, action in enumerate(row):
+            issued[rank, index] = follows[rank, index] + computation
+            if action.kind in COMPUTATIONS:
+                computation = ((rank, index),)
+    _, blocked = execution_order(schedule, issued)
+    if not blocked:
+        return
+    path = [min(blocked)]
+    while path[-1] not in path[:-1]:
+        path.append(blocked[path[-1]][0])
+    circle = path[path.index(path[-1]) :]
+    names = [f"{schedule.ranks[rank][index]} on rank {rank}" for rank, index in circle]
+    text = f"deadlock: {' waits for '.join(names)}; issue one of them earlier"
+    yield text, tuple(circle[:-1])
+
+
+def _drawn(schedule: Schedule, places: tuple[Position, ...]) -> list[str]:
+    """Each place in its row, with its neighbours, and an arrow under it."""
+    lines = []
+    for rank, index in places:
+        row = [str(action) for action in schedule.ranks[rank]]
+        start, stop = max(0, index - _NUM_SHOWN), index + _NUM_SHOWN + 1
+        before = ["..."] * (start > 0) + row[start:index]
+        behind = row[index + 1 : stop] + ["..."] * (stop < len(row))
+        label = f"rank {rank}, action {index}: "
+        lines.append(label + "  ".join([*before, row[index], *behind]))
+        lines.append(" " * (len(label) + sum(len(text) + 2 for text in before)) + "^" * len(row[index]))
+    return lines
