@@ -52,20 +52,32 @@ OPTIMIZER_STATES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One state of every parameter: its dtype, its placement over the shard group, its tier and how it is encoded."""
+    """One state of every parameter.
+
+    Attributes:
+        name: such as `exp_avg`.
+        role: param, grad or optimizer.
+        dtype: of each element.
+        placement: over the shard group.
+        is_flat: one flat buffer a group, padding included; otherwise a tensor for each parameter piece.
+        tier: the memory in which it rests.
+        codec: how it is encoded.
+    """
 
     name: str
     role: str
     dtype: Dtype
     placement: Placement
+    is_flat: bool = True
     tier: Tier = "device"
     codec: str = "identity"
 
-    def bytes_at_rest(self, group: GroupSpec) -> int:
-        """Bytes a rank holds for `group`, padding included."""
+    def bytes_at_rest(self, group: GroupSpec, shard: int) -> int:
+        """Bytes that the holder of shard `shard` has for `group`."""
         if not group.trainable and self.role != "param":
             return 0
-        numel = group.shard_numel if self.placement is Placement.SHARD else group.padded_numel
+        start, stop = group.shard_range(shard) if self.placement is Placement.SHARD else (0, group.padded_numel)
+        numel = stop - start if self.is_flat else sum(slot.stop - slot.start for slot in group.slots(start, stop))
         return numel * DTYPE_BYTES[self.dtype]
 
 
@@ -99,14 +111,18 @@ class Layout:
         """Elements of the flat buffers that belong to no parameter."""
         return sum(group.padded_numel for group in self.groups) - self.numel
 
-    def bytes_at_rest(self) -> dict[str, int]:
-        """Bytes a rank holds after the last backward and before the step, by role (param, grad, optimizer).
+    def bytes_at_rest(self, shard: int = 0) -> dict[str, int]:
+        """Bytes after the last backward and before the step, by role (param, grad, optimizer).
 
-        The formula is DESIGN's: stage 0 N(P+G+K), 1 N(P+G)+NK/n, 2 NP+N(G+K)/n, 3 N(P+G+K)/n, with N padded.
+        For N elements, n ranks and P, G, K bytes an element of the three roles: stage 0 N(P+G+K), 1 N(P+G)+NK/n,
+        2 NP+N(G+K)/n, 3 N(P+G+K)/n, up to padding (Rajbhandari et al. 2020, arXiv 1910.02054, figure 1).
+
+        Args:
+            shard: the rank's index in the shard group; padding may make the last ranks' optimizer states smaller.
         """
         totals = {"param": 0, "grad": 0, "optimizer": 0}
         for state in self.states:
-            totals[state.role] += sum(state.bytes_at_rest(group) for group in self.groups)
+            totals[state.role] += sum(state.bytes_at_rest(group, shard) for group in self.groups)
         return totals
 
     def bytes_on_wire(self, num_micro_batches: int) -> dict[str, int]:
@@ -165,5 +181,5 @@ def _states(stage: ZeroStage, policy: PrecisionPolicy, optimizer: str) -> tuple[
     if policy.keeps_master:
         states.append(StateSpec("master", "optimizer", policy.master, stage.optimizer))
     names = OPTIMIZER_STATES.get(optimizer, ())
-    states += [StateSpec(name, "optimizer", policy.master, stage.optimizer) for name in names]
+    states += [StateSpec(name, "optimizer", policy.master, stage.optimizer, is_flat=False) for name in names]
     return tuple(states)

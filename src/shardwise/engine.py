@@ -1,0 +1,388 @@
+"""The engine: one training step composed of the parts below it.
+
+>>> import torch
+>>> from shardwise.config import Config
+>>> model = torch.nn.Linear(4, 1)
+>>> config = Config.from_dict({"optimizer": {"name": "sgd", "lr": 0.1}, "run": {"device": "cpu"}})
+>>> with initialize(model, config, loss_fn=lambda output, batch: output.square().mean()) as engine:
+...     result = engine.train_step([torch.ones(2, 4)])
+>>> result.step, result.skipped
+(1, False)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.comm import Comm
+from shardwise.config import Config, ConfigError
+from shardwise.hooks import recompute_forward
+from shardwise.layout.layout import Layout, build_layout
+from shardwise.layout.mesh_shape import SHARD_AXES
+from shardwise.loss import LossBooks, LossFn, NonFiniteLossError, Total, first_nonfinite_module, read_loss
+from shardwise.memory import Category, Ledger
+from shardwise.mesh import build_mesh, ensure_process_group
+from shardwise.optim import build_optimizer, build_scheduler
+from shardwise.pool import BufferPool
+from shardwise.precision import LossScaler, cast_floating, torch_dtype
+from shardwise.streams import Streams
+from shardwise.timeline import Timeline
+from shardwise.zero.driver import ZeroDriver
+from shardwise.zero.group import Resources
+from shardwise.zero.step import NamedGroup, OptimizerFactory, ShardedOptimizer, adopt
+
+
+class Scheduler(Protocol):
+    """A learning-rate schedule: what torch's have in common."""
+
+    def step(self) -> None:
+        """Advance by one optimizer step."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step, as all ranks together took it.
+
+    Attributes:
+        step: its number, from 1.
+        loss: the mean over everything that counts, over ranks and micro-batches.
+        count: what counted, such as target tokens.
+        grad_norm: of the mean gradient, before clipping.
+        lr: of the first parameter group, as used in this step.
+        skipped: an fp16 overflow left the parameters as they were.
+        loss_scale: as used in this step.
+    """
+
+    step: int
+    loss: float
+    count: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    loss_scale: float
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """The mean loss over everything that counts, over ranks and batches, and the count."""
+
+    loss: float
+    count: float
+
+
+class Engine:
+    """Trains one model under one layout; made by `initialize`.
+
+    Attributes:
+        model: the module as given, its parameters views of the engine's buffers.
+        config: resolved.
+        layout: what each rank holds.
+        comm: over the ranks that share states.
+        memory: the ledger of live bytes.
+        optimizer: the torch optimizer over this rank's pieces.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        layout: Layout,
+        device: torch.device,
+        *,
+        loss_fn: LossFn | None,
+        optimizer: Optimizer | OptimizerFactory | None,
+        scheduler: Scheduler | None,
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.layout = layout
+        self.device = device
+        self.memory = Ledger(device)
+        streams = Streams(device, config.zero.overlap)
+        pool = BufferPool(device, self.memory)
+        group = build_mesh(layout.mesh, device).group(SHARD_AXES)
+        self.comm = Comm(group, "dp_shard", device, config.run.timeout_s, streams, pool)
+        self._timeline = Timeline(dist.get_rank())
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(device)
+            self.memory.track(buffer, Category.OTHER)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        no_decay = {name for name, parameter in model.named_parameters() if parameter.dim() < 2}
+        for index, unit in enumerate(layout.units if config.recompute.mode != "none" else ()):
+            if index % config.recompute.every == 0:
+                recompute_forward(model.get_submodule(unit), config.recompute.mode)
+        if isinstance(optimizer, Optimizer):
+            named_groups, factory = adopt(optimizer, names)
+        else:
+            named_groups, factory = self._own_optimizer(optimizer, no_decay)
+        resources = Resources(self.comm, pool, self.memory, self._timeline, config.zero.overlap)
+        self._driver = ZeroDriver(model, layout, resources)
+        self._sharded = ShardedOptimizer(self._driver.groups, named_groups, factory, self.memory)
+        self.optimizer = self._sharded.optimizer
+        self.scheduler = scheduler or build_scheduler(config.scheduler, self.optimizer, config.run.steps)
+        self._scaler = LossScaler(config.precision)
+        self._books = LossBooks(self.comm)
+        self._loss_fn = loss_fn
+        self._batches: list[Any] = []
+        self._num_steps = 0
+        self._num_backwards = 0
+        self._syncs = True
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps taken, skipped ones included."""
+        return self._num_steps
+
+    @property
+    def timeline(self) -> tuple[Any, ...]:
+        """The timed actions of this rank's last step."""
+        return self._timeline.last_step
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Run the model forward and return the mean loss of this batch, a 0-d tensor, for `backward`.
+
+        With a `loss_fn`, a tuple or list is (inputs, what only the loss needs, ...); otherwise the batch is the inputs.
+        Inputs that are a dict go to the model as keyword arguments, a tuple or list as positional ones.
+        """
+        total = self._forward(batch)
+        if not torch.is_grad_enabled():
+            return total.mean()
+        self._batches.append(batch)
+        return self._books.open(total)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of what counted in `loss` to the accumulated ones.
+
+        Args:
+            loss: what `engine(batch)` returned.
+
+        Raises:
+            ValueError: it came from elsewhere, so how much counts in it is not known.
+        """
+        weight = self._books.close(loss) * self._scaler.scale
+        self._num_backwards += 1
+        self._timeline.micro_batch = self._num_backwards - 1
+        is_boundary = self._num_backwards >= (self.config.batch.accumulation or 1)
+        self._driver.will_reduce = self._syncs and (self.layout.stage.reduce_each_backward or is_boundary)
+        torch.autograd.backward(loss, weight.to(loss.dtype))
+
+    def step(self) -> StepResult:
+        """Reduce what is left, clip, update the parameters by the mean gradient since the last step, advance the
+        schedule.
+
+        Raises:
+            NonFiniteLossError: loss or gradients are not finite; parameters and optimizer stay as they were.
+        """
+        if self._num_backwards == 0:
+            raise RuntimeError("engine.step() without a backward since the last step; call engine.backward(loss) first")
+        self._driver.finish()
+        gradients = self._sharded.gradients()
+        loss_sum, count, square_sum, used = self._agree(gradients)
+        scale = self._scaler.scale
+        to_mean = self._books.normaliser / (max(count, 1.0) * scale)
+        grad_norm = math.sqrt(square_sum) * to_mean if square_sum >= 0 else math.nan
+        overflowed = not math.isfinite(grad_norm)
+        skipped = overflowed and self._scaler.is_dynamic
+        if (overflowed or not math.isfinite(loss_sum)) and not skipped:
+            self._fail_nonfinite(loss_sum, grad_norm)
+        learning_rate = self.optimizer.param_groups[0]["lr"]
+        if skipped:
+            self._sharded.clear()
+        else:
+            limit = self.config.optimizer.clip_norm
+            # The term keeps the factor finite at a zero norm, as in torch's clip_grad_norm_.
+            clip = min(1.0, limit / (grad_norm + 1e-6)) if limit is not None else 1.0
+            self._sharded.step(gradients, to_mean * clip, used, self._timeline)
+            self.scheduler.step()
+        self._scaler.update(overflowed)
+        self._end_step()
+        mean = loss_sum / max(count, 1.0)
+        return StepResult(self._num_steps, mean, count, grad_norm, learning_rate, skipped, scale)
+
+    def train_step(self, batches: Sequence[Any]) -> StepResult:
+        """Take one optimizer step over this data rank's micro-batches.
+
+        Args:
+            batches: as many as `batch.accumulation`, each as for `engine(batch)`.
+        """
+        expected = self.config.batch.accumulation
+        if len(batches) != expected:
+            raise ConfigError(
+                f"train_step got {len(batches)} micro-batches but batch.accumulation={expected}; "
+                f"give {expected} or set batch.accumulation={len(batches)}"
+            )
+        for batch in batches:
+            self.backward(self(batch))
+        return self.step()
+
+    def eval_step(self, batches: Sequence[Any]) -> EvalResult:
+        """The mean loss over `batches` of all data ranks, forward only, in the model's eval mode."""
+        was_training = self.model.training
+        self.model.eval()
+        books = LossBooks(self.comm)
+        try:
+            with torch.no_grad():
+                for batch in batches:
+                    books.add(self._forward(batch))
+        finally:
+            self.model.train(was_training)
+        loss_sum, count = books.sum_over_ranks("evaluation")
+        return EvalResult(loss_sum / max(count, 1.0), count)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate whole gradients on this rank, in every stage; later, `step` reduces them."""
+        self._syncs = False
+        try:
+            yield
+        finally:
+            self._syncs = True
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """Keep all parameters whole on every rank inside the context: to generate, to inspect. All ranks must enter.
+
+        Raises:
+            MemoryError: on CUDA, the whole parameters would not fit beside what is there.
+        """
+        self._check_room_to_gather()
+        self._driver.unshard_all()
+        try:
+            yield self.model
+        finally:
+            self._driver.reshard_all(release_held=True)
+
+    def close(self) -> None:
+        """Detach from the model: hooks go, and its parameters become whole tensors of their own on every rank."""
+        self._driver.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+
+    def _forward(self, batch: Any) -> Total:
+        batch = cast_floating(batch, torch_dtype(self.config.precision.param), self.device)
+        inputs = batch[0] if self._loss_fn is not None and isinstance(batch, list | tuple) else batch
+        if isinstance(inputs, Mapping):
+            output = self.model(**inputs)
+        elif isinstance(inputs, list | tuple):
+            output = self.model(*inputs)
+        else:
+            output = self.model(inputs)
+        return read_loss(output, batch, self._loss_fn)
+
+    def _agree(self, gradients: Mapping[Any, Tensor]) -> tuple[float, float, float, dict[str, bool]]:
+        """Sum over the ranks what all must know alike: loss, count, squared norm, and which parameters were used."""
+        squares = [torch.linalg.vector_norm(gradient).double().square() for gradient in gradients.values()]
+        own_square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
+        if not self.layout.stage.unshard_after_step and not self.layout.stage.unshard_for_use and self.comm.rank > 0:
+            own_square.zero_()  # every rank holds the same whole gradient: it counts once
+        flags = torch.tensor(self._sharded.used(), dtype=torch.float64, device=self.device)
+        summed = self._books.sum_with(torch.cat([own_square.reshape(1).to(self.device), flags]), "step")
+        loss_sum, count, square_sum, *counts = summed
+        used = {name: number > 0 for name, number in zip(self._sharded.names, counts, strict=True)}
+        return loss_sum, count, square_sum, used
+
+    def _end_step(self) -> None:
+        self._num_steps += 1
+        self._num_backwards = 0
+        self._batches.clear()
+        self._books.clear()
+        self._timeline.close_step()
+
+    def _fail_nonfinite(self, loss_sum: float, grad_norm: float) -> None:
+        module = first_nonfinite_module(self.model, self._batches, self._forward, self.comm)
+        self._sharded.clear()
+        step = self._num_steps + 1
+        self._end_step()
+        self._num_steps -= 1
+        raise NonFiniteLossError(
+            f"step {step}: loss {loss_sum} and gradient norm {grad_norm} must be finite; {module}; parameters and "
+            "optimizer are as before the step: lower optimizer.lr, clip (optimizer.clip_norm) or drop the batch"
+        )
+
+    def _own_optimizer(
+        self, factory: OptimizerFactory | None, no_decay: set[str]
+    ) -> tuple[list[NamedGroup], OptimizerFactory]:
+        config = self.config.optimizer
+        names = [place.name for group in self.layout.groups if group.trainable for place in group.params]
+        if not names:
+            raise ConfigError("every parameter of the model is frozen; set requires_grad on those to train")
+        plain = {name for name in names if name in no_decay and not config.decay_1d}
+        split = [[name for name in names if name not in plain], [name for name in names if name in plain]]
+        options: list[dict[str, float]] = [{"weight_decay": config.weight_decay}, {"weight_decay": 0.0}]
+        groups = [NamedGroup(tuple(part), option) for part, option in zip(split, options, strict=True) if part]
+        if factory is not None:
+            return [NamedGroup(tuple(names), {})], factory
+        return groups, lambda param_groups: build_optimizer(config, param_groups)
+
+    def _check_room_to_gather(self) -> None:
+        if self.device.type != "cuda" or not self.layout.stage.unshard_for_use:
+            return
+        missing_bytes = (
+            sum(group.padded_numel for group in self.layout.groups) * torch_dtype(self.layout.precision.param).itemsize
+        )
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        free_bytes += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        if missing_bytes > free_bytes:
+            raise MemoryError(
+                f"gathering all parameters takes {missing_bytes / 2**30:.1f} GiB of {free_bytes / 2**30:.1f} GiB free; "
+                "generate with the forward alone, which gathers block by block, or on more memory"
+            )
+
+
+def initialize(
+    model: nn.Module,
+    config: Config | Mapping[str, Any] | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    optimizer: Optimizer | OptimizerFactory | None = None,
+    scheduler: Scheduler | None = None,
+) -> Engine:
+    """Shard a model's states over the ranks and return the engine that trains it; every rank calls it alike.
+
+    Args:
+        model: any module; rank 0's parameter values are everybody's. It is changed in place: parameters move to the
+            engine's buffers and dtype.
+        config: as written by the user; it is resolved for the world size here.
+        loss_fn: `loss_fn(output, batch)` returns the loss's sum and the count of what is summed, or a scalar, which
+            counts as one; without it the model's own output carries the loss.
+        optimizer: None for the one the config names; a torch optimizer over the model's parameters, whose groups keep
+            their meaning; or a function from parameter groups to an optimizer. Element-wise ones only.
+        scheduler: None for the one the config names, or a torch scheduler on the given optimizer.
+
+    Raises:
+        ConfigError: config, model or world size do not fit each other.
+    """
+    config = config if isinstance(config, Config) else Config.from_dict(config or {})
+    device = _device(config)
+    world_size = ensure_process_group(device, config.run.timeout_s)
+    config = config.resolve(world_size)
+    layout = build_layout(model, config)
+    return Engine(model, config, layout, device, loss_fn=loss_fn, optimizer=optimizer, scheduler=scheduler)
+
+
+def _device(config: Config) -> torch.device:
+    kind = config.run.device
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device=cuda but torch sees no GPU; use run.device=cpu or install a CUDA build of torch")
+    if kind == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if dist.is_torchelastic_launched():
+        torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,210 @@
+"""Hooks on modules and parameters: the only file that registers them, wraps a forward or guards a released parameter.
+
+Hooks sit outside a unit's forward, so that the forward itself stays one plain function that can be recomputed or
+compiled. What they do is the driver's business (`shardwise.zero.driver`); here is only when they fire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.hooks import RemovableHandle
+
+from shardwise._torch_private import in_backward, plain_torch_functions, pytree
+
+
+class UnitEvents(Protocol):
+    """What happens to a unit, in order."""
+
+    def before_forward(self) -> None:
+        """The module's forward is about to run; in a recomputation too."""
+
+    def after_forward(self, backward_follows: bool | None) -> None:
+        """It has run: True if a backward will be reported, False if none can follow, None if one may follow unseen."""
+
+    def expect_input_gradients(self) -> None:
+        """`after_input_gradients` will follow, if the backward reaches every input."""
+
+    def before_backward(self) -> None:
+        """An output has its gradient, so the module's backward is about to run; once for each output."""
+
+    def after_input_gradients(self) -> None:
+        """Every input that requires a gradient has it."""
+
+
+def hook_unit(module: nn.Module, events: UnitEvents) -> list[RemovableHandle]:
+    """Report a module's forwards and backwards to `events`."""
+
+    @torch.compiler.disable
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        events.before_forward()
+        if torch.is_grad_enabled() and not in_backward():
+            _report_input_gradients(_differentiable_leaves((args, kwargs)), events)
+
+    @torch.compiler.disable
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if in_backward():
+            return  # recomputation: the backward that asked for it goes on in this unit
+        if not torch.is_grad_enabled():
+            events.after_forward(backward_follows=False)
+            return
+        outputs = _differentiable_leaves(output)
+        for tensor in outputs:
+            tensor.register_hook(lambda grad: events.before_backward())
+        events.after_forward(backward_follows=True if outputs else None)
+
+    return [
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after),
+    ]
+
+
+def hook_gradient(parameter: nn.Parameter, on_gradient: Callable[[Tensor], None]) -> RemovableHandle:
+    """Hand each accumulated gradient to `on_gradient` and take it off the parameter."""
+
+    @torch.compiler.disable
+    def take(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        parameter.grad = None
+        if gradient is not None:
+            on_gradient(gradient)
+
+    return parameter.register_post_accumulate_grad_hook(take)
+
+
+def recompute_forward(module: nn.Module, mode: str) -> None:
+    """Checkpoint a module: keep its inputs only ("full"), or matrix products and attention too ("selective")."""
+    forward = module.forward
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if mode == "selective":
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=_selective_contexts, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    module.forward = recomputed
+
+
+@contextmanager
+def watch_outputs(model: nn.Module, on_output: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
+    """Inside the context, show the tensors of every submodule's output to `on_output`, inner modules first."""
+
+    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def show(module: nn.Module, args: Any, output: Any) -> None:
+            on_output(name, [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)])
+
+        return show
+
+    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class ReleasedParameterError(RuntimeError):
+    """A parameter was used while its data is sharded away."""
+
+
+def released_type(on_use: Callable[[nn.Parameter], None]) -> type[nn.Parameter]:
+    """A class that a parameter wears while its storage is released: its shape and dtype can be read, its data cannot.
+
+    On the CPU an element-wise operation on a freed storage is a segmentation fault, and elsewhere it is garbage, so
+    every other use first calls `on_use`, which makes the data present or raises. The class is changed with `wear`, as
+    torch's own lazy parameters do; a parameter whose data is present is a plain `nn.Parameter` and pays nothing.
+    """
+
+    class ReleasedParameter(nn.Parameter):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            if func is torch.Tensor.__repr__:
+                return _describe(args[0])
+            if func not in _READABLE:
+                for parameter in _leaves_of_type((args, kwargs), cls):
+                    on_use(parameter)
+            with plain_torch_functions():
+                return func(*args, **kwargs)
+
+    return ReleasedParameter
+
+
+def wear(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
+    """Change a parameter's class; torch sees the same tensor."""
+    parameter.__class__ = kind
+
+
+_READABLE_PROPERTIES: Final = (
+    *("shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "ndim", "layout", "is_meta"),
+    *("is_cuda", "is_cpu", "is_sparse", "is_quantized", "grad_fn", "itemsize", "nbytes"),
+)
+_READABLE_METHODS: Final = (
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device"),
+    *("is_floating_point", "is_complex", "is_contiguous", "requires_grad_", "__hash__", "__len__"),
+    *("register_hook", "register_post_accumulate_grad_hook"),
+)
+# What may be asked of a parameter without touching its data.
+_READABLE: Final = frozenset(
+    {
+        *(getattr(torch.Tensor, name).__get__ for name in _READABLE_PROPERTIES),
+        *(getattr(torch.Tensor, name) for name in _READABLE_METHODS),
+        *(getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")),
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+    }
+)
+
+
+def _describe(parameter: nn.Parameter) -> str:
+    return f"Parameter(shape={tuple(parameter.shape)}, dtype={parameter.dtype}, released: its data is sharded)"
+
+
+def _leaves_of_type(tree: Any, kind: type) -> Iterator[Any]:
+    return (leaf for leaf in pytree.tree_leaves(tree) if type(leaf) is kind)
+
+
+def _differentiable_leaves(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def _report_input_gradients(inputs: list[Tensor], events: UnitEvents) -> None:
+    # A leaf outlives the graph, and so would hooks on it; without inputs there is nothing to wait for.
+    if not inputs or any(tensor.is_leaf for tensor in inputs):
+        return
+    events.expect_input_gradients()
+    remaining = len(inputs)
+
+    def fire(gradient: Tensor) -> None:
+        nonlocal remaining
+        remaining -= 1
+        if remaining == 0:
+            events.after_input_gradients()
+
+    for tensor in inputs:
+        tensor.register_hook(fire)
+
+
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_save_products)
+
+
+def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save what costs most to compute for its size: matrix products, attention (Korthikanti et al. 2022, section 5)."""
+    name = op.name() if hasattr(op, "name") else ""
+    is_product = name in _SAVED_PRODUCTS or "scaled_dot_product" in name or name.startswith(("c10d", "_c10d"))
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_SAVED_PRODUCTS: Final = frozenset(
+    {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::convolution"}
+)

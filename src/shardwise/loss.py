@@ -1,0 +1,147 @@
+"""Losses as sums and counts, so that every token that counts weighs the same over ranks and micro-batches.
+
+>>> total = read_loss(torch.ones(3), None, lambda output, batch: (output.sum(), 3))
+>>> total.mean()
+tensor(1.)
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm import Comm
+from shardwise.config import ConfigError
+from shardwise.hooks import watch_outputs
+
+LossFn = Callable[[Any, Any], Any]
+
+
+class NonFiniteLossError(ArithmeticError, ValueError):
+    """A loss or gradient is NaN or infinite; the message names the first module that produced such a value."""
+
+
+@dataclass(frozen=True)
+class Total:
+    """A loss summed over what counts: `total` and `count`, both 0-d tensors on one device."""
+
+    total: Tensor
+    count: Tensor
+
+    def mean(self) -> Tensor:
+        """The mean loss; 0 where nothing counts."""
+        return self.total / self.count.clamp(min=1)
+
+
+def read_loss(output: Any, batch: Any, loss_fn: LossFn | None) -> Total:
+    """Take the loss from `loss_fn`, or from the model's output: a scalar, (sum, count), `.loss` or `["loss"]`.
+
+    Raises:
+        ConfigError: there is no scalar loss in it.
+    """
+    loss = output if loss_fn is None else loss_fn(output, batch)
+    if loss_fn is None and not isinstance(loss, Tensor | tuple):
+        loss = loss.get("loss") if isinstance(loss, Mapping) else getattr(loss, "loss", None)
+    total, count = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, 1)
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        source = "the model's output" if loss_fn is None else "what loss_fn returned"
+        found = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(loss).__name__}"
+        raise ConfigError(f"{source} is {found} and no scalar loss; pass a loss_fn that returns (sum, count)")
+    return Total(total.reshape(()), torch.as_tensor(count, device=total.device).detach().reshape(()))
+
+
+class LossBooks:
+    """What the losses since the last step sum to, and which of them still await their backward.
+
+    Gradients of sums are taken divided by `normaliser`, a power of two near the count of the first micro-batch: large
+    counts would overflow fp16 and small ones underflow it, and a power of two changes no other bit.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self.normaliser = 0.0
+        self._comm = comm
+        self._sums: Tensor | None = None
+        self._open: list[tuple[weakref.ref[Tensor], Total]] = []
+
+    def add(self, total: Total) -> None:
+        """Count a loss in."""
+        pair = torch.stack([total.total.detach().double(), total.count.double()])
+        self._sums = pair if self._sums is None else self._sums + pair
+
+    def open(self, total: Total) -> Tensor:
+        """Return the mean loss, to be given to `close` by whoever runs its backward."""
+        mean = total.mean()
+        self._open = [(reference, other) for reference, other in self._open if reference() is not None]
+        self._open.append((weakref.ref(mean), total))
+        return mean
+
+    def close(self, mean: Tensor) -> Tensor:
+        """Count in a loss that `open` returned, and return the weight of its gradient, a 0-d tensor.
+
+        Raises:
+            ValueError: `mean` is not such a loss.
+        """
+        for position, (reference, total) in enumerate(self._open):
+            if reference() is mean:
+                del self._open[position]
+                self.add(total)
+                return total.count.clamp(min=1) / self._agree_on_normaliser(total.count)
+        raise ValueError(
+            "backward got a tensor that engine(batch) did not return, or the same one twice, so how much counts in it "
+            "is unknown; compute the loss in loss_fn and pass on what engine(batch) returns"
+        )
+
+    def sum_with(self, values: Tensor, name: str) -> list[float]:
+        """Sum loss, count and a vector of further values over the ranks."""
+        sums = self._sums if self._sums is not None else values.new_zeros(2)
+        return self._comm.sum_scalars(torch.cat([sums, values]), name).tolist()
+
+    def sum_over_ranks(self, name: str) -> tuple[float, float]:
+        """The loss's sum and count over the ranks."""
+        values = torch.zeros(0, dtype=torch.float64, device=self._comm.device)
+        loss_sum, count = self.sum_with(values, name)
+        return loss_sum, count
+
+    def clear(self) -> None:
+        """Start the next step."""
+        self._sums = None
+        self._open.clear()
+
+    def _agree_on_normaliser(self, count: Tensor) -> float:
+        if self.normaliser == 0.0:
+            largest = self._comm.max_scalars(count.double().reshape(1), "loss normaliser").item()
+            self.normaliser = 2.0 ** round(math.log2(max(largest, 1.0)))
+        return self.normaliser
+
+
+def first_nonfinite_module(
+    model: nn.Module, batches: Sequence[Any], forward: Callable[[Any], Total], comm: Comm
+) -> str:
+    """Run the step's forwards again and say which module's output is the first that is not finite, on which rank.
+
+    All ranks call it, with as many batches each.
+    """
+    found: list[str] = []
+
+    def inspect(name: str, tensors: Sequence[Tensor]) -> None:
+        if not found and not all(bool(tensor.isfinite().all()) for tensor in tensors if tensor.is_floating_point()):
+            found.append(name)
+
+    modules = [name for name, _ in model.named_modules()]
+    with torch.no_grad(), watch_outputs(model, inspect):
+        for batch in batches:
+            forward(batch)
+    reports = torch.zeros(comm.world_size, dtype=torch.float64, device=comm.device)
+    reports[comm.rank] = modules.index(found[0]) + 1 if found else 0
+    reports = comm.sum_scalars(reports, "first non-finite module")
+    for rank, report in enumerate(reports.tolist()):
+        if report:
+            name = modules[int(report) - 1] or type(model).__name__
+            return f"the first module with a non-finite output is {name} on rank {rank}"
+    return "every module's output is finite, so it arose in the loss or in the backward"

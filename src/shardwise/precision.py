@@ -1,0 +1,112 @@
+"""Casting and loss scaling by the precision policy.
+
+>>> total = torch.zeros(3)
+>>> add_widened(total, torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16))
+>>> total
+tensor([1., 2., 3.])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardwise._torch_private import pytree
+from shardwise.config import Dtype, PrecisionConfig
+
+TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
+    {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+)
+
+# On the CPU an addition of two dtypes runs unvectorised, 45 times slower than a cast and an addition of one dtype
+# (`benchmarks/primitives.py`), so it goes through a scratch block that fits the cache.
+_BLOCK_NUMEL: Final = 256 * 1024
+
+
+def torch_dtype(name: Dtype) -> torch.dtype:
+    """The torch dtype of a config's dtype name."""
+    return TORCH_DTYPES[name]
+
+
+def add_widened(total: Tensor, addend: Tensor) -> None:
+    """Add a 1-D tensor to another, in place, in the dtype of `total`, the wider or equal one."""
+    if total.dtype == addend.dtype or total.device.type != "cpu":
+        total.add_(addend)
+        return
+    scratch = torch.empty(min(_BLOCK_NUMEL, total.numel()), dtype=total.dtype)
+    for total_block, addend_block in zip(total.split(_BLOCK_NUMEL), addend.split(_BLOCK_NUMEL), strict=True):
+        widened = scratch[: total_block.numel()]
+        widened.copy_(addend_block)
+        total_block.add_(widened)
+
+
+def sum_chunks(total: Tensor, chunks: Tensor, accumulate: bool) -> None:
+    """Sum the rows of `chunks` [n, s] into `total` [s], in rank order, in fp32 or wider whatever the dtypes.
+
+    Args:
+        total: the sum, in place; what it held before is added too where `accumulate` is set.
+        chunks: one row a rank.
+        accumulate: whether `total` holds a sum already.
+    """
+    wide = total if total.dtype.itemsize >= 4 else total.to(torch.float32)
+    rows = list(chunks.unbind(0))
+    if not accumulate:
+        wide.copy_(rows.pop(0))
+    for row in rows:
+        add_widened(wide, row)
+    if wide is not total:
+        total.copy_(wide)
+
+
+def cast_floating(tree: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """Move the tensors of a pytree to `device`, the floating ones to `dtype` as well."""
+
+    def cast(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(device, dtype if leaf.is_floating_point() else leaf.dtype, non_blocking=True)
+
+    return pytree.tree_map(cast, tree)
+
+
+class LossScaler:
+    """The factor that keeps fp16 gradients representable; 1 for every other dtype.
+
+    Dynamic scaling halves the factor at an overflow, whose step is skipped, and doubles it after
+    `precision.loss_scale_window` steps without one (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2).
+    """
+
+    def __init__(self, config: PrecisionConfig) -> None:
+        is_fp16 = config.param == "fp16"
+        self.is_dynamic = is_fp16 and config.loss_scale == "dynamic"
+        self._config = config
+        self._num_good_steps = 0
+        self.scale = 1.0
+        if is_fp16:
+            self.scale = config.initial_loss_scale if config.loss_scale == "dynamic" else config.loss_scale
+
+    def update(self, overflowed: bool) -> None:
+        """Record one step's outcome."""
+        if not self.is_dynamic:
+            return
+        if overflowed:
+            self.scale = max(self.scale / 2, self._config.min_loss_scale)
+            self._num_good_steps = 0
+            return
+        self._num_good_steps += 1
+        if self._num_good_steps == self._config.loss_scale_window:
+            self.scale *= 2
+            self._num_good_steps = 0
+
+    def state_dict(self) -> dict[str, float]:
+        """What a resumed run needs."""
+        return {"scale": self.scale, "num_good_steps": self._num_good_steps}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore what `state_dict` returned."""
+        self.scale = state["scale"]
+        self._num_good_steps = int(state["num_good_steps"])

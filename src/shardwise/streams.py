@@ -1,0 +1,64 @@
+"""CUDA streams beside the compute stream, and the one rule by which buffers pass between them.
+
+The rule: storage is allocated and freed in compute-stream order only. Whoever hands a buffer to another stream records
+an event behind its last use (`Event.record`), and the receiver waits for that event before its first use. On the CPU
+every lane is the calling thread and events are nothing, so the same code runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+LaneName = Literal["gather", "reduce"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """A point in a stream's work; nothing on the CPU."""
+
+    cuda_event: torch.cuda.Event | None
+
+    @classmethod
+    def record(cls, device: torch.device) -> Event:
+        """Mark the current stream's position."""
+        return cls(torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None)
+
+    def wait(self) -> None:
+        """Make the current stream wait for the point; the host goes on."""
+        if self.cuda_event is not None:
+            self.cuda_event.wait()
+
+
+class Streams:
+    """An engine's side streams: one for gathers, one for reductions; on the CPU none.
+
+    Args:
+        device: of the engine.
+        overlap: False keeps all work on the compute stream, for comparison and debugging.
+    """
+
+    def __init__(self, device: torch.device, overlap: bool = True) -> None:
+        self.device = device
+        self._lanes: dict[str, torch.cuda.Stream] = {}
+        if device.type == "cuda" and overlap:
+            # Gathers are on the critical path of the computation, reductions are not.
+            self._lanes = {
+                "gather": torch.cuda.Stream(device, priority=-1),
+                "reduce": torch.cuda.Stream(device),
+            }
+
+    @contextmanager
+    def lane(self, name: LaneName) -> Iterator[None]:
+        """Enqueue what follows on the named stream, behind all that the current stream holds so far."""
+        stream = self._lanes.get(name)
+        if stream is None:
+            yield
+            return
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            yield

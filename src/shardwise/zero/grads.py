@@ -1,0 +1,184 @@
+"""The gradients of one group: the bucket that a backward fills, its reduction, and the accumulator of this rank's
+slice.
+
+Where gradients rest whole (stages 0 and 1), the bucket lives as long as the group and the accumulator is a view of it.
+Where they rest as shards, each backward takes a bucket from the pool, and reducing adds it to the accumulator.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Comm, Pending
+from shardwise.layout.groups import GroupSpec
+from shardwise.layout.precision import PrecisionPolicy
+from shardwise.layout.stages import Placement, ZeroStage
+from shardwise.memory import Category, Ledger
+from shardwise.pool import BufferPool
+from shardwise.precision import add_widened, torch_dtype
+
+
+class GroupGrads:
+    """Buffers of a group's gradients, and what they hold.
+
+    Args:
+        spec: of the group.
+        stage: placements over the shard group.
+        policy: dtypes.
+        comm: over the ranks that average gradients.
+        pool: buckets and wire buffers come from here.
+        ledger: learns of every buffer that rests.
+    """
+
+    def __init__(
+        self,
+        spec: GroupSpec,
+        stage: ZeroStage,
+        policy: PrecisionPolicy,
+        comm: Comm,
+        pool: BufferPool,
+        ledger: Ledger,
+    ) -> None:
+        self.spec = spec
+        self._comm = comm
+        self._pool = pool
+        self._ledger = ledger
+        self._rests_whole = stage.grads is Placement.PARTIAL
+        self._is_replicated = stage.optimizer is Placement.REPLICATE
+        self._wire_dtype = torch_dtype(policy.reduce)
+        self._dtype = torch_dtype(policy.accumulate)
+        self._master_dtype = torch_dtype(policy.master)
+        self._own = slice(0, spec.padded_numel) if self._is_replicated else slice(*spec.shard_range(comm.rank))
+        self._bucket: Tensor | None = None
+        self._accumulator: Tensor | None = None
+        self._carried: Tensor | None = None
+        self._pending: Pending | None = None
+        self._holds_sum = False
+        self._is_written = [False] * len(spec.params)
+        self._has_arrived = [False] * len(spec.params)
+        self._was_used = [False] * len(spec.params)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the current backward has given every parameter its gradient."""
+        return all(self._has_arrived)
+
+    @property
+    def was_used(self) -> tuple[bool, ...]:
+        """Which parameters got a gradient on this rank since the last step."""
+        return tuple(self._was_used)
+
+    def add(self, index: int, gradient: Tensor, will_reduce: bool) -> None:
+        """Add one parameter's gradient to the bucket.
+
+        Args:
+            index: of the parameter in `spec.params`.
+            gradient: of the parameter's shape, any floating dtype.
+            will_reduce: the bucket is reduced at the end of this backward, so it may be in the wire's dtype.
+        """
+        place = self.spec.params[index]
+        if gradient.is_sparse:
+            raise ValueError(
+                f"the gradient of {place.name} is sparse but shards are dense; build the embedding with sparse=False"
+            )
+        target = self._open_bucket(will_reduce)[place.offset : place.offset + place.numel]
+        if self._is_written[index]:
+            add_widened(target, gradient.reshape(-1))
+        else:
+            target.view(place.shape).copy_(gradient)
+        self._is_written[index] = self._has_arrived[index] = self._was_used[index] = True
+
+    def end_backward(self) -> None:
+        """Expect every parameter's gradient anew."""
+        self._has_arrived = [False] * len(self.spec.params)
+
+    def reduce(self) -> None:
+        """Start to sum the bucket over the ranks; an unused parameter counts as zero."""
+        self.finish_reduce()
+        bucket = self._open_bucket(will_reduce=True)
+        for start, stop in self._unwritten_ranges():
+            bucket[start:stop].zero_()
+        self._is_written = [False] * len(self.spec.params)
+        name = f"reduce {self.spec.name}"
+        if self._is_replicated:
+            pending = self._comm.all_reduce(bucket, self._wire_dtype, name)
+            self._pending = Pending(lambda: self._settle(pending, []))
+            return
+        borrowed = []
+        if not self._rests_whole:
+            self._bucket = None
+            borrowed.append(bucket)
+        wire = bucket
+        if bucket.dtype != self._wire_dtype:
+            wire = self._pool.acquire(bucket.numel(), self._wire_dtype)
+            wire.copy_(bucket)
+            borrowed.append(wire)
+        accumulate = self._holds_sum and not self._rests_whole
+        pending = self._comm.reduce_scatter(wire, self._open_accumulator(), accumulate=accumulate, name=name)
+        self._pending = Pending(lambda: self._settle(pending, borrowed))
+
+    def finish_reduce(self) -> None:
+        """Wait for the reduction under way, if there is one, and free its buffers."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+
+    def gradient(self) -> Tensor | None:
+        """This rank's summed gradients, 1-D, in the master's dtype; None where no backward has reached the group."""
+        return self._open_accumulator().to(self._master_dtype) if self._holds_sum else None
+
+    def clear(self) -> None:
+        """Forget the gradients, after the step; buffers that rest stay allocated."""
+        self.finish_reduce()
+        self._holds_sum = False
+        self._carried = None
+        self._is_written = [False] * len(self.spec.params)
+        self._was_used = [False] * len(self.spec.params)
+        if not self._rests_whole and self._bucket is not None:
+            self._pool.release(self._bucket)
+            self._bucket = None
+
+    def _settle(self, pending: Pending, borrowed: list[Tensor]) -> None:
+        pending.wait()
+        if self._carried is not None:
+            self._open_accumulator().add_(self._carried)
+            self._carried = None
+        self._holds_sum = True
+        for buffer in borrowed:
+            self._pool.release(buffer)
+
+    def _open_bucket(self, will_reduce: bool) -> Tensor:
+        if not self._rests_whole:
+            if self._bucket is None:
+                dtype = self._wire_dtype if will_reduce else self._dtype
+                self._bucket = self._pool.acquire(self.spec.padded_numel, dtype)
+            return self._bucket
+        if self._bucket is None:
+            self._bucket = torch.empty(self.spec.padded_numel, dtype=self._dtype, device=self._comm.device)
+            self._ledger.track(self._bucket, Category.GRADIENTS)
+        elif not any(self._is_written):
+            # A further backward after a reduction: the bucket's own slice holds the sum so far, so that moves out.
+            self.finish_reduce()
+            if self._holds_sum:
+                self._carried = self._bucket[self._own].clone()
+                self._ledger.track(self._carried, Category.GRADIENTS)
+                self._holds_sum = False
+        return self._bucket
+
+    def _open_accumulator(self) -> Tensor:
+        if self._accumulator is None:
+            if self._rests_whole:
+                self._accumulator = self._open_bucket(will_reduce=True)[self._own]
+            else:
+                self._accumulator = torch.empty(self.spec.shard_numel, dtype=self._dtype, device=self._comm.device)
+                self._ledger.track(self._accumulator, Category.GRADIENTS)
+        return self._accumulator
+
+    def _unwritten_ranges(self) -> list[tuple[int, int]]:
+        unused = [
+            (place.offset, place.offset + place.numel)
+            for place, written in zip(self.spec.params, self._is_written, strict=True)
+            if not written
+        ]
+        return [*self.spec.gaps(), *unused]

@@ -1,0 +1,107 @@
+"""A parameter group at run time: its parameters, its gradients, and the actions on both, each one recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from shardwise.comm import Comm
+from shardwise.layout.groups import GroupSpec
+from shardwise.layout.layout import Layout
+from shardwise.memory import Ledger
+from shardwise.pool import BufferPool
+from shardwise.schedule.actions import Kind
+from shardwise.timeline import Timeline
+from shardwise.zero.grads import GroupGrads
+from shardwise.zero.params import GroupParams
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What all groups of an engine share."""
+
+    comm: Comm
+    pool: BufferPool
+    ledger: Ledger
+    timeline: Timeline
+    overlap: bool
+
+
+class ParamGroup:
+    """Idempotent actions on one group: unshard, wait, reshard, reduce.
+
+    Args:
+        spec: of the group.
+        layout: stage and precision.
+        parameters: the module's, in the order of `spec.params`.
+        resources: shared by the engine's groups.
+        released: the class of a parameter whose storage is freed.
+    """
+
+    def __init__(
+        self,
+        spec: GroupSpec,
+        layout: Layout,
+        parameters: Sequence[nn.Parameter],
+        resources: Resources,
+        released: type[nn.Parameter],
+    ) -> None:
+        comm, ledger = resources.comm, resources.ledger
+        self.spec = spec
+        self.params = GroupParams(spec, layout.stage, layout.precision, parameters, comm, ledger, released)
+        self.grads: GroupGrads | None = None
+        if spec.trainable:
+            self.grads = GroupGrads(spec, layout.stage, layout.precision, comm, resources.pool, ledger)
+        self.is_pinned = False
+        self._overlap = resources.overlap
+        self._timeline = resources.timeline
+        self._unshard_start_s = 0.0
+        self._reduce_start_s: float | None = None
+
+    def unshard(self) -> None:
+        """Start to gather the parameters where they are sharded."""
+        self._unshard_start_s = self._timeline.now()
+        self.params.unshard()
+        if not self._overlap:
+            self.wait()
+
+    def wait(self) -> None:
+        """Have the parameters present; what nobody unsharded ahead is unsharded now."""
+        start_s = self._unshard_start_s if self.params.is_unsharding else self._timeline.now()
+        if self.params.wait():
+            self._timeline.add(Kind.UNSHARD, self.spec.name, start_s)
+
+    def reshard(self) -> None:
+        """Release the parameters where they rest as shards and nobody has pinned them."""
+        start_s = self._timeline.now()
+        if not self.is_pinned and self.params.reshard():
+            self._timeline.add(Kind.RESHARD, self.spec.name, start_s)
+
+    def add_gradient(self, index: int, gradient: Tensor, will_reduce: bool) -> bool:
+        """Take one parameter's gradient; say whether the current backward has now given all of the group's."""
+        if self.grads is None:
+            return False
+        self.grads.add(index, gradient, will_reduce)
+        return self.grads.is_complete
+
+    def reduce(self) -> None:
+        """Start to reduce the gradients of the bucket."""
+        if self.grads is not None:
+            self._reduce_start_s = self._timeline.now()
+            self.grads.reduce()
+            if not self._overlap:
+                self.finish_reduce()
+
+    def finish_reduce(self) -> None:
+        """Wait for the reduction under way."""
+        if self.grads is not None and self._reduce_start_s is not None:
+            self.grads.finish_reduce()
+            self._timeline.add(Kind.REDUCE, self.spec.name, self._reduce_start_s)
+            self._reduce_start_s = None
+
+    def end_backward(self) -> None:
+        """Expect every parameter's gradient anew."""
+        if self.grads is not None:
+            self.grads.end_backward()

@@ -1,0 +1,142 @@
+"""The parameters of one group: whole in `full`, this rank's slice in `shard`, and the moves between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm import Comm, Pending
+from shardwise.hooks import wear
+from shardwise.layout.groups import GroupSpec
+from shardwise.layout.precision import PrecisionPolicy
+from shardwise.layout.stages import Placement, ZeroStage
+from shardwise.memory import Category, Ledger
+from shardwise.precision import torch_dtype
+
+
+class ParamState(Enum):
+    """What of `full` is valid. Legal: SHARDED -> UNSHARDING -> UNSHARDED -> SHARDED."""
+
+    SHARDED = "only this rank's slice is valid; where parameters rest as shards, the storage is freed"
+    UNSHARDING = "the all-gather is under way"
+    UNSHARDED = "all of it is valid"
+
+
+class GroupParams:
+    """Buffers of a group's parameters, and their state.
+
+    Args:
+        spec: of the group.
+        stage: placements over the shard group.
+        policy: dtypes.
+        parameters: the module's parameters in the order of `spec.params`; their data moves into `full`.
+        comm: over the shard group.
+        ledger: learns of every buffer.
+        released: the class of a parameter whose storage is freed.
+    """
+
+    def __init__(
+        self,
+        spec: GroupSpec,
+        stage: ZeroStage,
+        policy: PrecisionPolicy,
+        parameters: Sequence[nn.Parameter],
+        comm: Comm,
+        ledger: Ledger,
+        released: type[nn.Parameter],
+    ) -> None:
+        self.spec = spec
+        self.parameters = tuple(parameters)
+        self.is_released_between_uses = stage.unshard_for_use
+        self.state = ParamState.UNSHARDED
+        self._is_gathered_after_step = stage.unshard_after_step and spec.trainable
+        self._comm = comm
+        self._ledger = ledger
+        self._released = released
+        self._pending = Pending(None)
+
+        is_split = Placement.SHARD in (stage.optimizer, stage.params)
+        self.shard_start, self.shard_stop = spec.shard_range(comm.rank) if is_split else (0, spec.padded_numel)
+        wide = self._adopt(torch_dtype(policy.master))
+        dtype = torch_dtype(policy.param)
+        self.full = wide.to(dtype)
+        self._full_bytes = self.full.untyped_storage().nbytes()
+        ledger.track(self.full, Category.GATHERED if self.is_released_between_uses else Category.PARAMETERS)
+        own = slice(self.shard_start, self.shard_stop)
+        self.shard = self.full[own]
+        if self.is_released_between_uses:
+            self.shard = self.shard.clone()
+            ledger.track(self.shard, Category.PARAMETERS)
+        self.master = self.shard
+        if policy.keeps_master and spec.trainable:
+            self.master = wide[own].clone()
+            ledger.track(self.master, Category.OPTIMIZER)
+        for parameter, place in zip(self.parameters, spec.params, strict=True):
+            parameter.data = self.full[place.offset : place.offset + place.numel].view(place.shape)
+        self.reshard()
+
+    def _adopt(self, master_dtype: torch.dtype) -> Tensor:
+        """Lay rank 0's parameter values into one flat buffer of the master's dtype."""
+        wide = torch.zeros(self.spec.padded_numel, dtype=master_dtype, device=self._comm.device)
+        for parameter, place in zip(self.parameters, self.spec.params, strict=True):
+            wide[place.offset : place.offset + place.numel].copy_(parameter.detach().reshape(-1))
+        if self._comm.world_size > 1:
+            self._comm.broadcast(wide, f"initial values of {self.spec.name}")
+        return wide
+
+    @property
+    def is_unsharding(self) -> bool:
+        """Whether an all-gather is under way that nobody has waited for."""
+        return self.state is ParamState.UNSHARDING
+
+    def unshard(self) -> None:
+        """Start to make all of `full` valid; does nothing where it is or is under way."""
+        if self.state is not ParamState.SHARDED:
+            return
+        if self.is_released_between_uses:
+            self._ledger.resize(self.full, self._full_bytes)
+            self.full[self.shard_start : self.shard_stop].copy_(self.shard)
+        self._pending = self._comm.all_gather(self.full, f"unshard {self.spec.name}")
+        self.state = ParamState.UNSHARDING
+
+    def wait(self) -> bool:
+        """Make the parameters usable on the current stream, unsharding them if nobody has; say whether it had to."""
+        if self.state is ParamState.UNSHARDED:
+            return False
+        self.unshard()
+        self._pending.wait()
+        self._enter(ParamState.UNSHARDED)
+        return True
+
+    def reshard(self) -> bool:
+        """Free `full` where parameters rest as shards, once nobody uses it; say whether it did."""
+        if not self.is_released_between_uses or self.state is ParamState.SHARDED:
+            return False
+        self._pending.wait()
+        self._ledger.resize(self.full, 0)
+        self._enter(ParamState.SHARDED)
+        return True
+
+    def refresh(self) -> None:
+        """Take over what the optimizer has written into `master`; the other ranks' slices are stale from now on."""
+        if self.master is not self.shard:
+            self.shard.copy_(self.master)
+        self.reshard()
+        if self._is_gathered_after_step:
+            self._enter(ParamState.SHARDED)
+            self.unshard()
+
+    def _enter(self, state: ParamState) -> None:
+        self.state = state
+        kind = nn.Parameter if state is ParamState.UNSHARDED else self._released
+        for parameter in self.parameters:
+            wear(parameter, kind)
+
+    def release(self) -> None:
+        """Give the parameters plain tensors of their own again, whole; the group is of no use afterwards."""
+        self.wait()
+        for parameter in self.parameters:
+            parameter.data = parameter.detach().clone()

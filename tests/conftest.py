@@ -1,0 +1,45 @@
+"""Fixtures and options of all tests: the pool of ranks, `--full`, fixed seeds, one thread."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+from harness.pool import WorkerPool
+
+torch.set_num_threads(1)
+# The same examples in every run: a suite that fails once in ten runs is a suite nobody trusts.
+hypothesis.settings.register_profile("shardwise", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("shardwise")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also run the tests marked `full`: all combinations")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--full"):
+        return
+    full = [item for item in items if item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=full)
+    items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[WorkerPool]:
+    """The pool of gloo workers: `ranks(n).run(fn, *args)` gives the results of fn on ranks 0..n-1."""
+    pool = WorkerPool()
+    yield pool
+    pool.close()

@@ -1,0 +1,74 @@
+"""Which combinations of options are tested together: all of them, or few that still contain every pair.
+
+`cover` is what tests use: all combinations as pytest parameters, those outside the pairwise cover marked
+`full`, so that `make test` runs the cover and `make test-full` everything.
+
+@pytest.mark.parametrize("options", cover({"stage": [0, 1, 2, 3], "accumulation": [1, 4], "num_ranks": [1, 2,
+3, 4]}))
+    def test_parity(ranks, options): ...
+
+>>> for row in pairwise({"stage": [0, 3], "clip": [None, 1.0], "overlap": [False, True]}):
+...     print(combination_id(row))
+stage=0-clip=None-overlap=False
+stage=0-clip=1.0-overlap=True
+stage=3-clip=None-overlap=True
+stage=3-clip=1.0-overlap=False
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+Combination = dict[str, Any]
+Predicate = Callable[[Combination], bool]
+_Place = tuple[str, int]  # a factor and the index of its value, which need not be hashable
+
+
+def product(factors: Mapping[str, Sequence[Any]], where: Predicate | None = None) -> list[Combination]:
+    """Every combination of the factors' values that `where` allows, the last factor changing fastest."""
+    rows = [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
+    return [row for row in rows if where is None or where(row)]
+
+
+def pairwise(factors: Mapping[str, Sequence[Any]], where: Predicate | None = None) -> list[Combination]:
+    """Few combinations in which every pair of values of two factors occurs that occurs in any allowed
+    combination.
+
+    Greedy over the whole product and deterministic: always the first combination with the most pairs not yet
+    covered. Meant for products up to some thousands of combinations. With a single factor: all its values.
+    """
+    allowed = product(factors, where)
+    pairs = [_pairs(factors, row) for row in allowed]
+    uncovered = set().union(*pairs)
+    chosen = []
+    while uncovered:
+        best = max(range(len(pairs)), key=lambda index: len(pairs[index] & uncovered))
+        uncovered -= pairs[best]
+        chosen.append(allowed[best])
+    return chosen
+
+
+def cover(factors: Mapping[str, Sequence[Any]], where: Predicate | None = None) -> list[Any]:
+    """All allowed combinations as pytest parameters; those outside the pairwise cover are marked `full`."""
+    chosen = {combination_id(row) for row in pairwise(factors, where)}
+    parameters = []
+    for row in product(factors, where):
+        name = combination_id(row)
+        parameters.append(pytest.param(row, id=name, marks=() if name in chosen else pytest.mark.full))
+    return parameters
+
+
+def combination_id(combination: Combination) -> str:
+    """The id of a combination: `stage=3-clip=None`."""
+    return "-".join(f"{name}={value}" for name, value in combination.items())
+
+
+def _pairs(factors: Mapping[str, Sequence[Any]], row: Combination) -> set[tuple[_Place, _Place]]:
+    places = [(name, values.index(row[name])) for name, values in factors.items()]
+    if len(places) == 1:  # no second factor: a value pairs with itself
+        places *= 2
+    return set(itertools.combinations(places, 2))

@@ -1,0 +1,65 @@
+"""Every stage, accumulation, clipping and recomputation on 1 to 4 ranks equals one plain process, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness.combinations import cover
+from harness.models import CASES
+from harness.pool import WorkerPool
+from harness.reference import check_parity
+from harness.training import merge_ranks, reference_trace, train_engine
+
+NUM_STEPS = 5
+
+FACTORS = {
+    "stage": [0, 1, 2, 3],
+    "num_ranks": [1, 2, 3, 4],
+    "accumulation": [1, 4],
+    "clip_norm": [None, 0.05],
+    "recompute": ["none", "full", "selective"],
+}
+
+
+def check(ranks: WorkerPool, case_name: str, options: dict[str, Any]) -> None:
+    num_ranks, stage = options["num_ranks"], options["stage"]
+    overrides = {
+        "zero": {"stage": stage, "overlap": options.get("overlap", True)},
+        "optimizer": {"clip_norm": options["clip_norm"]},
+        "recompute": {"mode": options["recompute"], "every": options.get("every", 1)},
+    }
+    traces = ranks(num_ranks).run(train_engine, case_name, options["accumulation"], NUM_STEPS, overrides)
+    actual = merge_ranks(traces, replicated=stage == 0 or num_ranks == 1)
+    expected = reference_trace(case_name, num_ranks, options["accumulation"], NUM_STEPS, options["clip_norm"])
+    check_parity(actual, expected)
+
+
+@pytest.mark.parametrize("options", cover(FACTORS))
+def test_stage_equals_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
+    check(ranks, "transformer", options)
+
+
+MODEL_FACTORS = {
+    "case": sorted(set(CASES) - {"transformer"}),
+    "stage": [0, 1, 2, 3],
+    "num_ranks": [2, 3],
+    "accumulation": [1, 2],
+    "clip_norm": [0.05],
+    "recompute": ["none", "full"],
+}
+
+
+@pytest.mark.parametrize("options", cover(MODEL_FACTORS))
+def test_odd_models_equal_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
+    check(ranks, options["case"], options)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_recompute_of_every_second_block(ranks: WorkerPool, stage: int) -> None:
+    check(
+        ranks,
+        "transformer",
+        {"stage": stage, "num_ranks": 2, "accumulation": 1, "clip_norm": None, "recompute": "full", "every": 2},
+    )

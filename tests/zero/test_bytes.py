@@ -1,0 +1,195 @@
+"""Bytes at rest, on the wire and at the peak equal the stage table, by books that are not the library's."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from harness.combinations import cover
+from harness.live_bytes import LiveBytes, storage_bytes
+from harness.models import CASES, Transformer, make_batches
+from harness.pool import WorkerPool
+from harness.training import make_config
+from harness.wire_bytes import WireBytes, ring_equivalent_bytes
+from shardwise import Engine, Layout, initialize
+
+CASE = "odd-shapes"
+LOSS_SUM_BYTES = 16
+PRECISIONS = {
+    # name: (config section, P, G, K of Adam)
+    "bf16": ({"param": "bf16"}, 2, 4, 12),
+    "bf16-thin": ({"param": "bf16", "accumulate": "param"}, 2, 2, 12),
+    "fp32": ({"param": "fp32"}, 4, 4, 8),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank saw in its second step."""
+
+    layout: Layout
+    num_trainable: int
+    at_rest_bytes: int
+    ledger_bytes: int
+    scalar_bytes: int
+    wire_bytes: Fraction
+    counted_wire_bytes: int
+
+
+def measure(rank: int, world_size: int, overrides: dict[str, Any], num_micro_batches: int) -> Measured:
+    case = CASES[CASE]
+    batches = make_batches(case, num_steps=2, world_size=world_size, num_micro_batches=num_micro_batches)
+    model = case.build(torch.float32)
+    with LiveBytes() as live:
+        live.mark(tensor for step in batches for batch in step[rank] for tensor in batch.values())
+        batch_bytes = live.live_bytes()
+        engine = initialize(model, make_config(num_micro_batches, overrides), loss_fn=case.loss)
+        engine.train_step(batches[0][rank])
+        engine.comm.counts.clear()
+        with WireBytes() as wire:
+            for batch in batches[1][rank]:
+                engine.backward(engine(batch))
+            at_rest_bytes = _settled_bytes(live) - batch_bytes
+            ledger_bytes = sum(engine.memory.snapshot().live_bytes.values())
+            scalar_bytes = storage_bytes(_scalars(engine))
+            engine.step()
+    counts = engine.comm.counts
+    counted_wire_bytes = sum(count.wire_bytes for count in counts.values())
+    wire_bytes = ring_equivalent_bytes(wire.calls)
+    engine.close()
+    num_trainable = sum(parameter.requires_grad for parameter in model.parameters())
+    return Measured(
+        engine.layout, num_trainable, at_rest_bytes, ledger_bytes, scalar_bytes, wire_bytes, counted_wire_bytes
+    )
+
+
+def _settled_bytes(live: LiveBytes) -> int:
+    """Live bytes once they stand still: gloo's threads let go of a buffer some time after its wait has returned."""
+    readings = [live.live_bytes()]
+    while len(readings) < 5 or len(set(readings[-5:])) > 1:
+        time.sleep(0.01)
+        readings.append(live.live_bytes())
+    return readings[-1]
+
+
+def _scalars(engine: Engine) -> list[torch.Tensor]:
+    """The loss's sum and count, and the step counts of Adam."""
+    states = [value for state in engine.optimizer.state.values() for value in state.values()]
+    sums = engine._books._sums
+    return [value for value in states if value.dim() == 0] + ([] if sums is None else [sums])
+
+
+@pytest.mark.parametrize(
+    "options",
+    cover({"stage": [0, 1, 2, 3], "num_ranks": [1, 2, 3, 4, 5, 6, 7, 8], "precision": list(PRECISIONS)}),
+)
+def test_bytes_at_rest(ranks: WorkerPool, options: dict[str, Any]) -> None:
+    n = options["num_ranks"]
+    section, P, G, K = PRECISIONS[options["precision"]]
+    overrides = {"zero": {"stage": options["stage"]}, "precision": section}
+    stage = options["stage"]
+    for rank, measured in enumerate(ranks(n).run(measure, overrides, 1)):
+        N = sum(group.padded_numel for group in measured.layout.groups)
+        assert N - measured.layout.padding_numel == 3 * 217 + 533
+        table = [N * (P + G + K), N * (P + G) + N * K // n, N * P + N * (G + K) // n, N * (P + G + K) // n]
+        # Adam's two moments are not padded.
+        padding_bytes = 8 * padding_numel(measured.layout, rank if stage > 0 else None)
+        assert measured.at_rest_bytes - measured.scalar_bytes == table[stage] - padding_bytes
+        assert sum(measured.layout.bytes_at_rest(rank).values()) == table[stage] - padding_bytes
+        assert measured.ledger_bytes == measured.at_rest_bytes - LOSS_SUM_BYTES
+
+
+def padding_numel(layout: Layout, rank: int | None) -> int:
+    """Elements of a rank's slices, or of the whole buffers, in which no parameter lies."""
+    found = 0
+    for group in layout.groups:
+        start, stop = (0, group.padded_numel) if rank is None else group.shard_range(rank)
+        covered = {index for place in group.params for index in range(place.offset, place.offset + place.numel)}
+        found += len(set(range(start, stop)) - covered)
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    cover(
+        {
+            "stage": [0, 1, 2, 3],
+            "num_ranks": [2, 3, 4],
+            "precision": list(PRECISIONS),
+            "reduce": ["param", "fp32"],
+            "accumulation": [1, 4],
+        }
+    ),
+)
+def test_bytes_on_the_wire(ranks: WorkerPool, options: dict[str, Any]) -> None:
+    n, m = options["num_ranks"], options["accumulation"]
+    section, P, _, _ = PRECISIONS[options["precision"]]
+    R = P if options["reduce"] == "param" else 4
+    overrides = {
+        "zero": {"stage": options["stage"]},
+        "precision": {**section, "reduce": options["reduce"]},
+    }
+    for measured in ranks(n).run(measure, overrides, m):
+        root, *_, last = (group.padded_numel for group in measured.layout.groups)
+        N = sum(group.padded_numel for group in measured.layout.groups)
+        # The root's and the last block's parameters stay unsharded from the forward to the backward.
+        gathers = 2 * m * N - m * (root + last)
+        table = [2 * N * R, N * R + N * P, m * N * R + N * P, gathers * P + m * N * R]
+        expected = Fraction(n - 1, n) * table[options["stage"]]
+        # One vector of the step: loss, count, squared norm, and a flag a parameter.
+        step_scalars = Fraction(n - 1, n) * 2 * 8 * (3 + measured.num_trainable)
+        assert measured.wire_bytes == expected + step_scalars
+        assert sum(measured.layout.bytes_on_wire(m).values()) == expected
+        assert measured.counted_wire_bytes == int(expected) + int(step_scalars)
+
+
+def peak(rank: int, world_size: int, stage: int) -> dict[str, int]:
+    model = _large()
+    tokens = torch.randint(37, (2, 11), generator=torch.Generator().manual_seed(rank))
+    with LiveBytes() as live:
+        engine = initialize(model, make_config(1, {"zero": {"stage": stage}, "precision": {"param": "fp32"}}), loss_fn=_loss)
+        engine.train_step([tokens])
+        at_rest_bytes = live.live_bytes()
+        live.reset_peak()
+        engine.train_step([tokens])
+        peak_bytes = live.peak_bytes()
+    root, *blocks = (group.padded_numel * 4 for group in engine.layout.groups)
+    sharded = engine.layout.stage.unshard_for_use
+    # Parameters, gradient bucket and receive buffer of each.
+    transient = (3 if sharded else 2) * (root + 2 * max(blocks))
+    master = sum(group.padded_numel for group in engine.layout.groups) * 4 // world_size
+    return {"at_rest": at_rest_bytes, "peak": peak_bytes, "allowed": transient + master}
+
+
+def _large() -> nn.Module:
+    torch.manual_seed(0)
+    return Transformer(tied=True, hidden_size=64, num_blocks=8)
+
+
+def _loss(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def activation_bytes() -> int:
+    """What a plain forward and backward holds beside parameters, each gradient dropped as it comes."""
+    model = _large()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with LiveBytes() as live:
+        tokens = torch.randint(37, (2, 11))
+        _loss(model(tokens), tokens).backward()
+    return live.peak_bytes()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_peak_is_bounded(ranks: WorkerPool, stage: int, num_ranks: int) -> None:
+    activations = activation_bytes()
+    for measured in ranks(num_ranks).run(peak, stage):
+        assert measured["peak"] <= measured["at_rest"] + measured["allowed"] + activations
