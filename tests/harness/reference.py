@@ -88,7 +88,7 @@ def check_parity(actual: Trace, expected: Trace, tolerance: float = PARITY) -> N
     """Raise AssertionError, naming the field, the error and the worst entry, unless the traces agree."""
     for field in ("losses", "grad_norms", "gradients", "parameters"):
         a, b = getattr(actual, field), getattr(expected, field)
-        error = max_error(a, b)
+        error = max_error(a, b) if b else float(bool(a))
         if error > tolerance:
             differences = _differences(a, b)
             worst = max(differences, key=lambda name: differences[name])

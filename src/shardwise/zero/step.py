@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -127,7 +128,7 @@ def adopt(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[list[NamedGro
     Raises:
         ConfigError: it has stepped already, or holds a tensor that is no parameter of the model.
     """
-    if optimizer.state:
+    if any(state.get("step", 1) != 0 for state in optimizer.state.values()):
         raise ConfigError("the optimizer has state already; pass it to initialize before its first step")
     named_groups = []
     for group in optimizer.param_groups:
@@ -143,6 +144,10 @@ def adopt(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[list[NamedGro
         for group, replacement in zip(optimizer.param_groups, param_groups, strict=True):
             group["params"] = replacement["params"]
             group.pop("param_names", None)
+        if optimizer.state:  # some, such as Adagrad, make it in their constructor
+            accepted = inspect.signature(type(optimizer)).parameters
+            options = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+            optimizer.state = type(optimizer)(param_groups, **options).state  # type: ignore[call-arg]
         return optimizer
 
     return named_groups, replace_parameters

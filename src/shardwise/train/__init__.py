@@ -1,0 +1,1 @@
+"""The main job: text to token shards, the training loop, its metrics and its progress display."""

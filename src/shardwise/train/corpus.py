@@ -1,0 +1,292 @@
+"""The text to train on: a file, a folder, JSONL, or the source of Python's own standard library.
+
+`open_corpus` lists files and reads none; `read_pieces` streams their text, a piece at a time, whatever the
+size of a file. Not here: tokens (`tokenizer`, `prepare`).
+
+>>> corpus = open_corpus(DataConfig())
+>>> tally = Tally()
+>>> first = next(read_pieces(corpus, tally))
+>>> len(first.text) <= PIECE_CHARS, corpus.num_bytes <= STDLIB_BYTES
+(True, True)
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import os
+import stat
+import sys
+import sysconfig
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from shardwise.config import ConfigError, DataConfig
+
+PIECE_CHARS = 1 << 18
+STDLIB_BYTES = 12_000_000
+STDLIB_FILE_BYTES = 500_000
+# Other people's packages, tests and their data, generated tables and generated help.
+_STDLIB_EXCLUDED = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
+)
+_JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file of the corpus as its folder lists it; `name` is what messages call it."""
+
+    path: Path
+    name: str
+    num_bytes: int
+    mtime_ns: int
+
+    @property
+    def is_jsonl(self) -> bool:
+        return self.path.suffix.lower() in _JSONL_SUFFIXES
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The files to read, in order; with `skip_binary` what is not UTF-8 text is passed over, not refused."""
+
+    label: str
+    files: tuple[TextFile, ...]
+    text_key: str
+    skip_binary: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on disk of all files."""
+        return sum(file.num_bytes for file in self.files)
+
+    def fingerprint(self) -> str:
+        """A hash of every file's path, size and time of change, and of `text_key`."""
+        digest = hashlib.blake2b(self.text_key.encode(), digest_size=16)
+        for file in self.files:
+            digest.update(f"\0{file.path}\0{file.num_bytes}\0{file.mtime_ns}".encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+
+
+class Piece(NamedTuple):
+    """A whole document or, of a document longer than PIECE_CHARS, a part that ends at a line where it can."""
+
+    text: str
+    ends_document: bool
+
+
+@dataclass
+class Tally:
+    """What `read_pieces` has read, in documents, in bytes of UTF-8 text and in bytes of the files."""
+
+    num_documents: int = 0
+    num_text_bytes: int = 0
+    num_read_bytes: int = 0
+    num_skipped: int = 0
+
+
+def open_corpus(data: DataConfig, exclude: Collection[Path] = ()) -> Corpus:
+    """List the files of `data.path`, or of the standard library without one; nothing is read.
+
+    Args:
+        data: the section of the config.
+        exclude: folders below `data.path` to leave out, such as the token cache.
+
+    Raises:
+        ConfigError: the path is missing, unreadable, empty or neither a file nor a folder.
+    """
+    if data.path is None:
+        return _standard_library(data.text_key)
+    path = Path(data.path).expanduser().absolute()
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise ConfigError(
+            f"data.path={data.path} does not exist; give a text file, a folder or a .jsonl file"
+        ) from None
+    except OSError as error:
+        _refuse_unreadable(path, error)
+    if stat.S_ISDIR(mode):
+        files = _list_folder(path, frozenset(folder.absolute() for folder in exclude))
+        if not any(file.num_bytes for file in files):
+            found = f"{len(files)} files, all empty" if files else "no files (hidden ones are left out)"
+            raise ConfigError(f"data.path={data.path} holds {found}; give a folder with text or .jsonl files")
+    elif stat.S_ISREG(mode):
+        files = [_text_file(path, path.name)]
+        if not files[0].num_bytes:
+            raise ConfigError(f"data.path={data.path} is empty; give a file with text")
+    else:
+        raise ConfigError(f"data.path={data.path} is neither a file nor a folder; write the text to a file first")
+    return Corpus(label=data.path, files=tuple(files), text_key=data.text_key, skip_binary=stat.S_ISDIR(mode))
+
+
+def read_pieces(corpus: Corpus, tally: Tally) -> Iterator[Piece]:
+    """Stream the corpus in order and count in `tally`; empty documents are dropped.
+
+    Raises:
+        ConfigError: a file cannot be read, a single file is not UTF-8 text, a JSONL line is no object with
+            the key, or the whole corpus holds no text.
+    """
+    for file in corpus.files:
+        try:
+            for document in _documents(file, corpus, tally):
+                for piece in _cut(document):
+                    tally.num_text_bytes += len(piece.text.encode())
+                    tally.num_documents += piece.ends_document
+                    yield piece
+        except OSError as error:
+            _refuse_unreadable(file.path, error)
+    if not tally.num_documents:
+        binary = f", {tally.num_skipped} of them not UTF-8 text" if tally.num_skipped else ", all without text"
+        raise ConfigError(
+            f"data.path={corpus.label} holds no text: {len(corpus.files)} files read{binary}; "
+            f"give UTF-8 text or JSONL with data.text_key={corpus.text_key}"
+        )
+
+
+def sample_texts(corpus: Corpus, num_bytes: int) -> Iterator[str]:
+    """About `num_bytes` of the corpus in pieces spread evenly over it; all of it where it is smaller."""
+    tally, num_taken, num_all = Tally(), 0, corpus.num_bytes
+    for text, _ in read_pieces(corpus, tally):
+        if num_taken * num_all < num_bytes * tally.num_read_bytes:
+            num_taken += len(text.encode())
+            yield text
+
+
+def _standard_library(text_key: str) -> Corpus:
+    root = Path(sysconfig.get_path("stdlib"))
+    listed = _list_folder(root, exclude=_STDLIB_EXCLUDED) if root.is_dir() else []
+    sources = [file for file in listed if file.path.suffix == ".py" and 0 < file.num_bytes <= STDLIB_FILE_BYTES]
+    if not sources:
+        raise ConfigError(f"data.path is not given and Python's source is not in {root}; give data.path=FILE or FOLDER")
+    # Ordered by a hash of the name: the cap leaves a fair sample, and the order is the same everywhere.
+    sources.sort(key=lambda file: hashlib.blake2b(file.name.encode()).digest())
+    kept, num_bytes = [], 0
+    for file in sources:
+        if num_bytes + file.num_bytes <= STDLIB_BYTES:
+            kept.append(file)
+            num_bytes += file.num_bytes
+    label = f"the source of Python {sys.version_info.major}.{sys.version_info.minor}'s standard library"
+    return Corpus(label=label, files=tuple(kept), text_key=text_key, skip_binary=True)
+
+
+def _list_folder(root: Path, exclude: Collection[Path | str]) -> list[TextFile]:
+    """Every file below `root`, sorted, without hidden ones and folders in `exclude` (by name or path)."""
+    files = []
+    for folder, subfolders, names in os.walk(root, onerror=lambda error: _refuse_unreadable(root, error)):
+        here = Path(folder)
+        subfolders[:] = sorted(
+            name
+            for name in subfolders
+            if not name.startswith(".") and name not in exclude and here / name not in exclude
+        )
+        for path in (here / name for name in sorted(names) if not name.startswith(".")):
+            try:
+                if path.is_file():
+                    files.append(_text_file(path, path.relative_to(root).as_posix()))
+            except OSError as error:
+                _refuse_unreadable(path, error)
+    return files
+
+
+def _text_file(path: Path, name: str) -> TextFile:
+    status = path.stat()
+    return TextFile(path=path, name=name, num_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
+
+
+def _documents(file: TextFile, corpus: Corpus, tally: Tally) -> Iterator[Iterable[str]]:
+    """The documents of a file, each as blocks of text: one of a text file, one for every line of JSONL."""
+    if file.is_jsonl:
+        yield from _jsonl_documents(file, corpus.text_key, tally)
+        return
+    try:
+        for _ in _text_blocks(file.path, Tally()):
+            pass
+    except UnicodeDecodeError as error:
+        if not corpus.skip_binary:
+            raise ConfigError(
+                f"data.path={corpus.label} is not UTF-8 text ({error.reason}); convert it to UTF-8 or JSONL"
+            ) from None
+        tally.num_skipped += 1
+        tally.num_read_bytes += file.num_bytes
+        return
+    yield _text_blocks(file.path, tally)
+
+
+def _text_blocks(path: Path, tally: Tally) -> Iterator[str]:
+    """The file's text a block at a time; a zero byte, valid UTF-8 but never text, counts as undecodable."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    with path.open("rb") as file:
+        while block := file.read(PIECE_CHARS):
+            if b"\0" in block:
+                raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "it holds zero bytes")
+            tally.num_read_bytes += len(block)
+            yield decoder.decode(block)
+    yield decoder.decode(b"", final=True)
+
+
+def _jsonl_documents(file: TextFile, text_key: str, tally: Tally) -> Iterator[Iterable[str]]:
+    with file.path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            tally.num_read_bytes += len(line)
+            if line.strip():
+                yield [_text_of_line(line, f"{file.name} line {number}", text_key)]
+
+
+def _text_of_line(line: bytes, where: str, text_key: str) -> str:
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where} is not UTF-8 ({error.reason}); convert the file to UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is not JSON ({error}); write one JSON object on each line") from None
+    if not isinstance(record, dict):
+        raise ConfigError(
+            f"{where} is a JSON {type(record).__name__}, not an object; write one JSON object on each line"
+        )
+    if text_key not in record:
+        keys = ", ".join(list(record)[:8]) or "none"
+        raise ConfigError(f"{where} has no key {text_key} (its keys: {keys}); set data.text_key to one of them")
+    text = record[text_key]
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"{where}: {text_key} is {type(text).__name__}, not text; set data.text_key to one that is text"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        # JSON can escape half of a surrogate pair, which UTF-8 has no bytes for.
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _cut(blocks: Iterable[str]) -> Iterator[Piece]:
+    """Join blocks into pieces of at most PIECE_CHARS, the last one marked."""
+    held = ""
+    for block in blocks:
+        text, start = held + block, 0
+        while len(text) - start > PIECE_CHARS:
+            end = _cut_point(text, start)
+            yield Piece(text[start:end], ends_document=False)
+            start = end
+        held = text[start:]
+    if held:
+        yield Piece(held, ends_document=True)
+
+
+def _cut_point(text: str, start: int) -> int:
+    end = start + PIECE_CHARS
+    for separator in ("\n", " "):
+        found = text.rfind(separator, start + 1, end)
+        if found != -1:
+            return found + 1 if separator == "\n" else found
+    return end
+
+
+def _refuse_unreadable(path: Path, error: OSError) -> NoReturn:
+    name = error.filename or path
+    raise ConfigError(f"cannot read {name}: {error.strerror}; make it readable or move it away") from None

@@ -1,0 +1,164 @@
+"""Text to token ids: a byte-level BPE trained on the spot, plain bytes, or a tokenizer.json.
+
+All three are one `tokenizers.Tokenizer`, so any of them is saved, loaded and decoded alike. Not here: reading
+text (`corpus`) and keeping tokens (`prepare`, `dataset`).
+
+>>> tokenizer = byte_tokenizer()
+>>> tokenizer.encode("né")
+[110, 195, 169]
+>>> tokenizer.decode([110, 195, 169]), tokenizer.vocab_size, tokenizer.eot_id
+('né', 257, 256)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from shardwise.config import ConfigError
+
+END_OF_TEXT = "<|endoftext|>"
+NUM_BYTE_TOKENS = 257
+SAMPLE_BYTES = 4_000_000
+_KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A `tokenizers.Tokenizer`, the id that ends a document, and the vocabulary's size (largest id + 1)."""
+
+    backend: tokenizers.Tokenizer = field(repr=False)
+    eot_id: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, backend: tokenizers.Tokenizer, source: str) -> Tokenizer:
+        """Wrap `backend`; ConfigError where it has no token that ends a text."""
+        vocab = backend.get_vocab()
+        for end in _KNOWN_ENDS:
+            if end in vocab:
+                return cls(backend=backend, eot_id=vocab[end], vocab_size=max(vocab.values()) + 1)
+        raise ConfigError(
+            f"data.tokenizer={source} has no token that ends a text ({', '.join(_KNOWN_ENDS)}); add {END_OF_TEXT} to it"
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, with nothing added; a literal end-of-text token in it becomes that token."""
+        ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """Token ids of each text, on every core the `tokenizers` library takes."""
+        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens included; bytes that are not UTF-8 become U+FFFD."""
+        text: str = self.backend.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
+    def to_json(self) -> str:
+        """What `load_tokenizer` and every library that reads a tokenizer.json take."""
+        text: str = self.backend.to_str()
+        return text
+
+
+def make_tokenizer(name: str | None, vocab_size: int, sample: Iterable[str]) -> Tokenizer:
+    """The tokenizer of `data.tokenizer`.
+
+    Args:
+        name: "bytes", the path of a tokenizer.json, or None to train one.
+        vocab_size: tokens of a trained one, at most.
+        sample: texts to train on; left untouched where nothing is trained.
+    """
+    if name == "bytes":
+        return byte_tokenizer()
+    if name is not None:
+        return load_tokenizer(name)
+    return train_tokenizer(sample, vocab_size)
+
+
+def tokenizer_fingerprint(name: str | None, vocab_size: int) -> str:
+    """What, besides the corpus, decides the token ids: the file's content or the settings of the training."""
+    if name == "bytes":
+        return "bytes"
+    if name is not None:
+        return hashlib.blake2b(_read(name), digest_size=16).hexdigest()
+    return f"bpe {vocab_size} on {SAMPLE_BYTES} bytes by tokenizers {tokenizers.__version__}"
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte, its id the byte's value, and 256 for the end of a text."""
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    # ByteLevel writes a printable byte as itself and the others, in order, as the characters from 256 on.
+    stand_ins = iter(sorted(character for character in alphabet if ord(character) > 255))
+    vocab = {chr(byte) if chr(byte) in alphabet else next(stand_ins): byte for byte in range(256)}
+    backend = _byte_level(models.BPE(vocab=vocab, merges=[]), split_words=False)
+    backend.add_special_tokens([END_OF_TEXT])
+    return Tokenizer.of(backend, "bytes")
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Learn a byte-level BPE; the same texts give the same tokenizer.
+
+    Args:
+        texts: what to learn from; a few megabytes take a second.
+        vocab_size: tokens at most, with the 256 bytes and the end of text; fewer where the texts give no
+            more.
+
+    Raises:
+        ConfigError: `vocab_size` is too small for the bytes.
+    """
+    if vocab_size < NUM_BYTE_TOKENS:
+        raise ConfigError(
+            f"model.vocab_size={vocab_size} is less than the {NUM_BYTE_TOKENS} tokens of a byte-level "
+            f"tokenizer (256 bytes and the end of text); nearest legal: {NUM_BYTE_TOKENS}"
+        )
+    backend = _byte_level(models.BPE(), split_words=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        show_progress=False,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    backend.train_from_iterator(texts, trainer)
+    return Tokenizer.of(backend, "a trained one")
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Read a tokenizer.json, or the one in a folder; ConfigError where there is none or it is not one."""
+    text = _read(path)
+    try:
+        backend = tokenizers.Tokenizer.from_buffer(text)
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(f"data.tokenizer={path} is not a tokenizer.json ({error}); {_CURE}") from None
+    backend.no_truncation()
+    backend.no_padding()
+    return Tokenizer.of(backend, str(path))
+
+
+_CURE = 'give the path of a tokenizer.json, "bytes", or leave data.tokenizer out to train one'
+
+
+def _read(path: str | Path) -> bytes:
+    file = Path(path).expanduser()
+    file = file / "tokenizer.json" if file.is_dir() else file
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"data.tokenizer={path} cannot be read: {error.strerror}; {_CURE}") from None
+
+
+def _byte_level(model: models.Model, split_words: bool) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split_words)
+    backend.decoder = decoders.ByteLevel()
+    return backend

@@ -1,0 +1,361 @@
+"""The engine as its users meet it: explicit loops, optimizers of their own, released parameters, bad numbers."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.models import CASES, make_batches
+from harness.pool import WorkerPool
+from harness.reference import Trace, check_parity, train_reference
+from harness.training import LR, make_config, merge_ranks, reference_trace, train_engine
+from shardwise import ConfigError, Engine, NonFiniteLossError, ReleasedParameterError, initialize
+
+STAGES = [0, 1, 2, 3]
+
+
+def single(model: nn.Module, loss_fn: Any = None, **sections: dict[str, Any]) -> Engine:
+    return initialize(model, make_config(1, sections), loss_fn=loss_fn)
+
+
+def mean_square(output: Tensor, batch: Any) -> Tensor:
+    return output.square().mean()
+
+
+# Explicit loops.
+
+
+def train_with_no_sync(rank: int, world_size: int, stage: int) -> Trace:
+    """Three micro-batches whose first two are inside no_sync, and a further backward after the boundary."""
+    case = CASES["transformer"]
+    batches = make_batches(case, num_steps=3, world_size=world_size, num_micro_batches=4)
+    model = case.build(torch.float64, seed=rank)
+    engine = initialize(model, make_config(3, {"zero": {"stage": stage}}), loss_fn=case.loss)
+    losses, norms = [], []
+    for step in batches:
+        with engine.no_sync():
+            for batch in step[rank][:2]:
+                engine.backward(engine(batch))
+        for batch in step[rank][2:]:
+            engine.backward(engine(batch))
+        result = engine.step()
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    with engine.gathered():
+        parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return Trace(losses, norms, {}, parameters)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_sync_and_a_backward_past_the_boundary(ranks: WorkerPool, stage: int) -> None:
+    actual = merge_ranks(ranks(2).run(train_with_no_sync, stage), replicated=True)
+    expected = reference_trace("transformer", 2, 4, 3, None)
+    check_parity(actual, replace(expected, gradients={}))
+
+
+def train_only_under_no_sync(rank: int, world_size: int, stage: int) -> Trace:
+    case = CASES["unused-parameters"]
+    batches = make_batches(case, num_steps=2, world_size=world_size, num_micro_batches=2)
+    model = case.build(torch.float64)
+    engine = initialize(model, make_config(2, {"zero": {"stage": stage}}), loss_fn=case.loss)
+    results = []
+    for step in batches:
+        with engine.no_sync():
+            for batch in step[rank]:
+                engine.backward(engine(batch))
+        results.append(engine.step())
+    with engine.gathered():
+        parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return Trace([each.loss for each in results], [each.grad_norm for each in results], {}, parameters)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_step_reduces_what_no_sync_left(ranks: WorkerPool, stage: int) -> None:
+    actual = merge_ranks(ranks(2).run(train_only_under_no_sync, stage), replicated=True)
+    expected = reference_trace("unused-parameters", 2, 2, 2, None)
+    check_parity(actual, replace(expected, gradients={}))
+
+
+def train_two_overlaps(rank: int, world_size: int, stage: int, param: str) -> list[Trace]:
+    return [
+        train_engine(
+            rank, world_size, "transformer", 2, 3, {"zero": {"stage": stage, "overlap": overlap}, "precision": {"param": param}}
+        )
+        for overlap in (True, False)
+    ]
+
+
+@pytest.mark.parametrize("param", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_overlap_changes_no_bit(ranks: WorkerPool, stage: int, param: str) -> None:
+    for with_overlap, without in ranks(3).run(train_two_overlaps, stage, param):
+        assert with_overlap.losses == without.losses
+        assert all(torch.equal(value, without.parameters[name]) for name, value in with_overlap.parameters.items())
+
+
+def evaluate_and_train(rank: int, world_size: int, stage: int) -> tuple[float, float, float]:
+    case = CASES["transformer"]
+    batches = make_batches(case, num_steps=1, world_size=world_size, num_micro_batches=2)[0][rank]
+    engine = initialize(case.build(torch.float64), make_config(2, {"zero": {"stage": stage}}), loss_fn=case.loss)
+    before = engine.eval_step(batches)
+    trained = engine.train_step(batches)
+    after = engine.eval_step(batches)
+    return before.loss, trained.loss, after.loss
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_evaluation_sees_the_training_loss_and_leaves_no_trace(ranks: WorkerPool, stage: int) -> None:
+    for before, trained, after in ranks(2).run(evaluate_and_train, stage):
+        assert before == pytest.approx(trained, rel=1e-12)
+        assert after < before
+
+
+# Optimizers, schedules, parameter groups.
+
+
+def train_own_optimizer(rank: int, world_size: int, stage: int, kind: str) -> Trace:
+    case = CASES["residual-mlp"]
+    model = case.build(torch.float64)
+    optimizer = own_optimizer(model, kind)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    batches = make_batches(case, num_steps=3, world_size=world_size, num_micro_batches=1)
+    config = make_config(1, {"zero": {"stage": stage}})
+    engine = initialize(model, config, loss_fn=case.loss, optimizer=optimizer, scheduler=scheduler)
+    assert engine.optimizer is optimizer
+    results = [engine.train_step(step[rank]) for step in batches]
+    assert [each.lr for each in results] == [0.1, 0.05, 0.025]
+    with engine.gathered():
+        parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return Trace([each.loss for each in results], [each.grad_norm for each in results], {}, parameters)
+
+
+def own_optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
+    head = [parameter for name, parameter in model.named_parameters() if name.startswith("head")]
+    rest = [parameter for name, parameter in model.named_parameters() if not name.startswith("head")]
+    groups = [{"params": rest, "lr": 0.1, "weight_decay": 0.3}, {"params": head, "lr": 0.01, "weight_decay": 0.0}]
+    classes = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop}
+    return classes[kind](groups, lr=0.1)
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("sgd", 0), ("adagrad", 1), ("rmsprop", 2), ("sgd", 3)])
+def test_groups_of_a_given_optimizer_keep_their_meaning(ranks: WorkerPool, kind: str, stage: int) -> None:
+    case = CASES["residual-mlp"]
+    model = case.build(torch.float64)
+    optimizer = own_optimizer(model, kind)
+    batches = make_batches(case, num_steps=3, world_size=2, num_micro_batches=1)
+    losses, norms = [], []
+    for step in batches:
+        for group, lr in zip(optimizer.param_groups, (0.1, 0.01), strict=True):
+            group["lr"] = lr * 0.5 ** len(losses)
+        trace = train_reference(
+            model, [[batch for rank in step for batch in rank]], case.loss, lambda _: optimizer, None
+        )
+        losses += trace.losses
+        norms += trace.grad_norms
+    actual = merge_ranks(ranks(2).run(train_own_optimizer, stage, kind), replicated=True)
+    check_parity(actual, replace(trace, losses=losses, grad_norms=norms, gradients={}))
+
+
+def test_optimizer_that_needs_whole_matrices_is_refused() -> None:
+    model = nn.Linear(3, 3)
+    with pytest.raises(ConfigError, match="LBFGS is not element-wise"):
+        initialize(model, make_config(1, {}), optimizer=torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ConfigError, match=r"optimizer.name='muon' is not element-wise.*adamw"):
+        initialize(nn.Linear(3, 3), make_config(1, {"optimizer": {"name": "muon"}}))
+
+
+def test_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no parameter of the model"):
+        initialize(nn.Linear(3, 3), make_config(1, {}), optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters()))
+
+
+def test_wholly_frozen_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="every parameter of the model is frozen"):
+        initialize(nn.Linear(3, 3).requires_grad_(False), make_config(1, {}))
+
+
+# Released parameters.
+
+
+class OutsideUse(nn.Module):
+    """The head multiplies by a weight that belongs to a block, kept in a list as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.kept = [self.blocks[0].weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x @ self.blocks[1].weight * 2 + (self.kept[0] * 0.5).sum()
+
+
+def train_outside_use(rank: int, world_size: int) -> tuple[float, list[str], str]:
+    torch.manual_seed(0)
+    model = OutsideUse().double()
+    plain = OutsideUse().double()
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(4, 6, dtype=torch.float64)
+    engine = single(model, mean_square, zero={"stage": 3}, optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0})
+    for _ in range(2):
+        engine.train_step([x])
+        plain.zero_grad()
+        plain(x).square().mean().backward()
+        for parameter in plain.parameters():
+            parameter.data -= 0.1 * parameter.grad
+    messages = []
+    weight = model.blocks[2].weight
+    for use in (lambda: weight * 2, lambda: weight.fill_(1.0), lambda: model.state_dict(), lambda: torch.linalg.norm(weight)):
+        try:
+            use()
+        except ReleasedParameterError as error:
+            messages.append(str(error))
+    shapes = f"{tuple(weight.shape)} {weight.dtype} {weight.numel()} {weight.requires_grad} {isinstance(weight, nn.Parameter)}"
+    with engine.gathered():
+        error = max((a - b).abs().max().item() for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    return error, messages, shapes
+
+
+def test_parameter_used_outside_its_module(ranks: WorkerPool) -> None:
+    for error, messages, shapes in ranks(2).run(train_outside_use):
+        assert error < 1e-12
+        assert len(messages) == 4
+        assert messages[0].startswith("parameter blocks.2.weight is released")
+        assert "with engine.gathered():" in messages[0]
+        assert shapes == "(6, 6) torch.float64 36 True True"
+
+
+def close_and_use(rank: int, world_size: int) -> tuple[float, int, int]:
+    model = CASES["transformer"].build(torch.float64)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    num_threads = threading.active_count()
+    engine = single(model, zero={"stage": 3})
+    engine.close()
+    error = max((value - before[name]).abs().max().item() for name, value in model.state_dict().items())
+    hooks = sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
+    return error, hooks, threading.active_count() - num_threads
+
+
+def test_close_gives_the_model_back(ranks: WorkerPool) -> None:
+    assert ranks(2).run(close_and_use) == [(0.0, 0, 0)] * 2
+
+
+# Numbers that are not finite.
+
+
+class Poison(nn.Module):
+    """Divides by zero in its second block where an input is negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(2, 2), Reciprocal(), nn.Linear(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x) + x.sum()
+
+
+class Reciprocal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x > -1e6).to(x.dtype) * self.weight
+
+
+def train_poisoned(rank: int, world_size: int, stage: int) -> tuple[str, bool, float]:
+    torch.manual_seed(0)
+    model = Poison().double()
+    engine = single(model, mean_square, zero={"stage": stage})
+    good = torch.ones(3, 2, dtype=torch.float64)
+    engine.train_step([good])
+    with engine.gathered():
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+    sign = math.copysign(1.0, before["blocks.0.weight"].sum(1)[0].item())
+    bad = good * -1e9 * sign if rank == 1 else good
+    message = ""
+    try:
+        engine.train_step([bad])
+    except NonFiniteLossError as error:
+        message = str(error)
+    with engine.gathered():
+        unchanged = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    return message, unchanged, engine.train_step([good]).loss
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_nonfinite_loss_names_the_module_and_keeps_the_state(ranks: WorkerPool, stage: int) -> None:
+    for message, unchanged, next_loss in ranks(2).run(train_poisoned, stage):
+        assert "step 2: loss" in message
+        assert "first module with a non-finite output is blocks.1 on rank 1" in message
+        assert unchanged
+        assert math.isfinite(next_loss)
+
+
+def train_fp16(rank: int, world_size: int, stage: int) -> list[tuple[bool, float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    engine = single(
+        model,
+        lambda output, batch: (output.float() * batch[1]).sum(),
+        zero={"stage": stage},
+        precision={"param": "fp16", "loss_scale_window": 2, "initial_loss_scale": 4096.0},
+    )
+    results = []
+    for factor in (1e-3, 1e4, 1e-3, 1e-3, 1e-3):
+        result = engine.train_step([(torch.ones(2, 4), factor)])
+        results.append((result.skipped, result.loss_scale))
+    return results
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_fp16_skips_an_overflow_and_adapts_the_scale(ranks: WorkerPool, stage: int) -> None:
+    expected = [(False, 4096.0), (True, 4096.0), (False, 2048.0), (False, 2048.0), (False, 4096.0)]
+    assert ranks(2).run(train_fp16, stage) == [expected] * 2
+
+
+# Mistakes.
+
+
+def test_loss_from_elsewhere_is_refused() -> None:
+    engine = single(nn.Linear(2, 1), mean_square)
+    loss = engine(torch.ones(1, 2))
+    with pytest.raises(ValueError, match=r"did not return.*loss_fn"):
+        engine.backward(loss * 2)
+    engine.backward(loss)
+    with pytest.raises(ValueError, match="the same one twice"):
+        engine.backward(loss)
+
+
+def test_output_without_a_loss_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the model's output is a tensor of shape \(1, 3\).*pass a loss_fn"):
+        single(nn.Linear(2, 3))(torch.ones(1, 2))
+
+
+def test_step_without_backward_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="call engine.backward"):
+        single(nn.Linear(2, 1), mean_square).step()
+
+
+def test_number_of_micro_batches_must_fit() -> None:
+    with pytest.raises(ConfigError, match="got 2 micro-batches but batch.accumulation=1"):
+        single(nn.Linear(2, 1), mean_square).train_step([torch.ones(1, 2)] * 2)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))
+    engine = single(model, mean_square, optimizer={"lr": LR})
+    with pytest.raises(ValueError, match=r"0.weight is sparse.*sparse=False"):
+        engine.train_step([torch.tensor([1, 2])])
+
+
+def test_model_without_parameters_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ReLU has no parameters"):
+        single(nn.ReLU())

@@ -1,0 +1,34 @@
+"""The unigram loss against the formula written out, and its errors."""
+
+import math
+
+import numpy as np
+import pytest
+
+from shardwise.config import ConfigError
+from shardwise.train import baseline
+from shardwise.train.baseline import unigram_loss
+
+
+def test_equals_the_sum_written_out(monkeypatch):
+    """Chunks of 7 do not divide the data: catches a lost last chunk."""
+    monkeypatch.setattr(baseline, "_CHUNK_TOKENS", 7)
+    generator = np.random.default_rng(0)
+    train = generator.integers(0, 11, size=100).astype(np.uint16)
+    held_out = generator.integers(0, 13, size=50).astype(np.uint16)
+    counts = [train.tolist().count(token) for token in range(13)]
+    expected = -sum(math.log((counts[token] + 1) / (100 + 13)) for token in held_out.tolist()) / 50
+    assert unigram_loss(train, held_out, 13) == pytest.approx(expected, rel=1e-12)
+
+
+def test_without_training_data_it_is_uniform():
+    held_out = np.array([3, 1, 4], dtype=np.uint32)
+    assert unigram_loss(np.array([], dtype=np.uint32), held_out, 8) == pytest.approx(math.log(8))
+
+
+def test_errors():
+    tokens = np.array([0, 5], dtype=np.uint16)
+    with pytest.raises(ConfigError, match=r"no tokens; raise data.val_fraction or give more data"):
+        unigram_loss(tokens, tokens[:0], 8)
+    with pytest.raises(ConfigError, match="token id 5 is not below vocab_size=4; use the tokenizer's own"):
+        unigram_loss(tokens, tokens, 4)

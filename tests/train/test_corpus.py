@@ -1,0 +1,259 @@
+"""What is read and what is refused: every kind of path, streaming, and each error's words."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.config import ConfigError, DataConfig
+from shardwise.train import corpus as corpus_module
+from shardwise.train.corpus import (
+    STDLIB_BYTES,
+    Tally,
+    open_corpus,
+    read_pieces,
+    sample_texts,
+)
+
+
+def read(path, text_key: str = "text", exclude=()) -> tuple[list[str], Tally]:
+    tally = Tally()
+    data = DataConfig(path=str(path), text_key=text_key)
+    documents, parts = [], []
+    for text, ends_document in read_pieces(open_corpus(data, exclude), tally):
+        parts.append(text)
+        if ends_document:
+            documents.append("".join(parts))
+            parts = []
+    assert parts == [], "the last piece must end its document"
+    return documents, tally
+
+
+def refusal(path, text_key: str = "text") -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(path, text_key)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_text_file_is_one_document(tmp_path):
+    text = "Grüße, 世界 🌍\r\nsecond line\n"
+    file = tmp_path / "a.txt"
+    file.write_bytes(text.encode())
+    documents, tally = read(file)
+    assert documents == [text]
+    assert (tally.num_documents, tally.num_skipped) == (1, 0)
+    assert tally.num_text_bytes == tally.num_read_bytes == len(text.encode())
+
+
+def test_byte_order_mark_is_not_text(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"\xef\xbb\xbfabc")
+    assert read(file)[0] == ["abc"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0\ufeff"), min_size=1))
+def test_long_texts_are_cut_without_loss(tmp_path_factory, text):
+    """Catches a cut inside a character, a piece too long, and a document ended early or twice."""
+    file = tmp_path_factory.mktemp("cut") / "a.txt"
+    file.write_bytes(text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus_module, "PIECE_CHARS", 5)
+        tally = Tally()
+        pieces = list(read_pieces(open_corpus(DataConfig(path=str(file))), tally))
+    assert tally.num_documents == 1
+    assert "".join(piece.text for piece in pieces) == text
+    assert all(0 < len(piece.text) <= 5 for piece in pieces)
+    assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
+def test_pieces_end_at_lines_where_they_can(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text(("x" * 999 + "\n") * 1000)
+    pieces = list(read_pieces(open_corpus(DataConfig(path=str(file))), Tally()))
+    assert len(pieces) > 3
+    assert all(piece.text.endswith("\n") for piece in pieces)
+
+
+def test_a_file_is_streamed(tmp_path):
+    """Catches reading the whole file before the first piece."""
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"text": "y" * 1000}) + "\n" for _ in range(100)))
+    tally = Tally()
+    next(read_pieces(open_corpus(DataConfig(path=str(file))), tally))
+    assert tally.num_read_bytes < 2000
+
+
+def test_folder_is_read_in_order_without_binary_hidden_and_excluded(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "two.md").write_text("two")
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "c.bin").write_bytes(b"text\0with zero")
+    (tmp_path / "latin.txt").write_bytes("Grüße".encode("latin-1"))
+    (tmp_path / "broken.txt").symlink_to(tmp_path / "missing")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("hidden")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "tokenizer.json").write_text("excluded")
+    documents, tally = read(tmp_path, exclude=[tmp_path / "cache"])
+    assert documents == ["one", "two"]
+    assert (tally.num_documents, tally.num_skipped) == (2, 2)
+
+
+def test_an_excluded_folder_may_itself_be_the_data(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    assert read(tmp_path, exclude=[tmp_path])[0] == ["one"]
+
+
+def test_jsonl_takes_one_document_a_line(tmp_path):
+    file = tmp_path / "a.jsonl"
+    lines = [json.dumps({"body": "é\n2"}), "", json.dumps({"body": ""}), json.dumps({"body": "3", "id": 1})]
+    file.write_text("\n".join(lines))
+    documents, tally = read(file, text_key="body")
+    assert documents == ["é\n2", "3"]
+    assert tally.num_read_bytes == file.stat().st_size
+
+
+def test_half_a_surrogate_pair_is_replaced(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a\\ud800b \\ud83d\\ude00"}')
+    assert read(file)[0] == ["a\ufffdb 😀"]
+
+
+def test_standard_library_is_the_default():
+    corpus = open_corpus(DataConfig())
+    names = [file.name for file in corpus.files]
+    assert "argparse.py" in names
+    assert not [name for name in names if "site-packages" in name or "/test/" in name]
+    assert 2_000_000 < corpus.num_bytes <= STDLIB_BYTES
+    assert corpus == open_corpus(DataConfig())
+
+
+def test_standard_library_cap_leaves_a_sample_of_all(monkeypatch):
+    monkeypatch.setattr(corpus_module, "STDLIB_BYTES", 1_000_000)
+    corpus = open_corpus(DataConfig())
+    assert 800_000 < corpus.num_bytes <= 1_000_000
+    initials = {file.name[0] for file in corpus.files}
+    assert len(initials) > 10
+
+
+def test_sample_is_bounded_and_spread(tmp_path):
+    for number in range(50):
+        (tmp_path / f"{number:02}.txt").write_text(f"{number:02}" * 500)
+    corpus = open_corpus(DataConfig(path=str(tmp_path)))
+    sample = list(sample_texts(corpus, 10_000))
+    assert 9_000 <= sum(map(len, sample)) <= 12_000
+    assert {text[0] for text in sample} == set("01234")
+    assert len(list(sample_texts(corpus, 1 << 30))) == 50
+
+
+def test_fingerprint_follows_the_files_and_the_key(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a"}')
+    data = DataConfig(path=str(file))
+    before = open_corpus(data).fingerprint()
+    assert before == open_corpus(data).fingerprint()
+    assert before != open_corpus(DataConfig(path=str(file), text_key="body")).fingerprint()
+    os.utime(file, ns=(1, 1))
+    assert before != open_corpus(data).fingerprint()
+
+
+def test_missing_path(tmp_path):
+    path = tmp_path / "nowhere"
+    assert refusal(path) == (f"data.path={path} does not exist; give a text file, a folder or a .jsonl file")
+
+
+def test_empty_file_and_folder(tmp_path):
+    assert refusal(tmp_path) == (
+        f"data.path={tmp_path} holds no files (hidden ones are left out); give a folder with text or .jsonl files"
+    )
+    file = tmp_path / "a.txt"
+    file.touch()
+    assert refusal(file) == f"data.path={file} is empty; give a file with text"
+    assert "holds 1 files, all empty" in refusal(tmp_path)
+
+
+def test_neither_file_nor_folder(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert "is neither a file nor a folder; write the text to a file first" in refusal(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"\xff\xfe\x00", "it holds zero bytes"), ("é".encode("latin-1"), "unexpected end of data")],
+)
+def test_single_file_that_is_not_text(tmp_path, content, reason):
+    file = tmp_path / "a.txt"
+    file.write_bytes(content)
+    assert refusal(file) == (f"data.path={file} is not UTF-8 text ({reason}); convert it to UTF-8 or JSONL")
+
+
+def test_nothing_decodable(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"\0\1")
+    (tmp_path / "b.bin").write_bytes(b"\xff")
+    assert refusal(tmp_path) == (
+        f"data.path={tmp_path} holds no text: 2 files read, 2 of them not UTF-8 text; "
+        "give UTF-8 text or JSONL with data.text_key=text"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", "a.jsonl line 2 is not JSON (Expecting property name"),
+        (b"[1]", "a.jsonl line 2 is a JSON list, not an object; write one JSON object on each line"),
+        (
+            b'{"body": 1, "id": 2}',
+            "a.jsonl line 2 has no key text (its keys: body, id); set data.text_key to one of them",
+        ),
+        (b'{"text": 7}', "a.jsonl line 2: text is int, not text; set data.text_key to one that is text"),
+        (b"\xff", "a.jsonl line 2 is not UTF-8 (invalid start byte); convert the file to UTF-8"),
+    ],
+)
+def test_bad_jsonl_lines(tmp_path, line, message):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
+    assert refusal(file).startswith(message)
+
+
+@pytest.fixture
+def locked(tmp_path, monkeypatch):
+    """A folder with a file that may not be read; root reads everything, so the refusal is put in its way."""
+    file = tmp_path / "locked.txt"
+    file.write_text("secret")
+    file.chmod(0)
+    true_open = Path.open
+
+    def refusing_open(path, *args, **kwargs):
+        if path == file:
+            raise PermissionError(13, "Permission denied", str(path))
+        return true_open(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refusing_open)
+    return file
+
+
+def test_unreadable_file(locked):
+    expected = f"cannot read {locked}: Permission denied; make it readable or move it away"
+    assert refusal(locked) == expected
+    assert refusal(locked.parent) == expected
+
+
+def test_unreadable_folder(tmp_path, monkeypatch):
+    def refusing_scandir(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", refusing_scandir)
+    assert refusal(tmp_path) == f"cannot read {tmp_path}: Permission denied; make it readable or move it away"
+
+
+def test_python_without_its_source(monkeypatch, tmp_path):
+    monkeypatch.setattr(corpus_module.sysconfig, "get_path", lambda name: str(tmp_path / name))
+    with pytest.raises(ConfigError, match=r"Python's source is not in .*; give data.path=FILE or FOLDER"):
+        open_corpus(DataConfig())

@@ -1,0 +1,231 @@
+"""The cache that holds the tokens: whole or absent, built once, and every way a build can fail."""
+
+import dataclasses
+import os
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardwise.config import Config, ConfigError
+from shardwise.train import corpus, prepare
+from shardwise.train.prepare import open_data, prepare_data
+
+TEXT = "".join(f"line {number} of the text, größer als 世界\n" for number in range(200))
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number:02}.txt").write_text(f"{number:02} {TEXT[: 400 + 20 * number]}")
+    data = {"path": str(folder), "seq_len": 16, "val_fraction": 0.2}
+    return Config.from_dict({"data": data, "model": {"vocab_size": 400}})
+
+
+def decoded(data, dataset) -> list[str]:
+    text = data.tokenizer.decode(dataset.tokens.tolist())
+    return sorted(text.removesuffix("<|endoftext|>").split("<|endoftext|>"))
+
+
+@pytest.mark.parametrize("tokenizer", [None, "bytes"])
+def test_the_splits_hold_every_document_once(config, tmp_path, tokenizer):
+    config = config.override([f"data.tokenizer={tokenizer or 'none'}"])
+    data = prepare_data(config, tmp_path / "cache")
+    files = sorted(Path(config.data.path).iterdir())
+    train, val = decoded(data, data.train), decoded(data, data.val)
+    assert sorted(train + val) == [file.read_text() for file in files]
+    assert data.num_documents == len(train) + len(val) == 40
+    assert data.num_bytes == sum(file.stat().st_size for file in files)
+    assert data.val.num_tokens / data.num_tokens == pytest.approx(0.2, abs=0.05)
+    assert {"1", "2", "3"} <= {text[0] for text in val}, "held-out documents come from the whole corpus"
+    assert data.train.tokens.max() < data.vocab_size == data.tokenizer.vocab_size <= 400
+
+
+def test_second_run_reads_the_cache(config, tmp_path, monkeypatch):
+    first = prepare_data(config, tmp_path / "cache")
+    monkeypatch.setattr(prepare, "_build", None)
+    monkeypatch.setattr(prepare, "make_tokenizer", None)
+    again = prepare_data(config, tmp_path / "cache")
+    assert again.path == first.path
+    assert np.array_equal(again.train.tokens, first.train.tokens)
+    longer = prepare_data(config.override(["data.seq_len=32"]), tmp_path / "cache")
+    assert longer.path == first.path, "another sequence length must not tokenize again"
+    assert open_data(first.path, config).val.num_tokens == first.val.num_tokens
+
+
+@pytest.mark.parametrize("change", ["data.tokenizer=bytes", "model.vocab_size=300", "data.val_fraction=0.3", "file"])
+def test_changes_make_another_shard(config, tmp_path, change):
+    before = prepare_data(config, tmp_path / "cache")
+    if change == "file":
+        (Path(config.data.path) / "00.txt").write_text(TEXT)
+    else:
+        config = config.override([change])
+    assert prepare_data(config, tmp_path / "cache").path != before.path
+
+
+def test_building_twice_gives_the_same_bytes(config, tmp_path):
+    shards = [prepare_data(config, tmp_path / name) for name in ("one", "two")]
+    assert shards[0].train.index == shards[1].train.index
+
+
+def test_config_cache_dir_goes_first(config, tmp_path):
+    config = config.override([f"data.cache_dir={tmp_path / 'mine'}"])
+    assert prepare_data(config, tmp_path / "cache").path.parent == tmp_path / "mine"
+
+
+def test_cache_inside_the_data_is_not_read(config):
+    cache = Path(config.data.path) / "cache"
+    first = prepare_data(config, cache)
+    assert prepare_data(config, cache).path == first.path
+
+
+def test_two_builders_at_once(config, tmp_path, monkeypatch):
+    """Both have built before either publishes: one wins, both read a whole shard, nothing is left."""
+    barrier = threading.Barrier(2, timeout=60)
+    publish = prepare._publish
+
+    def publish_together(folder, path):
+        barrier.wait()
+        publish(folder, path)
+
+    monkeypatch.setattr(prepare, "_publish", publish_together)
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.append(prepare_data(config, tmp_path / "cache"))) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 2
+    assert np.array_equal(results[0].train.tokens, results[1].train.tokens)
+    assert list((tmp_path / "cache").iterdir()) == [results[0].path]
+
+
+def test_killed_build_leaves_nothing_that_is_read(config, tmp_path, monkeypatch):
+    """A kill before the rename leaves its folder; the next build is whole and removes old leftovers."""
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "_publish", lambda folder, path: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(prepare.shutil, "rmtree", lambda *args, **kwargs: None)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_data(config, tmp_path / "cache")
+    (leftover,) = (tmp_path / "cache").iterdir()
+    assert leftover.name.endswith(".tmp")
+
+    data = prepare_data(config, tmp_path / "cache")
+    assert data.num_documents == 40
+    assert leftover.exists(), "a build that may be alive is left alone"
+
+    long_ago = time.time() - 2 * prepare.ABANDONED_AFTER_S
+    for entry in (*leftover.iterdir(), leftover):
+        os.utime(entry, (long_ago, long_ago))
+    foreign = tmp_path / "cache" / ".other.tmp"
+    foreign.mkdir()
+    os.utime(foreign, (long_ago, long_ago))
+    prepare_data(config.override(["data.tokenizer=bytes"]), tmp_path / "cache")
+    assert not leftover.exists()
+    assert foreign.exists(), "only folders of its own naming are removed"
+
+
+def test_failed_build_cleans_up(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "_publish", lambda folder, path: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        prepare_data(config, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_trained_vocabulary_follows_the_model(config, tmp_path):
+    assert prepare_data(config.override(["model.vocab_size=300"]), tmp_path / "cache").vocab_size == 300
+    config = config.override(["model.vocab_size=none", "model.preset=tiny"])
+    assert 300 < prepare_data(config, tmp_path / "cache").vocab_size <= 4096
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "index.json", "tokenizer.json"])
+def test_broken_shard_is_built_again(config, tmp_path, name):
+    before = prepare_data(config, tmp_path / "cache")
+    (before.path / name).unlink()
+    after = prepare_data(config, tmp_path / "cache")
+    assert after.train.index == before.train.index
+    assert sorted(file.name for file in after.path.iterdir()) == [
+        "documents.bin",
+        "index.json",
+        "tokenizer.json",
+        "tokens.bin",
+    ]
+    assert list((tmp_path / "cache").iterdir()) == [after.path]
+
+
+def test_one_long_text_is_held_out_at_its_end(tmp_path, monkeypatch):
+    """It is one document however many pieces it is read in, so it ends once."""
+    monkeypatch.setattr(corpus, "PIECE_CHARS", 500)
+    monkeypatch.setattr(prepare, "BATCH_CHARS", 1200)
+    file = tmp_path / "a.txt"
+    file.write_text(TEXT)
+    config = Config.from_dict({"data": {"path": str(file), "tokenizer": "bytes", "val_fraction": 0.1}})
+    data = prepare_data(config, tmp_path / "cache")
+    size = len(TEXT.encode())
+    assert data.num_tokens == size + 1
+    assert data.val.num_tokens == round(0.1 * (size + 1))
+    assert TEXT.encode().endswith(bytes(data.val.tokens[:-1].tolist()))
+
+
+def test_large_vocabularies_take_four_bytes(config, tmp_path, monkeypatch):
+    tokenizer = dataclasses.replace(prepare.make_tokenizer("bytes", 0, ()), vocab_size=1 << 17)
+    monkeypatch.setattr(prepare, "make_tokenizer", lambda *args: tokenizer)
+    data = prepare_data(config.override(["model.vocab_size=200000"]), tmp_path / "cache")
+    assert data.train.tokens.dtype == np.uint32
+    assert data.tokenizer.decode(data.train.tokens[:2].tolist()) == "00"
+
+
+def test_progress_ends_at_all_bytes(config, tmp_path):
+    calls = []
+    prepare_data(config, tmp_path / "cache", progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1][0] == calls[-1][1] > 0
+
+
+def test_errors_of_prepare(config, tmp_path):
+    cases = {
+        "data.val_fraction=1.0": "leaves nothing to train on; use less than 1, such as 0.05",
+        "model.vocab_size=100": "nearest legal: 257",
+        "data.seq_len=1000000": "tokens, and training and held-out split need 1000001 each; use seq_len <= ",
+    }
+    for assignment, message in cases.items():
+        with pytest.raises(ConfigError) as caught:
+            prepare_data(config.override([assignment]), tmp_path / "cache")
+        assert message in str(caught.value)
+
+
+def test_model_smaller_than_the_tokenizer(config, tmp_path, monkeypatch):
+    """Refused before the tokens are made, and for a shard that is there already."""
+    data = prepare_data(config.override(["data.tokenizer=bytes"]), tmp_path / "cache")
+    small = config.override(["model.vocab_size=100", "data.tokenizer=bytes"])
+    with pytest.raises(ConfigError, match=r"model.vocab_size=100 .* 257 tokens"):
+        open_data(data.path, small)
+    monkeypatch.setattr(prepare, "_build", None)
+    with pytest.raises(ConfigError, match=r"model.vocab_size=100 .* 257 tokens"):
+        prepare_data(small, tmp_path / "empty")
+
+
+def test_cache_that_cannot_be_written(config, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot write the token cache .*; set data.cache_dir to a folder"):
+        prepare_data(config, tmp_path / "file")
+
+
+def test_full_disk_is_named_and_leaves_nothing(config, tmp_path, monkeypatch):
+    def full(path):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(prepare, "_sync", full)
+    with pytest.raises(ConfigError, match=r"No space left on device; set data.cache_dir"):
+        prepare_data(config, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_open_data_without_a_shard(config, tmp_path):
+    with pytest.raises(ConfigError, match=r"put data.cache_dir where every node sees it"):
+        open_data(tmp_path / "nowhere", config)

@@ -1,0 +1,116 @@
+"""Round trips, determinism, and each error's words."""
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.config import ConfigError
+from shardwise.train.tokenizer import (
+    END_OF_TEXT,
+    NUM_BYTE_TOKENS,
+    Tokenizer,
+    byte_tokenizer,
+    load_tokenizer,
+    make_tokenizer,
+    tokenizer_fingerprint,
+    train_tokenizer,
+)
+
+TEXTS = ["def forward(self, tokens):\n    return self.head(tokens)\n" * 20, "Grüße, 世界 🌍 " * 10]
+TRAINED = train_tokenizer(TEXTS, 300)
+BYTES = byte_tokenizer()
+
+
+@pytest.mark.parametrize("tokenizer", [TRAINED, BYTES], ids=["trained", "bytes"])
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(st.characters(blacklist_categories=["Cs"])))
+def test_round_trip(tokenizer: Tokenizer, text: str):
+    """Any text comes back to the character, those unseen in training included."""
+    token_ids = tokenizer.encode(text)
+    assert tokenizer.decode(token_ids) == text
+    assert all(0 <= token_id < tokenizer.vocab_size for token_id in token_ids)
+
+
+def test_bytes_are_their_own_ids():
+    text = "aé\n\0 🌍"
+    assert BYTES.encode(text) == list(text.encode())
+    assert (BYTES.vocab_size, BYTES.eot_id) == (257, 256)
+
+
+def test_training_learns_and_keeps_to_the_size():
+    assert NUM_BYTE_TOKENS < TRAINED.vocab_size <= 300
+    assert len(TRAINED.encode(TEXTS[0])) < len(TEXTS[0]) / 2
+
+
+def test_training_is_deterministic():
+    assert train_tokenizer(iter(TEXTS), 300).to_json() == TRAINED.to_json()
+
+
+def test_end_of_text_is_one_token():
+    assert TRAINED.encode(END_OF_TEXT) == [TRAINED.eot_id]
+    assert TRAINED.decode([TRAINED.eot_id]) == END_OF_TEXT
+
+
+def test_batches_equal_single_texts():
+    batch = TRAINED.encode_batch([*TEXTS, ""])
+    assert [ids.tolist() for ids in batch] == [TRAINED.encode(text) for text in [*TEXTS, ""]]
+    assert batch[0].dtype == np.uint32
+
+
+def test_saved_and_loaded_from_file_or_folder(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(TRAINED.to_json(), encoding="utf-8")
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        loaded = make_tokenizer(str(path), 0, sample=())
+        assert loaded.encode(TEXTS[1]) == TRAINED.encode(TEXTS[1])
+        assert (loaded.vocab_size, loaded.eot_id) == (TRAINED.vocab_size, TRAINED.eot_id)
+
+
+def test_a_loaded_tokenizer_never_truncates(tmp_path):
+    """tokenizer.json files carry the maximum length of the model they came with."""
+    backend = tokenizers.Tokenizer.from_str(TRAINED.to_json())
+    backend.enable_truncation(4)
+    backend.enable_padding(length=4)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).encode(TEXTS[0]) == TRAINED.encode(TEXTS[0])
+    assert len(load_tokenizer(tmp_path).encode("a")) == 1
+
+
+def test_fingerprint_follows_what_decides_the_ids(tmp_path):
+    file = tmp_path / "tokenizer.json"
+    file.write_text("one")
+    first = tokenizer_fingerprint(str(file), 300)
+    file.write_text("two")
+    others = [tokenizer_fingerprint(name, size) for name, size in [("bytes", 300), (None, 300), (None, 301)]]
+    assert len({first, tokenizer_fingerprint(str(file), 300), *others}) == 5
+
+
+def test_vocabulary_smaller_than_the_bytes():
+    with pytest.raises(ConfigError) as caught:
+        train_tokenizer(TEXTS, 256)
+    assert str(caught.value) == (
+        "model.vocab_size=256 is less than the 257 tokens of a byte-level tokenizer "
+        "(256 bytes and the end of text); nearest legal: 257"
+    )
+
+
+def test_tokenizer_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match=r'cannot be read: No such file.*; give the path .*, "bytes", or leave'):
+        load_tokenizer(tmp_path / "missing.json")
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        tokenizer_fingerprint(str(tmp_path), 300)
+
+
+def test_file_that_is_no_tokenizer(tmp_path):
+    file = tmp_path / "tokenizer.json"
+    file.write_text('{"model": 1}')
+    with pytest.raises(ConfigError, match=r"is not a tokenizer.json \(.*\); give the path"):
+        load_tokenizer(file)
+
+
+def test_tokenizer_without_an_end(tmp_path):
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=r"no token that ends a text \(.*\); add <\|endoftext\|> to it"):
+        load_tokenizer(tmp_path)
