@@ -31,7 +31,7 @@ def draw(module: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
     return dict(initial_values(module, seed))
 
 
-def test_seeds_are_the_same_in_another_process() -> None:
+def test_seeds_are_the_same_in_every_process() -> None:
     """Python's own hash of a text is salted: it would not give this number twice."""
     assert derive_seed(0, "blocks.0", 7) == 1882135243670256048
 

@@ -154,6 +154,7 @@ class Engine:
         With a `loss_fn`, a tuple or list is (inputs, what only the loss needs, ...); otherwise the batch is the inputs.
         Inputs that are a dict go to the model as keyword arguments, a tuple or list as positional ones.
         """
+        self._timeline.micro_batch = self._num_backwards
         total = self._forward(batch)
         if not torch.is_grad_enabled():
             return total.mean()
@@ -170,8 +171,8 @@ class Engine:
             ValueError: it came from elsewhere, so how much counts in it is not known.
         """
         weight = self._books.close(loss) * self._scaler.scale
+        self._timeline.micro_batch = self._num_backwards
         self._num_backwards += 1
-        self._timeline.micro_batch = self._num_backwards - 1
         is_boundary = self._num_backwards >= (self.config.batch.accumulation or 1)
         self._driver.will_reduce = self._syncs and (self.layout.stage.reduce_each_backward or is_boundary)
         torch.autograd.backward(loss, weight.to(loss.dtype))

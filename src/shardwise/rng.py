@@ -42,9 +42,7 @@ def keyed_generator(seed: int, *keys: int | str, device: torch.device | str = "c
     return torch.Generator(device).manual_seed(derive_seed(seed, *keys))
 
 
-def initial_values(
-    module: nn.Module, seed: int, names: Container[str] | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def initial_values(module: nn.Module, seed: int, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Draw the initial value of each parameter without touching it: its memory may be on meta or released.
 
     A module's own `reset_parameters` draws its direct parameters, in fp32 on the CPU, keyed by the seed and

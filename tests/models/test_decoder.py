@@ -174,8 +174,8 @@ def test_rotation_is_the_complex_product_of_the_paper() -> None:
 
 def test_rotation_tables_are_never_narrower_than_float32() -> None:
     assert rope_tables(4, 8, 1e4, torch.empty(1, dtype=torch.bfloat16)).dtype == torch.float32
-    far = rope_tables(200_001, 4, 5e5, torch.empty(1))[0, -1, 0, 0]  # cosine of 200,000 radians
-    assert far.item() == pytest.approx(math.cos(200_000), abs=1e-7)
+    far = rope_tables(200_001, 4, 1.5, torch.empty(1))[0, -1, 0, 1]
+    assert far.item() == pytest.approx(math.cos(200_000 / 1.5**0.5), abs=1e-7)
 
 
 def test_rms_norm_saves_no_wide_copy_and_equals_torchs() -> None:
@@ -215,10 +215,11 @@ def test_lm_loss_equals_cross_entropy(dtype: torch.dtype, vocab_size: int) -> No
     (3 * expected).backward()
     assert count.item() == 4
     assert loss_sum.dtype == torch.promote_types(dtype, torch.float32)
-    torch.testing.assert_close(loss_sum.double(), expected, rtol=1e-6, atol=0)
+    tolerance = 100 * torch.finfo(loss_sum.dtype).eps  # of exponentials of sums about 20
+    torch.testing.assert_close(loss_sum.double(), expected, rtol=tolerance, atol=0)
     assert logits.grad is not None
     assert exact.grad is not None
-    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=torch.finfo(dtype).eps, atol=tolerance)
 
 
 def test_lm_loss_without_targets_that_count_is_zero() -> None:

@@ -36,7 +36,7 @@ def test_every_other_preset_has_about_the_size_its_name_says() -> None:
     ("name", "cure"),
     [
         ("llama-450b", "did you mean llama-405b?"),
-        ("Tiny", "did you mean tiny?"),
+        ("LLAMA-405B", "did you mean llama-405b?"),
         ("llama-3-7b", "did you mean llama-3-70b?"),
         ("zzz", f"presets are {', '.join(PRESETS)}"),
     ],
@@ -73,8 +73,7 @@ def test_the_vocabulary_is_the_sections_then_the_tokenizers_then_the_presets() -
     [
         (
             ModelConfig(vocab_size=500),
-            "model.vocab_size=500 is smaller than the tokenizer's 600 tokens; "
-            "give at least 600, or leave it out",
+            "model.vocab_size=500 is smaller than the tokenizer's 600 tokens; give at least 600, or leave it out",
         ),
         (
             ModelConfig(hidden_size=100, num_heads=8),

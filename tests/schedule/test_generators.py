@@ -22,8 +22,8 @@ def row(schedule: Schedule) -> str:
 def test_stage_3_prefetches_the_next_group() -> None:
     step = data_parallel_step(("root", "b0", "b1"), 1, **STAGES[3])
     assert row(step) == (
-        "UNSHARD[root] UNSHARD[b0] F0[root] UNSHARD[b1] F0[b0] RESHARD[b0] F0[b1] RESHARD[b1] "
-        "UNSHARD[b1] UNSHARD[b0] B0[b1] REDUCE[b1] RESHARD[b1] B0[b0] REDUCE[b0] RESHARD[b0] "
+        "UNSHARD[root] UNSHARD[b0] F0[root] UNSHARD[b1] F0[b0] RESHARD[b0] F0[b1] "
+        "UNSHARD[b0] B0[b1] REDUCE[b1] RESHARD[b1] B0[b0] REDUCE[b0] RESHARD[b0] "
         "B0[root] REDUCE[root] RESHARD[root] STEP[root] STEP[b0] STEP[b1]"
     )
 
@@ -60,7 +60,7 @@ def test_evaluation() -> None:
 )
 def test_collectives_a_step_equal_the_stage_table(stage, num_gathers, num_reduces, num_micro_batches) -> None:
     """In units of one group: 2Ψ | Ψ + Ψ | mΨ + Ψ | 2mΨ + mΨ, where the root group is not kept."""
-    step = data_parallel_step(GROUPS, num_micro_batches, **STAGES[stage], root_kept=False, num_ranks=2)
+    step = data_parallel_step(GROUPS, num_micro_batches, **STAGES[stage], ends_kept=False, num_ranks=2)
     for rank in step.ranks:
         count = Counter((action.kind, action.group) for action in rank)
         for group in GROUPS:
@@ -70,19 +70,19 @@ def test_collectives_a_step_equal_the_stage_table(stage, num_gathers, num_reduce
             assert count[Kind.FORWARD, group] == count[Kind.BACKWARD, group] == num_micro_batches
 
 
-def test_a_kept_root_is_gathered_once_a_micro_batch() -> None:
+def test_the_root_and_the_last_block_are_gathered_once_a_micro_batch() -> None:
     step = data_parallel_step(GROUPS, 3, **STAGES[3])
     count = Counter((action.kind, action.group) for action in step.ranks[0])
-    assert [count[Kind.UNSHARD, group] for group in GROUPS] == [3, 6, 6, 6]
+    assert [count[Kind.UNSHARD, group] for group in GROUPS] == [3, 6, 6, 3]
 
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("groups", [GROUPS[:1], GROUPS[:2], GROUPS])
 def test_every_generated_schedule_verifies(groups, stage) -> None:
     for num_micro_batches in (1, 2, 3):
-        for root_kept in (True, False):
+        for ends_kept in (True, False):
             for recompute in ((), groups[1:]):
-                options = {**STAGES[stage], "root_kept": root_kept, "recompute": recompute, "num_ranks": 2}
+                options = {**STAGES[stage], "ends_kept": ends_kept, "recompute": recompute, "num_ranks": 2}
                 verify(data_parallel_step(groups, num_micro_batches, **options))
         verify(forward_only(groups, num_micro_batches, unshard_for_use=stage == 3, num_ranks=2))
 

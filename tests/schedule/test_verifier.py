@@ -27,9 +27,9 @@ def steps(num_micro_batches: tuple[int, ...] = (1, 2)) -> Iterator[Schedule]:
     for rules in RULES:
         for groups in (("root",), ("root", "b0"), ("root", "b0", "b1")):
             for m in num_micro_batches:
-                for root_kept in (True, False) if "unshard_for_use" in rules else (True,):
+                for ends_kept in (True, False) if "unshard_for_use" in rules else (True,):
                     num_ranks = 1 + (len(groups) == 2)
-                    options = {**rules, "root_kept": root_kept, "num_ranks": num_ranks}
+                    options = {**rules, "ends_kept": ends_kept, "num_ranks": num_ranks}
                     yield data_parallel_step(groups, m, **options, recompute=groups[1:] if m == 2 else ())
 
 
@@ -292,9 +292,13 @@ def test_illegal(name: str) -> None:
 
 
 def test_the_place_is_drawn_with_an_arrow() -> None:
-    row = data_parallel_step(("root", "b0"), 1, unshard_for_use=True).ranks[0]
+    text = (
+        "rules: unshard_for_use\n"
+        "rank 0: 0UNSHARD[root] 0UNSHARD[b0] 0F0[root] 0F0[b0] 0RESHARD[b0] 0B0[b0] 0REDUCE[b0] 0RESHARD[b0]"
+        " 0B0[root] 0REDUCE[root] 0RESHARD[root] 0STEP[root] 0STEP[b0]"
+    )
     with pytest.raises(ScheduleError) as caught:
-        verify(Schedule((row[:5] + row[6:],), unshard_for_use=True))
+        verify(Schedule.parse(text))
     assert str(caught.value).splitlines() == [
         "0B0[b0] on rank 0 uses parameters that are sharded after action 4; put 0UNSHARD[b0] before it",
         "rank 0, action 5: ...  0F0[root]  0F0[b0]  0RESHARD[b0]  0B0[b0]  0REDUCE[b0]  0RESHARD[b0]  0B0[root]  ...",

@@ -37,7 +37,7 @@ INIT_STD = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The shape of a decoder; `head_dim` is a field of its own, it need not be hidden_size / num_heads.
+    """The shape of a decoder; `head_dim` is given, since it need not be hidden_size / num_heads.
 
     Raises:
         ConfigError: a size is not positive, `head_dim` is odd, or `num_kv_heads` does not divide `num_heads`.
@@ -68,8 +68,7 @@ class DecoderConfig:
         if self.num_heads % self.num_kv_heads:
             legal = ", ".join(map(str, _nearest_divisors(self.num_heads, self.num_kv_heads)))
             raise ConfigError(
-                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
-                f"nearest legal: {legal}"
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; nearest legal: {legal}"
             )
 
 

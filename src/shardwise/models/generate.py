@@ -58,9 +58,7 @@ def generate(
     return tokens
 
 
-def _sample(
-    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
-) -> Tensor:
+def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)  # [B, 1]
     if top_k is not None and top_k < logits.shape[-1]:

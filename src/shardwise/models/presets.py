@@ -21,9 +21,7 @@ from shardwise.config import ConfigError, ModelConfig
 from shardwise.models.decoder import DecoderConfig
 
 
-def _small(
-    *, vocab_size: int, num_layers: int, num_heads: int, ffn_size: int, max_seq_len: int
-) -> DecoderConfig:
+def _small(*, vocab_size: int, num_layers: int, num_heads: int, ffn_size: int, max_seq_len: int) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=vocab_size,
         num_layers=num_layers,
@@ -108,18 +106,12 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
         "llama-13b": replace(
             _LLAMA_7B, num_layers=40, hidden_size=5120, num_heads=40, num_kv_heads=40, ffn_size=13_824
         ),
-        "llama-70b": replace(
-            _LLAMA_7B, num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8, ffn_size=28_672
-        ),
+        "llama-70b": replace(_LLAMA_7B, num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8, ffn_size=28_672),
         "llama-3-8b": _LLAMA_3_8B,
         "llama-3-70b": replace(_LLAMA_3_8B, num_layers=80, hidden_size=8192, num_heads=64, ffn_size=28_672),
-        "llama-405b": replace(
-            _LLAMA_3_8B, num_layers=126, hidden_size=16_384, num_heads=128, ffn_size=53_248
-        ),
+        "llama-405b": replace(_LLAMA_3_8B, num_layers=126, hidden_size=16_384, num_heads=128, ffn_size=53_248),
         # Jiang et al. 2023; v0.2, whose attention has no window.
-        "mistral-7b": replace(
-            _LLAMA_7B, num_kv_heads=8, ffn_size=14_336, max_seq_len=32_768, rope_theta=1_000_000.0
-        ),
+        "mistral-7b": replace(_LLAMA_7B, num_kv_heads=8, ffn_size=14_336, max_seq_len=32_768, rope_theta=1_000_000.0),
         "gpt-3-175b": _GPT_3_175B,
     }
 )
@@ -138,9 +130,7 @@ def preset(name: str) -> DecoderConfig:
     raise ConfigError(f"{name} is not a preset; {cure}")
 
 
-def decoder_config(
-    model: ModelConfig, max_seq_len: int | None = None, vocab_size: int | None = None
-) -> DecoderConfig:
+def decoder_config(model: ModelConfig, max_seq_len: int | None = None, vocab_size: int | None = None) -> DecoderConfig:
     """The preset that the config's `model` section names, with what section, data and tokenizer change.
 
     Args:

@@ -10,9 +10,9 @@ belong here too: they write computations only, and passes insert transfers and g
 
 >>> step = data_parallel_step(["root", "b0"], 1, unshard_for_use=True, reduce_each_backward=True)
 >>> print(*step.ranks[0][:6])
-0UNSHARD[root] 0UNSHARD[b0] 0F0[root] 0F0[b0] 0RESHARD[b0] 0UNSHARD[b0]
+0UNSHARD[root] 0UNSHARD[b0] 0F0[root] 0F0[b0] 0B0[b0] 0REDUCE[b0]
 >>> print(*step.ranks[0][6:])
-0B0[b0] 0REDUCE[b0] 0RESHARD[b0] 0B0[root] 0REDUCE[root] 0RESHARD[root] 0STEP[root] 0STEP[b0]
+0RESHARD[b0] 0B0[root] 0REDUCE[root] 0RESHARD[root] 0STEP[root] 0STEP[b0]
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def data_parallel_step(
     unshard_after_step: bool = False,
     num_ranks: int = 1,
     recompute: Collection[str] = (),
-    root_kept: bool = True,
+    ends_kept: bool = True,
 ) -> Schedule:
     """One optimizer step in which every rank runs all groups on micro-batches of its own.
 
     The three rules are those of `Schedule`: the columns of the table of ZeRO stages. Under `unshard_for_use`
-    a block is unsharded twice a micro-batch, for its forward and for its backward; the root group once where
-    `root_kept` (it stays whole from forward to backward), else twice too. `recompute` names the groups whose
+    a group is unsharded twice a micro-batch, for its forward and for its backward; the root group and the last block
+    once where `ends_kept`: they stay whole from forward to backward. `recompute` names the groups whose
     forward is run again before their backward (activation checkpointing). All STEPs stand behind all REDUCEs,
     as clipping by the global norm needs. Raises ScheduleError on an empty or repeated list of groups, on
     counts below 1, and on unknown names.
@@ -49,10 +49,12 @@ def data_parallel_step(
     row: list[Action] = []
     for micro_batch in range(num_micro_batches):
         row += _forward(groups, micro_batch, unshard_for_use)
-        if unshard_for_use and not root_kept:
+        if unshard_for_use and ends_kept and len(groups) > 1:
+            row.pop()
+        if unshard_for_use and not ends_kept:
             row += [Action(Kind.RESHARD, group=root), Action(Kind.UNSHARD, group=root)]
         reduces = reduce_each_backward or micro_batch == num_micro_batches - 1
-        for action in _backward(groups, micro_batch, unshard_for_use, recompute):
+        for action in _backward(groups, micro_batch, unshard_for_use, ends_kept, recompute):
             row.append(action)
             if reduces and action.kind is Kind.BACKWARD:
                 row.append(Action(Kind.REDUCE, group=action.group))
@@ -97,12 +99,12 @@ def _forward(groups: Sequence[str], micro_batch: int, unshard_for_use: bool) -> 
 
 
 def _backward(
-    groups: Sequence[str], micro_batch: int, unshard_for_use: bool, recompute: Collection[str]
+    groups: Sequence[str], micro_batch: int, unshard_for_use: bool, ends_kept: bool, recompute: Collection[str]
 ) -> Iterator[Action]:
     """The backward of all groups: blocks in reverse, then the root group, which is whole when this begins."""
     root, *blocks = groups
     order = (*reversed(blocks), root)
-    if unshard_for_use and blocks:
+    if unshard_for_use and blocks and not ends_kept:
         yield Action(Kind.UNSHARD, group=order[0])
     for index, group in enumerate(order):
         if unshard_for_use and index + 1 < len(blocks):

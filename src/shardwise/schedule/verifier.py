@@ -80,10 +80,7 @@ def _computations(schedule: Schedule) -> Iterator[_Flaw]:
     micro_batches = {a.micro_batch for row in schedule.ranks for a in row if a.kind in COMPUTATIONS}
     num_micro_batches = 1 + max((m for m in micro_batches if m is not None), default=-1)
     if num_micro_batches == 0:
-        yield (
-            "a schedule without FORWARD computes nothing; a step has at least one, add it",
-            (),
-        )
+        yield "a schedule without FORWARD computes nothing; a step has at least one, add it", ()
     for rank, row in enumerate(schedule.ranks):
         seen: dict[tuple[int, str | None, int | None], dict[Kind, int]] = {}
         about: dict[tuple[int, str | None], list[int]] = {}

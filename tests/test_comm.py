@@ -1,0 +1,137 @@
+"""Collectives: what they sum, in which dtype, what they count, and what they say when a peer is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.pool import RankError, WorkerPool
+from shardwise.comm import Comm, CommError
+from shardwise.pool import BufferPool
+from shardwise.streams import Streams
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+def make_comm(timeout_s: float = 20.0) -> Comm:
+    device = torch.device("cpu")
+    return Comm(dist.group.WORLD, "dp_shard", device, timeout_s, Streams(device), BufferPool(device))
+
+
+def gather(rank: int, world_size: int, dtype: torch.dtype) -> list[float]:
+    full = torch.full((world_size * 3,), -1.0, dtype=dtype)
+    full[rank * 3 : rank * 3 + 3] = rank + 1
+    make_comm().all_gather(full, "test").wait()
+    return full.tolist()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_gather_fills_every_slice(ranks: WorkerPool, num_ranks: int, dtype: torch.dtype) -> None:
+    expected = [float(rank + 1) for rank in range(num_ranks) for _ in range(3)]
+    assert ranks(num_ranks).run(gather, dtype) == [expected] * num_ranks
+
+
+def reduce(rank: int, world_size: int, wire: torch.dtype, total: torch.dtype, accumulate: bool) -> list[float]:
+    comm = make_comm()
+    source = torch.arange(world_size * 2, dtype=torch.float32).add(10 * rank).to(wire)
+    out = torch.full((2,), 100.0, dtype=total)
+    comm.reduce_scatter(source, out, accumulate=accumulate, name="test").wait()
+    return out.tolist()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(("wire", "total"), [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float64, torch.float64)])
+def test_reduce_scatter_leaves_the_own_slice(
+    ranks: WorkerPool, num_ranks: int, accumulate: bool, wire: torch.dtype, total: torch.dtype
+) -> None:
+    base = 100.0 if accumulate else 0.0
+    others = 10.0 * sum(range(num_ranks))
+    for rank, out in enumerate(ranks(num_ranks).run(reduce, wire, total, accumulate)):
+        assert out == [base + others + num_ranks * (2 * rank + i) for i in range(2)]
+
+
+def sum_close_numbers(rank: int, world_size: int) -> tuple[float, float]:
+    """1 + 2^-9 is 1 in bf16: the sum must have run in fp32, and only the result may be rounded."""
+    comm = make_comm()
+    source = torch.full((2,), 1.0 if rank == 0 else 2.0**-9, dtype=torch.bfloat16)
+    out = torch.zeros(1)
+    comm.reduce_scatter(source, out, accumulate=False, name="test").wait()
+    buffer = torch.full((2,), 1.0 if rank == 0 else 2.0**-9)
+    comm.all_reduce(buffer, torch.bfloat16, "test").wait()
+    return out.item(), buffer[0].item()
+
+
+def test_bf16_is_summed_in_fp32(ranks: WorkerPool) -> None:
+    assert ranks(2).run(sum_close_numbers) == [(1.0 + 2.0**-9, 1.0)] * 2
+
+
+def all_reduce(rank: int, world_size: int, dtype: torch.dtype, wire: torch.dtype) -> tuple[list[float], int]:
+    comm = make_comm()
+    buffer = torch.arange(world_size * 2, dtype=dtype).add(rank)
+    comm.all_reduce(buffer, wire, "test").wait()
+    return buffer.tolist(), comm._pool.live_bytes
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(("dtype", "wire"), [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)])
+def test_all_reduce_gives_all_ranks_the_sum(
+    ranks: WorkerPool, num_ranks: int, dtype: torch.dtype, wire: torch.dtype
+) -> None:
+    expected = [float(num_ranks * i + sum(range(num_ranks))) for i in range(2 * num_ranks)]
+    assert ranks(num_ranks).run(all_reduce, dtype, wire) == [(expected, 0)] * num_ranks
+
+
+def count(rank: int, world_size: int) -> tuple[dict[tuple[str, str], tuple[int, int]], list[str]]:
+    comm = make_comm()
+    full = torch.zeros(world_size * 4)
+    comm.all_gather(full, "first").wait()
+    comm.all_gather(full, "second").wait()
+    comm.reduce_scatter(full, torch.zeros(4), accumulate=False, name="third").wait()
+    comm.sum_scalars(torch.ones(3, dtype=torch.float64), "fourth")
+    return {key: (each.num_calls, each.wire_bytes) for key, each in comm.counts.items()}, [str(call) for call in comm.recent]
+
+
+def test_collectives_are_counted_and_named(ranks: WorkerPool) -> None:
+    counts, names = ranks(4).run(count)[0]
+    assert counts == {
+        ("dp_shard", "all_gather"): (2, 2 * 3 * 16),
+        ("dp_shard", "reduce_scatter"): (1, 3 * 16),
+        ("dp_shard", "all_reduce_scalars"): (1, 2 * 3 * 24 // 4),
+    }
+    assert names[0] == "all_gather #1 of first over dp_shard (4 ranks)"
+    assert names[3].startswith("all_reduce_scalars #4 of fourth")
+
+
+def wait_for_the_dead(rank: int, world_size: int) -> str:
+    comm = make_comm(timeout_s=15.0)
+    comm.sum_scalars(torch.zeros(1, dtype=torch.float64), "meet")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.reduce_scatter(torch.zeros(8), torch.zeros(4), accumulate=False, name="blocks.3").wait()
+    return "not reached"
+
+
+def test_dead_peer_is_named_by_the_collective(ranks: WorkerPool) -> None:
+    with pytest.raises(RankError, match=r"rank 1 of 2 died.*SIGKILL|rank 0 failed in reduce_scatter #2 of blocks.3"):
+        ranks(2).run(wait_for_the_dead)
+
+
+def wait_too_long(rank: int, world_size: int) -> str:
+    comm = make_comm(timeout_s=0.5)
+    if rank == 1:
+        return "left"
+    try:
+        comm.all_gather(torch.zeros(4), "blocks.0").wait()
+    except CommError as error:
+        return str(error)
+    return "not reached"
+
+
+def test_timeout_is_short_and_named(ranks: WorkerPool) -> None:
+    assert "rank 0 failed in all_gather #1 of blocks.0 over dp_shard (2 ranks)" in ranks(2).run(wait_too_long)[0]
