@@ -54,9 +54,7 @@ def test_the_smallest_fitting_idle_buffer_is_taken_and_a_wasteful_one_is_not() -
         pool.release(buffer)
     assert pool.acquire(4096, torch.uint8).data_ptr() == held[2].data_ptr(), "both fit; this one is smaller"
     assert pool.acquire(4096, torch.uint8).data_ptr() == held[1].data_ptr()
-    assert pool.acquire(4096, torch.uint8).data_ptr() != held[0].data_ptr(), (
-        "more than an eighth would be wasted"
-    )
+    assert pool.acquire(4096, torch.uint8).data_ptr() != held[0].data_ptr(), "more than an eighth would be wasted"
 
 
 def test_no_more_is_held_than_was_once_in_use() -> None:
@@ -125,9 +123,7 @@ def test_what_is_not_on_lease_cannot_be_released() -> None:
     buffer = pool.acquire(10, torch.float32)
     foreign = BufferPool().acquire(10, torch.float32)
     for tensor in (foreign, torch.zeros(10), buffer[:5], buffer.view(10)):
-        with pytest.raises(
-            ValueError, match=r"not on lease from this pool.*release what acquire returned, once"
-        ):
+        with pytest.raises(ValueError, match=r"not on lease from this pool.*release what acquire returned, once"):
             pool.release(tensor)
     pool.release(buffer)
     with pytest.raises(ValueError, match="not on lease"):

@@ -74,9 +74,7 @@ class MemorySnapshot:
             "live_bytes": {category.value: num_bytes for category, num_bytes in self.live_bytes.items()},
             "total_bytes": self.total_bytes,
             "peak_bytes": self.peak_bytes,
-            "peak_live_bytes": {
-                category.value: num_bytes for category, num_bytes in self.peak_live_bytes.items()
-            },
+            "peak_live_bytes": {category.value: num_bytes for category, num_bytes in self.peak_live_bytes.items()},
             "reserved_bytes": self.reserved_bytes,
             "fragment_bytes": self.fragment_bytes,
             "metered": self.metered,
@@ -121,15 +119,10 @@ def format_table(snapshot: MemorySnapshot) -> list[tuple[str, str, str]]:
     """
     live_bytes = _at_worst(snapshot)
     total_bytes = sum(live_bytes.values())
-    used = sorted(
-        ((num_bytes, category) for category, num_bytes in live_bytes.items() if num_bytes), reverse=True
-    )
+    used = sorted(((num_bytes, category) for category, num_bytes in live_bytes.items() if num_bytes), reverse=True)
     rows = [(category.value, num_bytes) for num_bytes, category in used]
     rows.append(("total", total_bytes))
-    return [
-        (name, f"{num_bytes / 2**30:.3f}", f"{num_bytes / max(1, total_bytes):.0%}")
-        for name, num_bytes in rows
-    ]
+    return [(name, f"{num_bytes / 2**30:.3f}", f"{num_bytes / max(1, total_bytes):.0%}") for name, num_bytes in rows]
 
 
 def oom_advice(snapshot: MemorySnapshot, config: Config) -> list[Advice]:
@@ -184,11 +177,7 @@ def _advise_on_activations(live_bytes: Mapping[Category, int], config: Config) -
         factor = next(factor for factor in range(2, batch.micro_size + 1) if batch.micro_size % factor == 0)
         micro, accumulation = batch.micro_size // factor, (batch.accumulation or 1) * factor
         assignments = (f"batch.micro_size={micro}", f"batch.accumulation={accumulation}")
-        yield Advice(
-            assignments, "the same global batch in smaller pieces", activation_bytes * (factor - 1) // factor
-        )
+        yield Advice(assignments, "the same global batch in smaller pieces", activation_bytes * (factor - 1) // factor)
     if config.precision.param in ("fp64", "fp32"):
         activation_bytes += live_bytes[Category.GATHERED]
-        yield Advice(
-            ("precision.param=bf16",), "computes in bf16 with fp32 master weights", activation_bytes // 2
-        )
+        yield Advice(("precision.param=bf16",), "computes in bf16 with fp32 master weights", activation_bytes // 2)

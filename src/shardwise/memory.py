@@ -163,9 +163,7 @@ class Ledger:
         with self._entry():
             record = self._records.get(id(storage))
             if record is None:
-                raise ValueError(
-                    f"a storage of {storage.nbytes()} bytes is not in the ledger; track it first"
-                )
+                raise ValueError(f"a storage of {storage.nbytes()} bytes is not in the ledger; track it first")
             set_unsharded_storage(storage, num_bytes)
             self._book(record, record.category, num_bytes)
 

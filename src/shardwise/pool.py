@@ -173,11 +173,7 @@ class BufferPool:
             self.reserved_bytes -= buffer.capacity_bytes
 
     def _on_home(self) -> AbstractContextManager[Any]:
-        return (
-            torch.cuda.stream(cast(torch.cuda.Stream, self._home))
-            if self.device.type == "cuda"
-            else nullcontext()
-        )
+        return torch.cuda.stream(cast(torch.cuda.Stream, self._home)) if self.device.type == "cuda" else nullcontext()
 
     def _current_stream(self) -> Stream | None:
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
