@@ -85,7 +85,12 @@ def test_step_reduces_what_no_sync_left(ranks: WorkerPool, stage: int) -> None:
 def train_two_overlaps(rank: int, world_size: int, stage: int, param: str) -> list[Trace]:
     return [
         train_engine(
-            rank, world_size, "transformer", 2, 3, {"zero": {"stage": stage, "overlap": overlap}, "precision": {"param": param}}
+            rank,
+            world_size,
+            "transformer",
+            2,
+            3,
+            {"zero": {"stage": stage, "overlap": overlap}, "precision": {"param": param}},
         )
         for overlap in (True, False)
     ]
@@ -203,7 +208,12 @@ def train_outside_use(rank: int, world_size: int) -> tuple[float, list[str], str
     plain = OutsideUse().double()
     plain.load_state_dict(model.state_dict())
     x = torch.randn(4, 6, dtype=torch.float64)
-    engine = single(model, mean_square, zero={"stage": 3}, optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0})
+    engine = single(
+        model,
+        mean_square,
+        zero={"stage": 3},
+        optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0},
+    )
     for _ in range(2):
         engine.train_step([x])
         plain.zero_grad()
@@ -212,7 +222,12 @@ def train_outside_use(rank: int, world_size: int) -> tuple[float, list[str], str
             parameter.data -= 0.1 * parameter.grad
     messages = []
     weight = model.blocks[2].weight
-    for use in (lambda: weight * 2, lambda: weight.fill_(1.0), lambda: model.state_dict(), lambda: torch.linalg.norm(weight)):
+    for use in (
+        lambda: weight * 2,
+        lambda: weight.fill_(1.0),
+        lambda: model.state_dict(),
+        lambda: torch.linalg.norm(weight),
+    ):
         try:
             use()
         except ReleasedParameterError as error:

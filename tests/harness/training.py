@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.models import CASES, make_batches
+from harness.models import CASES, every_rank, make_batches
 from harness.reference import Trace, train_reference
-from harness.models import every_rank
 from shardwise import Config, Engine, initialize
 
 Overrides = Mapping[str, Mapping[str, Any]]
@@ -50,16 +49,13 @@ def train_engine(
     config = make_config(num_micro_batches, overrides)
     # Other ranks start from other weights: rank 0's are everybody's.
     model = case.build(torch.float64, seed=rank)
-    batches = make_batches(
-        case, num_steps=num_steps, world_size=world_size, num_micro_batches=num_micro_batches
-    )
+    batches = make_batches(case, num_steps=num_steps, world_size=world_size, num_micro_batches=num_micro_batches)
     engine = initialize(model, config, loss_fn=case.loss)
     losses, norms, gradients = [], [], {}
     for step in range(num_steps):
         for batch in batches[step][rank]:
             engine.backward(engine(batch))
-        if step == num_steps - 1:
-            gradients = own_gradients(engine)
+        gradients = own_gradients(engine)
         result = engine.step()
         losses.append(result.loss)
         norms.append(result.grad_norm)
@@ -87,12 +83,8 @@ def reference_trace(
 ) -> Trace:
     """The same training by one plain process."""
     case = CASES[case_name]
-    batches = make_batches(
-        case, num_steps=num_steps, world_size=world_size, num_micro_batches=num_micro_batches
-    )
-    return train_reference(
-        case.build(torch.float64), every_rank(batches), case.loss, make_optimizer, clip_norm
-    )
+    batches = make_batches(case, num_steps=num_steps, world_size=world_size, num_micro_batches=num_micro_batches)
+    return train_reference(case.build(torch.float64), every_rank(batches), case.loss, make_optimizer, clip_norm)
 
 
 def merge_ranks(traces: Sequence[Trace], replicated: bool) -> Trace:

@@ -149,31 +149,37 @@ class GroupGrads:
             self._pool.release(buffer)
 
     def _open_bucket(self, will_reduce: bool) -> Tensor:
+        """The bucket to write into; one that rests and holds the sum so far gives that up first."""
         if not self._rests_whole:
             if self._bucket is None:
                 dtype = self._wire_dtype if will_reduce else self._dtype
                 self._bucket = self._pool.acquire(self.spec.padded_numel, dtype)
             return self._bucket
-        if self._bucket is None:
-            self._bucket = torch.empty(self.spec.padded_numel, dtype=self._dtype, device=self._comm.device)
-            self._ledger.track(self._bucket, Category.GRADIENTS)
-        elif not any(self._is_written):
-            # A further backward after a reduction: the bucket's own slice holds the sum so far, so that moves out.
+        bucket = self._resting_bucket()
+        if not any(self._is_written):
             self.finish_reduce()
             if self._holds_sum:
-                self._carried = self._bucket[self._own].clone()
+                # A backward after a reduction: its own slice of the bucket is the accumulator, so that moves out.
+                self._carried = bucket[self._own].clone()
                 self._ledger.track(self._carried, Category.GRADIENTS)
                 self._holds_sum = False
+        return bucket
+
+    def _resting_bucket(self) -> Tensor:
+        if self._bucket is None:
+            self._bucket = self._allocate(self.spec.padded_numel)
         return self._bucket
 
     def _open_accumulator(self) -> Tensor:
         if self._accumulator is None:
-            if self._rests_whole:
-                self._accumulator = self._open_bucket(will_reduce=True)[self._own]
-            else:
-                self._accumulator = torch.empty(self.spec.shard_numel, dtype=self._dtype, device=self._comm.device)
-                self._ledger.track(self._accumulator, Category.GRADIENTS)
+            whole = self._rests_whole
+            self._accumulator = self._resting_bucket()[self._own] if whole else self._allocate(self.spec.shard_numel)
         return self._accumulator
+
+    def _allocate(self, numel: int) -> Tensor:
+        buffer = torch.empty(numel, dtype=self._dtype, device=self._comm.device)
+        self._ledger.track(buffer, Category.GRADIENTS)
+        return buffer
 
     def _unwritten_ranges(self) -> list[tuple[int, int]]:
         unused = [

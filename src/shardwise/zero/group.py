@@ -79,6 +79,11 @@ class ParamGroup:
         if not self.is_pinned and self.params.reshard():
             self._timeline.add(Kind.RESHARD, self.spec.name, start_s)
 
+    def refresh(self) -> None:
+        """Take over the optimizer's update; where parameters rest whole, start to gather the other ranks'."""
+        self._unshard_start_s = self._timeline.now()
+        self.params.refresh()
+
     def add_gradient(self, index: int, gradient: Tensor, will_reduce: bool) -> bool:
         """Take one parameter's gradient; say whether the current backward has now given all of the group's."""
         if self.grads is None:

@@ -109,7 +109,7 @@ class ShardedOptimizer:
                     self._ledger.track(value, Category.OPTIMIZER)
         self.clear()
         for group in self._groups:
-            group.params.refresh()
+            group.refresh()
 
     def clear(self) -> None:
         """Forget the gradients."""
