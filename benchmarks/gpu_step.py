@@ -162,9 +162,8 @@ def report(case: Case, timings: list[Timing]) -> None:
     name = torch.cuda.get_device_name()
     peak_flops = next((value for key, value in PEAK_BF16_FLOPS.items() if key in name), None)
     print(f"\n{case.model}, {case.micro_size} x {case.seq_len} tokens, bf16, {name}, torch {torch.__version__}")
-    print(
-        f"{'system':<14}{'s/step':>9}{'vs fsdp2':>10}{'tokens/s':>11}{'MFU':>7}{'peak GiB':>10}{'reserved':>10}{'loss':>9}"
-    )
+    print(f"{'system':<14}{'s/step':>9}{'vs fsdp2':>10}{'tokens/s':>11}{'MFU':>7}", end="")
+    print(f"{'peak GiB':>10}{'reserved':>10}{'loss':>9}")
     by_system: dict[str, list[Timing]] = {}
     for timing in timings:
         by_system.setdefault(timing.system, []).append(timing)

@@ -202,7 +202,7 @@ class OutsideUse(nn.Module):
         return x @ self.blocks[1].weight * 2 + (self.kept[0] * 0.5).sum()
 
 
-def train_outside_use(rank: int, world_size: int) -> tuple[float, list[str], str]:
+def train_outside_use(rank: int, world_size: int) -> tuple[float, list[str], tuple[Any, ...]]:
     torch.manual_seed(0)
     model = OutsideUse().double()
     plain = OutsideUse().double()
@@ -232,19 +232,25 @@ def train_outside_use(rank: int, world_size: int) -> tuple[float, list[str], str
             use()
         except ReleasedParameterError as error:
             messages.append(str(error))
-    shapes = f"{tuple(weight.shape)} {weight.dtype} {weight.numel()} {weight.requires_grad} {isinstance(weight, nn.Parameter)}"
+    readable = (
+        tuple(weight.shape),
+        weight.dtype,
+        weight.numel(),
+        weight.requires_grad,
+        isinstance(weight, nn.Parameter),
+    )
     with engine.gathered():
         error = max((a - b).abs().max().item() for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-    return error, messages, shapes
+    return error, messages, readable
 
 
 def test_parameter_used_outside_its_module(ranks: WorkerPool) -> None:
-    for error, messages, shapes in ranks(2).run(train_outside_use):
+    for error, messages, readable in ranks(2).run(train_outside_use):
         assert error < 1e-12
         assert len(messages) == 4
         assert messages[0].startswith("parameter blocks.2.weight is released")
         assert "with engine.gathered():" in messages[0]
-        assert shapes == "(6, 6) torch.float64 36 True True"
+        assert readable == ((6, 6), torch.float64, 36, True, True)
 
 
 def close_and_use(rank: int, world_size: int) -> tuple[float, int, int]:
@@ -355,12 +361,12 @@ def test_output_without_a_loss_is_refused() -> None:
 
 
 def test_step_without_backward_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="call engine.backward"):
+    with pytest.raises(RuntimeError, match=r"call engine\.backward"):
         single(nn.Linear(2, 1), mean_square).step()
 
 
 def test_number_of_micro_batches_must_fit() -> None:
-    with pytest.raises(ConfigError, match="got 2 micro-batches but batch.accumulation=1"):
+    with pytest.raises(ConfigError, match=r"got 2 micro-batches but batch\.accumulation=1"):
         single(nn.Linear(2, 1), mean_square).train_step([torch.ones(1, 2)] * 2)
 
 

@@ -147,7 +147,7 @@ def adopt(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[list[NamedGro
         if optimizer.state:  # some, such as Adagrad, make it in their constructor
             accepted = inspect.signature(type(optimizer)).parameters
             options = {key: value for key, value in optimizer.defaults.items() if key in accepted}
-            optimizer.state = type(optimizer)(param_groups, **options).state  # type: ignore[call-arg]
+            optimizer.state = type(optimizer)(param_groups, **options).state
         return optimizer
 
     return named_groups, replace_parameters
