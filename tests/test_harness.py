@@ -343,6 +343,17 @@ def test_cases_hold_what_their_names_say() -> None:
     assert {p.requires_grad for p in frozen.get_submodule("blocks.1").parameters()} == {True, False}
 
 
+def test_weights_depend_on_the_seed_and_on_no_random_state() -> None:
+    build = CASES["transformer"].build
+    first = nn.utils.parameters_to_vector(build(torch.float64).parameters())
+    torch.manual_seed(99)
+    state = torch.get_rng_state()
+    again, other = (nn.utils.parameters_to_vector(build(torch.float64, seed).parameters()) for seed in (0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_reference_gradient_is_that_of_sum_over_count() -> None:
     """Micro-batches of different counts give what one large batch does; the mean of their means would not."""
     case = CASES["transformer"]

@@ -22,8 +22,8 @@ TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 )
 
-# On the CPU an addition of two dtypes runs unvectorised, 45 times slower than a cast and an addition of one dtype
-# (`benchmarks/primitives.py`), so it goes through a scratch block that fits the cache.
+# On the CPU an addition of two dtypes is not vectorised: a cast and an addition of one dtype, through a scratch block
+# that fits the cache, take about half its time (`benchmarks/primitives.py`).
 _BLOCK_NUMEL: Final = 256 * 1024
 
 
