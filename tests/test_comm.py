@@ -46,7 +46,10 @@ def reduce(rank: int, world_size: int, wire: torch.dtype, total: torch.dtype, ac
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize(("wire", "total"), [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float64, torch.float64)])
+@pytest.mark.parametrize(
+    ("wire", "total"),
+    [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float64, torch.float64)],
+)
 def test_reduce_scatter_leaves_the_own_slice(
     ranks: WorkerPool, num_ranks: int, accumulate: bool, wire: torch.dtype, total: torch.dtype
 ) -> None:
@@ -79,7 +82,10 @@ def all_reduce(rank: int, world_size: int, dtype: torch.dtype, wire: torch.dtype
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize(("dtype", "wire"), [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("dtype", "wire"),
+    [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)],
+)
 def test_all_reduce_gives_all_ranks_the_sum(
     ranks: WorkerPool, num_ranks: int, dtype: torch.dtype, wire: torch.dtype
 ) -> None:
@@ -94,7 +100,9 @@ def count(rank: int, world_size: int) -> tuple[dict[tuple[str, str], tuple[int, 
     comm.all_gather(full, "second").wait()
     comm.reduce_scatter(full, torch.zeros(4), accumulate=False, name="third").wait()
     comm.sum_scalars(torch.ones(3, dtype=torch.float64), "fourth")
-    return {key: (each.num_calls, each.wire_bytes) for key, each in comm.counts.items()}, [str(call) for call in comm.recent]
+    return {key: (each.num_calls, each.wire_bytes) for key, each in comm.counts.items()}, [
+        str(call) for call in comm.recent
+    ]
 
 
 def test_collectives_are_counted_and_named(ranks: WorkerPool) -> None:

@@ -10,6 +10,7 @@ The public names are here; each is imported when it is first used, so that `impo
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ __all__ = [
     "initialize",
 ]
 
-_MODULES: Final = {
+_MODULES: Final[Mapping[str, str]] = {
     "CommError": "comm",
     "Config": "config",
     "ConfigError": "config",

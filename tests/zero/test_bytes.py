@@ -153,7 +153,9 @@ def peak(rank: int, world_size: int, stage: int) -> dict[str, int]:
     model = _large()
     tokens = torch.randint(37, (2, 11), generator=torch.Generator().manual_seed(rank))
     with LiveBytes() as live:
-        engine = initialize(model, make_config(1, {"zero": {"stage": stage}, "precision": {"param": "fp32"}}), loss_fn=_loss)
+        engine = initialize(
+            model, make_config(1, {"zero": {"stage": stage}, "precision": {"param": "fp32"}}), loss_fn=_loss
+        )
         engine.train_step([tokens])
         at_rest_bytes = live.live_bytes()
         live.reset_peak()

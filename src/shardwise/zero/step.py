@@ -95,11 +95,11 @@ class ShardedOptimizer:
             timeline: where the step is recorded.
         """
         with timeline.span(Kind.STEP, None):
-            torch._foreach_mul_(list(gradients.values()), factor) if gradients else None
+            for gradient in gradients.values():
+                gradient.mul_(factor)
             for piece in self.pieces:
-                gradient = gradients.get(piece.group)
-                is_live = gradient is not None and used[piece.name]
-                piece.view.grad = gradient[piece.start : piece.stop] if is_live and gradient is not None else None
+                slices = gradients.get(piece.group) if used[piece.name] else None
+                piece.view.grad = slices[piece.start : piece.stop] if slices is not None else None
             self.optimizer.step()
             for piece in self.pieces:
                 piece.view.grad = None

@@ -1,0 +1,80 @@
+"""The rules of the house that no linter knows: budgets, and who alone may do what."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "shardwise"
+FILES = sorted(SOURCE.rglob("*.py"))
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+MAX_ARGUMENTS = 8
+
+# pattern: the only files, or folders, in which it may stand
+ALONE = {
+    r"\btorch\._[a-zA-Z]|from torch\._[a-zA-Z]|\b_execution_engine\b|torch\.utils\._": {"_torch_private.py"},
+    r"dist\.(all_|reduce|broadcast|isend|irecv|send|recv|gather|scatter|barrier|batch_)": {"comm.py", "launch/"},
+    r"\.register_(forward|full_backward|post_accumulate|hook)|\.register_hook": {"hooks.py"},
+    r"torch\.cuda\.Stream\(": {"streams.py"},
+    r"os\.environ|os\.getenv": {"cli.py", "launch/"},
+}
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def code_lines(path: Path) -> list[str]:
+    """The lines of a file without its docstrings and comments, which may name anything."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [
+                each for each in body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+            ] or [ast.Pass()]
+    return ast.unparse(tree).splitlines()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_budgets(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= MAX_FILE_LINES
+    for node in functions(ast.parse(text)):
+        length = (node.end_lineno or 0) - node.lineno + 1
+        assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
+        arguments = [each for each in (*node.args.args, *node.args.kwonlyargs) if each.arg not in ("self", "cls")]
+        assert len(arguments) <= MAX_ARGUMENTS, f"{node.name} takes {len(arguments)} arguments"
+
+
+@pytest.mark.parametrize("pattern", ALONE, ids=lambda pattern: pattern[:24])
+def test_only_one_place_may(pattern: str) -> None:
+    for path in FILES:
+        name = str(path.relative_to(SOURCE))
+        if not any(name == place or (place.endswith("/") and name.startswith(place)) for place in ALONE[pattern]):
+            found = [line for line in code_lines(path) if re.search(pattern, line)]
+            assert not found, f"{name}: {found[0].strip()}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_no_module_level_mutable_state(path: Path) -> None:
+    for node in ast.parse(path.read_text()).body:
+        value = getattr(node, "value", None) if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        names = [ast.unparse(each) for each in getattr(node, "targets", [getattr(node, "target", None)]) if each]
+        is_read_only = "Mapping" in ast.unparse(getattr(node, "annotation", ast.Pass()))
+        if value is not None and names != ["__all__"] and not is_read_only:
+            assert not isinstance(value, ast.Dict | ast.List | ast.Set | ast.ListComp | ast.DictComp), names
+    assert not any(isinstance(node, ast.Global) for node in ast.walk(ast.parse(path.read_text())))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_no_work_inside_assert(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Assert):
+            calls = [ast.unparse(each.func) for each in ast.walk(node.test) if isinstance(each, ast.Call)]
+            assert set(calls) <= {"isinstance", "len"}, f"line {node.lineno} calls {calls}"
