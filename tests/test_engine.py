@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from harness.models import CASES, make_batches
 from harness.pool import WorkerPool
@@ -266,6 +267,81 @@ def close_and_use(rank: int, world_size: int) -> tuple[float, int, int]:
 
 def test_close_gives_the_model_back(ranks: WorkerPool) -> None:
     assert ranks(2).run(close_and_use) == [(0.0, 0, 0)] * 2
+
+
+class CheckpointedByUser(nn.Module):
+    """Recomputes blocks around their call, hooks included, as Hugging Face's models do."""
+
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.stem = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.recompute else block(x))
+        return x
+
+
+def train_checkpointed(rank: int, world_size: int, stage: int) -> list[list[float]]:
+    losses = []
+    for recompute in (True, False):
+        torch.manual_seed(0)
+        model = CheckpointedByUser(recompute).double()
+        engine = single(model, mean_square, zero={"stage": stage, "blocks": ["blocks.?"]})
+        losses.append([engine.train_step([torch.ones(2, 6) * (rank + 1)]).loss for _ in range(3)])
+        engine.close()
+    return losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_checkpointing_around_a_blocks_call(ranks: WorkerPool, stage: int) -> None:
+    for recomputed, plain in ranks(2).run(train_checkpointed, stage):
+        assert recomputed == plain
+
+
+def fail_and_go_on(rank: int, world_size: int, stage: int) -> tuple[float, float]:
+    """A forward and a backward that raise leave the engine able to train on."""
+    losses = []
+    for is_interrupted in (True, False):
+        torch.manual_seed(0)
+        model = CheckpointedByUser(recompute=False).double()
+        engine = single(model, mean_square, zero={"stage": stage, "blocks": ["blocks.?"]})
+        batch = torch.ones(2, 6)
+        if is_interrupted:
+            for module, hook in ((model.blocks[1], "forward"), (model.blocks[1], "backward")):
+                handle = _raise_in(module, hook)
+                with pytest.raises(ZeroDivisionError):
+                    engine.backward(engine(batch))
+                handle.remove()
+                engine.zero_grad()
+        losses.append(engine.train_step([batch]).loss + engine.train_step([batch]).loss)
+        engine.close()
+    return losses[0], losses[1]
+
+
+def _raise_in(module: nn.Module, where: str) -> Any:
+    def fail(*args: Any) -> None:
+        raise ZeroDivisionError
+
+    if where == "forward":
+        return module[1].register_forward_hook(fail)
+    return module[1].register_full_backward_hook(fail)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_exceptions_leave_the_engine_usable(ranks: WorkerPool, stage: int) -> None:
+    for interrupted, plain in ranks(2).run(fail_and_go_on, stage):
+        assert interrupted == plain
+
+
+def test_integer_parameter_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    model.scale = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"parameter scale is torch\.int8.*buffer"):
+        single(model, mean_square)
 
 
 # Numbers that are not finite.

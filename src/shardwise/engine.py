@@ -210,6 +210,12 @@ class Engine:
         mean = loss_sum / max(count, 1.0)
         return StepResult(self._num_steps, mean, count, grad_norm, learning_rate, skipped, scale)
 
+    def zero_grad(self) -> None:
+        """Forget the gradients since the last step, also those of a backward that an exception ended. All ranks call it."""
+        self._driver.abandon()
+        self._sharded.clear()
+        self._end_step(is_taken=False)
+
     def train_step(self, batches: Sequence[Any]) -> StepResult:
         """Take one optimizer step over this data rank's micro-batches.
 
@@ -299,8 +305,8 @@ class Engine:
         used = {name: number > 0 for name, number in zip(self._sharded.names, counts, strict=True)}
         return loss_sum, count, square_sum, used
 
-    def _end_step(self) -> None:
-        self._num_steps += 1
+    def _end_step(self, is_taken: bool = True) -> None:
+        self._num_steps += is_taken
         self._num_backwards = 0
         self._batches.clear()
         self._books.clear()
@@ -308,12 +314,9 @@ class Engine:
 
     def _fail_nonfinite(self, loss_sum: float, grad_norm: float) -> None:
         module = first_nonfinite_module(self.model, self._batches, self._forward, self.comm)
-        self._sharded.clear()
-        step = self._num_steps + 1
-        self._end_step()
-        self._num_steps -= 1
+        self.zero_grad()
         raise NonFiniteLossError(
-            f"step {step}: loss {loss_sum} and gradient norm {grad_norm} must be finite; {module}; parameters and "
+            f"step {self._num_steps + 1}: loss {loss_sum} and gradient norm {grad_norm} must be finite; {module}; parameters and "
             "optimizer are as before the step: lower optimizer.lr, clip (optimizer.clip_norm) or drop the batch"
         )
 

@@ -61,8 +61,15 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None) -> tuple[str, .
 
 
 def read_parameters(model: nn.Module, units: Sequence[str]) -> tuple[ParamEntry, ...]:
-    """Every parameter once, in module order, each with the one unit that holds all its names (else the root)."""
+    """Every parameter once, in module order, each with the one unit that holds all its names (else the root).
+
+    Raises:
+        ConfigError: a parameter is not of a floating dtype.
+    """
     names_of: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            raise ConfigError(f"parameter {name} is {parameter.dtype} but shards are floating; register it as a buffer")
     parameter_of: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)

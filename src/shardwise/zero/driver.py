@@ -198,6 +198,13 @@ class ZeroDriver:
             self._num_reduced = 0
             self._reduce_all()
 
+    def abandon(self) -> None:
+        """Leave a backward that did not reach its end."""
+        self._in_backward = self._is_forwarding = self._holds_unreduced = False
+        self._finish_reduce()
+        self._end_units()
+        self._pool.trim()
+
     def unshard_all(self) -> None:
         """Have every parameter present, and keep it so until `reshard_all`."""
         for group in self.groups:
@@ -276,6 +283,9 @@ class ZeroDriver:
         self._holds_unreduced = True
         if self.will_reduce:
             self._reduce_all()
+        self._end_units()
+
+    def _end_units(self) -> None:
         for unit in self.units:
             unit.close_backward()
         for group in self._reduce_order:

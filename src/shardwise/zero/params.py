@@ -122,6 +122,7 @@ class GroupParams:
 
     def refresh(self) -> None:
         """Take over what the optimizer has written into `master`; the other ranks' slices are stale from now on."""
+        self._pending.wait()  # of a gather that no forward has waited for
         if self.master is not self.shard:
             self.shard.copy_(self.master)
         self.reshard()
