@@ -10,11 +10,20 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
+from torch import Tensor
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["OpMode", "in_backward", "on_backward_end", "plain_torch_functions", "pytree", "set_unsharded_storage"]
+__all__ = [
+    "OpMode",
+    "in_backward",
+    "on_backward_end",
+    "plain_torch_functions",
+    "pytree",
+    "set_unsharded_storage",
+    "version",
+]
 
 
 def in_backward() -> bool:
@@ -56,3 +65,9 @@ class OpMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor has been written in place; writes through `.data` do not count."""
+    with plain_torch_functions():
+        return tensor._version

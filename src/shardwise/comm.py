@@ -129,6 +129,8 @@ class Comm:
 
     def all_reduce(self, buffer: Tensor, wire_dtype: torch.dtype, name: str) -> Pending:
         """Sum `buffer` [n * s], fp32 or wider, over the ranks in place, carrying `wire_dtype`; all get equal bits."""
+        if self.world_size == 1:
+            return Pending(None)
         if wire_dtype == buffer.dtype:
             call = self._count("all_reduce", name, buffer, passes=2)
             if self._is_nccl:
@@ -239,8 +241,10 @@ class Comm:
     def _guarded(self, call: Call, run: Callable[[], Result]) -> Result:
         try:
             return run()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
+            reason = (str(error).splitlines() or ["no reason given"])[0]
             raise CommError(
                 f"rank {self.rank} failed in {call}: {reason}; another rank died, hangs or runs other code: see its log"
             ) from error

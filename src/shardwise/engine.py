@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm import Comm
-from shardwise.config import Config, ConfigError
+from shardwise.config import Config, ConfigError, SchedulerConfig
 from shardwise.hooks import recompute_forward
 from shardwise.layout.layout import Layout, build_layout
 from shardwise.layout.mesh_shape import SHARD_AXES
@@ -34,7 +35,7 @@ from shardwise.memory import Category, Ledger
 from shardwise.mesh import build_mesh, ensure_process_group
 from shardwise.optim import build_optimizer, build_scheduler
 from shardwise.pool import BufferPool
-from shardwise.precision import LossScaler, cast_floating, torch_dtype
+from shardwise.precision import LossScaler, to_device, torch_dtype
 from shardwise.streams import Streams
 from shardwise.timeline import Timeline
 from shardwise.zero.driver import ZeroDriver
@@ -113,30 +114,32 @@ class Engine:
         group = build_mesh(layout.mesh, device).group(SHARD_AXES)
         self.comm = Comm(group, "dp_shard", device, config.run.timeout_s, streams, pool)
         self._timeline = Timeline(dist.get_rank())
-        for buffer in model.buffers():
-            buffer.data = buffer.data.to(device)
-            self.memory.track(buffer, Category.OTHER)
+        self._adopt_buffers()
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         no_decay = {name for name, parameter in model.named_parameters() if parameter.dim() < 2}
-        for index, unit in enumerate(layout.units if config.recompute.mode != "none" else ()):
-            if index % config.recompute.every == 0:
-                recompute_forward(model.get_submodule(unit), config.recompute.mode)
+        recomputed = layout.units[:: config.recompute.every] if config.recompute.mode != "none" else ()
+        self._undo = [recompute_forward(model.get_submodule(unit), config.recompute.mode) for unit in recomputed]
         if isinstance(optimizer, Optimizer):
             named_groups, factory = adopt(optimizer, names)
         else:
             named_groups, factory = self._own_optimizer(optimizer, no_decay)
         resources = Resources(self.comm, pool, self.memory, self._timeline, config.zero.overlap)
         self._driver = ZeroDriver(model, layout, resources)
-        self._sharded = ShardedOptimizer(self._driver.groups, named_groups, factory, self.memory)
+        try:
+            self._sharded = ShardedOptimizer(self._driver.groups, named_groups, factory, self.memory)
+        except Exception:
+            self.close()
+            raise
         self.optimizer = self._sharded.optimizer
-        self.scheduler = scheduler or build_scheduler(config.scheduler, self.optimizer, config.run.steps)
+        self.scheduler = scheduler or self._own_scheduler(is_given=isinstance(optimizer, Optimizer))
         self._scaler = LossScaler(config.precision)
         self._books = LossBooks(self.comm)
         self._loss_fn = loss_fn
-        self._batches: list[Any] = []
+        self._batches: deque[Any] = deque(maxlen=config.batch.accumulation)
         self._num_steps = 0
         self._num_backwards = 0
         self._syncs = True
+        self._is_broken = False
 
     @property
     def num_steps(self) -> int:
@@ -171,11 +174,14 @@ class Engine:
             ValueError: it came from elsewhere, so how much counts in it is not known.
         """
         weight = self._books.close(loss) * self._scaler.scale
+        self._is_broken = True
         self._timeline.micro_batch = self._num_backwards
         self._num_backwards += 1
         is_boundary = self._num_backwards >= (self.config.batch.accumulation or 1)
         self._driver.will_reduce = self._syncs and (self.layout.stage.reduce_each_backward or is_boundary)
+        self._driver.prepare_backward()
         torch.autograd.backward(loss, weight.to(loss.dtype))
+        self._is_broken = False
 
     def step(self) -> StepResult:
         """Reduce what is left, clip, update the parameters by the mean gradient since the last step, advance the
@@ -184,16 +190,19 @@ class Engine:
         Raises:
             NonFiniteLossError: loss or gradients are not finite; parameters and optimizer stay as they were.
         """
+        self._check_usable()
+        for group in self._driver.groups:
+            group.params.check_unchanged()
         if self._num_backwards == 0:
             raise RuntimeError("engine.step() without a backward since the last step; call engine.backward(loss) first")
         self._driver.finish()
         gradients = self._sharded.gradients()
         loss_sum, count, square_sum, used = self._agree(gradients)
         scale = self._scaler.scale
-        to_mean = self._books.normaliser / (max(count, 1.0) * scale)
+        to_mean = self._books.normaliser / ((count or 1.0) * scale)
         grad_norm = math.sqrt(square_sum) * to_mean if square_sum >= 0 else math.nan
         overflowed = not math.isfinite(grad_norm)
-        skipped = overflowed and self._scaler.is_dynamic
+        skipped = overflowed and math.isfinite(loss_sum) and self._scaler.can_shrink
         if (overflowed or not math.isfinite(loss_sum)) and not skipped:
             self._fail_nonfinite(loss_sum, grad_norm)
         learning_rate = self.optimizer.param_groups[0]["lr"]
@@ -207,13 +216,13 @@ class Engine:
             self.scheduler.step()
         self._scaler.update(overflowed)
         self._end_step()
-        mean = loss_sum / max(count, 1.0)
-        return StepResult(self._num_steps, mean, count, grad_norm, learning_rate, skipped, scale)
+        return StepResult(self._num_steps, loss_sum / (count or 1.0), count, grad_norm, learning_rate, skipped, scale)
 
     def zero_grad(self) -> None:
-        """Forget the gradients since the last step, also those of a backward that an exception ended. All ranks call it."""
+        """Forget the gradients since the last step, and a backward that an exception ended. All ranks call it."""
         self._driver.abandon()
         self._sharded.clear()
+        self._is_broken = False
         self._end_step(is_taken=False)
 
     def train_step(self, batches: Sequence[Any]) -> StepResult:
@@ -234,7 +243,7 @@ class Engine:
 
     def eval_step(self, batches: Sequence[Any]) -> EvalResult:
         """The mean loss over `batches` of all data ranks, forward only, in the model's eval mode."""
-        was_training = self.model.training
+        training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         books = LossBooks(self.comm)
         try:
@@ -242,9 +251,10 @@ class Engine:
                 for batch in batches:
                     books.add(self._forward(batch))
         finally:
-            self.model.train(was_training)
+            for module in training:
+                module.training = True
         loss_sum, count = books.sum_over_ranks("evaluation")
-        return EvalResult(loss_sum / max(count, 1.0), count)
+        return EvalResult(loss_sum / (count or 1.0), count)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -270,8 +280,11 @@ class Engine:
             self._driver.reshard_all(release_held=True)
 
     def close(self) -> None:
-        """Detach from the model: hooks go, and its parameters become whole tensors of their own on every rank."""
+        """Give the model back: hooks go, parameters become whole tensors of their own. All ranks call it."""
         self._driver.close()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -283,15 +296,41 @@ class Engine:
             self.close()
 
     def _forward(self, batch: Any) -> Total:
-        batch = cast_floating(batch, torch_dtype(self.config.precision.param), self.device)
+        self._check_usable()
+        batch = to_device(batch, self.device)
         inputs = batch[0] if self._loss_fn is not None and isinstance(batch, list | tuple) else batch
-        if isinstance(inputs, Mapping):
-            output = self.model(**inputs)
-        elif isinstance(inputs, list | tuple):
-            output = self.model(*inputs)
-        else:
-            output = self.model(inputs)
+        inputs = to_device(inputs, self.device, torch_dtype(self.config.precision.param))
+        try:
+            if isinstance(inputs, dict):
+                output = self.model(**inputs)
+            elif isinstance(inputs, list | tuple):
+                output = self.model(*inputs)
+            else:
+                output = self.model(inputs)
+        except BaseException:
+            self._driver.abandon_forward()
+            raise
         return read_loss(output, batch, self._loss_fn)
+
+    def _check_usable(self) -> None:
+        if self._is_broken:
+            raise RuntimeError("the last backward raised and left gradients incomplete; call engine.zero_grad() first")
+
+    def _adopt_buffers(self) -> None:
+        """Move the buffers here, in the parameters' dtype as `Module.to` would, with rank 0's values everywhere."""
+        dtype = torch_dtype(self.config.precision.param)
+        for name, buffer in self.model.named_buffers():
+            buffer.data = to_device(buffer.data, self.device, dtype)
+            self.memory.track(buffer, Category.OTHER)
+            if self.comm.world_size > 1 and buffer.numel() > 0:
+                self.comm.broadcast(buffer.data, f"buffer {name}")
+
+    def _own_scheduler(self, is_given: bool) -> Scheduler:
+        """The schedule that the config names; an optimizer of the user's keeps its rates unless a length is named."""
+        config = self.config.scheduler
+        if is_given and config.total_steps is None:
+            config = SchedulerConfig(name="constant", warmup_steps=config.warmup_steps)
+        return build_scheduler(config, self.optimizer, self.config.run.steps)
 
     def _agree(self, gradients: Mapping[Any, Tensor]) -> tuple[float, float, float, dict[str, bool]]:
         """Sum over the ranks what all must know alike: loss, count, squared norm, and which parameters were used."""
@@ -316,8 +355,9 @@ class Engine:
         module = first_nonfinite_module(self.model, self._batches, self._forward, self.comm)
         self.zero_grad()
         raise NonFiniteLossError(
-            f"step {self._num_steps + 1}: loss {loss_sum} and gradient norm {grad_norm} must be finite; {module}; parameters and "
-            "optimizer are as before the step: lower optimizer.lr, clip (optimizer.clip_norm) or drop the batch"
+            f"step {self._num_steps + 1}: loss {loss_sum} and gradient norm {grad_norm} must be finite; {module}; "
+            "parameters and optimizer are as before the step: lower optimizer.lr, clip (optimizer.clip_norm) or drop "
+            "the batch"
         )
 
     def _own_optimizer(
@@ -343,7 +383,8 @@ class Engine:
         )
         free_bytes, _ = torch.cuda.mem_get_info(self.device)
         free_bytes += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        if missing_bytes > free_bytes:
+        lacks = torch.tensor([float(missing_bytes > free_bytes)], dtype=torch.float64, device=self.device)
+        if self.comm.max_scalars(lacks, "room to gather").item():  # on all ranks alike: the gather needs them all
             raise MemoryError(
                 f"gathering all parameters takes {missing_bytes / 2**30:.1f} GiB of {free_bytes / 2**30:.1f} GiB free; "
                 "generate with the forward alone, which gathers block by block, or on more memory"

@@ -6,6 +6,7 @@ compiled. What they do is the driver's business (`shardwise.zero.driver`); here 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Protocol
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.hooks import RemovableHandle
 
 from shardwise._torch_private import in_backward, plain_torch_functions, pytree
+from shardwise.config import ConfigError
 
 
 class UnitEvents(Protocol):
@@ -24,11 +26,11 @@ class UnitEvents(Protocol):
     def before_forward(self) -> None:
         """The module's forward is about to run; in a recomputation too."""
 
-    def after_forward(self, backward_follows: bool | None) -> None:
+    def after_forward(self, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
         """It has run: True if a backward will be reported, False if none can follow, None if one may follow unseen."""
 
-    def expect_input_gradients(self) -> None:
-        """`after_input_gradients` will follow, if the backward reaches every input."""
+    def expect_input_gradients(self, are_tracked: bool) -> None:
+        """Where they are tracked, `after_input_gradients` will follow, if the backward reaches every input."""
 
     def before_backward(self) -> None:
         """An output has its gradient, so the module's backward is about to run; once for each output."""
@@ -47,20 +49,24 @@ def hook_unit(module: nn.Module, events: UnitEvents) -> list[RemovableHandle]:
             _report_input_gradients(_differentiable_leaves((args, kwargs)), events)
 
     @torch.compiler.disable
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if in_backward():
             return  # recomputation: the backward that asked for it goes on in this unit
+        leaves = pytree.tree_leaves(output)
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not torch.is_grad_enabled():
-            events.after_forward(backward_follows=False)
+            events.after_forward(outputs, backward_follows=False)
             return
-        outputs = _differentiable_leaves(output)
-        for tensor in outputs:
+        inputs = {id(leaf) for leaf in _differentiable_leaves((args, kwargs))}
+        made_here = [each for each in outputs if each.requires_grad and not each.is_leaf and id(each) not in inputs]
+        for tensor in made_here:
             tensor.register_hook(lambda grad: events.before_backward())
-        events.after_forward(backward_follows=True if outputs else None)
+        is_opaque = not all(isinstance(leaf, Tensor | int | float | str | None) for leaf in leaves)
+        events.after_forward(outputs, backward_follows=True if made_here else (None if is_opaque else False))
 
     return [
         module.register_forward_pre_hook(before, with_kwargs=True),
-        module.register_forward_hook(after),
+        module.register_forward_hook(after, with_kwargs=True),
     ]
 
 
@@ -77,10 +83,30 @@ def hook_gradient(parameter: nn.Parameter, on_gradient: Callable[[Tensor], None]
     return parameter.register_post_accumulate_grad_hook(take)
 
 
-def recompute_forward(module: nn.Module, mode: str) -> None:
-    """Checkpoint a module: keep its inputs only ("full"), or matrix products and attention too ("selective")."""
+def claim(module: nn.Module) -> Callable[[], None]:
+    """Mark a model as an engine's, whose hooks would take the gradients away from a second one.
+
+    Returns:
+        what takes the mark off.
+
+    Raises:
+        ConfigError: it has an engine already.
+    """
+    if "_shardwise_is_claimed" in module.__dict__:
+        raise ConfigError(f"this {type(module).__name__} has an engine already; call engine.close() on that one first")
+    module.__dict__["_shardwise_is_claimed"] = True
+    return lambda: module.__dict__.pop("_shardwise_is_claimed", None)
+
+
+def recompute_forward(module: nn.Module, mode: str) -> Callable[[], None]:
+    """Checkpoint a module: keep its inputs only ("full"), or matrix products and attention too ("selective").
+
+    Returns:
+        what puts the module's own forward back.
+    """
     forward = module.forward
 
+    @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -89,6 +115,7 @@ def recompute_forward(module: nn.Module, mode: str) -> None:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     module.forward = recomputed
+    return lambda: module.__dict__.pop("forward", None)
 
 
 @contextmanager
@@ -178,10 +205,8 @@ def _differentiable_leaves(tree: Any) -> list[Tensor]:
 
 
 def _report_input_gradients(inputs: list[Tensor], events: UnitEvents) -> None:
-    # A leaf outlives the graph, and so would hooks on it; without inputs there is nothing to wait for.
-    if not inputs or any(tensor.is_leaf for tensor in inputs):
-        return
-    events.expect_input_gradients()
+    inputs = [tensor for tensor in inputs if not tensor.is_leaf]  # a leaf outlives the graph, and so would its hooks
+    events.expect_input_gradients(are_tracked=bool(inputs))
     remaining = len(inputs)
 
     def fire(gradient: Tensor) -> None:

@@ -36,11 +36,16 @@ class Total:
 
     def mean(self) -> Tensor:
         """The mean loss; 0 where nothing counts."""
-        return self.total / self.count.clamp(min=1)
+        return self.total / self.divisor()
+
+    def divisor(self) -> Tensor:
+        """The count, and 1 where nothing counts."""
+        return torch.where(self.count == 0, torch.ones_like(self.count), self.count)
 
 
 def read_loss(output: Any, batch: Any, loss_fn: LossFn | None) -> Total:
-    """Take the loss from `loss_fn`, or from the model's output: a scalar, (sum, count), `.loss` or `["loss"]`.
+    """Take the loss from `loss_fn`, or from the model's output: a scalar, (sum, count), (loss, ...), `.loss`,
+    `["loss"]`.
 
     Raises:
         ConfigError: there is no scalar loss in it.
@@ -48,7 +53,8 @@ def read_loss(output: Any, batch: Any, loss_fn: LossFn | None) -> Total:
     loss = output if loss_fn is None else loss_fn(output, batch)
     if loss_fn is None and not isinstance(loss, Tensor | tuple):
         loss = loss.get("loss") if isinstance(loss, Mapping) else getattr(loss, "loss", None)
-    total, count = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, 1)
+    is_pair = isinstance(loss, tuple) and len(loss) == 2 and torch.as_tensor(loss[1]).numel() == 1
+    total, count = loss if is_pair else (loss[0] if loss_fn is None and isinstance(loss, tuple) else loss, 1)
     if not isinstance(total, Tensor) or total.numel() != 1:
         source = "the model's output" if loss_fn is None else "what loss_fn returned"
         found = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(loss).__name__}"
@@ -78,7 +84,7 @@ class LossBooks:
         """Return the mean loss, to be given to `close` by whoever runs its backward."""
         mean = total.mean()
         self._open = [(reference, other) for reference, other in self._open if reference() is not None]
-        self._open.append((weakref.ref(mean), total))
+        self._open.append((weakref.ref(mean), Total(total.total.detach(), total.count)))
         return mean
 
     def close(self, mean: Tensor) -> Tensor:
@@ -91,7 +97,7 @@ class LossBooks:
             if reference() is mean:
                 del self._open[position]
                 self.add(total)
-                return total.count.clamp(min=1) / self._agree_on_normaliser(total.count)
+                return total.divisor() / self._agree_on_normaliser(total.count)
         raise ValueError(
             "backward got a tensor that engine(batch) did not return, or the same one twice, so how much counts in it "
             "is unknown; compute the loss in loss_fn and pass on what engine(batch) returns"
@@ -116,7 +122,7 @@ class LossBooks:
     def _agree_on_normaliser(self, count: Tensor) -> float:
         if self.normaliser == 0.0:
             largest = self._comm.max_scalars(count.double().reshape(1), "loss normaliser").item()
-            self.normaliser = 2.0 ** round(math.log2(max(largest, 1.0)))
+            self.normaliser = 2.0 ** round(math.log2(largest)) if largest > 0 else 1.0
         return self.normaliser
 
 

@@ -28,8 +28,9 @@ class Mesh:
         live = tuple(axis for axis in axes if axis in (self.device_mesh.mesh_dim_names or ()))
         if not live:
             raise ConfigError(f"axes {axes} hold one rank; there is no group to communicate in")
-        mesh = self.device_mesh[live] if len(live) == 1 else self.device_mesh[live]._flatten()
-        return mesh.get_group()
+        if len(live) > 1:
+            raise ConfigError(f"a group over the axes {' and '.join(live)} together is not built yet; use one of them")
+        return self.device_mesh[live[0]].get_group()
 
 
 def ensure_process_group(device: torch.device, timeout_s: float) -> int:

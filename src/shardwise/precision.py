@@ -62,15 +62,21 @@ def sum_chunks(total: Tensor, chunks: Tensor, accumulate: bool) -> None:
         total.copy_(wide)
 
 
-def cast_floating(tree: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """Move the tensors of a pytree to `device`, the floating ones to `dtype` as well."""
+def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """Move the tensors of a pytree to `device`, the floating ones to `dtype` too where one is given.
 
-    def cast(leaf: Any) -> Any:
+    Any mapping counts as a dict, such as the batches of Hugging Face's tokenizers.
+    """
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Mapping):
+            return to_device(dict(leaf), device, dtype)
         if not isinstance(leaf, Tensor):
             return leaf
-        return leaf.to(device, dtype if leaf.is_floating_point() else leaf.dtype, non_blocking=True)
+        wanted = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
+        return leaf.to(device, wanted, non_blocking=True)
 
-    return pytree.tree_map(cast, tree)
+    return pytree.tree_map(move, tree)
 
 
 class LossScaler:
@@ -88,6 +94,11 @@ class LossScaler:
         self.scale = 1.0
         if is_fp16:
             self.scale = config.initial_loss_scale if config.loss_scale == "dynamic" else config.loss_scale
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether an overflow may be the scale's fault, so that a smaller one can mend it."""
+        return self.is_dynamic and self.scale > self._config.min_loss_scale
 
     def update(self, overflowed: bool) -> None:
         """Record one step's outcome."""

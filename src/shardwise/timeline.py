@@ -23,11 +23,14 @@ class Timeline:
     def __init__(self, rank: int) -> None:
         self.last_step: tuple[TimedAction, ...] = ()
         self.micro_batch = 0
+        self.is_recording = True
         self._rank = rank
         self._open: list[TimedAction] = []
 
     def add(self, kind: Kind, group: str | None, start_s: float) -> None:
         """Record an action that began at `start_s` (of `now`) and has just ended."""
+        if not self.is_recording:
+            return
         action = Action(kind, micro_batch=self.micro_batch if kind in COMPUTATIONS else None, group=group)
         self._open.append(TimedAction(action, self._rank, start_s, self.now(), LANES[kind]))
 

@@ -28,7 +28,7 @@ from typing import Final
 
 from torch import nn
 
-from shardwise.config import Config, ConfigError, Dtype, Tier
+from shardwise.config import Config, ConfigError, Dtype, OptimizerConfig, Tier
 from shardwise.layout.groups import GroupSpec, build_groups
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.precision import DTYPE_BYTES, PrecisionPolicy, precision_policy
@@ -44,10 +44,16 @@ OPTIMIZER_STATES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "radam": ("exp_avg", "exp_avg_sq"),
         "adamax": ("exp_avg", "exp_inf"),
         "adagrad": ("sum",),
-        "rmsprop": ("square_avg",),
+        "rmsprop": ("square_avg", "momentum_buffer"),
         "sgd": ("momentum_buffer",),
     }
 )
+
+
+def optimizer_states(config: OptimizerConfig) -> tuple[str, ...]:
+    """The tensors that the optimizer keeps for each parameter beside the master; none are known of other names."""
+    names = OPTIMIZER_STATES.get(config.name.lower(), ())
+    return tuple(name for name in names if name != "momentum_buffer" or config.momentum > 0)
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,7 @@ class Layout:
         for group in self.groups:
             ring_bytes = group.padded_numel * (num_ranks - 1) // num_ranks
             if self.stage.unshard_for_use:
-                unshards = num_micro_batches * (1 if group.unit in once or not group.trainable else 2)
+                unshards = num_micro_batches * (1 if group.unit in once else 2)
                 wire["all_gather"] += unshards * ring_bytes * DTYPE_BYTES[self.precision.param]
             if not group.trainable:
                 continue
@@ -170,16 +176,18 @@ def build_layout(model: nn.Module, config: Config) -> Layout:
     stage = effective_stage(config.zero.stage, num_shards)
     policy = precision_policy(config.precision)
     groups = build_groups(entries, units, num_ranks=num_shards, num_shards=num_shards)
-    return Layout(mesh, units, groups, stage, policy, _states(stage, policy, config.optimizer.name))
+    return Layout(mesh, units, groups, stage, policy, _states(stage, policy, config.optimizer))
 
 
-def _states(stage: ZeroStage, policy: PrecisionPolicy, optimizer: str) -> tuple[StateSpec, ...]:
+def _states(stage: ZeroStage, policy: PrecisionPolicy, optimizer: OptimizerConfig) -> tuple[StateSpec, ...]:
     states = [
         StateSpec("param", "param", policy.param, stage.params),
         StateSpec("grad", "grad", policy.accumulate, stage.grads),
     ]
     if policy.keeps_master:
         states.append(StateSpec("master", "optimizer", policy.master, stage.optimizer))
-    names = OPTIMIZER_STATES.get(optimizer, ())
-    states += [StateSpec(name, "optimizer", policy.master, stage.optimizer, is_flat=False) for name in names]
+    states += [
+        StateSpec(name, "optimizer", policy.master, stage.optimizer, is_flat=False)
+        for name in optimizer_states(optimizer)
+    ]
     return tuple(states)

@@ -8,12 +8,14 @@ still meet.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from shardwise._torch_private import in_backward, on_backward_end
-from shardwise.hooks import ReleasedParameterError, hook_gradient, hook_unit, released_type
+from shardwise.hooks import ReleasedParameterError, claim, hook_gradient, hook_unit, released_type
 from shardwise.layout.layout import Layout
 from shardwise.layout.skeleton import ROOT
 from shardwise.schedule.actions import Kind
@@ -36,6 +38,8 @@ class Unit:
         self._forward_start_s = 0.0
         self._backward_start_s: float | None = None
         self._num_awaited_inputs = 0
+        self._has_all_inputs = False
+        self._has_untracked_forward = False
 
     @property
     def is_in_backward(self) -> bool:
@@ -63,31 +67,42 @@ class Unit:
         self._driver.on_forward(self)
         self._forward_start_s = self._driver.timeline.now()
 
-    def after_forward(self, backward_follows: bool | None) -> None:
+    def after_forward(self, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
         """Release what the backward does not follow on at once."""
         self._driver.timeline.add(Kind.FORWARD, self.name, self._forward_start_s)
+        for group in self.groups:
+            if group.params.is_viewed_by(outputs):
+                self._driver.keep_until_backward(group)
         self._driver.on_forward_end(self, backward_follows)
 
-    def expect_input_gradients(self) -> None:
-        """Backward is not over before the inputs of this forward have their gradients."""
-        self._num_awaited_inputs += 1
+    def expect_input_gradients(self, are_tracked: bool) -> None:
+        """The backward is not over before the inputs of this forward have their gradients, if that can be told."""
+        self._num_awaited_inputs += are_tracked
+        self._has_untracked_forward |= not are_tracked
 
     def before_backward(self) -> None:
         """Have the parameters present, and the previous unit's on their way."""
         self.wait()
         if self._backward_start_s is None:
             self._backward_start_s = self._driver.timeline.now()
-        self._driver.on_backward(self)
+            self._driver.on_backward(self)
 
     def after_input_gradients(self) -> None:
         """The inputs of one forward have their gradients."""
         self._num_awaited_inputs -= 1
+        self._has_all_inputs = self._num_awaited_inputs == 0 and not self._has_untracked_forward
+        if self._has_all_inputs:
+            self._driver.on_inputs_done(self)
         self.close_if_done()
 
     def close_if_done(self) -> None:
-        """End the backward once inputs and trainable parameters have their gradients: nothing needs the data then."""
-        is_complete = all(group.grads is None or group.grads.is_complete for group in self.groups)
-        if self.name != ROOT and is_complete and self._num_awaited_inputs <= 0:
+        """End the backward once nothing can need the data.
+
+        That is when the inputs of all forwards have their gradients, since autograd runs the newest nodes first; where
+        inputs cannot be watched, when every parameter has its gradient and none of them is frozen.
+        """
+        is_complete = all(group.grads is not None and group.grads.is_complete for group in self.groups)
+        if self.name != ROOT and (self._has_all_inputs or (is_complete and self._num_awaited_inputs <= 0)):
             self.close_backward()
 
     def close_backward(self) -> None:
@@ -96,6 +111,7 @@ class Unit:
             self._driver.timeline.add(Kind.BACKWARD, self.name, self._backward_start_s)
             self._backward_start_s = None
         self._num_awaited_inputs = 0
+        self._has_all_inputs = self._has_untracked_forward = False
         self.reshard()
         self._driver.on_backward_end(self)
 
@@ -110,6 +126,7 @@ class ZeroDriver:
     """
 
     def __init__(self, model: nn.Module, layout: Layout, resources: Resources) -> None:
+        self._release_claim = claim(model)
         self.timeline = resources.timeline
         self.will_reduce = True
         self._pool = resources.pool
@@ -117,7 +134,8 @@ class ZeroDriver:
         self._in_backward = False
         self._is_forwarding = False
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        released = released_type(self._on_released_use)
+        this = weakref.ref(self)
+        released = released_type(lambda parameter: _use_released(this(), parameter))
         self.groups = []
         for spec in layout.groups:
             members = [parameters[place.name] for place in spec.params]
@@ -140,6 +158,8 @@ class ZeroDriver:
         self._num_reduced = 0
         self._done: set[int] = set()
         self._ahead: Sequence[Unit] = ()
+        self._late: list[ParamGroup] = []
+        self._unannounced: list[ParamGroup] = []
         self._holds_unreduced = False
         self._is_held = False
         self._reducing: ParamGroup | None = None
@@ -157,6 +177,7 @@ class ZeroDriver:
             return
         if unit is self.units[0]:
             self._is_forwarding = True
+            self.timeline.is_recording = torch.is_grad_enabled()
             self._in_backward = False  # an exception may have left it set
             self._seen = []
             self._ahead = self._order[:1]
@@ -176,6 +197,9 @@ class ZeroDriver:
                 for unused in set(self.units[1:]).difference(self._seen):
                     unused.reshard()
             return
+        if backward_follows is None:
+            for group in unit.groups:
+                self.keep_until_backward(group)
         is_last = bool(self._order) and unit is self._order[-1]
         if backward_follows is False or (backward_follows and not is_last):
             unit.reshard()
@@ -186,6 +210,12 @@ class ZeroDriver:
         self._ahead = self._order[-1:] if unit is self.units[0] else self._after(unit, self._order[::-1])
         if not any(other.is_in_backward for other in self.units[1:] if other is not unit):
             self._unshard_ahead()
+
+    def on_inputs_done(self, unit: Unit) -> None:
+        """Every node of a unit's backward has run: parameters without a gradient have none on this rank."""
+        if unit is not self.units[0]:
+            self._done.update(id(group) for group in unit.groups)
+            self._reduce_done()
 
     def on_backward_end(self, unit: Unit) -> None:
         """A unit's backward has ended."""
@@ -198,9 +228,27 @@ class ZeroDriver:
             self._num_reduced = 0
             self._reduce_all()
 
+    def prepare_backward(self) -> None:
+        """Have present what no hook asks for in the backward: an evaluation in between may have released it."""
+        self.units[0].wait()
+        for group in self._unannounced:
+            group.wait()
+            group.is_pinned = True
+
+    def keep_until_backward(self, group: ParamGroup) -> None:
+        """Keep a group whose use no hook ends until the end of the backward, or of an evaluation's forward."""
+        group.is_pinned = True
+        if group not in self._unannounced:
+            self._unannounced.append(group)
+
+    def abandon_forward(self) -> None:
+        """Leave a forward that did not reach its end."""
+        self._is_forwarding = False
+
     def abandon(self) -> None:
         """Leave a backward that did not reach its end."""
         self._in_backward = self._is_forwarding = self._holds_unreduced = False
+        self._late.clear()
         self._finish_reduce()
         self._end_units()
         self._pool.trim()
@@ -211,6 +259,7 @@ class ZeroDriver:
             group.unshard()
         for group in self.groups:
             group.wait()
+            group.is_pinned = True
         self._is_held = True
 
     def reshard_all(self, release_held: bool = False) -> None:
@@ -226,6 +275,8 @@ class ZeroDriver:
             handle.remove()
         for group in self.groups:
             group.params.release()
+        self.groups.clear()
+        self._release_claim()
 
     def _unshard_ahead(self) -> None:
         for unit in self._ahead:
@@ -246,16 +297,31 @@ class ZeroDriver:
             on_backward_end(self._end_backward)
 
     def _on_gradient(self, group: ParamGroup, index: int) -> Callable[[Tensor], None]:
-        unit = next(unit for unit in self.units if group in unit.groups)
+        # C++ holds the hooks of parameters: a strong reference from there back to the parameters could never be
+        # collected.
+        this, unit_of_group = weakref.ref(self), weakref.ref(self._unit_of(group))
+        its_group = weakref.ref(group)
 
         def add(gradient: Tensor) -> None:
-            self._begin_backward()
-            if group.add_gradient(index, gradient, self.will_reduce):
-                unit.close_if_done()
-                self._done.add(id(group))
-                self._reduce_done()
+            driver, unit, group = this(), unit_of_group(), its_group()
+            if driver is not None and unit is not None and group is not None:
+                driver.on_gradient(unit, group, index, gradient)
 
         return add
+
+    def on_gradient(self, unit: Unit, group: ParamGroup, index: int, gradient: Tensor) -> None:
+        """A parameter has its gradient."""
+        self._begin_backward()
+        if group in self._reduce_order[: self._num_reduced] and group not in self._late:
+            # Used outside its unit, before it: what comes now is reduced at the end, once more.
+            self._late.append(group)
+        if group.add_gradient(index, gradient, self.will_reduce):
+            unit.close_if_done()
+            self._done.add(id(group))
+            self._reduce_done()
+
+    def _unit_of(self, group: ParamGroup) -> Unit:
+        return next(unit for unit in self.units if group in unit.groups)
 
     def _reduce_done(self) -> None:
         if not self.will_reduce:
@@ -294,11 +360,18 @@ class ZeroDriver:
 
     def _reduce_all(self) -> None:
         self._reduce_until(len(self._reduce_order))
+        for group in self._reduce_order:
+            if group in self._late:
+                self._finish_reduce()
+                group.reduce()
+                self._reducing = group
+        self._late.clear()
         self._finish_reduce()
         self._holds_unreduced = False
         self._pool.trim()
 
-    def _on_released_use(self, parameter: nn.Parameter) -> None:
+    def on_released_use(self, parameter: nn.Parameter) -> None:
+        """A parameter whose data is not present is used: have it present, or say how to."""
         group, name = self._place_of[id(parameter)]
         if group.params.is_unsharding:
             group.wait()
@@ -308,6 +381,14 @@ class ZeroDriver:
                 f"parameter {name} is released: under ZeRO-3 it is whole only inside the model's forward; "
                 "read it inside `with engine.gathered():`"
             )
-        # Nobody will say when this use is over, so the group stays until the end of the backward, or of the forward.
         group.wait()
-        group.is_pinned = True
+        self.keep_until_backward(group)
+
+
+def _use_released(driver: ZeroDriver | None, parameter: nn.Parameter) -> None:
+    if driver is None:
+        raise ReleasedParameterError(
+            f"a parameter of shape {tuple(parameter.shape)} is released and its engine is gone; "
+            "call engine.close() before the engine is dropped, so that parameters become whole"
+        )
+    driver.on_released_use(parameter)

@@ -82,6 +82,11 @@ class GroupGrads:
             raise ValueError(
                 f"the gradient of {place.name} is sparse but shards are dense; build the embedding with sparse=False"
             )
+        if self._has_arrived[index]:
+            raise ValueError(
+                f"the gradient of {place.name} came twice in one backward, as reentrant checkpointing does; "
+                "pass use_reentrant=False to torch.utils.checkpoint"
+            )
         target = self._open_bucket(will_reduce)[place.offset : place.offset + place.numel]
         if self._is_written[index]:
             add_widened(target, gradient.reshape(-1))

@@ -8,6 +8,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch_private import version
 from shardwise.comm import Comm, Pending
 from shardwise.hooks import wear
 from shardwise.layout.groups import GroupSpec
@@ -75,7 +76,9 @@ class GroupParams:
             self.master = wide[own].clone()
             ledger.track(self.master, Category.OPTIMIZER)
         for parameter, place in zip(self.parameters, spec.params, strict=True):
+            parameter.grad = None
             parameter.data = self.full[place.offset : place.offset + place.numel].view(place.shape)
+        self._versions = [version(parameter) for parameter in self.parameters]
         self.reshard()
 
     def _adopt(self, master_dtype: torch.dtype) -> Tensor:
@@ -91,6 +94,29 @@ class GroupParams:
     def is_unsharding(self) -> bool:
         """Whether an all-gather is under way that nobody has waited for."""
         return self.state is ParamState.UNSHARDING
+
+    def is_viewed_by(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether one of the tensors is a view of the parameters."""
+        storage = self.full.untyped_storage()
+        return any(tensor.untyped_storage() is storage for tensor in tensors)
+
+    def check_unchanged(self) -> None:
+        """Raise where somebody else has written into a parameter, or frozen or unfrozen one, since the engine was made.
+
+        Raises:
+            ValueError: naming the parameter.
+        """
+        for parameter, place, seen in zip(self.parameters, self.spec.params, self._versions, strict=True):
+            if version(parameter) != seen:
+                raise ValueError(
+                    f"parameter {place.name} was written after initialize, but the engine trains a master of its own; "
+                    "load or change weights before initialize"
+                )
+            if parameter.requires_grad != self.spec.trainable:
+                raise ValueError(
+                    f"requires_grad of {place.name} became {parameter.requires_grad} after initialize; freezing and "
+                    "unfreezing later is not built yet: close the engine, then initialize again"
+                )
 
     def unshard(self) -> None:
         """Start to make all of `full` valid; does nothing where it is or is under way."""
@@ -141,3 +167,4 @@ class GroupParams:
         self.wait()
         for parameter in self.parameters:
             parameter.data = parameter.detach().clone()
+        self._ledger.resize(self.full, 0)
