@@ -1,0 +1,176 @@
+"""Who this process is among the ranks, read from the environment that its launcher left.
+
+Understood are torchrun's contract, which `shardwise.launch.local` and most wrappers speak too, and Slurm's srun. This
+is not a launcher and changes nothing.
+
+>>> srun = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_STEP_NUM_TASKS": "4",
+...         "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
+>>> env = detect(srun)
+>>> env.launcher, env.rank, env.world_size, env.local_rank, env.master_addr, env.master_port
+('slurm', 3, 4, 1, 'gpu03', 10007)
+>>> detect({"RANK": "0"})
+Traceback (most recent call last):
+    ...
+shardwise.config.ConfigError: RANK is set but WORLD_SIZE is not; start with torchrun, which sets all, or unset RANK
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.config import ConfigError
+
+Launcher = Literal["local", "torchrun", "slurm", "none"]
+
+# Set by `shardwise.launch.local`: a pipe that ends when the launcher dies, and rank 0's socket that listens already.
+LAUNCHER_FD = "SHARDWISE_LAUNCHER_FD"
+STORE_FD = "SHARDWISE_STORE_FD"
+
+# Below the range from which Linux takes the ports of outgoing connections.
+_FIRST_PORT, _NUM_PORTS = 10_000, 20_000
+
+
+@dataclass(frozen=True)
+class RankEnv:
+    """One rank's place in the world and where the ranks meet.
+
+    `attempt` counts a launcher's restarts on this machine only. `store_fd` is a socket that listens on the master port
+    already; `agent_store` says that the launcher itself answers there.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    attempt: int
+    launcher: Launcher
+    store_fd: int | None = None
+    agent_store: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(
+                f"rank {self.rank} is not below world size {self.world_size}; ranks count from 0 to "
+                f"{self.world_size - 1}: give every process its own"
+            )
+        if not 0 <= self.local_rank < self.local_world_size <= self.world_size:
+            raise ConfigError(
+                f"local rank {self.local_rank} of {self.local_world_size} on this machine does not fit world size "
+                f"{self.world_size}; need 0 <= LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE"
+            )
+
+
+def lone_rank() -> RankEnv:
+    """The environment of a process that no launcher started: rank 0 of 1."""
+    return RankEnv(0, 0, 1, 1, "127.0.0.1", 0, attempt=0, launcher="none")
+
+
+def detect(environ: Mapping[str, str]) -> RankEnv | None:
+    """Read which rank a launcher made this process; None where no launcher did.
+
+    A Slurm allocation without srun (a batch script, an interactive shell) and a step of one task are no launch: ranks
+    may still be started from there.
+
+    Raises:
+        ConfigError: the environment is partial or contradicts itself.
+    """
+    # torchrun inside srun sets RANK; an srun step may carry MASTER_ADDR or WORLD_SIZE that its script exported.
+    if "RANK" in environ:
+        return _from_torchrun(environ)
+    if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ:
+        env = _from_srun(environ)
+        return env if env.world_size > 1 else None
+    for name in ("LOCAL_RANK", "WORLD_SIZE"):
+        if name in environ:
+            raise ConfigError(f"{name} is set but RANK is not; start with torchrun, which sets all, or unset {name}")
+    return None
+
+
+def _from_torchrun(environ: Mapping[str, str]) -> RankEnv:
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in environ:
+            raise ConfigError(f"RANK is set but {name} is not; start with torchrun, which sets all, or unset RANK")
+    is_local = LAUNCHER_FD in environ
+    world_size = _integer(environ, "WORLD_SIZE")
+    return RankEnv(
+        rank=_integer(environ, "RANK"),
+        local_rank=_integer(environ, "LOCAL_RANK"),
+        world_size=world_size,
+        local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", default=world_size),
+        master_addr=environ["MASTER_ADDR"],
+        master_port=_port(environ),
+        attempt=_integer(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
+        launcher="local" if is_local else "torchrun",
+        store_fd=_integer(environ, STORE_FD) if STORE_FD in environ else None,
+        agent_store=not is_local and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _from_srun(environ: Mapping[str, str]) -> RankEnv:
+    names = ("SLURM_JOB_ID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS")
+    for name in (*names, "SLURM_STEP_TASKS_PER_NODE"):
+        if name not in environ:
+            raise ConfigError(f"SLURM_PROCID is set but {name} is not; start with srun or torchrun, which set all")
+    tasks_per_node = _tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
+    node = _integer(environ, "SLURM_NODEID")
+    if node >= len(tasks_per_node):
+        raise ConfigError(
+            f"SLURM_NODEID={node} is not one of the {len(tasks_per_node)} nodes of SLURM_STEP_TASKS_PER_NODE="
+            f"{environ['SLURM_STEP_TASKS_PER_NODE']}; start with srun and pass its variables on unchanged"
+        )
+    # Steps of one job, and jobs with neighbouring ids, may share the first node: their ports must differ.
+    offset = _integer(environ, "SLURM_JOB_ID") + 1009 * _integer(environ, "SLURM_STEP_ID")
+    return RankEnv(
+        rank=_integer(environ, "SLURM_PROCID"),
+        local_rank=_integer(environ, "SLURM_LOCALID"),
+        world_size=_integer(environ, "SLURM_STEP_NUM_TASKS"),
+        local_world_size=tasks_per_node[node],
+        master_addr=environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"]),
+        master_port=_port(environ) if "MASTER_PORT" in environ else _FIRST_PORT + offset % _NUM_PORTS,
+        attempt=_integer(environ, "SLURM_RESTART_COUNT", default=0),
+        launcher="slurm",
+    )
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list; srun puts rank 0 there.
+
+    >>> first_host("rack[1-2]n[007-009,12],login1")
+    'rack1n007'
+    """
+    match = re.match(r"(?:[^\[\],]|\[[^\[\]]+\])+", nodelist)
+    if match is None or nodelist[match.end() :][:1] not in ("", ","):
+        raise ConfigError(f"SLURM_STEP_NODELIST={nodelist!r} is not a node list such as n[1-4,7],m1; set MASTER_ADDR")
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group())
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """`2(x3),1` is 2, 2, 2, 1."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not a list such as 2(x3),1; start with srun")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isascii() or not text.isdigit():
+        raise ConfigError(f"{name}={text!r} is not a whole number from 0; let the launcher set it")
+    return int(text)
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    port = _integer(environ, "MASTER_PORT")
+    if not 1 <= port <= 65_535:
+        raise ConfigError(f"MASTER_PORT={port} is not a port; choose one from 1024 to 65535")
+    return port

@@ -1,0 +1,119 @@
+"""Why a rank died, from its exit code and its log, and which of several deaths came first. Pure, but for reading logs.
+
+>>> print(describe_exit(-signal.SIGKILL, []))
+killed by SIGKILL: out of memory, or kill -9
+>>> print(describe_exit(1, ["Traceback (most recent call last):", '  File "a.py", line 1', "ValueError: no such data"]))
+exited with code 1: ValueError: no such data
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+NUM_SHOWN_LINES = 15
+_TAIL_BYTES = 65_536
+_MAX_LINE_CHARS = 300
+
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s?")  # torch's excepthook puts it before each line of a traceback
+_SIGNAL_MEANINGS: Mapping[int, str] = {
+    signal.SIGKILL: "out of memory, or kill -9",
+    signal.SIGSEGV: "segmentation fault",
+    signal.SIGABRT: "aborted by a C++ error",
+    signal.SIGBUS: "bus error: /dev/shm or a disk may be full",
+}
+# What a rank reports that only lost its peer.
+_LOST_PEER = re.compile(
+    r"connection (reset|closed|refused)|broken pipe|another rank (has )?died|rank 0 .* went away|pair closure"
+    r"|gloo/transport|remote process exited|communicator was aborted|failed to recv|socket timeout"
+    r"|DistNetworkError|DistStoreError|ncclRemoteError",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """How a rank's process ended; `sent` are the signals that the launcher had sent it by then."""
+
+    rank: int
+    returncode: int
+    log_path: Path
+    sent: tuple[signal.Signals, ...] = ()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended otherwise than well or as told: by a signal sent, or with that signal as exit code."""
+        return self.returncode != 0 and exit_code(self.returncode) not in [128 + signum for signum in self.sent]
+
+
+def first_cause(exits: Iterable[RankExit]) -> RankExit | None:
+    """The first of `exits`, in order of time, that failed by itself; else the first that failed by losing a peer.
+
+    A rank that loses a peer once all have been told to stop has not failed.
+    """
+    lost = None
+    for rank_exit in exits:
+        if not rank_exit.failed:
+            continue
+        if not lost_peer(rank_exit):
+            return rank_exit
+        if lost is None and not rank_exit.sent:
+            lost = rank_exit
+    return lost
+
+
+def lost_peer(rank_exit: RankExit) -> bool:
+    """Whether a rank failed because its connection to another did."""
+    return rank_exit.returncode > 0 and _LOST_PEER.search(_reason(tail(rank_exit.log_path))) is not None
+
+
+def describe_exit(returncode: int, log_lines: Sequence[str]) -> str:
+    """Say in one line why a process ended: the signal and what it usually means, or the exception's last line."""
+    if returncode < 0:
+        number = -returncode
+        try:
+            name = signal.Signals(number).name
+        except ValueError:
+            name = f"signal {number}"
+        meaning = _SIGNAL_MEANINGS.get(number)
+        return f"killed by {name}: {meaning}" if meaning else f"killed by {name}"
+    reason = _reason(log_lines)
+    return f"exited with code {returncode}: {reason}" if reason else f"exited with code {returncode}"
+
+
+def report(rank_exit: RankExit) -> str:
+    """The rank, the reason, where its log is and the log's last lines."""
+    lines = tail(rank_exit.log_path)
+    shown = [line[:_MAX_LINE_CHARS] for line in lines[-NUM_SHOWN_LINES:]] or ["(empty)"]
+    heading = f"shardwise: rank {rank_exit.rank} {describe_exit(rank_exit.returncode, lines)}"
+    return "\n".join([heading, f"the end of its log, {rank_exit.log_path}:", *(f"  | {line}" for line in shown)])
+
+
+def exit_code(returncode: int) -> int:
+    """A process's return code as a shell shows it: 128 + the signal's number for a death by signal."""
+    return 128 - returncode if returncode < 0 else returncode
+
+
+def tail(log_path: Path) -> list[str]:
+    """The last lines of a log that hold anything; none where there is no log."""
+    try:
+        with log_path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            text = log.read().decode("utf-8", errors="replace")
+    except OSError:
+        return []
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
+
+
+def _reason(log_lines: Sequence[str]) -> str:
+    """The exception that ends the last traceback, else the last line."""
+    lines = [_RANK_PREFIX.sub("", line) for line in log_lines]
+    starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    if starts:
+        after = lines[starts[-1] + 1 :]
+        return next((line for line in after if not line.startswith(" ")), "")
+    return lines[-1] if lines else ""

@@ -1,0 +1,314 @@
+"""Starts the ranks of one machine as processes and watches them to their end. It does not know what they compute.
+
+Each rank is a session of its own, so that the terminal's Ctrl-C reaches only the launcher, which then asks all ranks to
+stop (SIGTERM), waits, and in the end kills. Rank 0's stdout is the launcher's; all else goes to a log per rank. A rank
+that dies takes the others with it, and the launcher says which one it was and why.
+
+    exit_code = launch_local(["-m", "shardwise", "train"], 2, Path("runs/1/logs"))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+from shardwise.config import ConfigError
+from shardwise.launch.environment import LAUNCHER_FD, STORE_FD
+from shardwise.launch.failure import RankExit, exit_code, first_cause, lost_peer, report
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Within this time a signal repeats the first: a shell and its terminal, or a wrapper, may each send one.
+_REPEAT_S = 0.5
+# A rank that lost its peer may be seen to end before the peer does: so long is the peer waited for.
+_SETTLE_S = 0.5
+_POLL_S = 0.05
+_SHOW_CURSOR = "\x1b[?25h"
+
+
+@dataclass(frozen=True)
+class _Signalled:
+    signum: signal.Signals
+    at_s: float
+
+
+class _Phase(Enum):
+    """RUNNING -> (SETTLING ->) STOPPING -> KILLED; each may be left early, as soon as no rank lives."""
+
+    RUNNING = auto()
+    SETTLING = auto()  # a rank lost its peer; the peer's own end is waited for
+    STOPPING = auto()  # SIGTERM was sent
+    KILLED = auto()  # SIGKILL was sent
+
+
+_SENT: Mapping[_Phase, tuple[signal.Signals, ...]] = {
+    _Phase.RUNNING: (),
+    _Phase.SETTLING: (),
+    _Phase.STOPPING: (signal.SIGTERM,),
+    _Phase.KILLED: (signal.SIGTERM, signal.SIGKILL),
+}
+
+
+def default_num_ranks(device: Literal["auto", "cpu", "cuda"]) -> int:
+    """One rank a GPU; without GPUs two, where there are two cores, else one.
+
+    Raises:
+        ConfigError: `cuda` was asked for and there is none.
+    """
+    num_gpus = 0
+    if device != "cpu":
+        import torch  # a launcher on CPU has no use for it, and it takes seconds
+
+        num_gpus = torch.cuda.device_count()
+    if device == "cuda" and num_gpus == 0:
+        raise ConfigError("device cuda: torch sees 0 GPUs; use device cpu, or check the driver and torch's build")
+    return num_gpus or min(2, num_cores())
+
+
+def num_cores() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def launch_local(
+    argv: Sequence[str],
+    num_ranks: int,
+    log_dir: Path,
+    *,
+    threads_per_rank: int | None = None,
+    environ: Mapping[str, str] | None = None,
+    grace_s: float = 15.0,
+    failure_grace_s: float = 3.0,
+) -> int:
+    """Run `python *argv` as ranks 0 to num_ranks - 1 with torchrun's environment and return when all have ended.
+
+    Call it on the main thread: it handles SIGINT, SIGTERM and SIGHUP meanwhile. The first of them asks the ranks to
+    stop; a second one kills them.
+
+    Args:
+        argv: what follows the interpreter: `["-m", module, ...]` or `[script, ...]`.
+        num_ranks: processes to start.
+        log_dir: gets `rank-N.log`, stdout and stderr; of rank 0 only stderr, since its stdout is this process's.
+        threads_per_rank: OMP_NUM_THREADS; by default what `environ` says, else an equal share of the cores.
+        environ: what the ranks inherit, by default this process's environment.
+        grace_s: from the request to stop to the kill.
+        failure_grace_s: the same for the ranks that are left when one died.
+
+    Returns:
+        0, or the exit code of the rank that died first, or 128 + the number of the signal that stopped the run.
+    """
+    if num_ranks < 1:
+        raise ConfigError(f"num_ranks={num_ranks} starts nothing; give at least 1")
+    inherited = os.environ if environ is None else environ
+    rank_environ = _common_environ(inherited, num_ranks, threads_per_rank)
+    log_dir.mkdir(parents=True, exist_ok=True)
+    with _stop_signals() as received, _Ranks(log_dir) as ranks:
+        ranks.start([sys.executable, *argv], num_ranks, rank_environ)
+        watch = _Watch(ranks, received, grace_s, failure_grace_s)
+        watch.run()
+    return _conclude(watch)
+
+
+def _common_environ(inherited: Mapping[str, str], num_ranks: int, threads_per_rank: int | None) -> dict[str, str]:
+    environ = dict(inherited)
+    if threads_per_rank is not None:
+        environ["OMP_NUM_THREADS"] = str(threads_per_rank)
+    else:
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_ranks)))
+    # A rank that is killed must leave in its log what it printed, and one that crashes in C++ where it was.
+    environ.setdefault("PYTHONUNBUFFERED", "1")
+    environ.setdefault("PYTHONFAULTHANDLER", "1")
+    environ.update(WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1")
+    return environ
+
+
+class _Ranks:
+    """The processes, from start to end: whatever happens, none outlives the context."""
+
+    def __init__(self, log_dir: Path) -> None:
+        self.log_dir = log_dir
+        self.alive: set[int] = set()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        # Ranks hold the reading end: it ends when this process does, even by kill -9 (`rank.exit_with_parent`).
+        self._read_fd, self._write_fd = os.pipe()
+
+    def __enter__(self) -> _Ranks:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        # The whole groups: what a dead rank started may still live.
+        if self.alive or any(process.returncode for process in self._processes):
+            self.kill()
+        for process in self._processes:
+            process.wait()
+        os.close(self._read_fd)
+        os.close(self._write_fd)
+
+    def log_path(self, rank: int) -> Path:
+        return self.log_dir / f"rank-{rank}.log"
+
+    def start(self, command: Sequence[str], num_ranks: int, environ: Mapping[str, str]) -> None:
+        """Start all ranks; rank 0 gets the socket on which the ranks will meet, so that nobody can take its port."""
+        with socket.create_server(("127.0.0.1", 0), backlog=max(128, num_ranks)) as meeting:
+            common = {**environ, "MASTER_PORT": str(meeting.getsockname()[1]), LAUNCHER_FD: str(self._read_fd)}
+            for rank in range(num_ranks):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                fds = [self._read_fd]
+                if rank == 0:
+                    own[STORE_FD] = str(meeting.fileno())
+                    fds.append(meeting.fileno())
+                self._start_rank(rank, command, {**common, **own}, fds)
+
+    def _start_rank(self, rank: int, command: Sequence[str], environ: Mapping[str, str], fds: Sequence[int]) -> None:
+        with self.log_path(rank).open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=None if rank == 0 else log,
+                stderr=log,
+                pass_fds=fds,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        self.alive.add(rank)
+
+    def fetch_ended(self) -> list[tuple[int, int]]:
+        """(rank, return code) of the ranks that have ended since the last call."""
+        ended = [(rank, code) for rank in sorted(self.alive) if (code := self._processes[rank].poll()) is not None]
+        self.alive.difference_update(rank for rank, _ in ended)
+        return ended
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the living ranks, not to what they started: that is theirs to end."""
+        for rank in self.alive:
+            self._processes[rank].terminate()
+
+    def kill(self) -> None:
+        """Send SIGKILL to the ranks and all that they started."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+class _Watch:
+    """Follows the ranks to their end, and decides when they are asked to stop and when they are killed."""
+
+    def __init__(self, ranks: _Ranks, received: deque[_Signalled], grace_s: float, failure_grace_s: float) -> None:
+        self.exits: list[RankExit] = []
+        self.signalled: _Signalled | None = None
+        self.killed_ranks: list[int] = []
+        self._ranks = ranks
+        self._received = received
+        self._grace_s = grace_s
+        self._failure_grace_s = failure_grace_s
+        self._phase = _Phase.RUNNING
+        self._deadline_s = math.inf
+
+    def run(self) -> None:
+        """Return when every rank has ended."""
+        while self._ranks.alive:
+            # Sleeping, not waiting: the system may hand a signal to another thread and leave this one, on which
+            # handlers run, asleep.
+            time.sleep(_POLL_S)
+            for rank, returncode in self._ranks.fetch_ended():
+                self._on_end(RankExit(rank, returncode, self._ranks.log_path(rank), _SENT[self._phase]))
+            while self._received:
+                self._on_signal(self._received.popleft())
+            if time.monotonic() >= self._deadline_s:
+                self._on_deadline()
+
+    def _on_end(self, rank_exit: RankExit) -> None:
+        self.exits.append(rank_exit)
+        if not rank_exit.failed:
+            return
+        if self._phase is _Phase.STOPPING:
+            # The others may wait for the dead one: no use in the long grace.
+            self._deadline_s = min(self._deadline_s, time.monotonic() + self._failure_grace_s)
+        elif self._phase is _Phase.RUNNING and lost_peer(rank_exit):
+            self._phase = _Phase.SETTLING
+            self._deadline_s = time.monotonic() + _SETTLE_S
+        elif self._phase is not _Phase.KILLED and not lost_peer(rank_exit):
+            self._stop(self._failure_grace_s)
+
+    def _on_signal(self, event: _Signalled) -> None:
+        if self.signalled is None:
+            self.signalled = event
+            if self._phase in (_Phase.RUNNING, _Phase.SETTLING):
+                _say(f"shardwise: {event.signum.name}: the ranks stop after this step; once more kills them")
+                self._stop(self._grace_s)
+        # A closing terminal sends SIGHUP more than once and means no haste by it.
+        elif event.signum is not signal.SIGHUP and event.at_s - self.signalled.at_s > _REPEAT_S:
+            self._kill()
+
+    def _on_deadline(self) -> None:
+        if self._phase is _Phase.SETTLING:
+            self._stop(self._failure_grace_s)
+        else:
+            self._kill()
+
+    def _stop(self, grace_s: float) -> None:
+        self._phase = _Phase.STOPPING
+        self._deadline_s = time.monotonic() + grace_s
+        self._ranks.terminate()
+
+    def _kill(self) -> None:
+        self._phase = _Phase.KILLED
+        self._deadline_s = math.inf
+        self.killed_ranks = sorted(self._ranks.alive)
+        self._ranks.kill()
+
+
+def _conclude(watch: _Watch) -> int:
+    """Say what went wrong, if anything did, and give the launcher's exit code."""
+    cause = first_cause(watch.exits)
+    if cause is not None or watch.killed_ranks:
+        _restore_terminal()
+    if watch.signalled is not None and watch.killed_ranks:
+        _say(f"shardwise: killed, not having stopped in time: ranks {', '.join(map(str, watch.killed_ranks))}")
+    if cause is not None:
+        _say(report(cause))
+        return exit_code(cause.returncode)
+    return 0 if watch.signalled is None else 128 + watch.signalled.signum
+
+
+def _restore_terminal() -> None:
+    """A live display that was killed leaves the cursor hidden, in the middle of a line."""
+    if sys.stdout.isatty():
+        with contextlib.suppress(OSError):
+            print(_SHOW_CURSOR, flush=True)
+
+
+def _say(message: str) -> None:
+    # After SIGHUP the terminal may be gone; that must not keep the ranks from being stopped.
+    with contextlib.suppress(OSError, ValueError):
+        print(message, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[deque[_Signalled]]:
+    """Collect stop signals, and put the old handlers back in the end; what is ignored (nohup) stays ignored."""
+    received: deque[_Signalled] = deque()
+
+    def receive(signum: int, _frame: FrameType | None) -> None:
+        received.append(_Signalled(signal.Signals(signum), time.monotonic()))
+
+    handled = [signum for signum in _STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
+    previous = {signum: signal.signal(signum, receive) for signum in handled}
+    try:
+        yield received
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)

@@ -1,0 +1,87 @@
+"""What a rank does about signals and about the launcher that started it. No torch, no process group.
+
+>>> stop = install_stop_signal(())
+>>> bool(stop)
+False
+>>> stop.request(signal.SIGTERM)
+>>> bool(stop), stop.signal_name
+(True, 'SIGTERM')
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+from shardwise.launch.environment import LAUNCHER_FD
+
+# One Ctrl-C reaches a rank under torchrun twice, from the terminal and from the agent.
+_REPEAT_S = 2.0
+
+
+class StopFlag:
+    """False until a signal asks the rank to stop, true ever after.
+
+    Signals reach the ranks at different moments: the ranks must agree on the step after which they stop (a maximum
+    over the ranks), or one waits in a collective that the others never enter.
+    """
+
+    def __init__(self) -> None:
+        self._signum: int | None = None
+        self._requested_at_s = 0.0
+
+    def __bool__(self) -> bool:
+        return self._signum is not None
+
+    @property
+    def signal_name(self) -> str | None:
+        """The signal that asked first, such as SIGTERM."""
+        return None if self._signum is None else signal.Signals(self._signum).name
+
+    def request(self, signum: int) -> None:
+        """Ask to stop; a later request changes nothing, except that a second Ctrl-C interrupts at once."""
+        if self._signum is None:
+            self._signum, self._requested_at_s = signum, time.monotonic()
+        elif signum == signal.SIGINT and time.monotonic() - self._requested_at_s > _REPEAT_S:
+            raise KeyboardInterrupt
+
+
+def install_stop_signal(signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> StopFlag:
+    """Turn `signals` into a flag that a loop reads between steps; call it on the main thread.
+
+    A signal that this process was told to ignore (a background job's SIGINT) stays ignored.
+    """
+    flag = StopFlag()
+
+    def handle(signum: int, _frame: FrameType | None) -> None:
+        flag.request(signum)
+
+    for signum in signals:
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, handle)
+    return flag
+
+
+def exit_with_parent(environ: Mapping[str, str]) -> None:
+    """Kill this rank and its own children when the local launcher dies, however it dies; call it first of all.
+
+    Does nothing under any other launcher.
+    """
+    if LAUNCHER_FD in environ:
+        launcher_fd = int(environ[LAUNCHER_FD])
+        threading.Thread(target=_kill_at_end_of, args=(launcher_fd,), name="exit-with-parent", daemon=True).start()
+
+
+def _kill_at_end_of(launcher_fd: int) -> None:
+    # The launcher holds the only writing end and never writes: reading ends when the launcher does.
+    os.read(launcher_fd, 1)
+    with contextlib.suppress(OSError):
+        os.write(2, b"shardwise: the launcher died; this rank ends with it\n")
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)

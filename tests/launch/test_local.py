@@ -1,0 +1,344 @@
+"""The local launcher with real processes that import no torch: every way in which ranks end or are ended."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwise.config import ConfigError
+from shardwise.launch import local
+from shardwise.launch.local import default_num_ranks, launch_local
+
+# Each rank notes its process id; `meet` waits until all have.
+PRELUDE = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+rank, world_size, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(sys.argv[1])
+def note(name, value):
+    (folder / f"{name}.tmp").write_text(json.dumps(value))
+    (folder / f"{name}.tmp").rename(folder / name)
+def meet():
+    note(f"pid-{rank}", os.getpid())
+    while len(list(folder.glob("pid-?"))) < world_size:
+        time.sleep(0.01)
+def stop(signum, frame):
+    print("stopped by", signal.Signals(signum).name, file=sys.stderr)
+    sys.exit(0)
+"""
+STOPPABLE = "signal.signal(signal.SIGTERM, stop); signal.signal(signal.SIGINT, stop); meet()\n"
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN); meet()\n"
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Launch ranks that run the prelude and then `code`."""
+
+    def run(code: str, num_ranks: int = 2, **options) -> int:
+        return launch_local([write_script(tmp_path, code), str(tmp_path)], num_ranks, tmp_path / "logs", **options)
+
+    return run
+
+
+def write_script(folder: Path, code: str) -> str:
+    script = folder / "script.py"
+    script.write_text(PRELUDE + code)
+    return str(script)
+
+
+def log(folder: Path, rank: int) -> str:
+    return (folder / "logs" / f"rank-{rank}.log").read_text()
+
+
+def noted_pids(folder: Path) -> list[int]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*pid-?"))]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs; a zombie that only waits for init to fetch it does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition, timeout_s: float = 10.0) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_ranks_get_torchruns_environment_and_their_logs(launch, tmp_path, capfd):
+    code = """
+note(f"env-{rank}", dict(os.environ))
+note(f"session-{rank}", os.getsid(0))
+print("out of", rank); print("err of", rank, file=sys.stderr)
+if "SHARDWISE_STORE_FD" in os.environ:
+    import socket
+    listening = socket.socket(fileno=int(os.environ["SHARDWISE_STORE_FD"]))
+    note("port", [listening.getsockname()[1], listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)])
+"""
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    assert launch(code, 3, environ=environ) == 0
+    envs = [json.loads((tmp_path / f"env-{rank}").read_text()) for rank in range(3)]
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
+    num_threads = str(max(1, local.num_cores() // 3))
+    assert [tuple(env[name] for name in names) for env in envs] == [
+        (str(rank), str(rank), "3", "3", "127.0.0.1", num_threads) for rank in range(3)
+    ]
+    assert len({env["MASTER_PORT"] for env in envs}) == 1
+    assert json.loads((tmp_path / "port").read_text()) == [int(envs[0]["MASTER_PORT"]), 1]
+    assert ["SHARDWISE_STORE_FD" in env for env in envs] == [True, False, False]
+    sessions = {(tmp_path / f"session-{rank}").read_text() for rank in range(3)} | {str(os.getsid(0))}
+    assert len(sessions) == 4
+    assert capfd.readouterr() == ("out of 0\n", "")
+    assert [log(tmp_path, rank) for rank in range(3)] == ["err of 0\n", "out of 1\nerr of 1\n", "out of 2\nerr of 2\n"]
+
+
+@pytest.mark.parametrize(
+    ("threads_per_rank", "environ", "expected"),
+    [(3, {"OMP_NUM_THREADS": "5"}, "3"), (None, {"OMP_NUM_THREADS": "5"}, "5"), (None, {}, "2")],
+)
+def test_threads_per_rank(launch, tmp_path, monkeypatch, threads_per_rank, environ, expected):
+    monkeypatch.setattr(local, "num_cores", lambda: 2)
+    launch('note("threads", os.environ["OMP_NUM_THREADS"])', 1, threads_per_rank=threads_per_rank, environ=environ)
+    assert json.loads((tmp_path / "threads").read_text()) == expected
+
+
+def test_a_killed_rank_is_named_and_takes_the_others_with_it(launch, tmp_path, capfd):
+    code = (
+        STOPPABLE
+        + """
+for step in range(30):
+    print("step", step)
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+    )
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    start_s = time.monotonic()
+    assert launch(code, 3, environ=environ) == 128 + signal.SIGKILL
+    assert time.monotonic() - start_s < 10
+    message = capfd.readouterr().err.splitlines()
+    assert message[0] == "shardwise: rank 1 killed by SIGKILL: out of memory, or kill -9"
+    assert message[1] == f"the end of its log, {tmp_path / 'logs' / 'rank-1.log'}:"
+    assert message[2:] == [f"  | step {step}" for step in range(15, 30)]
+    assert "stopped by SIGTERM" in log(tmp_path, 0)
+    assert "stopped by SIGTERM" in log(tmp_path, 2)
+    assert not any(map(is_running, noted_pids(tmp_path)))
+
+
+def test_an_exception_is_reported_and_a_deaf_rank_is_killed(launch, tmp_path, capfd):
+    code = (
+        DEAF
+        + """
+if rank == 0:
+    raise ValueError("no such data")
+time.sleep(60)
+"""
+    )
+    start_s = time.monotonic()
+    assert launch(code, failure_grace_s=0.3) == 1
+    assert time.monotonic() - start_s < 10
+    assert "rank 0 exited with code 1: ValueError: no such data\n" in capfd.readouterr().err
+    assert not any(map(is_running, noted_pids(tmp_path)))
+
+
+def test_what_a_dead_rank_started_dies_too(launch, tmp_path):
+    code = """
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+note(f"child-pid-{rank}", child.pid)
+meet()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+    launch(code)
+    pids = noted_pids(tmp_path)
+    assert len(pids) == 4
+    assert wait_until(lambda: not any(map(is_running, pids)))
+
+
+def test_a_rank_that_lost_its_peer_is_not_the_one_named(launch, capfd, monkeypatch):
+    monkeypatch.setattr(local, "_SETTLE_S", 10.0)
+    code = (
+        STOPPABLE
+        + """
+if rank == 0:
+    raise RuntimeError("gloo/transport/tcp/pair.cc:547: Connection closed by peer")
+time.sleep(0.2)
+raise ValueError("the cause")
+"""
+    )
+    assert launch(code) == 1
+    assert "rank 1 exited with code 1: ValueError: the cause" in capfd.readouterr().err
+
+
+def test_a_lost_connection_alone_is_reported_and_ends_the_run(launch, capfd):
+    code = (
+        STOPPABLE
+        + """
+if rank == 0:
+    raise RuntimeError("Connection reset by peer")
+time.sleep(60)
+"""
+    )
+    start_s = time.monotonic()
+    assert launch(code) == 1
+    assert time.monotonic() - start_s < 10
+    assert "rank 0 exited with code 1: RuntimeError: Connection reset by peer" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_signal_lets_the_ranks_end_by_their_own_path(launch, tmp_path, capfd, signum):
+    code = (
+        STOPPABLE
+        + f"""
+if rank == 0:
+    os.kill(os.getppid(), {int(signum)})
+time.sleep(60)
+"""
+    )
+    handler = signal.getsignal(signum)
+    assert launch(code) == 128 + signum
+    assert [log(tmp_path, rank) for rank in range(2)] == ["stopped by SIGTERM\n"] * 2
+    assert capfd.readouterr().err.splitlines() == [
+        f"shardwise: {signum.name}: the ranks stop after this step; once more kills them"
+    ]
+    assert signal.getsignal(signum) is handler
+
+
+def test_a_rank_that_does_not_stop_is_killed_after_the_grace(launch, tmp_path, capfd):
+    code = """
+if rank == 0:
+    signal.signal(signal.SIGTERM, stop); meet()
+    os.kill(os.getppid(), signal.SIGTERM)
+else:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN); meet()
+time.sleep(60)
+"""
+    assert launch(code, grace_s=0.3) == 128 + signal.SIGTERM
+    assert log(tmp_path, 0) == "stopped by SIGTERM\n"
+    assert "killed, not having stopped in time: ranks 1\n" in capfd.readouterr().err
+
+
+def test_a_second_ctrl_c_kills_but_not_a_signal_that_comes_with_the_first(launch, tmp_path, capfd):
+    code = (
+        DEAF
+        + """
+if rank == 0:
+    os.kill(os.getppid(), signal.SIGINT)
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(1.0)
+    note("alive", True)
+    os.kill(os.getppid(), signal.SIGINT)
+time.sleep(60)
+"""
+    )
+    start_s = time.monotonic()
+    assert launch(code) == 128 + signal.SIGINT
+    assert time.monotonic() - start_s < 10
+    assert (tmp_path / "alive").exists()
+    assert "killed, not having stopped in time: ranks 0, 1\n" in capfd.readouterr().err
+
+
+def test_a_rank_that_fails_while_stopping_is_reported_and_shortens_the_grace(launch, capfd):
+    code = """
+def fail(signum, frame):
+    raise OSError("disk full")
+signal.signal(signal.SIGTERM, fail if rank == 0 else signal.SIG_IGN); meet()
+if rank == 0:
+    os.kill(os.getppid(), signal.SIGINT)
+time.sleep(60)
+"""
+    start_s = time.monotonic()
+    assert launch(code, failure_grace_s=0.3) == 1
+    assert time.monotonic() - start_s < 10
+    assert "rank 0 exited with code 1: OSError: disk full" in capfd.readouterr().err
+
+
+def test_a_signal_that_is_ignored_stays_ignored(launch):
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert launch("os.kill(os.getppid(), signal.SIGHUP); time.sleep(0.1)") == 0
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
+def launcher_script(folder: Path, code: str) -> str:
+    """A program that launches two ranks, for tests that need a launcher in a process of its own."""
+    script, logs = write_script(folder, code), folder / "logs"
+    return f"""
+import fcntl, sys, termios
+from pathlib import Path
+from shardwise.launch.local import launch_local
+if sys.stdin.isatty():
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # now the terminal's Ctrl-C comes here
+sys.exit(launch_local([{script!r}, {str(folder)!r}], 2, Path({str(logs)!r})))
+"""
+
+
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
+    code = """
+from shardwise.launch.rank import exit_with_parent
+exit_with_parent(os.environ)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+note(f"child-pid-{rank}", subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid)
+meet()
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", launcher_script(tmp_path, code)]) as launcher:
+        try:
+            assert wait_until(lambda: len(list(tmp_path.glob("pid-?"))) == 2)
+        finally:
+            launcher.kill()
+    pids = noted_pids(tmp_path)
+    assert len(pids) == 4
+    assert wait_until(lambda: not any(map(is_running, pids)), timeout_s=3.0)
+    assert log(tmp_path, 1) == "shardwise: the launcher died; this rank ends with it\n"
+
+
+def test_in_a_terminal_rank_0_sees_it_and_ctrl_c_reaches_the_launcher_only(tmp_path):
+    code = STOPPABLE + 'note(f"tty-{rank}", sys.stdout.isatty()); note(f"waits-{rank}", True); time.sleep(60)'
+    ours, terminal = os.openpty()
+    command = [sys.executable, "-c", launcher_script(tmp_path, code)]
+    with subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
+    ) as launcher:
+        os.close(terminal)
+        try:
+            assert wait_until(lambda: len(list(tmp_path.glob("waits-?"))) == 2)
+            os.write(ours, b"\x03")
+            assert launcher.wait(timeout=10.0) == 128 + signal.SIGINT
+        finally:
+            launcher.kill()
+            os.close(ours)
+    assert [json.loads((tmp_path / f"tty-{rank}").read_text()) for rank in range(2)] == [True, False]
+    assert [log(tmp_path, rank) for rank in range(2)] == ["stopped by SIGTERM\n"] * 2
+
+
+def test_no_ranks_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="num_ranks=0 starts nothing"):
+        launch_local(["-c", ""], 0, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "num_cores", "expected"),
+    [("auto", 4, 2, 4), ("auto", 0, 64, 2), ("auto", 0, 1, 1), ("cpu", 4, 2, 2), ("cuda", 3, 1, 3)],
+)
+def test_default_num_ranks(monkeypatch, device, num_gpus, num_cores, expected):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    monkeypatch.setattr(local, "num_cores", lambda: num_cores)
+    assert default_num_ranks(device) == expected
+
+
+def test_cuda_without_gpus_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ConfigError, match="torch sees 0 GPUs"):
+        default_num_ranks("cuda")
