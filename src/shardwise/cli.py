@@ -1,0 +1,223 @@
+"""The command line: `shardwise train | config | presets | doctor`.
+
+It reads arguments and the environment, and turns errors into one line and an exit code: 2 for what the user can mend in
+the config, 1 for a run that failed, 128 + n for signal n. torch is imported by the commands that need it, so that
+`shardwise --help` answers at once.
+
+>>> main(["config"])  # doctest: +ELLIPSIS
+# What `shardwise train` uses ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+
+from shardwise.config import ConfigError
+from shardwise.launch.environment import RankEnv, detect, lone_rank
+from shardwise.launch.rank import StopFlag, exit_with_parent, install_stop_signal
+
+_BYTES_AT_REST = 2 + 4 + 12
+_TRAIN_EXAMPLES = """\
+examples:
+  shardwise train                                     the tiny preset on Python's own source, about two minutes
+  shardwise train --data book.txt run.steps=1000      a text file, a folder or JSONL
+  shardwise train zero.stage=3 batch.global_size=64   any key of `shardwise config`
+  shardwise train my.toml optimizer.lr=1e-3           a file, and what differs from it
+  torchrun --nproc-per-node 8 -m shardwise.cli train  joins the ranks there are; so does srun
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; a rank of a run does not return."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse does not take up positional arguments again behind an option.
+    if rest and (any(text.startswith("-") for text in rest) or not hasattr(arguments, "settings")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.settings += rest
+    for stream in (sys.stdout, sys.stderr):
+        # A sample may hold any character, and a terminal may not know it.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    exit_code: int = arguments.run(arguments)
+    return exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    description = "Train PyTorch models too large for the machines at hand."
+    parser = argparse.ArgumentParser(prog="shardwise", description=description)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    train = commands.add_parser(
+        "train",
+        help="train a decoder on text",
+        description="Train a decoder on text, on every GPU there is or on two CPU processes.",
+        epilog=_TRAIN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    train.add_argument("settings", nargs="*", metavar="config.toml | key=value", help="a TOML file, and keys to set")
+    train.add_argument("--data", metavar="PATH", help="a text file, a folder or JSONL (data.path)")
+    train.add_argument("--prepared", nargs=2, type=Path, help=argparse.SUPPRESS)
+    train.set_defaults(run=_train)
+    config = commands.add_parser("config", help="print every key with its default, as TOML")
+    config.add_argument("settings", nargs="*", metavar="config.toml | key=value", help="as for train")
+    config.set_defaults(run=_config)
+    presets = commands.add_parser("presets", help="list the models that train knows by name")
+    presets.set_defaults(run=_presets)
+    doctor = commands.add_parser("doctor", help="say what this machine and its torch can do")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    exit_with_parent(os.environ)
+    try:
+        env = detect(os.environ)
+        if env is None and arguments.prepared is None:
+            return _start(arguments)
+    except ConfigError as error:
+        return _refuse(error)
+    except KeyboardInterrupt:
+        print("shardwise: stopped by Ctrl-C before training began", file=sys.stderr)
+        return 130
+    # Before torch is imported, which takes a second or two: Ctrl-C is to be heard from the start.
+    stop = install_stop_signal()
+    exit_code = _be_rank(arguments, env or lone_rank(), stop)
+    from shardwise.launch.group import leave
+
+    return leave(exit_code)
+
+
+def _start(arguments: argparse.Namespace) -> int:
+    from shardwise.train.job import job_config
+    from shardwise.train.run import start
+
+    path, assignments = _split(arguments.settings)
+    return start(job_config(path, assignments, arguments.data), Console())
+
+
+def _be_rank(arguments: argparse.Namespace, env: RankEnv, stop: StopFlag) -> int:
+    from shardwise.launch.group import LaunchError
+    from shardwise.train.job import job_config
+    from shardwise.train.run import join, run_prepared
+
+    console = Console()
+    try:
+        if arguments.prepared is not None:
+            folder, shard_path = arguments.prepared
+            return run_prepared(folder, shard_path, env, stop, console)
+        path, assignments = _split(arguments.settings)
+        return join(job_config(path, assignments, arguments.data), env, stop, console)
+    except ConfigError as error:
+        # All ranks of a machine find the same mistake: one of them says so.
+        return _refuse(error) if env.local_rank == 0 else 2
+    except LaunchError as error:
+        print(f"shardwise: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    from shardwise.train.job import job_config
+
+    path, assignments = _split(arguments.settings)
+    try:
+        config = job_config(path, assignments)
+    except ConfigError as error:
+        return _refuse(error)
+    print("# What `shardwise train` uses on this machine; keys without a value follow from the others.")
+    for name, section in config.model_dump(mode="json").items():
+        print(f"\n[{name}]")
+        for key, value in section.items():
+            print(f"# {key} =" if value is None else f"{key} = {_toml(value)}")
+    return 0
+
+
+def _presets(arguments: argparse.Namespace) -> int:
+    from shardwise.models import PRESETS, num_params
+    from shardwise.train.progress import short_count
+
+    rows: list[tuple[str, ...]] = [("preset", "params", "layers", "hidden", "heads", "ffn", "vocab", "context", "GiB")]
+    for name, shape in PRESETS.items():
+        sizes = (shape.ffn_size, shape.vocab_size, shape.max_seq_len)
+        rows.append(
+            (
+                name,
+                short_count(num_params(shape)),
+                f"{shape.num_layers}",
+                f"{shape.hidden_size:,}",
+                f"{shape.num_heads}/{shape.num_kv_heads}",
+                *(f"{size:,}" for size in sizes),
+                f"{_BYTES_AT_REST * num_params(shape) / 2**30:,.1f}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *cells in rows:
+        columns = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        print("  ".join([name.ljust(widths[0]), *columns]))
+    print("\nheads: of queries / of keys and values")
+    print("GiB: at rest over all ranks of ZeRO-3, 18 bytes a parameter: bf16, fp32 gradients and master, Adam")
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    for label, text in _findings():
+        print(f"{label:<10} {text}")
+    return 0
+
+
+def _findings() -> Iterator[tuple[str, str]]:
+    import torch
+    import torch.distributed as dist
+
+    from shardwise.launch.local import default_num_ranks, num_cores
+    from shardwise.memory import format_bytes
+    from shardwise.train.job import has_fast_bf16
+
+    yield "shardwise", f"{version('shardwise')}, Python {platform.python_version()}, {platform.platform()}"
+    yield "torch", f"{torch.__version__}, {'CUDA ' + torch.version.cuda if torch.version.cuda else 'for CPU only'}"
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        yield f"GPU {index}", f"{device.name}, {format_bytes(device.total_memory)}"
+    if not torch.cuda.is_available():
+        yield "GPU", "none that torch sees"
+    backends = {"gloo": dist.is_gloo_available(), "NCCL": dist.is_nccl_available()}
+    yield "backends", ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in backends.items())
+    yield "cores", f"{num_cores()} usable of {os.cpu_count()}, bf16 in hardware: {'yes' if has_fast_bf16() else 'no'}"
+    yield "memory", format_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    yield "disk", f"{format_bytes(shutil.disk_usage('.').free)} free here"
+    yield "train", f"starts {default_num_ranks('auto')} ranks"
+
+
+def _split(settings: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The config file, if there is one, and the assignments."""
+    files = [text for text in settings if "=" not in text]
+    if len(files) > 1:
+        raise ConfigError(f"{' and '.join(files)} are two config files; give one, and settings as section.key=value")
+    return (files[0] if files else None), [text for text in settings if "=" in text]
+
+
+def _refuse(error: ConfigError) -> int:
+    print(f"shardwise: {error}", file=sys.stderr)
+    return 2
+
+
+def _toml(value: object) -> str:
+    """A value as TOML writes it; for strings, numbers, booleans and lists of these that is how JSON does."""
+    import json
+
+    return json.dumps(value, ensure_ascii=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,307 @@
+"""The training loop of one rank: steps, evaluation, a sample of text. Every rank of the world calls it alike.
+
+It prints nothing and writes nothing: what it finds are values, which rank 0 shows and keeps. Not here: processes,
+folders and exit codes (`run`, `job`).
+
+    trainer = build_trainer(config, data)
+    for record in trainer.steps(should_stop, announce=print):
+        print(record.step, record.loss)
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Final, TypeVar
+
+import numpy as np
+import torch
+
+from shardwise.config import Config
+from shardwise.engine import Engine, StepResult, initialize
+from shardwise.memory import Category, MemorySnapshot, format_table, oom_advice
+from shardwise.models import Decoder, decoder_config, flops_per_token, generate, lm_loss
+from shardwise.rng import init_parameters, keyed_generator
+from shardwise.train.baseline import unigram_loss
+from shardwise.train.dataset import TokenDataset, batches_for_step, sample_order
+from shardwise.train.metrics import StepRecord
+from shardwise.train.prepare import PreparedData
+
+# The first two: the first may be the one that runs out of memory, the second holds the optimizer's states too.
+NUM_FIRST_METERED = 2
+METER_EVERY = 50
+PROMPT_TOKENS = 24
+BASELINE_TOKENS = 1 << 27
+_TEMPERATURE, _TOP_K = 0.8, 40
+
+# Dense bf16 and fp16 FLOP/s by a part of the device's name, from NVIDIA's data sheets; the first that fits counts.
+_PEAK_FLOPS: Final = (
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("H200", 989e12),
+    ("B200", 2250e12),
+    ("A100", 312e12),
+    ("A40", 150e12),
+    ("L40S", 362e12),
+    ("L4", 121e12),
+    ("V100", 125e12),
+    ("T4", 65e12),
+)
+
+Result = TypeVar("Result")
+
+
+class OutOfMemoryError(RuntimeError):
+    """The device's memory does not hold the run; the message is the ledger's table, what would help, and one line."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Text that the model wrote after a prompt from the held-out data."""
+
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class AtRest:
+    """Bytes of one state between steps on rank 0: as the Layout predicts them, and as the ledger found them."""
+
+    name: str
+    predicted_bytes: int
+    measured_bytes: int
+
+
+class Trainer:
+    """A model, its data and its engine, from the first step to the last.
+
+    Args:
+        engine: around a decoder; its config is resolved.
+        data: opened on this rank.
+    """
+
+    def __init__(self, engine: Engine, data: PreparedData) -> None:
+        self.engine = engine
+        self.data = data
+        self.peak: MemorySnapshot | None = None
+        self._rank = engine.comm.rank
+        self._was_stopped = False
+
+    @property
+    def config(self) -> Config:
+        """Resolved."""
+        return self.engine.config
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model inside the engine."""
+        model = self.engine.model
+        assert isinstance(model, Decoder), f"a Trainer trains a Decoder, not a {type(model).__name__}"
+        return model
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the ranks agreed to stop before the last step."""
+        return self._was_stopped
+
+    def steps(self, should_stop: Callable[[], bool], announce: Callable[[str], None]) -> Iterator[StepRecord]:
+        """Take the steps that are left and yield a record of each, until the last one or until some rank should stop.
+
+        Args:
+            should_stop: asked on every rank after each step.
+            announce: told what is done besides steps.
+
+        Raises:
+            NonFiniteLossError: as `Engine.step`.
+            OutOfMemoryError: with the table of what took the memory.
+        """
+        run = self.config.run
+        while self.engine.num_steps < run.steps and not self._was_stopped:
+            record = self._guard_memory(self._take_step)
+            self._was_stopped = self._any_rank(should_stop()) and record.step < run.steps
+            is_due = record.step == run.steps or (run.eval_every is not None and record.step % run.eval_every == 0)
+            eval_loss = None
+            if is_due and not self._was_stopped:
+                announce("evaluating on held-out data")
+                eval_loss = self._guard_memory(self.evaluate)
+            yield replace(record, eval_loss=eval_loss)
+
+    def evaluate(self) -> float:
+        """The mean loss over `run.eval_batches` global batches of held-out data, the same in every layout."""
+        num_batches = self._num_eval_sequences() // self._global_size()
+        batches = itertools.chain.from_iterable(self._batches(self.data.val, number) for number in range(num_batches))
+        return self.engine.eval_step(list(batches)).loss
+
+    def unigram_loss(self) -> float:
+        """The loss that token frequencies alone reach on the tokens of `evaluate`."""
+        val, seq_len = self.data.val, self.config.data.seq_len
+        order = [self._held_out_sequence(position) for position in range(self._num_eval_sequences())]
+        targets = np.concatenate([val.sample(index, seq_len)[1] for index in order])
+        return unigram_loss(self.data.train.tokens[:BASELINE_TOKENS], targets, self.data.vocab_size)
+
+    def sample(self) -> Sample:
+        """Let the model continue held-out text by `run.sample_tokens` tokens; all ranks write the same."""
+        run, device, seq_len = self.config.run, self.engine.device, self.config.data.seq_len
+        prompt_ids = self.data.val.sample(self._held_out_sequence(0), seq_len)[0][:PROMPT_TOKENS].astype(np.int64)
+        generator = keyed_generator(run.seed, "sample", device=device)
+        with self.engine.gathered() as model:
+            tokens = generate(
+                model,
+                torch.from_numpy(prompt_ids).to(device).unsqueeze(0),  # [1, S]
+                run.sample_tokens,
+                max_seq_len=seq_len,
+                temperature=_TEMPERATURE,
+                top_k=_TOP_K,
+                generator=generator,
+            )
+        ids = tokens[0].tolist()
+        tokenizer = self.data.tokenizer
+        return Sample(tokenizer.decode(ids[: len(prompt_ids)]), tokenizer.decode(ids[len(prompt_ids) :]))
+
+    def at_rest(self) -> list[AtRest]:
+        """The states between steps, predicted and measured."""
+        predicted = self.engine.layout.bytes_at_rest()
+        live = self.engine.memory.snapshot().live_bytes
+        roles = (("param", Category.PARAMETERS), ("grad", Category.GRADIENTS), ("optimizer", Category.OPTIMIZER))
+        return [AtRest(category.value, predicted[role], live[category]) for role, category in roles]
+
+    def mfu(self, tokens_per_s: float) -> float | None:
+        """Model FLOPs utilisation: the share of the devices' dense peak; None where that is not known."""
+        if self.engine.device.type != "cuda" or self.config.precision.param not in ("bf16", "fp16"):
+            return None
+        peak = peak_flops(torch.cuda.get_device_name(self.engine.device))
+        flops = flops_per_token(self.decoder.config, self.config.data.seq_len) * tokens_per_s
+        return None if peak is None else flops / (peak * self.engine.comm.world_size)
+
+    def _take_step(self) -> StepRecord:
+        number = self.engine.num_steps + 1
+        is_metered = number <= NUM_FIRST_METERED or number % METER_EVERY == 0
+        memory = self.engine.memory
+        if is_metered:
+            memory.reset_peak()
+        start_s = time.perf_counter()
+        # On the CPU a meter slows every op, so activations are counted in a few steps only.
+        with memory.meter() if is_metered else nullcontext():
+            result = self.engine.train_step(self._batches(self.data.train, number - 1))
+        step_s = time.perf_counter() - start_s
+        snapshot = memory.snapshot()
+        if is_metered:
+            self.peak = snapshot
+        return _record(result, step_s, snapshot, is_metered)
+
+    def _batches(self, dataset: TokenDataset, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        mesh = self.engine.layout.mesh
+        return batches_for_step(
+            dataset,
+            number,
+            self.config.batch,
+            data_rank=mesh.data_index(self._rank),
+            num_data_ranks=mesh.num_data_ranks,
+            seed=self.config.run.seed,
+            seq_len=self.config.data.seq_len,
+        )
+
+    def _any_rank(self, flag: bool) -> bool:
+        value = torch.tensor([float(flag)], dtype=torch.float64, device=self.engine.device)
+        return self.engine.comm.max_scalars(value, "stop").item() > 0
+
+    def _global_size(self) -> int:
+        size = self.config.batch.global_size
+        assert size is not None, "the engine resolves the batch"
+        return size
+
+    def _num_eval_sequences(self) -> int:
+        """Whole global batches: as many as asked for, or as the held-out data fill without repeating, at least one."""
+        global_size = self._global_size()
+        there_are = self.data.val.num_sequences(self.config.data.seq_len) // global_size
+        return global_size * min(self.config.run.eval_batches, max(1, there_are))
+
+    def _held_out_sequence(self, position: int) -> int:
+        return sample_order(self.config.run.seed, position, self.data.val.num_sequences(self.config.data.seq_len))
+
+    def _guard_memory(self, run: Callable[[], Result]) -> Result:
+        try:
+            return run()
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(_explain_out_of_memory(error, self.engine, self._rank)) from error
+
+
+def build_trainer(config: Config, data: PreparedData) -> Trainer:
+    """Build the config's model, its weights drawn by parameter name, and shard it.
+
+    Args:
+        config: for the world that the process group holds.
+        data: opened on this rank; its tokenizer says how large the vocabulary is.
+
+    Raises:
+        ConfigError: model, data and world do not fit each other.
+        OutOfMemoryError: the states do not fit.
+    """
+    shape = decoder_config(config.model, max_seq_len=config.data.seq_len, vocab_size=data.vocab_size)
+    try:
+        model = Decoder(shape)
+        init_parameters(model, config.run.seed)
+        engine = initialize(model, config, loss_fn=lambda logits, batch: lm_loss(logits, batch[1]))
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(
+            f"out of memory before the first step, while the states were made: {_first_line(error)}; "
+            "use a smaller model, zero.stage=3 over more ranks, or optimizer.name=sgd"
+        ) from error
+    return Trainer(engine, data)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a failure is one of memory: Python's, the CUDA allocator's or the CPU allocator's."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """The dense bf16 FLOP/s of a device; None where it is not in the table.
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3")
+    989000000000000.0
+    """
+    return next((flops for part, flops in _PEAK_FLOPS if part in device_name), None)
+
+
+def _record(result: StepResult, step_s: float, snapshot: MemorySnapshot, is_metered: bool) -> StepRecord:
+    return StepRecord(
+        step=result.step,
+        loss=result.loss,
+        count=result.count,
+        grad_norm=result.grad_norm,
+        lr=result.lr,
+        skipped=result.skipped,
+        step_s=step_s,
+        tokens_per_s=result.count / step_s,
+        memory_bytes={category.value: num_bytes for category, num_bytes in snapshot.live_bytes.items()},
+        peak_bytes={category.value: num_bytes for category, num_bytes in snapshot.peak_live_bytes.items()}
+        if is_metered
+        else None,
+    )
+
+
+def _explain_out_of_memory(error: BaseException, engine: Engine, rank: int) -> str:
+    """The table and the advice first: a log is read from its end."""
+    snapshot = engine.memory.snapshot()
+    rows = [f"{name:<12} {gib:>9} GiB {share:>5}" for name, gib, share in format_table(snapshot)]
+    advice = [str(each) for each in oom_advice(snapshot, engine.config)]
+    cure = f"try {advice[0].partition(':')[0]}" if advice else "use a smaller model or more ranks"
+    reason = f"out of memory on rank {rank} in step {engine.num_steps + 1}: {_first_line(error)}; {cure}"
+    return "\n".join([f"what rank {rank} holds:", *rows, "settings that need less:", *advice, reason])
+
+
+def _first_line(error: BaseException) -> str:
+    lines = re.sub(r"^\[enforce fail[^\]]*\] err == 0\. ", "", str(error).strip()).splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,234 @@
+"""A run from its start to its exit code: starts ranks here or joins those there are, and is one of them.
+
+Not here: what a rank computes (`loop`), and the environment, which `shardwise.cli` reads and hands in.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import closing, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn
+from rich.progress import Progress as ProgressBar
+
+from shardwise.comm import CommError
+from shardwise.config import Config, ConfigError
+from shardwise.launch.environment import RankEnv
+from shardwise.launch.group import LaunchError, start_process_group
+from shardwise.launch.local import default_num_ranks, launch_local
+from shardwise.launch.rank import StopFlag
+from shardwise.loss import NonFiniteLossError
+from shardwise.memory import format_bytes
+from shardwise.train.job import CONFIG_NAME, create_folder, device_kind, prepare_job_data, resolve_job
+from shardwise.train.loop import OutOfMemoryError, Sample, Trainer, build_trainer
+from shardwise.train.metrics import write_timeline
+from shardwise.train.observer import Observer
+from shardwise.train.prepare import PreparedData, open_data
+from shardwise.train.summary import render_outcome
+
+# A rank that is asked to stop may be in the middle of a long step.
+STOP_GRACE_S = 60.0
+# The ranks that join wait for rank 0 to tokenize, which takes hours for terabytes.
+PREPARE_TIMEOUT_S = 24 * 3600.0
+_STOPPED_BY: Final[Mapping[int, str]] = MappingProxyType(
+    {128 + signal.SIGINT: "Ctrl-C", 128 + signal.SIGTERM: "SIGTERM", 128 + signal.SIGHUP: "SIGHUP"}
+)
+_FAILED = "failed"
+_PLACE_KEY = "shardwise/place"
+# Their messages say all there is to say; of anything else the log gets the traceback.
+_EXPECTED = (ConfigError, NonFiniteLossError, OutOfMemoryError, CommError, LaunchError)
+
+log = logging.getLogger("shardwise")
+
+
+def start(config: Config, console: Console) -> int:
+    """Train on ranks that are started here, and return the exit code.
+
+    Args:
+        config: as `job_config` returns it.
+        console: where the data's progress is shown; rank 0 shows the rest on stdout.
+
+    Raises:
+        ConfigError: before any process starts.
+    """
+    num_ranks = config.run.num_procs or default_num_ranks(config.run.device)
+    num_gpus = torch.cuda.device_count()
+    if device_kind(config) == "cuda" and num_ranks > num_gpus:
+        raise ConfigError(f"run.num_procs={num_ranks} but torch sees {num_gpus} GPUs; use at most one rank a GPU")
+    config = config.model_copy(update={"run": config.run.model_copy(update={"num_procs": num_ranks})})
+    resolved = resolve_job(config, num_ranks, num_local_ranks=num_ranks)
+    data = _prepare(resolved, console)
+    folder = create_folder(resolved, time.localtime())
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    _say(console, f"run folder {folder}, starting {ranks}")
+    exit_code = launch_local(
+        ["-m", "shardwise.cli", "train", "--prepared", str(folder), str(data.path)],
+        num_ranks,
+        folder,
+        threads_per_rank=config.run.num_threads,
+        grace_s=STOP_GRACE_S,
+    )
+    if exit_code in _STOPPED_BY:
+        _say(console, f"stopped by {_STOPPED_BY[exit_code]}; what was done until then is in {folder}")
+    return exit_code
+
+
+def join(config: Config, env: RankEnv, stop: StopFlag, console: Console) -> int:
+    """Be one of the ranks that torchrun or srun started, and return the exit code.
+
+    Rank 0 prepares the data and makes the folder, and tells the others through the store where they are.
+
+    Raises:
+        ConfigError: the config is wrong, or rank 0 could not prepare the run.
+        LaunchError: the ranks did not meet.
+    """
+    resolved = resolve_job(config, env.world_size, num_local_ranks=env.local_world_size)
+    start_process_group(env, device_kind(resolved), resolved.run.timeout_s)
+    folder, shard_path = _agree_on_place(resolved, env, console)
+    return run_rank(resolved, folder, shard_path, env=env, stop=stop, console=console)
+
+
+def run_prepared(folder: Path, shard_path: Path, env: RankEnv, stop: StopFlag, console: Console) -> int:
+    """Be one of the ranks that `start` started, and return the exit code."""
+    config = Config.from_json((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    start_process_group(env, device_kind(config), config.run.timeout_s)
+    return run_rank(config, folder, shard_path, env=env, stop=stop, console=console)
+
+
+def run_rank(config: Config, folder: Path, shard_path: Path, *, env: RankEnv, stop: StopFlag, console: Console) -> int:
+    """Train on this rank of a process group that stands, and return the exit code: 0, 1, or 128 + a signal's number.
+
+    Args:
+        config: resolved.
+        folder: of the run.
+        shard_path: of the tokens.
+        env: which rank this is.
+        stop: asked after each step.
+        console: rank 0 shows the run there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _log_to(folder, env)
+        if config.run.num_threads is not None:
+            torch.set_num_threads(config.run.num_threads)
+        trainer = build_trainer(config, open_data(shard_path, config))
+        log.info("%s", trainer.engine.layout.mesh)
+        observer = Observer(trainer, folder, console, stop) if env.rank == 0 else None
+        sample = _train(trainer, observer, stop)
+        write_timeline(folder / f"timeline-{env.rank}.jsonl", trainer.engine.timeline)
+        if observer is not None:
+            stopped_by = _stopped_by(stop, env) if trainer.was_stopped else None
+            console.print(render_outcome(observer.outcome(stopped_by, sample)))
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        return _fail(error, folder, env)
+    if not trainer.was_stopped:
+        return 0
+    return 128 + signal.Signals[stop.signal_name or "SIGTERM"]
+
+
+def _train(trainer: Trainer, observer: Observer | None, stop: StopFlag) -> Sample | None:
+    """Take the steps and write the sample; on every rank alike."""
+    announce = observer.announce if observer is not None else log.info
+    with closing(observer) if observer is not None else nullcontext():
+        for record in trainer.steps(stop.__bool__, announce):
+            if observer is not None:
+                observer.see(record)
+            if record.skipped:
+                log.warning("step %d: fp16 overflow, skipped", record.step)
+            if record.peak_bytes is not None:
+                peak = format_bytes(sum(record.peak_bytes.values()))
+                log.info("step %d: loss %.4f, %.3f s, peak %s", record.step, record.loss, record.step_s, peak)
+        if trainer.was_stopped or not trainer.config.run.sample_tokens:
+            return None
+        announce("writing a sample")
+        return trainer.sample()
+
+
+def _prepare(config: Config, console: Console) -> PreparedData:
+    """Tokenize under a bar that leaves a line behind."""
+    start_s = time.monotonic()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with ProgressBar(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task("learning the tokenizer", total=None)
+
+        def show(num_done_bytes: int, num_bytes: int) -> None:
+            bars.update(task, description="tokenizing", completed=num_done_bytes, total=num_bytes)
+
+        data = prepare_job_data(config, show)
+    took_s = time.monotonic() - start_s
+    _say(console, f"{data.source}: {data.num_tokens:,} tokens of {data.vocab_size:,} kinds, {took_s:.1f} s")
+    return data
+
+
+def _say(console: Console, line: str) -> None:
+    # A path may hold brackets, which rich would take for markup.
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _agree_on_place(config: Config, env: RankEnv, console: Console) -> tuple[Path, Path]:
+    """Where the run's folder and its tokens are: rank 0 makes them, the others wait for its word."""
+    group = dist.group.WORLD
+    assert group is not None, "the process group stands by now"
+    store = group.get_group_store()
+    if env.rank == 0:
+        try:
+            shard_path = _prepare(config, console).path
+            folder = create_folder(config, time.localtime()).absolute()
+        except Exception:
+            store.set(_PLACE_KEY, _FAILED)
+            raise
+        store.set(_PLACE_KEY, json.dumps([str(folder), str(shard_path)]))
+        return folder, shard_path
+    store.wait([_PLACE_KEY], timedelta(seconds=PREPARE_TIMEOUT_S))
+    word = store.get(_PLACE_KEY).decode()
+    if word == _FAILED:
+        raise ConfigError(f"rank {env.rank} ends because rank 0 could not prepare the run; see what rank 0 says")
+    folder_text, shard_text = json.loads(word)
+    return Path(folder_text), Path(shard_text)
+
+
+def _log_to(folder: Path, env: RankEnv) -> None:
+    """Log to `rank-N.log`: the local launcher has made that this rank's stderr, under others it is opened here."""
+    path = folder / f"rank-{env.rank}.log"
+    handler = logging.StreamHandler() if env.launcher == "local" else logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    log.setLevel(logging.INFO)
+
+
+def _fail(error: Exception, folder: Path, env: RankEnv) -> int:
+    """Say in the log, and under foreign launchers on stderr too, why this rank ends; return its exit code."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        message = f"no room left for the run's files in {folder}: {error.strerror}; free some, or set run.dir"
+    elif isinstance(error, _EXPECTED):
+        message = str(error)
+    else:
+        log.error("rank %d failed", env.rank, exc_info=error)
+        message = f"rank {env.rank} failed: {type(error).__name__}: {error}; the traceback is in rank-{env.rank}.log"
+    # The local launcher quotes the last line of the log, and says who speaks.
+    print(message if env.launcher == "local" else f"shardwise: {message}", file=sys.stderr, flush=True)
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def _stopped_by(stop: StopFlag, env: RankEnv) -> str:
+    """What asked this rank to stop; nothing under the local launcher, which says so itself and always sends SIGTERM."""
+    if stop.signal_name is None:
+        return "a signal to another rank"
+    if env.launcher == "local":
+        return ""
+    return "Ctrl-C" if stop.signal_name == "SIGINT" else stop.signal_name

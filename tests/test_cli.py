@@ -1,0 +1,225 @@
+"""The command line as a user meets it: what is wrong is said in one line before anything starts, and runs end well."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwise import cli
+from shardwise.config import Config, all_keys
+from shardwise.train import job
+
+SMALL_MODEL = ["num_layers=1", "hidden_size=32", "num_heads=2", "num_kv_heads=1", "ffn_size=64"]
+TEXT = "".join(f"def double_{number}(x):\n    return {2 * number} * x\n\n" for number in range(400))
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch) -> list[str]:
+    """Arguments of `train` for a run of a second, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT)
+    return [
+        *(f"model.{size}" for size in SMALL_MODEL),
+        "data.path=text.txt",
+        "data.seq_len=16",
+        "data.tokenizer=bytes",
+        "batch.micro_size=8",
+        "run.device=cpu",
+        "run.steps=3",
+        "run.eval_batches=1",
+        "run.sample_tokens=8",
+    ]
+
+
+def run_folder() -> Path:
+    (folder,) = Path("runs").glob("2*")
+    return folder
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_two_ranks_train_and_leave_everything_behind(settings, capfd):
+    assert cli.main(["train", *settings, "run.num_procs=2", "precision.param=fp32"]) == 0
+    folder = run_folder()
+    config = Config.from_json((folder / "config.json").read_text())
+    assert (config.mesh.dp_shard, config.batch.global_size, config.run.num_procs) == (2, 16, 2)
+    assert [record["step"] for record in read_metrics(folder)] == [1, 2, 3]
+    assert read_metrics(folder)[1]["peak_bytes"]["activations"] > 0
+    assert list((folder / "tensorboard").glob("events.*"))
+    for rank in (0, 1):
+        assert "step 2: loss" in (folder / f"rank-{rank}.log").read_text()
+        assert "BACKWARD" not in (folder / f"timeline-{rank}.jsonl").read_text()
+        assert '"0STEP"' in (folder / f"timeline-{rank}.jsonl").read_text()
+    printed = capfd.readouterr().out
+    for part in (
+        "ZeRO-2 over 2 ranks",
+        "step 3/3",
+        "held-out loss",
+        "to compare",
+        "tokens/s",
+        "at rest",
+        "sample",
+        str(folder),
+    ):
+        assert part in printed, part
+
+
+def start_train(arguments: list[str], **environ: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "shardwise.cli", "train", *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_step(number: int, timeout_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        for path in Path("runs").glob("2*/metrics.jsonl"):
+            if len(path.read_text().splitlines()) >= number:
+                return
+        time.sleep(0.05)
+    pytest.fail(f"no step {number} within {timeout_s} s")
+
+
+def test_ctrl_c_ends_the_run_after_a_step(settings):
+    process = start_train([*settings, "run.num_procs=1", "run.steps=100000"])
+    wait_for_step(2)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    records = read_metrics(run_folder())
+    assert f"at step {len(records)} of 100000" in out
+    assert "stopped by Ctrl-C" in out
+    assert "Traceback" not in out + err
+
+
+def test_a_rank_that_diverges_says_so(settings, capfd):
+    code = cli.main(
+        ["train", *settings, "run.num_procs=1", "optimizer.name=sgd", "optimizer.lr=1e30", "optimizer.clip_norm=none"]
+    )
+    assert code == 1
+    err = capfd.readouterr().err
+    assert "must be finite" in err
+    assert "Traceback" not in err
+
+
+def test_ranks_of_another_launcher_join(settings):
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    process = start_train([*settings, "run.sample_tokens=0"], **place)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "1 rank, so nothing is sharded" in out
+    assert "held-out loss" in out
+    assert "prompt" not in out
+    assert "step 2: loss" in (run_folder() / "rank-0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["zero.stege=3"], "zero.stege is not a config key; did you mean zero.stage?"),
+        (["missing.toml"], "cannot read config missing.toml: No such file or directory; give the path of a TOML file"),
+        (["a.toml", "b.toml"], "a.toml and b.toml are two config files"),
+        (["batch.global_size=7"], "batch.global_size=7 is not a multiple of"),
+        (["--data", "nowhere"], "data.path=nowhere does not exist"),
+        (["--data", "text.txt", "zero.stege=3"], "zero.stege is not a config key"),
+        (["model.preset=tinny"], "tinny is not a preset; did you mean tiny?"),
+        (["model.num_heads=3"], "model.num_heads=3 does not divide hidden_size=32"),
+        (["zero.blocks=['layers.*']"], "zero.blocks"),
+        (["optimizer.name=lbfgs"], "is not element-wise"),
+        (["data.seq_len=100000"], "data.seq_len=100000"),
+        (["mesh.tp=2"], "tensor parallelism is not built yet"),
+        (["run.device=cuda"], "no GPU"),
+        (["run.dir=text.txt/runs"], "text.txt/runs"),
+        (["run.name=a/b"], "run.name=a/b is not the name of a folder"),
+        (["model.preset=llama-405b", "model.num_layers=126", "model.hidden_size=16384"], "needs"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(settings, capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr("shardwise.train.run.launch_local", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(["train", "run.num_procs=2", *settings, *arguments]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.startswith("shardwise: ")
+    assert err.count("\n") == 1, "one line"
+    assert not list(Path().glob("runs/2*")), "no folder of a run that never was"
+
+
+def test_a_half_set_environment_is_refused(settings, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(["train", *settings]) == 2
+    assert "RANK is not" in capsys.readouterr().err
+
+
+def test_unknown_commands_and_options_are_refused(capsys):
+    for arguments in (["plan"], ["train", "--nope"], ["presets", "tiny"], []):
+        with pytest.raises(SystemExit) as exited:
+            cli.main(arguments)
+        assert exited.value.code == 2
+    assert "choose from" in capsys.readouterr().err
+
+
+def test_help_needs_no_torch():
+    script = (
+        "import sys, shardwise.cli\n"
+        "try: shardwise.cli.main(['train', '--help'])\n"
+        "except SystemExit: print('torch' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert "key=value" in out
+    assert out.splitlines()[-1] == "False"
+
+
+def test_the_config_printed_is_the_config_used(tmp_path, capsys):
+    assert cli.main(["config"]) == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "all.toml").write_text(printed)
+    assert job.job_config(tmp_path / "all.toml", []) == job.job_config(None, [])
+    for key in all_keys():
+        assert f"{key.partition('.')[2]} =" in printed
+    assert cli.main(["config", "zero.stage=3"]) == 0
+    assert "stage = 3" in capsys.readouterr().out
+
+
+def test_presets_and_doctor_answer(capsys):
+    assert cli.main(["presets"]) == 0
+    assert "llama-405b   405.9 B" in capsys.readouterr().out
+    assert cli.main(["doctor"]) == 0
+    assert "gloo yes" in capsys.readouterr().out
+
+
+def test_the_users_file_and_settings_go_over_the_defaults(tmp_path, monkeypatch):
+    monkeypatch.setattr(job, "has_fast_bf16", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    plain = job.job_config(None, [])
+    assert plain.precision.param == "bf16"
+    (tmp_path / "my.toml").write_text("[optimizer]\nlr = 0.1\n[run]\nsteps = 1000\n[batch]\nglobal_size = 6\n")
+    mine = job.job_config(tmp_path / "my.toml", ["optimizer.lr=0.2", "precision.param=fp32"], "some.txt")
+    assert (mine.optimizer.lr, mine.run.steps, mine.precision.param, mine.data.path) == (0.2, 1000, "fp32", "some.txt")
+    assert mine.batch.micro_size is None, "a default must not contradict what the user gave"
+    assert mine.scheduler.warmup_steps == 50, "a share of the user's steps"
+    assert job.job_config(None, ["model.preset=25m"]).optimizer.lr < plain.optimizer.lr
+    monkeypatch.setattr(job, "has_fast_bf16", lambda: False)
+    slow = job.job_config(None, [])
+    assert slow.precision.param == "fp32"
+    assert slow.run.steps < plain.run.steps
+
+
+def test_two_runs_in_one_second_get_two_folders(tmp_path):
+    config = Config.from_dict({"run": {"dir": str(tmp_path / "runs"), "name": "mine"}})
+    now = time.localtime(0)
+    first, second = job.create_folder(config, now), job.create_folder(config, now)
+    assert first != second
+    assert first.name.endswith("-mine")
+    assert Config.from_json((second / "config.json").read_text()) == config

@@ -1,0 +1,138 @@
+"""The picture of a run: it fits its terminal, says what the state says, and is drawn without a scroll."""
+
+import io
+import math
+import re
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from shardwise.train import progress
+from shardwise.train.progress import SPARK_POINTS, Display, Header, Progress, plain_line, render, sparkline
+
+HEADER = Header(
+    model="tiny, 6.0 M parameters, 4 layers of 320",
+    layout="ZeRO-2 over 2 ranks, CPU, bf16 with fp32 master",
+    batch="global batch 16 = 8 samples a micro-batch x 1 accumulation x 2 data-parallel ranks, 256 tokens each",
+    data="the source of Python 3.11's standard library, 2.8 M tokens",
+)
+ALL_CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "buckets", "activations", "other")
+
+
+def after(num_steps: int, total_steps: int = 400, **changes) -> Progress:
+    state = Progress(HEADER, total_steps)
+    for step in range(1, num_steps + 1):
+        values = {"loss": 8.0, "lr": 1e-3, "grad_norm": 1.25, "step_s": 0.5, "tokens_per_s": 8192.0}
+        state = state.after_step(step=step, **(values | changes))
+    return state
+
+
+def picture(state: Progress, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, record=True)
+    console.print(render(state, width))
+    return console.export_text().splitlines()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 109, 110, 120, 200])
+@pytest.mark.parametrize("num_steps", [0, 1, 400])
+def test_it_fits_the_terminal(width, num_steps):
+    state = after(num_steps)
+    if num_steps:
+        state = state.with_memory({name: 2**30 * (index + 1) for index, name in enumerate(ALL_CATEGORIES)})
+    lines = picture(state, width)
+    assert max(map(cell_len, lines)) <= width
+    if width >= 80:
+        assert len(lines) <= 23, "it must fit a terminal of 24 lines, or it cannot be redrawn in place"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_it_says_what_the_state_says(width):
+    state = after(100).with_memory({"activations": 3 * 2**20, "parameters": 2**20, "gathered": 0})
+    text = "\n".join(picture(state, width))
+    for part in ("step 100/400", "8.0000", "1.00e-03", "1.25", "8,192 tokens/s", "0:50 gone, 2:30 to go"):
+        assert part in text
+    assert HEADER.model in text
+    assert "4.00 MiB" in text, "the peak is the sum over the categories"
+    assert "gathered" not in text, "what holds nothing takes no line"
+    bars = [line.count("█") for line in text.splitlines() if "█" in line and "MiB" in line]
+    assert len(bars) == 2
+    assert bars[0] == pytest.approx(3 * bars[1], abs=2)
+
+
+def test_the_bar_is_as_long_as_the_run_is_old():
+    bar = next(line for line in picture(after(100), 80) if "step 100/400" in line)
+    assert bar.count("━") == pytest.approx(bar.count("─") / 3, abs=1)
+
+
+def test_mfu_and_activity_are_shown_where_there_are_any():
+    state = after(4)
+    assert "MFU" not in "\n".join(picture(state, 80)) + plain_line(state)
+    object.__setattr__(state, "mfu", 0.41)
+    object.__setattr__(state, "activity", "evaluating")
+    assert "41% of peak (MFU)" in "\n".join(picture(state, 80))
+    assert "evaluating" in "\n".join(picture(state, 80))
+    assert "MFU 41%" in plain_line(state)
+
+
+def test_the_loss_is_smoothed_and_survives_an_overflow():
+    state = after(1, loss=8.0)
+    assert state.loss == 8.0
+    steady = after(20, loss=8.0).after_step(step=21, loss=7.0, lr=0, grad_norm=0, step_s=1, tokens_per_s=1)
+    assert steady.loss == pytest.approx(7.9)
+    overflow = steady.after_step(step=22, loss=math.inf, lr=0, grad_norm=0, step_s=1, tokens_per_s=1)
+    assert overflow.loss == steady.loss
+    assert math.isfinite(sum(overflow.losses))
+
+
+@pytest.mark.parametrize(("total_steps", "points"), [(3, 3), (SPARK_POINTS, SPARK_POINTS), (1000, SPARK_POINTS)])
+def test_the_sparkline_spans_the_run(total_steps, points):
+    assert len(after(total_steps, total_steps).losses) == points
+    assert len(after(total_steps // 2 + 1, total_steps).losses) == pytest.approx(points / 2, abs=1)
+
+
+def test_a_sparkline_goes_from_low_to_high():
+    assert sparkline([]) == ""
+    assert sparkline([2.0, 2.0]) == "▁▁"
+    assert sparkline([1.0, math.nan, 8.0]) == "▁█"
+
+
+def make_display(monkeypatch, **options) -> tuple[Display, io.StringIO, list[float]]:
+    now_s = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now_s[0])
+    file = io.StringIO()
+    return Display(Console(file=file, width=80, height=24, **options), Progress(HEADER, 100)), file, now_s
+
+
+def test_a_pipe_gets_a_few_plain_lines(monkeypatch):
+    display, file, _ = make_display(monkeypatch)
+    for step in range(1, 101):
+        display.show(after(step, 100))
+    display.close()
+    lines = file.getvalue().splitlines()
+    assert lines[:4] == [HEADER.model, HEADER.layout, HEADER.batch, HEADER.data]
+    steps = [int(match[1]) for line in lines if (match := re.match(r"step (\d+)/100", line))]
+    assert steps == [1, *range(5, 101, 5)]
+    assert file.getvalue().isascii()
+    assert "\x1b" not in file.getvalue()
+
+
+def test_a_terminal_is_redrawn_in_place_and_not_too_often(monkeypatch):
+    display, file, now_s = make_display(monkeypatch, force_terminal=True)
+    for step in range(1, 101):
+        now_s[0] += 0.1
+        display.show(after(step, 100))
+    written = file.getvalue()
+    pictures = re.split(r"\x1b\[\d+F", written)
+    assert 30 <= len(pictures) <= 35, "every third of 100 steps in 10 s"
+    assert "step 100/100" in pictures[-1], "the last step is always drawn"
+    assert "\x1b[2J" not in written, "clearing the screen flickers"
+    for line_count, following in zip(re.findall(r"\x1b\[(\d+)F", written), pictures, strict=False):
+        assert int(line_count) == following.count("\n"), "each picture starts where the one before did"
+
+
+def test_a_picture_higher_than_the_terminal_is_cut(monkeypatch):
+    file = io.StringIO()
+    display = Display(Console(file=file, width=80, height=10, force_terminal=True), after(1))
+    display.show(after(400))
+    assert max(int(count) for count in re.findall(r"\x1b\[(\d+)F", file.getvalue())) <= 9

@@ -1,0 +1,92 @@
+"""How a rank ends: each way with its exit code and one line that says why."""
+
+import errno
+import io
+import os
+import re
+import signal
+
+import pytest
+from rich.console import Console
+
+from shardwise.config import Config
+from shardwise.launch.environment import lone_rank
+from shardwise.launch.rank import StopFlag
+from shardwise.train import run
+from shardwise.train.job import resolve_job
+from shardwise.train.metrics import MetricsWriter
+from shardwise.train.prepare import prepare_data
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Run this process as the only rank of a short run; returns the exit code and what was shown."""
+    (tmp_path / "text.txt").write_text("".join(f"line {number} of some text\n" for number in range(300)))
+    values = {
+        "model": {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "ffn_size": 64},
+        "data": {"path": str(tmp_path / "text.txt"), "seq_len": 16, "tokenizer": "bytes"},
+        "run": {"steps": 3, "device": "cpu", "eval_batches": 1, "sample_tokens": 4},
+    }
+
+    def start(stop: StopFlag | None = None, **run_values) -> tuple[int, str]:
+        config = Config.from_dict(values | {"run": values["run"] | run_values})
+        config = resolve_job(config, world_size=1, num_local_ranks=1)
+        shard_path = prepare_data(config, tmp_path / "cache").path
+        shown = io.StringIO()
+        console = Console(file=shown, width=100)
+        stop = stop or StopFlag()
+        code = run.run_rank(config, tmp_path / "run", shard_path, env=lone_rank(), stop=stop, console=console)
+        return code, shown.getvalue()
+
+    return start
+
+
+def fail_with(monkeypatch, error: BaseException) -> None:
+    def write(self, record):
+        raise error
+
+    monkeypatch.setattr(MetricsWriter, "write", write)
+
+
+def test_the_summary_sets_every_figure_beside_another(train, capsys):
+    code, shown = train()
+    assert code == 0
+    for part in ("held-out loss", "for token frequencies alone, on the same tokens", "predicted", "measured", "prompt"):
+        assert part in shown
+    assert len(re.findall(r"^step [123]/3 .* [1-9][\d,]* tokens/s", shown, re.MULTILINE)) == 3
+    assert shown.rstrip().endswith("/run"), "the last line is the path of the run's folder"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_signal_ends_it_after_the_step(train):
+    stop = StopFlag()
+    stop.request(signal.SIGTERM)
+    code, shown = train(stop)
+    assert code == 128 + signal.SIGTERM
+    assert "at step 1 of 3 by SIGTERM" in shown
+    assert "held-out loss" not in shown
+    assert "train loss" in shown
+
+
+def test_a_full_disk_is_one_line(train, tmp_path, monkeypatch, capsys):
+    fail_with(monkeypatch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    code, _ = train()
+    err = capsys.readouterr().err
+    assert code == 1
+    assert err.startswith(
+        f"shardwise: no room left for the run's files in {tmp_path / 'run'}: No space left on device; "
+    )
+    assert err.count("\n") == 1
+
+
+def test_a_bug_leaves_its_traceback_in_the_log(train, monkeypatch, capsys, caplog):
+    fail_with(monkeypatch, TypeError("never mind"))
+    code, _ = train()
+    assert code == 1
+    assert "rank 0 failed: TypeError: never mind; the traceback is in rank-0.log" in capsys.readouterr().err
+    assert "Traceback (most recent call last)" in caplog.text
+
+
+def test_a_second_ctrl_c_ends_it_at_once(train, monkeypatch):
+    fail_with(monkeypatch, KeyboardInterrupt())
+    assert train()[0] == 130
