@@ -1,6 +1,6 @@
 """The measurements behind three choices: how gloo reduces and gathers, and how two dtypes are added on the CPU.
 
-    python benchmarks/primitives.py --ranks 2
+python benchmarks/primitives.py --ranks 2
 """
 
 from __future__ import annotations
