@@ -107,7 +107,7 @@ def _start(arguments: argparse.Namespace) -> int:
 
 def _be_rank(arguments: argparse.Namespace, env: RankEnv, stop: StopFlag) -> int:
     from shardwise.launch.group import LaunchError
-    from shardwise.train.job import job_config
+    from shardwise.train.job import job_config, resolve_job
     from shardwise.train.run import join, run_prepared
 
     console = Console()
@@ -115,11 +115,16 @@ def _be_rank(arguments: argparse.Namespace, env: RankEnv, stop: StopFlag) -> int
         if arguments.prepared is not None:
             folder, shard_path = arguments.prepared
             return run_prepared(folder, shard_path, env, stop, console)
-        path, assignments = _split(arguments.settings)
-        return join(job_config(path, assignments, arguments.data), env, stop, console)
+        try:
+            path, assignments = _split(arguments.settings)
+            config = job_config(path, assignments, arguments.data)
+            config = resolve_job(config, env.world_size, num_local_ranks=env.local_world_size)
+        except ConfigError as error:
+            # All ranks of a machine find the same mistake: one of them says so.
+            return _refuse(error) if env.local_rank == 0 else 2
+        return join(config, env, stop, console)
     except ConfigError as error:
-        # All ranks of a machine find the same mistake: one of them says so.
-        return _refuse(error) if env.local_rank == 0 else 2
+        return _refuse(error)
     except LaunchError as error:
         print(f"shardwise: {error}", file=sys.stderr)
         return 1

@@ -33,13 +33,16 @@ class ConfigError(ValueError):
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
+# Strict would refuse lists, but TOML and JSON know no tuples.
+Betas = Annotated[tuple[Fraction, Fraction], Field(strict=False)]
+Names = Annotated[tuple[str, ...], Field(strict=False)]
 
 
 class ModelConfig(_Section):
@@ -104,7 +107,7 @@ class ZeroConfig(_Section):
     """What is sharded over the data-parallel ranks; see `shardwise.layout.stages` for the table."""
 
     stage: Annotated[int, Field(ge=0, le=3)] = 2
-    blocks: tuple[str, ...] | None = None
+    blocks: Names | None = None
     overlap: bool = True
 
 
@@ -150,11 +153,11 @@ class RecomputeConfig(_Section):
 
 
 class OptimizerConfig(_Section):
-    """An element-wise optimizer by name; `no_decay` names parameters (by suffix) and 1-D ones that are not decayed."""
+    """An element-wise optimizer by name; parameters of less than two dims are decayed only with `decay_1d`."""
 
     name: str = "adamw"
     lr: PositiveFloat = 3e-4
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: Betas = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     momentum: Fraction = 0.9
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
@@ -204,7 +207,7 @@ class Config(_Section):
     """All sections; every field has a default, so `Config()` is valid.
 
     Raises:
-        ConfigError: from `from_dict`, `from_toml`, `override` and `resolve`, naming key, rule and cure.
+        ConfigError: from every `from_...`, `override` and `resolve`, naming value, rule and cure.
     """
 
     model: ModelConfig = ModelConfig()
@@ -228,11 +231,15 @@ class Config(_Section):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Build a config from nested mappings, as parsed from TOML or JSON."""
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{values!r} is not a config; give a table of sections, such as zero")
         _refuse_unknown_keys(cls, values, prefix="")
+        written = {name: dict(section) if isinstance(section, Mapping) else section for name, section in values.items()}
         try:
-            return cls.model_validate(values)
+            return cls.model_validate(written)
         except ValidationError as error:
-            raise ConfigError(_one_line(error)) from None
+            section, leaf = map(str, error.errors()[0]["loc"][:2])
+            raise ConfigError(_explain(section, leaf, values[section][leaf])) from None
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Self:
@@ -242,14 +249,18 @@ class Config(_Section):
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Read what `to_json` wrote."""
-        return cls.from_dict(json.loads(text))
+        try:
+            return cls.from_dict(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"the config is not valid JSON: {error}; give what to_json wrote") from None
 
     def to_json(self) -> str:
         """Write every field, defaults included, as indented JSON."""
         return self.model_dump_json(indent=2)
 
     def override(self, assignments: Sequence[str]) -> Self:
-        """Apply `section.key=value` assignments; values are read as TOML, and as plain strings where that fails.
+        """Apply `section.key=value` assignments; values are read as TOML, and as plain strings where that fails or a
+        string is asked for.
 
         >>> Config().override(["zero.stage=3", "data.path=corpus.txt"]).zero.stage
         3
@@ -259,11 +270,13 @@ class Config(_Section):
             key, separator, text = assignment.partition("=")
             if not separator:
                 raise ConfigError(f"{assignment!r} is not an assignment; write section.key=value")
-            set_key(values, key.strip(), _parse_value(text.strip()))
+            set_key(values, key.strip(), _parse_value(key.strip(), text.strip()))
         return self.from_dict(values)
 
     def resolve(self, world_size: int) -> Self:
         """Fill in what follows from the world size: the mesh, then the batch; refuse what is not built yet."""
+        if world_size < 1:
+            raise ConfigError(f"world size {world_size} holds no rank; start at least 1")
         _refuse_unbuilt(self)
         mesh = _resolve_mesh(self.mesh, world_size)
         num_data_ranks = mesh.dp_replicate * _known(mesh.dp_shard)
@@ -277,7 +290,9 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}; give the path of a TOML file") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+        raise ConfigError(f"{path} is not valid TOML: {error}; mend it there") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text; give the path of a TOML file") from None
 
 
 def set_key(values: dict[str, Any], key: str, value: Any) -> None:
@@ -286,7 +301,7 @@ def set_key(values: dict[str, Any], key: str, value: Any) -> None:
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
-            raise ConfigError(f"{key} is not a config key; {section} takes no subkeys")
+            raise ConfigError(f"{_shown(key)} is not a config key; {_shown(section)} takes no subkeys")
     values[leaf] = value
 
 
@@ -307,15 +322,13 @@ def resolve_batch(batch: BatchConfig, num_data_ranks: int) -> BatchConfig:
     elif micro is None:
         accumulation = accumulation or 1
         micro = _divide_batch(total, f"accumulation {accumulation}", accumulation, num_data_ranks)
-    else:
-        derived = _divide_batch(total, f"micro_size {micro}", micro, num_data_ranks)
-        if accumulation not in (None, derived):
-            product = micro * accumulation * num_data_ranks
-            raise ConfigError(
-                f"batch.global_size={total} but micro_size {micro} x accumulation {accumulation} x {num_data_ranks} "
-                f"data-parallel ranks = {product}; leave one of the three out and it is derived"
-            )
-        accumulation = derived
+    elif accumulation is None:
+        accumulation = _divide_batch(total, f"micro_size {micro}", micro, num_data_ranks)
+    elif (product := micro * accumulation * num_data_ranks) != total:
+        raise ConfigError(
+            f"batch.global_size={total} but micro_size {micro} x accumulation {accumulation} x {num_data_ranks} "
+            f"data-parallel ranks = {product}; give {product}, or leave one of the three out and it is derived"
+        )
     return BatchConfig(global_size=total, micro_size=micro, accumulation=accumulation)
 
 
@@ -369,6 +382,10 @@ def _unbuilt_features(config: Config) -> Iterator[tuple[str, Any, Any, str]]:
     yield "tiers.grads", config.tiers.grads, "device", "offload"
     yield "tiers.optimizer", config.tiers.optimizer, "device", "offload"
     yield "tensor.sequence_parallel", config.tensor.sequence_parallel, False, "sequence parallelism"
+    yield "tiers.nvme_path", config.tiers.nvme_path, None, "offload"
+    yield "pipeline.schedule", config.pipeline.schedule, "1f1b", "pipeline parallelism"
+    yield "pipeline.virtual_stages", config.pipeline.virtual_stages, 1, "pipeline parallelism"
+    yield "context.transport", config.context.transport, "ring", "context parallelism"
     yield "attention.kind", config.attention.kind, "dense", "block-sparse attention"
     yield "compile.enabled", config.compile.enabled, False, "compilation per block"
     yield "checkpoint.every", config.checkpoint.every, None, "checkpointing"
@@ -378,35 +395,37 @@ def _unbuilt_features(config: Config) -> Iterator[tuple[str, Any, Any, str]]:
 def _refuse_unbuilt(config: Config) -> None:
     for key, value, built, feature in _unbuilt_features(config):
         if value != built:
-            cure = f"leave {key} out" if built is None else f"use {key}={str(built).lower()}"
-            raise ConfigError(f"{key}={str(value).lower()}: {feature} is not built yet; {cure}")
+            cure = f"leave {key} out" if built is None else f"use {key}={json.dumps(built)}"
+            raise ConfigError(f"{key}={json.dumps(value)}: {feature} is not built yet; {cure}")
 
 
 def _refuse_unknown_keys(section: type[BaseModel], values: Mapping[str, Any], prefix: str) -> None:
     for key, value in values.items():
+        path = f"{prefix}{key}"
         field = section.model_fields.get(key)
         if field is None:
-            raise ConfigError(f"{prefix}{key} is not a config key; {_suggestion(prefix + key)}")
+            raise ConfigError(f"{_shown(path)} is not a config key; {_suggestion(path)}")
         nested = field.annotation
         if isinstance(nested, type) and issubclass(nested, BaseModel):
-            if not isinstance(value, Mapping | BaseModel):
-                raise ConfigError(
-                    f"{prefix}{key}={value!r} is not a section; set one of its keys, "
-                    f"such as {_first_key(prefix + key, nested)}"
-                )
+            if not isinstance(value, Mapping | nested):
+                example = f"{path}.{next(iter(nested.model_fields))}"
+                raise ConfigError(f"{path}={value!r} is not a section; set one of its keys, such as {example}")
             if isinstance(value, Mapping):
-                _refuse_unknown_keys(nested, value, prefix=f"{prefix}{key}.")
+                _refuse_unknown_keys(nested, value, prefix=f"{path}.")
 
 
-def _first_key(path: str, section: type[BaseModel]) -> str:
-    return f"{path}.{next(iter(section.model_fields))}"
+def _shown(path: str) -> str:
+    """A key as the user wrote it, but on one line and never nothing."""
+    return path if path and path.isprintable() else repr(path)
 
 
-def _suggestion(key: str) -> str:
-    known = all_keys()
-    leaf = key.rpartition(".")[2]
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-    close = close or [name for name in known if name.rpartition(".")[2] == leaf]
+def _suggestion(path: str) -> str:
+    known = [*all_keys(), *Config.model_fields]
+    section, _, leaf = path.rpartition(".")
+    if path in known:
+        return f"put {leaf} into the section {section}"
+    close = [name for name in known if name.rpartition(".")[2] == leaf]
+    close = close or difflib.get_close_matches(path, known, n=1, cutoff=0.75)
     close = close or [name for name in known if difflib.get_close_matches(leaf, [name.rpartition(".")[2]], cutoff=0.75)]
     if close:
         return f"did you mean {' or '.join(close[:3])}?"
@@ -415,28 +434,52 @@ def _suggestion(key: str) -> str:
 
 def all_keys() -> list[str]:
     """Every dotted key a config may hold, in order."""
-    return [f"{name}.{leaf}" for name, field in Config.model_fields.items() for leaf in _fields(field.annotation)]
+    return [f"{name}.{leaf}" for name, section in _sections().items() for leaf in section.model_fields]
 
 
-def _fields(section: Any) -> list[str]:
-    return list(section.model_fields)
+def _sections() -> dict[str, Any]:
+    return {name: field.annotation for name, field in Config.model_fields.items()}
 
 
-def _one_line(error: ValidationError) -> str:
-    first = error.errors()[0]
-    key = ".".join(
-        str(part) for part in first["loc"] if not str(part).startswith(("literal[", "constrained-", "float", "int"))
-    )
-    return f"{key}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+def _explain(section: str, leaf: str, value: Any) -> str:
+    """Why `value` cannot be the field's, and what can, from the field's own schema: pydantic's words name no cure."""
+    schema = _sections()[section].model_json_schema()["properties"][leaf]
+    close = difflib.get_close_matches(str(value).lower(), _words(schema), n=1, cutoff=0.5)
+    default = "" if schema["default"] is None else f" for the default {json.dumps(schema['default'])}"
+    cure = f"did you mean {close[0]}?" if close else f"leave it out{default}"
+    return f"{section}.{leaf}={value!r} must be {_rule(schema)}; {cure}"
 
 
-def _parse_value(text: str) -> Any:
-    if text in ("none", "null"):
+def _rule(schema: Mapping[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_rule(option) for option in schema["anyOf"] if option["type"] != "null")
+    if words := _words(schema):
+        return " or ".join(words)
+    if schema["type"] == "array":
+        each = schema["items"] if "items" in schema else schema["prefixItems"][0]
+        return f"a list{' of ' + str(schema['maxItems']) if 'maxItems' in schema else ''}, each {_rule(each)}"
+    kinds = {"integer": "an integer", "number": "a finite number", "boolean": "true or false", "string": "a string"}
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<="}
+    bounds = " and ".join(f"{sign} {schema[bound]:g}" for bound, sign in signs.items() if bound in schema)
+    return f"{kinds[schema['type']]} {bounds}".rstrip()
+
+
+def _words(schema: Mapping[str, Any]) -> list[str]:
+    """The words that the field may be, where it is a choice."""
+    return [word for each in schema.get("anyOf", [schema]) for word in each.get("enum", [each.get("const")]) if word]
+
+
+def _parse_value(key: str, text: str) -> Any:
+    if text.lower() in ("none", "null"):
         return None
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    section, _, leaf = key.partition(".")
+    field = _sections()[section].model_fields.get(leaf) if section in _sections() else None
+    asks_for_text = field is not None and field.annotation in (str, str | None)
+    return text if asks_for_text and not isinstance(value, str) else value
 
 
 def _known(value: int | None) -> int:

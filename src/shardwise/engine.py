@@ -114,15 +114,15 @@ class Engine:
         group = build_mesh(layout.mesh, device).group(SHARD_AXES)
         self.comm = Comm(group, "dp_shard", device, config.run.timeout_s, streams, pool)
         self._timeline = Timeline(dist.get_rank())
-        self._adopt_buffers()
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         no_decay = {name for name, parameter in model.named_parameters() if parameter.dim() < 2}
-        recomputed = layout.units[:: config.recompute.every] if config.recompute.mode != "none" else ()
-        self._undo = [recompute_forward(model.get_submodule(unit), config.recompute.mode) for unit in recomputed]
         if isinstance(optimizer, Optimizer):
             named_groups, factory = adopt(optimizer, names)
         else:
             named_groups, factory = self._own_optimizer(optimizer, no_decay)
+        self._adopt_buffers()
+        recomputed = layout.units[:: config.recompute.every] if config.recompute.mode != "none" else ()
+        self._undo = [recompute_forward(model.get_submodule(unit), config.recompute.mode) for unit in recomputed]
         resources = Resources(self.comm, pool, self.memory, self._timeline, config.zero.overlap)
         self._driver = ZeroDriver(model, layout, resources)
         try:
@@ -184,8 +184,7 @@ class Engine:
         self._is_broken = False
 
     def step(self) -> StepResult:
-        """Reduce what is left, clip, update the parameters by the mean gradient since the last step, advance the
-        schedule.
+        """Update the parameters by the clipped mean gradient since the last step, and advance the schedule.
 
         Raises:
             NonFiniteLossError: loss or gradients are not finite; parameters and optimizer stay as they were.

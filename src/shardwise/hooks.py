@@ -146,23 +146,30 @@ def released_type(on_use: Callable[[nn.Parameter], None]) -> type[nn.Parameter]:
     On the CPU an element-wise operation on a freed storage is a segmentation fault, and elsewhere it is garbage, so
     every other use first calls `on_use`, which makes the data present or raises. The class is changed with `wear`, as
     torch's own lazy parameters do; a parameter whose data is present is a plain `nn.Parameter` and pays nothing.
+    `torch.tensor` and `torch.vmap` ask no class before they read, so those two are not guarded.
     """
 
-    class ReleasedParameter(nn.Parameter):
-        @classmethod
-        def __torch_function__(
-            cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            kwargs = kwargs or {}
-            if func is torch.Tensor.__repr__:
-                return _describe(args[0])
-            if func not in _READABLE:
-                for parameter in _leaves_of_type((args, kwargs), cls):
-                    on_use(parameter)
-            with plain_torch_functions():
-                return func(*args, **kwargs)
+    return type("ReleasedParameter", (_Released,), {"on_use": staticmethod(on_use)})
 
-    return ReleasedParameter
+
+class _Released(nn.Parameter):
+    """What the classes of all engines share, so that an operation on parameters of several asks each."""
+
+    on_use: Callable[[nn.Parameter], None]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.__repr__:
+            return _describe(args[0])
+        if func not in _READABLE:
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, _Released):
+                    type(leaf).on_use(leaf)
+        with plain_torch_functions():
+            return func(*args, **kwargs)
 
 
 def wear(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
@@ -194,10 +201,6 @@ _READABLE: Final = frozenset(
 
 def _describe(parameter: nn.Parameter) -> str:
     return f"Parameter(shape={tuple(parameter.shape)}, dtype={parameter.dtype}, released: its data is sharded)"
-
-
-def _leaves_of_type(tree: Any, kind: type) -> Iterator[Any]:
-    return (leaf for leaf in pytree.tree_leaves(tree) if type(leaf) is kind)
 
 
 def _differentiable_leaves(tree: Any) -> list[Tensor]:

@@ -53,13 +53,22 @@ def read_loss(output: Any, batch: Any, loss_fn: LossFn | None) -> Total:
     loss = output if loss_fn is None else loss_fn(output, batch)
     if loss_fn is None and not isinstance(loss, Tensor | tuple):
         loss = loss.get("loss") if isinstance(loss, Mapping) else getattr(loss, "loss", None)
-    is_pair = isinstance(loss, tuple) and len(loss) == 2 and torch.as_tensor(loss[1]).numel() == 1
-    total, count = loss if is_pair else (loss[0] if loss_fn is None and isinstance(loss, tuple) else loss, 1)
+    if _is_sum_and_count(loss):
+        total, count = loss
+    else:
+        is_outputs = loss_fn is None and isinstance(loss, tuple) and len(loss) > 0
+        total, count = loss[0] if is_outputs else loss, 1
     if not isinstance(total, Tensor) or total.numel() != 1:
         source = "the model's output" if loss_fn is None else "what loss_fn returned"
         found = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(loss).__name__}"
         raise ConfigError(f"{source} is {found} and no scalar loss; pass a loss_fn that returns (sum, count)")
     return Total(total.reshape(()), torch.as_tensor(count, device=total.device).detach().reshape(()))
+
+
+def _is_sum_and_count(loss: Any) -> bool:
+    if not isinstance(loss, tuple) or len(loss) != 2:
+        return False
+    return isinstance(loss[1], int | float) or (isinstance(loss[1], Tensor) and loss[1].numel() == 1)
 
 
 class LossBooks:

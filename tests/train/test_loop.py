@@ -211,4 +211,5 @@ def test_peaks_of_known_devices():
     assert peak_flops("NVIDIA H100 PCIe") < peak_flops("NVIDIA H100 80GB HBM3")
     assert peak_flops("NVIDIA L40S") > peak_flops("NVIDIA L4")
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("NVIDIA RTX A4000") is None
     assert peak_flops("a GPU of tomorrow") is None

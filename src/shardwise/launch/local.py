@@ -4,7 +4,7 @@ Each rank is a session of its own, so that the terminal's Ctrl-C reaches only th
 stop (SIGTERM), waits, and in the end kills. Rank 0's stdout is the launcher's; all else goes to a log per rank. A rank
 that dies takes the others with it, and the launcher says which one it was and why.
 
-    exit_code = launch_local(["-m", "shardwise", "train"], 2, Path("runs/1/logs"))
+    exit_code = launch_local(["-m", "shardwise.cli", "train"], 2, Path("runs/1"))
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ several (tied weights), is the root unit's.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -74,11 +74,12 @@ def read_parameters(model: nn.Module, units: Sequence[str]) -> tuple[ParamEntry,
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
         parameter_of[id(parameter)] = parameter
+    unit_of_module = {id(model.get_submodule(unit)): unit for unit in units}
     return tuple(
         ParamEntry(
             name=names[0],
             aliases=tuple(names[1:]),
-            unit=_common_unit(names, units),
+            unit=_common_unit(names, model, unit_of_module),
             shape=tuple(parameter_of[key].shape),
             requires_grad=parameter_of[key].requires_grad,
         )
@@ -101,6 +102,16 @@ def _matches(name: str, module: nn.Module, patterns: Sequence[str]) -> bool:
     return any(type(module).__name__ == pattern or fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _common_unit(names: Sequence[str], units: Sequence[str]) -> str:
-    owners = {next((unit for unit in units if name.startswith(unit + ".")), ROOT) for name in names}
+def _common_unit(names: Sequence[str], model: nn.Module, unit_of_module: Mapping[int, str]) -> str:
+    """The unit that holds all names; by identity, since a block may stand in its container twice."""
+    owners = {_owner(name, model, unit_of_module) for name in names}
     return owners.pop() if len(owners) == 1 else ROOT
+
+
+def _owner(name: str, model: nn.Module, unit_of_module: Mapping[int, str]) -> str:
+    module = model
+    for part in name.split(".")[:-1]:
+        module = module.get_submodule(part)
+        if id(module) in unit_of_module:
+            return unit_of_module[id(module)]
+    return ROOT

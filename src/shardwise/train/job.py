@@ -1,6 +1,6 @@
 """A run before its first step: its config under the job's defaults, checked as a whole; its data; its folder.
 
-All that a user can get wrong is found here, before any process starts. Not here: the ranks (`rank`, `loop`).
+All that a user can get wrong is found here, before any process starts. Not here: the ranks (`run`, `loop`).
 
 >>> config = job_config(None, ["model.preset=25m", "run.device=cpu"])
 >>> config.batch.micro_size, config.scheduler.warmup_steps
@@ -181,8 +181,7 @@ def _job_defaults(config: Config, given: set[str]) -> dict[str, Any]:
 
 
 def has_fast_bf16() -> bool:
-    """Whether this CPU multiplies bf16 in hardware; without that, bf16 is slower than fp32."""
-    # torch before 2.12 cannot tell.
+    """Whether this CPU multiplies bf16 in hardware, so that bf16 is faster than fp32; an older torch cannot tell."""
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 

@@ -38,12 +38,13 @@ PROMPT_TOKENS = 24
 BASELINE_TOKENS = 1 << 27
 _TEMPERATURE, _TOP_K = 0.8, 40
 
-# Dense bf16 and fp16 FLOP/s by a part of the device's name, from NVIDIA's data sheets; the first that fits counts.
+# Dense bf16 and fp16 FLOP/s by words of the device's name, from NVIDIA's data sheets; the first that fits counts.
 _PEAK_FLOPS: Final = (
     ("H100 PCIe", 756e12),
     ("H100 NVL", 835e12),
     ("H100", 989e12),
     ("H200", 989e12),
+    ("GH200", 989e12),
     ("B200", 2250e12),
     ("A100", 312e12),
     ("A40", 150e12),
@@ -272,7 +273,8 @@ def peak_flops(device_name: str) -> float | None:
     >>> peak_flops("NVIDIA H100 80GB HBM3")
     989000000000000.0
     """
-    return next((flops for part, flops in _PEAK_FLOPS if part in device_name), None)
+    words = set(re.split(r"[\s-]+", device_name))
+    return next((flops for name, flops in _PEAK_FLOPS if words.issuperset(name.split())), None)
 
 
 def _record(result: StepResult, step_s: float, snapshot: MemorySnapshot, is_metered: bool) -> StepRecord:

@@ -91,14 +91,19 @@ def join(config: Config, env: RankEnv, stop: StopFlag, console: Console) -> int:
 
     Rank 0 prepares the data and makes the folder, and tells the others through the store where they are.
 
+    Args:
+        config: resolved.
+        env: which rank this is.
+        stop: asked after each step.
+        console: rank 0 shows the run there.
+
     Raises:
-        ConfigError: the config is wrong, or rank 0 could not prepare the run.
+        ConfigError: this rank has no GPU, or rank 0 could not prepare the run.
         LaunchError: the ranks did not meet.
     """
-    resolved = resolve_job(config, env.world_size, num_local_ranks=env.local_world_size)
-    start_process_group(env, device_kind(resolved), resolved.run.timeout_s)
-    folder, shard_path = _agree_on_place(resolved, env, console)
-    return run_rank(resolved, folder, shard_path, env=env, stop=stop, console=console)
+    start_process_group(env, device_kind(config), config.run.timeout_s)
+    folder, shard_path = _agree_on_place(config, env, console)
+    return run_rank(config, folder, shard_path, env=env, stop=stop, console=console)
 
 
 def run_prepared(folder: Path, shard_path: Path, env: RankEnv, stop: StopFlag, console: Console) -> int:

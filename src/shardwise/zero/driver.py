@@ -148,8 +148,7 @@ class ZeroDriver:
             Unit(name, [group for group in self.groups if group.spec.unit == name], self)
             for name in (ROOT, *layout.units)
         ]
-        # The root's buffers are the largest and needed first and last; the blocks' order of use is learnt in each
-        # forward.
+        # Of the blocks; learnt anew in each forward.
         self._order: list[Unit] = self.units[1:]
         self._seen: list[Unit] = []
         self._reduce_order = [
@@ -207,8 +206,12 @@ class ZeroDriver:
     def on_backward(self, unit: Unit) -> None:
         """A unit's backward begins; the previous unit is unsharded ahead once the next one has been released."""
         self._begin_backward()
-        self._ahead = self._order[-1:] if unit is self.units[0] else self._after(unit, self._order[::-1])
-        if not any(other.is_in_backward for other in self.units[1:] if other is not unit):
+        is_root = unit is self.units[0]
+        is_alone = not any(other.is_in_backward for other in self.units[1:] if other is not unit)
+        if is_root and not is_alone:
+            return  # the model's output is a block's, whose backward has begun already
+        self._ahead = self._order[-1:] if is_root else self._after(unit, self._order[::-1])
+        if is_alone:
             self._unshard_ahead()
 
     def on_inputs_done(self, unit: Unit) -> None:
@@ -297,8 +300,7 @@ class ZeroDriver:
             on_backward_end(self._end_backward)
 
     def _on_gradient(self, group: ParamGroup, index: int) -> Callable[[Tensor], None]:
-        # C++ holds the hooks of parameters: a strong reference from there back to the parameters could never be
-        # collected.
+        # C++ holds a parameter's hooks: strong references from there back to it could never be collected.
         this, unit_of_group = weakref.ref(self), weakref.ref(self._unit_of(group))
         its_group = weakref.ref(group)
 

@@ -1,0 +1,280 @@
+"""Losses as sums and counts: where they are read from, how they are kept, and who produced a bad one."""
+
+import gc
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.config import ConfigError
+from shardwise.loss import LossBooks, Total, first_nonfinite_module, read_loss
+
+
+class FakeComm:
+    """The scalars' half of `Comm`: this rank and others that always send the same."""
+
+    def __init__(self, rank: int = 0, others: tuple[Tensor, ...] = ()) -> None:
+        self.rank = rank
+        self.world_size = 1 + len(others)
+        self.device = torch.device("cpu")
+        self.names: list[str] = []
+        self._others = others
+
+    def sum_scalars(self, values: Tensor, name: str) -> Tensor:
+        self.names.append(name)
+        return sum(self._others, values)
+
+    def max_scalars(self, values: Tensor, name: str) -> Tensor:
+        self.names.append(name)
+        return torch.stack([values, *self._others]).amax(0)
+
+
+def books(*others: list[float]) -> LossBooks:
+    return LossBooks(FakeComm(others=tuple(torch.tensor(other, dtype=torch.float64) for other in others)))
+
+
+def total_of(loss: float, count: float) -> Total:
+    return Total(torch.tensor(loss, requires_grad=True), torch.tensor(count))
+
+
+# Reading
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        torch.tensor(6.0),
+        torch.tensor([[6.0]]),
+        {"loss": torch.tensor(6.0), "logits": torch.ones(3)},
+        SimpleNamespace(loss=torch.tensor(6.0)),
+    ],
+)
+def test_a_scalar_in_the_output_counts_as_one(output: Any) -> None:
+    found = read_loss(output, None, None)
+    assert (found.total.item(), found.count.item(), found.total.shape) == (6.0, 1, ())
+
+
+@pytest.mark.parametrize("count", [4, torch.tensor(4), torch.tensor([4.0])])
+def test_sum_and_count_are_taken_as_they_are(count: Any) -> None:
+    pair = (torch.tensor(6.0), count)
+    for output in (pair, {"loss": pair}, SimpleNamespace(loss=pair)):
+        found = read_loss(output, None, None)
+        assert (found.total.item(), found.count.item(), found.count.shape) == (6.0, 4, ())
+        assert found.mean().item() == 1.5
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        (torch.tensor(6.0), torch.ones(2, 3)),
+        (torch.tensor(6.0), torch.ones(2), None),
+        (torch.tensor(6.0),),
+        (torch.tensor(6.0), None),
+        (torch.tensor(6.0), {"a": 1}),
+    ],
+)
+def test_the_first_of_a_models_outputs_is_its_loss(output: tuple[Any, ...]) -> None:
+    found = read_loss(output, None, None)
+    assert (found.total.item(), found.count.item()) == (6.0, 1)
+
+
+def test_loss_fn_gets_output_and_batch_and_its_word_is_final() -> None:
+    output, batch = {"loss": torch.tensor(99.0)}, torch.tensor([1.0, 2.0])
+    assert read_loss(output, batch, lambda out, data: (data.sum() + out["loss"], 2)).total.item() == 102
+    assert read_loss(output, batch, lambda out, data: data.sum()).count.item() == 1
+
+
+def test_gradients_flow_through_the_sum_and_not_through_the_count() -> None:
+    x, weights = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    found = read_loss((x.sum(), weights.sum()), None, None)
+    found.mean().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((3,), 1 / 3))
+    assert weights.grad is None
+
+
+def test_the_mean_of_nothing_is_zero() -> None:
+    assert Total(torch.tensor(0.0), torch.tensor(0)).mean().item() == 0
+    assert Total(torch.tensor(1.0), torch.tensor(0.5)).mean().item() == 2
+
+
+@pytest.mark.parametrize(
+    ("output", "loss_fn", "message"),
+    [
+        (torch.ones(2, 3), None, "the model's output is a tensor of shape (2, 3) and no scalar loss; pass a loss_fn"),
+        ((torch.ones(2), torch.ones(2)), None, "the model's output is a tensor of shape (2,) and no scalar loss"),
+        ({"logits": torch.ones(2)}, None, "the model's output is a NoneType and no scalar loss"),
+        (SimpleNamespace(), None, "the model's output is a NoneType and no scalar loss"),
+        ({"loss": 3.0}, None, "the model's output is a float and no scalar loss"),
+        (3, lambda output, batch: "x", "what loss_fn returned is a str and no scalar loss"),
+        (3, lambda output, batch: {"loss": torch.ones(())}, "what loss_fn returned is a dict and no scalar loss"),
+        (3, lambda output, batch: (torch.ones(2), 2), "what loss_fn returned is a tensor of shape (2,)"),
+        (3, lambda output, batch: (torch.ones(()), 2, 3), "what loss_fn returned is a tuple and no scalar loss"),
+    ],
+)
+def test_an_output_without_a_loss_is_described(output: Any, loss_fn: Callable[..., Any] | None, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_loss(output, None, loss_fn)
+    assert str(caught.value).startswith(message)
+    assert str(caught.value).endswith("pass a loss_fn that returns (sum, count)")
+
+
+# Books
+
+
+@pytest.mark.parametrize(
+    ("count", "normaliser"),
+    [(0, 1), (1, 1), (2, 2), (3, 4), (5, 4), (6, 8), (1000, 1024), (0.25, 0.25), (0.1875, 0.25)],
+)
+def test_gradients_weigh_count_over_a_power_of_two_near_it(count: float, normaliser: float) -> None:
+    kept = books()
+    mean = kept.open(total_of(6.0, count))
+    assert kept.close(mean).item() == (count or 1) / normaliser
+    assert kept.normaliser == normaliser
+
+
+def test_ranks_agree_on_the_largest_count_once() -> None:
+    comm = FakeComm(others=(torch.tensor([1000.0], dtype=torch.float64),))
+    kept = LossBooks(comm)
+    weights = [kept.close(kept.open(total_of(1.0, count))).item() for count in (4.0, 5000.0)]
+    assert weights == [4 / 1024, 5000 / 1024]
+    assert comm.names == ["loss normaliser"]
+    kept.clear()
+    kept.close(kept.open(total_of(1.0, 7.0)))
+    assert (kept.normaliser, comm.names) == (1024, ["loss normaliser"])
+
+
+def test_weighted_means_give_the_gradient_of_the_sum() -> None:
+    """What the engine does: back(mean, weight) for each micro-batch, then one division at the step."""
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64, requires_grad=True)
+    kept = books()
+    for part in (x[:3], x[3:]):
+        mean = kept.open(read_loss(((part**2).sum(), part.numel()), None, None))
+        torch.autograd.backward(mean, kept.close(mean).to(mean.dtype))
+    loss_sum, count = kept.sum_over_ranks("loss")
+    assert (loss_sum, count) == (30.0, 4.0)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad * kept.normaliser / count, 2 * x.detach() / 4, rtol=1e-15, atol=0)
+
+
+def test_only_closed_losses_count() -> None:
+    kept = books()
+    first, _ = kept.open(total_of(6.0, 2.0)), kept.open(total_of(100.0, 1.0))
+    kept.close(first)
+    kept.add(total_of(1.0, 3.0))
+    assert kept.sum_over_ranks("loss") == (7.0, 5.0)
+    kept.clear()
+    assert kept.sum_over_ranks("loss") == (0.0, 0.0)
+
+
+def test_losses_close_in_any_order_each_once() -> None:
+    kept = books()
+    means = [kept.open(total_of(1.0, count)) for count in (1.0, 2.0, 4.0)]
+    assert [kept.close(means[index]).item() * kept.normaliser for index in (2, 0, 1)] == [4, 1, 2]
+    for mean in means:
+        with pytest.raises(ValueError, match=r"did not return, or the same one twice.*pass on what engine\(batch\)"):
+            kept.close(mean)
+
+
+def test_a_loss_from_elsewhere_or_from_before_the_step_is_refused() -> None:
+    kept = books()
+    mean = kept.open(total_of(1.0, 1.0))
+    with pytest.raises(ValueError, match="did not return"):
+        kept.close(mean * 2)
+    kept.clear()
+    with pytest.raises(ValueError, match="did not return"):
+        kept.close(mean)
+
+
+def test_losses_that_nobody_keeps_are_forgotten() -> None:
+    """A forward for its own sake must not hold its graph, nor grow the books."""
+    kept = books()
+    x = torch.ones(3, requires_grad=True) * 2
+    for _ in range(5):
+        kept.open(Total(x.sum(), torch.tensor(1)))
+    gc.collect()
+    kept.open(total_of(1.0, 1.0))
+    assert len(kept._open) <= 1
+
+
+def test_sums_are_kept_in_double_and_travel_with_other_values() -> None:
+    kept = books([1.0, 2.0, 10.0, 20.0])
+    kept.add(Total(torch.tensor(2.0**24 + 1, dtype=torch.float64), torch.tensor(1)))
+    kept.add(total_of(1.0, 1.0))
+    assert kept.sum_with(torch.tensor([5.0, 6.0], dtype=torch.float64), "step") == [2.0**24 + 3, 4.0, 15.0, 26.0]
+
+
+def test_ranks_without_a_loss_take_part_in_the_sum() -> None:
+    assert books([3.0, 2.0]).sum_over_ranks("loss") == (3.0, 2.0)
+
+
+# The first bad module
+
+
+class Poison(nn.Module):
+    """Makes the batches with a negative first element infinite; integers and nested outputs pass by."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"x": x / 0 if x[0] < 0 else x, "indices": x.long()}
+
+
+class Unwrap(nn.Module):
+    def forward(self, output: dict[str, Any]) -> Tensor:
+        return output["x"]
+
+
+def poisoned_model() -> nn.Sequential:
+    return nn.Sequential(nn.Identity(), nn.Sequential(nn.Identity(), Poison()), Unwrap(), nn.Identity())
+
+
+GOOD, BAD = torch.ones(2), -torch.ones(2)
+FINITE = "every module's output is finite, so it arose in the loss or in the backward"
+
+
+def run_first_nonfinite(model: nn.Module, batches: list[Tensor], comm: FakeComm) -> str:
+    grad_modes: list[bool] = []
+
+    def forward(batch: Tensor) -> Total:
+        grad_modes.append(torch.is_grad_enabled())
+        return read_loss(model(batch).sum(), None, None)
+
+    found = first_nonfinite_module(model, batches, forward, comm)
+    assert grad_modes == [False] * len(batches)
+    return found
+
+
+def test_the_first_module_with_a_bad_output_is_named() -> None:
+    assert run_first_nonfinite(poisoned_model(), [GOOD, BAD], FakeComm()) == (
+        "the first module with a non-finite output is 1.1 on rank 0"
+    )
+
+
+def test_a_bad_model_without_submodules_goes_by_its_class() -> None:
+    class Alone(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.log()
+
+    assert "is Alone on rank 0" in run_first_nonfinite(Alone(), [BAD], FakeComm())
+
+
+def test_finite_outputs_point_to_the_loss() -> None:
+    assert run_first_nonfinite(poisoned_model(), [GOOD], FakeComm()) == FINITE
+
+
+def test_the_lowest_bad_rank_speaks_for_all() -> None:
+    """Rank 1 is this one; rank 0 or rank 2 found the fourth of the modules "", "0", "1", "1.0", "1.1", ..."""
+    names = [name for name, _ in poisoned_model().named_modules()]
+    position = names.index("1.0") + 1
+    from_rank_0 = torch.tensor([position, 0, 0], dtype=torch.float64)
+    from_rank_2 = torch.tensor([0, 0, position], dtype=torch.float64)
+    silent = torch.zeros(3, dtype=torch.float64)
+    for batch, others, expected in (
+        (BAD, (from_rank_0, silent), "is 1.0 on rank 0"),
+        (BAD, (silent, from_rank_2), "is 1.1 on rank 1"),
+        (GOOD, (silent, from_rank_2), "is 1.0 on rank 2"),
+    ):
+        found = run_first_nonfinite(poisoned_model(), [batch], FakeComm(rank=1, others=others))
+        assert found.endswith(expected)

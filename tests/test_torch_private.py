@@ -1,0 +1,152 @@
+"""Torch's private names do on this torch what the library takes them to do."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise._torch_private import (
+    OpMode,
+    in_backward,
+    on_backward_end,
+    plain_torch_functions,
+    pytree,
+    set_unsharded_storage,
+    version,
+)
+
+
+def test_in_backward_is_true_in_hooks_and_recomputation_only() -> None:
+    seen = []
+
+    def forward(x: Tensor) -> Tensor:
+        seen.append(("forward", in_backward()))
+        return x.exp()
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: seen.append(("hook", in_backward())))
+    y = checkpoint(forward, x, use_reentrant=False).sum()
+    assert not in_backward()
+    y.backward()
+    assert not in_backward()
+    assert seen == [("forward", False), ("forward", True), ("hook", True)]
+
+
+def test_in_backward_is_false_again_after_a_backward_that_failed() -> None:
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        x.sum().backward()
+    assert not in_backward()
+
+
+def test_on_backward_end_runs_once_after_every_gradient() -> None:
+    events = []
+    used, unused = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    for name, parameter in (("used", used), ("unused", unused)):
+        parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: events.append(name))
+    y = used * 2
+    y.register_hook(lambda grad: on_backward_end(lambda: events.append("end")))
+    y.sum().backward()
+    assert events == ["used", "end"]
+    (used * 3).sum().backward()
+    assert events == ["used", "end", "used"]
+
+
+def test_on_backward_end_outside_a_backward_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="during backward pass"):
+        on_backward_end(lambda: None)
+
+
+def test_storage_is_freed_and_allocated_again_under_its_views() -> None:
+    flat = torch.arange(6.0)
+    view = flat[2:].view(2, 2)
+    parameter = nn.Parameter(view)
+    num_bytes = flat.untyped_storage().nbytes()
+    set_unsharded_storage(flat.untyped_storage(), 0)
+    assert parameter.untyped_storage().nbytes() == 0
+    assert parameter.shape == (2, 2)
+    set_unsharded_storage(flat.untyped_storage(), num_bytes)
+    flat.copy_(torch.arange(6.0) * 10)
+    assert parameter.tolist() == view.tolist() == [[20, 30], [40, 50]]
+
+
+def test_backward_takes_a_storage_that_was_freed_and_refilled_since_the_forward() -> None:
+    """ZeRO-3 rests on it: autograd keeps views of the weight, and refilling `flat` bumps no version of theirs."""
+    flat = torch.tensor([2.0, 3.0])
+    weight = nn.Parameter(torch.empty(1, 2))
+    weight.data = flat.view(1, 2)
+    x = torch.ones(1, 2, requires_grad=True)
+    loss = nn.functional.linear(x, weight).sum()
+    set_unsharded_storage(flat.untyped_storage(), 0)
+    set_unsharded_storage(flat.untyped_storage(), 8)
+    flat.copy_(torch.tensor([2.0, 3.0]))
+    loss.backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [[2.0, 3.0]]
+
+
+def test_version_counts_writes_in_place_but_not_through_data() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    before = version(parameter)
+    parameter.data.mul_(2)
+    parameter.data = torch.ones(2)
+    assert version(parameter) == before
+    with torch.no_grad():
+        parameter.mul_(2)
+        parameter.view(-1)[0] = 3
+    assert version(parameter) == before + 2
+
+
+class Recorder(Tensor):
+    calls: list[str]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls.append(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_plain_torch_functions_asks_no_subclass_inside_the_context() -> None:
+    Recorder.calls = []
+    tensor = torch.ones(2).as_subclass(Recorder)
+    with plain_torch_functions():
+        assert torch.add(tensor, 1).tolist() == [2.0, 2.0]
+    assert Recorder.calls == []
+    torch.add(tensor, 1)
+    assert Recorder.calls == ["add"]
+
+
+def test_op_mode_sees_forward_and_backward_ops_of_its_context() -> None:
+    class Names(OpMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func.name())
+            return func(*args, **kwargs or {})
+
+    names: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    with Names():
+        y = x.sin()
+        y.backward(torch.ones(2))
+    x.detach().cos()
+    assert names.index("aten::sin") < names.index("aten::cos")  # the derivative
+    assert names.count("aten::cos") == 1
+
+
+def test_op_mode_keeps_its_dispatch_free_of_dynamo() -> None:
+    """Torch's wrapper around it would import all of dynamo at the first op, which takes a second."""
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs or {})
+
+    mode = type("Mode", (OpMode,), {"__torch_dispatch__": dispatch})
+    assert mode.__torch_dispatch__ is dispatch
+
+
+def test_pytree_finds_tensors_in_nested_containers_and_puts_them_back() -> None:
+    tree = {"a": [torch.zeros(1), (torch.ones(1), None)], "b": 3}
+    assert [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)] == [torch.zeros(1), torch.ones(1)]
+    doubled = pytree.tree_map(lambda leaf: leaf * 2 if isinstance(leaf, Tensor) else leaf, tree)
+    assert doubled == {"a": [torch.zeros(1), (torch.full((1,), 2.0), None)], "b": 3}
