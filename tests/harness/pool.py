@@ -48,6 +48,7 @@ CALL_TIMEOUT_S = 60.0
 GROUP_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 60.0
 GRACE_S = 2.0  # how long the other ranks may take to notice that one has failed
+END_TIMEOUT_S = 20.0  # how long faulthandler may take to write the stacks on a busy machine
 LOG_LINES = 40
 
 # The template process imports these once; the first optimizer imports torch._dynamo, which takes a second.
@@ -109,7 +110,7 @@ class _Worker:
     def end(self) -> None:
         """End the process and wait for its end."""
         self.abort()
-        self.process.join(GRACE_S)
+        self.process.join(END_TIMEOUT_S)
         self.process.kill()
         self.process.join()
         self.connection.close()

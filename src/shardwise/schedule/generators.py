@@ -3,7 +3,7 @@
 Groups name the ZeRO groups in execution order. The first is the root group, whose parameters are used before
 the first block and behind the last one (embedding, head): its FORWARD stands first and its BACKWARD last, it
 is unsharded before any block and resharded after all of them. The next block is always unsharded before the
-current one computes.
+current one computes; the last one stays whole, since its backward follows its forward.
 
 Generators are pure functions to a `Schedule`. Those of pipelines (GPipe, 1F1B, interleaved, zero-bubble)
 belong here too: they write computations only, and passes insert transfers and gathers.
@@ -48,9 +48,7 @@ def data_parallel_step(
     root = groups[0]
     row: list[Action] = []
     for micro_batch in range(num_micro_batches):
-        row += _forward(groups, micro_batch, unshard_for_use)
-        if unshard_for_use and ends_kept and len(groups) > 1:
-            row.pop()
+        row += _forward(groups, micro_batch, unshard_for_use, keeps_last=ends_kept)
         if unshard_for_use and not ends_kept:
             row += [Action(Kind.RESHARD, group=root), Action(Kind.UNSHARD, group=root)]
         reduces = reduce_each_backward or micro_batch == num_micro_batches - 1
@@ -80,21 +78,22 @@ def forward_only(
     _check(groups, num_micro_batches, num_ranks)
     row: list[Action] = []
     for micro_batch in range(num_micro_batches):
-        row += _forward(groups, micro_batch, unshard_for_use)
+        row += _forward(groups, micro_batch, unshard_for_use, keeps_last=False)
         if unshard_for_use:
             row.append(Action(Kind.RESHARD, group=groups[0]))
     return Schedule((tuple(row),) * num_ranks, unshard_for_use=unshard_for_use)
 
 
-def _forward(groups: Sequence[str], micro_batch: int, unshard_for_use: bool) -> Iterator[Action]:
-    """The forward of all groups; blocks end as they rested, the root group stays whole."""
+def _forward(groups: Sequence[str], micro_batch: int, unshard_for_use: bool, keeps_last: bool) -> Iterator[Action]:
+    """The forward of all groups; blocks end as they rested, but the root group, and a kept last block, stay whole."""
     if unshard_for_use:
         yield Action(Kind.UNSHARD, group=groups[0])
     for index, group in enumerate(groups):
         if unshard_for_use and index + 1 < len(groups):
             yield Action(Kind.UNSHARD, group=groups[index + 1])
         yield Action(Kind.FORWARD, micro_batch=micro_batch, group=group)
-        if unshard_for_use and index > 0:
+        is_kept = index == 0 or (keeps_last and index == len(groups) - 1)
+        if unshard_for_use and not is_kept:
             yield Action(Kind.RESHARD, group=group)
 
 
