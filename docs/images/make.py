@@ -1,6 +1,6 @@
 """Draws the picture of a run's display from that run's own records.
 
-    python docs/images/make.py runs/<a run> docs/images/train.svg
+python docs/images/make.py runs/<a run> docs/images/train.svg
 """
 
 from __future__ import annotations
