@@ -107,9 +107,10 @@ class _Worker:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGABRT)
 
-    def end(self) -> None:
-        """End the process and wait for its end."""
-        self.abort()
+    def end(self, is_aborted: bool = False) -> None:
+        """End the process and wait for its end; a second abort would cut off the stacks that the first one writes."""
+        if not is_aborted:
+            self.abort()
         self.process.join(END_TIMEOUT_S)
         self.process.kill()
         self.process.join()
@@ -266,7 +267,7 @@ def _collect(workers: dict[int, _Worker], timeout_s: float) -> tuple[dict[int, b
     for rank in pending.values():
         workers[rank].abort()  # all before the first ends: its end would wake those that wait for it
     for rank in pending.values():
-        workers[rank].end()
+        workers[rank].end(is_aborted=True)
         failures.append(_Failure(rank, kind, summary, workers[rank].log_tail()))
     return results, failures
 
