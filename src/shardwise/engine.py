@@ -30,6 +30,7 @@ from shardwise.config import Config, ConfigError, SchedulerConfig
 from shardwise.hooks import recompute_forward
 from shardwise.layout.layout import Layout, build_layout
 from shardwise.layout.mesh_shape import SHARD_AXES
+from shardwise.layout.stages import Placement
 from shardwise.loss import LossBooks, LossFn, NonFiniteLossError, Total, first_nonfinite_module, read_loss
 from shardwise.memory import Category, Ledger
 from shardwise.mesh import build_mesh, ensure_process_group
@@ -335,7 +336,7 @@ class Engine:
         """Sum over the ranks what all must know alike: loss, count, squared norm, and which parameters were used."""
         squares = [torch.linalg.vector_norm(gradient).double().square() for gradient in gradients.values()]
         own_square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
-        if not self.layout.stage.unshard_after_step and not self.layout.stage.unshard_for_use and self.comm.rank > 0:
+        if self.layout.stage.optimizer is Placement.REPLICATE and self.comm.rank > 0:
             own_square.zero_()  # every rank holds the same whole gradient: it counts once
         flags = torch.tensor(self._sharded.used(), dtype=torch.float64, device=self.device)
         summed = self._books.sum_with(torch.cat([own_square.reshape(1).to(self.device), flags]), "step")

@@ -26,6 +26,7 @@ from typing import Final
 
 from shardwise.layout.pieces import LocalTensor, Piece, intersect
 from shardwise.layout.skeleton import ROOT, ParamEntry
+from shardwise.layout.stages import Placement
 
 # 16 bytes in the narrowest dtype: what vectorised kernels and NCCL want of every parameter's and shard's first element.
 ALIGNMENT_NUMEL: Final = 8
@@ -104,6 +105,10 @@ class GroupSpec:
     def shard_range(self, index: int) -> tuple[int, int]:
         """First and last-plus-one element of shard `index`."""
         return index * self.shard_numel, (index + 1) * self.shard_numel
+
+    def held_range(self, placement: Placement, index: int) -> tuple[int, int]:
+        """The range of the flat buffer that the holder of shard `index` has under a placement."""
+        return self.shard_range(index) if placement is Placement.SHARD else (0, self.padded_numel)
 
     def slots(self, start: int, stop: int) -> tuple[Slot, ...]:
         """The parameters' parts in the range [start, stop) of the flat buffer, in order; padding has no slot."""

@@ -85,7 +85,7 @@ class StateSpec:
         """Bytes that the holder of shard `shard` has for `group`."""
         if not group.trainable and self.role != "param":
             return 0
-        start, stop = group.shard_range(shard) if self.placement is Placement.SHARD else (0, group.padded_numel)
+        start, stop = group.held_range(self.placement, shard)
         numel = stop - start if self.is_flat else sum(slot.stop - slot.start for slot in group.slots(start, stop))
         return numel * DTYPE_BYTES[self.dtype]
 

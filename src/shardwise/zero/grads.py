@@ -49,7 +49,7 @@ class GroupGrads:
         self._wire_dtype = torch_dtype(policy.reduce)
         self._dtype = torch_dtype(policy.accumulate)
         self._master_dtype = torch_dtype(policy.master)
-        self._own = slice(0, spec.padded_numel) if self._is_replicated else slice(*spec.shard_range(comm.rank))
+        self._own = slice(*spec.held_range(stage.optimizer, comm.rank))
         self._bucket: Tensor | None = None
         self._accumulator: Tensor | None = None
         self._carried: Tensor | None = None

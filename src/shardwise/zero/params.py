@@ -13,7 +13,7 @@ from shardwise.comm import Comm, Pending
 from shardwise.hooks import wear
 from shardwise.layout.groups import GroupSpec
 from shardwise.layout.precision import PrecisionPolicy
-from shardwise.layout.stages import Placement, ZeroStage
+from shardwise.layout.stages import ZeroStage
 from shardwise.memory import Category, Ledger
 from shardwise.precision import torch_dtype
 
@@ -59,8 +59,7 @@ class GroupParams:
         self._released = released
         self._pending = Pending(None)
 
-        is_split = Placement.SHARD in (stage.optimizer, stage.params)
-        self.shard_start, self.shard_stop = spec.shard_range(comm.rank) if is_split else (0, spec.padded_numel)
+        self.shard_start, self.shard_stop = spec.held_range(stage.optimizer, comm.rank)
         wide = self._adopt(torch_dtype(policy.master))
         dtype = torch_dtype(policy.param)
         self.full = wide.to(dtype)
