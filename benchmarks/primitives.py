@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm import Comm
+from shardwise.comm import Comm, GroupLinks
 from shardwise.pool import BufferPool
 from shardwise.precision import add_widened
 from shardwise.streams import Streams
@@ -38,7 +38,7 @@ def median_ms(run: Run, repeats: int = 15) -> float:
 def collectives(numel: int, dtype: torch.dtype) -> dict[str, Run]:
     """Each way to gather or reduce one buffer of `numel` elements."""
     device = torch.device("cpu")
-    comm = Comm(dist.group.WORLD, "dp_shard", device, 60.0, Streams(device), BufferPool(device))
+    comm = Comm(GroupLinks(dist.group.WORLD, device), "dp_shard", device, 60.0, Streams(device), BufferPool(device))
     full, shard = torch.ones(numel, dtype=dtype), torch.ones(numel // comm.world_size, dtype=dtype)
     total = torch.zeros(shard.numel(), dtype=torch.float32)
     return {

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from harness.pool import RankError, WorkerPool
-from shardwise.comm import Comm, CommError
+from shardwise.comm import Comm, CommError, GroupLinks
 from shardwise.pool import BufferPool
 from shardwise.streams import Streams
 
@@ -19,7 +19,9 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 def make_comm(timeout_s: float = 20.0) -> Comm:
     device = torch.device("cpu")
-    return Comm(dist.group.WORLD, "dp_shard", device, timeout_s, Streams(device), BufferPool(device))
+    return Comm(
+        GroupLinks(dist.group.WORLD, device), "dp_shard", device, timeout_s, Streams(device), BufferPool(device)
+    )
 
 
 def gather(rank: int, world_size: int, dtype: torch.dtype) -> list[float]:
@@ -100,8 +102,8 @@ def count(rank: int, world_size: int) -> tuple[dict[tuple[str, str], tuple[int, 
     comm.all_gather(full, "second").wait()
     comm.reduce_scatter(full, torch.zeros(4), accumulate=False, name="third").wait()
     comm.sum_scalars(torch.ones(3, dtype=torch.float64), "fourth")
-    return {key: (each.num_calls, each.wire_bytes) for key, each in comm.counts.items()}, [
-        str(call) for call in comm.recent
+    return {key: (each.num_calls, each.wire_bytes) for key, each in comm.books.counts.items()}, [
+        str(call) for call in comm.books.recent
     ]
 
 

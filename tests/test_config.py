@@ -399,7 +399,8 @@ def test_dp_shard_is_what_the_other_axes_leave(pp: int, dp_replicate: int, dp_sh
     whole = MeshConfig(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
     world_size = pp * dp_replicate * dp_shard * cp * tp
     assert _resolve_mesh(whole, world_size) == whole
-    assert _resolve_mesh(whole.model_copy(update={"dp_shard": None}), world_size) == whole
+    for left_out in ("dp_shard", "dp_replicate"):
+        assert _resolve_mesh(whole.model_copy(update={left_out: None}), world_size) == whole
 
 
 def test_world_sizes_that_do_not_fit_the_mesh_are_refused() -> None:
@@ -411,7 +412,12 @@ def test_world_sizes_that_do_not_fit_the_mesh_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         Config.from_dict({"mesh": {"dp_shard": 2}}).resolve(3)
     assert str(caught.value) == (
-        "world size 3 is not pp 1 x dp_replicate 1 x cp 1 x tp 1 x dp_shard 2 = 2; "
+        "world size 3 is not a multiple of pp 1 x dp_shard 2 x cp 1 x tp 1 = 2; start a multiple of 2 ranks"
+    )
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict({"mesh": {"dp_shard": 2, "dp_replicate": 1}}).resolve(3)
+    assert str(caught.value) == (
+        "world size 3 is not pp 1 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 1 = 2; "
         "start 2 ranks or leave mesh.dp_shard out"
     )
     for world_size in (0, -1):
@@ -432,7 +438,6 @@ def test_resolve_fills_mesh_and_batch_once(world_size: int, micro: int, accumula
 
 UNBUILT = {
     "mesh.pp=2": "pipeline parallelism",
-    "mesh.dp_replicate=2": "hybrid sharding (HSDP)",
     "mesh.cp=2": "context parallelism",
     "mesh.tp=2": "tensor parallelism",
     'tiers.params="host"': "offload",

@@ -55,7 +55,7 @@ def train_with_no_sync(rank: int, world_size: int, stage: int) -> Trace:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_sync_and_a_backward_past_the_boundary(ranks: WorkerPool, stage: int) -> None:
-    actual = merge_ranks(ranks(2).run(train_with_no_sync, stage), replicated=True)
+    actual = merge_ranks(ranks(2).run(train_with_no_sync, stage), num_holders=1)
     expected = reference_trace("transformer", 2, 4, 3, None)
     check_parity(actual, replace(expected, gradients={}))
 
@@ -78,7 +78,7 @@ def train_only_under_no_sync(rank: int, world_size: int, stage: int) -> Trace:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_step_reduces_what_no_sync_left(ranks: WorkerPool, stage: int) -> None:
-    actual = merge_ranks(ranks(2).run(train_only_under_no_sync, stage), replicated=True)
+    actual = merge_ranks(ranks(2).run(train_only_under_no_sync, stage), num_holders=1)
     expected = reference_trace("unused-parameters", 2, 2, 2, None)
     check_parity(actual, replace(expected, gradients={}))
 
@@ -164,7 +164,7 @@ def test_groups_of_a_given_optimizer_keep_their_meaning(ranks: WorkerPool, kind:
         )
         losses += trace.losses
         norms += trace.grad_norms
-    actual = merge_ranks(ranks(2).run(train_own_optimizer, stage, kind), replicated=True)
+    actual = merge_ranks(ranks(2).run(train_own_optimizer, stage, kind), num_holders=1)
     check_parity(actual, replace(trace, losses=losses, grad_norms=norms, gradients={}))
 
 

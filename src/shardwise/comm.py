@@ -10,14 +10,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.config import Config
+from shardwise.layout.mesh_shape import GRADIENT_AXES, REPLICA_AXES, SHARD_AXES, MeshShape
+from shardwise.mesh import Mesh
 from shardwise.pool import BufferPool
 from shardwise.precision import sum_chunks
 from shardwise.streams import Event, LaneName, Streams
@@ -31,7 +35,7 @@ class CommError(RuntimeError):
 
 @dataclass(frozen=True)
 class Call:
-    """One collective of this rank: its number counts up over all collectives of one `Comm`."""
+    """One collective of this rank: its number counts up over all collectives of one engine."""
 
     number: int
     op: str
@@ -53,59 +57,222 @@ class Count:
     wire_bytes: int = 0
 
 
+@dataclass
+class CommBooks:
+    """What the collectives of one engine have come to, over all its axes.
+
+    Attributes:
+        counts: by axis and op.
+        recent: the latest calls, oldest first.
+        num_calls: all of them; the next one's number is one more.
+    """
+
+    counts: dict[tuple[str, str], Count] = field(default_factory=dict)
+    recent: deque[Call] = field(default_factory=lambda: deque(maxlen=32))
+    num_calls: int = 0
+
+    def add(self, op: str, name: str, axis: str, num_ranks: int, buffer: Tensor, passes: int) -> Call:
+        """Book a collective that sends `passes` times (n - 1)/n of the buffer from each rank, as a ring does."""
+        wire_bytes = passes * buffer.numel() * buffer.element_size() * (num_ranks - 1) // num_ranks
+        self.num_calls += 1
+        call = Call(self.num_calls, op, name, axis, num_ranks, buffer.dtype, wire_bytes)
+        self.recent.append(call)
+        count = self.counts.setdefault((axis, op), Count())
+        count.num_calls += 1
+        count.wire_bytes += wire_bytes
+        return call
+
+
 class Pending:
-    """A collective under way; `wait` makes its result usable on the current stream, and may be called again."""
+    """A collective under way; `wait` makes its result usable on the current stream, and may be called again.
 
-    def __init__(self, wait: Callable[[], None] | None) -> None:
+    Args:
+        wait: for the collective; None where there is nothing to wait for.
+        then: starts a second collective on what the first has left, and returns that one.
+    """
+
+    def __init__(self, wait: Callable[[], None] | None, then: Callable[[], Pending] | None = None) -> None:
         self._wait = wait
+        self._then = then
+        self._second: Pending | None = None
 
-    def wait(self) -> None:
-        """Finish the collective; a second call does nothing."""
+    def advance(self) -> None:
+        """Finish the collective that is under way and start the one that follows it, if there is one."""
+        if self._second is not None:
+            self._second.advance()
+            return
         if self._wait is not None:
             wait, self._wait = self._wait, None
             wait()
+        if self._then is not None:
+            then, self._then = self._then, None
+            self._second = then()
+
+    def wait(self) -> None:
+        """Finish all of them."""
+        self.advance()
+        if self._second is not None:
+            self._second.wait()
 
 
-class Comm:
-    """Counted collectives over one process group.
+class Links(Protocol):
+    """The ranks of one group, and the raw collectives among them, each starting at once.
+
+    Attributes:
+        rank: of this process in the group.
+        world_size: of the group.
+        waits_on_host: the host waits for the works that a collective returns (gloo); otherwise collectives run in the
+            order of the current stream (NCCL) and there are none.
+    """
+
+    rank: int
+    world_size: int
+    waits_on_host: bool
+
+    def all_gather(self, full: Tensor) -> list[dist.Work]:
+        """Fill `full` [n * s] with every rank's slice."""
+
+    def all_to_all(self, received: Tensor, source: Tensor) -> list[dist.Work]:
+        """Send slice i of `source` [n * s] to rank i, and receive its own into slice i of `received` [n * s]."""
+
+    def reduce_scatter(self, out: Tensor, source: Tensor) -> list[dist.Work]:
+        """Sum `source` [n * s] over the ranks in the dtype on the wire; leave this rank's slice in `out` [s]."""
+
+    def all_reduce(self, buffer: Tensor, op: dist.ReduceOp.RedOpType) -> list[dist.Work]:
+        """Reduce in place, in the dtype on the wire."""
+
+    def broadcast(self, buffer: Tensor) -> list[dist.Work]:
+        """Give every rank what rank 0 of the group holds."""
+
+    def read(self, values: Tensor) -> list[float]:
+        """The numbers of a small vector, on the host."""
+
+
+class Network(Protocol):
+    """Where an engine's links come from.
+
+    Attributes:
+        rank: of this process in the world.
+    """
+
+    rank: int
+
+    def links(self, axes: tuple[str, ...], use: str) -> Links:
+        """Links to the ranks that differ from this one along `axes` only; another use never shares a communicator."""
+
+    def close(self) -> None:
+        """Give back what was made."""
+
+
+class MeshNetwork:
+    """A network of the mesh's process groups."""
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self.rank = mesh.rank
+        self._mesh = mesh
+        self._device = device
+
+    def links(self, axes: tuple[str, ...], use: str) -> Links:
+        """Links over the process group of `axes`."""
+        return GroupLinks(self._mesh.group(axes, use), self._device)
+
+    def close(self) -> None:
+        """Give the process groups back."""
+        self._mesh.close()
+
+
+class GroupLinks:
+    """Links over a process group.
 
     Args:
         group: the ranks that communicate.
+        device: where the tensors lie.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.waits_on_host = not (dist.get_backend(group) == "nccl" or device.type == "cuda")
+        self._group = group
+
+    def all_gather(self, full: Tensor) -> list[dist.Work]:
+        """Fill `full` [n * s]: natively on NCCL, by sends and receives on gloo."""
+        slices = full.chunk(self.world_size)
+        if not self.waits_on_host:
+            dist.all_gather_into_tensor(full, slices[self.rank], group=self._group)
+            return []
+        works = []
+        # Each rank starts with its right-hand neighbour, so that no rank is everybody's first.
+        for distance in range(1, self.world_size):
+            to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
+            works += _works(dist.isend(slices[self.rank], group=self._group, group_dst=to))
+            works += _works(dist.irecv(slices[source], group=self._group, group_src=source))
+        return works
+
+    def all_to_all(self, received: Tensor, source: Tensor) -> list[dist.Work]:
+        """Exchange slices of equal length."""
+        return self._works(dist.all_to_all_single(received, source, group=self._group, async_op=self.waits_on_host))
+
+    def reduce_scatter(self, out: Tensor, source: Tensor) -> list[dist.Work]:
+        """Sum in the dtype on the wire."""
+        return self._works(dist.reduce_scatter_tensor(out, source, group=self._group, async_op=self.waits_on_host))
+
+    def all_reduce(self, buffer: Tensor, op: dist.ReduceOp.RedOpType) -> list[dist.Work]:
+        """Reduce in place."""
+        return self._works(dist.all_reduce(buffer, op=op, group=self._group, async_op=self.waits_on_host))
+
+    def broadcast(self, buffer: Tensor) -> list[dist.Work]:
+        """Send from the group's rank 0."""
+        source = dist.get_global_rank(self._group, 0)
+        return self._works(dist.broadcast(buffer, source, group=self._group, async_op=self.waits_on_host))
+
+    def read(self, values: Tensor) -> list[float]:
+        """The numbers of a small vector, on the host."""
+        return values.tolist()
+
+    def _works(self, work: dist.Work | None) -> list[dist.Work]:
+        return _works(work) if self.waits_on_host else []
+
+
+class Comm:
+    """Counted collectives among the ranks of one group.
+
+    Args:
+        links: to those ranks.
         axis: their name in counts and messages, such as `dp_shard`.
         device: where the tensors lie.
         timeout_s: a collective on gloo that waits longer fails.
         streams: side streams on CUDA.
         pool: receive buffers come from here.
+        books: shared by the engine's groups.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        links: Links,
         axis: str,
         device: torch.device,
         timeout_s: float,
         streams: Streams,
         pool: BufferPool,
+        books: CommBooks | None = None,
     ) -> None:
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+        self.rank = links.rank
+        self.world_size = links.world_size
         self.axis = axis
         self.device = device
-        self.counts: dict[tuple[str, str], Count] = {}
-        self.recent: deque[Call] = deque(maxlen=32)
-        self._group = group
+        self.books = books or CommBooks()
+        self._links = links
         self._timeout = timedelta(seconds=timeout_s)
         self._streams = streams
         self._pool = pool
-        self._is_nccl = dist.get_backend(group) == "nccl" or device.type == "cuda"
-        self._num_calls = 0
 
     def all_gather(self, full: Tensor, name: str) -> Pending:
         """Fill `full` [n * s] with every rank's slice; this rank's own slice stands in it already."""
         call = self._count("all_gather", name, full, passes=1)
-        if self._is_nccl:
-            return self._enqueue("gather", call, lambda: self._native_all_gather(full))
-        return self._start(call, lambda: self._exchange_slices(full))
+        if self._links.waits_on_host:
+            return self._start(call, lambda: self._links.all_gather(full))
+        return self._enqueue("gather", call, lambda: self._links.all_gather(full))
 
     def reduce_scatter(self, source: Tensor, out: Tensor, *, accumulate: bool, name: str) -> Pending:
         """Sum `source` [n * s] over the ranks and leave this rank's slice in `out` [s].
@@ -117,7 +284,7 @@ class Comm:
             name: for counts and messages.
         """
         call = self._count("reduce_scatter", name, source, passes=1)
-        if self._is_nccl:
+        if not self._links.waits_on_host:
             return self._enqueue("reduce", call, lambda: self._native_reduce_scatter(source, out, accumulate))
         received = self._pool.acquire(source.numel(), source.dtype)
 
@@ -125,7 +292,7 @@ class Comm:
             sum_chunks(out, received.view(self.world_size, -1), accumulate)
             self._pool.release(received)
 
-        return self._start(call, lambda: [self._all_to_all(received, source)], finish)
+        return self._start(call, lambda: self._links.all_to_all(received, source), finish)
 
     def all_reduce(self, buffer: Tensor, wire_dtype: torch.dtype, name: str) -> Pending:
         """Sum `buffer` [n * s], fp32 or wider, over the ranks in place, carrying `wire_dtype`; all get equal bits."""
@@ -133,82 +300,60 @@ class Comm:
             return Pending(None)
         if wire_dtype == buffer.dtype:
             call = self._count("all_reduce", name, buffer, passes=2)
-            if self._is_nccl:
-                return self._enqueue("reduce", call, lambda: dist.all_reduce(buffer, group=self._group))
-            return self._start(call, lambda: [_work(dist.all_reduce(buffer, group=self._group, async_op=True))])
+            start = partial(self._links.all_reduce, buffer, dist.ReduceOp.SUM)
+            return self._start(call, start) if self._links.waits_on_host else self._enqueue("reduce", call, start)
         wire = self._pool.acquire(buffer.numel(), wire_dtype)
         wire.copy_(buffer)
         own = self._own_slice(buffer)
         reduced = self.reduce_scatter(wire, own, accumulate=False, name=name)
 
-        def finish() -> None:
-            reduced.wait()
+        def gather() -> Pending:
             self._own_slice(wire).copy_(own)
-            self.all_gather(wire, name).wait()
-            buffer.copy_(wire)
-            self._pool.release(wire)
+            gathered = self.all_gather(wire, name)
 
-        return Pending(finish)
+            def finish() -> None:
+                gathered.wait()
+                buffer.copy_(wire)
+                self._pool.release(wire)
 
-    def sum_scalars(self, values: Tensor, name: str) -> Tensor:
+            return Pending(finish)
+
+        return Pending(reduced.wait, gather)
+
+    def sum_scalars(self, values: Tensor, name: str) -> list[float]:
         """Sum a small fp64 vector over the ranks and return it on the host."""
         return self._reduce_scalars(values, dist.ReduceOp.SUM, name)
 
-    def max_scalars(self, values: Tensor, name: str) -> Tensor:
+    def max_scalars(self, values: Tensor, name: str) -> list[float]:
         """The element-wise maximum of a small fp64 vector over the ranks, on the host."""
         return self._reduce_scalars(values, dist.ReduceOp.MAX, name)
 
     def broadcast(self, buffer: Tensor, name: str) -> None:
         """Give every rank what rank 0 of the group holds."""
         call = self._count("broadcast", name, buffer, passes=1)
-        source = dist.get_global_rank(self._group, 0)
-        self._start(call, lambda: [_work(dist.broadcast(buffer, source, group=self._group, async_op=True))]).wait()
+        self._start(call, lambda: self._links.broadcast(buffer)).wait()
 
     def _own_slice(self, full: Tensor) -> Tensor:
         return full.chunk(self.world_size)[self.rank]
 
-    def _native_all_gather(self, full: Tensor) -> None:
-        dist.all_gather_into_tensor(full, self._own_slice(full), group=self._group)
-
     def _native_reduce_scatter(self, source: Tensor, out: Tensor, accumulate: bool) -> None:
         if source.dtype.itemsize >= 4:
             summed = self._pool.acquire(out.numel(), source.dtype)
-            dist.reduce_scatter_tensor(summed, source, group=self._group)
+            self._links.reduce_scatter(summed, source)
             sum_chunks(out, summed.unsqueeze(0), accumulate)
         else:
             summed = self._pool.acquire(source.numel(), source.dtype)
-            dist.all_to_all_single(summed, source, group=self._group)
+            self._links.all_to_all(summed, source)
             sum_chunks(out, summed.view(self.world_size, -1), accumulate)
         self._pool.release(summed)
 
-    def _exchange_slices(self, full: Tensor) -> list[dist.Work]:
-        slices = full.chunk(self.world_size)
-        works = []
-        # Each rank starts with its right-hand neighbour, so that no rank is everybody's first.
-        for distance in range(1, self.world_size):
-            to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
-            works.append(_work(dist.isend(slices[self.rank], group=self._group, group_dst=to)))
-            works.append(_work(dist.irecv(slices[source], group=self._group, group_src=source)))
-        return works
-
-    def _all_to_all(self, received: Tensor, source: Tensor) -> dist.Work:
-        return _work(dist.all_to_all_single(received, source, group=self._group, async_op=True))
-
-    def _reduce_scalars(self, values: Tensor, op: dist.ReduceOp.RedOpType, name: str) -> Tensor:
+    def _reduce_scalars(self, values: Tensor, op: dist.ReduceOp.RedOpType, name: str) -> list[float]:
         call = self._count("all_reduce_scalars", name, values, passes=2)
-        self._start(call, lambda: [_work(dist.all_reduce(values, op=op, group=self._group, async_op=True))]).wait()
-        return values.cpu()
+        self._start(call, lambda: self._links.all_reduce(values, op)).wait()
+        return self._links.read(values)
 
     def _count(self, op: str, name: str, buffer: Tensor, passes: int) -> Call:
-        """Book a collective that sends `passes` times (n - 1)/n of the buffer from each rank, as a ring does."""
-        wire_bytes = passes * buffer.numel() * buffer.element_size() * (self.world_size - 1) // self.world_size
-        self._num_calls += 1
-        call = Call(self._num_calls, op, name, self.axis, self.world_size, buffer.dtype, wire_bytes)
-        self.recent.append(call)
-        count = self.counts.setdefault((self.axis, op), Count())
-        count.num_calls += 1
-        count.wire_bytes += wire_bytes
-        return call
+        return self.books.add(op, name, self.axis, self.world_size, buffer, passes)
 
     def _start(
         self, call: Call, start: Callable[[], list[dist.Work]], finish: Callable[[], None] | None = None
@@ -225,11 +370,7 @@ class Comm:
 
     def _wait(self, works: list[dist.Work]) -> None:
         for work in works:
-            # A timeout would make NCCL's wait block the host; NCCL's own watchdog covers it.
-            if self._is_nccl:
-                work.wait()
-            else:
-                work.wait(self._timeout)
+            work.wait(self._timeout)
 
     def _enqueue(self, lane: LaneName, call: Call, run: Callable[[], object]) -> Pending:
         """Enqueue a collective and what follows it on a side stream (NCCL); the host never waits."""
@@ -250,7 +391,60 @@ class Comm:
             ) from error
 
 
-def _work(work: dist.Work | None) -> dist.Work:
+@dataclass(frozen=True)
+class Comms:
+    """An engine's groups of ranks; where two hold the same ranks they are one object.
+
+    On a 2x2 mesh, dp_replicate=2 x dp_shard=2, rank 1's `data` are all four ranks, its `shards` (0, 1) and its
+    `replicas` (1, 3).
+
+    Attributes:
+        data: the ranks that average gradients.
+        shards: those that share the sharded states.
+        reductions: the same as `shards`; a communicator of its own where gathers and reductions need not come in the
+            same order on all ranks.
+        replicas: those that hold the same shard.
+    """
+
+    data: Comm
+    shards: Comm
+    reductions: Comm
+    replicas: Comm
+
+
+def connect(
+    network: Network,
+    shape: MeshShape,
+    config: Config,
+    device: torch.device,
+    streams: Streams,
+    pool: BufferPool,
+) -> Comms:
+    """Make an engine's groups of ranks, with books in common; all ranks do so alike.
+
+    Args:
+        network: where links come from.
+        shape: of the mesh.
+        config: resolved.
+        device: where the tensors lie.
+        streams: side streams on CUDA.
+        pool: receive buffers come from here.
+    """
+    made: dict[tuple[tuple[str, ...], str], Comm] = {}
+    books = CommBooks()
+
+    def over(axes: tuple[str, ...], use: str = "gather") -> Comm:
+        live = tuple(axis for axis in axes if shape.size_along((axis,)) > 1)
+        if (live, use) not in made:
+            links, name = network.links(axes, use), "+".join(live or axes[:1])
+            made[live, use] = Comm(links, name, device, config.run.timeout_s, streams, pool, books)
+        return made[live, use]
+
+    reductions = over(SHARD_AXES, "reduce" if config.zero.lockstep else "gather")
+    return Comms(over(GRADIENT_AXES), over(SHARD_AXES), reductions, over(REPLICA_AXES))
+
+
+def _works(work: dist.Work | None) -> list[dist.Work]:
     if work is None:
         raise CommError("this process is not in the group of the collective; build the mesh on every rank")
-    return work
+    return [work]

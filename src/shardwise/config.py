@@ -17,193 +17,72 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
-Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
-Tier = Literal["device", "host", "nvme"]
+from shardwise._config_sections import (
+    AttentionConfig,
+    BatchConfig,
+    CheckpointConfig,
+    CompileConfig,
+    ContextConfig,
+    DataConfig,
+    Dtype,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    RunConfig,
+    SchedulerConfig,
+    Section,
+    TensorConfig,
+    Tier,
+    TiersConfig,
+    ZeroConfig,
+)
+
+__all__ = [
+    "AttentionConfig",
+    "BatchConfig",
+    "CheckpointConfig",
+    "CompileConfig",
+    "Config",
+    "ConfigError",
+    "ContextConfig",
+    "DataConfig",
+    "Dtype",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PipelineConfig",
+    "PrecisionConfig",
+    "RecomputeConfig",
+    "RunConfig",
+    "SchedulerConfig",
+    "TensorConfig",
+    "Tier",
+    "TiersConfig",
+    "ZeroConfig",
+    "all_keys",
+    "batch_equation",
+    "read_toml",
+    "resolve_batch",
+    "set_key",
+]
 
 
 class ConfigError(ValueError):
     """A config that cannot be run; the message states value, rule and cure on one line."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-Positive = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-PositiveFloat = Annotated[float, Field(gt=0.0)]
-# Strict would refuse lists, but TOML and JSON know no tuples.
-Betas = Annotated[tuple[Fraction, Fraction], Field(strict=False)]
-Names = Annotated[tuple[str, ...], Field(strict=False)]
-
-
-class ModelConfig(_Section):
-    """The model of `shardwise train`: a preset, and what differs from it. The library API ignores this section."""
-
-    preset: str = "tiny"
-    num_layers: Positive | None = None
-    hidden_size: Positive | None = None
-    num_heads: Positive | None = None
-    num_kv_heads: Positive | None = None
-    ffn_size: Positive | None = None
-    vocab_size: Positive | None = None
-    tie_embeddings: bool | None = None
-
-
-class DataConfig(_Section):
-    """The text to train on: a file, a folder or JSONL; without a path, the source of Python's standard library."""
-
-    path: str | None = None
-    text_key: str = "text"
-    seq_len: Positive = 256
-    val_fraction: Fraction = 0.05
-    tokenizer: str | None = None
-    cache_dir: str | None = None
-
-
-class BatchConfig(_Section):
-    """Samples per optimizer step: global_size = micro_size x accumulation x data-parallel ranks; two give the third."""
-
-    global_size: Positive | None = None
-    micro_size: Positive | None = None
-    accumulation: Positive | None = None
-
-
-class MeshConfig(_Section):
-    """Ranks along each axis of the mesh; `dp_shard` is what the other axes leave when it is not given."""
-
-    pp: Positive = 1
-    dp_replicate: Positive = 1
-    dp_shard: Positive | None = None
-    cp: Positive = 1
-    tp: Positive = 1
-
-
-class PrecisionConfig(_Section):
-    """Dtypes of the states and of what travels; sums never run in less than fp32.
-
-    `reduce` is the dtype of gradients on the wire, `accumulate` of the gradients at rest ("param" halves both under
-    bf16).
-    """
-
-    param: Dtype = "fp32"
-    reduce: Literal["param", "fp32"] = "param"
-    accumulate: Literal["param", "fp32"] = "fp32"
-    loss_scale: PositiveFloat | Literal["dynamic"] = "dynamic"
-    initial_loss_scale: PositiveFloat = 65536.0
-    loss_scale_window: Positive = 1000
-    min_loss_scale: PositiveFloat = 1.0
-
-
-class ZeroConfig(_Section):
-    """What is sharded over the data-parallel ranks; see `shardwise.layout.stages` for the table."""
-
-    stage: Annotated[int, Field(ge=0, le=3)] = 2
-    blocks: Names | None = None
-    overlap: bool = True
-
-
-class TiersConfig(_Section):
-    """The memory in which each state rests."""
-
-    params: Tier = "device"
-    grads: Tier = "device"
-    optimizer: Tier = "device"
-    nvme_path: str | None = None
-
-
-class TensorConfig(_Section):
-    """Tensor and sequence parallelism over the `tp` axis."""
-
-    sequence_parallel: bool = False
-
-
-class PipelineConfig(_Section):
-    """The schedule over the `pp` axis."""
-
-    schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
-    virtual_stages: Positive = 1
-
-
-class ContextConfig(_Section):
-    """How the `cp` axis exchanges keys and values."""
-
-    transport: Literal["ring", "all-gather", "ulysses"] = "ring"
-
-
-class AttentionConfig(_Section):
-    """Which keys each query sees."""
-
-    kind: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "sliding-window"] = "dense"
-
-
-class RecomputeConfig(_Section):
-    """Activation checkpointing: recompute every n-th block in full, or all but its matrix products and attention."""
-
-    mode: Literal["none", "full", "selective"] = "none"
-    every: Positive = 1
-
-
-class OptimizerConfig(_Section):
-    """An element-wise optimizer by name; parameters of less than two dims are decayed only with `decay_1d`."""
-
-    name: str = "adamw"
-    lr: PositiveFloat = 3e-4
-    betas: Betas = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    momentum: Fraction = 0.9
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
-    decay_1d: bool = False
-    clip_norm: PositiveFloat | None = 1.0
-
-
-class SchedulerConfig(_Section):
-    """The learning rate over steps: linear warm-up, then the named decay to `final_ratio` of the peak."""
-
-    name: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup_steps: NotNegative = 0
-    total_steps: Positive | None = None
-    final_ratio: Fraction = 0.1
-
-
-class CompileConfig(_Section):
-    """torch.compile of each block's forward."""
-
-    enabled: bool = False
-
-
-class CheckpointConfig(_Section):
-    """Where, and every how many steps, the run is saved."""
-
-    path: str | None = None
-    every: Positive | None = None
-
-
-class RunConfig(_Section):
-    """The run itself: length, seed, devices, folders, patience."""
-
-    steps: Positive = 200
-    seed: NotNegative = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    num_procs: Positive | None = None
-    num_threads: Positive | None = None
-    dir: str = "runs"
-    name: str | None = None
-    eval_every: Positive | None = None
-    eval_batches: Positive = 8
-    sample_tokens: NotNegative = 64
-    timeout_s: PositiveFloat = 300.0
-
-
-class Config(_Section):
+class Config(Section):
     """All sections; every field has a default, so `Config()` is valid.
 
     Raises:
@@ -279,7 +158,7 @@ class Config(_Section):
             raise ConfigError(f"world size {world_size} holds no rank; start at least 1")
         _refuse_unbuilt(self)
         mesh = _resolve_mesh(self.mesh, world_size)
-        num_data_ranks = mesh.dp_replicate * _known(mesh.dp_shard)
+        num_data_ranks = _known(mesh.dp_replicate) * _known(mesh.dp_shard)
         return self.model_copy(update={"mesh": mesh, "batch": resolve_batch(self.batch, num_data_ranks)})
 
 
@@ -356,20 +235,24 @@ def _divide_batch(total: int, factor_text: str, factor: int, num_data_ranks: int
 
 
 def _resolve_mesh(mesh: MeshConfig, world_size: int) -> MeshConfig:
-    fixed = mesh.pp * mesh.dp_replicate * mesh.cp * mesh.tp
-    equation = f"pp {mesh.pp} x dp_replicate {mesh.dp_replicate} x cp {mesh.cp} x tp {mesh.tp}"
-    if mesh.dp_shard is None:
-        if world_size % fixed:
+    """Fill in the data-parallel axes: what is left over is sharded, or replicates shard groups of a given size."""
+    if mesh.dp_shard is None and mesh.dp_replicate is None:
+        mesh = mesh.model_copy(update={"dp_replicate": 1})
+    axes = {axis: size for axis, size in mesh if size is not None}
+    fixed = math.prod(axes.values())
+    equation = " x ".join(f"{axis} {size}" for axis, size in axes.items())
+    if len(axes) == len(MeshConfig.model_fields):
+        if fixed != world_size:
             raise ConfigError(
-                f"world size {world_size} is not a multiple of {equation} = {fixed}; start a multiple of {fixed} ranks"
+                f"world size {world_size} is not {equation} = {fixed}; start {fixed} ranks or leave mesh.dp_shard out"
             )
-        return mesh.model_copy(update={"dp_shard": world_size // fixed})
-    if fixed * mesh.dp_shard != world_size:
+        return mesh
+    if world_size % fixed:
         raise ConfigError(
-            f"world size {world_size} is not {equation} x dp_shard {mesh.dp_shard} = {fixed * mesh.dp_shard}; "
-            f"start {fixed * mesh.dp_shard} ranks or leave mesh.dp_shard out"
+            f"world size {world_size} is not a multiple of {equation} = {fixed}; start a multiple of {fixed} ranks"
         )
-    return mesh
+    missing = "dp_shard" if mesh.dp_shard is None else "dp_replicate"
+    return mesh.model_copy(update={missing: world_size // fixed})
 
 
 def _unbuilt_features(config: Config) -> Iterator[tuple[str, Any, Any, str]]:
@@ -377,7 +260,6 @@ def _unbuilt_features(config: Config) -> Iterator[tuple[str, Any, Any, str]]:
     yield "mesh.pp", config.mesh.pp, 1, "pipeline parallelism"
     yield "mesh.tp", config.mesh.tp, 1, "tensor parallelism"
     yield "mesh.cp", config.mesh.cp, 1, "context parallelism"
-    yield "mesh.dp_replicate", config.mesh.dp_replicate, 1, "hybrid sharding (HSDP)"
     yield "tiers.params", config.tiers.params, "device", "offload"
     yield "tiers.grads", config.tiers.grads, "device", "offload"
     yield "tiers.optimizer", config.tiers.optimizer, "device", "offload"

@@ -25,15 +25,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.comm import Comm
+from shardwise.comm import MeshNetwork, Network, connect
 from shardwise.config import Config, ConfigError, SchedulerConfig
 from shardwise.hooks import recompute_forward
 from shardwise.layout.layout import Layout, build_layout
-from shardwise.layout.mesh_shape import SHARD_AXES
 from shardwise.layout.stages import Placement
 from shardwise.loss import LossBooks, LossFn, NonFiniteLossError, Total, first_nonfinite_module, read_loss
 from shardwise.memory import Category, Ledger
-from shardwise.mesh import build_mesh, ensure_process_group
+from shardwise.mesh import Mesh, ensure_process_group
 from shardwise.optim import build_optimizer, build_scheduler
 from shardwise.pool import BufferPool
 from shardwise.precision import LossScaler, to_device, torch_dtype
@@ -89,7 +88,7 @@ class Engine:
         model: the module as given, its parameters views of the engine's buffers.
         config: resolved.
         layout: what each rank holds.
-        comm: over the ranks that share states.
+        comm: over the ranks that average gradients.
         memory: the ledger of live bytes.
         optimizer: the torch optimizer over this rank's pieces.
     """
@@ -100,6 +99,7 @@ class Engine:
         config: Config,
         layout: Layout,
         device: torch.device,
+        network: Network,
         *,
         loss_fn: LossFn | None,
         optimizer: Optimizer | OptimizerFactory | None,
@@ -112,9 +112,10 @@ class Engine:
         self.memory = Ledger(device)
         streams = Streams(device, config.zero.overlap)
         pool = BufferPool(device, self.memory)
-        group = build_mesh(layout.mesh, device).group(SHARD_AXES)
-        self.comm = Comm(group, "dp_shard", device, config.run.timeout_s, streams, pool)
-        self._timeline = Timeline(dist.get_rank())
+        self._network = network
+        self._comms = connect(network, layout.mesh, config, device, streams, pool)
+        self.comm = self._comms.data
+        self._timeline = Timeline(network.rank)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         no_decay = {name for name, parameter in model.named_parameters() if parameter.dim() < 2}
         if isinstance(optimizer, Optimizer):
@@ -124,7 +125,7 @@ class Engine:
         self._adopt_buffers()
         recomputed = layout.units[:: config.recompute.every] if config.recompute.mode != "none" else ()
         self._undo = [recompute_forward(model.get_submodule(unit), config.recompute.mode) for unit in recomputed]
-        resources = Resources(self.comm, pool, self.memory, self._timeline, config.zero.overlap)
+        resources = Resources(self._comms, pool, self.memory, self._timeline, config.zero.overlap, config.zero.lockstep)
         self._driver = ZeroDriver(model, layout, resources)
         try:
             self._sharded = ShardedOptimizer(self._driver.groups, named_groups, factory, self.memory)
@@ -179,6 +180,7 @@ class Engine:
         self._timeline.micro_batch = self._num_backwards
         self._num_backwards += 1
         is_boundary = self._num_backwards >= (self.config.batch.accumulation or 1)
+        self._driver.is_last = self._syncs and is_boundary
         self._driver.will_reduce = self._syncs and (self.layout.stage.reduce_each_backward or is_boundary)
         self._driver.prepare_backward()
         torch.autograd.backward(loss, weight.to(loss.dtype))
@@ -285,6 +287,7 @@ class Engine:
         for undo in self._undo:
             undo()
         self._undo.clear()
+        self._network.close()
 
     def __enter__(self) -> Self:
         return self
@@ -336,8 +339,9 @@ class Engine:
         """Sum over the ranks what all must know alike: loss, count, squared norm, and which parameters were used."""
         squares = [torch.linalg.vector_norm(gradient).double().square() for gradient in gradients.values()]
         own_square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
-        if self.layout.stage.optimizer is Placement.REPLICATE and self.comm.rank > 0:
-            own_square.zero_()  # every rank holds the same whole gradient: it counts once
+        is_whole = self.layout.stage.optimizer is Placement.REPLICATE
+        if (self.comm if is_whole else self._comms.replicas).rank > 0:
+            own_square.zero_()  # others hold the same gradient: it counts once
         flags = torch.tensor(self._sharded.used(), dtype=torch.float64, device=self.device)
         summed = self._books.sum_with(torch.cat([own_square.reshape(1).to(self.device), flags]), "step")
         loss_sum, count, square_sum, *counts = summed
@@ -384,7 +388,7 @@ class Engine:
         free_bytes, _ = torch.cuda.mem_get_info(self.device)
         free_bytes += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         lacks = torch.tensor([float(missing_bytes > free_bytes)], dtype=torch.float64, device=self.device)
-        if self.comm.max_scalars(lacks, "room to gather").item():  # on all ranks alike: the gather needs them all
+        if self.comm.max_scalars(lacks, "room to gather") > [0.0]:  # on all ranks alike: the gather needs them all
             raise MemoryError(
                 f"gathering all parameters takes {missing_bytes / 2**30:.1f} GiB of {free_bytes / 2**30:.1f} GiB free; "
                 "generate with the forward alone, which gathers block by block, or on more memory"
@@ -419,7 +423,8 @@ def initialize(
     world_size = ensure_process_group(device, config.run.timeout_s)
     config = config.resolve(world_size)
     layout = build_layout(model, config)
-    return Engine(model, config, layout, device, loss_fn=loss_fn, optimizer=optimizer, scheduler=scheduler)
+    network = MeshNetwork(Mesh(layout.mesh, config.run.timeout_s), device)
+    return Engine(model, config, layout, device, network, loss_fn=loss_fn, optimizer=optimizer, scheduler=scheduler)
 
 
 def _device(config: Config) -> torch.device:

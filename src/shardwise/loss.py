@@ -115,7 +115,7 @@ class LossBooks:
     def sum_with(self, values: Tensor, name: str) -> list[float]:
         """Sum loss, count and a vector of further values over the ranks."""
         sums = self._sums if self._sums is not None else values.new_zeros(2)
-        return self._comm.sum_scalars(torch.cat([sums, values]), name).tolist()
+        return self._comm.sum_scalars(torch.cat([sums, values]), name)
 
     def sum_over_ranks(self, name: str) -> tuple[float, float]:
         """The loss's sum and count over the ranks."""
@@ -130,7 +130,7 @@ class LossBooks:
 
     def _agree_on_normaliser(self, count: Tensor) -> float:
         if self.normaliser == 0.0:
-            largest = self._comm.max_scalars(count.double().reshape(1), "loss normaliser").item()
+            (largest,) = self._comm.max_scalars(count.double().reshape(1), "loss normaliser")
             self.normaliser = 2.0 ** round(math.log2(largest)) if largest > 0 else 1.0
         return self.normaliser
 
@@ -154,8 +154,7 @@ def first_nonfinite_module(
             forward(batch)
     reports = torch.zeros(comm.world_size, dtype=torch.float64, device=comm.device)
     reports[comm.rank] = modules.index(found[0]) + 1 if found else 0
-    reports = comm.sum_scalars(reports, "first non-finite module")
-    for rank, report in enumerate(reports.tolist()):
+    for rank, report in enumerate(comm.sum_scalars(reports, "first non-finite module")):
         if report:
             name = modules[int(report) - 1] or type(model).__name__
             return f"the first module with a non-finite output is {name} on rank {rank}"

@@ -1,36 +1,66 @@
-"""Process groups of the mesh's named axes, over torch's DeviceMesh.
+"""Process groups of the mesh's named axes; made when first asked for, and given back by `close`.
 
-The pure shape of the mesh is `shardwise.layout.mesh_shape`; this module only turns it into groups.
+The pure shape of the mesh is `shardwise.layout.mesh_shape`; this module only turns it into groups. Hybrid sharding on
+two machines of two GPUs, dp_replicate=2 x dp_shard=2: rank 1 shards over (0, 1), inside its machine, averages its shard
+with rank 3 over (1, 3), and sums scalars over all four.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.config import ConfigError
-from shardwise.layout.mesh_shape import AXES, MeshShape
+from shardwise.layout.mesh_shape import MeshShape
 
 
-@dataclass(frozen=True)
 class Mesh:
-    """A mesh shape with its process groups."""
+    """A mesh shape with its process groups.
 
-    shape: MeshShape
-    device_mesh: DeviceMesh
+    Args:
+        shape: of the mesh.
+        timeout_s: for the groups' collectives.
 
-    def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
-        """The process group of the ranks that differ from this one along `axes` only."""
-        live = tuple(axis for axis in axes if axis in (self.device_mesh.mesh_dim_names or ()))
-        if not live:
-            raise ConfigError(f"axes {axes} hold one rank; there is no group to communicate in")
-        if len(live) > 1:
-            raise ConfigError(f"a group over the axes {' and '.join(live)} together is not built yet; use one of them")
-        return self.device_mesh[live[0]].get_group()
+    Raises:
+        ConfigError: the shape does not hold as many ranks as the world.
+    """
+
+    def __init__(self, shape: MeshShape, timeout_s: float) -> None:
+        if shape.world_size != dist.get_world_size():
+            raise ConfigError(
+                f"the mesh holds {shape.world_size} ranks but the world {dist.get_world_size()}; "
+                f"start {shape.world_size}"
+            )
+        self.shape = shape
+        self.rank = dist.get_rank()
+        self._timeout = timedelta(seconds=timeout_s)
+        self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+
+    def group(self, axes: tuple[str, ...], use: str = "gather") -> dist.ProcessGroup:
+        """The process group of the ranks that differ from this one along `axes` only; all of them ask alike.
+
+        Args:
+            axes: of the mesh.
+            use: collectives of another use may come in another order, so they get a group of their own.
+        """
+        ranks = self.shape.ranks_along(axes, self.rank)
+        if len(ranks) == self.shape.world_size and use == "gather" and dist.group.WORLD is not None:
+            return dist.group.WORLD
+        if (ranks, use) not in self._groups:
+            # Only members take part, so a mesh of thousands of ranks does not make every group on every rank.
+            group = dist.new_group(
+                list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=f"shardwise {use}"
+            )
+            self._groups[ranks, use] = group
+        return self._groups[ranks, use]
+
+    def close(self) -> None:
+        """Give the groups back; the world's is not the mesh's."""
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._groups.clear()
 
 
 def ensure_process_group(device: torch.device, timeout_s: float) -> int:
@@ -43,18 +73,3 @@ def ensure_process_group(device: torch.device, timeout_s: float) -> int:
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return dist.get_world_size()
-
-
-def build_mesh(shape: MeshShape, device: torch.device) -> Mesh:
-    """Create the groups of a mesh; axes of one rank get none, and an axis that spans the world reuses the world's.
-
-    Raises:
-        ConfigError: the shape does not hold as many ranks as the world.
-    """
-    if shape.world_size != dist.get_world_size():
-        raise ConfigError(
-            f"the mesh holds {shape.world_size} ranks but the world {dist.get_world_size()}; start {shape.world_size}"
-        )
-    live = tuple((axis, size) for axis in AXES if (size := getattr(shape, axis)) > 1) or (("dp_shard", 1),)
-    names, sizes = zip(*live, strict=True)
-    return Mesh(shape, init_device_mesh(device.type, sizes, mesh_dim_names=names))

@@ -87,8 +87,11 @@ def reference_trace(
     return train_reference(case.build(torch.float64), every_rank(batches), case.loss, make_optimizer, clip_norm)
 
 
-def merge_ranks(traces: Sequence[Trace], replicated: bool) -> Trace:
-    """One trace of all ranks: gradient slices put together; losses, norms and parameters must be the same on all."""
+def merge_ranks(traces: Sequence[Trace], num_holders: int | None = None) -> Trace:
+    """One trace of all ranks: losses, norms and parameters must be the same on all.
+
+    The gradient slices of the first `num_holders` ranks, all when left out, are put together to whole gradients.
+    """
     first = traces[0]
     for other in traces[1:]:
         if other.losses != first.losses or other.grad_norms != first.grad_norms:
@@ -97,7 +100,7 @@ def merge_ranks(traces: Sequence[Trace], replicated: bool) -> Trace:
             if not torch.equal(parameter, other.parameters[name]):
                 raise AssertionError(f"ranks hold different values of {name}")
     gradients: dict[str, Tensor] = {}
-    for trace in traces[:1] if replicated else traces:
+    for trace in traces[:num_holders]:
         for name, gradient in trace.gradients.items():
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
     return Trace(first.losses, first.grad_norms, gradients, first.parameters)

@@ -62,7 +62,7 @@ def test_purposes_of_the_axes_follow_the_design() -> None:
 
 def test_from_config_takes_the_resolved_mesh() -> None:
     assert MeshShape.from_config(Config().resolve(world_size=4).mesh) == MeshShape(dp_shard=4)
-    with pytest.raises(ConfigError, match=r"mesh\.dp_shard is not known yet; call config\.resolve"):
+    with pytest.raises(ConfigError, match=r"mesh\.dp_shard and dp_replicate are not known yet; call config\.resolve"):
         MeshShape.from_config(Config().mesh)
 
 

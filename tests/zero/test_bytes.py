@@ -51,7 +51,7 @@ def measure(rank: int, world_size: int, overrides: dict[str, Any], num_micro_bat
         batch_bytes = live.live_bytes()
         engine = initialize(model, make_config(num_micro_batches, overrides), loss_fn=case.loss)
         engine.train_step(batches[0][rank])
-        engine.comm.counts.clear()
+        engine.comm.books.counts.clear()
         with WireBytes() as wire:
             for batch in batches[1][rank]:
                 engine.backward(engine(batch))
@@ -59,7 +59,7 @@ def measure(rank: int, world_size: int, overrides: dict[str, Any], num_micro_bat
             ledger_bytes = sum(engine.memory.snapshot().live_bytes.values())
             scalar_bytes = storage_bytes(_scalars(engine))
             engine.step()
-    counts = engine.comm.counts
+    counts = engine.comm.books.counts
     counted_wire_bytes = sum(count.wire_bytes for count in counts.values())
     wire_bytes = ring_equivalent_bytes(wire.calls)
     engine.close()
@@ -147,6 +147,29 @@ def test_bytes_on_the_wire(ranks: WorkerPool, options: dict[str, Any]) -> None:
         assert measured.wire_bytes == expected + step_scalars
         assert sum(measured.layout.bytes_on_wire(m).values()) == expected
         assert measured.counted_wire_bytes == int(expected) + int(step_scalars)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_bytes_of_hybrid_sharding(ranks: WorkerPool, stage: int, accumulation: int) -> None:
+    """Two replicas of two shards: states as on two ranks, gradients over the replicas once a step."""
+    m, r, n = accumulation, 2, 2
+    section, P, G, K = PRECISIONS["bf16"]
+    overrides = {"zero": {"stage": stage}, "precision": section, "mesh": {"dp_shard": n}}
+    for rank, measured in enumerate(ranks(r * n).run(measure, overrides, m)):
+        root, *_, last = (group.padded_numel for group in measured.layout.groups)
+        N = sum(group.padded_numel for group in measured.layout.groups)
+        at_rest = [N * (P + G + K), N * (P + G) + N * K // n, N * P + N * (G + K) // n, N * (P + G + K) // n]
+        padding_bytes = 8 * padding_numel(measured.layout, rank % n if stage > 0 else None)
+        assert measured.at_rest_bytes - measured.scalar_bytes == at_rest[stage] - padding_bytes
+        assert sum(measured.layout.bytes_at_rest(rank % n).values()) == at_rest[stage] - padding_bytes
+        gathers = 2 * m * N - m * (root + last)
+        over_shards = Fraction(n - 1, n) * [0, N * P + N * P, m * N * P + N * P, gathers * P + m * N * P][stage]
+        over_replicas = Fraction(r - 1, r) * 2 * P * (N // n)
+        expected = Fraction(r * n - 1, r * n) * 2 * P * N if stage == 0 else over_shards + over_replicas
+        step_scalars = Fraction(r * n - 1, r * n) * 2 * 8 * (3 + measured.num_trainable)
+        assert measured.wire_bytes == expected + step_scalars
+        assert sum(measured.layout.bytes_on_wire(m).values()) == expected
 
 
 def peak(rank: int, world_size: int, stage: int) -> dict[str, int]:

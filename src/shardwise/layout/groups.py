@@ -77,6 +77,7 @@ class GroupSpec:
         trainable: whether the group has gradients and optimizer states.
         num_ranks: ranks that average the gradients; the flat buffer divides evenly among them in every stage.
         num_shards: ranks that share the sharded states.
+        is_replicated: every rank holds the parameters whole in every stage; of frozen groups only.
     """
 
     name: str
@@ -85,6 +86,7 @@ class GroupSpec:
     trainable: bool
     num_ranks: int
     num_shards: int
+    is_replicated: bool = False
 
     @cached_property
     def numel(self) -> int:
@@ -108,7 +110,8 @@ class GroupSpec:
 
     def held_range(self, placement: Placement, index: int) -> tuple[int, int]:
         """The range of the flat buffer that the holder of shard `index` has under a placement."""
-        return self.shard_range(index) if placement is Placement.SHARD else (0, self.padded_numel)
+        is_whole = self.is_replicated or placement is not Placement.SHARD
+        return (0, self.padded_numel) if is_whole else self.shard_range(index)
 
     def slots(self, start: int, stop: int) -> tuple[Slot, ...]:
         """The parameters' parts in the range [start, stop) of the flat buffer, in order; padding has no slot."""
@@ -128,15 +131,28 @@ class GroupSpec:
 
 
 def build_groups(
-    entries: Sequence[ParamEntry], units: Sequence[str], num_ranks: int, num_shards: int
+    entries: Sequence[ParamEntry],
+    units: Sequence[str],
+    num_ranks: int,
+    num_shards: int,
+    replicate_frozen: bool = False,
 ) -> tuple[GroupSpec, ...]:
-    """One group per unit and trainability, the root's first, then the units' in module order."""
+    """One group per unit and trainability, the root's first, then the units' in module order.
+
+    Args:
+        entries: the model's parameters.
+        units: the blocks, in module order.
+        num_ranks: that average gradients.
+        num_shards: that share the sharded states.
+        replicate_frozen: every rank keeps frozen parameters whole, so that they are never gathered.
+    """
     order = {unit: index for index, unit in enumerate((ROOT, *units))}
     by_group = sorted(entries, key=lambda entry: (order[entry.unit], not entry.requires_grad))
     groups = []
     for (unit, trainable), members in groupby(by_group, key=lambda entry: (entry.unit, entry.requires_grad)):
         name = unit if trainable else f"{unit}:frozen"
-        groups.append(GroupSpec(name, unit, tuple(_place(members)), trainable, num_ranks, num_shards))
+        is_replicated = replicate_frozen and not trainable
+        groups.append(GroupSpec(name, unit, tuple(_place(members)), trainable, num_ranks, num_shards, is_replicated))
     return tuple(groups)
 
 

@@ -30,7 +30,7 @@ from torch import nn
 
 from shardwise.config import Config, ConfigError, Dtype, OptimizerConfig, Tier
 from shardwise.layout.groups import GroupSpec, build_groups
-from shardwise.layout.mesh_shape import MeshShape
+from shardwise.layout.mesh_shape import GRADIENT_AXES, REPLICA_AXES, SHARD_AXES, MeshShape
 from shardwise.layout.precision import DTYPE_BYTES, PrecisionPolicy, precision_policy
 from shardwise.layout.skeleton import ROOT, find_units, read_parameters
 from shardwise.layout.stages import Placement, ZeroStage, effective_stage
@@ -138,25 +138,29 @@ class Layout:
         """Bytes a rank sends in one optimizer step, by collective, as a ring would: the scalars of the step excepted.
 
         Parameters that rest as shards are gathered for the forward and again for the backward of every micro-batch; the
-        root's and the last block's stay unsharded in between, and are gathered once.
+        root's and the last block's stay unsharded in between, and are gathered once. Replicas sum their shards once, in
+        the last micro-batch.
         """
-        num_ranks = self.groups[0].num_ranks
+        num_replicas = self.mesh.size_along(REPLICA_AXES)
         once = {ROOT, self.units[-1] if self.units else ROOT}
         wire = {"all_reduce": 0, "reduce_scatter": 0, "all_gather": 0}
         for group in self.groups:
-            ring_bytes = group.padded_numel * (num_ranks - 1) // num_ranks
-            if self.stage.unshard_for_use:
+            ring_numel = group.shard_numel * (group.num_shards - 1)
+            if self.stage.unshard_for_use and not group.is_replicated:
                 unshards = num_micro_batches * (1 if group.unit in once else 2)
-                wire["all_gather"] += unshards * ring_bytes * DTYPE_BYTES[self.precision.param]
+                wire["all_gather"] += unshards * ring_numel * DTYPE_BYTES[self.precision.param]
             if not group.trainable:
                 continue
             if self.stage.unshard_after_step:
-                wire["all_gather"] += ring_bytes * DTYPE_BYTES[self.precision.param]
+                wire["all_gather"] += ring_numel * DTYPE_BYTES[self.precision.param]
             if self.stage.optimizer is Placement.REPLICATE:
-                wire["all_reduce"] += 2 * ring_bytes * DTYPE_BYTES[self.precision.reduce]
+                all_numel = group.padded_numel * (group.num_ranks - 1) // group.num_ranks
+                wire["all_reduce"] += 2 * all_numel * DTYPE_BYTES[self.precision.reduce]
             else:
                 reduces = num_micro_batches if self.stage.reduce_each_backward else 1
-                wire["reduce_scatter"] += reduces * ring_bytes * DTYPE_BYTES[self.precision.reduce]
+                wire["reduce_scatter"] += reduces * ring_numel * DTYPE_BYTES[self.precision.reduce]
+                replica_numel = group.shard_numel * (num_replicas - 1) // num_replicas
+                wire["all_reduce"] += 2 * replica_numel * DTYPE_BYTES[self.precision.reduce]
         return wire
 
 
@@ -175,10 +179,10 @@ def build_layout(model: nn.Module, config: Config) -> Layout:
     entries = read_parameters(model, units)
     if not entries:
         raise ConfigError(f"{type(model).__name__} has no parameters; there is nothing to train or shard")
-    num_shards = mesh.dp_shard * mesh.cp
+    num_ranks, num_shards = mesh.size_along(GRADIENT_AXES), mesh.size_along(SHARD_AXES)
     stage = effective_stage(config.zero.stage, num_shards)
     policy = precision_policy(config.precision)
-    groups = build_groups(entries, units, num_ranks=num_shards, num_shards=num_shards)
+    groups = build_groups(entries, units, num_ranks, num_shards, config.zero.replicate_frozen)
     return Layout(mesh, units, groups, stage, policy, _states(stage, policy, config.optimizer))
 
 

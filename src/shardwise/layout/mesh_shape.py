@@ -41,6 +41,7 @@ AXES: Final = Coordinate._fields
 
 # What sets of axes are for. Ranks that differ along pp, cp and tp only get identical micro-batches.
 SHARD_AXES: Final = ("dp_shard", "cp")  # ZeRO shards states over these
+REPLICA_AXES: Final = ("dp_replicate",)  # ranks along these hold the same shard
 GRADIENT_AXES: Final = ("dp_replicate", "dp_shard", "cp")  # gradients are averaged over these
 DATA_AXES: Final = ("dp_replicate", "dp_shard")  # micro-batches differ along these
 
@@ -71,8 +72,8 @@ class MeshShape:
         Raises:
             ConfigError: the config is not resolved.
         """
-        if config.dp_shard is None:
-            raise ConfigError("mesh.dp_shard is not known yet; call config.resolve(world_size) first")
+        if config.dp_shard is None or config.dp_replicate is None:
+            raise ConfigError("mesh.dp_shard and dp_replicate are not known yet; call config.resolve(world_size) first")
         return cls(config.pp, config.dp_replicate, config.dp_shard, config.cp, config.tp)
 
     @property

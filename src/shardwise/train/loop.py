@@ -209,7 +209,7 @@ class Trainer:
 
     def _any_rank(self, flag: bool) -> bool:
         value = torch.tensor([float(flag)], dtype=torch.float64, device=self.engine.device)
-        return self.engine.comm.max_scalars(value, "stop").item() > 0
+        return self.engine.comm.max_scalars(value, "stop") > [0.0]
 
     def _global_size(self) -> int:
         size = self.config.batch.global_size

@@ -9,17 +9,21 @@ still meet.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from shardwise._torch_private import in_backward, on_backward_end
 from shardwise.hooks import ReleasedParameterError, claim, hook_gradient, hook_unit, released_type
+from shardwise.layout.groups import GroupSpec
 from shardwise.layout.layout import Layout
 from shardwise.layout.skeleton import ROOT
 from shardwise.schedule.actions import Kind
 from shardwise.zero.group import ParamGroup, Resources
+from shardwise.zero.order import LearntOrder, LockstepOrder, Names, Order
 
 
 class Unit:
@@ -27,13 +31,12 @@ class Unit:
 
     Args:
         name: of the module.
-        groups: its trainable and its frozen parameters'.
-        driver: of the engine.
+        driver: of the engine; it sets `groups`, those of the trainable and of the frozen parameters.
     """
 
-    def __init__(self, name: str, groups: Sequence[ParamGroup], driver: ZeroDriver) -> None:
+    def __init__(self, name: str, driver: ZeroDriver) -> None:
         self.name = name
-        self.groups = tuple(groups)
+        self.groups: tuple[ParamGroup, ...] = ()
         self._driver = driver
         self._forward_start_s = 0.0
         self._backward_start_s: float | None = None
@@ -63,8 +66,9 @@ class Unit:
 
     def before_forward(self) -> None:
         """Have the parameters present, and the next unit's on their way."""
+        self._driver.enter_forward(self)
         self.wait()
-        self._driver.on_forward(self)
+        self._driver.on_forward()
         self._forward_start_s = self._driver.timeline.now()
 
     def after_forward(self, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
@@ -82,8 +86,11 @@ class Unit:
 
     def before_backward(self) -> None:
         """Have the parameters present, and the previous unit's on their way."""
+        begins = not self.is_in_backward
+        if begins:
+            self._driver.enter_backward(self)
         self.wait()
-        if self._backward_start_s is None:
+        if begins:
             self._backward_start_s = self._driver.timeline.now()
             self._driver.on_backward(self)
 
@@ -110,6 +117,7 @@ class Unit:
         if self._backward_start_s is not None:
             self._driver.timeline.add(Kind.BACKWARD, self.name, self._backward_start_s)
             self._backward_start_s = None
+            self._driver.num_in_backward -= self.name != ROOT
         self._num_awaited_inputs = 0
         self._has_all_inputs = self._has_untracked_forward = False
         self.reshard()
@@ -128,91 +136,108 @@ class ZeroDriver:
     def __init__(self, model: nn.Module, layout: Layout, resources: Resources) -> None:
         self._release_claim = claim(model)
         self.timeline = resources.timeline
-        self.will_reduce = True
-        self._pool = resources.pool
+        self.will_reduce = self.is_last = True
+        self.num_in_backward = 0
+        self.groups: list[ParamGroup] = []
+        self._model = model
+        self._resources = resources
         self._place_of: dict[int, tuple[ParamGroup, str]] = {}
         self._in_backward = False
         self._is_forwarding = False
-        parameters = dict(model.named_parameters(remove_duplicate=False))
         this = weakref.ref(self)
-        released = released_type(lambda parameter: _use_released(this(), parameter))
-        self.groups = []
-        for spec in layout.groups:
-            members = [parameters[place.name] for place in spec.params]
-            group = ParamGroup(spec, layout, members, resources, released)
-            self.groups.append(group)
-            self._place_of.update(
-                {id(each): (group, place.name) for each, place in zip(members, spec.params, strict=True)}
-            )
-        self.units = [
-            Unit(name, [group for group in self.groups if group.spec.unit == name], self)
-            for name in (ROOT, *layout.units)
-        ]
-        # Of the blocks; learnt anew in each forward.
-        self._order: list[Unit] = self.units[1:]
-        self._seen: list[Unit] = []
-        self._reduce_order = [
-            group for unit in reversed(self.units) for group in unit.groups if group.grads is not None
-        ]
+        self._released = released_type(lambda parameter: _use_released(this(), parameter))
+        self.units = [Unit(name, self) for name in (ROOT, *layout.units)]
+        self._unit_of = {unit.name: unit for unit in self.units}
+        self._order: Order = (LockstepOrder if resources.lockstep else LearntOrder)(layout.units)
+        self._reduce_order: list[ParamGroup] = []
+        self._reduce_position: dict[ParamGroup, int] = {}
         self._num_reduced = 0
         self._done: set[int] = set()
-        self._ahead: Sequence[Unit] = ()
         self._late: list[ParamGroup] = []
         self._unannounced: list[ParamGroup] = []
         self._holds_unreduced = False
         self._is_held = False
-        self._reducing: ParamGroup | None = None
-        self._handles = []
+        self._reducing: deque[ParamGroup] = deque()
+        self._handles: list[RemovableHandle] = []
+        self._gradient_handles: dict[ParamGroup, list[RemovableHandle]] = {}
+        for unit in self.units:
+            self.regroup(unit.name, layout)
         for unit in self.units:
             module = model if unit.name == ROOT else model.get_submodule(unit.name)
             self._handles += hook_unit(module, unit)
-        for group in self.groups:
-            for index, parameter in enumerate(group.params.parameters if group.grads is not None else ()):
-                self._handles.append(hook_gradient(parameter, self._on_gradient(group, index)))
 
-    def on_forward(self, unit: Unit) -> None:
-        """A unit's forward begins."""
+    def regroup(self, unit_name: str, layout: Layout) -> None:
+        """Make a unit's groups those of `layout`; groups that it had and that differ give their parameters back."""
+        unit = self._unit_of[unit_name]
+        specs = [spec for spec in layout.groups if spec.unit == unit_name]
+        kept = {group.spec: group for group in unit.groups if group.spec in specs}
+        for group in unit.groups:
+            if group.spec not in kept:
+                for handle in self._gradient_handles.pop(group, ()):
+                    handle.remove()
+                group.params.release()
+        unit.groups = tuple(kept.get(spec) or self._make_group(spec, layout) for spec in specs)
+        self.groups = [group for each in self.units for group in each.groups]
+        self._reduce_order = [
+            group for each in reversed(self.units) for group in each.groups if group.grads is not None
+        ]
+        self._reduce_position = {group: position for position, group in enumerate(self._reduce_order)}
+
+    def _make_group(self, spec: GroupSpec, layout: Layout) -> ParamGroup:
+        members = [self._model.get_parameter(place.name) for place in spec.params]
+        group = ParamGroup(spec, layout, members, self._resources, self._released)
+        self._place_of.update({id(each): (group, place.name) for each, place in zip(members, spec.params, strict=True)})
+        if group.grads is not None:
+            self._gradient_handles[group] = [
+                hook_gradient(parameter, self._on_gradient(group, index)) for index, parameter in enumerate(members)
+            ]
+        return group
+
+    def enter_forward(self, unit: Unit) -> None:
+        """A unit's forward is about to begin; pass the units that it skips."""
         if in_backward():
             return
         if unit is self.units[0]:
             self._is_forwarding = True
             self.timeline.is_recording = torch.is_grad_enabled()
             self._in_backward = False  # an exception may have left it set
-            self._seen = []
-            self._ahead = self._order[:1]
+            self._order.start_forward()
         else:
-            self._seen.append(unit)
-            self._ahead = self._after(unit, self._order)
-        self._unshard_ahead()
+            self._pass(self._order.enter_forward(unit.name))
+
+    def on_forward(self) -> None:
+        """A unit's forward begins; its parameters are present."""
+        if not in_backward():
+            self._unshard_ahead()
 
     def on_forward_end(self, unit: Unit, backward_follows: bool | None) -> None:
         """A unit's forward has ended; release what is not needed before its backward."""
         if unit is self.units[0]:
+            for name in self._order.unused():
+                self._unit_of[name].reshard()
+            self._pass(self._order.end_forward())
             self._is_forwarding = False
-            self._order = self._seen or self._order
             if backward_follows is False:
                 self.reshard_all()
-            else:
-                for unused in set(self.units[1:]).difference(self._seen):
-                    unused.reshard()
             return
         if backward_follows is None:
             for group in unit.groups:
                 self.keep_until_backward(group)
-        is_last = bool(self._order) and unit is self._order[-1]
-        if backward_follows is False or (backward_follows and not is_last):
+        if backward_follows is False or (backward_follows and not self._order.is_last(unit.name)):
             unit.reshard()
+
+    def enter_backward(self, unit: Unit) -> None:
+        """A unit's backward is about to begin; pass the units that it skips."""
+        self._begin_backward()
+        if unit is not self.units[0]:
+            self._pass(self._order.enter_backward(unit.name))
 
     def on_backward(self, unit: Unit) -> None:
         """A unit's backward begins; the previous unit is unsharded ahead once the next one has been released."""
-        self._begin_backward()
-        is_root = unit is self.units[0]
-        is_alone = not any(other.is_in_backward for other in self.units[1:] if other is not unit)
-        if is_root and not is_alone:
-            return  # the model's output is a block's, whose backward has begun already
-        self._ahead = self._order[-1:] if is_root else self._after(unit, self._order[::-1])
-        if is_alone:
+        # The root's may begin behind a block's, whose output is the model's.
+        if self.num_in_backward == 0:
             self._unshard_ahead()
+        self.num_in_backward += unit is not self.units[0]
 
     def on_inputs_done(self, unit: Unit) -> None:
         """Every node of a unit's backward has run: parameters without a gradient have none on this rank."""
@@ -227,9 +252,15 @@ class ZeroDriver:
 
     def finish(self) -> None:
         """Reduce what backwards have left unreduced, so that a step may follow."""
+        self.is_last = True
         if self._holds_unreduced:
             self._num_reduced = 0
             self._reduce_all()
+        for group in self._reduce_order:
+            if group.awaits_replicas:
+                group.reduce_replicas()
+                self._track_reduce(group)
+        self._finish_reduce()
 
     def prepare_backward(self) -> None:
         """Have present what no hook asks for in the backward: an evaluation in between may have released it."""
@@ -254,7 +285,7 @@ class ZeroDriver:
         self._late.clear()
         self._finish_reduce()
         self._end_units()
-        self._pool.trim()
+        self._resources.pool.trim()
 
     def unshard_all(self) -> None:
         """Have every parameter present, and keep it so until `reshard_all`."""
@@ -276,32 +307,45 @@ class ZeroDriver:
         """Remove the hooks and give the parameters whole tensors of their own."""
         for handle in self._handles:
             handle.remove()
-        for group in self.groups:
-            group.params.release()
+        for handles in self._gradient_handles.values():
+            for handle in handles:
+                handle.remove()
+        for unit in self.units:
+            for group in unit.groups:
+                group.params.release()
+            unit.groups = ()
         self.groups.clear()
+        self._reduce_order.clear()
+        self._reduce_position.clear()
+        self._gradient_handles.clear()
+        self._place_of.clear()
         self._release_claim()
 
     def _unshard_ahead(self) -> None:
-        for unit in self._ahead:
-            unit.unshard()
-        self._ahead = ()
+        for name in self._order.ahead():
+            self._unit_of[name].unshard()
 
-    def _after(self, unit: Unit, order: Sequence[Unit]) -> Sequence[Unit]:
-        if unit not in order:
-            return ()
-        position = order.index(unit)
-        return order[position + 1 : position + 2]
+    def _pass(self, names: Names) -> None:
+        """Take part in the gathers of blocks that run on other ranks only."""
+        for name in names:
+            unit = self._unit_of[name]
+            unit.wait()
+            if self._in_backward:
+                self.on_inputs_done(unit)
+            if self._in_backward or not self._order.is_last(name):
+                unit.reshard()
 
     def _begin_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
             self._num_reduced = 0
             self._done.clear()
+            self._order.start_backward()
             on_backward_end(self._end_backward)
 
     def _on_gradient(self, group: ParamGroup, index: int) -> Callable[[Tensor], None]:
         # C++ holds a parameter's hooks: strong references from there back to it could never be collected.
-        this, unit_of_group = weakref.ref(self), weakref.ref(self._unit_of(group))
+        this, unit_of_group = weakref.ref(self), weakref.ref(self._unit_of[group.spec.unit])
         its_group = weakref.ref(group)
 
         def add(gradient: Tensor) -> None:
@@ -314,16 +358,13 @@ class ZeroDriver:
     def on_gradient(self, unit: Unit, group: ParamGroup, index: int, gradient: Tensor) -> None:
         """A parameter has its gradient."""
         self._begin_backward()
-        if group in self._reduce_order[: self._num_reduced] and group not in self._late:
+        if self._reduce_position[group] < self._num_reduced and group not in self._late:
             # Used outside its unit, before it: what comes now is reduced at the end, once more.
             self._late.append(group)
         if group.add_gradient(index, gradient, self.will_reduce):
             unit.close_if_done()
             self._done.add(id(group))
             self._reduce_done()
-
-    def _unit_of(self, group: ParamGroup) -> Unit:
-        return next(unit for unit in self.units if group in unit.groups)
 
     def _reduce_done(self) -> None:
         if not self.will_reduce:
@@ -334,19 +375,29 @@ class ZeroDriver:
         self._reduce_until(position)
 
     def _reduce_until(self, position: int) -> None:
-        """Start the reductions up to `position` in the fixed order, one under way at a time."""
+        """Start the reductions up to `position` in the fixed order."""
         for group in self._reduce_order[self._num_reduced : position]:
-            self._finish_reduce()
-            group.reduce()
-            self._reducing = group
+            self._reduce(group)
         self._num_reduced = max(self._num_reduced, position)
 
+    def _reduce(self, group: ParamGroup) -> None:
+        group.reduce(self.is_last)
+        self._track_reduce(group)
+
+    def _track_reduce(self, group: ParamGroup) -> None:
+        """Leave two reductions under way: one may wait for its second collective while the next one starts."""
+        while len(self._reducing) > 1:
+            self._reducing.popleft().finish_reduce()
+        for other in self._reducing:
+            other.advance_reduce()
+        self._reducing.append(group)
+
     def _finish_reduce(self) -> None:
-        if self._reducing is not None:
-            self._reducing.finish_reduce()
-            self._reducing = None
+        while self._reducing:
+            self._reducing.popleft().finish_reduce()
 
     def _end_backward(self) -> None:
+        self._pass(self._order.end_backward())
         self._in_backward = False
         self._holds_unreduced = True
         if self.will_reduce:
@@ -356,6 +407,7 @@ class ZeroDriver:
     def _end_units(self) -> None:
         for unit in self.units:
             unit.close_backward()
+        self.num_in_backward = 0
         for group in self._reduce_order:
             group.end_backward()
         self.reshard_all()
@@ -364,13 +416,11 @@ class ZeroDriver:
         self._reduce_until(len(self._reduce_order))
         for group in self._reduce_order:
             if group in self._late:
-                self._finish_reduce()
-                group.reduce()
-                self._reducing = group
+                self._reduce(group)
         self._late.clear()
         self._finish_reduce()
         self._holds_unreduced = False
-        self._pool.trim()
+        self._resources.pool.trim()
 
     def on_released_use(self, parameter: nn.Parameter) -> None:
         """A parameter whose data is not present is used: have it present, or say how to."""

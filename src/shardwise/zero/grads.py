@@ -3,6 +3,9 @@ slice.
 
 Where gradients rest whole (stages 0 and 1), the bucket lives as long as the group and the accumulator is a view of it.
 Where they rest as shards, each backward takes a bucket from the pool, and reducing adds it to the accumulator.
+
+Under hybrid sharding the reduction is hierarchical: a reduce-scatter over the shard group in every backward that
+reduces, and once a step an all-reduce of the accumulator over the replicas, which carries 1/n of the bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.comm import Comm, Pending
+from shardwise.comm import Comms, Pending
 from shardwise.layout.groups import GroupSpec
 from shardwise.layout.precision import PrecisionPolicy
 from shardwise.layout.stages import Placement, ZeroStage
@@ -26,7 +29,7 @@ class GroupGrads:
         spec: of the group.
         stage: placements over the shard group.
         policy: dtypes.
-        comm: over the ranks that average gradients.
+        comms: the shard group, and the ranks that average gradients.
         pool: buckets and wire buffers come from here.
         ledger: learns of every buffer that rests.
     """
@@ -36,12 +39,13 @@ class GroupGrads:
         spec: GroupSpec,
         stage: ZeroStage,
         policy: PrecisionPolicy,
-        comm: Comm,
+        comms: Comms,
         pool: BufferPool,
         ledger: Ledger,
     ) -> None:
         self.spec = spec
-        self._comm = comm
+        self._comms = comms
+        self._device = comms.data.device
         self._pool = pool
         self._ledger = ledger
         self._rests_whole = stage.grads is Placement.PARTIAL
@@ -49,12 +53,13 @@ class GroupGrads:
         self._wire_dtype = torch_dtype(policy.reduce)
         self._dtype = torch_dtype(policy.accumulate)
         self._master_dtype = torch_dtype(policy.master)
-        self._own = slice(*spec.held_range(stage.optimizer, comm.rank))
+        self._own = slice(*spec.held_range(stage.optimizer, comms.shards.rank))
         self._bucket: Tensor | None = None
         self._accumulator: Tensor | None = None
         self._carried: Tensor | None = None
         self._pending: Pending | None = None
         self._holds_sum = False
+        self._is_partial = False
         self._is_written = [False] * len(spec.params)
         self._has_arrived = [False] * len(spec.params)
         self._was_used = [False] * len(spec.params)
@@ -63,6 +68,11 @@ class GroupGrads:
     def is_complete(self) -> bool:
         """Whether the current backward has given every parameter its gradient."""
         return all(self._has_arrived)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the accumulator's sum is yet to be summed over the replicas."""
+        return self._is_partial
 
     @property
     def was_used(self) -> tuple[bool, ...]:
@@ -98,8 +108,12 @@ class GroupGrads:
         """Expect every parameter's gradient anew."""
         self._has_arrived = [False] * len(self.spec.params)
 
-    def reduce(self) -> None:
-        """Start to sum the bucket over the ranks; an unused parameter counts as zero."""
+    def reduce(self, is_last: bool) -> None:
+        """Start to sum the bucket over the shard group; an unused parameter counts as zero.
+
+        Args:
+            is_last: before the step, so the replicas sum theirs behind it.
+        """
         self.finish_reduce()
         bucket = self._open_bucket(will_reduce=True)
         for start, stop in self._unwritten_ranges():
@@ -107,8 +121,8 @@ class GroupGrads:
         self._is_written = [False] * len(self.spec.params)
         name = f"reduce {self.spec.name}"
         if self._is_replicated:
-            pending = self._comm.all_reduce(bucket, self._wire_dtype, name)
-            self._pending = Pending(lambda: self._settle(pending, []))
+            summed = self._comms.data.all_reduce(bucket, self._wire_dtype, name)
+            self._pending = Pending(summed.advance, lambda: Pending(lambda: self._settle(summed, is_partial=False)))
             return
         borrowed = []
         if not self._rests_whole:
@@ -119,9 +133,28 @@ class GroupGrads:
             wire = self._pool.acquire(bucket.numel(), self._wire_dtype)
             wire.copy_(bucket)
             borrowed.append(wire)
+        has_replicas = self._comms.replicas.world_size > 1
+        if has_replicas and self._holds_sum and not self._is_partial:
+            self._carry(self._open_accumulator())
         accumulate = self._holds_sum and not self._rests_whole
-        pending = self._comm.reduce_scatter(wire, self._open_accumulator(), accumulate=accumulate, name=name)
-        self._pending = Pending(lambda: self._settle(pending, borrowed))
+        summed = self._comms.reductions.reduce_scatter(wire, self._open_accumulator(), accumulate=accumulate, name=name)
+
+        def settle() -> None:
+            self._settle(summed, is_partial=has_replicas)
+            for buffer in borrowed:
+                self._pool.release(buffer)
+
+        self._pending = Pending(settle, self._sum_replicas if has_replicas and is_last else None)
+
+    def reduce_replicas(self) -> None:
+        """Start to sum over the replicas what no last reduction has."""
+        self.finish_reduce()
+        self._pending = self._sum_replicas()
+
+    def advance_reduce(self) -> None:
+        """Start the next collective of the reduction under way, if there is one."""
+        if self._pending is not None:
+            self._pending.advance()
 
     def finish_reduce(self) -> None:
         """Wait for the reduction under way, if there is one, and free its buffers."""
@@ -136,7 +169,7 @@ class GroupGrads:
     def clear(self) -> None:
         """Forget the gradients, after the step; buffers that rest stay allocated."""
         self.finish_reduce()
-        self._holds_sum = False
+        self._holds_sum = self._is_partial = False
         self._carried = None
         self._is_written = [False] * len(self.spec.params)
         self._was_used = [False] * len(self.spec.params)
@@ -144,14 +177,23 @@ class GroupGrads:
             self._pool.release(self._bucket)
             self._bucket = None
 
-    def _settle(self, pending: Pending, borrowed: list[Tensor]) -> None:
-        pending.wait()
-        if self._carried is not None:
+    def _sum_replicas(self) -> Pending:
+        name = f"reduce {self.spec.name} over replicas"
+        summed = self._comms.replicas.all_reduce(self._open_accumulator(), self._wire_dtype, name)
+        return Pending(summed.advance, lambda: Pending(lambda: self._settle(summed, is_partial=False)))
+
+    def _settle(self, summed: Pending, is_partial: bool) -> None:
+        summed.wait()
+        self._holds_sum, self._is_partial = True, is_partial
+        if self._carried is not None and not is_partial:
             self._open_accumulator().add_(self._carried)
             self._carried = None
-        self._holds_sum = True
-        for buffer in borrowed:
-            self._pool.release(buffer)
+
+    def _carry(self, total: Tensor) -> None:
+        """Set the finished sum of earlier backwards aside: it is added once the new one is finished too."""
+        self._carried = total.clone() if self._carried is None else self._carried.add_(total)
+        self._ledger.track(self._carried, Category.GRADIENTS)
+        self._holds_sum = False
 
     def _open_bucket(self, will_reduce: bool) -> Tensor:
         """The bucket to write into; one that rests and holds the sum so far gives that up first."""
@@ -165,9 +207,7 @@ class GroupGrads:
             self.finish_reduce()
             if self._holds_sum:
                 # A backward after a reduction: its own slice of the bucket is the accumulator, so that moves out.
-                self._carried = bucket[self._own].clone()
-                self._ledger.track(self._carried, Category.GRADIENTS)
-                self._holds_sum = False
+                self._carry(bucket[self._own])
         return bucket
 
     def _resting_bucket(self) -> Tensor:
@@ -182,7 +222,7 @@ class GroupGrads:
         return self._accumulator
 
     def _allocate(self, numel: int) -> Tensor:
-        buffer = torch.empty(numel, dtype=self._dtype, device=self._comm.device)
+        buffer = torch.empty(numel, dtype=self._dtype, device=self._device)
         self._ledger.track(buffer, Category.GRADIENTS)
         return buffer
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from shardwise.comm import Comm
+from shardwise.comm import Comms
 from shardwise.layout.groups import GroupSpec
 from shardwise.layout.layout import Layout
 from shardwise.memory import Ledger
@@ -22,11 +22,12 @@ from shardwise.zero.params import GroupParams
 class Resources:
     """What all groups of an engine share."""
 
-    comm: Comm
+    comms: Comms
     pool: BufferPool
     ledger: Ledger
     timeline: Timeline
     overlap: bool
+    lockstep: bool = False
 
 
 class ParamGroup:
@@ -48,12 +49,12 @@ class ParamGroup:
         resources: Resources,
         released: type[nn.Parameter],
     ) -> None:
-        comm, ledger = resources.comm, resources.ledger
+        comms, ledger = resources.comms, resources.ledger
         self.spec = spec
-        self.params = GroupParams(spec, layout.stage, layout.precision, parameters, comm, ledger, released)
+        self.params = GroupParams(spec, layout.stage, layout.precision, parameters, comms, ledger, released)
         self.grads: GroupGrads | None = None
         if spec.trainable:
-            self.grads = GroupGrads(spec, layout.stage, layout.precision, comm, resources.pool, ledger)
+            self.grads = GroupGrads(spec, layout.stage, layout.precision, comms, resources.pool, ledger)
         self.is_pinned = False
         self._overlap = resources.overlap
         self._timeline = resources.timeline
@@ -91,13 +92,29 @@ class ParamGroup:
         self.grads.add(index, gradient, will_reduce)
         return self.grads.is_complete
 
-    def reduce(self) -> None:
-        """Start to reduce the gradients of the bucket."""
+    def reduce(self, is_last: bool) -> None:
+        """Start to reduce the gradients of the bucket; over the replicas too where this is the last before the step."""
         if self.grads is not None:
             self._reduce_start_s = self._timeline.now()
-            self.grads.reduce()
+            self.grads.reduce(is_last)
             if not self._overlap:
                 self.finish_reduce()
+
+    @property
+    def awaits_replicas(self) -> bool:
+        """Whether the gradients are reduced over the shard group but not over the replicas."""
+        return self.grads is not None and self.grads.is_partial
+
+    def reduce_replicas(self) -> None:
+        """Start to sum over the replicas what no last reduction has."""
+        if self.grads is not None:
+            self._reduce_start_s = self._timeline.now()
+            self.grads.reduce_replicas()
+
+    def advance_reduce(self) -> None:
+        """Start the next collective of the reduction under way, if there is one."""
+        if self.grads is not None:
+            self.grads.advance_reduce()
 
     def finish_reduce(self) -> None:
         """Wait for the reduction under way."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._torch_private import version
-from shardwise.comm import Comm, Pending
+from shardwise.comm import Comms, Pending
 from shardwise.hooks import wear
 from shardwise.layout.groups import GroupSpec
 from shardwise.layout.precision import PrecisionPolicy
@@ -34,7 +34,7 @@ class GroupParams:
         stage: placements over the shard group.
         policy: dtypes.
         parameters: the module's parameters in the order of `spec.params`; their data moves into `full`.
-        comm: over the shard group.
+        comms: the shard group, and the ranks that start from the same values.
         ledger: learns of every buffer.
         released: the class of a parameter whose storage is freed.
     """
@@ -45,21 +45,21 @@ class GroupParams:
         stage: ZeroStage,
         policy: PrecisionPolicy,
         parameters: Sequence[nn.Parameter],
-        comm: Comm,
+        comms: Comms,
         ledger: Ledger,
         released: type[nn.Parameter],
     ) -> None:
         self.spec = spec
         self.parameters = tuple(parameters)
-        self.is_released_between_uses = stage.unshard_for_use
+        self.is_released_between_uses = stage.unshard_for_use and not spec.is_replicated
         self.state = ParamState.UNSHARDED
         self._is_gathered_after_step = stage.unshard_after_step and spec.trainable
-        self._comm = comm
+        self._comms = comms
         self._ledger = ledger
         self._released = released
         self._pending = Pending(None)
 
-        self.shard_start, self.shard_stop = spec.held_range(stage.optimizer, comm.rank)
+        self.shard_start, self.shard_stop = spec.held_range(stage.optimizer, comms.shards.rank)
         wide = self._adopt(torch_dtype(policy.master))
         dtype = torch_dtype(policy.param)
         self.full = wide.to(dtype)
@@ -82,11 +82,12 @@ class GroupParams:
 
     def _adopt(self, master_dtype: torch.dtype) -> Tensor:
         """Lay rank 0's parameter values into one flat buffer of the master's dtype."""
-        wide = torch.zeros(self.spec.padded_numel, dtype=master_dtype, device=self._comm.device)
+        data = self._comms.data
+        wide = torch.zeros(self.spec.padded_numel, dtype=master_dtype, device=data.device)
         for parameter, place in zip(self.parameters, self.spec.params, strict=True):
             wide[place.offset : place.offset + place.numel].copy_(parameter.detach().reshape(-1))
-        if self._comm.world_size > 1:
-            self._comm.broadcast(wide, f"initial values of {self.spec.name}")
+        if data.world_size > 1:
+            data.broadcast(wide, f"initial values of {self.spec.name}")
         return wide
 
     @property
@@ -124,7 +125,7 @@ class GroupParams:
         if self.is_released_between_uses:
             self._ledger.resize(self.full, self._full_bytes)
             self.full[self.shard_start : self.shard_stop].copy_(self.shard)
-        self._pending = self._comm.all_gather(self.full, f"unshard {self.spec.name}")
+        self._pending = self._comms.shards.all_gather(self.full, f"unshard {self.spec.name}")
         self.state = ParamState.UNSHARDING
 
     def wait(self) -> bool:

@@ -1,0 +1,197 @@
+"""The sections of the config: keys, types, ranges and defaults, and nothing that computes.
+
+`shardwise.config` puts them together and is where these names are imported from.
+
+>>> ZeroConfig().stage
+2
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
+Tier = Literal["device", "host", "nvme"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+# Strict would refuse lists, but TOML and JSON know no tuples.
+Betas = Annotated[tuple[Fraction, Fraction], Field(strict=False)]
+Names = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+class ModelConfig(Section):
+    """The model of `shardwise train`: a preset, and what differs from it. The library API ignores this section."""
+
+    preset: str = "tiny"
+    num_layers: Positive | None = None
+    hidden_size: Positive | None = None
+    num_heads: Positive | None = None
+    num_kv_heads: Positive | None = None
+    ffn_size: Positive | None = None
+    vocab_size: Positive | None = None
+    tie_embeddings: bool | None = None
+
+
+class DataConfig(Section):
+    """The text to train on: a file, a folder or JSONL; without a path, the source of Python's standard library."""
+
+    path: str | None = None
+    text_key: str = "text"
+    seq_len: Positive = 256
+    val_fraction: Fraction = 0.05
+    tokenizer: str | None = None
+    cache_dir: str | None = None
+
+
+class BatchConfig(Section):
+    """Samples per optimizer step: global_size = micro_size x accumulation x data-parallel ranks; two give the third."""
+
+    global_size: Positive | None = None
+    micro_size: Positive | None = None
+    accumulation: Positive | None = None
+
+
+class MeshConfig(Section):
+    """Ranks along each axis of the mesh.
+
+    `dp_shard` is what the other axes leave when it is not given. Given alone, such as the GPUs of a machine, the rest
+    are `dp_replicate` replicas of it (hybrid sharding), which exchange gradients once a step.
+    """
+
+    pp: Positive = 1
+    dp_replicate: Positive | None = None
+    dp_shard: Positive | None = None
+    cp: Positive = 1
+    tp: Positive = 1
+
+
+class PrecisionConfig(Section):
+    """Dtypes of the states and of what travels; sums never run in less than fp32.
+
+    `reduce` is the dtype of gradients on the wire, `accumulate` of the gradients at rest ("param" halves both under
+    bf16).
+    """
+
+    param: Dtype = "fp32"
+    reduce: Literal["param", "fp32"] = "param"
+    accumulate: Literal["param", "fp32"] = "fp32"
+    loss_scale: PositiveFloat | Literal["dynamic"] = "dynamic"
+    initial_loss_scale: PositiveFloat = 65536.0
+    loss_scale_window: Positive = 1000
+    min_loss_scale: PositiveFloat = 1.0
+
+
+class ZeroConfig(Section):
+    """What is sharded over the data-parallel ranks; see `shardwise.layout.stages` for the table.
+
+    `lockstep` lets ranks run different blocks: each gathers all of them, in module order. `replicate_frozen` keeps
+    frozen parameters whole on every rank in stage 3.
+    """
+
+    stage: Annotated[int, Field(ge=0, le=3)] = 2
+    blocks: Names | None = None
+    overlap: bool = True
+    lockstep: bool = False
+    replicate_frozen: bool = False
+
+
+class TiersConfig(Section):
+    """The memory in which each state rests."""
+
+    params: Tier = "device"
+    grads: Tier = "device"
+    optimizer: Tier = "device"
+    nvme_path: str | None = None
+
+
+class TensorConfig(Section):
+    """Tensor and sequence parallelism over the `tp` axis."""
+
+    sequence_parallel: bool = False
+
+
+class PipelineConfig(Section):
+    """The schedule over the `pp` axis."""
+
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
+    virtual_stages: Positive = 1
+
+
+class ContextConfig(Section):
+    """How the `cp` axis exchanges keys and values."""
+
+    transport: Literal["ring", "all-gather", "ulysses"] = "ring"
+
+
+class AttentionConfig(Section):
+    """Which keys each query sees."""
+
+    kind: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "sliding-window"] = "dense"
+
+
+class RecomputeConfig(Section):
+    """Activation checkpointing: recompute every n-th block in full, or all but its matrix products and attention."""
+
+    mode: Literal["none", "full", "selective"] = "none"
+    every: Positive = 1
+
+
+class OptimizerConfig(Section):
+    """An element-wise optimizer by name; parameters of less than two dims are decayed only with `decay_1d`."""
+
+    name: str = "adamw"
+    lr: PositiveFloat = 3e-4
+    betas: Betas = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    momentum: Fraction = 0.9
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    decay_1d: bool = False
+    clip_norm: PositiveFloat | None = 1.0
+
+
+class SchedulerConfig(Section):
+    """The learning rate over steps: linear warm-up, then the named decay to `final_ratio` of the peak."""
+
+    name: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup_steps: NotNegative = 0
+    total_steps: Positive | None = None
+    final_ratio: Fraction = 0.1
+
+
+class CompileConfig(Section):
+    """torch.compile of each block's forward."""
+
+    enabled: bool = False
+
+
+class CheckpointConfig(Section):
+    """Where, and every how many steps, the run is saved."""
+
+    path: str | None = None
+    every: Positive | None = None
+
+
+class RunConfig(Section):
+    """The run itself: length, seed, devices, folders, patience."""
+
+    steps: Positive = 200
+    seed: NotNegative = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    num_procs: Positive | None = None
+    num_threads: Positive | None = None
+    dir: str = "runs"
+    name: str | None = None
+    eval_every: Positive | None = None
+    eval_batches: Positive = 8
+    sample_tokens: NotNegative = 64
+    timeout_s: PositiveFloat = 300.0
