@@ -181,11 +181,6 @@ def test_optimizer_of_another_model_is_refused() -> None:
         initialize(nn.Linear(3, 3), make_config(1, {}), optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters()))
 
 
-def test_wholly_frozen_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="every parameter of the model is frozen"):
-        initialize(nn.Linear(3, 3).requires_grad_(False), make_config(1, {}))
-
-
 # Released parameters.
 
 

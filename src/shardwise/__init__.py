@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from shardwise.comm import CommError
     from shardwise.config import Config, ConfigError
-    from shardwise.engine import Engine, EvalResult, StepResult, initialize
+    from shardwise.engine import Engine, EvalResult, StepResult, backward, initialize
     from shardwise.hooks import ReleasedParameterError
     from shardwise.layout.layout import Layout, build_layout
     from shardwise.loss import NonFiniteLossError
@@ -31,6 +31,7 @@ __all__ = [
     "NonFiniteLossError",
     "ReleasedParameterError",
     "StepResult",
+    "backward",
     "build_layout",
     "initialize",
 ]
@@ -45,6 +46,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "NonFiniteLossError": "loss",
     "ReleasedParameterError": "hooks",
     "StepResult": "engine",
+    "backward": "engine",
     "build_layout": "layout.layout",
     "initialize": "engine",
 }

@@ -401,8 +401,7 @@ class Comms:
     Attributes:
         data: the ranks that average gradients.
         shards: those that share the sharded states.
-        reductions: the same as `shards`; a communicator of its own where gathers and reductions need not come in the
-            same order on all ranks.
+        reductions: the same ranks as `shards`; on CUDA over a communicator of its own.
         replicas: those that hold the same shard.
     """
 
@@ -440,7 +439,8 @@ def connect(
             made[live, use] = Comm(links, name, device, config.run.timeout_s, streams, pool, books)
         return made[live, use]
 
-    reductions = over(SHARD_AXES, "reduce" if config.zero.lockstep else "gather")
+    # On NCCL one communicator would run gathers and reductions one after the other.
+    reductions = over(SHARD_AXES, "reduce" if device.type == "cuda" else "gather")
     return Comms(over(GRADIENT_AXES), over(SHARD_AXES), reductions, over(REPLICA_AXES))
 
 

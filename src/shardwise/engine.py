@@ -160,6 +160,8 @@ class Engine:
         Inputs that are a dict go to the model as keyword arguments, a tuple or list as positional ones.
         """
         self._timeline.micro_batch = self._num_backwards
+        if self._num_backwards == 0:
+            self._driver.check_model()
         total = self._forward(batch)
         if not torch.is_grad_enabled():
             return total.mean()
@@ -175,16 +177,8 @@ class Engine:
         Raises:
             ValueError: it came from elsewhere, so how much counts in it is not known.
         """
-        weight = self._books.close(loss) * self._scaler.scale
-        self._is_broken = True
-        self._timeline.micro_batch = self._num_backwards
-        self._num_backwards += 1
-        is_boundary = self._num_backwards >= (self.config.batch.accumulation or 1)
-        self._driver.is_last = self._syncs and is_boundary
-        self._driver.will_reduce = self._syncs and (self.layout.stage.reduce_each_backward or is_boundary)
-        self._driver.prepare_backward()
-        torch.autograd.backward(loss, weight.to(loss.dtype))
-        self._is_broken = False
+        self._refuse_unless_trainable()
+        _backpropagate([self], loss, self._books.close(loss) * self._scaler.scale)
 
     def step(self) -> StepResult:
         """Update the parameters by the clipped mean gradient since the last step, and advance the schedule.
@@ -193,8 +187,8 @@ class Engine:
             NonFiniteLossError: loss or gradients are not finite; parameters and optimizer stay as they were.
         """
         self._check_usable()
-        for group in self._driver.groups:
-            group.params.check_unchanged()
+        self._refuse_unless_trainable()
+        self._driver.check_model()
         if self._num_backwards == 0:
             raise RuntimeError("engine.step() without a backward since the last step; call engine.backward(loss) first")
         self._driver.finish()
@@ -315,6 +309,19 @@ class Engine:
             raise
         return read_loss(output, batch, self._loss_fn)
 
+    def _begin_backward(self) -> None:
+        self._is_broken = True
+        self._timeline.micro_batch = self._num_backwards
+        self._num_backwards += 1
+        is_boundary = self._num_backwards >= (self.config.batch.accumulation or 1)
+        self._driver.is_last = self._syncs and is_boundary
+        self._driver.will_reduce = self._syncs and (self.layout.stage.reduce_each_backward or is_boundary)
+        self._driver.prepare_backward()
+
+    def _refuse_unless_trainable(self) -> None:
+        if not any(group.trainable for group in self.layout.groups):
+            raise ConfigError("every parameter of the model is frozen; set requires_grad on those to train")
+
     def _check_usable(self) -> None:
         if self._is_broken:
             raise RuntimeError("the last backward raised and left gradients incomplete; call engine.zero_grad() first")
@@ -369,12 +376,10 @@ class Engine:
     ) -> tuple[list[NamedGroup], OptimizerFactory]:
         config = self.config.optimizer
         names = [place.name for group in self.layout.groups if group.trainable for place in group.params]
-        if not names:
-            raise ConfigError("every parameter of the model is frozen; set requires_grad on those to train")
         plain = {name for name in names if name in no_decay and not config.decay_1d}
         split = [[name for name in names if name not in plain], [name for name in names if name in plain]]
         options: list[dict[str, float]] = [{"weight_decay": config.weight_decay}, {"weight_decay": 0.0}]
-        groups = [NamedGroup(tuple(part), option) for part, option in zip(split, options, strict=True) if part]
+        groups = [NamedGroup(tuple(part), option) for part, option in zip(split, options, strict=True)]
         if factory is not None:
             return [NamedGroup(tuple(names), {})], factory
         return groups, lambda param_groups: build_optimizer(config, param_groups)
@@ -425,6 +430,51 @@ def initialize(
     layout = build_layout(model, config)
     network = MeshNetwork(Mesh(layout.mesh, config.run.timeout_s), device)
     return Engine(model, config, layout, device, network, loss_fn=loss_fn, optimizer=optimizer, scheduler=scheduler)
+
+
+def backward(loss: Tensor, engines: Sequence[Engine], *, count: float = 1.0) -> None:
+    """Add the gradients of one loss, computed from the models of several engines, to what each has accumulated.
+
+    Each engine counts it as a loss of mean `loss` over `count`, and each takes its own `step`. The models are called
+    directly, or through `engine(batch)`; a frozen engine may take part, such as a teacher's.
+
+    >>> from shardwise import initialize
+    >>> config = {"run": {"device": "cpu"}}
+    >>> with initialize(nn.Linear(4, 3), config) as encoder, initialize(nn.Linear(3, 1), config) as decoder:
+    ...     backward(decoder.model(encoder.model(torch.ones(2, 4))).square().mean(), [encoder, decoder])
+    ...     encoder.step().loss == decoder.step().loss
+    True
+
+    Args:
+        loss: a scalar.
+        engines: all whose models took part and that are to learn from it.
+        count: what `loss` is the mean of, such as target tokens, against the step's other losses.
+
+    Raises:
+        ValueError: `loss` is no scalar, no engine is given, or one scales its gradients otherwise than the others.
+    """
+    if loss.numel() != 1 or not engines:
+        raise ValueError(f"backward takes a scalar loss and engines, got shape {tuple(loss.shape)} and {len(engines)}")
+    total = Total(loss.detach().reshape(()) * count, torch.tensor(count, device=loss.device))
+    normaliser = max(engine._books.normaliser for engine in engines)
+    for engine in engines:
+        engine._books.normaliser = engine._books.normaliser or normaliser
+        weight = engine._books.count_in(total) * engine._scaler.scale
+        normaliser = engine._books.normaliser
+    if len({(engine._books.normaliser, engine._scaler.scale) for engine in engines}) > 1:
+        raise ValueError(
+            "the engines scale their gradients differently, so one backward cannot serve them; let each take its step "
+            "before the common loss, and under fp16 set precision.loss_scale to one number"
+        )
+    _backpropagate(engines, loss, weight)
+
+
+def _backpropagate(engines: Sequence[Engine], loss: Tensor, weight: Tensor) -> None:
+    for engine in engines:
+        engine._begin_backward()
+    torch.autograd.backward(loss, weight.to(loss.dtype).reshape(loss.shape))
+    for engine in engines:
+        engine._is_broken = False
 
 
 def _device(config: Config) -> torch.device:

@@ -43,10 +43,11 @@ def hook_unit(module: nn.Module, events: UnitEvents) -> list[RemovableHandle]:
     """Report a module's forwards and backwards to `events`."""
 
     @torch.compiler.disable
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         events.before_forward()
         if torch.is_grad_enabled() and not in_backward():
-            _report_input_gradients(_differentiable_leaves((args, kwargs)), events)
+            return _report_input_gradients(args, kwargs, events)
+        return None
 
     @torch.compiler.disable
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -207,8 +208,22 @@ def _differentiable_leaves(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
-def _report_input_gradients(inputs: list[Tensor], events: UnitEvents) -> None:
-    inputs = [tensor for tensor in inputs if not tensor.is_leaf]  # a leaf outlives the graph, and so would its hooks
+def _report_input_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], events: UnitEvents) -> Any:
+    """Watch a unit's inputs; return its arguments anew where it must be given views of some.
+
+    A tensor has its gradient once all its users have given theirs. Where several units share an input, as decoder
+    blocks do the encoder's output, all but the first therefore get views, which have theirs as soon as the unit has.
+    """
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    inputs, is_changed = [], False
+    for index, leaf in enumerate(leaves):
+        # A leaf of the graph outlives it, and so would its hooks.
+        if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
+            if _FEEDS_UNIT in leaf.__dict__:
+                leaves[index] = leaf.view_as(leaf)
+                is_changed = True
+            leaf.__dict__[_FEEDS_UNIT] = True
+            inputs.append(leaves[index])
     events.expect_input_gradients(are_tracked=bool(inputs))
     remaining = len(inputs)
 
@@ -220,6 +235,10 @@ def _report_input_gradients(inputs: list[Tensor], events: UnitEvents) -> None:
 
     for tensor in inputs:
         tensor.register_hook(fire)
+    return pytree.tree_unflatten(leaves, structure) if is_changed else None
+
+
+_FEEDS_UNIT: Final = "_shardwise_feeds_unit"
 
 
 def _selective_contexts() -> Any:

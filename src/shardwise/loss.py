@@ -96,6 +96,11 @@ class LossBooks:
         self._open.append((weakref.ref(mean), Total(total.total.detach(), total.count)))
         return mean
 
+    def count_in(self, total: Total) -> Tensor:
+        """Count a loss in and return the weight of its mean's gradient, a 0-d tensor."""
+        self.add(total)
+        return total.divisor() / self._agree_on_normaliser(total.count)
+
     def close(self, mean: Tensor) -> Tensor:
         """Count in a loss that `open` returned, and return the weight of its gradient, a 0-d tensor.
 
@@ -105,8 +110,7 @@ class LossBooks:
         for position, (reference, total) in enumerate(self._open):
             if reference() is mean:
                 del self._open[position]
-                self.add(total)
-                return total.divisor() / self._agree_on_normaliser(total.count)
+                return self.count_in(total)
         raise ValueError(
             "backward got a tensor that engine(batch) did not return, or the same one twice, so how much counts in it "
             "is unknown; compute the loss in loss_fn and pass on what engine(batch) returns"

@@ -43,7 +43,7 @@ class Mesh:
 
         Args:
             axes: of the mesh.
-            use: collectives of another use may come in another order, so they get a group of their own.
+            use: collectives of another use run beside, so they get a group of their own.
         """
         ranks = self.shape.ranks_along(axes, self.rank)
         if len(ranks) == self.shape.world_size and use == "gather" and dist.group.WORLD is not None:

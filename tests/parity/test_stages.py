@@ -56,6 +56,12 @@ def test_odd_models_equal_one_process(ranks: WorkerPool, options: dict[str, Any]
     check(ranks, options["case"], options)
 
 
+def test_replicated_frozen_parameters_equal_one_process(ranks: WorkerPool) -> None:
+    overrides = {"zero": {"stage": 3, "replicate_frozen": True}}
+    traces = ranks(2).run(train_engine, "frozen-parameters", 2, NUM_STEPS, overrides)
+    check_parity(merge_ranks(traces), reference_trace("frozen-parameters", 2, 2, NUM_STEPS, None))
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_recompute_of_every_second_block(ranks: WorkerPool, stage: int) -> None:
     check(

@@ -42,8 +42,10 @@ class Measured:
     counted_wire_bytes: int
 
 
-def measure(rank: int, world_size: int, overrides: dict[str, Any], num_micro_batches: int) -> Measured:
-    case = CASES[CASE]
+def measure(
+    rank: int, world_size: int, overrides: dict[str, Any], num_micro_batches: int, case_name: str = CASE
+) -> Measured:
+    case = CASES[case_name]
     batches = make_batches(case, num_steps=2, world_size=world_size, num_micro_batches=num_micro_batches)
     model = case.build(torch.float32)
     with LiveBytes() as live:
@@ -170,6 +172,28 @@ def test_bytes_of_hybrid_sharding(ranks: WorkerPool, stage: int, accumulation: i
         step_scalars = Fraction(r * n - 1, r * n) * 2 * 8 * (3 + measured.num_trainable)
         assert measured.wire_bytes == expected + step_scalars
         assert sum(measured.layout.bytes_on_wire(m).values()) == expected
+
+
+@pytest.mark.parametrize("is_replicated", [False, True])
+def test_frozen_parameters_may_stay_whole(ranks: WorkerPool, is_replicated: bool) -> None:
+    """Mostly frozen, as with LoRA: no gradients, no optimizer states, and no gathers where they stay whole."""
+    overrides = {"zero": {"stage": 3, "replicate_frozen": is_replicated}, "precision": PRECISIONS["bf16"][0]}
+    for measured in ranks(2).run(measure, overrides, 1, "frozen-parameters"):
+        groups = measured.layout.groups
+        frozen = sum(group.padded_numel for group in groups if not group.trainable)
+        trained = sum(group.padded_numel for group in groups if group.trainable)
+        at_rest = measured.layout.bytes_at_rest()
+        assert at_rest["param"] == 2 * (frozen if is_replicated else frozen // 2) + 2 * trained // 2
+        assert at_rest["grad"] == 4 * trained // 2
+        assert measured.ledger_bytes == measured.at_rest_bytes - LOSS_SUM_BYTES
+        wire = measured.layout.bytes_on_wire(1)
+        assert measured.wire_bytes == sum(wire.values()) + Fraction(1, 2) * 2 * 8 * (3 + measured.num_trainable)
+        assert wire["reduce_scatter"] == 2 * trained // 2
+        gathered = [group for group in groups if group.trainable or not is_replicated]
+        once = [group for group in gathered if group.unit in ("root", "blocks.2")]
+        assert wire["all_gather"] == sum(group.padded_numel for group in gathered) * 2 - sum(
+            group.padded_numel for group in once
+        )
 
 
 def peak(rank: int, world_size: int, stage: int) -> dict[str, int]:

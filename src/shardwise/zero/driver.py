@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwise._torch_private import in_backward, on_backward_end
+from shardwise._torch_private import in_backward, on_backward_end, plain_torch_functions
 from shardwise.hooks import ReleasedParameterError, claim, hook_gradient, hook_unit, released_type
 from shardwise.layout.groups import GroupSpec
 from shardwise.layout.layout import Layout
@@ -193,6 +193,32 @@ class ZeroDriver:
             ]
         return group
 
+    def check_model(self) -> None:
+        """Raise where the model's parameters are others than those it had, or have been moved or written.
+
+        Raises:
+            ValueError: naming the parameter.
+        """
+        with plain_torch_functions():
+            there = {id(parameter) for parameter in self._model.parameters()}
+            if there != self._place_of.keys():
+                raise ValueError(self._describe_change(there))
+        for group in self.groups:
+            group.params.check_unchanged()
+            if not group.params.is_as_trainable:
+                raise ValueError(
+                    f"requires_grad of a parameter in {group.spec.name} changed after initialize, which is not built "
+                    "yet; call engine.close(), then initialize again"
+                )
+
+    def _describe_change(self, there: Container[int]) -> str:
+        cure = "call engine.close(), change the model, then initialize again"
+        added = [name for name, parameter in self._model.named_parameters() if id(parameter) not in self._place_of]
+        if added:
+            return f"parameter {added[0]} was added or replaced after initialize, so no engine trains it; {cure}"
+        removed = [name for key, (_, name) in self._place_of.items() if key not in there]
+        return f"parameter {removed[0]} was removed from the model after initialize; {cure}"
+
     def enter_forward(self, unit: Unit) -> None:
         """A unit's forward is about to begin; pass the units that it skips."""
         if in_backward():
@@ -234,6 +260,7 @@ class ZeroDriver:
 
     def on_backward(self, unit: Unit) -> None:
         """A unit's backward begins; the previous unit is unsharded ahead once the next one has been released."""
+        self._reduce_behind(unit)
         # The root's may begin behind a block's, whose output is the model's.
         if self.num_in_backward == 0:
             self._unshard_ahead()
@@ -331,7 +358,7 @@ class ZeroDriver:
             unit = self._unit_of[name]
             unit.wait()
             if self._in_backward:
-                self.on_inputs_done(unit)
+                self._reduce_behind(unit)
             if self._in_backward or not self._order.is_last(name):
                 unit.reshard()
 
@@ -366,8 +393,16 @@ class ZeroDriver:
             self._done.add(id(group))
             self._reduce_done()
 
+    def _reduce_behind(self, unit: Unit) -> None:
+        """In lockstep, reduce what lies behind a unit when its backward begins, so that all ranks do so in one order.
+
+        Elsewhere each reduction starts as soon as its gradients are there.
+        """
+        if self._resources.lockstep and self.will_reduce and unit is not self.units[0]:
+            self._reduce_until(min((self._reduce_position[each] for each in unit.groups if each.grads), default=0))
+
     def _reduce_done(self) -> None:
-        if not self.will_reduce:
+        if not self.will_reduce or self._resources.lockstep:
             return
         position = self._num_reduced
         while position < len(self._reduce_order) and id(self._reduce_order[position]) in self._done:
@@ -379,6 +414,13 @@ class ZeroDriver:
         for group in self._reduce_order[self._num_reduced : position]:
             self._reduce(group)
         self._num_reduced = max(self._num_reduced, position)
+
+    def _agree_on_late(self) -> list[ParamGroup]:
+        """The groups that any rank has gradients left of, in the fixed order."""
+        flags = [float(group in self._late) for group in self._reduce_order]
+        data = self._resources.comms.data
+        flags = data.max_scalars(torch.tensor(flags, dtype=torch.float64, device=data.device), "late gradients")
+        return [group for group, flag in zip(self._reduce_order, flags, strict=True) if flag]
 
     def _reduce(self, group: ParamGroup) -> None:
         group.reduce(self.is_last)
@@ -414,8 +456,9 @@ class ZeroDriver:
 
     def _reduce_all(self) -> None:
         self._reduce_until(len(self._reduce_order))
+        late = self._agree_on_late() if self._resources.lockstep else self._late
         for group in self._reduce_order:
-            if group in self._late:
+            if group in late:
                 self._reduce(group)
         self._late.clear()
         self._finish_reduce()

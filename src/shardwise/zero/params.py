@@ -8,7 +8,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch_private import version
+from shardwise._torch_private import plain_torch_functions, version
 from shardwise.comm import Comms, Pending
 from shardwise.hooks import wear
 from shardwise.layout.groups import GroupSpec
@@ -101,22 +101,31 @@ class GroupParams:
         return any(tensor.untyped_storage() is storage for tensor in tensors)
 
     def check_unchanged(self) -> None:
-        """Raise where somebody else has written into a parameter, or frozen or unfrozen one, since the engine was made.
+        """Raise where somebody else has moved a parameter, or written into it, since the engine was made.
 
         Raises:
             ValueError: naming the parameter.
         """
-        for parameter, place, seen in zip(self.parameters, self.spec.params, self._versions, strict=True):
-            if version(parameter) != seen:
-                raise ValueError(
-                    f"parameter {place.name} was written after initialize, but the engine trains a master of its own; "
-                    "load or change weights before initialize"
-                )
-            if parameter.requires_grad != self.spec.trainable:
-                raise ValueError(
-                    f"requires_grad of {place.name} became {parameter.requires_grad} after initialize; freezing and "
-                    "unfreezing later is not built yet: close the engine, then initialize again"
-                )
+        storage = self.full.untyped_storage()
+        with plain_torch_functions():
+            for parameter, place, seen in zip(self.parameters, self.spec.params, self._versions, strict=True):
+                if parameter.untyped_storage() is not storage:
+                    raise ValueError(
+                        f"parameter {place.name} was moved or converted after initialize (model.to, model.half, "
+                        "p.data = ...), but the engine keeps it in a buffer of its own; convert the model before "
+                        "initialize, and set precision.param"
+                    )
+                if version(parameter) != seen:
+                    raise ValueError(
+                        f"parameter {place.name} was written after initialize, but the engine trains a master of its "
+                        "own; load or change weights before initialize"
+                    )
+
+    @property
+    def is_as_trainable(self) -> bool:
+        """Whether no parameter has been frozen or unfrozen since the group was made."""
+        with plain_torch_functions():
+            return all(parameter.requires_grad == self.spec.trainable for parameter in self.parameters)
 
     def unshard(self) -> None:
         """Start to make all of `full` valid; does nothing where it is or is under way."""
