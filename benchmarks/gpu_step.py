@@ -24,11 +24,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from shardwise.comm import MeshNetwork
 from shardwise.config import Config
 from shardwise.engine import Engine
 from shardwise.layout.layout import build_layout
 from shardwise.layout.stages import STAGES
-from shardwise.mesh import ensure_process_group
+from shardwise.mesh import Mesh, ensure_process_group
 from shardwise.models.decoder import Decoder, DecoderConfig, flops_per_token, lm_loss
 from shardwise.models.presets import preset
 
@@ -106,6 +107,7 @@ def ours(stage: int) -> Callable[[DecoderConfig], tuple[Step, Callable[[], None]
             resolved,
             layout,
             DEVICE,
+            MeshNetwork(Mesh(layout.mesh, resolved.run.timeout_s), DEVICE),
             loss_fn=lambda output, batch: lm_loss(output, batch[1]),
             optimizer=None,
             scheduler=None,

@@ -246,15 +246,6 @@ def test_weights_written_later_are_refused() -> None:
         engine.train_step([torch.ones(1, 4)])
 
 
-def test_unfreezing_later_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[0].requires_grad_(False)
-    engine = make(model)
-    model[0].requires_grad_(True)
-    with pytest.raises(ValueError, match=r"requires_grad of a parameter in root:frozen|0:frozen changed"):
-        engine.train_step([torch.ones(1, 4)])
-
-
 def test_fp16_does_not_skip_a_loss_that_is_nan() -> None:
     engine = make(nn.Linear(4, 1), precision={"param": "fp16"})
     with pytest.raises(NonFiniteLossError, match=r"first module with a non-finite output is Linear|0"):

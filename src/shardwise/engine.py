@@ -33,14 +33,16 @@ from shardwise.layout.stages import Placement
 from shardwise.loss import LossBooks, LossFn, NonFiniteLossError, Total, first_nonfinite_module, read_loss
 from shardwise.memory import Category, Ledger
 from shardwise.mesh import Mesh, ensure_process_group
-from shardwise.optim import build_optimizer, build_scheduler
+from shardwise.optim import build_scheduler
 from shardwise.pool import BufferPool
 from shardwise.precision import LossScaler, to_device, torch_dtype
 from shardwise.streams import Streams
 from shardwise.timeline import Timeline
 from shardwise.zero.driver import ZeroDriver
 from shardwise.zero.group import Resources
-from shardwise.zero.step import NamedGroup, OptimizerFactory, ShardedOptimizer, adopt
+from shardwise.zero.optimizer_plan import OptimizerFactory, plan_optimizer
+from shardwise.zero.regroup import regroup
+from shardwise.zero.step import ShardedOptimizer
 
 
 class Scheduler(Protocol):
@@ -116,19 +118,17 @@ class Engine:
         self._comms = connect(network, layout.mesh, config, device, streams, pool)
         self.comm = self._comms.data
         self._timeline = Timeline(network.rank)
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        no_decay = {name for name, parameter in model.named_parameters() if parameter.dim() < 2}
-        if isinstance(optimizer, Optimizer):
-            named_groups, factory = adopt(optimizer, names)
-        else:
-            named_groups, factory = self._own_optimizer(optimizer, no_decay)
+        self._optimizer_plan = plan_optimizer(optimizer, config.optimizer, model)
+        named_groups = self._optimizer_plan.groups_of(layout)
         self._adopt_buffers()
         recomputed = layout.units[:: config.recompute.every] if config.recompute.mode != "none" else ()
         self._undo = [recompute_forward(model.get_submodule(unit), config.recompute.mode) for unit in recomputed]
         resources = Resources(self._comms, pool, self.memory, self._timeline, config.zero.overlap, config.zero.lockstep)
         self._driver = ZeroDriver(model, layout, resources)
         try:
-            self._sharded = ShardedOptimizer(self._driver.groups, named_groups, factory, self.memory)
+            self._sharded = ShardedOptimizer(
+                self._driver.groups, named_groups, self._optimizer_plan.factory, self.memory
+            )
         except Exception:
             self.close()
             raise
@@ -162,6 +162,7 @@ class Engine:
         self._timeline.micro_batch = self._num_backwards
         if self._num_backwards == 0:
             self._driver.check_model()
+            self._follow_trainability()
         total = self._forward(batch)
         if not torch.is_grad_enabled():
             return total.mean()
@@ -189,6 +190,8 @@ class Engine:
         self._check_usable()
         self._refuse_unless_trainable()
         self._driver.check_model()
+        if not self._driver.is_as_trainable:
+            raise ValueError("requires_grad changed between a step's backwards; freeze and unfreeze between steps")
         if self._num_backwards == 0:
             raise RuntimeError("engine.step() without a backward since the last step; call engine.backward(loss) first")
         self._driver.finish()
@@ -318,6 +321,14 @@ class Engine:
         self._driver.will_reduce = self._syncs and (self.layout.stage.reduce_each_backward or is_boundary)
         self._driver.prepare_backward()
 
+    def _follow_trainability(self) -> None:
+        """Regroup what has been frozen or unfrozen since the last step."""
+        if self._driver.is_as_trainable:
+            return
+        layout = build_layout(self.model, self.config)
+        regroup(self._driver, self._sharded, layout, self._optimizer_plan.groups_of(layout), self._comms)
+        self.layout = layout
+
     def _refuse_unless_trainable(self) -> None:
         if not any(group.trainable for group in self.layout.groups):
             raise ConfigError("every parameter of the model is frozen; set requires_grad on those to train")
@@ -370,19 +381,6 @@ class Engine:
             "parameters and optimizer are as before the step: lower optimizer.lr, clip (optimizer.clip_norm) or drop "
             "the batch"
         )
-
-    def _own_optimizer(
-        self, factory: OptimizerFactory | None, no_decay: set[str]
-    ) -> tuple[list[NamedGroup], OptimizerFactory]:
-        config = self.config.optimizer
-        names = [place.name for group in self.layout.groups if group.trainable for place in group.params]
-        plain = {name for name in names if name in no_decay and not config.decay_1d}
-        split = [[name for name in names if name not in plain], [name for name in names if name in plain]]
-        options: list[dict[str, float]] = [{"weight_decay": config.weight_decay}, {"weight_decay": 0.0}]
-        groups = [NamedGroup(tuple(part), option) for part, option in zip(split, options, strict=True)]
-        if factory is not None:
-            return [NamedGroup(tuple(names), {})], factory
-        return groups, lambda param_groups: build_optimizer(config, param_groups)
 
     def _check_room_to_gather(self) -> None:
         if self.device.type != "cuda" or not self.layout.stage.unshard_for_use:

@@ -20,7 +20,7 @@ from harness.training import make_config, own_gradients, reference_trace
 from shardwise import Engine, build_layout
 from shardwise.layout.stages import STAGES
 from shardwise.memory import Category
-from shardwise.mesh import ensure_process_group
+from shardwise.mesh import Mesh, ensure_process_group
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -39,7 +39,8 @@ def make_engine(case: ModelCase, stage: int, num_micro_batches: int, **sections:
     config = make_config(num_micro_batches, overrides).resolve(world_size=1)
     model = case.build(torch.float64)
     layout = replace(build_layout(model, config), stage=STAGES[stage])
-    return Engine(model, config, layout, DEVICE, loss_fn=case.loss, optimizer=None, scheduler=None)
+    network = MeshNetwork(Mesh(layout.mesh, config.run.timeout_s), DEVICE)
+    return Engine(model, config, layout, DEVICE, network, loss_fn=case.loss, optimizer=None, scheduler=None)
 
 
 def train(

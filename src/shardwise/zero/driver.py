@@ -205,11 +205,11 @@ class ZeroDriver:
                 raise ValueError(self._describe_change(there))
         for group in self.groups:
             group.params.check_unchanged()
-            if not group.params.is_as_trainable:
-                raise ValueError(
-                    f"requires_grad of a parameter in {group.spec.name} changed after initialize, which is not built "
-                    "yet; call engine.close(), then initialize again"
-                )
+
+    @property
+    def is_as_trainable(self) -> bool:
+        """Whether no parameter has been frozen or unfrozen since its group was made."""
+        return all(group.params.is_as_trainable for group in self.groups)
 
     def _describe_change(self, there: Container[int]) -> str:
         cure = "call engine.close(), change the model, then initialize again"

@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from shardwise.config import ConfigError
 from shardwise.memory import Category, Ledger
 from shardwise.optim import refuse_unless_element_wise
 from shardwise.schedule.actions import Kind
 from shardwise.timeline import Timeline
 from shardwise.zero.group import ParamGroup
-
-OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
-
-
-@dataclass(frozen=True)
-class NamedGroup:
-    """A parameter group of the optimizer by names: options (lr, weight_decay, ...) and whom they hold for."""
-
-    names: tuple[str, ...]
-    options: Mapping[str, Any]
+from shardwise.zero.optimizer_plan import NamedGroup, OptimizerFactory
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter's part in this rank's slice of a group: a 1-D view of the master, and its range in the slice."""
+    """A parameter's part in this rank's slice of a group.
+
+    Attributes:
+        name: of the parameter.
+        group: that it belongs to.
+        view: of the master, 1-D: what the optimizer sees.
+        start: of the view, in the slice.
+        stop: likewise.
+        first: element of the parameter with which the view begins.
+    """
 
     name: str
     group: ParamGroup
     view: nn.Parameter
     start: int
     stop: int
+    first: int
 
 
 class ShardedOptimizer:
@@ -57,9 +55,56 @@ class ShardedOptimizer:
         factory: OptimizerFactory,
         ledger: Ledger,
     ) -> None:
+        self._ledger = ledger
+        self._groups: list[ParamGroup] = []
+        self.pieces: list[Piece] = []
+        # torch refuses an optimizer without parameters, but a rank may own nothing except padding. Stepped like the
+        # others, it also shows which states the optimizer keeps.
+        self._placeholder = nn.Parameter(torch.empty(0))
+        self._take(groups)
+        self.optimizer = factory(self._param_groups(named_groups))
+        refuse_unless_element_wise(self.optimizer)
+
+    def regroup(
+        self,
+        groups: Sequence[ParamGroup],
+        named_groups: Sequence[NamedGroup],
+        states: Mapping[str, Mapping[str, Tensor]],
+    ) -> None:
+        """Step other groups from now on; what is in both keeps its states.
+
+        Args:
+            groups: all of the engine's.
+            named_groups: as many as before.
+            states: of parameters in new groups, by name and key; tensors are whole and 1-D, or 0-d.
+        """
+        self._take(groups)
+        for options, group in zip(self.optimizer.param_groups, self._param_groups(named_groups), strict=True):
+            options["params"] = group["params"]
+        known = {id(piece.view) for piece in self.pieces} | {id(self._placeholder)}
+        for view in [view for view in self.optimizer.state if id(view) not in known]:
+            del self.optimizer.state[view]
+        for piece in self.pieces:
+            if piece.view not in self.optimizer.state and piece.name in states:
+                last = piece.first + piece.view.numel()
+                self.optimizer.state[piece.view] = {
+                    key: (values[piece.first : last] if values.dim() else values).clone()
+                    for key, values in states[piece.name].items()
+                }
+
+    def state_keys(self) -> dict[str, Tensor]:
+        """The states that the optimizer keeps, each with an example; none before the first step."""
+        return next((dict(state) for state in self.optimizer.state.values() if state), {})
+
+    def _take(self, groups: Sequence[ParamGroup]) -> None:
+        kept: dict[ParamGroup, list[Piece]] = {}
+        for piece in self.pieces:
+            kept.setdefault(piece.group, []).append(piece)
         self._groups = [group for group in groups if group.grads is not None]
         self.names = [place.name for group in self._groups for place in group.spec.params]
-        self.pieces = [piece for group in self._groups for piece in _pieces(group)]
+        self.pieces = [piece for group in self._groups for piece in kept.get(group) or _pieces(group)]
+
+    def _param_groups(self, named_groups: Sequence[NamedGroup]) -> list[dict[str, Any]]:
         by_name: dict[str, list[nn.Parameter]] = {}
         for piece in self.pieces:
             by_name.setdefault(piece.name, []).append(piece.view)
@@ -68,11 +113,8 @@ class ShardedOptimizer:
             for named in named_groups
         ]
         if not any(group["params"] for group in param_groups):
-            # torch refuses an optimizer without parameters, but a rank may own nothing except padding.
-            param_groups[0]["params"] = [nn.Parameter(torch.empty(0))]
-        self.optimizer = factory(param_groups)
-        refuse_unless_element_wise(self.optimizer)
-        self._ledger = ledger
+            param_groups[0]["params"] = [self._placeholder]
+        return param_groups
 
     def used(self) -> list[bool]:
         """For each of `names`, whether it has got a gradient on this rank since the last step."""
@@ -100,6 +142,7 @@ class ShardedOptimizer:
             for piece in self.pieces:
                 slices = gradients.get(piece.group) if used[piece.name] else None
                 piece.view.grad = slices[piece.start : piece.stop] if slices is not None else None
+            self._placeholder.grad = torch.empty(0)
             self.optimizer.step()
             for piece in self.pieces:
                 piece.view.grad = None
@@ -118,41 +161,6 @@ class ShardedOptimizer:
                 group.grads.clear()
 
 
-def adopt(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[list[NamedGroup], OptimizerFactory]:
-    """Take over an optimizer built on the model's own parameters: the same object, its groups over pieces.
-
-    Args:
-        optimizer: without state, since state of whole parameters does not fit pieces.
-        names: of the model's parameters, by id.
-
-    Raises:
-        ConfigError: it has stepped already, or holds a tensor that is no parameter of the model.
-    """
-    if any(state.get("step", 1) != 0 for state in optimizer.state.values()):
-        raise ConfigError("the optimizer has state already; pass it to initialize before its first step")
-    named_groups = []
-    for group in optimizer.param_groups:
-        unknown = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
-        if unknown:
-            raise ConfigError(
-                f"the optimizer holds a tensor of shape {unknown[0]} that is no parameter of the model; leave it out"
-            )
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        named_groups.append(NamedGroup(tuple(names[id(parameter)] for parameter in group["params"]), options))
-
-    def replace_parameters(param_groups: list[dict[str, Any]]) -> Optimizer:
-        for group, replacement in zip(optimizer.param_groups, param_groups, strict=True):
-            group["params"] = replacement["params"]
-            group.pop("param_names", None)
-        if optimizer.state:  # some, such as Adagrad, make it in their constructor
-            accepted = inspect.signature(type(optimizer)).parameters
-            options = {key: value for key, value in optimizer.defaults.items() if key in accepted}
-            optimizer.state = type(optimizer)(param_groups, **options).state
-        return optimizer
-
-    return named_groups, replace_parameters
-
-
 def _pieces(group: ParamGroup) -> list[Piece]:
     params = group.params
     return [
@@ -162,6 +170,7 @@ def _pieces(group: ParamGroup) -> list[Piece]:
             view=nn.Parameter(params.master[slot.offset : slot.offset + slot.stop - slot.start]),
             start=slot.offset,
             stop=slot.offset + slot.stop - slot.start,
+            first=slot.start,
         )
         for slot in group.spec.slots(params.shard_start, params.shard_stop)
     ]

@@ -1,0 +1,114 @@
+"""Which optimizer steps which parameters under which options, by name: the config's, the user's, or a function's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.config import ConfigError, OptimizerConfig
+from shardwise.layout.layout import Layout
+from shardwise.optim import build_optimizer
+
+OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
+
+
+@dataclass(frozen=True)
+class NamedGroup:
+    """A parameter group of the optimizer by names: options (lr, weight_decay, ...) and whom they hold for."""
+
+    names: tuple[str, ...]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
+    """How an engine's optimizer comes to be.
+
+    Attributes:
+        groups_of: the parameter groups for what is trainable in a layout; always as many.
+        factory: makes the optimizer from parameter groups, or adopts a given one.
+    """
+
+    groups_of: Callable[[Layout], list[NamedGroup]]
+    factory: OptimizerFactory
+
+
+def plan_optimizer(
+    given: Optimizer | OptimizerFactory | None, config: OptimizerConfig, model: nn.Module
+) -> OptimizerPlan:
+    """Choose between what the user gave and what the config names.
+
+    Args:
+        given: an optimizer over the model's parameters, without state since state of whole parameters does not fit
+            pieces; a function from parameter groups to an optimizer; or None.
+        config: of the optimizer.
+        model: as given to `initialize`.
+
+    Raises:
+        ConfigError: the optimizer has stepped already, or holds a tensor that is no parameter of the model.
+    """
+    if isinstance(given, Optimizer):
+        return _adopt(given, model)
+    if given is not None:
+        return OptimizerPlan(lambda layout: [NamedGroup(tuple(_trainable_names(layout)), {})], given)
+
+    def by_decay(layout: Layout) -> list[NamedGroup]:
+        places = [place for group in layout.groups if group.trainable for place in group.params]
+        plain = {place.name for place in places if len(place.shape) < 2 and not config.decay_1d}
+        decayed = tuple(place.name for place in places if place.name not in plain)
+        others = tuple(place.name for place in places if place.name in plain)
+        return [
+            NamedGroup(decayed, {"weight_decay": config.weight_decay}),
+            NamedGroup(others, {"weight_decay": 0.0}),
+        ]
+
+    return OptimizerPlan(by_decay, lambda param_groups: build_optimizer(config, param_groups))
+
+
+def _adopt(optimizer: Optimizer, model: nn.Module) -> OptimizerPlan:
+    """Take over an optimizer built on the model's own parameters: the same object, its groups over pieces."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if any(state.get("step", 1) != 0 for state in optimizer.state.values()):
+        raise ConfigError("the optimizer has state already; pass it to initialize before its first step")
+    named_groups = []
+    for group in optimizer.param_groups:
+        unknown = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
+        if unknown:
+            raise ConfigError(
+                f"the optimizer holds a tensor of shape {unknown[0]} that is no parameter of the model; leave it out"
+            )
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        named_groups.append(NamedGroup(tuple(names[id(parameter)] for parameter in group["params"]), options))
+
+    known = {name for group in named_groups for name in group.names}
+    left_out = {name for name, parameter in model.named_parameters() if parameter.requires_grad} - known
+
+    def groups_of(layout: Layout) -> list[NamedGroup]:
+        unknown = sorted(set(_trainable_names(layout)) - known - left_out)
+        if unknown:
+            raise ConfigError(
+                f"parameter {unknown[0]} became trainable but the given optimizer was built without it; "
+                "give frozen parameters to the optimizer too where they are to be trained later"
+            )
+        return named_groups
+
+    def replace_parameters(param_groups: list[dict[str, Any]]) -> Optimizer:
+        for group, replacement in zip(optimizer.param_groups, param_groups, strict=True):
+            group["params"] = replacement["params"]
+            group.pop("param_names", None)
+        if optimizer.state:  # some, such as Adagrad, make it in their constructor
+            accepted = inspect.signature(type(optimizer)).parameters
+            options = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+            optimizer.state = type(optimizer)(param_groups, **options).state
+        return optimizer
+
+    return OptimizerPlan(groups_of, replace_parameters)
+
+
+def _trainable_names(layout: Layout) -> list[str]:
+    return [place.name for group in layout.groups if group.trainable for place in group.params]

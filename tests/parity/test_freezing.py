@@ -1,0 +1,166 @@
+"""Parameters frozen and unfrozen between steps train as in one plain process, and their states go and come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.combinations import cover
+from harness.models import CASES, every_rank, make_batches
+from harness.pool import WorkerPool
+from harness.reference import call_model, max_error
+from harness.training import LR, make_config
+from shardwise import ConfigError, Engine, initialize
+
+CASE = CASES["odd-shapes"]
+# What is frozen in each step: a block, parts of blocks and of the root, all but the head, nothing.
+FROZEN = (
+    ("blocks.0",),
+    ("blocks.0",),
+    ("blocks.1.up", "embedding"),
+    ("embedding", "blocks", "norm"),
+    (),
+    ("blocks.2",),
+)
+
+
+def freeze(model: nn.Module, prefixes: tuple[str, ...]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(prefixes) if prefixes else True)
+
+
+def own_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Groups that hold frozen parameters too."""
+    named = dict(model.named_parameters())
+    return torch.optim.AdamW(
+        [
+            {"params": [parameter for name, parameter in named.items() if name.startswith("blocks")], "lr": 2 * LR},
+            {"params": [parameter for name, parameter in named.items() if not name.startswith("blocks")]},
+        ],
+        lr=LR,
+    )
+
+
+def plain_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
+
+
+def train(rank: int, world_size: int, overrides: Mapping[str, Any], is_own: bool) -> tuple[list[float], Any, list[int]]:
+    model = CASE.build(torch.float64)
+    freeze(model, FROZEN[0])
+    engine = initialize(
+        model, make_config(2, overrides), loss_fn=CASE.loss, optimizer=own_optimizer(model) if is_own else None
+    )
+    batches = make_batches(CASE, num_steps=len(FROZEN), world_size=world_size, num_micro_batches=2)
+    losses, state_bytes = [], []
+    for prefixes, step in zip(FROZEN, batches, strict=True):
+        freeze(model, prefixes)
+        losses.append(engine.train_step(step[rank]).loss)
+        state_bytes.append(
+            engine.memory.snapshot().total_bytes - sum(engine.layout.bytes_at_rest(engine.comm.rank).values())
+        )
+    with engine.gathered():
+        parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return losses, parameters, state_bytes
+
+
+def train_plainly(world_size: int, is_own: bool) -> tuple[list[float], dict[str, Tensor]]:
+    model = CASE.build(torch.float64)
+    optimizer = own_optimizer(model) if is_own else plain_optimizer(model)
+    losses = []
+    batches = make_batches(CASE, num_steps=len(FROZEN), world_size=world_size, num_micro_batches=2)
+    for prefixes, step in zip(FROZEN, every_rank(batches), strict=True):
+        freeze(model, prefixes)
+        optimizer.zero_grad()
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                optimizer.state.pop(parameter, None)
+        total, count = 0.0, 0
+        for batch in step:
+            loss, num = CASE.loss(call_model(model, batch, CASE.loss), batch)
+            loss.backward()
+            total, count = total + loss.item(), count + int(num)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= count
+        optimizer.step()
+        losses.append(total / count)
+    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    cover({"stage": [0, 1, 2, 3], "num_ranks": [1, 2, 3], "is_own": [False, True], "is_hybrid": [False, True]}),
+)
+def test_freezing_and_unfreezing(ranks: WorkerPool, options: dict[str, Any]) -> None:
+    num_ranks, is_own = options["num_ranks"], options["is_own"]
+    overrides: dict[str, Any] = {"zero": {"stage": options["stage"], "replicate_frozen": is_own}}
+    if options["is_hybrid"]:
+        overrides["mesh"] = {"dp_shard": num_ranks}
+        num_ranks *= 2
+    losses, parameters = train_plainly(num_ranks, is_own)
+    for actual, found, _ in ranks(num_ranks).run(train, overrides, is_own):
+        assert max_error(actual, losses) <= 1e-9
+        assert max_error(found, parameters) <= 1e-9
+
+
+def test_states_go_and_come(ranks: WorkerPool) -> None:
+    """After each step the ledger holds what the layout says, and beside it four bytes a step count."""
+    for _, _, other_bytes in ranks(2).run(train, {"zero": {"stage": 3}}, False):
+        assert all(0 < num_bytes <= 64 for num_bytes in other_bytes)
+
+
+def bf16_masters(rank: int, world_size: int) -> list[bool]:
+    """Freeze one parameter of a unit: the master of its other ones must not be rounded to bf16 on the way."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    engine = initialize(
+        model, make_config(1, {"precision": {"param": "bf16"}}), loss_fn=lambda output, _: output.square().mean()
+    )
+    engine.train_step([torch.ones(2, 8)])
+    before = masters(engine)
+    model[0].bias.requires_grad_(False)
+    engine(torch.ones(2, 8))
+    after = masters(engine)
+    assert set(before) - set(after) == ({"0.bias"} if rank == 1 else set())
+    return [torch.equal(before[name], after[name]) for name in after if before[name].shape == after[name].shape]
+
+
+def masters(engine: Engine) -> dict[str, Tensor]:
+    return {piece.name: piece.view.detach().clone() for piece in engine._sharded.pieces}
+
+
+def test_masters_are_kept_bit_for_bit(ranks: WorkerPool) -> None:
+    for equal in ranks(2).run(bf16_masters):
+        assert equal
+        assert all(equal)
+
+
+def test_unfreezing_what_the_optimizer_does_not_know_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
+    model[0].requires_grad_(False)
+    engine = initialize(
+        model,
+        make_config(1, {}),
+        loss_fn=lambda y, _: y.mean(),
+        optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1),
+    )
+    model[0].requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"parameter 0\.(weight|bias) became trainable but the given optimizer"):
+        engine(torch.ones(1, 4, dtype=torch.float64))
+
+
+def test_freezing_within_a_step_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
+    engine = initialize(model, make_config(1, {}), loss_fn=lambda y, _: y.mean())
+    engine.backward(engine(torch.ones(1, 4, dtype=torch.float64)))
+    model[0].requires_grad_(False)
+    with pytest.raises(ValueError, match="freeze and unfreeze between steps"):
+        engine.step()
