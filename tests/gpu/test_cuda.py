@@ -18,6 +18,7 @@ from harness.models import CASES, ModelCase, make_batches
 from harness.reference import Trace, check_parity
 from harness.training import make_config, own_gradients, reference_trace
 from shardwise import Engine, build_layout
+from shardwise.comm import MeshNetwork
 from shardwise.layout.stages import STAGES
 from shardwise.memory import Category
 from shardwise.mesh import Mesh, ensure_process_group
