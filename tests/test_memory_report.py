@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise._memory_report import oom_message
 from shardwise.config import Config
 from shardwise.memory import Category, MemorySnapshot, format_table, oom_advice
 
@@ -127,3 +128,11 @@ def test_advice_can_be_followed_to_its_end(
             assert changed.batch.global_size == config.batch.global_size
         config = config.override(advice[-1].assignments).resolve(world_size)
     pytest.fail("the advice never ends")
+
+
+def test_a_fragmented_allocator_is_pointed_out() -> None:
+    live = dict.fromkeys(Category, 0) | {Category.PARAMETERS: 2**30}
+    cuda = MemorySnapshot("cuda", live, 2**30, {}, 2**31, fragment_bytes=2**30, metered=False)
+    message = oom_message(MemoryError(), "here", cuda, resolved())
+    assert "reserved but idle: 1.00 GiB of 2.00 GiB; PYTORCH_ALLOC_CONF=expandable_segments:True" in message
+    assert "idle" not in oom_message(MemoryError(), "here", snapshot_of(parameters=2**30), resolved())

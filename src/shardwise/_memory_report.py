@@ -20,10 +20,13 @@ precision.param=bf16: computes in bf16 with fp32 master weights, about 2.00 GiB 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+import torch
 
 from shardwise.config import Config
 
@@ -136,6 +139,33 @@ def oom_advice(snapshot: MemorySnapshot, config: Config) -> list[Advice]:
     candidates = [*_advise_on_states(live_bytes, config), *_advise_on_activations(live_bytes, config)]
     # The sort is stable, so settings of equal or unknown saving keep the order above: cheapest in time first.
     return sorted(candidates, key=lambda advice: -advice.saved_bytes)[:3]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a failure is one of memory: Python's, the CUDA allocator's or the CPU allocator's."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def oom_message(error: BaseException, where: str, snapshot: MemorySnapshot, config: Config) -> str:
+    """What to tell the user of a failure of memory: one line with the cure first, then the table and the settings."""
+    rows = [f"  {name:<12} {gib:>9} GiB {share:>5}" for name, gib, share in format_table(snapshot)]
+    advice = [str(each) for each in oom_advice(snapshot, config)]
+    cure = f"try {advice[0].partition(':')[0]}" if advice else "use a smaller model or more ranks"
+    lines = [f"out of memory {where}: {first_line(error)}; {cure}", "what it holds:", *rows]
+    if snapshot.device_type == "cuda" and snapshot.fragment_bytes > snapshot.reserved_bytes // 10:
+        idle = f"{format_bytes(snapshot.fragment_bytes)} of {format_bytes(snapshot.reserved_bytes)}"
+        lines.append(f"  reserved but idle: {idle}; PYTORCH_ALLOC_CONF=expandable_segments:True leaves less of it")
+    if advice:
+        lines += ["settings that need less:", *(f"  {each}" for each in advice)]
+    return "\n".join(lines)
+
+
+def first_line(error: BaseException) -> str:
+    """What a failure says first, without the source line of torch's CPU allocator."""
+    lines = re.sub(r"^\[enforce fail[^\]]*\] err == 0\. ", "", str(error).strip()).splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _at_worst(snapshot: MemorySnapshot) -> Mapping[Category, int]:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from shardwise.hooks import recompute_forward
 from shardwise.layout.layout import Layout, build_layout
 from shardwise.layout.stages import Placement
 from shardwise.loss import LossBooks, LossFn, NonFiniteLossError, Total, first_nonfinite_module, read_loss
-from shardwise.memory import Category, Ledger
+from shardwise.memory import Category, Ledger, explain_out_of_memory
 from shardwise.mesh import Mesh, ensure_process_group
 from shardwise.optim import build_scheduler
 from shardwise.pool import BufferPool
@@ -43,6 +44,9 @@ from shardwise.zero.group import Resources
 from shardwise.zero.optimizer_plan import OptimizerFactory, plan_optimizer
 from shardwise.zero.regroup import regroup
 from shardwise.zero.step import ShardedOptimizer
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
 class Scheduler(Protocol):
@@ -81,6 +85,17 @@ class EvalResult:
 
     loss: float
     count: float
+
+
+def _explained(method: Callable[Concatenate[Engine, Given], Result]) -> Callable[Concatenate[Engine, Given], Result]:
+    """Make a method of the engine say, where memory runs out, what holds it and what would help."""
+
+    @wraps(method)
+    def run(engine: Engine, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        with engine._memory_explained():
+            return method(engine, *args, **kwargs)
+
+    return run
 
 
 class Engine:
@@ -169,6 +184,7 @@ class Engine:
         self._batches.append(batch)
         return self._books.open(total)
 
+    @_explained
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of what counted in `loss` to the accumulated ones.
 
@@ -177,10 +193,12 @@ class Engine:
 
         Raises:
             ValueError: it came from elsewhere, so how much counts in it is not known.
+            torch.OutOfMemoryError: with the table of what holds the memory; so too `engine(batch)` and `step`.
         """
         self._refuse_unless_trainable()
         _backpropagate([self], loss, self._books.close(loss) * self._scaler.scale)
 
+    @_explained
     def step(self) -> StepResult:
         """Update the parameters by the clipped mean gradient since the last step, and advance the schedule.
 
@@ -272,11 +290,12 @@ class Engine:
             MemoryError: on CUDA, the whole parameters would not fit beside what is there.
         """
         self._check_room_to_gather()
-        self._driver.unshard_all()
-        try:
-            yield self.model
-        finally:
-            self._driver.reshard_all(release_held=True)
+        with self._memory_explained():
+            self._driver.unshard_all()
+            try:
+                yield self.model
+            finally:
+                self._driver.reshard_all(release_held=True)
 
     def close(self) -> None:
         """Give the model back: hooks go, parameters become whole tensors of their own. All ranks call it."""
@@ -295,6 +314,13 @@ class Engine:
         if error is None:
             self.close()
 
+    def _memory_explained(self) -> AbstractContextManager[None]:
+        """Inside, a failure of memory is raised with the table of what this rank holds and the settings that help."""
+        return explain_out_of_memory(
+            self.memory, self.config, f"on rank {self.comm.rank} in step {self._num_steps + 1}"
+        )
+
+    @_explained
     def _forward(self, batch: Any) -> Total:
         self._check_usable()
         batch = to_device(batch, self.device)

@@ -33,11 +33,15 @@ from shardwise._memory_report import (
     Advice,
     Category,
     MemorySnapshot,
+    first_line,
     format_bytes,
     format_table,
+    is_out_of_memory,
     oom_advice,
+    oom_message,
 )
 from shardwise._torch_private import OpMode, set_unsharded_storage
+from shardwise.config import Config
 
 __all__ = [
     "Advice",
@@ -47,8 +51,11 @@ __all__ = [
     "CudaAllocator",
     "Ledger",
     "MemorySnapshot",
+    "explain_out_of_memory",
+    "first_line",
     "format_bytes",
     "format_table",
+    "is_out_of_memory",
     "oom_advice",
 ]
 
@@ -297,6 +304,29 @@ class Ledger:
         is_now = stats.allocated_bytes == stats.peak_allocated_bytes
         registered = self._live_bytes if is_now else before
         self._peak_live_bytes = _with_rest(registered, self._peak_bytes) if self._is_metering else {}
+
+
+@contextmanager
+def explain_out_of_memory(ledger: Ledger, config: Config, where: str) -> Iterator[None]:
+    """Raise a failure of memory anew, from the original: with what holds the memory and the settings that need less.
+
+    Args:
+        ledger: of the device that runs out.
+        config: resolved.
+        where: for the message, such as `on rank 0 in step 3`.
+
+    Raises:
+        torch.OutOfMemoryError: the device's memory does not hold what runs inside.
+        MemoryError: Python's own.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        is_explained = error.__cause__ is not None and is_out_of_memory(error.__cause__)
+        if not is_out_of_memory(error) or is_explained:
+            raise
+        kind = MemoryError if isinstance(error, MemoryError) else torch.OutOfMemoryError
+        raise kind(oom_message(error, where, ledger.snapshot(), config)) from error
 
 
 class _Meter(OpMode):

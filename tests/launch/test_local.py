@@ -110,6 +110,19 @@ def test_threads_per_rank(launch, tmp_path, monkeypatch, threads_per_rank, envir
     assert json.loads((tmp_path / "threads").read_text()) == expected
 
 
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": ""}),
+    ],
+)
+def test_segments_are_expandable_unless_the_user_says_how_to_allocate(launch, tmp_path, environ, expected):
+    launch('note("alloc", {k: v for k, v in os.environ.items() if "ALLOC_CONF" in k})', 1, environ=environ)
+    assert json.loads((tmp_path / "alloc").read_text()) == expected
+
+
 def test_a_killed_rank_is_named_and_takes_the_others_with_it(launch, tmp_path, capfd):
     code = (
         STOPPABLE

@@ -11,7 +11,7 @@ from shardwise.config import Config
 from shardwise.engine import EvalResult
 from shardwise.train import loop
 from shardwise.train.baseline import unigram_loss
-from shardwise.train.loop import METER_EVERY, OutOfMemoryError, Trainer, build_trainer, is_out_of_memory, peak_flops
+from shardwise.train.loop import METER_EVERY, Trainer, build_trainer, peak_flops
 from shardwise.train.prepare import open_data, prepare_data
 
 TEXT = "".join(f"def double_{number}(x):\n    return {2 * number} * x\n\n" for number in range(400))
@@ -166,45 +166,13 @@ def test_a_sample_continues_held_out_text_and_is_the_same_again(values, tmp_path
     assert sample.text
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried"),
-    ],
-    ids=["python", "cuda", "cpu"],
-)
-def test_out_of_memory_says_what_holds_it_and_what_helps(values, tmp_path, monkeypatch, error):
-    values["batch"] = {"micro_size": 4}
-    trainer = make_trainer(values, tmp_path)
-
-    def fail(batches):
-        raise error
-
-    monkeypatch.setattr(trainer.engine, "train_step", fail)
-    with pytest.raises(OutOfMemoryError) as raised:
-        take(trainer)
-    lines = str(raised.value).splitlines()
-    assert any(line.startswith("parameters") and "GiB" in line for line in lines)
-    assert any(line.startswith("batch.micro_size=2") for line in lines)
-    assert lines[-1].startswith("out of memory on rank 0 in step 1: ")
-    assert "; try " in lines[-1], "the end of a log is what a launcher shows"
-
-
-def test_other_failures_are_not_taken_for_memory(values, tmp_path, monkeypatch):
-    trainer = make_trainer(values, tmp_path)
-    monkeypatch.setattr(trainer.engine, "train_step", lambda batches: torch.ones(2) @ torch.ones(3))
-    with pytest.raises(RuntimeError, match="size") as raised:
-        take(trainer)
-    assert not isinstance(raised.value, OutOfMemoryError)
-    assert not is_out_of_memory(raised.value)
-
-
-def test_a_real_allocation_too_large_is_recognised():
-    with pytest.raises(RuntimeError) as raised:
+def test_states_too_large_for_the_memory_are_said_before_the_first_step(values, tmp_path, monkeypatch):
+    def fail(*arguments, **options):
         torch.empty(2**56, dtype=torch.uint8)
-    assert is_out_of_memory(raised.value)
+
+    monkeypatch.setattr(loop, "initialize", fail)
+    with pytest.raises(torch.OutOfMemoryError, match=r"^out of memory before the first step.*; use a smaller model"):
+        make_trainer(values, tmp_path)
 
 
 def test_peaks_of_known_devices():

@@ -7,6 +7,7 @@ import re
 import signal
 
 import pytest
+import torch
 from rich.console import Console
 
 from shardwise.config import Config
@@ -77,6 +78,15 @@ def test_a_full_disk_is_one_line(train, tmp_path, monkeypatch, capsys):
         f"shardwise: no room left for the run's files in {tmp_path / 'run'}: No space left on device; "
     )
     assert err.count("\n") == 1
+
+
+def test_memory_that_runs_out_is_said_in_the_last_line(train, monkeypatch, capsys):
+    fail_with(monkeypatch, torch.OutOfMemoryError("out of memory on rank 0; try less\nwhat it holds:\n  parameters"))
+    assert train()[0] == 1
+    err = capsys.readouterr().err
+    assert err.endswith("out of memory on rank 0; try less\n"), "the end of a log is what a launcher shows"
+    assert "what it holds:\n  parameters" in err
+    assert "Traceback" not in err
 
 
 def test_a_bug_leaves_its_traceback_in_the_log(train, monkeypatch, capsys, caplog):

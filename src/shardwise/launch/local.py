@@ -29,6 +29,10 @@ from shardwise.config import ConfigError
 from shardwise.launch.environment import LAUNCHER_FD, STORE_FD
 from shardwise.launch.failure import RankExit, exit_code, first_cause, lost_peer, report
 
+# What CUDA's allocator is told; torch reads one of these variables, and this is its name in torch >= 2.9.
+ALLOC_CONF_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+EXPANDABLE_SEGMENTS = "expandable_segments:True"
+
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Within this time a signal repeats the first: a shell and its terminal, or a wrapper, may each send one.
 _REPEAT_S = 0.5
@@ -130,6 +134,9 @@ def _common_environ(inherited: Mapping[str, str], num_ranks: int, threads_per_ra
     # A rank that is killed must leave in its log what it printed, and one that crashes in C++ where it was.
     environ.setdefault("PYTHONUNBUFFERED", "1")
     environ.setdefault("PYTHONFAULTHANDLER", "1")
+    # Blocks of changing sizes come and go: segments of a fixed size would be left half empty. On CPU it means nothing.
+    if not any(name in environ for name in ALLOC_CONF_NAMES):
+        environ[ALLOC_CONF_NAMES[0]] = EXPANDABLE_SEGMENTS
     environ.update(WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1")
     return environ
 

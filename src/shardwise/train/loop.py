@@ -16,14 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 import torch
 
 from shardwise.config import Config
 from shardwise.engine import Engine, StepResult, initialize
-from shardwise.memory import Category, MemorySnapshot, format_table, oom_advice
+from shardwise.memory import Category, MemorySnapshot, first_line, is_out_of_memory
 from shardwise.models import Decoder, decoder_config, flops_per_token, generate, lm_loss
 from shardwise.rng import init_parameters, keyed_generator
 from shardwise.train.baseline import unigram_loss
@@ -53,12 +53,6 @@ _PEAK_FLOPS: Final = (
     ("V100", 125e12),
     ("T4", 65e12),
 )
-
-Result = TypeVar("Result")
-
-
-class OutOfMemoryError(RuntimeError):
-    """The device's memory does not hold the run; the message is the ledger's table, what would help, and one line."""
 
 
 @dataclass(frozen=True)
@@ -119,17 +113,17 @@ class Trainer:
 
         Raises:
             NonFiniteLossError: as `Engine.step`.
-            OutOfMemoryError: with the table of what took the memory.
+            torch.OutOfMemoryError: as the engine's methods.
         """
         run = self.config.run
         while self.engine.num_steps < run.steps and not self._was_stopped:
-            record = self._guard_memory(self._take_step)
+            record = self._take_step()
             self._was_stopped = self._any_rank(should_stop()) and record.step < run.steps
             is_due = record.step == run.steps or (run.eval_every is not None and record.step % run.eval_every == 0)
             eval_loss = None
             if is_due and not self._was_stopped:
                 announce("evaluating on held-out data")
-                eval_loss = self._guard_memory(self.evaluate)
+                eval_loss = self.evaluate()
             yield replace(record, eval_loss=eval_loss)
 
     def evaluate(self) -> float:
@@ -225,14 +219,6 @@ class Trainer:
     def _held_out_sequence(self, position: int) -> int:
         return sample_order(self.config.run.seed, position, self.data.val.num_sequences(self.config.data.seq_len))
 
-    def _guard_memory(self, run: Callable[[], Result]) -> Result:
-        try:
-            return run()
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise OutOfMemoryError(_explain_out_of_memory(error, self.engine, self._rank)) from error
-
 
 def build_trainer(config: Config, data: PreparedData) -> Trainer:
     """Build the config's model, its weights drawn by parameter name, and shard it.
@@ -243,7 +229,7 @@ def build_trainer(config: Config, data: PreparedData) -> Trainer:
 
     Raises:
         ConfigError: model, data and world do not fit each other.
-        OutOfMemoryError: the states do not fit.
+        torch.OutOfMemoryError: the states do not fit.
     """
     shape = decoder_config(config.model, max_seq_len=config.data.seq_len, vocab_size=data.vocab_size)
     try:
@@ -253,18 +239,11 @@ def build_trainer(config: Config, data: PreparedData) -> Trainer:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemoryError(
-            f"out of memory before the first step, while the states were made: {_first_line(error)}; "
+        raise torch.OutOfMemoryError(
+            f"out of memory before the first step, while the states were made: {first_line(error)}; "
             "use a smaller model, zero.stage=3 over more ranks, or optimizer.name=sgd"
         ) from error
     return Trainer(engine, data)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a failure is one of memory: Python's, the CUDA allocator's or the CPU allocator's."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -292,18 +271,3 @@ def _record(result: StepResult, step_s: float, snapshot: MemorySnapshot, is_mete
         if is_metered
         else None,
     )
-
-
-def _explain_out_of_memory(error: BaseException, engine: Engine, rank: int) -> str:
-    """The table and the advice first: a log is read from its end."""
-    snapshot = engine.memory.snapshot()
-    rows = [f"{name:<12} {gib:>9} GiB {share:>5}" for name, gib, share in format_table(snapshot)]
-    advice = [str(each) for each in oom_advice(snapshot, engine.config)]
-    cure = f"try {advice[0].partition(':')[0]}" if advice else "use a smaller model or more ranks"
-    reason = f"out of memory on rank {rank} in step {engine.num_steps + 1}: {_first_line(error)}; {cure}"
-    return "\n".join([f"what rank {rank} holds:", *rows, "settings that need less:", *advice, reason])
-
-
-def _first_line(error: BaseException) -> str:
-    lines = re.sub(r"^\[enforce fail[^\]]*\] err == 0\. ", "", str(error).strip()).splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -33,7 +33,7 @@ from shardwise.launch.rank import StopFlag
 from shardwise.loss import NonFiniteLossError
 from shardwise.memory import format_bytes
 from shardwise.train.job import CONFIG_NAME, create_folder, device_kind, prepare_job_data, resolve_job
-from shardwise.train.loop import OutOfMemoryError, Sample, Trainer, build_trainer
+from shardwise.train.loop import Sample, Trainer, build_trainer
 from shardwise.train.metrics import write_timeline
 from shardwise.train.observer import Observer
 from shardwise.train.prepare import PreparedData, open_data
@@ -49,7 +49,7 @@ _STOPPED_BY: Final[Mapping[int, str]] = MappingProxyType(
 _FAILED = "failed"
 _PLACE_KEY = "shardwise/place"
 # Their messages say all there is to say; of anything else the log gets the traceback.
-_EXPECTED = (ConfigError, NonFiniteLossError, OutOfMemoryError, CommError, LaunchError)
+_EXPECTED = (ConfigError, NonFiniteLossError, torch.OutOfMemoryError, MemoryError, CommError, LaunchError)
 
 log = logging.getLogger("shardwise")
 
@@ -220,8 +220,9 @@ def _fail(error: Exception, folder: Path, env: RankEnv) -> int:
     """Say in the log, and under foreign launchers on stderr too, why this rank ends; return its exit code."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         message = f"no room left for the run's files in {folder}: {error.strerror}; free some, or set run.dir"
-    elif isinstance(error, _EXPECTED):
-        message = str(error)
+    elif isinstance(error, _EXPECTED) and str(error):
+        headline, *details = str(error).splitlines()
+        message = "\n".join([*details, headline])  # a log is read from its end
     else:
         log.error("rank %d failed", env.rank, exc_info=error)
         message = f"rank {env.rank} failed: {type(error).__name__}: {error}; the traceback is in rank-{env.rank}.log"
