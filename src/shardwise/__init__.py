@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from shardwise.comm import CommError
     from shardwise.config import Config, ConfigError
-    from shardwise.engine import Engine, EvalResult, StepResult, backward, initialize
+    from shardwise.engine import Engine, EvalResult, StepResult, backward
     from shardwise.hooks import ReleasedParameterError
     from shardwise.layout.layout import Layout, build_layout
     from shardwise.loss import NonFiniteLossError
+    from shardwise.start import initialize
 
 __all__ = [
     "CommError",
@@ -48,7 +49,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "StepResult": "engine",
     "backward": "engine",
     "build_layout": "layout.layout",
-    "initialize": "engine",
+    "initialize": "start",
 }
 
 

@@ -1,14 +1,4 @@
-"""The engine: one training step composed of the parts below it.
-
->>> import torch
->>> from shardwise.config import Config
->>> model = torch.nn.Linear(4, 1)
->>> config = Config.from_dict({"optimizer": {"name": "sgd", "lr": 0.1}, "run": {"device": "cpu"}})
->>> with initialize(model, config, loss_fn=lambda output, batch: output.square().mean()) as engine:
-...     result = engine.train_step([torch.ones(2, 4)])
->>> result.step, result.skipped
-(1, False)
-"""
+"""The engine: one training step composed of the parts below it; `shardwise.start.initialize` makes it."""
 
 from __future__ import annotations
 
@@ -22,18 +12,16 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.comm import MeshNetwork, Network, connect
+from shardwise.comm import Network, connect
 from shardwise.config import Config, ConfigError, SchedulerConfig
 from shardwise.hooks import recompute_forward
 from shardwise.layout.layout import Layout, build_layout
 from shardwise.layout.stages import Placement
 from shardwise.loss import LossBooks, LossFn, NonFiniteLossError, Total, first_nonfinite_module, read_loss
 from shardwise.memory import Category, Ledger, explain_out_of_memory
-from shardwise.mesh import Mesh, ensure_process_group
 from shardwise.optim import build_scheduler
 from shardwise.pool import BufferPool
 from shardwise.precision import LossScaler, to_device, torch_dtype
@@ -424,38 +412,6 @@ class Engine:
             )
 
 
-def initialize(
-    model: nn.Module,
-    config: Config | Mapping[str, Any] | None = None,
-    *,
-    loss_fn: LossFn | None = None,
-    optimizer: Optimizer | OptimizerFactory | None = None,
-    scheduler: Scheduler | None = None,
-) -> Engine:
-    """Shard a model's states over the ranks and return the engine that trains it; every rank calls it alike.
-
-    Args:
-        model: any module; rank 0's parameter values are everybody's. It is changed in place: parameters move to the
-            engine's buffers and dtype.
-        config: as written by the user; it is resolved for the world size here.
-        loss_fn: `loss_fn(output, batch)` returns the loss's sum and the count of what is summed, or a scalar, which
-            counts as one; without it the model's own output carries the loss.
-        optimizer: None for the one the config names; a torch optimizer over the model's parameters, whose groups keep
-            their meaning; or a function from parameter groups to an optimizer. Element-wise ones only.
-        scheduler: None for the one the config names, or a torch scheduler on the given optimizer.
-
-    Raises:
-        ConfigError: config, model or world size do not fit each other.
-    """
-    config = config if isinstance(config, Config) else Config.from_dict(config or {})
-    device = _device(config)
-    world_size = ensure_process_group(device, config.run.timeout_s)
-    config = config.resolve(world_size)
-    layout = build_layout(model, config)
-    network = MeshNetwork(Mesh(layout.mesh, config.run.timeout_s), device)
-    return Engine(model, config, layout, device, network, loss_fn=loss_fn, optimizer=optimizer, scheduler=scheduler)
-
-
 def backward(loss: Tensor, engines: Sequence[Engine], *, count: float = 1.0) -> None:
     """Add the gradients of one loss, computed from the models of several engines, to what each has accumulated.
 
@@ -499,14 +455,3 @@ def _backpropagate(engines: Sequence[Engine], loss: Tensor, weight: Tensor) -> N
     torch.autograd.backward(loss, weight.to(loss.dtype).reshape(loss.shape))
     for engine in engines:
         engine._is_broken = False
-
-
-def _device(config: Config) -> torch.device:
-    kind = config.run.device
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device=cuda but torch sees no GPU; use run.device=cpu or install a CUDA build of torch")
-    if kind == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    if dist.is_torchelastic_launched():
-        torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
-    return torch.device("cuda", torch.cuda.current_device())

@@ -22,10 +22,11 @@ import numpy as np
 import torch
 
 from shardwise.config import Config
-from shardwise.engine import Engine, StepResult, initialize
+from shardwise.engine import Engine, StepResult
 from shardwise.memory import Category, MemorySnapshot, first_line, is_out_of_memory
 from shardwise.models import Decoder, decoder_config, flops_per_token, generate, lm_loss
 from shardwise.rng import init_parameters, keyed_generator
+from shardwise.start import initialize
 from shardwise.train.baseline import unigram_loss
 from shardwise.train.dataset import TokenDataset, batches_for_step, sample_order
 from shardwise.train.metrics import StepRecord
