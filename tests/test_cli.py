@@ -192,11 +192,9 @@ def test_the_config_printed_is_the_config_used(tmp_path, capsys):
     assert "stage = 3" in capsys.readouterr().out
 
 
-def test_presets_and_doctor_answer(capsys):
+def test_presets_answers(capsys):
     assert cli.main(["presets"]) == 0
     assert "llama-405b   405.9 B" in capsys.readouterr().out
-    assert cli.main(["doctor"]) == 0
-    assert "gloo yes" in capsys.readouterr().out
 
 
 def test_the_users_file_and_settings_go_over_the_defaults(tmp_path, monkeypatch):

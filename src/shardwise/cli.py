@@ -11,18 +11,17 @@ the config, 1 for a run that failed, 128 + n for signal n. torch is imported by 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import platform
-import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from importlib.metadata import version
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from shardwise.config import ConfigError
 from shardwise.launch.environment import RankEnv, detect, lone_rank
+from shardwise.launch.local import launch_local
 from shardwise.launch.rank import StopFlag, exit_with_parent, install_stop_signal
 
 _BYTES_AT_REST = 2 + 4 + 12
@@ -73,7 +72,18 @@ def _parser() -> argparse.ArgumentParser:
     config.set_defaults(run=_config)
     presets = commands.add_parser("presets", help="list the models that train knows by name")
     presets.set_defaults(run=_presets)
-    doctor = commands.add_parser("doctor", help="say what this machine and its torch can do")
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what this machine can do, what is wrong with it and how to mend that",
+        description="Look at this machine and measure it, in about 15 seconds; say what is wrong and how to mend it.",
+        epilog="exit code: 0, or 1 where a finding is an error",
+    )
+    doctor.add_argument("--quick", action="store_true", help="look only, measure nothing")
+    doctor.add_argument("--json", action="store_true", help="print all of it as JSON")
+    doctor.add_argument("--dir", type=Path, default=Path("runs"), help="whose disk is measured (default: %(default)s)")
+    # How the doctor starts the processes between which it measures collectives: a launcher, and its ranks.
+    doctor.add_argument("--launch-peers", nargs=3, help=argparse.SUPPRESS)
+    doctor.add_argument("--be-peer", nargs=2, help=argparse.SUPPRESS)
     doctor.set_defaults(run=_doctor)
     return parser
 
@@ -176,32 +186,46 @@ def _presets(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    for label, text in _findings():
-        print(f"{label:<10} {text}")
-    return 0
+    exit_with_parent(os.environ)
+    if arguments.launch_peers is not None:
+        return _launch_peers(*arguments.launch_peers)
+    if arguments.be_peer is not None:
+        return _be_peer(*arguments.be_peer)
+    try:
+        with Console(stderr=True).status("starting torch") as status:
+            from shardwise.doctor import diagnose
+
+            diagnosis = diagnose(
+                os.environ, arguments.dir, quick=arguments.quick, announce=lambda doing: status.update(doing)
+            )
+    except KeyboardInterrupt:
+        print("shardwise: stopped by Ctrl-C", file=sys.stderr)
+        return 130
+    if arguments.json:
+        print(json.dumps(diagnosis.to_dict(), indent=2))
+    else:
+        from shardwise.doctor.show import render
+
+        Console(highlight=False).print(render(diagnosis))
+    return diagnosis.exit_code
 
 
-def _findings() -> Iterator[tuple[str, str]]:
-    import torch
-    import torch.distributed as dist
+def _launch_peers(folder: str, device_kind: str, num_ranks: str) -> int:
+    argv = ["-m", "shardwise.cli", "doctor", "--be-peer", folder, device_kind]
+    return launch_local(argv, int(num_ranks), Path(folder), grace_s=1.0, failure_grace_s=1.0)
 
-    from shardwise.launch.local import default_num_ranks, num_cores
-    from shardwise.memory import format_bytes
-    from shardwise.train.job import has_fast_bf16
 
-    yield "shardwise", f"{version('shardwise')}, Python {platform.python_version()}, {platform.platform()}"
-    yield "torch", f"{torch.__version__}, {'CUDA ' + torch.version.cuda if torch.version.cuda else 'for CPU only'}"
-    for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
-        yield f"GPU {index}", f"{device.name}, {format_bytes(device.total_memory)}"
-    if not torch.cuda.is_available():
-        yield "GPU", "none that torch sees"
-    backends = {"gloo": dist.is_gloo_available(), "NCCL": dist.is_nccl_available()}
-    yield "backends", ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in backends.items())
-    yield "cores", f"{num_cores()} usable of {os.cpu_count()}, bf16 in hardware: {'yes' if has_fast_bf16() else 'no'}"
-    yield "memory", format_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    yield "disk", f"{format_bytes(shutil.disk_usage('.').free)} free here"
-    yield "train", f"starts {default_num_ranks('auto')} ranks"
+def _be_peer(folder: str, device_kind: str) -> int:
+    from shardwise.comm import CommError
+    from shardwise.doctor.peers import be_peer
+    from shardwise.launch.group import LaunchError, leave
+
+    try:
+        be_peer(detect(os.environ) or lone_rank(), Path(folder), "cuda" if device_kind == "cuda" else "cpu")
+    except (ConfigError, LaunchError, CommError) as error:
+        print(error, file=sys.stderr)
+        leave(1)
+    leave(0)
 
 
 def _split(settings: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -219,8 +243,6 @@ def _refuse(error: ConfigError) -> int:
 
 def _toml(value: object) -> str:
     """A value as TOML writes it; for strings, numbers, booleans and lists of these that is how JSON does."""
-    import json
-
     return json.dumps(value, ensure_ascii=False)
 
 

@@ -1,0 +1,132 @@
+"""`shardwise doctor`: what this machine has, what it does, what is wrong with it and how to mend that.
+
+`host` and `facts` look, `measure` and `peers` take times, `advice` judges, `show` prints. `diagnose` does all but the
+last.
+
+    diagnosis = diagnose(os.environ, Path("runs"))
+    print(json.dumps(diagnosis.to_dict()))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from shardwise.doctor.advice import Finding, list_findings
+from shardwise.doctor.facts import Facts, gather_facts
+from shardwise.doctor.measure import (
+    MATMUL_DTYPES,
+    Collective,
+    Copy,
+    Failure,
+    Matmul,
+    Measurements,
+    measure_device_copies,
+    measure_disk,
+    measure_host_copy,
+    measure_matmul,
+)
+from shardwise.doctor.peers import DeviceKind, measure_collectives
+
+__all__ = ["Diagnosis", "diagnose"]
+
+SCHEMA = 1
+_GPU_BUDGET_S = 0.5
+
+Result = TypeVar("Result")
+Announce = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is known of a machine; `measurements` is None where nothing was measured."""
+
+    facts: Facts
+    measurements: Measurements | None
+    findings: tuple[Finding, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """1 where something is wrong; warnings and notes do not count."""
+        return int(any(finding.level == "error" for finding in self.findings))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values for JSON; `schema` changes when a key goes or changes its meaning."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+
+def diagnose(
+    environ: Mapping[str, str], folder: Path, *, quick: bool = False, announce: Announce = lambda doing: None
+) -> Diagnosis:
+    """Look at this machine, measure it and say what is wrong.
+
+    Args:
+        environ: of the process.
+        folder: of the runs.
+        quick: measure nothing.
+        announce: told what is done.
+    """
+    announce("looking at the machine")
+    facts = gather_facts(environ, folder)
+    measurements = None if quick else _measure(facts, environ, announce)
+    return Diagnosis(facts, measurements, tuple(list_findings(facts, measurements)))
+
+
+class _Probes:
+    """Runs probes one after another, and keeps going when one fails."""
+
+    def __init__(self, announce: Announce) -> None:
+        self.failures: list[Failure] = []
+        self._announce = announce
+
+    def run(self, name: str, probe: Callable[[], Result]) -> Result | None:
+        self._announce(f"measuring {name}")
+        try:
+            return probe()
+        except (RuntimeError, OSError, MemoryError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            self.failures.append(Failure(name, reason))
+            return None
+
+
+def _measure(facts: Facts, environ: Mapping[str, str], announce: Announce) -> Measurements:
+    probes = _Probes(announce)
+    matmuls: list[Matmul] = []
+    copies: list[Copy] = []
+    for device, budget_s in _devices(len(facts.gpus)):
+        for dtype in MATMUL_DTYPES:
+            name = f"matmul in {str(dtype).removeprefix('torch.')} on {device}"
+            matmul = probes.run(name, partial(measure_matmul, device, dtype, budget_s))
+            matmuls += [matmul] if matmul else []
+        if device.type == "cuda":
+            copies += probes.run(f"copies to {device}", partial(measure_device_copies, device, budget_s / 2)) or []
+    host_copy = probes.run("copies in the host's memory", measure_host_copy)
+    disk = probes.run("disk", partial(measure_disk, Path(facts.disk.path))) if facts.disk.writable else None
+    collectives: list[Collective] = []
+    for backend, device_kind, num_ranks in _groups(facts):
+        name = f"{backend} between {num_ranks} processes"
+        announce(f"measuring {name}")
+        found, failure = measure_collectives(device_kind, num_ranks, environ)
+        collectives += found
+        probes.failures += [Failure(name, failure)] if failure else []
+    copies += [host_copy] if host_copy else []
+    return Measurements(tuple(matmuls), tuple(copies), tuple(collectives), disk, tuple(probes.failures))
+
+
+def _devices(num_gpus: int) -> Iterator[tuple[torch.device, float]]:
+    """The devices that compute, and the time for each of their products."""
+    for index in range(num_gpus):
+        yield torch.device("cuda", index), max(0.1, _GPU_BUDGET_S / num_gpus)
+    yield torch.device("cpu"), 0.5
+
+
+def _groups(facts: Facts) -> Iterator[tuple[str, DeviceKind, int]]:
+    if facts.software.has_gloo:
+        yield "gloo", "cpu", 2
+    if len(facts.gpus) > 1 and facts.software.has_nccl:
+        yield "nccl", "cuda", len(facts.gpus)

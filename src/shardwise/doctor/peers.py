@@ -1,0 +1,186 @@
+"""What collectives cost between processes of this machine: the library's own, over gloo or NCCL.
+
+Two sides. `measure_collectives` starts a launcher as a child and reads what it leaves; the launcher starts the ranks
+as it does for training; each rank is `be_peer`. So whatever hangs or dies, it is not the doctor, and the child ends
+within its time.
+
+    collectives, failure = measure_collectives("cpu", num_ranks=2, environ=os.environ)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm import Comm
+from shardwise.doctor.measure import Collective
+from shardwise.launch.environment import LAUNCHER_FD, RankEnv
+from shardwise.launch.group import start_process_group
+from shardwise.pool import BufferPool
+from shardwise.streams import Streams
+
+DeviceKind = Literal["cpu", "cuda"]
+
+OPS = ("all_gather", "reduce_scatter", "all_reduce")
+SIZES_BYTES = (4 * 2**10, 256 * 2**10, 16 * 2**20)
+RESULTS = "collectives.jsonl"
+_BUDGET_S = 0.12
+_MAX_CALLS = 300
+# For the ranks to import torch, meet and measure; they need a few seconds.
+_TIMEOUT_S = 60.0
+_COLLECTIVE_TIMEOUT_S = 20.0
+# The launcher gives its ranks less.
+_GRACE_S = 4.0
+
+
+def measure_collectives(
+    device_kind: DeviceKind,
+    num_ranks: int,
+    environ: Mapping[str, str],
+    *,
+    timeout_s: float = _TIMEOUT_S,
+    argv: Sequence[str] = ("-m", "shardwise.cli", "doctor", "--launch-peers"),
+) -> tuple[tuple[Collective, ...], str | None]:
+    """Measure on processes of their own and return what was measured, and why that is not all, if it is not.
+
+    Args:
+        device_kind: gloo on the CPU, or NCCL on GPUs.
+        num_ranks: processes to start.
+        environ: what they inherit.
+        timeout_s: after which they are ended.
+        argv: of the launcher, behind the interpreter; gets the folder, the device and the number of ranks.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardwise-doctor-") as folder:
+        command = [sys.executable, *argv, folder, device_kind, str(num_ranks)]
+        exit_code, said = _run(command, environ, timeout_s)
+        results = Path(folder, RESULTS)
+        lines = results.read_text().splitlines() if results.exists() else []
+        # A rank that was killed may have left half a line.
+        collectives = tuple(Collective(**json.loads(line)) for line in lines if line.endswith("}"))
+    if exit_code == 0:
+        return collectives, None
+    if exit_code is None:
+        return collectives, f"did not end within {timeout_s:g} s"
+    lines = said.strip().splitlines()
+    return collectives, lines[0].removeprefix("shardwise: ") if lines else f"exited with code {exit_code}"
+
+
+def be_peer(env: RankEnv, folder: Path, device_kind: DeviceKind) -> None:
+    """Be one of the ranks: time every collective at every size; rank 0 writes the results.
+
+    Raises:
+        LaunchError: the ranks did not meet.
+        CommError: a collective failed or hung.
+    """
+    start_process_group(env, device_kind, _COLLECTIVE_TIMEOUT_S)
+    group = dist.group.WORLD
+    assert group is not None, "the process group stands by now"
+    is_cuda = device_kind == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+    comm = Comm(group, "doctor", device, _COLLECTIVE_TIMEOUT_S, Streams(device), BufferPool(device))
+    for num_bytes in SIZES_BYTES:
+        for op in OPS:
+            call_s = _time_op(comm, op, num_bytes)
+            if env.rank == 0:
+                passes = 2 if op == "all_reduce" else 1
+                sent_bytes = passes * num_bytes * (env.world_size - 1) / env.world_size
+                backend = "nccl" if is_cuda else "gloo"
+                result = Collective(backend, env.world_size, op, num_bytes, call_s, sent_bytes / call_s)
+                with (folder / RESULTS).open("a") as results:
+                    results.write(json.dumps(asdict(result)) + "\n")
+
+
+def _time_op(comm: Comm, op: str, num_bytes: int) -> float:
+    """The median time of a call, that of the slowest rank."""
+    call = _caller(comm, op, num_bytes)
+    for _ in range(2):
+        call()
+    # All ranks must make the same number of calls, whatever their clocks say.
+    num_calls = int(_BUDGET_S / _slowest(comm, _median_s(call, 3)))
+    return _slowest(comm, _median_s(call, max(3, min(_MAX_CALLS, num_calls))))
+
+
+def _median_s(call: Callable[[], None], num_calls: int) -> float:
+    times_s = []
+    for _ in range(num_calls):
+        start_s = time.perf_counter()
+        call()
+        times_s.append(time.perf_counter() - start_s)
+    return statistics.median(times_s)
+
+
+def _slowest(comm: Comm, call_s: float) -> float:
+    values = torch.tensor([call_s], dtype=torch.float64, device=comm.device)
+    return float(comm.max_scalars(values, "doctor")[0])
+
+
+def _caller(comm: Comm, op: str, num_bytes: int) -> Callable[[], None]:
+    full = torch.zeros(num_bytes // 4 // comm.world_size * comm.world_size, device=comm.device)
+    own = torch.zeros(full.numel() // comm.world_size, device=comm.device)
+
+    def call() -> None:
+        if op == "all_gather":
+            pending = comm.all_gather(full, op)
+        elif op == "reduce_scatter":
+            pending = comm.reduce_scatter(full, own, accumulate=False, name=op)
+        else:
+            pending = comm.all_reduce(full, torch.float32, op)
+        pending.wait()
+        if comm.device.type == "cuda":
+            torch.cuda.synchronize(comm.device)
+
+    return call
+
+
+def _run(command: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> tuple[int | None, str]:
+    """The exit code, None where the time ran out, and what was said on stderr; nothing is left running."""
+    read_fd, write_fd = os.pipe()
+    try:
+        process = subprocess.Popen(
+            command,
+            # As for a rank: the child ends when the pipe does, that is with this process, however it ends.
+            env={**environ, LAUNCHER_FD: str(read_fd)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            pass_fds=[read_fd],
+            start_new_session=True,
+        )
+        try:
+            _, said = process.communicate(timeout=timeout_s)
+            return process.returncode, said
+        except subprocess.TimeoutExpired:
+            return None, ""
+        finally:
+            _stop(process)
+            if process.stderr is not None:
+                process.stderr.close()
+    finally:
+        os.close(read_fd)
+        os.close(write_fd)
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """End a launcher: it ends its ranks, which are sessions of their own, if it is asked."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,165 @@
+"""The doctor's words: a diagnosis as text, at whatever width it is printed. Pure.
+
+>>> from shardwise.doctor.advice import Finding
+>>> list(verdict([Finding("error", "disk-full", "runs has 0 B free", "free some")]))
+['1 error']
+>>> list(verdict([]))
+['nothing is wrong']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.doctor import Diagnosis
+from shardwise.doctor.advice import Finding, default_num_ranks
+from shardwise.doctor.facts import Facts
+from shardwise.doctor.measure import Collective, Copy, DiskSpeed, Matmul, Measurements
+from shardwise.memory import format_bytes
+
+_LABEL_WIDTH = 10
+_STYLES: Mapping[str, str] = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+_OPS: Mapping[str, str] = {
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_reduce": "all-reduce",
+}
+
+
+def render(diagnosis: Diagnosis) -> RenderableType:
+    """Facts, measurements and findings, in this order: what matters most is nearest to the prompt."""
+    blocks: list[RenderableType] = [_grid(_fact_rows(diagnosis.facts))]
+    if diagnosis.measurements is not None:
+        blocks += ["", _grid(_measurement_rows(diagnosis.measurements))]
+        blocks += [_collective_table(diagnosis.measurements.collectives)] if diagnosis.measurements.collectives else []
+    blocks.append("")
+    if diagnosis.findings:
+        blocks += [_findings_grid(diagnosis.findings), ""]
+    style = _STYLES[diagnosis.findings[0].level] if diagnosis.findings else "green"
+    blocks.append(Text(", ".join(verdict(diagnosis.findings)), style=style))
+    return Padding(Group(*blocks), (0, 1), expand=False)
+
+
+def verdict(findings: Sequence[Finding]) -> Iterator[str]:
+    """How many findings of each level there are."""
+    if not findings:
+        yield "nothing is wrong"
+    for level in _STYLES:
+        number = sum(finding.level == level for finding in findings)
+        if number:
+            yield f"{number} {level}{'s' if number > 1 else ''}"
+
+
+def _grid(rows: Iterator[tuple[str, str]]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", min_width=_LABEL_WIDTH)
+    grid.add_column(overflow="fold")
+    for label, value in rows:
+        grid.add_row(label, Text(value))
+    return grid
+
+
+def _findings_grid(findings: Sequence[Finding]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(min_width=_LABEL_WIDTH)
+    grid.add_column(overflow="fold")
+    for finding in findings:
+        grid.add_row(Text(finding.level, style=_STYLES[finding.level]), Text(f"{finding.what}; {finding.cure}"))
+    return grid
+
+
+def _fact_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    software, cpu, memory, disk = facts.software, facts.cpu, facts.memory, facts.disk
+    yield "shardwise", f"{software.shardwise}, Python {software.python}, {software.platform}"
+    build = f"CUDA {software.torch_cuda}" if software.torch_cuda else "for CPU only"
+    yield "torch", f"{software.torch}, {build}, triton {software.triton or 'no'}, C++ {software.cxx_path or 'no'}"
+    backends = {"gloo": software.has_gloo, "NCCL": software.has_nccl}
+    yield "backends", ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in backends.items())
+    for index, gpu in enumerate(facts.gpus):
+        free = f"{format_bytes(gpu.free_bytes)} free of {format_bytes(gpu.total_bytes)}"
+        yield f"GPU {index}", f"{gpu.name}, capability {gpu.capability}, {free}"
+    if not facts.gpus:
+        yield "GPU", "none that torch sees"
+    quota = f", {cpu.quota_cores:g} cores' time" if cpu.quota_cores is not None else ""
+    bf16 = f"bf16 in hardware: {'yes' if facts.cpu_has_fast_bf16 else 'no'}"
+    yield "cores", f"{cpu.num_usable} usable of {cpu.num_machine}{quota}, {cpu.name}, {bf16}"
+    available = f"{format_bytes(memory.available_bytes)} available of " if memory.available_bytes is not None else ""
+    shm = f", /dev/shm {format_bytes(memory.shm_bytes)}" if memory.shm_bytes is not None else ""
+    yield "memory", f"{available}{format_bytes(memory.total_bytes)}{shm}"
+    filesystem = f", {disk.filesystem}" if disk.filesystem else ""
+    yield "disk", f"{format_bytes(disk.free_bytes)} free at {disk.path}{filesystem}"
+    addresses = ", ".join(facts.network.addresses) or "nothing"
+    yield "network", f"{facts.network.hostname} is {addresses}; interfaces {', '.join(facts.network.interfaces)}"
+    num_ranks = default_num_ranks(facts)
+    yield "train", f"starts {num_ranks} rank{'s' if num_ranks > 1 else ''}"
+
+
+def _measurement_rows(measured: Measurements) -> Iterator[tuple[str, str]]:
+    for device in dict.fromkeys(matmul.device for matmul in measured.matmuls):
+        matmuls = [matmul for matmul in measured.matmuls if matmul.device == device]
+        threads = "" if device != "cpu" else f" ({matmuls[0].num_threads} threads)"
+        yield "matmul", f"{device}{threads}: {', '.join(map(_matmul_text, matmuls))}"
+    for copy in measured.copies:
+        yield "copy", _copy_text(copy)
+    if measured.disk is not None:
+        yield "disk", _disk_text(measured.disk)
+
+
+def _matmul_text(matmul: Matmul) -> str:
+    unit, name = (1e9, "GFLOP/s") if matmul.device == "cpu" else (1e12, "TFLOP/s")
+    speed = f"{matmul.dtype} {matmul.flops_per_s / unit:,.0f} {name}"
+    if matmul.peak_flops_per_s is None:
+        return speed
+    return f"{speed} ({matmul.flops_per_s / matmul.peak_flops_per_s:.0%} of the data sheet's)"
+
+
+def _copy_text(copy: Copy) -> str:
+    speed = _gb(copy.bytes_per_s)
+    if copy.source == copy.target:
+        return f"within {copy.source}: {speed}, that is {_gb(2 * copy.bytes_per_s)} read and written"
+    return f"{copy.source} to {copy.target}, {'pinned' if copy.pinned else 'pageable'}: {speed}"
+
+
+def _disk_text(disk: DiskSpeed) -> str:
+    cache = "past the page cache" if disk.direct else "through the page cache"
+    speeds = f"write {_gb(disk.write_bytes_per_s)}, read {_gb(disk.read_bytes_per_s)}, {cache}"
+    return f"{speeds}; a synced write of 4 KiB takes {_duration(disk.sync_s)}"
+
+
+def _collective_table(collectives: Sequence[Collective]) -> Table:
+    """A row for each backend and op, two columns for each size: the time of a call, and the bandwidth."""
+    sizes = sorted({collective.num_bytes for collective in collectives})
+    table = Table.grid(padding=(0, 2))
+    table.add_column(min_width=_LABEL_WIDTH, style="dim")
+    table.add_column()
+    for _ in range(2 * len(sizes)):
+        table.add_column(justify="right", no_wrap=True)
+    table.add_row("", "", *(cell for num_bytes in sizes for cell in (_size(num_bytes), "GB/s")), style="dim")
+    previous = ""
+    for backend, op in dict.fromkeys((each.backend, each.op) for each in collectives):
+        found = {each.num_bytes: each for each in collectives if (each.backend, each.op) == (backend, op)}
+        cells: list[str] = []
+        for size in sizes:
+            each = found.get(size)
+            cells += [_duration(each.call_s), f"{each.bus_bytes_per_s / 1e9:,.2f}"] if each else ["", ""]
+        num_ranks = next(iter(found.values())).num_ranks
+        table.add_row("" if backend == previous else f"{backend} × {num_ranks}", _OPS[op], *cells)
+        previous = backend
+    return table
+
+
+def _gb(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:,.2f} GB/s" if bytes_per_s < 10e9 else f"{bytes_per_s / 1e9:,.0f} GB/s"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e6:,.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:,.1f} ms"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes // 2**20} MiB" if num_bytes >= 2**20 else f"{num_bytes // 2**10} KiB"

@@ -1,0 +1,171 @@
+"""`shardwise doctor` as a user meets it: text, JSON with keys that stay, exit codes, Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from harness.machines import FAST, GPU, ON_GPUS, SOUND, changed
+from shardwise import cli
+from shardwise.doctor import Diagnosis
+from shardwise.doctor.advice import list_findings
+from shardwise.doctor.measure import Failure, Matmul
+from shardwise.doctor.show import render
+
+COLLECTIVES = tuple(
+    replace(FAST.collectives[0], op=op, num_bytes=num_bytes)
+    for num_bytes in (4096, 2**18, 2**24)
+    for op in ("all_gather", "reduce_scatter", "all_reduce")
+)
+KEYS = {
+    "schema": None,
+    "facts": {
+        "software": {
+            *("shardwise", "python", "platform", "torch", "torch_cuda", "triton", "nvidia_driver"),
+            *("has_gloo", "has_nccl", "cxx_path", "has_python_headers"),
+        },
+        "cpu": {"name", "num_machine", "num_usable", "quota_cores", "load"},
+        "cpu_has_fast_bf16": None,
+        "memory": {
+            *("total_bytes", "available_bytes", "limit_bytes", "swap_used_bytes", "shm_bytes", "shm_free_bytes"),
+        },
+        "gpus": {
+            *("name", "total_bytes", "free_bytes", "capability", "has_bf16", "num_ecc_errors", "slowdowns"),
+        },
+        "gpus_reach_each_other": None,
+        "network": {"hostname", "addresses", "error", "interfaces"},
+        "disk": {"path", "writable", "free_bytes", "total_bytes", "filesystem"},
+        "open_files_limit": None,
+        "environ": {"OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF"},
+    },
+    "measurements": {
+        "matmuls": {"device", "dtype", "size", "num_threads", "flops_per_s", "peak_flops_per_s"},
+        "copies": {"source", "target", "pinned", "num_bytes", "bytes_per_s"},
+        "collectives": {"backend", "num_ranks", "op", "num_bytes", "call_s", "bus_bytes_per_s"},
+        "disk": {"path", "num_bytes", "direct", "write_bytes_per_s", "read_bytes_per_s", "sync_s"},
+        "failures": {"probe", "reason"},
+    },
+    "findings": {"level", "name", "what", "cure"},
+}
+
+
+def keys_of(value: object) -> object:
+    """The keys of nested mappings; of a list, those of its first item."""
+    if isinstance(value, list):
+        return keys_of(value[0]) if value else None
+    if not isinstance(value, dict):
+        return None
+    inner = {key: keys_of(each) for key, each in value.items()}
+    return inner if any(each is not None for each in inner.values()) else set(inner)
+
+
+def sick() -> Diagnosis:
+    """A machine with GPUs and a finding, everything measured, one failure."""
+    facts = changed(ON_GPUS)
+    measured = replace(FAST, collectives=COLLECTIVES, failures=(Failure("nccl between 2 processes", "hung"),))
+    return Diagnosis(facts, measured, tuple(list_findings(facts, measured)))
+
+
+def test_the_keys_of_the_json_stay() -> None:
+    assert keys_of(json.loads(json.dumps(sick().to_dict()))) == KEYS
+
+
+def test_quick_looks_and_measures_nothing(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("shardwise.doctor._measure", lambda *arguments: pytest.fail("measured"))
+    assert cli.main(["doctor", "--quick"]) in (0, 1)
+    printed = capsys.readouterr()
+    assert "gloo yes" in printed.out
+    assert "\x1b" not in printed.out + printed.err, "no colours in a pipe"
+    assert printed.err == ""
+    cli.main(["doctor", "--quick", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == set(KEYS)
+    assert found["measurements"] is None
+    assert found["facts"]["cpu"]["num_usable"] >= 1
+
+
+@pytest.mark.parametrize(("variable", "exit_code"), [("WORLD_SIZE", 1), ("MASTER_ADDR", 0)])
+def test_an_error_is_exit_code_1_and_a_warning_0(capsys, monkeypatch, tmp_path, variable, exit_code) -> None:
+    monkeypatch.setattr("shardwise.doctor.gather_facts", lambda environ, folder: replace(SOUND, environ=environ))
+    monkeypatch.setattr(cli.os, "environ", {variable: "2"})
+    assert cli.main(["doctor", "--quick", "--dir", str(tmp_path)]) == exit_code
+    assert variable in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_text_fits_its_width_and_says_all(width) -> None:
+    console = Console(width=width, record=True, file=io.StringIO())
+    facts = changed(ON_GPUS | {"gpus": (GPU,), "memory.shm_bytes": 2**26})
+    matmuls = (*FAST.matmuls, Matmul("cuda:0", "bfloat16", 8192, 1, 7e14, 9.89e14))
+    measured = replace(FAST, collectives=COLLECTIVES, matmuls=matmuls)
+    console.print(render(Diagnosis(facts, measured, tuple(list_findings(facts, measured)))))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    words = " ".join(text.split())
+    for part in (
+        "GPU 0 NVIDIA H100 80GB HBM3, capability 9.0",
+        "float32 400 GFLOP/s",
+        "bfloat16 700 TFLOP/s (71% of the data sheet's)",
+        "within cpu: 20 GB/s, that is 40 GB/s read and written",
+        "write 2.00 GB/s, read 3.00 GB/s, past the page cache; a synced write of 4 KiB takes 100 µs",
+        "gloo × 2 all-gather 200 µs 0.02",
+        "reduce-scatter",
+        "warning /dev/shm has 64.00 MiB",
+        "1 warning",
+    ):
+        assert part in words, part
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes under `pid`, itself left out; those that ended are not seen."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != "Z":
+            parents[int(path.parent.name)] = int(fields[1])
+    found = [pid]
+    for each in found:
+        found += [child for child, parent in parents.items() if parent == each]
+    return found[1:]
+
+
+def test_ctrl_c_in_the_middle_leaves_no_trace_and_no_process(tmp_path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardwise.cli", "doctor", "--dir", str(tmp_path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline_s = time.monotonic() + 60
+    children: list[int] = []
+    while len(children) < 3 and process.poll() is None and time.monotonic() < deadline_s:
+        children = descendants(process.pid)
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert len(children) == 3, "the launcher and two ranks"
+    assert process.returncode == 130
+    assert (out, err) == ("", "shardwise: stopped by Ctrl-C\n")
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_diagnosis_is_a_value_that_json_holds() -> None:
+    diagnosis = sick()
+    assert json.loads(json.dumps(diagnosis.to_dict()))["findings"] == [asdict(each) for each in diagnosis.findings]
+    assert diagnosis.exit_code == 1

@@ -1,0 +1,63 @@
+"""Machines for the doctor to judge: a sound one, what differs on one with GPUs, and measurements with nothing slow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from shardwise.doctor.facts import Facts, Gpu, Software
+from shardwise.doctor.host import Cpu, Disk, Memory, Network
+from shardwise.doctor.measure import Collective, Copy, DiskSpeed, Matmul, Measurements
+
+GIB = 2**30
+GPU = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, 79 * GIB, "9.0", has_bf16=True, num_ecc_errors=0)
+SOUND_ENVIRON = {"OMP_NUM_THREADS": "4"}
+SOUND = Facts(
+    software=Software(
+        shardwise="0.1.0",
+        python="3.11.7",
+        platform="Linux",
+        torch="2.13.0+cpu",
+        torch_cuda=None,
+        triton=None,
+        nvidia_driver=None,
+        has_gloo=True,
+        has_nccl=False,
+        cxx_path="/usr/bin/g++",
+        has_python_headers=True,
+    ),
+    cpu=Cpu("a CPU", num_machine=8, num_usable=8, quota_cores=None, load=0.1),
+    cpu_has_fast_bf16=True,
+    memory=Memory(64 * GIB, 60 * GIB, limit_bytes=None, swap_used_bytes=0, shm_bytes=32 * GIB, shm_free_bytes=32 * GIB),
+    gpus=(),
+    gpus_reach_each_other=None,
+    network=Network("node1", ("10.0.0.7",), error=None, interfaces=("lo", "eth0")),
+    disk=Disk("/work/runs", writable=True, free_bytes=500 * GIB, total_bytes=1000 * GIB, filesystem="ext4"),
+    open_files_limit=65536,
+    environ=SOUND_ENVIRON,
+)
+ON_GPUS = {
+    "software.torch": "2.13.0+cu130",
+    "software.torch_cuda": "13.0",
+    "software.triton": "3.6.0",
+    "software.nvidia_driver": "580.1",
+    "software.has_nccl": True,
+    "gpus": (GPU, GPU),
+    "gpus_reach_each_other": True,
+    "environ": SOUND_ENVIRON | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+}
+FAST = Measurements(
+    matmuls=(Matmul("cpu", "float32", 1024, 8, 4e11, None), Matmul("cpu", "bfloat16", 2048, 8, 16e11, None)),
+    copies=(Copy("cpu", "cpu", False, 2**27, 2e10),),
+    collectives=(Collective("gloo", 2, "all_reduce", 4096, 2e-4, 2e7),),
+    disk=DiskSpeed("/work/runs", 2**28, True, 2e9, 3e9, 1e-4),
+)
+
+
+def changed(changes: dict[str, Any]) -> Facts:
+    """The sound machine with some fields, named with dots, changed."""
+    facts = SOUND
+    for key, value in changes.items():
+        part, _, name = key.partition(".")
+        facts = replace(facts, **{part: replace(getattr(facts, part), **{name: value}) if name else value})
+    return facts
