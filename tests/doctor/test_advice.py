@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.machines import FAST, GIB, GPU, ON_GPUS, SOUND, SOUND_ENVIRON, changed
 from shardwise.doctor import Diagnosis
-from shardwise.doctor.advice import list_findings
+from shardwise.doctor.advice import MIN_TORCH, list_findings
 from shardwise.doctor.measure import Collective, Copy, DiskSpeed, Failure, Matmul
 
 
@@ -45,6 +47,7 @@ def test_nothing_is_said_of_a_sound_machine(changes) -> None:
             "CUDA_VISIBLE_DEVICES='' hides every GPU",
         ),
         (ON_GPUS | {"gpus_reach_each_other": False}, "no-peer-access", "warning", "NCCL goes through the host's"),
+        (gpu(free_bytes=0, error="CUDA error: busy"), "gpu-fails", "error", "GPU 0 cannot be used: CUDA error: busy"),
         (gpu(free_bytes=40 * GIB), "gpu-in-use", "warning", "40.00 GiB of GPU 0's 80.00 GiB are in use by others"),
         (gpu(slowdowns=("thermal",)), "gpu-throttled", "warning", "GPU 0 is throttled (thermal)"),
         (gpu(num_ecc_errors=3), "gpu-memory-errors", "error", "GPU 0 counts 3 uncorrected memory errors"),
@@ -110,6 +113,7 @@ def test_a_fault_is_found_by_itself(changes, name, level, part) -> None:
         environ(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="n", MASTER_PORT="1", TORCHELASTIC_RUN_ID="x"),
         ON_GPUS | environ(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:512, expandable_segments: True"),
         {"memory.limit_bytes": 64 * GIB, "cpu.quota_cores": 8.0, "open_files_limit": None},
+        gpu(total_bytes=4 * GIB, free_bytes=3.5 * GIB),
         {"memory.swap_used_bytes": None, "memory.shm_bytes": None, "memory.available_bytes": None},
     ],
 )
@@ -151,6 +155,17 @@ def test_what_is_slow_or_fails_is_found(measured, changes, name, level, part) ->
     (finding,) = list_findings(changed(changes), replace(FAST, **measured))
     assert (finding.name, finding.level) == (name, level)
     assert part in str(finding)
+
+
+def test_the_oldest_torch_is_the_one_that_the_package_asks_for() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert f"torch>={'.'.join(map(str, MIN_TORCH))}" in project["dependencies"]
+
+
+def test_a_busy_machine_is_not_told_which_dtype_is_fast() -> None:
+    slow_bf16 = (Matmul("cpu", "float32", 1, 1, 2e9, None), Matmul("cpu", "bfloat16", 1, 1, 1e9, None))
+    (finding,) = list_findings(changed({"cpu.load": 7.0}), replace(FAST, matmuls=slow_bf16))
+    assert finding.name == "machine-busy"
 
 
 def test_the_worst_comes_first_and_only_errors_count() -> None:

@@ -40,7 +40,7 @@ KEYS = {
             *("total_bytes", "available_bytes", "limit_bytes", "swap_used_bytes", "shm_bytes", "shm_free_bytes"),
         },
         "gpus": {
-            *("name", "total_bytes", "free_bytes", "capability", "has_bf16", "num_ecc_errors", "slowdowns"),
+            *("name", "total_bytes", "free_bytes", "capability", "has_bf16", "num_ecc_errors", "slowdowns", "error"),
         },
         "gpus_reach_each_other": None,
         "network": {"hostname", "addresses", "error", "interfaces"},
@@ -119,7 +119,7 @@ def test_the_text_fits_its_width_and_says_all(width) -> None:
         "bfloat16 700 TFLOP/s (71% of the data sheet's)",
         "within cpu: 20 GB/s, that is 40 GB/s read and written",
         "write 2.00 GB/s, read 3.00 GB/s, past the page cache; a synced write of 4 KiB takes 100 µs",
-        "gloo × 2 all-gather 200 µs 0.02",
+        "gloo × 2 all-gather 200 µs 0.020",
         "reduce-scatter",
         "warning /dev/shm has 64.00 MiB",
         "1 warning",

@@ -32,6 +32,7 @@ from shardwise.doctor.measure import (
     measure_matmul,
 )
 from shardwise.doctor.peers import DeviceKind, measure_collectives
+from shardwise.memory import first_line
 
 __all__ = ["Diagnosis", "diagnose"]
 
@@ -89,8 +90,7 @@ class _Probes:
         try:
             return probe()
         except (RuntimeError, OSError, MemoryError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            self.failures.append(Failure(name, reason))
+            self.failures.append(Failure(name, first_line(error)))
             return None
 
 

@@ -29,6 +29,8 @@ _SWAPPED_BYTES = 256 * 2**20
 # A rank opens a connection to each other one, its data and its logs.
 _MIN_OPEN_FILES, _MIN_OPEN_FILES_WITH_GPUS = 1024, 4096
 _BUSY_SHARE = 0.1
+# What CUDA takes for this very process.
+_CONTEXT_BYTES = 2**30
 _BUSY_LOAD = 0.5
 _MIN_SHARE_OF_PEAK = 0.5
 _MIN_PINNED_BYTES_PER_S = 6e9
@@ -72,7 +74,7 @@ def list_findings(facts: Facts, measured: Measurements | None) -> list[Finding]:
     return sorted(findings, key=lambda finding: _LEVELS.index(finding.level))
 
 
-def default_num_ranks(facts: Facts) -> int:
+def num_train_ranks(facts: Facts) -> int:
     """How many ranks `shardwise train` starts here."""
     return len(facts.gpus) or min(2, facts.cpu.num_usable)
 
@@ -125,8 +127,11 @@ def _on_gpus(facts: Facts) -> Iterator[Finding]:
 
 
 def _on_gpu(index: int, gpu: Gpu) -> Iterator[Finding]:
+    if gpu.error is not None:
+        what = f"GPU {index} cannot be used: {gpu.error}"
+        yield Finding("error", "gpu-fails", what, "see what nvidia-smi says, or choose others by CUDA_VISIBLE_DEVICES")
     used_bytes = gpu.total_bytes - gpu.free_bytes
-    if used_bytes > _BUSY_SHARE * gpu.total_bytes:
+    if gpu.error is None and used_bytes > max(_CONTEXT_BYTES, _BUSY_SHARE * gpu.total_bytes):
         what = f"{format_bytes(used_bytes)} of GPU {index}'s {format_bytes(gpu.total_bytes)} are in use by others"
         yield Finding(
             "warning", "gpu-in-use", what, "end what nvidia-smi lists, or choose others by CUDA_VISIBLE_DEVICES"
@@ -146,7 +151,7 @@ def _on_gpu(index: int, gpu: Gpu) -> Iterator[Finding]:
 
 
 def _on_environ(facts: Facts) -> Iterator[Finding]:
-    environ, num_ranks = facts.environ, default_num_ranks(facts)
+    environ, num_ranks = facts.environ, num_train_ranks(facts)
     yield from _on_rank_environ(environ)
     share = max(1, facts.cpu.num_usable // num_ranks)
     num_threads = environ.get("OMP_NUM_THREADS")
@@ -230,18 +235,22 @@ def _on_host(facts: Facts) -> Iterator[Finding]:
 def _on_cores(facts: Facts) -> Iterator[Finding]:
     cpu = facts.cpu
     if cpu.quota_cores is not None and cpu.quota_cores < cpu.num_usable:
-        num_threads = max(1, int(cpu.quota_cores / default_num_ranks(facts)))
+        num_threads = max(1, int(cpu.quota_cores / num_train_ranks(facts)))
         what = f"this cgroup gives {cpu.quota_cores:g} cores' time to {cpu.num_usable} cores; more threads are stalled"
         yield Finding("warning", "cores-throttled", what, f"set run.num_threads={num_threads}, or raise the CPU limit")
     if cpu.num_usable < cpu.num_machine:
         what = f"this process may run on {cpu.num_usable} of {cpu.num_machine} cores"
         yield Finding("note", "cores-limited", what, "ask the scheduler, taskset or the container for more")
-    if cpu.load > _BUSY_LOAD * cpu.num_machine:
+    if _is_busy(facts):
         what = f"the load of the last minute is {cpu.load:.1f} on {cpu.num_machine} cores; speeds are what others leave"
         yield Finding("note", "machine-busy", what, "measure again when it is idle")
     if not facts.gpus and not facts.cpu_has_fast_bf16:
         what = "this CPU has no bf16 in hardware, so it computes faster in fp32"
         yield Finding("note", "cpu-without-bf16", what, "leave precision.param=fp32")
+
+
+def _is_busy(facts: Facts) -> bool:
+    return facts.cpu.load > _BUSY_LOAD * facts.cpu.num_machine
 
 
 def _on_network(facts: Facts) -> Iterator[Finding]:
@@ -293,7 +302,8 @@ def _on_speed(facts: Facts, measured: Measurements) -> Iterator[Finding]:
             what = f"{matmul.device} multiplies {matmul.dtype} at {share:.0%} of its data sheet's speed"
             cure = "see what else runs there, its clocks and its power limit: nvidia-smi -q -d PERFORMANCE"
             yield Finding("warning", "gpu-slow", what, cure)
-    if not facts.gpus and facts.cpu_has_fast_bf16:
+    # Between busy cores threads wait for each other, the more the shorter the product: no ratio is to be trusted.
+    if not facts.gpus and facts.cpu_has_fast_bf16 and not _is_busy(facts):
         yield from _on_cpu_dtypes({matmul.dtype: matmul for matmul in measured.matmuls})
     for copy in measured.copies:
         if copy.pinned and copy.bytes_per_s < _MIN_PINNED_BYTES_PER_S:

@@ -34,6 +34,7 @@ from shardwise.doctor.host import (
     read_network,
 )
 from shardwise.launch.local import ALLOC_CONF_NAMES
+from shardwise.memory import first_line
 from shardwise.train.job import has_fast_bf16
 
 RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -77,7 +78,7 @@ class Software:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU that torch sees; `slowdowns` are reasons for which it is throttled right now."""
+    """One GPU that torch sees; `slowdowns` are reasons for which it is throttled now, `error` why it cannot be used."""
 
     name: str
     total_bytes: int
@@ -86,6 +87,7 @@ class Gpu:
     has_bf16: bool
     num_ecc_errors: int | None = None
     slowdowns: tuple[str, ...] = ()
+    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -184,17 +186,22 @@ def _gpus() -> tuple[Gpu, ...]:
     gpus = []
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
-        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+        error, free_bytes = None, 0
+        try:
+            free_bytes, _ = torch.cuda.mem_get_info(index)
+        except RuntimeError as failure:  # in exclusive use by others, or broken
+            error = first_line(failure)
         num_ecc_errors, slowdowns = health.get(str(getattr(device, "uuid", "")), (None, ()))
         gpus.append(
             Gpu(
                 name=device.name,
-                total_bytes=total_bytes,
+                total_bytes=device.total_memory,
                 free_bytes=free_bytes,
                 capability=f"{device.major}.{device.minor}",
                 has_bf16=device.major >= 8,
                 num_ecc_errors=num_ecc_errors,
                 slowdowns=slowdowns,
+                error=error,
             )
         )
     return tuple(gpus)

@@ -141,14 +141,13 @@ def measure_matmul(device: torch.device, dtype: torch.dtype, budget_s: float = 0
         product_s = _time_matmul(device, dtype, size, _GLANCE_S)
     product_s = _time_matmul(device, dtype, size, deadline_s - time.perf_counter())
     is_cuda = device.type == "cuda"
-    half = dtype in (torch.bfloat16, torch.float16)
     return Matmul(
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         size=size,
         num_threads=1 if is_cuda else torch.get_num_threads(),
         flops_per_s=2 * size**3 / product_s,
-        peak_flops_per_s=peak_flops(torch.cuda.get_device_name(device)) if is_cuda and half else None,
+        peak_flops_per_s=_peak_flops(device, dtype) if is_cuda else None,
     )
 
 
@@ -221,6 +220,12 @@ def _measure_copy(source: Tensor, target: Tensor, budget_s: float) -> Copy:
     return Copy(
         str(source.device), str(target.device), pinned, num_bytes, num_bytes / min(call_times_s(copy, budget_s))
     )
+
+
+def _peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Of a GPU, in the half precisions that it has in hardware."""
+    has_it = dtype == torch.float16 or (dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] >= 8)
+    return peak_flops(torch.cuda.get_device_name(device)) if has_it else None
 
 
 def _synchronize(device: torch.device) -> None:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.doctor import Diagnosis
-from shardwise.doctor.advice import Finding, default_num_ranks
+from shardwise.doctor.advice import Finding, num_train_ranks
 from shardwise.doctor.facts import Facts
 from shardwise.doctor.measure import Collective, Copy, DiskSpeed, Matmul, Measurements
 from shardwise.memory import format_bytes
@@ -95,7 +95,7 @@ def _fact_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "disk", f"{format_bytes(disk.free_bytes)} free at {disk.path}{filesystem}"
     addresses = ", ".join(facts.network.addresses) or "nothing"
     yield "network", f"{facts.network.hostname} is {addresses}; interfaces {', '.join(facts.network.interfaces)}"
-    num_ranks = default_num_ranks(facts)
+    num_ranks = num_train_ranks(facts)
     yield "train", f"starts {num_ranks} rank{'s' if num_ranks > 1 else ''}"
 
 
@@ -146,7 +146,7 @@ def _collective_table(collectives: Sequence[Collective]) -> Table:
         cells: list[str] = []
         for size in sizes:
             each = found.get(size)
-            cells += [_duration(each.call_s), f"{each.bus_bytes_per_s / 1e9:,.2f}"] if each else ["", ""]
+            cells += [_duration(each.call_s), f"{each.bus_bytes_per_s / 1e9:,.3f}"] if each else ["", ""]
         num_ranks = next(iter(found.values())).num_ranks
         table.add_row("" if backend == previous else f"{backend} × {num_ranks}", _OPS[op], *cells)
         previous = backend
