@@ -169,9 +169,12 @@ class SchedulerConfig(Section):
 
 
 class CompileConfig(Section):
-    """torch.compile of each block's forward."""
+    """torch.compile of each block's forward, as one graph; `mode` is inductor's."""
 
     enabled: bool = False
+    backend: str = "inductor"
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
+    dynamic: bool | None = None
 
 
 class CheckpointConfig(Section):

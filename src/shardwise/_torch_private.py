@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 __all__ = [
     "OpMode",
+    "compiler_errors",
     "in_backward",
+    "in_op_mode",
     "on_backward_end",
     "plain_torch_functions",
     "pytree",
@@ -32,6 +34,24 @@ def in_backward() -> bool:
     Public torch has no such query; hooks need it, because a forward that runs inside a backward must not reshard.
     """
     return torch._C._current_graph_task_id() != -1
+
+
+def in_op_mode() -> bool:
+    """Whether ops of this thread are shown to a mode, such as a meter's, fake tensors' or selective checkpointing's.
+
+    Such a mode sees no op of compiled code, and under one `torch.compile(fullgraph=True)` refuses to run.
+    """
+    return is_in_torch_dispatch_mode()
+
+
+def compiler_errors() -> tuple[type[Exception], type[Exception]]:
+    """What `torch.compile` raises where it cannot compile, and where it has compiled too often; imports the compiler.
+
+    Public torch names neither, and they share no base but `Exception`.
+    """
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    return TorchDynamoException, FailOnRecompileLimitHit
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm import Network, connect
 from shardwise.config import Config, ConfigError, SchedulerConfig
-from shardwise.hooks import recompute_forward
+from shardwise.forwards import replace_forwards
 from shardwise.layout.layout import Layout, build_layout
 from shardwise.layout.stages import Placement
 from shardwise.loss import LossBooks, LossFn, NonFiniteLossError, Total, first_nonfinite_module, read_loss
@@ -124,11 +124,11 @@ class Engine:
         self._optimizer_plan = plan_optimizer(optimizer, config.optimizer, model)
         named_groups = self._optimizer_plan.groups_of(layout)
         self._adopt_buffers()
-        recomputed = layout.units[:: config.recompute.every] if config.recompute.mode != "none" else ()
-        self._undo = [recompute_forward(model.get_submodule(unit), config.recompute.mode) for unit in recomputed]
+        self._undo: list[Callable[[], None]] = []
         resources = Resources(self._comms, pool, self.memory, self._timeline, config.zero.overlap, config.zero.lockstep)
         self._driver = ZeroDriver(model, layout, resources)
         try:
+            self._undo = replace_forwards(model, layout, config)
             self._sharded = ShardedOptimizer(
                 self._driver.groups, named_groups, self._optimizer_plan.factory, self.memory
             )
@@ -288,7 +288,7 @@ class Engine:
     def close(self) -> None:
         """Give the model back: hooks go, parameters become whole tensors of their own. All ranks call it."""
         self._driver.close()
-        for undo in self._undo:
+        for undo in reversed(self._undo):
             undo()
         self._undo.clear()
         self._network.close()

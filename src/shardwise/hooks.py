@@ -7,7 +7,7 @@ compiled. What they do is the driver's business (`shardwise.zero.driver`); here 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
@@ -100,7 +100,7 @@ def claim(module: nn.Module) -> Callable[[], None]:
 
 
 def recompute_forward(module: nn.Module, mode: str) -> Callable[[], None]:
-    """Checkpoint a module: keep its inputs only ("full"), or matrix products and attention too ("selective").
+    """Checkpoint a module's forward; `mode` is as for `run_forward`.
 
     Returns:
         what puts the module's own forward back.
@@ -109,14 +109,39 @@ def recompute_forward(module: nn.Module, mode: str) -> Callable[[], None]:
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        if mode == "selective":
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=_selective_contexts, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return run_forward(forward, mode, args, kwargs)
 
-    module.forward = recomputed
-    return lambda: module.__dict__.pop("forward", None)
+    return replace_forward(module, recomputed)
+
+
+def run_forward(forward: Callable[..., Any], recompute: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run a forward, keeping all for its backward ("none"), its inputs ("full"), or products and attention too
+    ("selective").
+
+    Torch compiles this function too, so what it calls must be what `torch.compile` knows.
+    """
+    if recompute == "none" or not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    if recompute == "selective":
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=_selective_contexts, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Have a module run `forward` in place of its own.
+
+    Returns:
+        what puts back the one it had.
+    """
+    own = module.__dict__.get("forward")
+    module.forward = forward
+
+    def put_back() -> None:
+        module.__dict__.pop("forward", None)
+        if own is not None:
+            module.forward = own
+
+    return put_back
 
 
 @contextmanager

@@ -117,7 +117,7 @@ class Transformer(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-        x = self.embedding(tokens) + self.positions  # [B, S, D]
+        x = self.embedding(tokens) + self.positions[: tokens.shape[1]]  # [B, S, D]
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))  # [B, S, V]

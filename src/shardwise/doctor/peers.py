@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import Comm
+from shardwise.comm import Comm, GroupLinks
 from shardwise.doctor.measure import Collective
 from shardwise.launch.environment import LAUNCHER_FD, RankEnv
 from shardwise.launch.group import start_process_group
@@ -90,7 +90,7 @@ def be_peer(env: RankEnv, folder: Path, device_kind: DeviceKind) -> None:
     assert group is not None, "the process group stands by now"
     is_cuda = device_kind == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
-    comm = Comm(group, "doctor", device, _COLLECTIVE_TIMEOUT_S, Streams(device), BufferPool(device))
+    comm = Comm(GroupLinks(group, device), "doctor", device, _COLLECTIVE_TIMEOUT_S, Streams(device), BufferPool(device))
     for num_bytes in SIZES_BYTES:
         for op in OPS:
             call_s = _time_op(comm, op, num_bytes)
