@@ -153,7 +153,7 @@ def test_a_module_that_makes_new_parameters_is_read_after_it_made_them() -> None
         (
             nn.Sequential(NoReset()),
             "0.scale has no initial value: NoReset has no reset_parameters(); "
-            "write one that fills the module's own parameters, or build the model off the meta device",
+            "build the model inside `with shardwise.init():`, or write one that fills the module's own parameters",
         ),
         (
             HalfReset(),

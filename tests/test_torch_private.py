@@ -1,5 +1,6 @@
 """Torch's private names do on this torch what the library takes them to do."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from shardwise._torch_private import (
     on_backward_end,
     plain_torch_functions,
     pytree,
+    returned,
+    set_data,
     set_unsharded_storage,
     version,
+    written_tensors,
 )
 
 
@@ -150,3 +154,33 @@ def test_pytree_finds_tensors_in_nested_containers_and_puts_them_back() -> None:
     assert [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)] == [torch.zeros(1), torch.ones(1)]
     doubled = pytree.tree_map(lambda leaf: leaf * 2 if isinstance(leaf, Tensor) else leaf, tree)
     assert doubled == {"a": [torch.zeros(1), (torch.full((1,), 2.0), None)], "b": 3}
+
+
+def test_set_data_keeps_the_object_and_its_references_between_devices() -> None:
+    parameter = nn.Parameter(torch.ones(2, 3), requires_grad=False)
+    parameter.note = "kept"
+    reference = weakref.ref(parameter)
+    flat = torch.zeros(6)
+    for data in (torch.empty(2, 3, device="meta"), flat.view(2, 3)):
+        set_data(parameter, data)
+        assert reference() is parameter
+        assert (parameter.note, parameter.is_meta, parameter.requires_grad) == ("kept", data.is_meta, False)
+    seen = version(parameter)
+    flat.fill_(3.0)
+    assert parameter.sum() == 18
+    assert version(parameter) == seen  # else no backward could follow a gather
+
+
+def test_written_tensors_are_those_an_op_changes_and_maybe_returns() -> None:
+    aten = torch.ops.aten
+    x, y = torch.zeros(2), torch.ones(2)
+    for func, args, kwargs, written, result in (
+        (aten.copy_.default, (x, y), {}, [x], x),
+        (aten.add.Tensor, (x, y), {}, [], None),
+        (aten.add.out, (x, y), {"out": y}, [y], y),
+        (aten._foreach_mul_.Scalar, ([x, y], 2), {}, [x, y], None),
+    ):
+        found = written_tensors(func, args, kwargs)
+        assert [id(each) for each in found] == [id(each) for each in written]
+        if found:
+            assert returned(func, found) is result

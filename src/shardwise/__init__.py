@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from shardwise.comm import CommError
     from shardwise.config import Config, ConfigError
+    from shardwise.deferred import init
     from shardwise.engine import Engine, EvalResult, StepResult, backward
     from shardwise.hooks import ReleasedParameterError
     from shardwise.layout.layout import Layout, build_layout
@@ -34,6 +35,7 @@ __all__ = [
     "StepResult",
     "backward",
     "build_layout",
+    "init",
     "initialize",
 ]
 
@@ -49,6 +51,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "StepResult": "engine",
     "backward": "engine",
     "build_layout": "layout.layout",
+    "init": "deferred",
     "initialize": "start",
 }
 

@@ -6,25 +6,31 @@ first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 __all__ = [
     "OpMode",
+    "OpOverload",
     "compiler_errors",
     "in_backward",
     "in_op_mode",
     "on_backward_end",
     "plain_torch_functions",
     "pytree",
+    "returned",
+    "set_data",
     "set_unsharded_storage",
     "version",
+    "written_tensors",
 ]
 
 
@@ -68,6 +74,35 @@ def set_unsharded_storage(storage: torch.UntypedStorage, num_bytes: int) -> None
     `resize_` is documented for storages but not promised to keep views valid; FSDP2 relies on the same behaviour.
     """
     storage.resize_(num_bytes)
+
+
+def set_data(parameter: nn.Parameter, data: Tensor) -> None:
+    """Let a parameter hold other data, also from or to the meta device, which `.data = ` refuses.
+
+    As `torch.utils.swap_tensors`, but weak references to the parameter, such as those of `nn.LSTM`, do no harm: the
+    object stays. Nothing but the object may refer to the tensor, so a graph through it must be gone.
+    """
+    if parameter.is_meta == data.is_meta:
+        parameter.data = data
+    else:  # `data.data` counts its versions apart, as `parameter.data = data` would
+        torch._C._swap_tensor_impl(parameter, nn.Parameter(data.data, requires_grad=parameter.requires_grad))
+
+
+def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The arguments that an op writes, by its schema."""
+    values = [
+        args[index] if index < len(args) else kwargs.get(argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def returned(func: OpOverload, written: Sequence[Tensor]) -> Any:
+    """What an op that writes `written` in place returns: nothing, the one tensor, or all."""
+    if not func._schema.returns:
+        return None
+    return written[0] if len(func._schema.returns) == 1 else tuple(written)
 
 
 def plain_torch_functions() -> AbstractContextManager[None]:

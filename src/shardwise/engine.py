@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm import Network, connect
 from shardwise.config import Config, ConfigError, SchedulerConfig
+from shardwise.deferred import ValueSource
 from shardwise.forwards import replace_forwards
 from shardwise.layout.layout import Layout, build_layout
 from shardwise.layout.stages import Placement
@@ -123,10 +124,14 @@ class Engine:
         self._timeline = Timeline(network.rank)
         self._optimizer_plan = plan_optimizer(optimizer, config.optimizer, model)
         named_groups = self._optimizer_plan.groups_of(layout)
+        values = ValueSource(model, config.run.seed)
         self._adopt_buffers()
         self._undo: list[Callable[[], None]] = []
-        resources = Resources(self._comms, pool, self.memory, self._timeline, config.zero.overlap, config.zero.lockstep)
+        resources = Resources(
+            self._comms, pool, self.memory, self._timeline, values, config.zero.overlap, config.zero.lockstep
+        )
         self._driver = ZeroDriver(model, layout, resources)
+        values.close()
         try:
             self._undo = replace_forwards(model, layout, config)
             self._sharded = ShardedOptimizer(

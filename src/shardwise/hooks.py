@@ -13,6 +13,10 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.hooks import RemovableHandle
 
@@ -155,6 +159,26 @@ def watch_outputs(model: nn.Module, on_output: Callable[[str, list[Tensor]], Non
         return show
 
     handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def watch_registrations(
+    on_parameter: Callable[[nn.Parameter], None], on_buffer: Callable[[Tensor], Tensor]
+) -> Iterator[None]:
+    """Inside the context, show what modules of any thread register, parameters to be changed, buffers replaced."""
+
+    def show(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        on_parameter(parameter)
+
+    def replace(module: nn.Module, name: str, buffer: Tensor) -> Any:
+        return on_buffer(buffer)
+
+    handles = [register_module_parameter_registration_hook(show), register_module_buffer_registration_hook(replace)]
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 
@@ -67,7 +67,7 @@ def initial_values(module: nn.Module, seed: int, names: Container[str] | None = 
         seen.update(new.values())
         wanted = [name for name in new if names is None or prefix + name in names]
         if wanted:
-            drawn = _draw(owner, module_name, seed, prefix + wanted[0])
+            drawn = draw_module(owner, module_name, seed, prefix + wanted[0])
             yield from ((prefix + name, drawn[name]) for name in wanted)
 
 
@@ -85,14 +85,35 @@ def init_parameters(module: nn.Module, seed: int) -> None:
             parameter.copy_(values)
 
 
-@torch.no_grad()
-def _draw(owner: nn.Module, module_name: str, seed: int, example: str) -> dict[str, Tensor]:
-    reset = getattr(owner, "reset_parameters", None)
+def find_reset(owner: nn.Module, example: str) -> Callable[[], None]:
+    """What draws a module's own parameters, one of which is `example`.
+
+    Raises:
+        ConfigError: it has no `reset_parameters`.
+    """
+    reset: Callable[[], None] | None = getattr(owner, "reset_parameters", None)
     if reset is None:
         raise ConfigError(
             f"{example} has no initial value: {type(owner).__name__} has no reset_parameters(); "
-            "write one that fills the module's own parameters, or build the model off the meta device"
+            "build the model inside `with shardwise.init():`, or write one that fills the module's own parameters"
         )
+    return reset
+
+
+@torch.no_grad()
+def draw_module(owner: nn.Module, module_name: str, seed: int, example: str) -> dict[str, Tensor]:
+    """The `initial_values` of one module's direct parameters, by their names in it.
+
+    Args:
+        owner: the module.
+        module_name: fully qualified; the key.
+        seed: the seed of the run.
+        example: the fully qualified name of one of its parameters, for the error.
+
+    Raises:
+        ConfigError: it has no `reset_parameters`, or one that leaves a parameter unset.
+    """
+    reset = find_reset(owner, example)
     with _stand_ins(owner) as names, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive_seed(seed, module_name))
         reset()

@@ -25,7 +25,7 @@ from shardwise.config import Config
 from shardwise.engine import Engine, StepResult
 from shardwise.memory import Category, MemorySnapshot, first_line, is_out_of_memory
 from shardwise.models import Decoder, decoder_config, flops_per_token, generate, lm_loss
-from shardwise.rng import init_parameters, keyed_generator
+from shardwise.rng import keyed_generator
 from shardwise.start import initialize
 from shardwise.train.baseline import unigram_loss
 from shardwise.train.dataset import TokenDataset, batches_for_step, sample_order
@@ -234,8 +234,7 @@ def build_trainer(config: Config, data: PreparedData) -> Trainer:
     """
     shape = decoder_config(config.model, max_seq_len=config.data.seq_len, vocab_size=data.vocab_size)
     try:
-        model = Decoder(shape)
-        init_parameters(model, config.run.seed)
+        model = Decoder(shape, device="meta")  # the engine draws the weights, each rank its own
         engine = initialize(model, config, loss_fn=lambda logits, batch: lm_loss(logits, batch[1]))
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from shardwise.comm import Comms
+from shardwise.deferred import ValueSource
 from shardwise.layout.groups import GroupSpec
 from shardwise.layout.layout import Layout
 from shardwise.memory import Ledger
@@ -26,6 +27,7 @@ class Resources:
     pool: BufferPool
     ledger: Ledger
     timeline: Timeline
+    values: ValueSource
     overlap: bool
     lockstep: bool = False
 
@@ -51,7 +53,9 @@ class ParamGroup:
     ) -> None:
         comms, ledger = resources.comms, resources.ledger
         self.spec = spec
-        self.params = GroupParams(spec, layout.stage, layout.precision, parameters, comms, ledger, released)
+        self.params = GroupParams(
+            spec, layout.stage, layout.precision, parameters, comms, ledger, released, resources.values
+        )
         self.grads: GroupGrads | None = None
         if spec.trainable:
             self.grads = GroupGrads(spec, layout.stage, layout.precision, comms, resources.pool, ledger)

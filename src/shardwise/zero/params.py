@@ -8,10 +8,11 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch_private import plain_torch_functions, version
+from shardwise._torch_private import plain_torch_functions, set_data, version
 from shardwise.comm import Comms, Pending
+from shardwise.deferred import ValueSource
 from shardwise.hooks import wear
-from shardwise.layout.groups import GroupSpec
+from shardwise.layout.groups import GroupSpec, ParamSpec
 from shardwise.layout.precision import PrecisionPolicy
 from shardwise.layout.stages import ZeroStage
 from shardwise.memory import Category, Ledger
@@ -37,6 +38,7 @@ class GroupParams:
         comms: the shard group, and the ranks that start from the same values.
         ledger: learns of every buffer.
         released: the class of a parameter whose storage is freed.
+        values: where the parameters' initial values come from.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class GroupParams:
         comms: Comms,
         ledger: Ledger,
         released: type[nn.Parameter],
+        values: ValueSource,
     ) -> None:
         self.spec = spec
         self.parameters = tuple(parameters)
@@ -60,35 +63,51 @@ class GroupParams:
         self._pending = Pending(None)
 
         self.shard_start, self.shard_stop = spec.held_range(stage.optimizer, comms.shards.rank)
-        wide = self._adopt(torch_dtype(policy.master))
-        dtype = torch_dtype(policy.param)
-        self.full = wide.to(dtype)
+        dtype, device = torch_dtype(policy.param), comms.data.device
+        self.full = torch.zeros(spec.padded_numel, dtype=dtype, device=device)
         self._full_bytes = self.full.untyped_storage().nbytes()
         ledger.track(self.full, Category.GATHERED if self.is_released_between_uses else Category.PARAMETERS)
-        own = slice(self.shard_start, self.shard_stop)
-        self.shard = self.full[own]
+        views = [self.full[place.offset : place.offset + place.numel].view(place.shape) for place in spec.params]
+        held_numel = self.shard_stop - self.shard_start
+        self.shard = self.full[self.shard_start : self.shard_stop]
         if self.is_released_between_uses:
-            self.shard = self.shard.clone()
+            ledger.resize(self.full, 0)  # before the values come: they go into the shard, never into all of the group
+            self.shard = torch.zeros(held_numel, dtype=dtype, device=device)
             ledger.track(self.shard, Category.PARAMETERS)
         self.master = self.shard
         if policy.keeps_master and spec.trainable:
-            self.master = wide[own].clone()
+            self.master = torch.zeros(held_numel, dtype=torch_dtype(policy.master), device=device)
             ledger.track(self.master, Category.OPTIMIZER)
-        for parameter, place in zip(self.parameters, spec.params, strict=True):
+        self._fill(values, torch_dtype(policy.master))
+        for parameter, view in zip(self.parameters, views, strict=True):
             parameter.grad = None
-            parameter.data = self.full[place.offset : place.offset + place.numel].view(place.shape)
+            set_data(parameter, view)
         self._versions = [version(parameter) for parameter in self.parameters]
         self.reshard()
 
-    def _adopt(self, master_dtype: torch.dtype) -> Tensor:
-        """Lay rank 0's parameter values into one flat buffer of the master's dtype."""
+    def _fill(self, values: ValueSource, dtype: torch.dtype) -> None:
+        """Copy the initial values, one parameter's at a time and rounded to `dtype` first, to where they rest."""
+        own = self.spec.slots(self.shard_start, self.shard_stop)
+        whole = self.spec.slots(0, self.spec.padded_numel)
+        rest = (self.shard, own) if self.is_released_between_uses else (self.full, whole)
+        targets = [rest] if self.master is self.shard else [rest, (self.master, own)]
+        for place in self.spec.params:
+            held = [(buffer, slot) for buffer, slots in targets for slot in slots if slot.param is place]
+            initial = self._initial(place, values, dtype, is_held=bool(held))
+            for buffer, slot in held:
+                buffer[slot.offset : slot.offset + slot.stop - slot.start].copy_(initial[slot.start : slot.stop])
+
+    def _initial(self, place: ParamSpec, values: ValueSource, dtype: torch.dtype, is_held: bool) -> Tensor:
+        """A parameter's values, flat: rank 0's, unless all ranks have the same; nothing where none are needed."""
         data = self._comms.data
-        wide = torch.zeros(self.spec.padded_numel, dtype=master_dtype, device=data.device)
-        for parameter, place in zip(self.parameters, self.spec.params, strict=True):
-            wide[place.offset : place.offset + place.numel].copy_(parameter.detach().reshape(-1))
-        if data.world_size > 1:
-            data.broadcast(wide, f"initial values of {self.spec.name}")
-        return wide
+        is_sent = data.world_size > 1 and place.numel > 0 and not values.is_same_everywhere(place.name)
+        if data.rank == 0 if is_sent else is_held:
+            initial = values.read(place.name).reshape(-1).to(data.device, dtype)
+        else:
+            initial = torch.empty(place.numel if is_sent else 0, dtype=dtype, device=data.device)
+        if is_sent:
+            data.broadcast(initial, f"initial values of {place.name}")
+        return initial
 
     @property
     def is_unsharding(self) -> bool:
