@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from types import TracebackType
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise._engine_states import EngineStates
 from shardwise.comm import Network, connect
 from shardwise.config import Config, ConfigError, SchedulerConfig
 from shardwise.deferred import ValueSource
@@ -22,7 +23,7 @@ from shardwise.forwards import replace_forwards
 from shardwise.layout.layout import Layout, build_layout
 from shardwise.layout.stages import Placement
 from shardwise.loss import LossBooks, LossFn, NonFiniteLossError, Total, first_nonfinite_module, read_loss
-from shardwise.memory import Category, Ledger, explain_out_of_memory
+from shardwise.memory import Category, Ledger
 from shardwise.optim import build_scheduler
 from shardwise.pool import BufferPool
 from shardwise.precision import LossScaler, to_device, torch_dtype
@@ -87,7 +88,7 @@ def _explained(method: Callable[Concatenate[Engine, Given], Result]) -> Callable
     return run
 
 
-class Engine:
+class Engine(EngineStates):
     """Trains one model under one layout; made by `initialize`.
 
     Attributes:
@@ -96,6 +97,7 @@ class Engine:
         layout: what each rank holds.
         comm: over the ranks that average gradients.
         memory: the ledger of live bytes.
+        num_steps: optimizer steps taken, skipped ones included.
         optimizer: the torch optimizer over this rank's pieces.
     """
 
@@ -118,7 +120,10 @@ class Engine:
         self.memory = Ledger(device)
         streams = Streams(device, config.zero.overlap)
         pool = BufferPool(device, self.memory)
+        self._pool = pool
         self._network = network
+        self._is_closed = False
+        self._away = None
         self._comms = connect(network, layout.mesh, config, device, streams, pool)
         self.comm = self._comms.data
         self._timeline = Timeline(network.rank)
@@ -140,21 +145,17 @@ class Engine:
         except Exception:
             self.close()
             raise
+        self._undo += [self._sharded.close]
         self.optimizer = self._sharded.optimizer
         self.scheduler = scheduler or self._own_scheduler(is_given=isinstance(optimizer, Optimizer))
         self._scaler = LossScaler(config.precision)
         self._books = LossBooks(self.comm)
         self._loss_fn = loss_fn
         self._batches: deque[Any] = deque(maxlen=config.batch.accumulation)
-        self._num_steps = 0
+        self.num_steps = 0
         self._num_backwards = 0
         self._syncs = True
         self._is_broken = False
-
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps taken, skipped ones included."""
-        return self._num_steps
 
     @property
     def timeline(self) -> tuple[Any, ...]:
@@ -188,6 +189,7 @@ class Engine:
             ValueError: it came from elsewhere, so how much counts in it is not known.
             torch.OutOfMemoryError: with the table of what holds the memory; so too `engine(batch)` and `step`.
         """
+        self._refuse_if_away()
         self._refuse_unless_trainable()
         _backpropagate([self], loss, self._books.close(loss) * self._scaler.scale)
 
@@ -226,10 +228,11 @@ class Engine:
             self.scheduler.step()
         self._scaler.update(overflowed)
         self._end_step()
-        return StepResult(self._num_steps, loss_sum / (count or 1.0), count, grad_norm, learning_rate, skipped, scale)
+        return StepResult(self.num_steps, loss_sum / (count or 1.0), count, grad_norm, learning_rate, skipped, scale)
 
     def zero_grad(self) -> None:
         """Forget the gradients since the last step, and a backward that an exception ended. All ranks call it."""
+        self._refuse_if_away()
         self._driver.abandon()
         self._sharded.clear()
         self._is_broken = False
@@ -275,27 +278,20 @@ class Engine:
         finally:
             self._syncs = True
 
-    @contextmanager
-    def gathered(self) -> Iterator[nn.Module]:
-        """Keep all parameters whole on every rank inside the context: to generate, to inspect. All ranks must enter.
-
-        Raises:
-            MemoryError: on CUDA, the whole parameters would not fit beside what is there.
-        """
-        self._check_room_to_gather()
-        with self._memory_explained():
-            self._driver.unshard_all()
-            try:
-                yield self.model
-            finally:
-                self._driver.reshard_all(release_held=True)
-
     def close(self) -> None:
-        """Give the model back: hooks go, parameters become whole tensors of their own. All ranks call it."""
+        """Give the model back: hooks go, parameters become whole tensors of their own, all other states are dropped.
+
+        All ranks call it; a second call does nothing. An optimizer that was given holds the model's parameters again.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.reload_states()
         self._driver.close()
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+        self._pool.trim()
         self._network.close()
 
     def __enter__(self) -> Self:
@@ -307,15 +303,9 @@ class Engine:
         if error is None:
             self.close()
 
-    def _memory_explained(self) -> AbstractContextManager[None]:
-        """Inside, a failure of memory is raised with the table of what this rank holds and the settings that help."""
-        return explain_out_of_memory(
-            self.memory, self.config, f"on rank {self.comm.rank} in step {self._num_steps + 1}"
-        )
-
     @_explained
     def _forward(self, batch: Any) -> Total:
-        self._check_usable()
+        self._check_usable(params_suffice=not torch.is_grad_enabled())
         batch = to_device(batch, self.device)
         inputs = batch[0] if self._loss_fn is not None and isinstance(batch, list | tuple) else batch
         inputs = to_device(inputs, self.device, torch_dtype(self.config.precision.param))
@@ -345,16 +335,12 @@ class Engine:
         if self._driver.is_as_trainable:
             return
         layout = build_layout(self.model, self.config)
-        regroup(self._driver, self._sharded, layout, self._optimizer_plan.groups_of(layout), self._comms)
+        regroup(self._states(), layout, self._optimizer_plan.groups_of(layout))
         self.layout = layout
 
     def _refuse_unless_trainable(self) -> None:
         if not any(group.trainable for group in self.layout.groups):
             raise ConfigError("every parameter of the model is frozen; set requires_grad on those to train")
-
-    def _check_usable(self) -> None:
-        if self._is_broken:
-            raise RuntimeError("the last backward raised and left gradients incomplete; call engine.zero_grad() first")
 
     def _adopt_buffers(self) -> None:
         """Move the buffers here, in the parameters' dtype as `Module.to` would, with rank 0's values everywhere."""
@@ -386,7 +372,7 @@ class Engine:
         return loss_sum, count, square_sum, used
 
     def _end_step(self, is_taken: bool = True) -> None:
-        self._num_steps += is_taken
+        self.num_steps += is_taken
         self._num_backwards = 0
         self._batches.clear()
         self._books.clear()
@@ -396,25 +382,10 @@ class Engine:
         module = first_nonfinite_module(self.model, self._batches, self._forward, self.comm)
         self.zero_grad()
         raise NonFiniteLossError(
-            f"step {self._num_steps + 1}: loss {loss_sum} and gradient norm {grad_norm} must be finite; {module}; "
+            f"step {self.num_steps + 1}: loss {loss_sum} and gradient norm {grad_norm} must be finite; {module}; "
             "parameters and optimizer are as before the step: lower optimizer.lr, clip (optimizer.clip_norm) or drop "
             "the batch"
         )
-
-    def _check_room_to_gather(self) -> None:
-        if self.device.type != "cuda" or not self.layout.stage.unshard_for_use:
-            return
-        missing_bytes = (
-            sum(group.padded_numel for group in self.layout.groups) * torch_dtype(self.layout.precision.param).itemsize
-        )
-        free_bytes, _ = torch.cuda.mem_get_info(self.device)
-        free_bytes += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        lacks = torch.tensor([float(missing_bytes > free_bytes)], dtype=torch.float64, device=self.device)
-        if self.comm.max_scalars(lacks, "room to gather") > [0.0]:  # on all ranks alike: the gather needs them all
-            raise MemoryError(
-                f"gathering all parameters takes {missing_bytes / 2**30:.1f} GiB of {free_bytes / 2**30:.1f} GiB free; "
-                "generate with the forward alone, which gathers block by block, or on more memory"
-            )
 
 
 def backward(loss: Tensor, engines: Sequence[Engine], *, count: float = 1.0) -> None:

@@ -331,7 +331,8 @@ class ZeroDriver:
             group.reshard()
 
     def close(self) -> None:
-        """Remove the hooks and give the parameters whole tensors of their own."""
+        """Remove the hooks and give the parameters whole tensors of their own; a pass may have been left half-way."""
+        self.abandon()
         for handle in self._handles:
             handle.remove()
         for handles in self._gradient_handles.values():
@@ -346,6 +347,7 @@ class ZeroDriver:
         self._reduce_position.clear()
         self._gradient_handles.clear()
         self._place_of.clear()
+        self._unannounced.clear()
         self._release_claim()
 
     def _unshard_ahead(self) -> None:

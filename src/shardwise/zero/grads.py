@@ -166,6 +166,29 @@ class GroupGrads:
         """This rank's summed gradients, 1-D, in the master's dtype; None where no backward has reached the group."""
         return self._open_accumulator().to(self._master_dtype) if self._holds_sum else None
 
+    def accumulated(self) -> Tensor | None:
+        """As `gradient`, but the accumulator itself in its own dtype; what is written there counts at the step."""
+        return self._open_accumulator() if self._holds_sum else None
+
+    def mark_used(self, index: int) -> None:
+        """Count a parameter as one that got a gradient."""
+        self._was_used[index] = True
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether the buffers hold gradients."""
+        return self._holds_sum or self._carried is not None or any(self._is_written)
+
+    def buffers(self) -> list[Tensor]:
+        """Those that are allocated; two may share a storage."""
+        return [each for each in (self._bucket, self._accumulator, self._carried) if each is not None]
+
+    def drop(self) -> int:
+        """Free the buffers, which hold no gradients; the next backward makes them anew. Returns their bytes."""
+        storages = {id(storage): storage.nbytes() for storage in (each.untyped_storage() for each in self.buffers())}
+        self._bucket = self._accumulator = None
+        return sum(storages.values())
+
     def clear(self) -> None:
         """Forget the gradients, after the step; buffers that rest stay allocated."""
         self.finish_reduce()

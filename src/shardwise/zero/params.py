@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise._torch_private import plain_torch_functions, set_data, version
 from shardwise.comm import Comms, Pending
 from shardwise.deferred import ValueSource
-from shardwise.hooks import wear
+from shardwise.hooks import ReleasedParameterError, wear
 from shardwise.layout.groups import GroupSpec, ParamSpec
 from shardwise.layout.precision import PrecisionPolicy
 from shardwise.layout.stages import ZeroStage
@@ -20,11 +20,12 @@ from shardwise.precision import torch_dtype
 
 
 class ParamState(Enum):
-    """What of `full` is valid. Legal: SHARDED -> UNSHARDING -> UNSHARDED -> SHARDED."""
+    """What of `full` is valid. Legal: SHARDED -> UNSHARDING -> UNSHARDED -> SHARDED, and OFFLOADED to and fro."""
 
     SHARDED = "only this rank's slice is valid; where parameters rest as shards, the storage is freed"
     UNSHARDING = "the all-gather is under way"
     UNSHARDED = "all of it is valid"
+    OFFLOADED = "nothing is: what rests on this rank has been handed over to host memory"
 
 
 class GroupParams:
@@ -137,7 +138,7 @@ class GroupParams:
                 if version(parameter) != seen:
                     raise ValueError(
                         f"parameter {place.name} was written after initialize, but the engine trains a master of its "
-                        "own; load or change weights before initialize"
+                        "own; write before initialize, or inside `with engine.gathered(write=True):`"
                     )
 
     @property
@@ -146,8 +147,20 @@ class GroupParams:
         with plain_torch_functions():
             return all(parameter.requires_grad == self.spec.trainable for parameter in self.parameters)
 
+    def accept_written(self, index: int) -> None:
+        """Take one parameter's values as they are: somebody has written it, and the master with it."""
+        self._versions[index] = version(self.parameters[index])
+
     def unshard(self) -> None:
-        """Start to make all of `full` valid; does nothing where it is or is under way."""
+        """Start to make all of `full` valid; does nothing where it is or is under way.
+
+        Raises:
+            ReleasedParameterError: it is offloaded.
+        """
+        if self.state is ParamState.OFFLOADED:
+            raise ReleasedParameterError(
+                f"the parameters of {self.spec.name} are offloaded; call engine.reload_states() first"
+            )
         if self.state is not ParamState.SHARDED:
             return
         if self.is_released_between_uses:
@@ -167,7 +180,7 @@ class GroupParams:
 
     def reshard(self) -> bool:
         """Free `full` where parameters rest as shards, once nobody uses it; say whether it did."""
-        if not self.is_released_between_uses or self.state is ParamState.SHARDED:
+        if not self.is_released_between_uses or self.state in (ParamState.SHARDED, ParamState.OFFLOADED):
             return False
         self._pending.wait()
         self._ledger.resize(self.full, 0)

@@ -27,7 +27,6 @@ class Piece:
         view: of the master, 1-D: what the optimizer sees.
         start: of the view, in the slice.
         stop: likewise.
-        first: element of the parameter with which the view begins.
     """
 
     name: str
@@ -35,7 +34,6 @@ class Piece:
     view: nn.Parameter
     start: int
     stop: int
-    first: int
 
 
 class ShardedOptimizer:
@@ -58,25 +56,19 @@ class ShardedOptimizer:
         self._ledger = ledger
         self._groups: list[ParamGroup] = []
         self.pieces: list[Piece] = []
-        # torch refuses an optimizer without parameters, but a rank may own nothing except padding. Stepped like the
-        # others, it also shows which states the optimizer keeps.
+        # torch refuses an optimizer without parameters, but a rank may own nothing except padding.
         self._placeholder = nn.Parameter(torch.empty(0))
+        self._named_groups: tuple[NamedGroup, ...] = ()
         self._take(groups)
         self.optimizer = factory(self._param_groups(named_groups))
         refuse_unless_element_wise(self.optimizer)
 
-    def regroup(
-        self,
-        groups: Sequence[ParamGroup],
-        named_groups: Sequence[NamedGroup],
-        states: Mapping[str, Mapping[str, Tensor]],
-    ) -> None:
-        """Step other groups from now on; what is in both keeps its states.
+    def regroup(self, groups: Sequence[ParamGroup], named_groups: Sequence[NamedGroup]) -> None:
+        """Step other groups from now on; what is in both keeps its states, the rest starts without any.
 
         Args:
             groups: all of the engine's.
             named_groups: as many as before.
-            states: of parameters in new groups, by name and key; tensors are whole and 1-D, or 0-d.
         """
         self._take(groups)
         for options, group in zip(self.optimizer.param_groups, self._param_groups(named_groups), strict=True):
@@ -84,17 +76,6 @@ class ShardedOptimizer:
         known = {id(piece.view) for piece in self.pieces} | {id(self._placeholder)}
         for view in [view for view in self.optimizer.state if id(view) not in known]:
             del self.optimizer.state[view]
-        for piece in self.pieces:
-            if piece.view not in self.optimizer.state and piece.name in states:
-                last = piece.first + piece.view.numel()
-                self.optimizer.state[piece.view] = {
-                    key: (values[piece.first : last] if values.dim() else values).clone()
-                    for key, values in states[piece.name].items()
-                }
-
-    def state_keys(self) -> dict[str, Tensor]:
-        """The states that the optimizer keeps, each with an example; none before the first step."""
-        return next((dict(state) for state in self.optimizer.state.values() if state), {})
 
     def _take(self, groups: Sequence[ParamGroup]) -> None:
         kept: dict[ParamGroup, list[Piece]] = {}
@@ -105,6 +86,7 @@ class ShardedOptimizer:
         self.pieces = [piece for group in self._groups for piece in kept.get(group) or _pieces(group)]
 
     def _param_groups(self, named_groups: Sequence[NamedGroup]) -> list[dict[str, Any]]:
+        self._named_groups = tuple(named_groups)
         by_name: dict[str, list[nn.Parameter]] = {}
         for piece in self.pieces:
             by_name.setdefault(piece.name, []).append(piece.view)
@@ -142,7 +124,6 @@ class ShardedOptimizer:
             for piece in self.pieces:
                 slices = gradients.get(piece.group) if used[piece.name] else None
                 piece.view.grad = slices[piece.start : piece.stop] if slices is not None else None
-            self._placeholder.grad = torch.empty(0)
             self.optimizer.step()
             for piece in self.pieces:
                 piece.view.grad = None
@@ -160,6 +141,22 @@ class ShardedOptimizer:
             if group.grads is not None:
                 group.grads.clear()
 
+    def close(self) -> None:
+        """Forget all states; the optimizer's groups hold the model's own parameters again, those that it trained."""
+        self.clear()
+        parameters = {
+            place.name: parameter
+            for group in self._groups
+            for place, parameter in zip(group.spec.params, group.params.parameters, strict=True)
+        }
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+        for group, named in zip(self.optimizer.param_groups, self._named_groups, strict=False):
+            group["params"] = [parameters[name] for name in named.names if name in parameters]
+        self.optimizer.state.clear()
+        self.pieces.clear()
+        self._groups.clear()
+
 
 def _pieces(group: ParamGroup) -> list[Piece]:
     params = group.params
@@ -170,7 +167,6 @@ def _pieces(group: ParamGroup) -> list[Piece]:
             view=nn.Parameter(params.master[slot.offset : slot.offset + slot.stop - slot.start]),
             start=slot.offset,
             stop=slot.offset + slot.stop - slot.start,
-            first=slot.start,
         )
         for slot in group.spec.slots(params.shard_start, params.shard_stop)
     ]

@@ -1,0 +1,149 @@
+"""What is done with an engine's states beside training: gather, read, write, hand over. One half of `Engine`.
+
+Under the same names as the functions in `zero.access` and `zero.handover`, which have the examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm import Comm, Comms
+from shardwise.config import Config
+from shardwise.layout.layout import Layout
+from shardwise.loss import LossBooks
+from shardwise.memory import Ledger, explain_out_of_memory
+from shardwise.pool import BufferPool
+from shardwise.precision import LossScaler, torch_dtype
+from shardwise.zero import access, handover
+from shardwise.zero.driver import ZeroDriver
+from shardwise.zero.step import ShardedOptimizer
+
+
+class EngineStates:
+    """The methods; `Engine` has the attributes, and makes them."""
+
+    model: nn.Module
+    config: Config
+    num_steps: int
+    layout: Layout
+    device: torch.device
+    comm: Comm
+    memory: Ledger
+    _pool: BufferPool
+    _comms: Comms
+    _driver: ZeroDriver
+    _sharded: ShardedOptimizer
+    _books: LossBooks
+    _scaler: LossScaler
+    _away: handover.Handover | None
+    _is_broken: bool
+    _is_closed: bool
+
+    @contextmanager
+    def gathered(self, write: bool = False) -> Iterator[nn.Module]:
+        """Keep all parameters whole on every rank inside the context: to generate, to inspect. All ranks must enter.
+
+        Args:
+            write: at the end, what rank 0 has written into the parameters (`load_state_dict`, `nn.init`, in place under
+                `torch.no_grad`) becomes everybody's, in the optimizer's masters too; after an exception it does not.
+
+        Raises:
+            MemoryError: on CUDA, the whole parameters would not fit beside what is there.
+        """
+        self._refuse_if_away(params_suffice=True)
+        if write:
+            self._refuse_if_away()
+        self._check_room_to_gather()
+        with self._memory_explained():
+            self._driver.unshard_all()
+            try:
+                yield self.model
+                if write:
+                    access.take_over(self._states())
+            finally:
+                self._driver.reshard_all(release_held=True)
+
+    def read(self, name: str, state: str = "param", *, to_rank: int | None = None) -> Tensor | None:
+        """A copy of one state of a parameter, whole, on every rank or on one; see `access.read_state`. All call it."""
+        self._check_usable()
+        return access.read_state(self._states(), name, state, to_rank)
+
+    def write(
+        self, name: str, value: Tensor | float | None, state: str = "param", *, from_rank: int | None = None
+    ) -> None:
+        """Replace one state of a parameter by every, or one, rank's value; see `access.write_state`. All call it."""
+        self._check_usable()
+        access.write_state(self._states(), name, value, state, from_rank)
+
+    def states_of(self, name: str) -> tuple[str, ...]:
+        """What `read` and `write` take as `state` of a parameter now. All ranks call it."""
+        self._check_usable()
+        return access.states_of(self._states(), name)
+
+    def offload_states(self, include: Sequence[str] = handover.STATES, *, pin_memory: bool = True) -> Mapping[str, int]:
+        """Hand the device memory over: move states to host memory until `reload_states`; see `zero.handover`.
+
+        Without `params` in `include` the model can still be evaluated. Buffers of the model stay.
+
+        Returns:
+            the bytes that each state has freed on the device.
+        """
+        self._check_usable()
+        away = handover.Handover(self._driver, self._sharded, self.memory, self._pool, pin_memory)
+        freed_bytes = away.offload(include)
+        self._away = away
+        return freed_bytes
+
+    def reload_states(self) -> None:
+        """Take the device memory back: the states are as they were, bit for bit. Does nothing where none are away."""
+        if self._away is not None:
+            self._away.restore()
+            self._away = None
+
+    @contextmanager
+    def offloaded(
+        self, include: Sequence[str] = handover.STATES, *, pin_memory: bool = True
+    ) -> Iterator[Mapping[str, int]]:
+        """`offload_states` for the context."""
+        freed_bytes = self.offload_states(include, pin_memory=pin_memory)
+        try:
+            yield freed_bytes
+        finally:
+            self.reload_states()
+
+    def _memory_explained(self) -> AbstractContextManager[None]:
+        """Inside, a failure of memory is raised with the table of what this rank holds and the settings that help."""
+        return explain_out_of_memory(self.memory, self.config, f"on rank {self.comm.rank} in step {self.num_steps + 1}")
+
+    def _states(self) -> access.States:
+        return access.States(self._driver, self._sharded, self._comms, self._books, self._scaler.scale)
+
+    def _refuse_if_away(self, params_suffice: bool = False) -> None:
+        if self._is_closed:
+            raise RuntimeError("the engine is closed; call shardwise.initialize for a new one")
+        if self._away is not None:
+            self._away.refuse(params_suffice)
+
+    def _check_usable(self, params_suffice: bool = False) -> None:
+        self._refuse_if_away(params_suffice)
+        if self._is_broken:
+            raise RuntimeError("the last backward raised and left gradients incomplete; call engine.zero_grad() first")
+
+    def _check_room_to_gather(self) -> None:
+        if self.device.type != "cuda" or not self.layout.stage.unshard_for_use:
+            return
+        missing_bytes = (
+            sum(group.padded_numel for group in self.layout.groups) * torch_dtype(self.layout.precision.param).itemsize
+        )
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        free_bytes += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        lacks = torch.tensor([float(missing_bytes > free_bytes)], dtype=torch.float64, device=self.device)
+        if self.comm.max_scalars(lacks, "room to gather") > [0.0]:  # on all ranks alike: the gather needs them all
+            raise MemoryError(
+                f"gathering all parameters takes {missing_bytes / 2**30:.1f} GiB of {free_bytes / 2**30:.1f} GiB free; "
+                "generate with the forward alone, which gathers block by block, or on more memory"
+            )

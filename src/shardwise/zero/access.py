@@ -1,0 +1,427 @@
+"""Full parameters, gradients and optimizer states by name: read and written by all ranks together.
+
+In every stage a rank holds of each flattened parameter one range, or nothing. Reading puts the ranges of the shard
+group together; writing takes this rank's range out of the full tensor, without communication. Replicas do the same with
+the same values. Weight b of 9 elements over 2 ranks, of which rank 0 holds the first 8:
+
+    rank 0   engine.write("b", full)   keeps full[0:8]
+    rank 1   engine.write("b", full)   keeps full[8:9]
+    both     engine.read("b")          full again
+
+Not for training loops: a read of a sharded state sends twice the tensor's bytes.
+
+>>> import shardwise
+>>> model = torch.nn.Linear(2, 1)
+>>> engine = shardwise.initialize(model, {"run": {"device": "cpu"}}, loss_fn=lambda output, batch: output.sum())
+>>> engine.write("weight", torch.tensor([[1.0, 2.0]]))
+>>> result = engine.train_step([torch.ones(1, 2)])
+>>> engine.read("weight").shape, engine.read("weight", "exp_avg").shape, engine.read("weight", "step")
+(torch.Size([1, 2]), torch.Size([1, 2]), tensor(1.))
+>>> engine.read("wieght")
+Traceback (most recent call last):
+    ...
+shardwise.config.ConfigError: the model has no parameter 'wieght'; did you mean weight?
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Comm, Comms
+from shardwise.config import ConfigError
+from shardwise.layout.groups import ParamSpec, Slot
+from shardwise.loss import LossBooks
+from shardwise.zero.driver import ZeroDriver
+from shardwise.zero.group import ParamGroup
+from shardwise.zero.params import ParamState
+from shardwise.zero.step import Piece, ShardedOptimizer
+
+PARAM: Final = "param"
+MASTER: Final = "master"
+GRAD: Final = "grad"
+
+
+@dataclass(frozen=True)
+class States:
+    """Who holds the states of an engine's model on this rank.
+
+    Attributes:
+        driver: has the groups, and finishes their reductions.
+        sharded: has the optimizer's states.
+        comms: the shard group, and all ranks that average gradients.
+        books: what the accumulated gradients are the sum over.
+        loss_scale: by which they are too large.
+    """
+
+    driver: ZeroDriver
+    sharded: ShardedOptimizer
+    comms: Comms
+    books: LossBooks
+    loss_scale: float
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter lies: its group, its index there, and the range of it that this rank holds, if any."""
+
+    group: ParamGroup
+    index: int
+    slot: Slot | None
+
+    @property
+    def spec(self) -> ParamSpec:
+        """Name, shape and offset."""
+        return self.group.spec.params[self.index]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all of it."""
+        params = self.group.params
+        return params.shard_stop - params.shard_start == self.group.spec.padded_numel
+
+    def own_part(self, held: Tensor) -> Tensor | None:
+        """The view of the parameter's part in what this rank holds of the group, 1-D."""
+        slot = self.slot
+        return None if slot is None else held[slot.offset : slot.offset + slot.stop - slot.start]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What an optimizer's state is: as long as the parameter, or one number, `value`."""
+
+    dtype: str
+    value: float | None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+def read_state(states: States, name: str, state: str = PARAM, to_rank: int | None = None) -> Tensor | None:
+    """The full tensor of one state of a parameter, as a copy. All ranks call it alike.
+
+    Args:
+        states: of the engine.
+        name: of the parameter, any of them if it is tied.
+        state: `param` as computed with, `master` in the optimizer's precision, `grad` (the mean gradient so far, before
+            clipping; reduces what is not reduced yet), or one of the optimizer's keys.
+        to_rank: the only rank that gets it; the others get None.
+
+    Returns:
+        the parameter's shape, or 0-d for a state that is one number; None where there is no gradient or no state yet.
+
+    Raises:
+        ConfigError: there is no such parameter, state or rank.
+    """
+    _check_rank(states, "to_rank", to_rank)
+    place = find(states.driver.groups, name)
+    spec, params = place.spec, place.group.params
+    if state == GRAD:
+        full = _read_grad(states, place)
+    elif state == PARAM and not params.is_released_between_uses:
+        place.group.wait()
+        full = params.full[spec.offset : spec.offset + spec.numel].clone()
+    elif state in (PARAM, MASTER):
+        held = params.shard if state == PARAM else params.master
+        full = _assemble(states, place, place.own_part(held), held.dtype, state)
+    else:
+        full = _read_optimizer_state(states, place, state)
+    if full is None or to_rank not in (None, states.comms.data.rank):
+        return None
+    return full.view(spec.shape) if full.dim() else full
+
+
+def write_state(
+    states: States, name: str, value: Tensor | float | None, state: str = PARAM, from_rank: int | None = None
+) -> None:
+    """Replace one state of a parameter. All ranks call it alike; not between a forward and its backward.
+
+    Args:
+        states: of the engine.
+        name: of the parameter, any of them if it is tied.
+        value: of the state's shape, any floating dtype, the same on every rank. A written `param` or `master` sets
+            both: the master takes the value, the parameter the value rounded. A written `grad` stands for the mean
+            gradient of all backwards so far.
+        state: as for `read_state`.
+        from_rank: the rank whose value is everybody's; the others may give None.
+
+    Raises:
+        ConfigError: there is no such parameter, state or rank, no gradient to replace, or the value has another shape.
+    """
+    _check_rank(states, "from_rank", from_rank)
+    place = find(states.driver.groups, name)
+    is_number, dtype = False, place.group.params.master.dtype
+    if state not in (PARAM, MASTER, GRAD):
+        kind = _pick(_kinds(states, place), place, state)
+        is_number, dtype = kind.value is not None, kind.torch_dtype
+    shape = torch.Size() if is_number else torch.Size(place.spec.shape)
+    full = _receive(states, value, shape, dtype, from_rank, f"{state} of {name}")
+    flat = full if is_number else full.reshape(-1)
+    with torch.no_grad():
+        if state in (PARAM, MASTER):
+            _write_param(place, flat)
+        elif state == GRAD:
+            _write_grad(states, place, flat)
+        else:
+            _write_optimizer_state(states, place, flat, state)
+
+
+def read_optimizer_states(states: States, name: str) -> dict[str, Tensor]:
+    """All that the optimizer keeps of a parameter: full states 1-D, numbers 0-d. All ranks call it alike.
+
+    With `write_optimizer_states` it moves a parameter's states to another layout.
+    """
+    place = find(states.driver.groups, name)
+    own = _own_states(states, place)
+    return {
+        key: torch.tensor(kind.value, dtype=kind.torch_dtype)
+        if kind.value is not None
+        else _assemble(states, place, own.get(key), kind.torch_dtype, key)
+        for key, kind in _kinds(states, place).items()
+    }
+
+
+def write_optimizer_states(states: States, name: str, values: Mapping[str, Tensor]) -> None:
+    """Give a parameter what `read_optimizer_states` returned, also where the optimizer has not stepped yet."""
+    place = find(states.driver.groups, name)
+    for key, value in values.items():
+        _write_optimizer_state(states, place, value, key)
+
+
+def states_of(states: States, name: str) -> tuple[str, ...]:
+    """The states that `read_state` knows of a parameter now, the same on every rank. All ranks call it alike."""
+    place = find(states.driver.groups, name)
+    return _fixed(place) + tuple(_kinds(states, place))
+
+
+def find(groups: Sequence[ParamGroup], name: str) -> Place:
+    """Where the parameter of that name, its first or another, lies.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    names: list[str] = []
+    for group in groups:
+        for index, spec in enumerate(group.spec.params):
+            if name == spec.name or name in spec.aliases:
+                slots = group.spec.slots(group.params.shard_start, group.params.shard_stop)
+                return Place(group, index, next((slot for slot in slots if slot.param is spec), None))
+            names += [spec.name, *spec.aliases]
+    close = difflib.get_close_matches(name, names, n=3)
+    cure = f"did you mean {' or '.join(close)}?" if close else f"names are such as {', '.join(names[:3])}"
+    raise ConfigError(f"the model has no parameter {name!r}; {cure}")
+
+
+def take_over(states: States) -> None:
+    """Make what rank 0 has written into its whole parameters everybody's, in the masters too. All ranks call it.
+
+    A master keeps its precision where its parameter is unchanged.
+    """
+    data = states.comms.data
+    for group in states.driver.groups:
+        params = group.params
+        if data.world_size > 1:
+            data.broadcast(params.full, f"written parameters of {group.spec.name}")
+        own = params.full[params.shard_start : params.shard_stop]
+        if params.master is not params.shard:
+            is_changed = own != params.master.to(own.dtype)
+            params.master.copy_(torch.where(is_changed, own.to(params.master.dtype), params.master))
+        if params.is_released_between_uses:
+            params.shard.copy_(own)
+        for index in range(len(params.parameters)):
+            params.accept_written(index)
+
+
+def _read_grad(states: States, place: Place) -> Tensor | None:
+    grads = place.group.grads
+    if grads is None:
+        return None
+    to_mean, is_used = _mean_gradient(states, place)
+    accumulated = grads.accumulated()
+    if accumulated is None or not is_used:
+        return None
+    full = _assemble(states, place, place.own_part(accumulated), accumulated.dtype, GRAD)
+    return full.to(place.group.params.master.dtype).mul_(to_mean)
+
+
+def _write_grad(states: States, place: Place, flat: Tensor) -> None:
+    grads = place.group.grads
+    to_mean, _ = (0.0, False) if grads is None else _mean_gradient(states, place)
+    accumulated = None if grads is None else grads.accumulated()
+    if grads is None or accumulated is None:
+        cure = "call engine.backward(loss) first" if grads is not None else "it is frozen"
+        raise ConfigError(f"{place.spec.name} has no gradient to replace; {cure}")
+    _copy_range(place.own_part(accumulated), flat.to(place.group.params.master.dtype) / to_mean, place)
+    grads.mark_used(place.index)
+
+
+def _mean_gradient(states: States, place: Place) -> tuple[float, bool]:
+    """What turns the accumulated sum into the mean gradient, and whether any rank has used the parameter."""
+    states.driver.finish()
+    grads, data = place.group.grads, states.comms.data
+    is_used = grads is not None and grads.was_used[place.index]
+    flag = torch.tensor([float(is_used)], dtype=torch.float64, device=data.device)
+    _, count, num_used = states.books.sum_with(flag, f"gradient of {place.spec.name}")
+    return states.books.normaliser / ((count or 1.0) * states.loss_scale), num_used > 0
+
+
+def _write_param(place: Place, flat: Tensor) -> None:
+    params = place.group.params
+    wide = flat.to(params.master.dtype)
+    rounded = wide.to(params.shard.dtype)
+    if params.state is not ParamState.SHARDED:
+        place.group.wait()
+        params.parameters[place.index].copy_(rounded.view(place.spec.shape))
+        params.accept_written(place.index)
+    _copy_range(place.own_part(params.shard), rounded, place)
+    if params.master is not params.shard:
+        _copy_range(place.own_part(params.master), wide, place)
+
+
+def _read_optimizer_state(states: States, place: Place, state: str) -> Tensor | None:
+    kinds = _kinds(states, place)
+    if not kinds and not difflib.get_close_matches(state, (PARAM, MASTER, GRAD), n=1):
+        return None
+    kind = _pick(kinds, place, state)
+    if kind.value is not None:
+        return torch.tensor(kind.value, dtype=kind.torch_dtype)
+    return _assemble(states, place, _own_states(states, place).get(state), kind.torch_dtype, state)
+
+
+def _write_optimizer_state(states: States, place: Place, value: Tensor, state: str) -> None:
+    """Write this rank's part of a 1-D state, or a 0-d one; make it if it is not there."""
+    piece, slot = _own_piece(states, place), place.slot
+    if piece is None or slot is None:
+        return
+    optimizer = states.sharded.optimizer
+    of_piece = optimizer.state[piece.view]
+    part = value[slot.start : slot.stop] if value.dim() else value
+    current = of_piece.get(state)
+    if isinstance(current, Tensor):
+        current.copy_(part)
+    elif current is not None:
+        of_piece[state] = type(current)(part.item())
+    else:
+        options = next(group for group in optimizer.param_groups if any(each is piece.view for each in group["params"]))
+        # torch keeps step counts on the host, except for kernels that read them on the device.
+        is_on_host = not value.dim() and not (options.get("fused") or options.get("capturable"))
+        of_piece[state] = part.detach().to("cpu" if is_on_host else piece.view.device, copy=True)
+
+
+def _own_piece(states: States, place: Place) -> Piece | None:
+    pieces = states.sharded.pieces
+    return next((each for each in pieces if each.group is place.group and each.name == place.spec.name), None)
+
+
+def _own_states(states: States, place: Place) -> Mapping[str, Any]:
+    piece = _own_piece(states, place)
+    return states.sharded.optimizer.state.get(piece.view, {}) if piece is not None else {}
+
+
+def _kinds(states: States, place: Place) -> dict[str, _Kind]:
+    """The optimizer's states of a parameter; ranks that hold nothing of it learn them from the others."""
+    own: dict[str, tuple[str, float | None]] = {}
+    for key, value in _own_states(states, place).items():
+        if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
+            own[key] = (_dtype_name(torch.as_tensor(value)), float(value))
+        elif isinstance(value, Tensor) and place.slot and value.shape == (place.slot.stop - place.slot.start,):
+            own[key] = (_dtype_name(value), None)
+    if place.is_whole:
+        return {key: _Kind(*kind) for key, kind in own.items()}
+    texts = _exchange(states.comms.shards, json.dumps(own), f"optimizer states of {place.spec.name}")
+    return {key: _Kind(*kind) for text in texts for key, kind in json.loads(text).items()}
+
+
+def _pick(kinds: Mapping[str, _Kind], place: Place, state: str) -> _Kind:
+    if state in kinds:
+        return kinds[state]
+    there = ", ".join((*_fixed(place), *kinds))
+    later = "" if kinds or place.group.grads is None else ", and the optimizer's after its first step"
+    raise ConfigError(f"{place.spec.name} has no state {state!r}; there are {there}{later}")
+
+
+def _fixed(place: Place) -> tuple[str, ...]:
+    return (PARAM, MASTER, GRAD) if place.group.grads is not None else (PARAM, MASTER)
+
+
+def _assemble(states: States, place: Place, part: Tensor | None, dtype: torch.dtype, state: str) -> Tensor:
+    """The full tensor, 1-D, of which each rank of the shard group has a part, or all of it."""
+    spec, shards = place.spec, states.comms.shards
+    if place.is_whole and part is not None:
+        return part.clone()
+    start = place.slot.start if place.slot is not None else 0
+    return _merge(shards, part, start, spec.numel, dtype, f"{state} of {spec.name}")
+
+
+def _merge(comm: Comm, part: Tensor | None, start: int, numel: int, dtype: torch.dtype, name: str) -> Tensor:
+    """A flat tensor of `numel` elements from the ranks' parts, which do not overlap; this rank's begins at `start`.
+
+    The bits are summed as integers, where all but one rank have zeros: exact in every dtype, and one collective.
+    """
+    words = torch.zeros(-(-numel * dtype.itemsize // 8), dtype=torch.int64, device=comm.device)
+    flat = words.view(dtype)[:numel]
+    if part is not None:
+        flat[start : start + part.numel()].copy_(part.reshape(-1))
+    if numel > 0:
+        comm.all_reduce(words, words.dtype, name).wait()
+    return flat
+
+
+def _exchange(comm: Comm, text: str, name: str) -> list[str]:
+    """Every rank's text, in rank order."""
+    own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=comm.device)
+    length = torch.tensor([float(own.numel())], dtype=torch.float64, device=comm.device)
+    (longest,) = comm.max_scalars(length, name)
+    table = torch.full((comm.world_size, int(longest)), ord(" "), dtype=torch.uint8, device=comm.device)  # [n, bytes]
+    table[comm.rank, : own.numel()] = own
+    comm.all_gather(table.view(-1), name).wait()
+    return [bytes(row.tolist()).decode() for row in table]
+
+
+def _receive(
+    states: States,
+    value: Tensor | float | None,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    from_rank: int | None,
+    what: str,
+) -> Tensor:
+    """The value that was given on this rank, or on `from_rank`, with its shape checked."""
+    data = states.comms.data
+    given = None if value is None else torch.as_tensor(value).detach()
+    is_giver = from_rank in (None, data.rank)
+    is_wrong = is_giver and (given is None or given.shape != shape)
+    found = "nothing" if given is None else str(tuple(given.shape))
+    if from_rank is not None:  # all ranks raise, or none: the others would wait for the value
+        flag = torch.tensor([float(is_wrong)], dtype=torch.float64, device=data.device)
+        is_wrong = data.max_scalars(flag, f"shape of {what}") > [0.0]
+        found = found if is_giver else "another"
+    if is_wrong:
+        giver = data.rank if from_rank is None else from_rank
+        raise ConfigError(f"{what} has shape {tuple(shape)}, but rank {giver} gave {found}; give that shape")
+    if given is not None and from_rank is None:
+        return given.to(data.device)
+    part = given.to(data.device) if given is not None and is_giver else None
+    return _merge(data, part, 0, shape.numel(), dtype, what).view(shape)
+
+
+def _copy_range(target: Tensor | None, flat: Tensor, place: Place) -> None:
+    if target is not None and place.slot is not None:
+        target.copy_(flat[place.slot.start : place.slot.stop])
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _check_rank(states: States, argument: str, rank: int | None) -> None:
+    num_ranks = states.comms.data.world_size
+    if rank is not None and not 0 <= rank < num_ranks:
+        raise ConfigError(f"{argument}={rank} is no rank; there are 0 to {num_ranks - 1}")
