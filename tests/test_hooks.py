@@ -1,5 +1,6 @@
 """When hooks fire, what recomputation saves and whose outputs are watched."""
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -169,6 +170,55 @@ def test_a_backward_that_cannot_be_seen_is_said_to_be_unknown() -> None:
     assert log.take() == ["before_forward", "expect_input_gradients False", "after_forward None"]
 
 
+def leave_in_attribute(module: nn.Module, x: Tensor) -> None:
+    module.left = {"results": [x.exp()]}  # type: ignore[assignment]
+
+
+def change_input(module: nn.Module, x: Tensor) -> None:
+    x.exp_()
+
+
+@pytest.mark.parametrize("leave", [leave_in_attribute, change_input])
+def test_results_left_aside_report_their_gradient_before_they_need_it(leave: Callable[..., None]) -> None:
+    """What a forward records after its outputs runs before them in the backward."""
+
+    class Leaving(nn.Module):
+        def forward(self, x: Tensor, aside: Tensor) -> Tensor:
+            y = Traced.apply(x, log)
+            leave(self, aside)
+            return y
+
+    log = Log()
+    module = Leaving()
+    log.unit(module)
+    x, aside = activation(), activation()
+    y = module(x, aside)
+    assert log.take() == ["before_forward", "expect_input_gradients True", "compute forward", "after_forward True"]
+    left = module.left["results"][0] if leave is leave_in_attribute else aside
+    (y.sum() + left.sum()).backward()
+    assert log.take() == ["before_backward", "before_backward", "compute backward", "after_input_gradients"]
+
+
+def test_results_left_aside_alone_have_a_backward() -> None:
+    class Leaving(nn.Module):
+        def forward(self, x: Tensor) -> None:
+            leave_in_attribute(self, x)
+
+    log = Log()
+    module = Leaving()
+    log.unit(module)
+    module(activation())
+    assert log.take() == TRACKED
+
+
+def test_a_copy_of_a_unit_reports_nothing() -> None:
+    log = Log()
+    module = nn.Linear(3, 3)
+    log.unit(module)
+    copy.deepcopy(module)(activation()).sum().backward()
+    assert log.take() == []
+
+
 @pytest.mark.parametrize("hand_out", [lambda weight, x: weight, lambda weight, x: x, lambda weight, x: [x, weight]])
 def test_parameters_and_inputs_among_the_outputs_are_not_made_here(hand_out: Callable[..., Any]) -> None:
     """Hooks on a parameter would pile up; one on an input would come after the unit's backward."""
@@ -327,6 +377,27 @@ def test_selective_recomputation_saves_products_and_recomputes_the_rest(
     assert counts("selective") == (num_products, 1)
     for values in results[1:]:
         assert all(map(torch.equal, values, results[0]))
+
+
+def test_a_copy_recomputes_with_its_own_parameters() -> None:
+    module = nn.Linear(3, 3)
+    recompute_forward(module, "full")
+    copied = copy.deepcopy(module)
+    nn.init.zeros_(module.weight)
+    output = copied(activation())
+    assert not torch.equal(output, module(activation()))
+    output.sum().backward()
+    assert module.weight.grad is None
+    assert copied.weight.grad is not None
+
+
+def test_forward_that_a_user_has_replaced_comes_back() -> None:
+    module = nn.Linear(3, 3)
+    module.forward = replaced = lambda x: x + 1
+    put_back = recompute_forward(module, "full")
+    assert torch.equal(module(torch.ones(3)), torch.full((3,), 2.0))
+    put_back()
+    assert module.forward is replaced
 
 
 def test_a_module_gets_its_own_forward_back() -> None:

@@ -11,9 +11,11 @@ from torch.utils.checkpoint import checkpoint
 from shardwise._torch_private import (
     OpMode,
     in_backward,
+    num_recorded,
     on_backward_end,
     plain_torch_functions,
     pytree,
+    record_number,
     returned,
     set_data,
     set_unsharded_storage,
@@ -102,6 +104,18 @@ def test_version_counts_writes_in_place_but_not_through_data() -> None:
         parameter.mul_(2)
         parameter.view(-1)[0] = 3
     assert version(parameter) == before + 2
+
+
+def test_recorded_operations_are_numbered() -> None:
+    x = torch.ones(2, requires_grad=True)
+    start = num_recorded()
+    y = x.exp()
+    with torch.no_grad():
+        x.exp()
+    z = y * 2
+    assert [record_number(each) - start for each in (y, z)] == [0, 1]
+    z.add_(y)  # changed in place: the number is that of the change
+    assert (record_number(z) - start, num_recorded() - start) == (2, 3)
 
 
 class Recorder(Tensor):

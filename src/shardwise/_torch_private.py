@@ -23,9 +23,11 @@ __all__ = [
     "compiler_errors",
     "in_backward",
     "in_op_mode",
+    "num_recorded",
     "on_backward_end",
     "plain_torch_functions",
     "pytree",
+    "record_number",
     "returned",
     "set_data",
     "set_unsharded_storage",
@@ -66,6 +68,16 @@ def on_backward_end(callback: Callable[[], None]) -> None:
     Parameters that got no gradient fire no hook, so the end of the backward is the only place to close their group.
     """
     Variable._execution_engine.queue_callback(callback)
+
+
+def num_recorded() -> int:
+    """How many operations autograd has recorded on this thread; a backward runs the newest that is ready first."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def record_number(tensor: Tensor) -> int:
+    """The number, from 0, of the recorded operation that made `tensor`, which must have a `grad_fn`."""
+    return tensor.grad_fn._sequence_nr()  # type: ignore[union-attr]
 
 
 def set_unsharded_storage(storage: torch.UntypedStorage, num_bytes: int) -> None:

@@ -7,8 +7,10 @@ compiled. What they do is the driver's business (`shardwise.zero.driver`); here 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, Final, Protocol
 
 import torch
@@ -20,7 +22,7 @@ from torch.nn.modules.module import (
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.hooks import RemovableHandle
 
-from shardwise._torch_private import in_backward, plain_torch_functions, pytree
+from shardwise._torch_private import in_backward, num_recorded, plain_torch_functions, pytree, record_number
 from shardwise.config import ConfigError
 
 
@@ -37,7 +39,7 @@ class UnitEvents(Protocol):
         """Where they are tracked, `after_input_gradients` will follow, if the backward reaches every input."""
 
     def before_backward(self) -> None:
-        """An output has its gradient, so the module's backward is about to run; once for each output."""
+        """An output, or a result left aside, has its gradient: the backward is about to run; once for each."""
 
     def after_input_gradients(self) -> None:
         """Every input that requires a gradient has it."""
@@ -45,29 +47,39 @@ class UnitEvents(Protocol):
 
 def hook_unit(module: nn.Module, events: UnitEvents) -> list[RemovableHandle]:
     """Report a module's forwards and backwards to `events`."""
+    start = 0
 
     @torch.compiler.disable
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal start
+        if called is not module:
+            return None  # a copy of the module: it has the hooks, but parameters of its own
         events.before_forward()
-        if torch.is_grad_enabled() and not in_backward():
-            return _report_input_gradients(args, kwargs, events)
-        return None
+        is_recorded = torch.is_grad_enabled() and not in_backward()
+        changed = _report_input_gradients(args, kwargs, events) if is_recorded else None
+        start = num_recorded()
+        return changed
 
     @torch.compiler.disable
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if in_backward():
+    def after(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if called is not module or in_backward():
             return  # recomputation: the backward that asked for it goes on in this unit
         leaves = pytree.tree_leaves(output)
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not torch.is_grad_enabled():
             events.after_forward(outputs, backward_follows=False)
             return
-        inputs = {id(leaf) for leaf in _differentiable_leaves((args, kwargs))}
-        made_here = [each for each in outputs if each.requires_grad and not each.is_leaf and id(each) not in inputs]
+        made_here = _made_since(outputs, start)
+        is_opaque = not all(isinstance(leaf, Tensor | int | float | str | None) for leaf in leaves)
+        is_unseen = is_opaque and not made_here
+        newest = max(map(record_number, made_here), default=start - 1)
+        if num_recorded() > newest + 1:
+            # Autograd runs what was recorded last first: results left aside, before those that were returned.
+            aside = pytree.tree_leaves((args, kwargs, [vars(each) for each in module.modules()]))
+            made_here += _made_since([leaf for leaf in aside if isinstance(leaf, Tensor)], start)
         for tensor in made_here:
             tensor.register_hook(lambda grad: events.before_backward())
-        is_opaque = not all(isinstance(leaf, Tensor | int | float | str | None) for leaf in leaves)
-        events.after_forward(outputs, backward_follows=True if made_here else (None if is_opaque else False))
+        events.after_forward(outputs, backward_follows=None if is_unseen else bool(made_here))
 
     return [
         module.register_forward_pre_hook(before, with_kwargs=True),
@@ -89,18 +101,32 @@ def hook_gradient(parameter: nn.Parameter, on_gradient: Callable[[Tensor], None]
 
 
 def claim(module: nn.Module) -> Callable[[], None]:
-    """Mark a model as an engine's, whose hooks would take the gradients away from a second one.
+    """Mark a model's parameters as an engine's, whose hooks would take the gradients away from a second one.
 
     Returns:
-        what takes the mark off.
+        what takes the marks off.
 
     Raises:
-        ConfigError: it has an engine already.
+        ConfigError: one of them has an engine already.
     """
-    if "_shardwise_is_claimed" in module.__dict__:
-        raise ConfigError(f"this {type(module).__name__} has an engine already; call engine.close() on that one first")
-    module.__dict__["_shardwise_is_claimed"] = True
-    return lambda: module.__dict__.pop("_shardwise_is_claimed", None)
+    parameters = dict(module.named_parameters())
+    for name, parameter in parameters.items():
+        if _CLAIMED in parameter.__dict__:
+            raise ConfigError(
+                f"parameter {name} of this {type(module).__name__} has an engine already; "
+                "call engine.close() on that one first"
+            )
+    for parameter in parameters.values():
+        parameter.__dict__[_CLAIMED] = True
+
+    def release() -> None:
+        for parameter in parameters.values():
+            parameter.__dict__.pop(_CLAIMED, None)
+
+    return release
+
+
+_CLAIMED: Final = "_shardwise_is_claimed"
 
 
 def recompute_forward(module: nn.Module, mode: str) -> Callable[[], None]:
@@ -110,12 +136,18 @@ def recompute_forward(module: nn.Module, mode: str) -> Callable[[], None]:
         what puts the module's own forward back.
     """
     forward = module.forward
+    if inspect.ismethod(forward) and forward.__self__ is module:
+        # A method follows a copy of the module: the copy computes with its own parameters.
+        return replace_forward(module, MethodType(_checkpointed(forward.__func__, mode), module))
+    return replace_forward(module, _checkpointed(forward, mode))
 
+
+def _checkpointed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return run_forward(forward, mode, args, kwargs)
 
-    return replace_forward(module, recomputed)
+    return recomputed
 
 
 def run_forward(forward: Callable[..., Any], recompute: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -251,6 +283,11 @@ _READABLE: Final = frozenset(
 
 def _describe(parameter: nn.Parameter) -> str:
     return f"Parameter(shape={tuple(parameter.shape)}, dtype={parameter.dtype}, released: its data is sharded)"
+
+
+def _made_since(tensors: Sequence[Tensor], start: int) -> list[Tensor]:
+    """Those that an operation made or changed which autograd has recorded since its count stood at `start`."""
+    return [each for each in tensors if each.grad_fn is not None and record_number(each) >= start]
 
 
 def _differentiable_leaves(tree: Any) -> list[Tensor]:

@@ -69,7 +69,8 @@ def read_parameters(model: nn.Module, units: Sequence[str]) -> tuple[ParamEntry,
     names_of: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
-            raise ConfigError(f"parameter {name} is {parameter.dtype} but shards are floating; register it as a buffer")
+            cure = "keep its torch.view_as_real" if parameter.is_complex() else "register it as a buffer"
+            raise ConfigError(f"parameter {name} is {parameter.dtype} but shards are floating; {cure}")
     parameter_of: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
