@@ -71,6 +71,7 @@ def own_gradients(engine: Engine) -> dict[str, Tensor]:
     engine._driver.finish()
     found: dict[str, Tensor] = {}
     for group, gradient in engine._sharded.gradients().items():
+        found.update({place.name: gradient.new_zeros(0) for place in group.spec.params if place.numel == 0})
         for slot in group.spec.slots(group.params.shard_start, group.params.shard_stop):
             flat = found.setdefault(slot.param.name, gradient.new_zeros(slot.param.numel))
             flat[slot.start : slot.stop] = gradient[slot.offset : slot.offset + slot.stop - slot.start]

@@ -1,0 +1,310 @@
+"""Uses of an engine that cannot work end in an error that names the value and the cure, on every rank.
+
+What is silent, or unclear, yet is a strict xfail: its reason says where the error belongs.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.odd_models import OddCase, Stack
+from harness.odd_training import SGD, all_ranks, batch_of, engine_of, plain_losses, sgd_engine
+from harness.pool import RankError, WorkerPool
+from shardwise import Engine
+
+Misuse = Callable[[Engine, int], None]
+
+
+# Losses and gradients
+
+
+def combined_loss(engine: Engine, rank: int) -> None:
+    engine.backward(engine(batch_of(0, rank)) + 1)
+
+
+def same_loss_twice(engine: Engine, rank: int) -> None:
+    loss = engine(batch_of(0, rank))
+    engine.backward(loss)
+    engine.backward(loss)
+
+
+def own_backward(engine: Engine, rank: int) -> None:
+    engine(batch_of(0, rank)).backward()
+    engine.step()
+
+
+def own_backward_between(engine: Engine, rank: int) -> None:
+    engine(batch_of(0, rank)).backward()
+    engine.train_step([batch_of(1, rank)])
+
+
+def model_called_directly(engine: Engine, rank: int) -> None:
+    engine.model(**batch_of(0, rank)).square().sum().backward()
+    engine.train_step([batch_of(1, rank)])
+
+
+def own_optimizer_step(engine: Engine, rank: int) -> None:
+    engine.backward(engine(batch_of(0, rank)))
+    engine.optimizer.step()
+
+
+def training_after_close(engine: Engine, rank: int) -> None:
+    engine.close()
+    engine.train_step([batch_of(0, rank)])
+
+
+# Models changed after initialize
+
+
+def module_added(engine: Engine, rank: int) -> None:
+    extra = engine.model.extra = nn.Linear(6, 6).double()
+    engine.model.head.register_forward_hook(lambda module, args, output: extra(output))
+    engine.train_step([batch_of(0, rank)])
+
+
+def block_replaced(engine: Engine, rank: int) -> None:
+    engine.model.blocks[1] = nn.Linear(6, 6).double()
+    engine.train_step([batch_of(0, rank)])
+
+
+def parameter_replaced(engine: Engine, rank: int) -> None:
+    engine.model.head.weight = nn.Parameter(torch.ones(6, 6).double())
+    engine.train_step([batch_of(0, rank)])
+
+
+def parametrized_later(engine: Engine, rank: int) -> None:
+    with engine.gathered():
+        nn.utils.parametrizations.weight_norm(engine.model.head)
+    engine.train_step([batch_of(0, rank)])
+
+
+def state_assigned(engine: Engine, rank: int) -> None:
+    engine.model.load_state_dict(OddCase(Stack).build(1).state_dict(), assign=True)
+    engine.train_step([batch_of(0, rank)])
+
+
+def state_loaded(engine: Engine, rank: int) -> None:
+    with engine.gathered():
+        engine.model.load_state_dict(OddCase(Stack).build(1).state_dict())
+    engine.train_step([batch_of(0, rank)])
+
+
+def written_in_place(engine: Engine, rank: int) -> None:
+    with engine.gathered(), torch.no_grad():
+        engine.model.head.weight.clamp_(-0.01, 0.01)
+    engine.train_step([batch_of(0, rank)])
+
+
+def written_through_data(engine: Engine, rank: int) -> None:
+    """As clipping of weights is often written; the master does not hear of it."""
+    with engine.gathered():
+        engine.model.head.weight.data.zero_()
+    engine.train_step([batch_of(0, rank)])
+    engine.train_step([batch_of(0, rank)])
+
+
+def data_replaced(engine: Engine, rank: int) -> None:
+    with engine.gathered():
+        engine.model.head.weight.data = torch.ones(6, 6).double()
+    engine.train_step([batch_of(0, rank)])
+
+
+def cast_and_back(engine: Engine, rank: int) -> None:
+    with engine.gathered():
+        engine.model.float().double()
+    engine.train_step([batch_of(0, rank)])
+
+
+def half(engine: Engine, rank: int) -> None:
+    engine.model.half()
+    engine.train_step([batch_of(0, rank)])
+
+
+# Reading and copying
+
+
+def state_read(engine: Engine, rank: int) -> None:
+    engine.model.state_dict()
+
+
+def copied(engine: Engine, rank: int) -> None:
+    copy.deepcopy(engine.model)
+
+
+def saved(engine: Engine, rank: int) -> None:
+    with engine.gathered():
+        torch.save(engine.model, io.BytesIO())
+
+
+def read_inside_a_view(engine: Engine, rank: int) -> None:
+    torch.vmap(lambda row: row.sum())(engine.model.head.weight)
+
+
+def second_engine(engine: Engine, rank: int) -> None:
+    engine_of(engine.model.blocks[0], {"zero": {"stage": 2}, "optimizer": SGD})
+
+
+def shared_parameter(engine: Engine, rank: int) -> None:
+    other = OddCase(Stack).build()
+    other.head.weight = engine.model.head.weight
+    engine_of(other, {"zero": {"stage": 2}, "optimizer": SGD})
+
+
+class Holding(nn.Module):
+    """A linear layer and a parameter of any kind."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.odd = parameter
+
+
+def complex_parameter(engine: Engine, rank: int) -> None:
+    engine_of(Holding(nn.Parameter(torch.ones(2, dtype=torch.complex64))), {})
+
+
+def integer_parameter(engine: Engine, rank: int) -> None:
+    engine_of(Holding(nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)), {})
+
+
+def sparse_parameter(engine: Engine, rank: int) -> None:
+    engine_of(Holding(nn.Parameter(torch.eye(3).to_sparse())), {})
+
+
+CLEAR: list[tuple[Misuse, list[int], str]] = [
+    (combined_loss, [2], r"engine\(batch\) did not return.*compute the loss in loss_fn"),
+    (same_loss_twice, [2], "or the same one twice"),
+    (own_backward, [2], r"without a backward since the last step; call engine\.backward\(loss\)"),
+    (state_loaded, [2, 3], "was written after initialize.*before initialize"),
+    (written_in_place, [2, 3], r"head\.weight was written after initialize"),
+    (state_read, [3], r"released.*engine\.gathered\(\)"),
+    (copied, [3], r"released.*engine\.gathered\(\)"),
+    (second_engine, [2, 3], r"parameter up\.weight of this Block has an engine already; call engine\.close\(\)"),
+    (shared_parameter, [2, 3], r"parameter head\.weight of this Stack has an engine already"),
+    (complex_parameter, [2], r"odd is torch\.complex64.*torch\.view_as_real"),
+    (integer_parameter, [2], r"odd is torch\.int8.*register it as a buffer"),
+]
+
+_BACKWARD = "GroupGrads.add: gradients outside engine.backward must be refused (the driver knows), not added"
+_REPLACED = "Engine.step: compare model.parameters() with the layout's, by identity, beside check_unchanged"
+_DATA = "GroupParams.check_unchanged: each parameter must still view the group's buffer"
+UNCLEAR: list[tuple[Misuse, list[int], str, str]] = [
+    (own_backward_between, [2, 3], r"engine\.backward", _BACKWARD),
+    (model_called_directly, [2, 3], r"engine\.backward", _BACKWARD),
+    (
+        own_optimizer_step,
+        [2, 3],
+        r"engine\.step",
+        "ShardedOptimizer: a step hook must refuse any step but its own",
+    ),
+    (training_after_close, [2, 3], "closed", "Engine._check_usable: a closed engine trains nothing, or dies in gloo"),
+    (module_added, [2, 3], "extra", _REPLACED),
+    (block_replaced, [2, 3], r"blocks\.1", _REPLACED),
+    (parameter_replaced, [2, 3], r"head\.weight", _REPLACED),
+    (parametrized_later, [2, 3], r"head", _REPLACED),
+    (state_assigned, [2, 3], r"stem\.weight", _REPLACED),
+    (data_replaced, [2, 3], r"head\.weight", _DATA),
+    (cast_and_back, [2, 3], r"stem\.weight", _DATA),
+    (half, [2, 3], r"precision\.param", "Module.half must be refused by name: precision.param is the dtype"),
+    (written_through_data, [3], r"head\.weight", "the end of `gathered`: `full` must still equal the shard in it"),
+    (saved, [2, 3], "state_dict", "a hooked module cannot be pickled: hooks must be objects that refuse by name"),
+    (read_inside_a_view, [3], "released", "torch.vmap asks no class: segmentation fault on the CPU"),
+    (sparse_parameter, [2], r"odd", "read_parameters: refuse layouts other than strided, naming the parameter"),
+]
+
+
+def misuse(rank: int, world_size: int, use: Misuse, stage: int) -> str:
+    engine = sgd_engine(stage)
+    try:
+        use(engine, rank)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def check(ranks: WorkerPool, use: Misuse, stage: int, message: str) -> None:
+    for text in ranks(2).run(misuse, use, stage, timeout_s=20.0):
+        assert re.search(message, text), text
+
+
+@pytest.mark.parametrize(
+    ("use", "stage", "message"),
+    [
+        pytest.param(use, stage, message, id=f"{use.__name__}-{stage}")
+        for use, stages, message in CLEAR
+        for stage in stages
+    ],
+)
+def test_misuse_ends_in_a_clear_error(ranks: WorkerPool, use: Misuse, stage: int, message: str) -> None:
+    check(ranks, use, stage, message)
+
+
+def later(reason: str) -> pytest.MarkDecorator:
+    return pytest.mark.xfail(strict=True, reason=reason, raises=(AssertionError, RankError))
+
+
+@pytest.mark.parametrize(
+    ("use", "stage", "message"),
+    [
+        pytest.param(use, stage, message, marks=later(reason), id=f"{use.__name__}-{stage}")
+        for use, stages, message, reason in UNCLEAR
+        for stage in stages
+    ],
+)
+def test_misuse_that_is_silent_or_unclear_yet(ranks: WorkerPool, use: Misuse, stage: int, message: str) -> None:
+    check(ranks, use, stage, message)
+
+
+# Ranks that differ
+
+
+class OrderByRank(Stack):
+    """The blocks run in another order on odd ranks."""
+
+    def forward(self, x: Tensor, step: int, rank: int) -> Tensor:
+        x = self.stem(x)
+        for index in (1, 0, 2) if rank % 2 else (0, 1, 2):
+            x = self.blocks[index](x)
+        return self.head(x)  # [B, D]
+
+
+class SkippedByRank(Stack):
+    """Odd ranks skip a block."""
+
+    def forward(self, x: Tensor, step: int, rank: int) -> Tensor:
+        x = self.stem(x)
+        for index in (0, 2) if rank % 2 else (0, 1, 2):
+            x = self.blocks[index](x)
+        return self.head(x)  # [B, D]
+
+
+def differ(rank: int, world_size: int, kind: type[nn.Module], stage: int) -> list[float] | str:
+    engine = sgd_engine(stage, kind=kind, run={"device": "cpu", "timeout_s": 1.0})
+    try:
+        return [engine.train_step([batch_of(step, rank)]).loss for step in range(3)]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("kind", [OrderByRank, SkippedByRank])
+def test_ranks_may_differ_where_parameters_rest_whole(ranks: WorkerPool, kind: type[nn.Module]) -> None:
+    expected = plain_losses(0, all_ranks(2), kind)
+    assert ranks(2).run(differ, kind, 2) == [pytest.approx(expected, rel=1e-9)] * 2
+
+
+def test_rank_that_skips_a_block_names_where_it_waits(ranks: WorkerPool) -> None:
+    texts = ranks(2).run(differ, SkippedByRank, 3)
+    assert any("CommError" in str(text) and "of unshard blocks" in str(text) for text in texts), texts
+
+
+@later("ranks gather different blocks of one size into each other: `Comm` must compare names, in debug mode at least")
+def test_ranks_that_gather_in_another_order_are_told(ranks: WorkerPool) -> None:
+    texts = ranks(2).run(differ, OrderByRank, 3)
+    assert any("blocks" in str(text) for text in texts), texts
