@@ -197,7 +197,7 @@ _REPLACED = "Engine.step: compare model.parameters() with the layout's, by ident
 _DATA = "GroupParams.check_unchanged: each parameter must still view the group's buffer"
 UNCLEAR: list[tuple[Misuse, list[int], str, str]] = [
     (own_backward_between, [2, 3], r"engine\.backward", _BACKWARD),
-    (model_called_directly, [2, 3], r"engine\.backward", _BACKWARD),
+    (model_called_directly, [3], r"engine\.backward", _BACKWARD),
     (
         own_optimizer_step,
         [2, 3],
@@ -205,16 +205,16 @@ UNCLEAR: list[tuple[Misuse, list[int], str, str]] = [
         "ShardedOptimizer: a step hook must refuse any step but its own",
     ),
     (training_after_close, [2, 3], "closed", "Engine._check_usable: a closed engine trains nothing, or dies in gloo"),
-    (module_added, [2, 3], "extra", _REPLACED),
-    (block_replaced, [2, 3], r"blocks\.1", _REPLACED),
-    (parameter_replaced, [2, 3], r"head\.weight", _REPLACED),
-    (parametrized_later, [2, 3], r"head", _REPLACED),
-    (state_assigned, [2, 3], r"stem\.weight", _REPLACED),
+    (module_added, [3], "extra", _REPLACED),
+    (block_replaced, [3], r"blocks\.1", _REPLACED),
+    (parameter_replaced, [3], r"head\.weight", _REPLACED),
+    (parametrized_later, [3], r"head", _REPLACED),
+    (state_assigned, [3], r"stem\.weight", _REPLACED),
     (data_replaced, [2, 3], r"head\.weight", _DATA),
     (cast_and_back, [2, 3], r"stem\.weight", _DATA),
     (half, [2, 3], r"precision\.param", "Module.half must be refused by name: precision.param is the dtype"),
     (written_through_data, [3], r"head\.weight", "the end of `gathered`: `full` must still equal the shard in it"),
-    (saved, [2, 3], "state_dict", "a hooked module cannot be pickled: hooks must be objects that refuse by name"),
+    (saved, [3], "state_dict", "a hooked module cannot be pickled: hooks must be objects that refuse by name"),
     (read_inside_a_view, [3], "released", "torch.vmap asks no class: segmentation fault on the CPU"),
     (sparse_parameter, [2], r"odd", "read_parameters: refuse layouts other than strided, naming the parameter"),
 ]
