@@ -145,7 +145,6 @@ class Engine(EngineStates):
         except Exception:
             self.close()
             raise
-        self._undo += [self._sharded.close]
         self.optimizer = self._sharded.optimizer
         self.scheduler = scheduler or self._own_scheduler(is_given=isinstance(optimizer, Optimizer))
         self._scaler = LossScaler(config.precision)
@@ -156,6 +155,7 @@ class Engine(EngineStates):
         self._num_backwards = 0
         self._syncs = True
         self._is_broken = False
+        self._undo += [self._sharded.close, self._books.clear, self._batches.clear]
 
     @property
     def timeline(self) -> tuple[Any, ...]:

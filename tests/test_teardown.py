@@ -1,0 +1,245 @@
+"""A closed engine leaves the model's own parameters and nothing else: no bytes, hooks, threads or process groups."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.live_bytes import LiveBytes, storage_bytes
+from harness.models import CASES, make_batches
+from harness.pool import WorkerPool
+from harness.training import make_config
+from shardwise import Engine, initialize
+from shardwise.memory import Category
+
+STAGES = [0, 1, 2, 3]
+CASE = CASES["transformer"]
+PRECISION = {"param": "bf16"}
+
+
+def make_engine(stage: int, model: nn.Module | None = None, **overrides: dict[str, Any]) -> Engine:
+    sections = {
+        "zero": {"stage": stage},
+        "precision": PRECISION,
+        "recompute": {"mode": "full", "every": 2},
+        **overrides,
+    }
+    return initialize(model or CASE.build(torch.float32), make_config(2, sections), loss_fn=CASE.loss)
+
+
+def batches_of(rank: int, world_size: int) -> list[Any]:
+    return make_batches(CASE, num_steps=1, world_size=world_size, num_micro_batches=2)[0][rank]
+
+
+def settled(live: LiveBytes) -> int:
+    """Live bytes once they stand still: gloo's threads let go of a buffer some time after its wait has returned."""
+    gc.collect()
+    readings = [live.live_bytes()]
+    while len(readings) < 5 or len(set(readings[-5:])) > 1:
+        time.sleep(0.01)
+        readings.append(live.live_bytes())
+    return readings[-1]
+
+
+def fail_in_forward(engine: Engine, batches: list[Any]) -> None:
+    engine.backward(engine(batches[0]))
+    engine(batches[1] | {"tokens": batches[1]["tokens"] + 1000})
+
+
+def fail_in_backward(engine: Engine, batches: list[Any]) -> None:
+    def fail(gradient: Tensor) -> None:
+        raise ZeroDivisionError
+
+    with engine.no_sync():
+        engine.backward(engine(batches[0]))
+    handle = engine.model.blocks[1].register_forward_hook(
+        lambda module, args, output: output.register_hook(fail) and None
+    )
+    try:
+        engine.backward(engine(batches[1]))
+    finally:
+        handle.remove()
+
+
+def fail_in_step(engine: Engine, batches: list[Any]) -> None:
+    for batch in batches:
+        engine.backward(engine(batch))
+    engine.optimizer.param_groups[0]["lr"] = None
+    engine.step()
+
+
+def fail_gathered(engine: Engine, batches: list[Any]) -> None:
+    with engine.gathered():
+        raise ZeroDivisionError
+
+
+FAILURES = {
+    "none": lambda engine, batches: engine.train_step(batches),
+    "forward": fail_in_forward,
+    "backward": fail_in_backward,
+    "step": fail_in_step,
+    "gathered": fail_gathered,
+}
+
+
+def close(rank: int, world_size: int, stage: int, failure: str) -> dict[str, Any]:
+    """Bytes, hooks and weak references after an engine was closed, and after the model is gone."""
+    batches = batches_of(rank, world_size)
+    with LiveBytes() as live:
+        live.mark(tensor for batch in batches for tensor in batch.values())
+        baseline = settled(live)
+        engine = make_engine(stage)
+        model = engine.model
+        engine.train_step(batches)
+        with contextlib.suppress(Exception):
+            FAILURES[failure](engine, batches)
+        full = [weakref.ref(group.params.full.untyped_storage()) for group in engine._driver.groups]
+        driver = weakref.ref(engine._driver)
+        engine.close()
+        engine.close()
+        found = {
+            "closed": settled(live) - baseline - storage_bytes(model.parameters()),
+            "own": [parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in model.parameters()],
+            "plain": all(type(parameter) is nn.Parameter for parameter in model.parameters()),
+            "ledger": engine.memory.snapshot().live_bytes,
+            "hooks": num_hooks(model),
+            "attributes": [key for module in model.modules() for key in module.__dict__ if "shardwise" in key],
+            "forwards": [name for name, module in model.named_modules() if "forward" in module.__dict__],
+        }
+        model(**batches[0]).float().sum().backward()
+        engine.model.zero_grad()
+        del engine
+        gc.collect()
+        found["driver"] = driver()
+        del model
+        found["gone"] = settled(live) - baseline
+        found["full"] = [reference() for reference in full]
+    return found
+
+
+def num_hooks(model: nn.Module) -> int:
+    of_modules = [len(hooks) for module in model.modules() for key, hooks in module.__dict__.items() if "_hooks" in key]
+    of_parameters = [len(parameter._post_accumulate_grad_hooks or ()) for parameter in model.parameters()]
+    return sum(of_modules) + sum(of_parameters)
+
+
+@pytest.mark.parametrize("failure", list(FAILURES))
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_closed_engine_leaves_the_model_only(ranks: WorkerPool, stage: int, failure: str) -> None:
+    for found in ranks(2).run(close, stage, failure):
+        assert found["closed"] == 0
+        assert all(found["own"])
+        assert found["plain"]
+        assert {category for category, num_bytes in found["ledger"].items() if num_bytes} <= {Category.OTHER}
+        assert (found["hooks"], found["attributes"], found["forwards"]) == (0, [], [])
+        assert found["driver"] is None
+        assert found["gone"] == 0
+        assert found["full"] == [None] * len(found["full"])
+
+
+class Large(nn.Module):
+    """4 MB of parameters in blocks, so that one engine's states left behind would show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(512, 512) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def make_ten(rank: int, world_size: int, stage: int) -> tuple[int, int, int]:
+    """Growth of resident memory in MB, of threads and of process groups from the second to the twelfth engine."""
+    before = usage()
+    for number in range(12):
+        engine = initialize(Large(), make_config(1, {"zero": {"stage": stage}}), loss_fn=mean_square)
+        engine.train_step([torch.ones(2, 512, dtype=torch.float64)])
+        engine.close()
+        del engine
+        gc.collect()
+        if number == 1:
+            before = usage()
+    after = usage()
+    return after[0] - before[0], after[1] - before[1], after[2] - before[2]
+
+
+def mean_square(output: Tensor, batch: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def usage() -> tuple[int, int, int]:
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    num_groups = len(dist.distributed_c10d._world.pg_map)
+    return int(status["VmRSS"].split()[0]) // 1024, int(status["Threads"]), num_groups
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+@pytest.mark.parametrize("stage", [0, 3])
+def test_engines_one_after_the_other_do_not_grow(ranks: WorkerPool, stage: int) -> None:
+    for grown_mb, num_threads, num_groups in ranks(2).run(make_ten, stage):
+        assert grown_mb < 40  # one engine left behind is 16 to 40 MB, ten are ten times that
+        assert num_threads <= 1
+        assert num_groups == 0
+
+
+def test_the_second_close_leaves_a_later_engine_alone() -> None:
+    first = make_engine(2)
+    first.close()
+    second = make_engine(2, first.model)
+    first.close()
+    with pytest.raises(ValueError, match="has an engine already"):
+        make_engine(2, first.model)
+    second.close()
+
+
+def test_a_closed_engine_is_refused() -> None:
+    engine = make_engine(0)
+    engine.close()
+    batches = batches_of(0, 1)
+    for use in (
+        lambda: engine.train_step(batches),
+        lambda: engine.eval_step(batches),
+        lambda: engine.read("positions"),
+        lambda: engine.offload_states(),
+        lambda: engine.zero_grad(),
+        lambda: engine.gathered().__enter__(),
+    ):
+        with pytest.raises(RuntimeError, match=r"the engine is closed; call shardwise\.initialize for a new one"):
+            use()
+
+
+def test_a_given_optimizer_is_given_back() -> None:
+    model = CASE.build(torch.float32)
+    groups = [{"params": list(model.blocks.parameters()), "lr": 0.1}, {"params": [model.positions], "lr": 0.2}]
+    optimizer = torch.optim.AdamW(groups)
+    for _ in range(2):
+        config = make_config(2, {"precision": {"param": "fp32"}})
+        engine = initialize(model, config, loss_fn=CASE.loss, optimizer=optimizer)
+        engine.train_step(batches_of(0, 1))
+        engine.close()
+        assert [[id(each) for each in group["params"]] for group in optimizer.param_groups] == [
+            [id(each) for each in model.blocks.parameters()],
+            [id(model.positions)],
+        ]
+        assert not optimizer.state
+
+
+def test_a_failed_start_leaves_nothing() -> None:
+    model = CASE.build(torch.float32)
+    sections = {"optimizer": {"name": "admw"}}
+    with pytest.raises(ValueError, match="admw"):
+        make_engine(2, model, **sections)
+    assert num_hooks(model) == 0
+    assert not [name for name, module in model.named_modules() if "forward" in module.__dict__]
+    make_engine(2, model).close()
