@@ -383,3 +383,18 @@ def test_changes_of_a_context_that_raises_are_refused() -> None:
     with engine.gathered(write=True):
         pass
     engine.train_step(batches)
+
+
+def test_a_written_gradient_counts_where_there_was_none() -> None:
+    """As in plain torch, a parameter without a gradient is left alone by the step."""
+    engine = make_engine("unused-parameters", 2, 1, optimizer={"lr": 0.1, "weight_decay": 0.0, "clip_norm": None})
+    batch = batches_of("unused-parameters", 1, 1)[0][0][0]
+    before = engine.read("unused")
+    engine.train_step([batch])
+    assert torch.equal(engine.read("unused"), before)
+    engine.backward(engine(batch))
+    assert engine.read("unused", "grad") is None
+    engine.write("unused", torch.ones(5), "grad")
+    assert (engine.read("unused", "grad") - 1).abs().max() < 1e-12
+    engine.step()
+    assert (engine.read("unused") - (before - 0.1)).abs().max() < 1e-6
