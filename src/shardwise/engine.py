@@ -169,7 +169,8 @@ class Engine(EngineStates):
         Inputs that are a dict go to the model as keyword arguments, a tuple or list as positional ones.
         """
         self._timeline.micro_batch = self._num_backwards
-        if self._num_backwards == 0:
+        if self._num_backwards == 0 and torch.is_grad_enabled():
+            self._check_usable()
             self._driver.check_model()
             self._follow_trainability()
         total = self._forward(batch)
@@ -189,7 +190,6 @@ class Engine(EngineStates):
             ValueError: it came from elsewhere, so how much counts in it is not known.
             torch.OutOfMemoryError: with the table of what holds the memory; so too `engine(batch)` and `step`.
         """
-        self._refuse_if_away()
         self._refuse_unless_trainable()
         _backpropagate([self], loss, self._books.close(loss) * self._scaler.scale)
 
@@ -203,6 +203,11 @@ class Engine(EngineStates):
         self._check_usable()
         self._refuse_unless_trainable()
         self._driver.check_model()
+        if self._driver.has_foreign_gradients:
+            raise ValueError(
+                "gradients came from a backward outside engine.backward(loss), so how much counts in them is unknown; "
+                "use engine.backward or shardwise.backward, or drop them with engine.zero_grad()"
+            )
         if not self._driver.is_as_trainable:
             raise ValueError("requires_grad changed between a step's backwards; freeze and unfreeze between steps")
         if self._num_backwards == 0:
@@ -309,6 +314,7 @@ class Engine(EngineStates):
         batch = to_device(batch, self.device)
         inputs = batch[0] if self._loss_fn is not None and isinstance(batch, list | tuple) else batch
         inputs = to_device(inputs, self.device, torch_dtype(self.config.precision.param))
+        self._driver.is_serving = True
         try:
             if isinstance(inputs, dict):
                 output = self.model(**inputs)
@@ -316,12 +322,15 @@ class Engine(EngineStates):
                 output = self.model(*inputs)
             else:
                 output = self.model(inputs)
+            return read_loss(output, batch, self._loss_fn)
         except BaseException:
             self._driver.abandon_forward()
             raise
-        return read_loss(output, batch, self._loss_fn)
+        finally:
+            self._driver.is_serving = False
 
     def _begin_backward(self) -> None:
+        self._refuse_if_away()
         self._is_broken = True
         self._timeline.micro_batch = self._num_backwards
         self._num_backwards += 1
@@ -431,3 +440,4 @@ def _backpropagate(engines: Sequence[Engine], loss: Tensor, weight: Tensor) -> N
     torch.autograd.backward(loss, weight.to(loss.dtype).reshape(loss.shape))
     for engine in engines:
         engine._is_broken = False
+        engine._driver.is_expecting_gradients = False

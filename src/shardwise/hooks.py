@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, Final, Protocol
@@ -48,14 +48,16 @@ class UnitEvents(Protocol):
 def hook_unit(module: nn.Module, events: UnitEvents) -> list[RemovableHandle]:
     """Report a module's forwards and backwards to `events`."""
     start = 0
+    given: list[Any] = []
 
     @torch.compiler.disable
     def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal start
+        nonlocal start, given
         if called is not module:
             return None  # a copy of the module: it has the hooks, but parameters of its own
         events.before_forward()
         is_recorded = torch.is_grad_enabled() and not in_backward()
+        given = pytree.tree_leaves((args, kwargs)) if is_recorded else []
         changed = _report_input_gradients(args, kwargs, events) if is_recorded else None
         start = num_recorded()
         return changed
@@ -75,8 +77,9 @@ def hook_unit(module: nn.Module, events: UnitEvents) -> list[RemovableHandle]:
         newest = max(map(record_number, made_here), default=start - 1)
         if num_recorded() > newest + 1:
             # Autograd runs what was recorded last first: results left aside, before those that were returned.
-            aside = pytree.tree_leaves((args, kwargs, [vars(each) for each in module.modules()]))
-            made_here += _made_since([leaf for leaf in aside if isinstance(leaf, Tensor)], start)
+            aside = pytree.tree_leaves((given, args, kwargs, [vars(each) for each in module.modules()]))
+            made_here += _made_since({id(leaf): leaf for leaf in aside if isinstance(leaf, Tensor)}.values(), start)
+        given.clear()
         for tensor in made_here:
             tensor.register_hook(lambda grad: events.before_backward())
         events.after_forward(outputs, backward_follows=None if is_unseen else bool(made_here))
@@ -285,7 +288,7 @@ def _describe(parameter: nn.Parameter) -> str:
     return f"Parameter(shape={tuple(parameter.shape)}, dtype={parameter.dtype}, released: its data is sharded)"
 
 
-def _made_since(tensors: Sequence[Tensor], start: int) -> list[Tensor]:
+def _made_since(tensors: Iterable[Tensor], start: int) -> list[Tensor]:
     """Those that an operation made or changed which autograd has recorded since its count stood at `start`."""
     return [each for each in tensors if each.grad_fn is not None and record_number(each) >= start]
 

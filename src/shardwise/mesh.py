@@ -49,11 +49,11 @@ class Mesh:
         if len(ranks) == self.shape.world_size and use == "gather" and dist.group.WORLD is not None:
             return dist.group.WORLD
         if (ranks, use) not in self._groups:
-            # Only members take part, so a mesh of thousands of ranks does not make every group on every rank.
-            group = dist.new_group(
-                list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=f"shardwise {use}"
-            )
-            self._groups[ranks, use] = group
+            # All ranks make all groups of the axes: torch counts them to name them, and a name must not come again.
+            for members in self.shape.groups_along(axes):
+                group = dist.new_group(list(members), timeout=self._timeout, group_desc=f"shardwise {use}")
+                if members == ranks:
+                    self._groups[ranks, use] = group
         return self._groups[ranks, use]
 
     def close(self) -> None:

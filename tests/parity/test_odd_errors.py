@@ -157,6 +157,12 @@ def shared_parameter(engine: Engine, rank: int) -> None:
     engine_of(other, {"zero": {"stage": 2}, "optimizer": SGD})
 
 
+def tied_by_storage(engine: Engine, rank: int) -> None:
+    model = Stack().double()
+    model.head.weight.data = model.stem.weight.data
+    engine_of(model, {})
+
+
 class Holding(nn.Module):
     """A linear layer and a parameter of any kind."""
 
@@ -181,38 +187,31 @@ def sparse_parameter(engine: Engine, rank: int) -> None:
 CLEAR: list[tuple[Misuse, list[int], str]] = [
     (combined_loss, [2], r"engine\(batch\) did not return.*compute the loss in loss_fn"),
     (same_loss_twice, [2], "or the same one twice"),
-    (own_backward, [2], r"without a backward since the last step; call engine\.backward\(loss\)"),
+    (own_backward, [2], r"gradients came from a backward outside engine\.backward"),
+    (own_backward_between, [2, 3], r"gradients came from a backward outside engine\.backward"),
+    (model_called_directly, [3], r"gradients came from a backward outside engine\.backward"),
+    (own_optimizer_step, [2, 3], r"call engine\.step\(\) instead"),
+    (training_after_close, [2, 3], "the engine is closed"),
+    (module_added, [3], r"parameter extra\.weight was added"),
+    (block_replaced, [3], r"parameter blocks\.1\.weight was added or replaced"),
+    (parameter_replaced, [3], r"parameter head\.weight was added or replaced"),
+    (parametrized_later, [3], r"parameter head\..* was added or replaced"),
+    (state_assigned, [3], r"parameter stem\.weight was added or replaced"),
+    (data_replaced, [2, 3], r"parameter head\.weight was moved or converted"),
+    (cast_and_back, [2, 3], r"parameter stem\.weight was moved or converted.*precision\.param"),
+    (half, [2], r"parameter stem\.weight was moved or converted.*precision\.param"),
     (state_loaded, [2, 3], "was written after initialize.*before initialize"),
     (written_in_place, [2, 3], r"head\.weight was written after initialize"),
     (state_read, [3], r"released.*engine\.gathered\(\)"),
     (copied, [3], r"released.*engine\.gathered\(\)"),
     (second_engine, [2, 3], r"parameter up\.weight of this Block has an engine already; call engine\.close\(\)"),
     (shared_parameter, [2, 3], r"parameter head\.weight of this Stack has an engine already"),
+    (tied_by_storage, [2], r"stem\.weight and head\.weight are two over one memory"),
     (complex_parameter, [2], r"odd is torch\.complex64.*torch\.view_as_real"),
     (integer_parameter, [2], r"odd is torch\.int8.*register it as a buffer"),
 ]
 
-_BACKWARD = "GroupGrads.add: gradients outside engine.backward must be refused (the driver knows), not added"
-_REPLACED = "Engine.step: compare model.parameters() with the layout's, by identity, beside check_unchanged"
-_DATA = "GroupParams.check_unchanged: each parameter must still view the group's buffer"
 UNCLEAR: list[tuple[Misuse, list[int], str, str]] = [
-    (own_backward_between, [2, 3], r"engine\.backward", _BACKWARD),
-    (model_called_directly, [3], r"engine\.backward", _BACKWARD),
-    (
-        own_optimizer_step,
-        [2, 3],
-        r"engine\.step",
-        "ShardedOptimizer: a step hook must refuse any step but its own",
-    ),
-    (training_after_close, [2, 3], "closed", "Engine._check_usable: a closed engine trains nothing, or dies in gloo"),
-    (module_added, [3], "extra", _REPLACED),
-    (block_replaced, [3], r"blocks\.1", _REPLACED),
-    (parameter_replaced, [3], r"head\.weight", _REPLACED),
-    (parametrized_later, [3], r"head", _REPLACED),
-    (state_assigned, [3], r"stem\.weight", _REPLACED),
-    (data_replaced, [2, 3], r"head\.weight", _DATA),
-    (cast_and_back, [2, 3], r"stem\.weight", _DATA),
-    (half, [2, 3], r"precision\.param", "Module.half must be refused by name: precision.param is the dtype"),
     (written_through_data, [3], r"head\.weight", "the end of `gathered`: `full` must still equal the shard in it"),
     (saved, [3], "state_dict", "a hooked module cannot be pickled: hooks must be objects that refuse by name"),
     (read_inside_a_view, [3], "released", "torch.vmap asks no class: segmentation fault on the CPU"),

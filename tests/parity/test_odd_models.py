@@ -46,24 +46,11 @@ pytestmark = [
 # What torch's own checkpoint gets wrong too: by then the parameters, the cache or the inputs are others.
 NOT_RECOMPUTED = {"FunctionalCall", "Parametrized", "ChangedInPlace"}
 
-_OUTSIDE = (
-    "a parameter that is present anyway (prefetched, or not yet released) is used outside its unit and released before "
-    "the backward reads it: outside its unit's forward it must always wear the class that asks the driver"
-)
 _LEAKED = (
     "a view of a parameter outlives its block's forward: say so, naming the block, instead of reading freed memory"
 )
-_TWICE = "a backward that builds a graph must keep the parameters until the backward through it"
 DEFECTS: Final[Mapping[str, tuple[set[str], str]]] = {
-    "TiedByStorage": (set(VARIANTS), "two parameters over one storage are untied silently: refuse, or tie them"),
-    "KeptElsewhere": ({"3", "recompute", "interleaved"}, _OUTSIDE),
-    "WeightsAsArguments": ({"3", "interleaved"}, _OUTSIDE),
-    "ViewTakenEarly": ({"3", "recompute", "interleaved"}, _OUTSIDE),
-    "ForwardCalledDirectly": ({"3"}, _OUTSIDE),
     "ViewKeptByBlock": ({"3", "recompute", "interleaved"}, _LEAKED),
-    "UsedByLoss": ({"3", "recompute", "interleaved"}, "loss_fn is part of the forward: it may use parameters"),
-    "ForcesInForward": ({"3", "recompute", "interleaved"}, _TWICE),
-    "GradientPenalty": ({"3", "recompute", "interleaved"}, _TWICE),
 }
 
 
@@ -79,7 +66,7 @@ def check(ranks: WorkerPool, name: str, variants: list[str]) -> None:
     results = ranks(case.num_ranks).run(train_odd, name, variants, timeout_s=3 * TIMEOUT_S)
     for variant, traces in zip(variants, zip(*results, strict=True), strict=True):
         try:
-            check_parity(merge_ranks(traces, replicated=variant == "0"), expected)
+            check_parity(merge_ranks(traces, num_holders=1 if variant == "0" else None), expected)
         except AssertionError as error:
             raise AssertionError(f"{name}, {variant}: {error}") from error
 
@@ -367,9 +354,9 @@ def buffer_views_stay_views(rank: int, world_size: int, stage: int) -> Pair:
 
 
 USES: list[Any] = [
-    pytest.param(whole_after_a_step, marks=later("GroupParams.refresh must unshard again what `gathered` holds")),
+    whole_after_a_step,
     pytest.param(moved_where_they_are, marks=later("a released parameter's `.to` that changes nothing must return it")),
-    pytest.param(class_comes_back, marks=later("GroupParams._enter and release must wear the parameter's own class")),
+    class_comes_back,
     pytest.param(buffer_views_stay_views, marks=later("Engine._adopt_buffers must cast a shared storage once")),
     inference_mode,
     changing_lengths,

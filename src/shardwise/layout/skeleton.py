@@ -13,7 +13,7 @@ several (tied weights), is the root unit's.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -75,6 +75,7 @@ def read_parameters(model: nn.Module, units: Sequence[str]) -> tuple[ParamEntry,
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
         parameter_of[id(parameter)] = parameter
+    _refuse_shared_storage(parameter_of.values(), names_of)
     unit_of_module = {id(model.get_submodule(unit)): unit for unit in units}
     return tuple(
         ParamEntry(
@@ -86,6 +87,22 @@ def read_parameters(model: nn.Module, units: Sequence[str]) -> tuple[ParamEntry,
         )
         for key, names in names_of.items()
     )
+
+
+def _refuse_shared_storage(parameters: Iterable[nn.Parameter], names_of: Mapping[int, Sequence[str]]) -> None:
+    """Two parameters over one storage would be trained apart; those of other classes may have no address."""
+    name_at: dict[tuple[str, int], str] = {}
+    for parameter in parameters:
+        name = names_of[id(parameter)][0]
+        if type(parameter) is not nn.Parameter or parameter.is_meta or parameter.numel() == 0:
+            continue
+        place = (str(parameter.device), parameter.data_ptr())
+        if place in name_at:
+            raise ConfigError(
+                f"parameters {name_at[place]} and {name} are two over one memory, so they would be trained apart; tie "
+                "them by assigning the one to the other's module"
+            )
+        name_at[place] = name
 
 
 def _children_of_containers(module: nn.Module, prefix: str) -> Iterator[str]:

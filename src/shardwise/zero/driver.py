@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 
 import torch
 from torch import Tensor, nn
@@ -21,107 +21,9 @@ from shardwise.hooks import ReleasedParameterError, claim, hook_gradient, hook_u
 from shardwise.layout.groups import GroupSpec
 from shardwise.layout.layout import Layout
 from shardwise.layout.skeleton import ROOT
-from shardwise.schedule.actions import Kind
 from shardwise.zero.group import ParamGroup, Resources
 from shardwise.zero.order import LearntOrder, LockstepOrder, Names, Order
-
-
-class Unit:
-    """The groups of one module, and its events.
-
-    Args:
-        name: of the module.
-        driver: of the engine; it sets `groups`, those of the trainable and of the frozen parameters.
-    """
-
-    def __init__(self, name: str, driver: ZeroDriver) -> None:
-        self.name = name
-        self.groups: tuple[ParamGroup, ...] = ()
-        self._driver = driver
-        self._forward_start_s = 0.0
-        self._backward_start_s: float | None = None
-        self._num_awaited_inputs = 0
-        self._has_all_inputs = False
-        self._has_untracked_forward = False
-
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether a backward has begun and not ended."""
-        return self._backward_start_s is not None
-
-    def wait(self) -> None:
-        """Have the parameters present."""
-        for group in self.groups:
-            group.wait()
-
-    def unshard(self) -> None:
-        """Start to gather the parameters."""
-        for group in self.groups:
-            group.unshard()
-
-    def reshard(self) -> None:
-        """Release the parameters where they rest as shards."""
-        for group in self.groups:
-            group.reshard()
-
-    def before_forward(self) -> None:
-        """Have the parameters present, and the next unit's on their way."""
-        self._driver.enter_forward(self)
-        self.wait()
-        self._driver.on_forward()
-        self._forward_start_s = self._driver.timeline.now()
-
-    def after_forward(self, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
-        """Release what the backward does not follow on at once."""
-        self._driver.timeline.add(Kind.FORWARD, self.name, self._forward_start_s)
-        for group in self.groups:
-            if group.params.is_viewed_by(outputs):
-                self._driver.keep_until_backward(group)
-        self._driver.on_forward_end(self, backward_follows)
-
-    def expect_input_gradients(self, are_tracked: bool) -> None:
-        """The backward is not over before the inputs of this forward have their gradients, if that can be told."""
-        self._num_awaited_inputs += are_tracked
-        self._has_untracked_forward |= not are_tracked
-
-    def before_backward(self) -> None:
-        """Have the parameters present, and the previous unit's on their way."""
-        begins = not self.is_in_backward
-        if begins:
-            self._driver.enter_backward(self)
-        self.wait()
-        if begins:
-            self._backward_start_s = self._driver.timeline.now()
-            self._driver.on_backward(self)
-
-    def after_input_gradients(self) -> None:
-        """The inputs of one forward have their gradients."""
-        self._num_awaited_inputs -= 1
-        self._has_all_inputs = self._num_awaited_inputs == 0 and not self._has_untracked_forward
-        if self._has_all_inputs:
-            self._driver.on_inputs_done(self)
-        self.close_if_done()
-
-    def close_if_done(self) -> None:
-        """End the backward once nothing can need the data.
-
-        That is when the inputs of all forwards have their gradients, since autograd runs the newest nodes first; where
-        inputs cannot be watched, when every parameter has its gradient and none of them is frozen.
-        """
-        is_complete = all(group.grads is not None and group.grads.is_complete for group in self.groups)
-        if self.name != ROOT and (self._has_all_inputs or (is_complete and self._num_awaited_inputs <= 0)):
-            self.close_backward()
-
-    def close_backward(self) -> None:
-        """Release the parameters and record the backward, if one has begun."""
-        if self._backward_start_s is not None:
-            self._driver.timeline.add(Kind.BACKWARD, self.name, self._backward_start_s)
-            self._backward_start_s = None
-            self._driver.num_in_backward -= self.name != ROOT
-        self._num_awaited_inputs = 0
-        self._has_all_inputs = self._has_untracked_forward = False
-        self.reshard()
-        self._driver.on_backward_end(self)
+from shardwise.zero.unit import Unit
 
 
 class ZeroDriver:
@@ -137,12 +39,15 @@ class ZeroDriver:
         self._release_claim = claim(model)
         self.timeline = resources.timeline
         self.will_reduce = self.is_last = True
+        self.is_serving = False
+        self.is_expecting_gradients = False
+        self.has_foreign_gradients = False
         self.num_in_backward = 0
         self.groups: list[ParamGroup] = []
         self._model = model
         self._resources = resources
         self._place_of: dict[int, tuple[ParamGroup, str]] = {}
-        self._in_backward = False
+        self._in_backward = self._is_inner = False
         self._is_forwarding = False
         this = weakref.ref(self)
         self._released = released_type(lambda parameter: _use_released(this(), parameter))
@@ -291,6 +196,7 @@ class ZeroDriver:
 
     def prepare_backward(self) -> None:
         """Have present what no hook asks for in the backward: an evaluation in between may have released it."""
+        self.is_expecting_gradients = True
         self.units[0].wait()
         for group in self._unannounced:
             group.wait()
@@ -309,9 +215,11 @@ class ZeroDriver:
     def abandon(self) -> None:
         """Leave a backward that did not reach its end."""
         self._in_backward = self._is_forwarding = self._holds_unreduced = False
+        self.is_expecting_gradients = self.has_foreign_gradients = False
         self._late.clear()
         self._finish_reduce()
         self._end_units()
+        self.reshard_all()
         self._resources.pool.trim()
 
     def unshard_all(self) -> None:
@@ -320,6 +228,7 @@ class ZeroDriver:
             group.unshard()
         for group in self.groups:
             group.wait()
+            group.expose()
             group.is_pinned = True
         self._is_held = True
 
@@ -367,6 +276,8 @@ class ZeroDriver:
     def _begin_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
+            # One that a forward or a loss runs, or through which another is to run: not the one that gives gradients.
+            self._is_inner = self._is_forwarding or self.is_serving or torch.is_grad_enabled()
             self._num_reduced = 0
             self._done.clear()
             self._order.start_backward()
@@ -386,6 +297,7 @@ class ZeroDriver:
 
     def on_gradient(self, unit: Unit, group: ParamGroup, index: int, gradient: Tensor) -> None:
         """A parameter has its gradient."""
+        self.has_foreign_gradients |= not self.is_expecting_gradients
         self._begin_backward()
         if self._reduce_position[group] < self._num_reduced and group not in self._late:
             # Used outside its unit, before it: what comes now is reduced at the end, once more.
@@ -400,11 +312,11 @@ class ZeroDriver:
 
         Elsewhere each reduction starts as soon as its gradients are there.
         """
-        if self._resources.lockstep and self.will_reduce and unit is not self.units[0]:
+        if self._resources.lockstep and self.will_reduce and not self._is_inner and unit is not self.units[0]:
             self._reduce_until(min((self._reduce_position[each] for each in unit.groups if each.grads), default=0))
 
     def _reduce_done(self) -> None:
-        if not self.will_reduce or self._resources.lockstep:
+        if not self.will_reduce or self._is_inner or self._resources.lockstep:
             return
         position = self._num_reduced
         while position < len(self._reduce_order) and id(self._reduce_order[position]) in self._done:
@@ -444,9 +356,11 @@ class ZeroDriver:
         self._pass(self._order.end_backward())
         self._in_backward = False
         self._holds_unreduced = True
-        if self.will_reduce:
+        if self.will_reduce and not self._is_inner:
             self._reduce_all()
         self._end_units()
+        if not self._is_inner:
+            self.reshard_all()
 
     def _end_units(self) -> None:
         for unit in self.units:
@@ -454,7 +368,6 @@ class ZeroDriver:
         self.num_in_backward = 0
         for group in self._reduce_order:
             group.end_backward()
-        self.reshard_all()
 
     def _reduce_all(self) -> None:
         self._reduce_until(len(self._reduce_order))
@@ -470,16 +383,17 @@ class ZeroDriver:
     def on_released_use(self, parameter: nn.Parameter) -> None:
         """A parameter whose data is not present is used: have it present, or say how to."""
         group, name = self._place_of[id(parameter)]
-        if group.params.is_unsharding:
-            group.wait()
-            return
-        if not (self._is_forwarding or self._in_backward):
+        if not (self._is_forwarding or self.is_serving or self._in_backward):
+            if not group.params.is_released:
+                group.wait()
+                return
             raise ReleasedParameterError(
                 f"parameter {name} is released: under ZeRO-3 it is whole only inside the model's forward; "
                 "read it inside `with engine.gathered():`"
             )
         group.wait()
         self.keep_until_backward(group)
+        group.expose()
 
 
 def _use_released(driver: ZeroDriver | None, parameter: nn.Parameter) -> None:

@@ -78,6 +78,16 @@ class ParamGroup:
         if self.params.wait():
             self._timeline.add(Kind.UNSHARD, self.spec.name, start_s)
 
+    def expose(self) -> None:
+        """Let the parameters be plain: who uses them from now on is known to need them."""
+        if self.params.is_released_between_uses:
+            self.params.expose()
+
+    def conceal(self) -> None:
+        """Have every further use of the parameters reported, unless they are pinned."""
+        if self.params.is_released_between_uses and not self.is_pinned:
+            self.params.conceal()
+
     def reshard(self) -> None:
         """Release the parameters where they rest as shards and nobody has pinned them."""
         start_s = self._timeline.now()
@@ -88,6 +98,9 @@ class ParamGroup:
         """Take over the optimizer's update; where parameters rest whole, start to gather the other ranks'."""
         self._unshard_start_s = self._timeline.now()
         self.params.refresh()
+        if self.is_pinned:  # inside `gathered`
+            self.wait()
+            self.expose()
 
     def add_gradient(self, index: int, gradient: Tensor, will_reduce: bool) -> bool:
         """Take one parameter's gradient; say whether the current backward has now given all of the group's."""

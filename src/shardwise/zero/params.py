@@ -61,6 +61,7 @@ class GroupParams:
         self._comms = comms
         self._ledger = ledger
         self._released = released
+        self._kinds = tuple(type(parameter) for parameter in parameters)
         self._pending = Pending(None)
 
         self.shard_start, self.shard_stop = spec.held_range(stage.optimizer, comms.shards.rank)
@@ -109,6 +110,11 @@ class GroupParams:
         if is_sent:
             data.broadcast(initial, f"initial values of {place.name}")
         return initial
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the data is neither present nor on its way."""
+        return self.state is ParamState.SHARDED and self.is_released_between_uses
 
     @property
     def is_unsharding(self) -> bool:
@@ -197,15 +203,27 @@ class GroupParams:
             self._enter(ParamState.SHARDED)
             self.unshard()
 
+    def expose(self) -> None:
+        """Let the parameters be plain: who uses them from now on is known to need them."""
+        for parameter, kind in zip(self.parameters, self._kinds, strict=True):
+            wear(parameter, kind)
+
+    def conceal(self) -> None:
+        """Have every use of the parameters reported: nobody else says how long their data is needed."""
+        for parameter in self.parameters:
+            wear(parameter, self._released)
+
     def _enter(self, state: ParamState) -> None:
         self.state = state
-        kind = nn.Parameter if state is ParamState.UNSHARDED else self._released
-        for parameter in self.parameters:
-            wear(parameter, kind)
+        if state is not ParamState.UNSHARDED:
+            self.conceal()
+        elif not self.is_released_between_uses:
+            self.expose()
 
     def release(self) -> None:
         """Give the parameters plain tensors of their own again, whole; the group is of no use afterwards."""
         self.wait()
+        self.expose()
         for parameter in self.parameters:
             parameter.data = parameter.detach().clone()
         self._ledger.resize(self.full, 0)

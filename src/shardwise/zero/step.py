@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,9 @@ class ShardedOptimizer:
         self._take(groups)
         self.optimizer = factory(self._param_groups(named_groups))
         refuse_unless_element_wise(self.optimizer)
+        self._is_stepping = False
+        this = weakref.ref(self)
+        self._step_guard = self.optimizer.register_step_pre_hook(lambda *_: _refuse_own_step(this()))
 
     def regroup(self, groups: Sequence[ParamGroup], named_groups: Sequence[NamedGroup]) -> None:
         """Step other groups from now on; what is in both keeps its states, the rest starts without any.
@@ -124,7 +128,11 @@ class ShardedOptimizer:
             for piece in self.pieces:
                 slices = gradients.get(piece.group) if used[piece.name] else None
                 piece.view.grad = slices[piece.start : piece.stop] if slices is not None else None
-            self.optimizer.step()
+            self._is_stepping = True
+            try:
+                self.optimizer.step()
+            finally:
+                self._is_stepping = False
             for piece in self.pieces:
                 piece.view.grad = None
         for state in self.optimizer.state.values():
@@ -144,6 +152,7 @@ class ShardedOptimizer:
     def close(self) -> None:
         """Forget all states; the optimizer's groups hold the model's own parameters again, those that it trained."""
         self.clear()
+        self._step_guard.remove()
         parameters = {
             place.name: parameter
             for group in self._groups
@@ -156,6 +165,11 @@ class ShardedOptimizer:
         self.optimizer.state.clear()
         self.pieces.clear()
         self._groups.clear()
+
+
+def _refuse_own_step(sharded: ShardedOptimizer | None) -> None:
+    if sharded is not None and not sharded._is_stepping:
+        raise RuntimeError("optimizer.step() has no gradients, which the engine keeps; call engine.step() instead")
 
 
 def _pieces(group: ParamGroup) -> list[Piece]:

@@ -68,22 +68,6 @@ class ThreeWayTie(Stack):
         return self.blocks[1].extra(super().through(x, step))
 
 
-class TiedByStorage(Stack):
-    """Two Parameter objects over one storage: plain torch trains them as one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Linear(WIDTH, WIDTH)
-
-    def double(self) -> TiedByStorage:
-        super().double()
-        self.head.weight.data = self.other.weight.data
-        return self
-
-    def through(self, x: Tensor, step: int) -> Tensor:
-        return self.other(super().through(x, step))
-
-
 # Parameters used outside their module
 
 
@@ -410,7 +394,6 @@ PARAMETER_CASES = (
     OddCase(TiedAcrossContainers),
     OddCase(RegisteredTwice),
     OddCase(ThreeWayTie),
-    OddCase(TiedByStorage),
     OddCase(FunctionalHead, num_ranks=3),
     OddCase(KeptElsewhere),
     OddCase(WeightsAsArguments),

@@ -1,0 +1,122 @@
+"""A unit at run time: the groups of one module, and what happens to the module, told by its hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shardwise.layout.skeleton import ROOT
+from shardwise.schedule.actions import Kind
+from shardwise.zero.group import ParamGroup
+
+if TYPE_CHECKING:
+    from shardwise.zero.driver import ZeroDriver
+
+
+class Unit:
+    """The groups of one module, and its events.
+
+    Args:
+        name: of the module.
+        driver: of the engine; it sets `groups`, those of the trainable and of the frozen parameters.
+    """
+
+    def __init__(self, name: str, driver: ZeroDriver) -> None:
+        self.name = name
+        self.groups: tuple[ParamGroup, ...] = ()
+        self._driver = driver
+        self._forward_start_s = 0.0
+        self._backward_start_s: float | None = None
+        self._num_awaited_inputs = 0
+        self._has_all_inputs = False
+        self._has_untracked_forward = False
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward has begun and not ended."""
+        return self._backward_start_s is not None
+
+    def wait(self) -> None:
+        """Have the parameters present."""
+        for group in self.groups:
+            group.wait()
+
+    def unshard(self) -> None:
+        """Start to gather the parameters."""
+        for group in self.groups:
+            group.unshard()
+
+    def reshard(self) -> None:
+        """Release the parameters where they rest as shards."""
+        for group in self.groups:
+            group.reshard()
+
+    def before_forward(self) -> None:
+        """Have the parameters present, and the next unit's on their way."""
+        self._driver.enter_forward(self)
+        self.wait()
+        for group in self.groups:
+            group.expose()
+        self._driver.on_forward()
+        self._forward_start_s = self._driver.timeline.now()
+
+    def after_forward(self, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
+        """Release what the backward does not follow on at once."""
+        self._driver.timeline.add(Kind.FORWARD, self.name, self._forward_start_s)
+        for group in self.groups:
+            if group.params.is_viewed_by(outputs):
+                self._driver.keep_until_backward(group)
+            group.conceal()
+        self._driver.on_forward_end(self, backward_follows)
+
+    def expect_input_gradients(self, are_tracked: bool) -> None:
+        """The backward is not over before the inputs of this forward have their gradients, if that can be told."""
+        self._num_awaited_inputs += are_tracked
+        self._has_untracked_forward |= not are_tracked
+
+    def before_backward(self) -> None:
+        """Have the parameters present, and the previous unit's on their way."""
+        begins = not self.is_in_backward
+        if begins:
+            self._driver.enter_backward(self)
+        if torch.is_grad_enabled():
+            for group in self.groups:  # a graph through this backward is being built, and will need the data again
+                self._driver.keep_until_backward(group)
+        self.wait()
+        for group in self.groups:
+            group.expose()  # to a recomputation, which runs inside the module's own hooks
+        if begins:
+            self._backward_start_s = self._driver.timeline.now()
+            self._driver.on_backward(self)
+
+    def after_input_gradients(self) -> None:
+        """The inputs of one forward have their gradients."""
+        self._num_awaited_inputs -= 1
+        self._has_all_inputs = self._num_awaited_inputs == 0 and not self._has_untracked_forward
+        if self._has_all_inputs:
+            self._driver.on_inputs_done(self)
+        self.close_if_done()
+
+    def close_if_done(self) -> None:
+        """End the backward once nothing can need the data.
+
+        That is when the inputs of all forwards have their gradients, since autograd runs the newest nodes first; where
+        inputs cannot be watched, when every parameter has its gradient and none of them is frozen.
+        """
+        is_complete = all(group.grads is not None and group.grads.is_complete for group in self.groups)
+        if self.name != ROOT and (self._has_all_inputs or (is_complete and self._num_awaited_inputs <= 0)):
+            self.close_backward()
+
+    def close_backward(self) -> None:
+        """Release the parameters and record the backward, if one has begun."""
+        if self._backward_start_s is not None:
+            self._driver.timeline.add(Kind.BACKWARD, self.name, self._backward_start_s)
+            self._backward_start_s = None
+            self._driver.num_in_backward -= self.name != ROOT
+        self._num_awaited_inputs = 0
+        self._has_all_inputs = self._has_untracked_forward = False
+        self.reshard()
+        self._driver.on_backward_end(self)
