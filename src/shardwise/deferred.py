@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -268,9 +268,8 @@ class _Recorder(OpMode):
     def _move_to_meta(self, parameter: nn.Parameter) -> None:
         view = View.of(parameter, self)
         self._release(parameter)
-        with suppress(RuntimeError):  # there are views of it: it stays real
-            set_data(parameter, torch.empty_strided(view.size, view.stride, dtype=view.dtype, device="meta"))
-            self._give_recipe(parameter, view)
+        set_data(parameter, torch.empty_strided(view.size, view.stride, dtype=view.dtype, device="meta"))
+        self._give_recipe(parameter, view)
 
     def _give_recipe(self, parameter: nn.Parameter, view: View, is_intact: bool = True) -> None:
         setattr(parameter, _RECIPE, _Recipe(view, self._seed is not None, version(parameter) if is_intact else -1))
