@@ -26,6 +26,7 @@ from functools import partial
 from itertools import count
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -49,6 +50,7 @@ from shardwise.tape import (
     History,
     View,
     default_generator,
+    forget,
     is_recorded,
     is_released,
     name_draws,
@@ -66,7 +68,8 @@ _RECIPE: Final = "_shardwise_recipe"
 def init(seed: int | None = None) -> Iterator[None]:
     """Build models without holding their parameters: each keeps a recipe of its values, which the engine runs later.
 
-    Inside another `init()` it does nothing. Modules built by other threads are left alone.
+    Initialise inside as well: what is written to the parameters after the block is lost, and an error where it shows.
+    Inside another `init()` it does nothing. Modules built by other threads, and tensors made before, are left alone.
 
     Args:
         seed: None draws as plain construction would: the values are bit for bit those that torch's generator gives
@@ -111,6 +114,7 @@ class _Recorder(OpMode):
         self._released: list[tuple[weakref.ref[torch.UntypedStorage], View]] = []
         # Of numbers that are needed before their parameter has a name.
         self._keys = (("construction", number) for number in count())
+        self._scratch = torch.UntypedStorage(0)
         self._is_recording = True
 
     def on_parameter(self, parameter: nn.Parameter) -> None:
@@ -149,6 +153,7 @@ class _Recorder(OpMode):
                 self._fill(storage, view)
         self._parameters.clear()
         self._released.clear()
+        self._scratch = torch.UntypedStorage(0)
 
     def copy(self, reference: weakref.ref[nn.Parameter], memo: dict[int, Any]) -> nn.Parameter:
         """A deep copy of a parameter with the same values, which are on the tape."""
@@ -171,6 +176,8 @@ class _Recorder(OpMode):
         kwargs = kwargs or {}
         if not self._is_recording:
             return func(*args, **kwargs)
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
+            return NotImplemented  # a subclass that unwraps itself; its parameters stay as they are
         released = [each for each in tensors_in(args, kwargs) if is_released(each)]
         if func.is_view or torch.Tag.inplace_view in func.tags:
             with self._memory(released):  # torch checks that a view lies within its storage
@@ -193,7 +200,7 @@ class _Recorder(OpMode):
         is_keyed = draw is not None and draw.is_unnamed
         if draw is not None and is_keyed:
             draw.key = next(self._keys)
-        if _reads_shape_only(func):
+        if _reads_shape_only(func) and args[0].layout is torch.strided:
             outputs = run_drawing(func, args, kwargs, draw if is_keyed else None, device)
             args, kwargs = (_shape_of(args[0]), *args[1:]), {**kwargs, "device": device}
         else:
@@ -205,7 +212,7 @@ class _Recorder(OpMode):
     def _write_later(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
     ) -> Any:
-        """Record an op on parameters; a random one draws its numbers into memory that is dropped at once."""
+        """Record an op on parameters; a random one draws its numbers, which nobody keeps, to pass over them."""
         others = [each for each in tensors_in(args, kwargs) if all(each is not w for w in written)]
         draw = self._draw(func, kwargs, written[0].device)
         if draw is None and others:  # raise now where shapes do not fit
@@ -213,8 +220,12 @@ class _Recorder(OpMode):
             func(*own_args, **own_kwargs)
         elif draw is not None and not draw.is_unnamed:
             released = [each for each in others if is_released(each)]
-            with self._memory(released, is_filled=True), self._memory(written):
-                func(*args, **kwargs)
+            places = {id(each): self._on_scratch(each) for each in written}
+            own_args, own_kwargs = pytree.tree_map_only(
+                Tensor, lambda each: places.get(id(each), each), (args, dict(kwargs))
+            )
+            with self._memory(released, is_filled=True):
+                func(*own_args, **own_kwargs)
         record(func, args, kwargs, [], draw=draw, session=self)
         return returned(func, written)
 
@@ -241,6 +252,18 @@ class _Recorder(OpMode):
         finally:
             for storage in views:
                 set_unsharded_storage(storage, 0)
+
+    def _on_scratch(self, tensor: Tensor) -> Tensor:
+        """A tensor like a released one on memory whose content nobody needs.
+
+        It is kept from one op to the next: memory that is allocated and freed for each, between the small objects of
+        modules that stay, comes from ever new pages, until the process holds as many as the model would.
+        """
+        view = View.of(tensor, self)
+        if self._scratch.device != view.history.device or self._scratch.nbytes() < view.history.num_bytes:
+            self._scratch = torch.UntypedStorage(0)
+            self._scratch = torch.UntypedStorage(view.history.num_bytes, device=view.history.device)
+        return view.on(self._scratch)
 
     def _fill(self, storage: torch.UntypedStorage, view: View) -> None:
         values = self._replay(view).untyped_storage()
@@ -277,7 +300,7 @@ class _Recorder(OpMode):
 
 
 class _HostReads(TorchFunctionMode):
-    """Gives released tensors' values to the functions that read memory past every op."""
+    """Watches the functions that hand memory out past every op."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -286,9 +309,16 @@ class _HostReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _HOST_READS and is_released(args[0]):
-            args = (self._recorder.value(args[0]), *args[1:])
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func not in _HOST_READS:
+            return func(*args, **kwargs)
+        if not is_released(args[0]):
+            forget(args[0])  # it may be written unseen from now on: as a parameter it stays real
+            return func(*args, **kwargs)
+        result = func(self._recorder.value(args[0]), *args[1:], **kwargs)
+        if isinstance(result, np.ndarray):
+            result.flags.writeable = False  # what is written to it would be lost
+        return result
 
 
 _HOST_READS: Final = frozenset({Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__})
@@ -385,8 +415,8 @@ def _find_recipe(parameter: nn.Parameter) -> _Recipe | None:
 
 
 def _reads_shape_only(func: OpOverload) -> bool:
-    name = func.name().removeprefix("aten::").partition(".")[0]
-    return name.endswith("_like") or name.startswith("new_")
+    name = func.name().partition(".")[0]
+    return name.startswith("aten::") and (name.endswith("_like") or name.startswith("aten::new_"))
 
 
 def _shape_of(tensor: Tensor) -> Tensor:

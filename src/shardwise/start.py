@@ -40,8 +40,8 @@ def initialize(
     """Shard a model's states over the ranks and return the engine that trains it; every rank calls it alike.
 
     Args:
-        model: any module; rank 0's parameter values are everybody's. It is changed in place: parameters move to the
-            engine's buffers and dtype.
+        model: any module, also one built inside `shardwise.init()` or on meta; rank 0's parameter values are
+            everybody's. It is changed in place: parameters move to the engine's buffers and dtype.
         config: as written by the user; it is resolved for the world size here.
         loss_fn: `loss_fn(output, batch)` returns the loss's sum and the count of what is summed, or a scalar, which
             counts as one; without it the model's own output carries the loss.

@@ -221,7 +221,7 @@ def record(
     is_at_hand = not any(is_released(each) for each in written)
     if is_at_hand and any(_is_no_constant(each, written) for each in constants):
         for each in written:
-            _forget(each)
+            forget(each)
         return
     makes = tuple(
         (index, History(output.device, output.untyped_storage().nbytes(), session))
@@ -254,6 +254,12 @@ def is_released(tensor: Tensor) -> bool:
     """Whether a recorded tensor's memory has been given back, so that its values are on the tape alone."""
     history = None if tensor.is_meta else _history(tensor)
     return history is not None and tensor.untyped_storage().nbytes() < history.num_bytes
+
+
+def forget(tensor: Tensor) -> None:
+    """Drop a tensor's history; it is at hand, and what is done to it from now on need not be known."""
+    if _history(tensor) is not None:
+        delattr(tensor.untyped_storage(), _SLOT)
 
 
 def tensors_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -356,11 +362,6 @@ def _frozen(tensor: Tensor) -> Tensor:
         return tensor
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return copy.set_(tensor.untyped_storage().clone(), tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
-def _forget(tensor: Tensor) -> None:
-    if tensor.layout is torch.strided and hasattr(tensor.untyped_storage(), _SLOT):
-        delattr(tensor.untyped_storage(), _SLOT)
 
 
 @contextmanager

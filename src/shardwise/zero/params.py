@@ -15,7 +15,7 @@ from shardwise.hooks import ReleasedParameterError, wear
 from shardwise.layout.groups import GroupSpec, ParamSpec
 from shardwise.layout.precision import PrecisionPolicy
 from shardwise.layout.stages import ZeroStage
-from shardwise.memory import Category, Ledger
+from shardwise.memory import Category, Ledger, trim_host_memory
 from shardwise.precision import torch_dtype
 
 
@@ -66,7 +66,8 @@ class GroupParams:
 
         self.shard_start, self.shard_stop = spec.held_range(stage.optimizer, comms.shards.rank)
         dtype, device = torch_dtype(policy.param), comms.data.device
-        self.full = torch.zeros(spec.padded_numel, dtype=dtype, device=device)
+        allocate = torch.empty if self.is_released_between_uses else torch.zeros  # padding that is read is zero
+        self.full = allocate(spec.padded_numel, dtype=dtype, device=device)
         self._full_bytes = self.full.untyped_storage().nbytes()
         ledger.track(self.full, Category.GATHERED if self.is_released_between_uses else Category.PARAMETERS)
         views = [self.full[place.offset : place.offset + place.numel].view(place.shape) for place in spec.params]
@@ -84,6 +85,7 @@ class GroupParams:
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.grad = None
             set_data(parameter, view)
+        trim_host_memory()  # of the values that went into the shards
         self._versions = [version(parameter) for parameter in self.parameters]
         self.reshard()
 
