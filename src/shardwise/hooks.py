@@ -234,7 +234,9 @@ def released_type(on_use: Callable[[nn.Parameter], None]) -> type[nn.Parameter]:
     `torch.tensor` and `torch.vmap` ask no class before they read, so those two are not guarded.
     """
 
-    return type("ReleasedParameter", (_Released,), {"on_use": staticmethod(on_use)})
+    reason = "a block uses a parameter of another block, which is released"
+    guard = torch.compiler.disable(on_use, reason=reason)
+    return type("ReleasedParameter", (_Released,), {"on_use": staticmethod(guard)})
 
 
 class _Released(nn.Parameter):

@@ -1,0 +1,256 @@
+"""What runs in the place of a block's forward: shared code, refusals, errors of the compiler, and putting back."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from harness.pool import WorkerPool
+from shardwise import Config, ConfigError, initialize
+from shardwise.forwards import CompileError, replace_forwards
+from shardwise.layout.layout import Layout, build_layout
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """A small block; `kind` says what is odd in it."""
+
+    def __init__(self, kind: str = "plain", depth: int = 1, width: int = 4) -> None:
+        super().__init__()
+        self.linear, self.kind, self.depth = nn.Linear(width, width), kind, depth
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.kind == "in-place":
+            y.mul_(0.5).relu_()
+        y = torch.tanh(y)
+        if self.kind == "branch" and y.sum() > 0:
+            y = y * 2
+        if self.kind == "raise":
+            raise KeyError("no such expert")
+        if self.kind == "dropout":
+            y = nn.functional.dropout(y, 0.5)
+        if self.kind == "depth":
+            y = y * self.depth
+        return x + y
+
+
+class Stack(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def make(compile_section: dict[str, Any] | None = None, world_size: int = 1, **sections: Any) -> Config:
+    section = {"enabled": True, "backend": "aot_eager", **(compile_section or {})}
+    return Config.from_dict({"compile": section, "run": {"device": "cpu"}, **sections}).resolve(world_size)
+
+
+def replace(model: nn.Module, config: Config) -> Layout:
+    layout = build_layout(model, config)
+    replace_forwards(model, layout, config)
+    return layout
+
+
+def gradient(model: nn.Module, seed: int = 0) -> Tensor:
+    """Of every parameter, flat, for inputs that need gradients themselves, as all blocks but the first have."""
+    torch.manual_seed(seed)
+    model.zero_grad()
+    model(torch.ones(3, 4, requires_grad=True)).square().sum().backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+
+
+@pytest.mark.parametrize("num_blocks", [2, 6])
+def test_equal_blocks_share_their_code_and_unequal_ones_do_not(num_blocks: int) -> None:
+    blocks = [Block() for _ in range(num_blocks)]
+    model = Stack(*blocks)
+    replace(model, make())
+    gradient(model)
+    assert counters["stats"]["unique_graphs"] == 1
+    other = Stack(Block(), nn.Sequential(Block(), Block()))
+    replace(other, make())
+    gradient(other)
+    assert counters["stats"]["unique_graphs"] == 3
+
+
+def test_blocks_of_many_widths_each_have_static_shapes() -> None:
+    """Ten widths in one code would be ten compilations too many, and make the width dynamic."""
+    model = nn.Sequential(*[nn.Sequential(Block(width=width), nn.Linear(width, width + 1)) for width in range(3, 13)])
+    replace(model, make(zero={"blocks": ["Sequential"]}))
+    model(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 10
+
+
+def test_blocks_that_differ_in_a_number_are_compiled_each() -> None:
+    model, plain = (Stack(*[Block("depth", depth) for depth in range(12)]) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    replace(model, make())
+    torch.testing.assert_close(gradient(model), gradient(plain))
+    assert counters["stats"]["unique_graphs"] == 12
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("kind", ["dropout", "in-place"])
+def test_recomputed_and_compiled_equals_plain(kind: str, mode: str) -> None:
+    model, plain = (Stack(Block(kind), Block(kind)) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    replace(model, make(recompute={"mode": mode}))
+    for seed in range(2):
+        torch.testing.assert_close(gradient(model, seed), gradient(plain, seed))
+
+
+class _Saved:
+    """Elements of what autograd saves, parameters left out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = {parameter.data_ptr() for parameter in model.parameters()}
+        self.numels: list[int] = []
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in self._parameters:
+            self.numels.append(tensor.numel())
+        return tensor
+
+
+def test_compiled_code_saves_what_the_mode_says() -> None:
+    """Checkpoints inside compiled code: around it, selective recomputation would save nothing but the inputs."""
+    saved = {}
+    for mode in ("none", "full", "selective"):
+        model = Stack(Block())
+        replace(model, make(recompute={"mode": mode}))
+        books = _Saved(model)
+        with torch.autograd.graph.saved_tensors_hooks(books.pack, lambda tensor: tensor):
+            model(torch.ones(3, 4, requires_grad=True)).sum().backward()
+        saved[mode] = sum(books.numels)
+    assert saved["full"] == 3 * 4  # the input
+    assert saved["selective"] == 2 * 3 * 4  # the product too
+
+
+def failure(kind: str, backend: str = "aot_eager") -> str:
+    model = Stack(Block(), Block(kind))
+    replace(model, make({"backend": backend}))
+    with pytest.raises(CompileError) as caught:
+        model(torch.ones(3, 4))
+    return str(caught.value)
+
+
+def test_a_graph_break_names_the_block_the_reason_and_the_place() -> None:
+    message = failure("branch")
+    assert message.startswith("block blocks.1 cannot be compiled as one graph: Data-dependent branching: Detected")
+    line = next(n for n, text in enumerate(open(__file__), 1) if "y.sum() > 0:" in text)
+    assert message.endswith(f", at {__file__}:{line}; mend the block or set compile.enabled=false")
+    assert "\n" not in message
+
+
+def test_an_exception_of_the_blocks_own_is_shown() -> None:
+    assert "no such expert" in failure("raise")
+
+
+class _Borrower(nn.Module):
+    """Uses its own layer and, which nobody can know before, the other block's."""
+
+    def __init__(self, lender: Block) -> None:
+        super().__init__()
+        self.linear, self._lender = nn.Linear(4, 4), [lender]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.linear(x), self._lender[0].linear.weight)
+
+
+def borrow(rank: int, world_size: int) -> str:
+    torch._dynamo.reset()
+    lender = Block()
+    model = Stack(lender, _Borrower(lender))
+    engine = initialize(model, make(world_size=2, zero={"stage": 3}), loss_fn=lambda output, batch: output.sum())
+    try:
+        engine.train_step([torch.ones(3, 4)])
+    except CompileError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
+def test_a_released_parameter_of_another_block_is_named_as_the_reason(ranks: WorkerPool) -> None:
+    for message in ranks(2).run(borrow):
+        assert message.startswith("block blocks.1 cannot be compiled as one graph: ")
+        assert "a block uses a parameter of another block" in message
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config, cpp_builder
+
+    cpp_builder.cpp_compiler_search.cache_clear()
+    with config.patch({"cpp.cxx": (None, "/no/such/g++"), "force_disable_caches": True}):
+        message = failure("plain", backend="inductor")
+    cpp_builder.cpp_compiler_search.cache_clear()
+    assert message.startswith("block blocks.0: compile.backend=inductor failed with InvalidCxxCompiler: No working C++")
+    assert message.endswith("install what it lacks, choose another backend or set compile.enabled=false")
+
+
+@pytest.mark.parametrize(
+    ("section", "stage", "message"),
+    [
+        ({"backend": "inducter"}, 0, "compile.backend='inducter' is no backend of torch.compile; did you mean induct"),
+        ({"mode": "default"}, 0, "compile.mode=default is inductor's, and compile.backend=aot_eager ignores it; leave"),
+        ({"backend": "inductor", "mode": "max-autotune"}, 3, "compile.mode=max-autotune replays CUDA graphs, which"),
+    ],
+)
+def test_what_cannot_work_is_refused(section: dict[str, Any], stage: int, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        replace(Stack(Block()), make(section, world_size=2, zero={"stage": stage}))
+    assert str(caught.value).startswith(message)
+
+
+def train(rank: int, world_size: int) -> dict[str, Any]:
+    """A compiled engine's life: a metered step, a step, close, and no trace left of it."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = Stack(Block(), Block())
+    own = functools.partial(Block.forward, model.blocks[1])
+    model.blocks[1].forward = own  # the user has put it there
+    config = make(world_size=world_size, zero={"stage": 3}, recompute={"mode": "full"})
+    engine = initialize(model, config, loss_fn=lambda output, batch: output.square().mean())
+    with engine.memory.meter():
+        engine.train_step([torch.ones(3, 4)])
+    metered = counters["stats"]["unique_graphs"]
+    engine.train_step([torch.ones(3, 4)])
+    with pytest.raises(ConfigError, match="has an engine already"):
+        initialize(model, config)
+    compiled = counters["stats"]["unique_graphs"]
+    engine.close()
+    found = {
+        "metered": metered,
+        "compiled": compiled,
+        "put_back": "forward" not in model.blocks[0].__dict__ and model.blocks[1].forward is own,
+    }
+    watched = [weakref.ref(engine), weakref.ref(model), *map(weakref.ref, model.parameters())]
+    del engine, model, own
+    gc.collect()
+    return {**found, "alive": sum(ref() is not None for ref in watched)}
+
+
+def test_close_puts_the_forwards_back_and_leaves_nothing_alive(ranks: WorkerPool) -> None:
+    for found in ranks(2).run(train):
+        # The first block's input needs no gradient, the second's does: two graphs.
+        assert found == {"metered": 0, "compiled": 2, "put_back": True, "alive": 0}
