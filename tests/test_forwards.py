@@ -6,6 +6,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,7 +158,7 @@ def failure(kind: str, backend: str = "aot_eager") -> str:
 def test_a_graph_break_names_the_block_the_reason_and_the_place() -> None:
     message = failure("branch")
     assert message.startswith("block blocks.1 cannot be compiled as one graph: Data-dependent branching: Detected")
-    line = next(n for n, text in enumerate(open(__file__), 1) if "y.sum() > 0:" in text)
+    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "y.sum() > 0:" in text)
     assert message.endswith(f", at {__file__}:{line}; mend the block or set compile.enabled=false")
     assert "\n" not in message
 

@@ -10,7 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise._torch_private import (
     OpMode,
+    compiler_errors,
     in_backward,
+    in_op_mode,
     num_recorded,
     on_backward_end,
     plain_torch_functions,
@@ -19,6 +21,7 @@ from shardwise._torch_private import (
     returned,
     set_data,
     set_unsharded_storage,
+    uncompiled,
     version,
     written_tensors,
 )
@@ -198,3 +201,49 @@ def test_written_tensors_are_those_an_op_changes_and_maybe_returns() -> None:
         assert [id(each) for each in found] == [id(each) for each in written]
         if found:
             assert returned(func, found) is result
+
+
+def test_uncompiled_runs_as_it_is_inside_compiled_code_and_outside() -> None:
+    seen = []
+
+    def inner(x: Tensor) -> None:
+        seen.append(
+            (torch.compiler.is_compiling(), type(x) is Tensor, torch._C._dynamo.eval_frame.set_eval_frame(None))
+        )
+
+    hook = uncompiled(inner)
+
+    def outer(x: Tensor) -> Tensor:
+        y = x + 1
+        hook(y)
+        return y * 2
+
+    compiled = torch.compile(outer, backend="eager")
+    for _ in range(2):
+        assert compiled(torch.ones(2)).tolist() == [4.0, 4.0]
+    outer(torch.ones(2))
+    torch._dynamo.reset()
+    # The last is the frame hook that was set: none, so nothing that the function calls is compiled either.
+    assert seen == [(False, True, None)] * 3
+
+
+def test_in_op_mode_tells_whether_a_mode_sees_the_ops() -> None:
+    assert not in_op_mode()
+    with OpMode():
+        assert in_op_mode()
+    assert not in_op_mode()
+
+
+def test_compiler_errors_are_those_of_a_graph_break_and_of_too_many_compilations() -> None:
+    cannot_compile, compiled_too_often = compiler_errors()
+    torch._dynamo.reset()
+    with pytest.raises(cannot_compile):
+        torch.compile(lambda x: x.sum().item() > 0 or x, backend="eager", fullgraph=True)(torch.ones(2))
+
+    def scaled(x: Tensor, factor: str) -> Tensor:
+        return x * len(factor)
+
+    compiled = torch.compile(scaled, backend="eager", fullgraph=True)
+    with pytest.raises(compiled_too_often):
+        [compiled(torch.ones(2), "a" * length) for length in range(20)]
+    torch._dynamo.reset()

@@ -31,6 +31,7 @@ __all__ = [
     "returned",
     "set_data",
     "set_unsharded_storage",
+    "uncompiled",
     "version",
     "written_tensors",
 ]
@@ -137,3 +138,21 @@ class OpMode(TorchDispatchMode):
 def version(tensor: Tensor) -> int:
     """How often a tensor has been written in place; writes through `.data` do not count."""
     return tensor._version
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compiler.disable`, but free where nothing is compiled around the call, as mostly for hooks outside blocks.
+
+    Public torch sets and resets the interpreter's frame hook at every call, a microsecond or two.
+    """
+    from torch._dynamo.decorators import skip
+
+    disabled = torch.compiler.disable(function)
+    frame_hook = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    if frame_hook is None:
+        return disabled
+
+    def call(*args: Any) -> Any:
+        return function(*args) if frame_hook() is None else disabled(*args)
+
+    return skip(call)

@@ -22,7 +22,14 @@ from torch.nn.modules.module import (
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.hooks import RemovableHandle
 
-from shardwise._torch_private import in_backward, num_recorded, plain_torch_functions, pytree, record_number
+from shardwise._torch_private import (
+    in_backward,
+    num_recorded,
+    plain_torch_functions,
+    pytree,
+    record_number,
+    uncompiled,
+)
 from shardwise.config import ConfigError
 
 
@@ -50,23 +57,23 @@ def hook_unit(module: nn.Module, events: UnitEvents) -> list[RemovableHandle]:
     start = 0
     given: list[Any] = []
 
-    @torch.compiler.disable
+    @uncompiled
     def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal start, given
         if called is not module:
             return None  # a copy of the module: it has the hooks, but parameters of its own
         events.before_forward()
         is_recorded = torch.is_grad_enabled() and not in_backward()
-        given = pytree.tree_leaves((args, kwargs)) if is_recorded else []
+        given = _leaves((args, kwargs)) if is_recorded else []
         changed = _report_input_gradients(args, kwargs, events) if is_recorded else None
         start = num_recorded()
         return changed
 
-    @torch.compiler.disable
+    @uncompiled
     def after(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if called is not module or in_backward():
             return  # recomputation: the backward that asked for it goes on in this unit
-        leaves = pytree.tree_leaves(output)
+        leaves = _leaves(output)
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not torch.is_grad_enabled():
             events.after_forward(outputs, backward_follows=False)
@@ -77,7 +84,7 @@ def hook_unit(module: nn.Module, events: UnitEvents) -> list[RemovableHandle]:
         newest = max(map(record_number, made_here), default=start - 1)
         if num_recorded() > newest + 1:
             # Autograd runs what was recorded last first: results left aside, before those that were returned.
-            aside = pytree.tree_leaves((given, args, kwargs, [vars(each) for each in module.modules()]))
+            aside = _leaves((given, args, kwargs, [vars(each) for each in module.modules()]))
             made_here += _made_since({id(leaf): leaf for leaf in aside if isinstance(leaf, Tensor)}.values(), start)
         given.clear()
         for tensor in made_here:
@@ -93,7 +100,7 @@ def hook_unit(module: nn.Module, events: UnitEvents) -> list[RemovableHandle]:
 def hook_gradient(parameter: nn.Parameter, on_gradient: Callable[[Tensor], None]) -> RemovableHandle:
     """Hand each accumulated gradient to `on_gradient` and take it off the parameter."""
 
-    @torch.compiler.disable
+    @uncompiled
     def take(parameter: Tensor) -> None:
         gradient = parameter.grad
         parameter.grad = None
@@ -296,7 +303,19 @@ def _made_since(tensors: Iterable[Tensor], start: int) -> list[Tensor]:
 
 
 def _differentiable_leaves(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [leaf for leaf in _leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def _leaves(tree: Any) -> list[Any]:
+    """As `pytree.tree_leaves`, which takes a microsecond a node to look at every type it knows."""
+    kind = type(tree)
+    if kind is Tensor:
+        return [tree]
+    if kind is dict:
+        return [leaf for child in tree.values() for leaf in _leaves(child)]
+    if kind is tuple or kind is list:
+        return [leaf for child in tree for leaf in _leaves(child)]
+    return pytree.tree_leaves(tree)
 
 
 def _report_input_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], events: UnitEvents) -> Any:
@@ -305,16 +324,13 @@ def _report_input_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], event
     A tensor has its gradient once all its users have given theirs. Where several units share an input, as decoder
     blocks do the encoder's output, all but the first therefore get views, which have theirs as soon as the unit has.
     """
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    inputs, is_changed = [], False
-    for index, leaf in enumerate(leaves):
-        # A leaf of the graph outlives it, and so would its hooks.
-        if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
-            if _FEEDS_UNIT in leaf.__dict__:
-                leaves[index] = leaf.view_as(leaf)
-                is_changed = True
-            leaf.__dict__[_FEEDS_UNIT] = True
-            inputs.append(leaves[index])
+    # A leaf of the graph outlives it, and so would its hooks.
+    inputs = [leaf for leaf in _differentiable_leaves((args, kwargs)) if not leaf.is_leaf]
+    arguments = None
+    if any(_FEEDS_UNIT in tensor.__dict__ for tensor in inputs) or len(set(map(id, inputs))) < len(inputs):
+        arguments, inputs = _with_views(args, kwargs)
+    for tensor in inputs:
+        tensor.__dict__[_FEEDS_UNIT] = True
     events.expect_input_gradients(are_tracked=bool(inputs))
     remaining = len(inputs)
 
@@ -326,7 +342,20 @@ def _report_input_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], event
 
     for tensor in inputs:
         tensor.register_hook(fire)
-    return pytree.tree_unflatten(leaves, structure) if is_changed else None
+    return arguments
+
+
+def _with_views(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
+    """Arguments in which every tensor that feeds a unit already is a view, and those of them to watch."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    inputs = []
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
+            if _FEEDS_UNIT in leaf.__dict__:
+                leaves[index] = leaf.view_as(leaf)
+            leaf.__dict__[_FEEDS_UNIT] = True
+            inputs.append(leaves[index])
+    return pytree.tree_unflatten(leaves, structure), inputs
 
 
 _FEEDS_UNIT: Final = "_shardwise_feeds_unit"

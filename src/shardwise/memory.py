@@ -156,12 +156,14 @@ class Ledger:
         if not _is_on(tensor.device, self.device):
             return
         storage = _storage(tensor)
-        with self._entry():
+        with self._lock:
+            before = self._begin()
             record = self._records.get(id(storage))
             if record is None:
                 self._open(storage, category)
             else:
                 self._book(record, category, storage.nbytes())
+            self._end(before)
 
     def resize(self, tensor: Tensor | torch.UntypedStorage, num_bytes: int) -> None:
         """Resize a booked storage, 0 to free it; tensors that view it stay, unusable until it grows back.
@@ -170,12 +172,14 @@ class Ledger:
             ValueError: the storage is not in the books.
         """
         storage = _storage(tensor)
-        with self._entry():
+        with self._lock:
+            before = self._begin()
             record = self._records.get(id(storage))
             if record is None:
                 raise ValueError(f"a storage of {storage.nbytes()} bytes is not in the ledger; track it first")
             set_unsharded_storage(storage, num_bytes)
             self._book(record, record.category, num_bytes)
+            self._end(before)
 
     @contextmanager
     def meter(self, category: Category = Category.ACTIVATIONS) -> Iterator[None]:
@@ -263,17 +267,19 @@ class Ledger:
                 self._open(storage, category)
             self._note_peak()
 
-    @contextmanager
-    def _entry(self) -> Iterator[None]:
-        """Hold the books for one entry: the dead leave before it, the peak is noted after it."""
-        with self._lock:
-            before = dict(self._live_bytes)
+    def _begin(self) -> Mapping[Category, int]:
+        """Begin an entry, with the lock held: the dead leave; return the books of before, for `_end`."""
+        before = dict(self._live_bytes) if self._allocator is not None and self._is_metering else self._live_bytes
+        if self._dead:
             self._settle()
-            yield
-            if self._allocator is None:
-                self._note_peak()
-            elif self._is_metering:
-                self._note_allocator_peak(self._allocator.stats(), before)
+        return before
+
+    def _end(self, before: Mapping[Category, int]) -> None:
+        """End an entry: note the peak."""
+        if self._allocator is None:
+            self._note_peak()
+        elif self._is_metering:
+            self._note_allocator_peak(self._allocator.stats(), before)
 
     def _open(self, storage: torch.UntypedStorage, category: Category) -> None:
         record = _Record(storage, self._dead.append)

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 from shardwise.schedule.actions import COMPUTATIONS, LANES, Action, Kind, TimedAction
 
+_Entry = tuple[Kind, int, str | None, float, float]  # kind, micro-batch, group, start, end
+
 
 class Timeline:
     """Collects the actions of one step; `close_step` hands them over and starts the next.
@@ -21,18 +23,22 @@ class Timeline:
     """
 
     def __init__(self, rank: int) -> None:
-        self.last_step: tuple[TimedAction, ...] = ()
         self.micro_batch = 0
         self.is_recording = True
         self._rank = rank
-        self._open: list[TimedAction] = []
+        # As plain values: building actions takes longer than some of them, and most steps' are never looked at.
+        self._open: list[_Entry] = []
+        self._closed: list[_Entry] = []
+
+    @property
+    def last_step(self) -> tuple[TimedAction, ...]:
+        """The actions of the last step that was closed."""
+        return tuple(self._timed(*entry) for entry in self._closed)
 
     def add(self, kind: Kind, group: str | None, start_s: float) -> None:
         """Record an action that began at `start_s` (of `now`) and has just ended."""
-        if not self.is_recording:
-            return
-        action = Action(kind, micro_batch=self.micro_batch if kind in COMPUTATIONS else None, group=group)
-        self._open.append(TimedAction(action, self._rank, start_s, self.now(), LANES[kind]))
+        if self.is_recording:
+            self._open.append((kind, self.micro_batch, group, start_s, time.perf_counter()))
 
     @contextmanager
     def span(self, kind: Kind, group: str | None) -> Iterator[None]:
@@ -48,6 +54,9 @@ class Timeline:
 
     def close_step(self) -> None:
         """Finish the step's record."""
-        self.last_step = tuple(self._open)
-        self._open.clear()
+        self._closed, self._open = self._open, []
         self.micro_batch = 0
+
+    def _timed(self, kind: Kind, micro_batch: int, group: str | None, start_s: float, end_s: float) -> TimedAction:
+        action = Action(kind, micro_batch=micro_batch if kind in COMPUTATIONS else None, group=group)
+        return TimedAction(action, self._rank, start_s, end_s, LANES[kind])

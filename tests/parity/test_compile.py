@@ -1,4 +1,4 @@
-"""Compiled blocks on two ranks equal one plain process in float64, without a graph break, and compile no more once warm.
+"""Compiled blocks on two ranks equal one plain process in float64, without a graph break or a late compilation.
 
 Dynamo's own counters are read here, and only here.
 """
