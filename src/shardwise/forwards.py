@@ -1,4 +1,4 @@
-"""What runs in the place of a block's own forward: recomputed, compiled, or both.
+"""What runs in the place of a block's own forward: recomputed, compiled, or both; and without a cache where recomputed.
 
 Not the hooks, which stay outside. Compiled is the whole of `run_forward`, checkpoint included: there the recomputation
 is part of the compiled backward, which saves what the policy of selective recomputation says. A checkpoint around
@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import re
 from collections.abc import Callable, Hashable
 from types import FunctionType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -45,12 +46,60 @@ def replace_forwards(model: nn.Module, layout: Layout, config: Config) -> list[C
     undo = []
     for index, unit in enumerate(layout.units):
         module = model.get_submodule(unit)
+        plain = module.forward
         recompute = config.recompute.mode if index % config.recompute.every == 0 else "none"
         if compiler is not None:
             undo.append(replace_forward(module, compiler.compiled(unit, module, recompute)))
         elif recompute != "none":
             undo.append(recompute_forward(module, recompute))
+        if recompute != "none":
+            undo.append(leave_out_cache(module, plain))
     return undo
+
+
+# What Hugging Face's blocks call the cache that they write into.
+_CACHE_ARGUMENTS: Final = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+
+
+def leave_out_cache(module: nn.Module, plain: Run) -> Callable[[], None]:
+    """Hand a recomputed block no cache of keys and values: the recomputation would write into it once more.
+
+    In training nobody reads what the block writes. In evaluation with gradients somebody may, and a cache that holds
+    something already is read by the block itself: there it runs plainly.
+
+    Args:
+        module: its forward is the recomputed one.
+        plain: its own forward.
+
+    Returns:
+        what puts the recomputed forward back.
+    """
+    forward = module.forward
+    names = list(inspect.signature(plain).parameters)
+    places = [(names.index(name), name) for name in _CACHE_ARGUMENTS if name in names]
+
+    @functools.wraps(forward)
+    def cacheless(*args: Any, **kwargs: Any) -> Any:
+        for position, name in places if torch.is_grad_enabled() else ():
+            is_positional = position < len(args)
+            cache = args[position] if is_positional else kwargs.get(name)
+            if cache is None:
+                continue
+            if not module.training or not _is_empty(cache):
+                return plain(*args, **kwargs)
+            if is_positional:
+                args = (*args[:position], None, *args[position + 1 :])
+            else:
+                kwargs[name] = None
+        return forward(*args, **kwargs)
+
+    return replace_forward(module, cacheless)
+
+
+def _is_empty(cache: Any) -> bool:
+    """Whether a cache holds nothing yet; one that cannot be asked is taken to hold something."""
+    measure = getattr(cache, "get_seq_length", None)
+    return measure is not None and measure() == 0
 
 
 class _BlockCompiler:
