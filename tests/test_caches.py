@@ -1,4 +1,4 @@
-"""What stands in for a block's forward; compiled ones are in `parity/test_compile.py`."""
+"""Recomputed blocks are handed no cache in training, which the recomputation would fill once more."""
 
 from __future__ import annotations
 

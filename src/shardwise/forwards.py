@@ -14,7 +14,7 @@ import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from types import FunctionType
 from typing import Any, Final
 
@@ -52,8 +52,8 @@ def replace_forwards(model: nn.Module, layout: Layout, config: Config) -> list[C
             undo.append(replace_forward(module, compiler.compiled(unit, module, recompute)))
         elif recompute != "none":
             undo.append(recompute_forward(module, recompute))
-        if recompute != "none":
-            undo.append(leave_out_cache(module, plain))
+        if recompute != "none" and (names := _cache_arguments(plain)):
+            undo.append(_leave_out_cache(module, plain, names))
     return undo
 
 
@@ -61,7 +61,13 @@ def replace_forwards(model: nn.Module, layout: Layout, config: Config) -> list[C
 _CACHE_ARGUMENTS: Final = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
-def leave_out_cache(module: nn.Module, plain: Run) -> Callable[[], None]:
+def _cache_arguments(forward: Run) -> list[tuple[int, str]]:
+    """Position and name of the arguments of a block's forward that are caches."""
+    names = list(inspect.signature(forward).parameters)
+    return [(names.index(name), name) for name in _CACHE_ARGUMENTS if name in names]
+
+
+def _leave_out_cache(module: nn.Module, plain: Run, places: Sequence[tuple[int, str]]) -> Callable[[], None]:
     """Hand a recomputed block no cache of keys and values: the recomputation would write into it once more.
 
     In training nobody reads what the block writes. In evaluation with gradients somebody may, and a cache that holds
@@ -70,13 +76,12 @@ def leave_out_cache(module: nn.Module, plain: Run) -> Callable[[], None]:
     Args:
         module: its forward is the recomputed one.
         plain: its own forward.
+        places: of the caches in its arguments.
 
     Returns:
         what puts the recomputed forward back.
     """
     forward = module.forward
-    names = list(inspect.signature(plain).parameters)
-    places = [(names.index(name), name) for name in _CACHE_ARGUMENTS if name in names]
 
     @functools.wraps(forward)
     def cacheless(*args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.models import CASES, every_rank, make_batches
+from harness.models import CASES, ModelCase, every_rank, make_batches
 from harness.reference import Trace, train_reference
 from shardwise import Config, Engine, initialize
 
@@ -45,7 +45,13 @@ def train_engine(
     rank: int, world_size: int, case_name: str, num_micro_batches: int, num_steps: int, overrides: Overrides
 ) -> Trace:
     """Train on this rank's share of the batches; the trace's gradients hold this rank's slices, zero elsewhere."""
-    case = CASES[case_name]
+    return train_case(rank, world_size, CASES[case_name], num_micro_batches, num_steps, overrides)
+
+
+def train_case(
+    rank: int, world_size: int, case: ModelCase, num_micro_batches: int, num_steps: int, overrides: Overrides
+) -> Trace:
+    """`train_engine` for a case that has no name."""
     config = make_config(num_micro_batches, overrides)
     # Other ranks start from other weights: rank 0's are everybody's.
     model = case.build(torch.float64, seed=rank)
@@ -83,7 +89,13 @@ def reference_trace(
     case_name: str, world_size: int, num_micro_batches: int, num_steps: int, clip_norm: float | None
 ) -> Trace:
     """The same training by one plain process."""
-    case = CASES[case_name]
+    return reference_of(CASES[case_name], world_size, num_micro_batches, num_steps, clip_norm)
+
+
+def reference_of(
+    case: ModelCase, world_size: int, num_micro_batches: int, num_steps: int, clip_norm: float | None
+) -> Trace:
+    """`reference_trace` for a case that has no name."""
     batches = make_batches(case, num_steps=num_steps, world_size=world_size, num_micro_batches=num_micro_batches)
     return train_reference(case.build(torch.float64), every_rank(batches), case.loss, make_optimizer, clip_norm)
 
