@@ -79,15 +79,16 @@ def test_sum_chunks_sums_in_rank_order(
     assert torch.equal(total, expected)
 
 
-def test_sums_run_in_no_less_than_fp32() -> None:
+@pytest.mark.parametrize("num_ranks", [9, 257])
+def test_sums_run_in_no_less_than_fp32(num_ranks: int) -> None:
     """256 + 1 is 256 in bf16: a sum in bf16 would stay there."""
-    chunks = torch.ones(257, 1, dtype=torch.bfloat16)  # [ranks, elements]
+    chunks = torch.ones(num_ranks, 1, dtype=torch.bfloat16)  # [ranks, elements]
     chunks[0] = 256
-    total = torch.zeros(1, dtype=torch.bfloat16)
+    total = torch.full((1,), torch.nan, dtype=torch.bfloat16)
     sum_chunks(total, chunks, accumulate=False)
-    assert total.item() == 512
+    assert total.item() == 255 + num_ranks
     sum_chunks(total, chunks, accumulate=True)
-    assert total.item() == 1024
+    assert total.item() == 2 * (255 + num_ranks)
 
 
 def test_to_device_casts_what_floats_and_keeps_the_rest() -> None:

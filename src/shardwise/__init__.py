@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardwise.hooks import ReleasedParameterError
     from shardwise.layout.layout import Layout, build_layout
     from shardwise.loss import NonFiniteLossError
+    from shardwise.simulation import Simulation, simulate
     from shardwise.start import initialize
 
 __all__ = [
@@ -32,11 +33,13 @@ __all__ = [
     "Layout",
     "NonFiniteLossError",
     "ReleasedParameterError",
+    "Simulation",
     "StepResult",
     "backward",
     "build_layout",
     "init",
     "initialize",
+    "simulate",
 ]
 
 _MODULES: Final[Mapping[str, str]] = {
@@ -48,11 +51,13 @@ _MODULES: Final[Mapping[str, str]] = {
     "Layout": "layout.layout",
     "NonFiniteLossError": "loss",
     "ReleasedParameterError": "hooks",
+    "Simulation": "simulation",
     "StepResult": "engine",
     "backward": "engine",
     "build_layout": "layout.layout",
     "init": "deferred",
     "initialize": "start",
+    "simulate": "simulation",
 }
 
 

@@ -8,23 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 __all__ = [
+    "NO_VALUE_ERRORS",
     "OpMode",
     "OpOverload",
     "compiler_errors",
+    "fake_copy",
+    "fake_tensors",
     "in_backward",
     "in_op_mode",
     "num_recorded",
     "on_backward_end",
+    "parameter_class",
     "plain_torch_functions",
     "pytree",
     "record_number",
@@ -156,3 +162,31 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args) if frame_hook() is None else disabled(*args)
 
     return skip(call)
+
+
+# What a fake tensor raises where its values are asked for: for a number, or for a shape that follows from them.
+NO_VALUE_ERRORS: Final = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Inside, tensors have shapes, dtypes, storages and graphs but no memory; public torch has no such mode.
+
+    Unlike meta tensors they tell a device, and are the same everywhere else in torch, autograd and optimizers included.
+    """
+    return FakeTensorMode()
+
+
+def fake_copy(tensor: Tensor) -> Tensor:
+    """An empty tensor on the CPU like `tensor`, which may be real or on meta; one that is such a fake is itself.
+
+    To be called inside `fake_tensors`.
+    """
+    if isinstance(tensor, FakeTensor) and tensor.device.type == "cpu":
+        return tensor
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+def parameter_class(parameter: nn.Parameter) -> type[nn.Parameter]:
+    """What a parameter is when its data is present: a fake one must stay a `FakeTensor`, which dispatches for it."""
+    return cast(type[nn.Parameter], FakeTensor if isinstance(parameter, FakeTensor) else type(parameter))

@@ -31,6 +31,7 @@ examples:
   shardwise train --data book.txt run.steps=1000      a text file, a folder or JSONL
   shardwise train zero.stage=3 batch.global_size=64   any key of `shardwise config`
   shardwise train my.toml optimizer.lr=1e-3           a file, and what differs from it
+  shardwise train my.toml --dry-run --world-size 512  what each of 512 ranks would hold and send, in seconds
   torchrun --nproc-per-node 8 -m shardwise.cli train  joins the ranks there are; so does srun
 """
 
@@ -65,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("settings", nargs="*", metavar="config.toml | key=value", help="a TOML file, and keys to set")
     train.add_argument("--data", metavar="PATH", help="a text file, a folder or JSONL (data.path)")
+    train.add_argument("--dry-run", action="store_true", help="say what a rank would hold and send; start nothing")
+    train.add_argument("--world-size", type=int, metavar="N", help="ranks of the dry run; none is started")
     train.add_argument("--prepared", nargs=2, type=Path, help=argparse.SUPPRESS)
     train.set_defaults(run=_train)
     config = commands.add_parser("config", help="print every key with its default, as TOML")
@@ -91,6 +94,10 @@ def _parser() -> argparse.ArgumentParser:
 def _train(arguments: argparse.Namespace) -> int:
     exit_with_parent(os.environ)
     try:
+        if arguments.dry_run:
+            return _dry_run(arguments)
+        if arguments.world_size is not None:
+            raise ConfigError(f"--world-size {arguments.world_size} is of a dry run; add --dry-run or leave it out")
         env = detect(os.environ)
         if env is None and arguments.prepared is None:
             return _start(arguments)
@@ -113,6 +120,20 @@ def _start(arguments: argparse.Namespace) -> int:
 
     path, assignments = _split(arguments.settings)
     return start(job_config(path, assignments, arguments.data), Console())
+
+
+def _dry_run(arguments: argparse.Namespace) -> int:
+    from shardwise.launch.local import default_num_ranks
+    from shardwise.train.dry_run import dry_run, render
+    from shardwise.train.job import job_config
+
+    path, assignments = _split(arguments.settings)
+    config = job_config(path, assignments, arguments.data)
+    num_ranks = config.run.num_procs if arguments.world_size is None else arguments.world_size
+    if num_ranks is None:
+        num_ranks = default_num_ranks(config.run.device)
+    Console().print(render(dry_run(config, num_ranks)))
+    return 0
 
 
 def _be_rank(arguments: argparse.Namespace, env: RankEnv, stop: StopFlag) -> int:

@@ -9,7 +9,7 @@ slower than the same bytes point to point (`benchmarks/primitives.py`), so there
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -144,8 +144,8 @@ class Links(Protocol):
     def broadcast(self, buffer: Tensor) -> list[dist.Work]:
         """Give every rank what rank 0 of the group holds."""
 
-    def read(self, values: Tensor) -> list[float]:
-        """The numbers of a small vector, on the host."""
+    def read(self, values: Tensor, known: Sequence[float]) -> list[float]:
+        """The numbers of a reduced vector, on the host; its last ones were `known` to this rank's host before."""
 
 
 class Network(Protocol):
@@ -226,8 +226,8 @@ class GroupLinks:
         source = dist.get_global_rank(self._group, 0)
         return self._works(dist.broadcast(buffer, source, group=self._group, async_op=self.waits_on_host))
 
-    def read(self, values: Tensor) -> list[float]:
-        """The numbers of a small vector, on the host."""
+    def read(self, values: Tensor, known: Sequence[float]) -> list[float]:
+        """The numbers of a reduced vector, on the host."""
         return values.tolist()
 
     def _works(self, work: dist.Work | None) -> list[dist.Work]:
@@ -320,13 +320,19 @@ class Comm:
 
         return Pending(reduced.wait, gather)
 
-    def sum_scalars(self, values: Tensor, name: str) -> list[float]:
-        """Sum a small fp64 vector over the ranks and return it on the host."""
-        return self._reduce_scalars(values, dist.ReduceOp.SUM, name)
+    def sum_scalars(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:
+        """Sum a small fp64 vector over the ranks and return it on the host.
 
-    def max_scalars(self, values: Tensor, name: str) -> list[float]:
-        """The element-wise maximum of a small fp64 vector over the ranks, on the host."""
-        return self._reduce_scalars(values, dist.ReduceOp.MAX, name)
+        Args:
+            values: of the device; reduced in place where nothing follows them.
+            name: for counts and messages.
+            known: numbers of the host, which follow the values.
+        """
+        return self._reduce_scalars(values, known, dist.ReduceOp.SUM, name)
+
+    def max_scalars(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:
+        """The element-wise maximum of a small fp64 vector over the ranks, on the host; arguments as above."""
+        return self._reduce_scalars(values, known, dist.ReduceOp.MAX, name)
 
     def broadcast(self, buffer: Tensor, name: str) -> None:
         """Give every rank what rank 0 of the group holds."""
@@ -334,7 +340,8 @@ class Comm:
         self._start(call, lambda: self._links.broadcast(buffer)).wait()
 
     def _own_slice(self, full: Tensor) -> Tensor:
-        return full.chunk(self.world_size)[self.rank]
+        numel = full.numel() // self.world_size
+        return full[self.rank * numel : (self.rank + 1) * numel]
 
     def _native_reduce_scatter(self, source: Tensor, out: Tensor, accumulate: bool) -> None:
         if source.dtype.itemsize >= 4:
@@ -347,10 +354,14 @@ class Comm:
             sum_chunks(out, summed.view(self.world_size, -1), accumulate)
         self._pool.release(summed)
 
-    def _reduce_scalars(self, values: Tensor, op: dist.ReduceOp.RedOpType, name: str) -> list[float]:
+    def _reduce_scalars(
+        self, values: Tensor, known: Sequence[float], op: dist.ReduceOp.RedOpType, name: str
+    ) -> list[float]:
+        if known:
+            values = torch.cat([values, torch.tensor(known, dtype=values.dtype, device=values.device)])
         call = self._count("all_reduce_scalars", name, values, passes=2)
         self._start(call, lambda: self._links.all_reduce(values, op)).wait()
-        return self._links.read(values)
+        return self._links.read(values, known)
 
     def _count(self, op: str, name: str, buffer: Tensor, passes: int) -> Call:
         return self.books.add(op, name, self.axis, self.world_size, buffer, passes)

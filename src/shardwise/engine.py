@@ -374,8 +374,8 @@ class Engine(EngineStates):
         is_whole = self.layout.stage.optimizer is Placement.REPLICATE
         if (self.comm if is_whole else self._comms.replicas).rank > 0:
             own_square.zero_()  # others hold the same gradient: it counts once
-        flags = torch.tensor(self._sharded.used(), dtype=torch.float64, device=self.device)
-        summed = self._books.sum_with(torch.cat([own_square.reshape(1).to(self.device), flags]), "step")
+        own = own_square.reshape(1).to(self.device)
+        summed = self._books.sum_with(own, "step", self._sharded.used())
         loss_sum, count, square_sum, *counts = summed
         used = {name: number > 0 for name, number in zip(self._sharded.names, counts, strict=True)}
         return loss_sum, count, square_sum, used

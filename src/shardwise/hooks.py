@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -232,7 +232,9 @@ class ReleasedParameterError(RuntimeError):
     """A parameter was used while its data is sharded away."""
 
 
-def released_type(on_use: Callable[[nn.Parameter], None]) -> type[nn.Parameter]:
+def released_type(
+    on_use: Callable[[nn.Parameter], None], present: type[nn.Parameter] = nn.Parameter
+) -> type[nn.Parameter]:
     """A class that a parameter wears while its storage is released: its shape and dtype can be read, its data cannot.
 
     On the CPU an element-wise operation on a freed storage is a segmentation fault, and elsewhere it is garbage, so
@@ -243,10 +245,10 @@ def released_type(on_use: Callable[[nn.Parameter], None]) -> type[nn.Parameter]:
 
     reason = "a block uses a parameter of another block, which is released"
     guard = torch.compiler.disable(on_use, reason=reason)
-    return type("ReleasedParameter", (_Released,), {"on_use": staticmethod(guard)})
+    return type("ReleasedParameter", (_Released, present), {"on_use": staticmethod(guard)})
 
 
-class _Released(nn.Parameter):
+class _Released:
     """What the classes of all engines share, so that an operation on parameters of several asks each."""
 
     on_use: Callable[[nn.Parameter], None]
@@ -261,7 +263,7 @@ class _Released(nn.Parameter):
         if func not in _READABLE:
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if isinstance(leaf, _Released):
-                    type(leaf).on_use(leaf)
+                    type(leaf).on_use(cast(nn.Parameter, leaf))
         with plain_torch_functions():
             return func(*args, **kwargs)
 

@@ -116,10 +116,10 @@ class LossBooks:
             "is unknown; compute the loss in loss_fn and pass on what engine(batch) returns"
         )
 
-    def sum_with(self, values: Tensor, name: str) -> list[float]:
-        """Sum loss, count and a vector of further values over the ranks."""
+    def sum_with(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:
+        """Sum loss, count, a vector of further values and numbers of the host over the ranks."""
         sums = self._sums if self._sums is not None else values.new_zeros(2)
-        return self._comm.sum_scalars(torch.cat([sums, values]), name)
+        return self._comm.sum_scalars(torch.cat([sums, values]), name, known)
 
     def sum_over_ranks(self, name: str) -> tuple[float, float]:
         """The loss's sum and count over the ranks."""

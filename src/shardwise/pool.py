@@ -48,11 +48,11 @@ class Stream(Protocol):
         """Hold back what is enqueued from now on until the event has passed."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Buffer:
-    """A storage of the pool: leased out as `tensor`, or idle since the event `last_use` on `last_stream`."""
+    """Memory of the pool, 1-D uint8: leased out as `tensor`, or idle since the event `last_use` on `last_stream`."""
 
-    storage: torch.UntypedStorage
+    memory: Tensor
     capacity_bytes: int
     tensor: Tensor | None = None
     last_stream: Stream | None = None
@@ -108,9 +108,9 @@ class BufferPool:
         buffer = self._take_idle(num_bytes) or self._allocate(num_bytes)
         if stream is not None and buffer.last_use is not None and buffer.last_stream != stream:
             stream.wait_event(buffer.last_use)
-        tensor = torch.empty(0, dtype=dtype, device=self.device).set_(buffer.storage, 0, (numel,), (1,))
+        tensor = buffer.memory[:num_bytes].view(dtype)
         buffer.tensor = tensor
-        self._leased[buffer.storage] = buffer
+        self._leased[tensor.untyped_storage()] = buffer
         self._leased_bytes += buffer.capacity_bytes
         self._peak_leased_bytes = max(self._peak_leased_bytes, self._leased_bytes)
         self.live_bytes += num_bytes
@@ -132,7 +132,7 @@ class BufferPool:
                 f"a tensor of {tensor.numel()} {tensor.dtype} is not on lease from this pool: it was "
                 "released already, is a view, or comes from elsewhere; release what acquire returned, once"
             )
-        del self._leased[buffer.storage]
+        del self._leased[tensor.untyped_storage()]
         buffer.tensor = None
         buffer.last_stream = self._current_stream() if stream is None else stream
         buffer.last_use = _record(buffer.last_stream)
@@ -159,11 +159,11 @@ class BufferPool:
         in_use_bytes = self._leased_bytes + capacity_bytes
         self._free_idle_until(max(in_use_bytes, self._peak_leased_bytes) - capacity_bytes)
         with self._on_home():
-            storage = torch.UntypedStorage(capacity_bytes, device=self.device)
+            memory = torch.empty(capacity_bytes, dtype=torch.uint8, device=self.device)
         if self._ledger is not None:
-            self._ledger.track(storage, Category.BUCKETS)
+            self._ledger.track(memory, Category.BUCKETS)
         self.reserved_bytes += capacity_bytes
-        return _Buffer(storage, capacity_bytes, last_stream=self._home, last_use=_record(self._home))
+        return _Buffer(memory, capacity_bytes, last_stream=self._home, last_use=_record(self._home))
 
     def _free_idle_until(self, reserved_bytes: int) -> None:
         while self._idle and self.reserved_bytes > reserved_bytes:

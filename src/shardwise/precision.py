@@ -26,6 +26,9 @@ TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
 # that fits the cache, take about half its time (`benchmarks/primitives.py`).
 _BLOCK_NUMEL: Final = 256 * 1024
 
+# More rows are summed in one call: each of them alone would cost more than the sum.
+_MAX_ROWS: Final = 64
+
 
 def torch_dtype(name: Dtype) -> torch.dtype:
     """The torch dtype of a config's dtype name."""
@@ -45,7 +48,8 @@ def add_widened(total: Tensor, addend: Tensor) -> None:
 
 
 def sum_chunks(total: Tensor, chunks: Tensor, accumulate: bool) -> None:
-    """Sum the rows of `chunks` [n, s] into `total` [s], in rank order, in fp32 or wider whatever the dtypes.
+    """Sum the rows of `chunks` [n, s] into `total` [s] in fp32 or wider, whatever the dtypes; the order is the same in
+    every call, and that of the ranks where these are few.
 
     Args:
         total: the sum, in place; what it held before is added too where `accumulate` is set.
@@ -53,11 +57,15 @@ def sum_chunks(total: Tensor, chunks: Tensor, accumulate: bool) -> None:
         accumulate: whether `total` holds a sum already.
     """
     wide = total if total.dtype.itemsize >= 4 else total.to(torch.float32)
-    rows = list(chunks.unbind(0))
-    if not accumulate:
-        wide.copy_(rows.pop(0))
-    for row in rows:
-        add_widened(wide, row)
+    if chunks.shape[0] > _MAX_ROWS:
+        summed = chunks.sum(0, dtype=wide.dtype)
+        (wide.add_ if accumulate else wide.copy_)(summed)
+    else:
+        rows = list(chunks.unbind(0))
+        if not accumulate:
+            wide.copy_(rows.pop(0))
+        for row in rows:
+            add_widened(wide, row)
     if wide is not total:
         total.copy_(wide)
 

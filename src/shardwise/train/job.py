@@ -85,15 +85,25 @@ def resolve_job(config: Config, world_size: int, num_local_ranks: int) -> Config
         ConfigError: mesh, batch, model, layout, optimizer or device do not fit, or the states are larger than memory.
     """
     run = config.run.model_copy(update={"device": device_kind(config)})
-    resolved = config.resolve(world_size).model_copy(update={"run": run})
-    if run.name is not None and Path(run.name).name != run.name:
-        raise ConfigError(f"run.name={run.name} is not the name of a folder; leave out the slashes")
+    resolved, layout = check_job(config.model_copy(update={"run": run}), world_size)
+    _refuse_too_large(layout, resolved, num_local_ranks)
+    return resolved
+
+
+def check_job(config: Config, world_size: int) -> tuple[Config, Layout]:
+    """Resolve the config and check what does not depend on this machine.
+
+    Raises:
+        ConfigError: mesh, batch, model, layout or optimizer do not fit.
+    """
+    resolved = config.resolve(world_size)
+    name = config.run.name
+    if name is not None and Path(name).name != name:
+        raise ConfigError(f"run.name={name} is not the name of a folder; leave out the slashes")
     if config.optimizer.name.lower() not in optimizer_names():
         build_optimizer(config.optimizer, [])  # says why not; a real one is not built here, since that takes a second
     shape = decoder_config(config.model, max_seq_len=config.data.seq_len)
-    layout = build_layout(Decoder(shape, device="meta"), resolved)
-    _refuse_too_large(layout, resolved, num_local_ranks)
-    return resolved
+    return resolved, build_layout(Decoder(shape, device="meta"), resolved)
 
 
 def _refuse_too_large(layout: Layout, config: Config, num_local_ranks: int) -> None:
@@ -122,7 +132,14 @@ def device_kind(config: Config) -> DeviceKind:
         raise ConfigError(
             "run.device=cuda but torch sees no GPU; use run.device=cpu, or check the driver and torch's build"
         )
-    return "cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu"
+    return wanted_device(config)
+
+
+def wanted_device(config: Config) -> DeviceKind:
+    """As `device_kind`, but GPUs that are asked for need not be here."""
+    if config.run.device != "auto":
+        return config.run.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def prepare_job_data(config: Config, progress: Progress | None = None) -> PreparedData:
@@ -168,7 +185,7 @@ def _create_first_free(path: Path) -> Path:
 
 def _job_defaults(config: Config, given: set[str]) -> dict[str, Any]:
     """Values by dotted key, for the keys that the user has not given."""
-    kind = device_kind(config)
+    kind = wanted_device(config)
     hardware = "cpu with bf16" if kind == "cpu" and has_fast_bf16() else kind
     defaults: dict[str, Any] = {**_DEFAULTS, "precision.param": "fp32" if hardware == "cpu" else "bf16"}
     if config.model.preset == "tiny":

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwise._torch_private import in_backward, on_backward_end, plain_torch_functions
+from shardwise._torch_private import in_backward, on_backward_end, parameter_class, plain_torch_functions
 from shardwise.hooks import ReleasedParameterError, claim, hook_gradient, hook_unit, released_type
 from shardwise.layout.groups import GroupSpec
 from shardwise.layout.layout import Layout
@@ -50,7 +50,8 @@ class ZeroDriver:
         self._in_backward = self._is_inner = False
         self._is_forwarding = False
         this = weakref.ref(self)
-        self._released = released_type(lambda parameter: _use_released(this(), parameter))
+        present = next((parameter_class(parameter) for parameter in model.parameters()), nn.Parameter)
+        self._released = released_type(lambda parameter: _use_released(this(), parameter), present)
         self.units = [Unit(name, self) for name in (ROOT, *layout.units)]
         self._unit_of = {unit.name: unit for unit in self.units}
         self._order: Order = (LockstepOrder if resources.lockstep else LearntOrder)(layout.units)
@@ -333,8 +334,8 @@ class ZeroDriver:
         """The groups that any rank has gradients left of, in the fixed order."""
         flags = [float(group in self._late) for group in self._reduce_order]
         data = self._resources.comms.data
-        flags = data.max_scalars(torch.tensor(flags, dtype=torch.float64, device=data.device), "late gradients")
-        return [group for group, flag in zip(self._reduce_order, flags, strict=True) if flag]
+        agreed = data.max_scalars(torch.zeros(0, dtype=torch.float64, device=data.device), "late gradients", flags)
+        return [group for group, flag in zip(self._reduce_order, agreed, strict=True) if flag]
 
     def _reduce(self, group: ParamGroup) -> None:
         group.reduce(self.is_last)

@@ -8,7 +8,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch_private import plain_torch_functions, set_data, version
+from shardwise._torch_private import parameter_class, plain_torch_functions, set_data, version
 from shardwise.comm import Comms, Pending
 from shardwise.deferred import ValueSource
 from shardwise.hooks import ReleasedParameterError, wear
@@ -61,7 +61,7 @@ class GroupParams:
         self._comms = comms
         self._ledger = ledger
         self._released = released
-        self._kinds = tuple(type(parameter) for parameter in parameters)
+        self._kinds = tuple(parameter_class(parameter) for parameter in parameters)
         self._pending = Pending(None)
 
         self.shard_start, self.shard_stop = spec.held_range(stage.optimizer, comms.shards.rank)

@@ -1,0 +1,255 @@
+"""One rank of a world of any size, simulated on one CPU: the engine itself, over tensors without memory.
+
+Nothing is modelled. Hooks, collectives, buffers, recomputation and the optimizer's step are those of a real run; only
+tensors are fake and nobody answers. So the bytes at rest, at the peak and on the wire, the order of the collectives and
+of the actions are a real rank's (`tests/test_simulation.py` compares them), and times mean nothing. Values mean nothing
+either: the simulated ranks take the same path through the model, and a model that decides on values is refused.
+
+>>> from torch import nn
+>>> config = Config.from_dict({"zero": {"stage": 3, "blocks": ["Linear"]}, "precision": {"param": "bf16"}})
+>>> simulation = simulate(
+...     lambda: nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512)),
+...     config,
+...     lambda: torch.zeros(8, 512),
+...     loss_fn=lambda output, batch: output.square().mean(),
+...     rank=17,
+...     world_size=4096,
+... )
+>>> simulation.states_bytes == simulation.layout.bytes_at_rest(shard=17)
+True
+>>> [str(call) for call in simulation.calls[:2]]
+['all_gather #19 of unshard 0 over dp_shard (4096 ranks)', 'all_gather #20 of unshard 2 over dp_shard (4096 ranks)']
+
+Kernels are those of torch on the CPU, so where a GPU has other ones (attention, norms) their saved tensors differ.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise._torch_private import NO_VALUE_ERRORS, fake_copy, fake_tensors, pytree
+from shardwise.comm import Call
+from shardwise.config import Config, ConfigError
+from shardwise.engine import Engine
+from shardwise.layout.layout import Layout, build_layout
+from shardwise.layout.mesh_shape import MeshShape
+from shardwise.loss import LossFn
+from shardwise.memory import Category, MemorySnapshot
+from shardwise.schedule.actions import TimedAction
+from shardwise.zero.optimizer_plan import OptimizerFactory
+
+Backend = Literal["gloo", "nccl"]
+
+# The first step makes the optimizer's states and learns the order of the blocks.
+_NUM_WARMUP_STEPS = 1
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What one rank holds and sends in an optimizer step, the second one; all in bytes.
+
+    Attributes:
+        rank: that was simulated.
+        layout: of all ranks.
+        at_rest: the ledger after the last backward and before the step.
+        peak: the ledger after the step: `peak_bytes` in all, `peak_live_bytes` by category.
+        counter_bytes: of the optimizer's step counts, at rest too, which the Layout leaves out.
+        calls: the step's collectives in their order.
+        actions: of the step, in their order; their times are the simulation's.
+        elapsed_s: what the simulation took.
+    """
+
+    rank: int
+    layout: Layout
+    at_rest: MemorySnapshot
+    peak: MemorySnapshot
+    counter_bytes: int
+    calls: tuple[Call, ...]
+    actions: tuple[TimedAction, ...]
+    elapsed_s: float
+
+    @property
+    def states_bytes(self) -> dict[str, int]:
+        """Bytes at rest by role, as `Layout.bytes_at_rest` gives them, but counted."""
+        live_bytes = self.at_rest.live_bytes
+        return {
+            "param": live_bytes[Category.PARAMETERS],
+            "grad": live_bytes[Category.GRADIENTS],
+            "optimizer": live_bytes[Category.OPTIMIZER] - self.counter_bytes,
+        }
+
+    @property
+    def wire_bytes(self) -> dict[tuple[str, str], int]:
+        """Bytes this rank sends, by axis and op, as a ring would."""
+        totals: dict[tuple[str, str], int] = {}
+        for call in self.calls:
+            totals[call.axis, call.op] = totals.get((call.axis, call.op), 0) + call.wire_bytes
+        return totals
+
+
+class SimulatedLinks:
+    """Links to ranks that are not there: nothing moves, and every collective is over at once.
+
+    Args:
+        rank: in the group.
+        world_size: of the group.
+        backend: in whose way `Comm` uses the links.
+    """
+
+    def __init__(self, rank: int, world_size: int, backend: Backend) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.waits_on_host = backend == "gloo"
+
+    def all_gather(self, full: Tensor) -> list[dist.Work]:
+        """Leave `full` as it is."""
+        return []
+
+    def all_to_all(self, received: Tensor, source: Tensor) -> list[dist.Work]:
+        """Leave `received` as it is."""
+        return []
+
+    def reduce_scatter(self, out: Tensor, source: Tensor) -> list[dist.Work]:
+        """Leave `out` as it is."""
+        return []
+
+    def all_reduce(self, buffer: Tensor, op: dist.ReduceOp.RedOpType) -> list[dist.Work]:
+        """Leave `buffer` as it is."""
+        return []
+
+    def broadcast(self, buffer: Tensor) -> list[dist.Work]:
+        """Leave `buffer` as it is."""
+        return []
+
+    def read(self, values: Tensor, known: Sequence[float]) -> list[float]:
+        """Ones, with which any step goes through; of what the host knew, that: the other ranks do as this one."""
+        return [1.0] * (values.numel() - len(known)) + [float(number) for number in known]
+
+
+class SimulatedNetwork:
+    """A network around one rank of a mesh; see `SimulatedLinks`."""
+
+    def __init__(self, mesh: MeshShape, rank: int, backend: Backend) -> None:
+        self.rank = rank
+        self._mesh = mesh
+        self._backend = backend
+
+    def links(self, axes: tuple[str, ...], use: str) -> SimulatedLinks:
+        """Links along `axes`, whatever their use."""
+        return SimulatedLinks(self._mesh.index_along(axes, self.rank), self._mesh.size_along(axes), self._backend)
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+def simulate(
+    model: nn.Module | Callable[[], nn.Module],
+    config: Config | Mapping[str, Any] | None,
+    make_batch: Callable[[], Any],
+    *,
+    rank: int,
+    world_size: int,
+    loss_fn: LossFn | None = None,
+    optimizer: OptimizerFactory | None = None,
+    backend: Backend = "gloo",
+) -> Simulation:
+    """Take two optimizer steps of one rank of a world that is not there, and say what the second one held and sent.
+
+    Args:
+        model: a module, on meta or anywhere, of which shapes are read only; or what makes one, in no memory.
+        config: as for `initialize`; `run.device` plays no part.
+        make_batch: makes one micro-batch, as for `Engine.train_step`, in no memory; values play no part.
+        rank: to simulate.
+        world_size: of its world.
+        loss_fn: as for `initialize`.
+        optimizer: as for `initialize`, but not one over the model's own parameters.
+        backend: gloo receives slices and sums them on the host; nccl has native collectives and side streams.
+
+    Raises:
+        ConfigError: config, model, rank or world size do not fit each other, or model, loss or optimizer decide on
+            values.
+    """
+    start_s = time.perf_counter()
+    config = config if isinstance(config, Config) else Config.from_dict(config or {})
+    config = config.resolve(world_size)
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank} is not in a world of {world_size}; give 0 to {world_size - 1}")
+    if not isinstance(model, nn.Module):
+        with torch.device("meta"):
+            model = model()
+    with fake_tensors():
+        try:
+            faked = _without_memory(model)
+            layout = build_layout(faked, config)
+            network = SimulatedNetwork(layout.mesh, rank, backend)
+            device = torch.device("cpu")
+            engine = Engine(
+                faked, config, layout, device, network, loss_fn=loss_fn, optimizer=optimizer, scheduler=None
+            )
+            for _ in range(_NUM_WARMUP_STEPS):
+                _take_step(engine, _make_batches(engine, make_batch))
+            return _observe_step(engine, _make_batches(engine, make_batch), start_s)
+        except NO_VALUE_ERRORS as error:
+            raise ConfigError(
+                f"the model, the loss or the optimizer reads the values of a tensor ({_reason(error)}), and a "
+                "simulated one has none; simulate one that does not decide on values, and an optimizer such as adamw"
+            ) from error
+
+
+def _observe_step(engine: Engine, batches: Sequence[Any], start_s: float) -> Simulation:
+    engine.comm.books.recent = deque()
+    engine.memory.reset_peak()
+    with engine.memory.meter():
+        at_rest = _take_step(engine, batches)
+    return Simulation(
+        rank=engine.comm.rank,
+        layout=engine.layout,
+        at_rest=at_rest,
+        peak=engine.memory.snapshot(),
+        counter_bytes=_counter_bytes(engine),
+        calls=tuple(engine.comm.books.recent),
+        actions=engine.timeline,
+        elapsed_s=time.perf_counter() - start_s,
+    )
+
+
+def _make_batches(engine: Engine, make_batch: Callable[[], Any]) -> list[Any]:
+    batches = [make_batch() for _ in range(engine.config.batch.accumulation or 1)]
+    return pytree.tree_map(lambda leaf: fake_copy(leaf) if isinstance(leaf, Tensor) else leaf, batches)
+
+
+def _take_step(engine: Engine, batches: Sequence[Any]) -> MemorySnapshot:
+    """As `Engine.train_step`, with a look at the ledger before the optimizer steps."""
+    for batch in batches:
+        engine.backward(engine(batch))
+    at_rest = engine.memory.snapshot()
+    engine.step()
+    return at_rest
+
+
+def _without_memory(model: nn.Module) -> nn.Module:
+    """The module itself where all its tensors are fake and on the CPU; otherwise a copy of which that is so."""
+    tensors = [*model.parameters(), *model.buffers()]
+    fakes = {id(tensor): fake_copy(tensor) for tensor in tensors}
+    if all(fakes[id(tensor)] is tensor for tensor in tensors):
+        return model
+    return copy.deepcopy(model, fakes)  # takes what is in the memo for copied: ties stay, and no data is
+
+
+def _counter_bytes(engine: Engine) -> int:
+    values = [value for state in engine.optimizer.state.values() for value in state.values()]
+    return sum(value.element_size() for value in values if isinstance(value, Tensor) and value.dim() == 0)
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,125 @@
+"""What a job's rank 0 would hold and send, without starting any: the job's model, simulated, and the picture of it.
+
+The data are not read, so the vocabulary is the preset's where the config gives no size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.config import Config, batch_equation
+from shardwise.memory import Category, format_bytes
+from shardwise.models import Decoder, DecoderConfig, decoder_config, lm_loss, num_params
+from shardwise.simulation import Simulation, simulate
+from shardwise.train.job import check_job, wanted_device
+from shardwise.train.progress import short_count
+
+_LABEL_WIDTH = 11
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A job and the simulation of its rank 0; the config is resolved."""
+
+    config: Config
+    shape: DecoderConfig
+    simulation: Simulation
+
+
+def dry_run(config: Config, world_size: int) -> DryRun:
+    """Simulate rank 0 of a job.
+
+    Args:
+        config: as `job_config` returns it.
+        world_size: of the job; this machine need not have as many devices.
+
+    Raises:
+        ConfigError: what is wrong with the config, as for a run, or that its optimizer cannot be simulated.
+    """
+    config, _ = check_job(config, world_size)
+    shape = decoder_config(config.model, max_seq_len=config.data.seq_len)
+
+    def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.zeros(config.batch.micro_size or 1, config.data.seq_len, dtype=torch.int64)  # [B, S]
+        return tokens, tokens
+
+    simulation = simulate(
+        lambda: Decoder(shape),
+        config,
+        make_batch,
+        loss_fn=lambda logits, batch: lm_loss(logits, batch[1]),
+        rank=0,
+        world_size=world_size,
+        backend="nccl" if wanted_device(config) == "cuda" else "gloo",
+    )
+    return DryRun(config, shape, simulation)
+
+
+def render(run: DryRun) -> RenderableType:
+    """The header, and what rank 0 holds and sends; 80 columns will do."""
+    simulation = run.simulation
+    footer = Text(
+        f"rank 0 simulated in {simulation.elapsed_s:.1f} s; nothing was started and no data read", style="dim"
+    )
+    tables = ("", _header(run), "", _memory_table(simulation), "", _wire_table(simulation), "", footer)
+    return Padding(Group(*tables), (0, 1), expand=False)
+
+
+def _header(run: DryRun) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", width=_LABEL_WIDTH)
+    for label, text in _header_lines(run):
+        grid.add_row(label, Text(text, style="bold" if label == "model" else ""))
+    return grid
+
+
+def _header_lines(run: DryRun) -> Iterator[tuple[str, str]]:
+    config, mesh = run.config, run.simulation.layout.mesh
+    params, layers = short_count(num_params(run.shape)), f"{run.shape.num_layers} layers of {run.shape.hidden_size:,}"
+    yield "model", f"{config.model.preset}, {params} parameters, {layers}, {run.shape.vocab_size:,} tokens"
+    ranks = f"{mesh.world_size:,} ranks" if mesh.world_size > 1 else "1 rank, so nothing is sharded"
+    groups = f", {mesh.dp_replicate} replicas of {mesh.dp_shard} shards" if mesh.dp_replicate > 1 else ""
+    recompute = "nothing" if config.recompute.mode == "none" else config.recompute.mode
+    yield "layout", f"ZeRO-{config.zero.stage} over {ranks}{groups}, {config.precision.param}, recompute {recompute}"
+    yield "batch", f"{batch_equation(config.batch, mesh.num_data_ranks)}, {config.data.seq_len:,} tokens each"
+    is_cuda = wanted_device(config) == "cuda"
+    yield "device", "cuda: NCCL's collectives" if is_cuda else "cpu: gloo's collectives; run.device=cuda for NCCL's"
+
+
+def _memory_table(simulation: Simulation) -> Table:
+    table = _table("rank 0 holds", "at rest", "at the peak")
+    at_rest, peak = simulation.at_rest.live_bytes, simulation.peak.peak_live_bytes
+    for category in Category:
+        if at_rest[category] or peak[category]:
+            table.add_row(category.value, _bytes(at_rest[category]), _bytes(peak[category]))
+    table.add_row("total", _bytes(sum(at_rest.values())), _bytes(sum(peak.values())), style="bold")
+    return table
+
+
+def _wire_table(simulation: Simulation) -> Table:
+    table = _table("a step sends over", "collective", "calls", "bytes")
+    for (axis, op), num_bytes in simulation.wire_bytes.items():
+        num_calls = sum((call.axis, call.op) == (axis, op) for call in simulation.calls)
+        table.add_row(axis, op.replace("_", "-"), f"{num_calls:,}", _bytes(num_bytes))
+    total_bytes = sum(simulation.wire_bytes.values())
+    table.add_row("total", "", f"{len(simulation.calls):,}", _bytes(total_bytes), style="bold")
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False, header_style="dim")
+    for column in columns:
+        is_text = column in (columns[0], "collective")
+        table.add_column(column, justify="left" if is_text else "right", min_width=12, no_wrap=True)
+    return table
+
+
+def _bytes(num_bytes: int) -> str:
+    return format_bytes(num_bytes) if num_bytes else "-"
