@@ -156,6 +156,47 @@ def test_what_is_wrong_is_said_before_anything_starts(settings, capsys, monkeypa
     assert not list(Path().glob("runs/2*")), "no folder of a run that never was"
 
 
+def test_a_dry_run_says_what_a_rank_would_hold_and_starts_nothing(settings, capsys, monkeypatch):
+    monkeypatch.setattr("shardwise.train.run.launch_local", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["train", "--dry-run", *settings, "zero.stage=3", "--world-size", "64", "mesh.dp_shard=8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    words = [line.split() for line in lines]
+    assert any("ZeRO-3 over 64 ranks, 8 replicas of 8 shards" in line for line in lines)
+    # The one block and the root: gathered once each, since the backward begins with them, and reduced once each.
+    assert ["dp_shard", "all-gather", "2"] in [row[:3] for row in words]
+    assert ["dp_shard", "reduce-scatter", "2"] in [row[:3] for row in words]
+    assert ["dp_replicate+dp_shard", "all-reduce-scalars", "1"] in [row[:3] for row in words]
+    assert list(Path().iterdir()) == [Path("text.txt")], "no folder, no cache"
+
+
+def test_a_dry_run_needs_no_gpu_to_book_nccls_collectives(settings, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(["train", "--dry-run", *settings, "run.device=cuda", "--world-size=2"]) == 0
+    assert "NCCL" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dry-run", "zero.stege=3"], "did you mean zero.stage?"),
+        (["--dry-run", "--world-size=3", "mesh.dp_shard=2"], "world size 3 is not a multiple of"),
+        (["--dry-run", "--world-size=0"], "world size 0 holds no rank"),
+        (["--dry-run", "batch.global_size=7", "--world-size=2"], "batch.global_size=7 is not a multiple of"),
+        (["--dry-run", "optimizer.name=lbfgs"], "is not element-wise"),
+        (["--dry-run", "optimizer.name=asgd"], "an optimizer such as adamw"),
+        (["--world-size=2"], "add --dry-run"),
+    ],
+)
+def test_what_is_wrong_with_a_dry_run_is_said_on_one_line(settings, capsys, arguments, message):
+    assert cli.main(["train", *settings, *arguments]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.startswith("shardwise: ")
+    assert err.count("\n") == 1
+
+
 def test_a_half_set_environment_is_refused(settings, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert cli.main(["train", *settings]) == 2

@@ -281,13 +281,13 @@ class Branching(nn.Module):
 
 @pytest.mark.parametrize("reads", ["number", "shape"])
 def test_a_model_that_decides_on_values_is_refused(reads: str) -> None:
-    with pytest.raises(ConfigError, match=r"reads the values of a tensor .*; simulate one that does not") as caught:
+    with pytest.raises(ConfigError, match=r"reads the values of a tensor .*; simulate what does not") as caught:
         simulate(Branching(reads), {}, lambda: torch.ones(2, 4), loss_fn=lambda y, _: y.sum(), rank=0, world_size=2)
     assert "\n" not in str(caught.value)
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"rank 4 is not in a world of 4; give 0 to 3"):
+    with pytest.raises(ConfigError, match="rank 4 is not in a world of 4; give 0 to 3"):
         simulate_decoder(decoder("meta"), rank=4)
-    with pytest.raises(ConfigError, match=r"world size 0 holds no rank"):
+    with pytest.raises(ConfigError, match="world size 0 holds no rank"):
         simulate_decoder(decoder("meta"), world_size=0)

@@ -9,12 +9,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise._torch_private import (
+    NO_VALUE_ERRORS,
     OpMode,
     compiler_errors,
+    fake_copy,
+    fake_tensors,
     in_backward,
     in_op_mode,
     num_recorded,
     on_backward_end,
+    parameter_class,
     plain_torch_functions,
     pytree,
     record_number,
@@ -247,3 +251,37 @@ def test_compiler_errors_are_those_of_a_graph_break_and_of_too_many_compilations
     with pytest.raises(compiled_too_often):
         [compiled(torch.ones(2), "a" * length) for length in range(20)]
     torch._dynamo.reset()
+
+
+def test_fake_tensors_have_storages_that_are_one_object_and_resize() -> None:
+    """What the ledger and the buffers of `full` rest on; and they are freed, which a cache of fake ops may prevent."""
+    with fake_tensors():
+        full = torch.empty(2**40, dtype=torch.uint8)
+        view = full[:16].view(torch.float32)
+        assert (view.device.type, view.untyped_storage().nbytes()) == ("cpu", 2**40)
+        assert view.untyped_storage() is full.untyped_storage()
+        set_unsharded_storage(full.untyped_storage(), 0)
+        assert view.untyped_storage().nbytes() == 0
+        storage = weakref.ref(full.untyped_storage())
+        del full, view
+        assert storage() is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_fake_copy_has_the_shape_and_the_role_and_is_its_own(device: str) -> None:
+    parameter = nn.Parameter(torch.ones(3, 2, device=device).t(), requires_grad=False)
+    with fake_tensors():
+        copy = fake_copy(parameter)
+        assert isinstance(copy, nn.Parameter)
+        assert (copy.shape, copy.stride(), copy.device.type, copy.requires_grad) == ((2, 3), (1, 2), "cpu", False)
+        assert fake_copy(copy) is copy
+        assert parameter_class(copy) is type(copy) is not nn.Parameter
+        assert not isinstance(fake_copy(torch.ones(2)), nn.Parameter)
+    assert parameter_class(parameter) is nn.Parameter
+
+
+def test_fake_tensors_refuse_to_give_values_and_shapes_that_follow_from_them() -> None:
+    with fake_tensors():
+        for ask in (lambda x: bool(x.sum() > 0), lambda x: x[x > 0]):
+            with pytest.raises(NO_VALUE_ERRORS):
+                ask(torch.ones(3))

@@ -169,15 +169,15 @@ NO_VALUE_ERRORS: Final = (DataDependentOutputException, DynamicOutputShapeExcept
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """Inside, tensors have shapes, dtypes, storages and graphs but no memory; public torch has no such mode.
+    """Inside the context, tensors have shapes, dtypes, storages and graphs but no memory.
 
-    Unlike meta tensors they tell a device, and are the same everywhere else in torch, autograd and optimizers included.
+    Public torch has the meta device only, on which ops choose other kernels than on the device that is meant.
     """
     return FakeTensorMode()
 
 
 def fake_copy(tensor: Tensor) -> Tensor:
-    """An empty tensor on the CPU like `tensor`, which may be real or on meta; one that is such a fake is itself.
+    """A fake tensor on the CPU like `tensor`, which may be real or on meta; itself where it is such a one.
 
     To be called inside `fake_tensors`.
     """

@@ -241,8 +241,11 @@ def released_type(
     every other use first calls `on_use`, which makes the data present or raises. The class is changed with `wear`, as
     torch's own lazy parameters do; a parameter whose data is present is a plain `nn.Parameter` and pays nothing.
     `torch.tensor` and `torch.vmap` ask no class before they read, so those two are not guarded.
-    """
 
+    Args:
+        on_use: is given the parameter.
+        present: the class of parameters whose data is present.
+    """
     reason = "a block uses a parameter of another block, which is released"
     guard = torch.compiler.disable(on_use, reason=reason)
     return type("ReleasedParameter", (_Released, present), {"on_use": staticmethod(guard)})
@@ -251,7 +254,7 @@ def released_type(
 class _Released:
     """What the classes of all engines share, so that an operation on parameters of several asks each."""
 
-    on_use: Callable[[nn.Parameter], None]
+    on_use: Callable[[Any], None]
 
     @classmethod
     def __torch_function__(

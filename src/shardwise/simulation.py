@@ -18,7 +18,7 @@ either: the simulated ranks take the same path through the model, and a model th
 >>> simulation.states_bytes == simulation.layout.bytes_at_rest(shard=17)
 True
 >>> [str(call) for call in simulation.calls[:2]]
-['all_gather #19 of unshard 0 over dp_shard (4096 ranks)', 'all_gather #20 of unshard 2 over dp_shard (4096 ranks)']
+['all_gather #10 of unshard 0 over dp_shard (4096 ranks)', 'all_gather #11 of unshard 2 over dp_shard (4096 ranks)']
 
 Kernels are those of torch on the CPU, so where a GPU has other ones (attention, norms) their saved tensors differ.
 """
@@ -48,9 +48,6 @@ from shardwise.schedule.actions import TimedAction
 from shardwise.zero.optimizer_plan import OptimizerFactory
 
 Backend = Literal["gloo", "nccl"]
-
-# The first step makes the optimizer's states and learns the order of the blocks.
-_NUM_WARMUP_STEPS = 1
 
 
 @dataclass(frozen=True)
@@ -170,7 +167,7 @@ def simulate(
         make_batch: makes one micro-batch, as for `Engine.train_step`, in no memory; values play no part.
         rank: to simulate.
         world_size: of its world.
-        loss_fn: as for `initialize`.
+        loss_fn: as there.
         optimizer: as for `initialize`, but not one over the model's own parameters.
         backend: gloo receives slices and sums them on the host; nccl has native collectives and side streams.
 
@@ -183,36 +180,27 @@ def simulate(
     config = config.resolve(world_size)
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} is not in a world of {world_size}; give 0 to {world_size - 1}")
-    if not isinstance(model, nn.Module):
-        with torch.device("meta"):
-            model = model()
+    made = model if isinstance(model, nn.Module) else _make_on_meta(model)
+    device = torch.device("cpu")
     with fake_tensors():
+        model = _without_memory(made)
+        layout = build_layout(model, config)
+        network = SimulatedNetwork(layout.mesh, rank, backend)
         try:
-            faked = _without_memory(model)
-            layout = build_layout(faked, config)
-            network = SimulatedNetwork(layout.mesh, rank, backend)
-            device = torch.device("cpu")
             engine = Engine(
-                faked, config, layout, device, network, loss_fn=loss_fn, optimizer=optimizer, scheduler=None
+                model, config, layout, device, network, loss_fn=loss_fn, optimizer=optimizer, scheduler=None
             )
-            for _ in range(_NUM_WARMUP_STEPS):
-                _take_step(engine, _make_batches(engine, make_batch))
-            return _observe_step(engine, _make_batches(engine, make_batch), start_s)
+            # The first step makes the optimizer's states and learns the order of the blocks.
+            _take_step(engine, _make_batches(config, make_batch))
+            at_rest = _watch_step(engine, _make_batches(config, make_batch))
         except NO_VALUE_ERRORS as error:
             raise ConfigError(
-                f"the model, the loss or the optimizer reads the values of a tensor ({_reason(error)}), and a "
-                "simulated one has none; simulate one that does not decide on values, and an optimizer such as adamw"
+                f"model, loss or optimizer reads the values of a tensor ({_reason(error)}), and a simulated one has "
+                "none; simulate what does not decide on values, and an optimizer such as adamw"
             ) from error
-
-
-def _observe_step(engine: Engine, batches: Sequence[Any], start_s: float) -> Simulation:
-    engine.comm.books.recent = deque()
-    engine.memory.reset_peak()
-    with engine.memory.meter():
-        at_rest = _take_step(engine, batches)
     return Simulation(
-        rank=engine.comm.rank,
-        layout=engine.layout,
+        rank=rank,
+        layout=layout,
         at_rest=at_rest,
         peak=engine.memory.snapshot(),
         counter_bytes=_counter_bytes(engine),
@@ -222,9 +210,21 @@ def _observe_step(engine: Engine, batches: Sequence[Any], start_s: float) -> Sim
     )
 
 
-def _make_batches(engine: Engine, make_batch: Callable[[], Any]) -> list[Any]:
-    batches = [make_batch() for _ in range(engine.config.batch.accumulation or 1)]
+def _make_on_meta(make_model: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make_model()
+
+
+def _make_batches(config: Config, make_batch: Callable[[], Any]) -> list[Any]:
+    batches = [make_batch() for _ in range(config.batch.accumulation or 1)]
     return pytree.tree_map(lambda leaf: fake_copy(leaf) if isinstance(leaf, Tensor) else leaf, batches)
+
+
+def _watch_step(engine: Engine, batches: Sequence[Any]) -> MemorySnapshot:
+    engine.comm.books.recent = deque()  # without a bound
+    engine.memory.reset_peak()
+    with engine.memory.meter():
+        return _take_step(engine, batches)
 
 
 def _take_step(engine: Engine, batches: Sequence[Any]) -> MemorySnapshot:
