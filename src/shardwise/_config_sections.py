@@ -185,7 +185,11 @@ class CheckpointConfig(Section):
 
 
 class RunConfig(Section):
-    """The run itself: length, seed, devices, folders, patience."""
+    """The run itself: length, seed, devices, folders, patience.
+
+    A collective that takes longer than `watchdog_s`, or half of `timeout_s`, is reported with what every rank does; 0
+    turns that off. `check_collectives` compares each collective over the ranks before it starts: slow, for debugging.
+    """
 
     steps: Positive = 200
     seed: NotNegative = 0
@@ -198,3 +202,5 @@ class RunConfig(Section):
     eval_batches: Positive = 8
     sample_tokens: NotNegative = 64
     timeout_s: PositiveFloat = 300.0
+    watchdog_s: Annotated[float, Field(ge=0.0)] = 60.0
+    check_collectives: bool = False

@@ -8,9 +8,9 @@ slower than the same bytes point to point (`benchmarks/primitives.py`), so there
 
 from __future__ import annotations
 
-from collections import deque
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Protocol, TypeVar
@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.agreement import CallCheck
+from shardwise.comm_books import AbsentError, Call, CommBooks, CommError
 from shardwise.config import Config
 from shardwise.layout.mesh_shape import GRADIENT_AXES, REPLICA_AXES, SHARD_AXES, MeshShape
 from shardwise.mesh import Mesh
@@ -27,60 +29,6 @@ from shardwise.precision import sum_chunks
 from shardwise.streams import Event, LaneName, Streams
 
 Result = TypeVar("Result")
-
-
-class CommError(RuntimeError):
-    """A collective failed; the message says which rank waited in which collective."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One collective of this rank: its number counts up over all collectives of one engine."""
-
-    number: int
-    op: str
-    name: str
-    axis: str
-    num_ranks: int
-    dtype: torch.dtype
-    wire_bytes: int
-
-    def __str__(self) -> str:
-        return f"{self.op} #{self.number} of {self.name} over {self.axis} ({self.num_ranks} ranks)"
-
-
-@dataclass
-class Count:
-    """Calls and bytes of one op on one axis."""
-
-    num_calls: int = 0
-    wire_bytes: int = 0
-
-
-@dataclass
-class CommBooks:
-    """What the collectives of one engine have come to, over all its axes.
-
-    Attributes:
-        counts: by axis and op.
-        recent: the latest calls, oldest first.
-        num_calls: all of them; the next one's number is one more.
-    """
-
-    counts: dict[tuple[str, str], Count] = field(default_factory=dict)
-    recent: deque[Call] = field(default_factory=lambda: deque(maxlen=32))
-    num_calls: int = 0
-
-    def add(self, op: str, name: str, axis: str, num_ranks: int, buffer: Tensor, passes: int) -> Call:
-        """Book a collective that sends `passes` times (n - 1)/n of the buffer from each rank, as a ring does."""
-        wire_bytes = passes * buffer.numel() * buffer.element_size() * (num_ranks - 1) // num_ranks
-        self.num_calls += 1
-        call = Call(self.num_calls, op, name, axis, num_ranks, buffer.dtype, wire_bytes)
-        self.recent.append(call)
-        count = self.counts.setdefault((axis, op), Count())
-        count.num_calls += 1
-        count.wire_bytes += wire_bytes
-        return call
 
 
 class Pending:
@@ -153,9 +101,11 @@ class Network(Protocol):
 
     Attributes:
         rank: of this process in the world.
+        store: where ranks speak to each other beside their collectives; None where there is one process.
     """
 
     rank: int
+    store: dist.Store | None
 
     def links(self, axes: tuple[str, ...], use: str) -> Links:
         """Links to the ranks that differ from this one along `axes` only; another use never shares a communicator."""
@@ -165,10 +115,11 @@ class Network(Protocol):
 
 
 class MeshNetwork:
-    """A network of the mesh's process groups."""
+    """A network of the mesh's process groups, and of this engine's part of their store."""
 
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, mesh: Mesh, device: torch.device, store: dist.Store | None = None) -> None:
         self.rank = mesh.rank
+        self.store = store
         self._mesh = mesh
         self._device = device
 
@@ -245,6 +196,7 @@ class Comm:
         streams: side streams on CUDA.
         pool: receive buffers come from here.
         books: shared by the engine's groups.
+        ranks: of the world, in the order of the links; None where the group is the world.
     """
 
     def __init__(
@@ -256,12 +208,14 @@ class Comm:
         streams: Streams,
         pool: BufferPool,
         books: CommBooks | None = None,
+        ranks: tuple[int, ...] | None = None,
     ) -> None:
         self.rank = links.rank
         self.world_size = links.world_size
         self.axis = axis
         self.device = device
-        self.books = books or CommBooks()
+        self.books = books or CommBooks(links.rank)
+        self._group = self.books.open_group(axis, ranks or tuple(range(links.world_size)))
         self._links = links
         self._timeout = timedelta(seconds=timeout_s)
         self._streams = streams
@@ -361,10 +315,20 @@ class Comm:
             values = torch.cat([values, torch.tensor(known, dtype=values.dtype, device=values.device)])
         call = self._count("all_reduce_scalars", name, values, passes=2)
         self._start(call, lambda: self._links.all_reduce(values, op)).wait()
-        return self._links.read(values, known)
+        if not self._links.waits_on_host:
+            self.books.enqueue(call, Event.record(self.device))
+        with self.books.within(call):  # on CUDA, here the host waits
+            return self._links.read(values, known)
 
     def _count(self, op: str, name: str, buffer: Tensor, passes: int) -> Call:
-        return self.books.add(op, name, self.axis, self.world_size, buffer, passes)
+        call = self.books.add(op, name, self._group, buffer, passes)
+        if self.books.check is not None and self.world_size > 1:
+            with self.books.within(call):
+                try:
+                    self.books.check(call)
+                except AbsentError as error:
+                    raise CommError(f"{error}; {self._cause(call)}") from None
+        return call
 
     def _start(
         self, call: Call, start: Callable[[], list[dist.Work]], finish: Callable[[], None] | None = None
@@ -388,18 +352,23 @@ class Comm:
         with self._streams.lane(lane):
             self._guarded(call, run)
             done = Event.record(self.device)
+        self.books.enqueue(call, done)
         return Pending(done.wait)
 
     def _guarded(self, call: Call, run: Callable[[], Result]) -> Result:
-        try:
-            return run()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            reason = (str(error).splitlines() or ["no reason given"])[0]
-            raise CommError(
-                f"rank {self.rank} failed in {call}: {reason}; another rank died, hangs or runs other code: see its log"
-            ) from error
+        with self.books.within(call):
+            try:
+                return run()
+            except (torch.OutOfMemoryError, CommError):
+                raise
+            except RuntimeError as error:
+                reason = _first_sentence(error)
+                raise CommError(f"rank {self.books.rank} failed in {call}: {self._cause(call)} ({reason})") from error
+
+    def _cause(self, call: Call) -> str:
+        """Why other ranks do not take part."""
+        cause = self.books.explain(call) if self.books.explain is not None else None
+        return cause or "another rank died, hangs or runs other code: see its log"
 
 
 @dataclass(frozen=True)
@@ -441,18 +410,27 @@ def connect(
         pool: receive buffers come from here.
     """
     made: dict[tuple[tuple[str, ...], str], Comm] = {}
-    books = CommBooks()
+    books = CommBooks(network.rank)
+    if config.run.check_collectives and network.store is not None:
+        books.check = CallCheck(network.store, network.rank, config.run.timeout_s)
 
     def over(axes: tuple[str, ...], use: str = "gather") -> Comm:
         live = tuple(axis for axis in axes if shape.size_along((axis,)) > 1)
         if (live, use) not in made:
             links, name = network.links(axes, use), "+".join(live or axes[:1])
-            made[live, use] = Comm(links, name, device, config.run.timeout_s, streams, pool, books)
+            ranks = shape.ranks_along(live, network.rank)
+            made[live, use] = Comm(links, name, device, config.run.timeout_s, streams, pool, books, ranks)
         return made[live, use]
 
     # On NCCL one communicator would run gathers and reductions one after the other.
     reductions = over(SHARD_AXES, "reduce" if device.type == "cuda" else "gather")
     return Comms(over(GRADIENT_AXES), over(SHARD_AXES), reductions, over(REPLICA_AXES))
+
+
+def _first_sentence(error: Exception) -> str:
+    """What went wrong, without gloo's place in its source and its advice."""
+    line = (str(error).splitlines() or ["no reason given"])[0]
+    return re.sub(r"^\[[^\]]*\]\s*", "", line).partition(". ")[0]
 
 
 def _works(work: dist.Work | None) -> list[dist.Work]:

@@ -29,6 +29,7 @@ from shardwise.pool import BufferPool
 from shardwise.precision import LossScaler, to_device, torch_dtype
 from shardwise.streams import Streams
 from shardwise.timeline import Timeline
+from shardwise.watchdog import watch
 from shardwise.zero.driver import ZeroDriver
 from shardwise.zero.group import Resources
 from shardwise.zero.optimizer_plan import OptimizerFactory, plan_optimizer
@@ -127,6 +128,7 @@ class Engine(EngineStates):
         self._comms = connect(network, layout.mesh, config, device, streams, pool)
         self.comm = self._comms.data
         self._timeline = Timeline(network.rank)
+        self._watchdog = watch(network.store, self.comm.books, self._timeline, config.run)
         self._optimizer_plan = plan_optimizer(optimizer, config.optimizer, model)
         named_groups = self._optimizer_plan.groups_of(layout)
         values = ValueSource(model, config.run.seed)
@@ -297,6 +299,8 @@ class Engine(EngineStates):
             undo()
         self._undo.clear()
         self._pool.trim()
+        if self._watchdog is not None:
+            self._watchdog.close()
         self._network.close()
 
     def __enter__(self) -> Self:

@@ -137,6 +137,7 @@ class SimulatedNetwork:
 
     def __init__(self, mesh: MeshShape, rank: int, backend: Backend) -> None:
         self.rank = rank
+        self.store: dist.Store | None = None
         self._mesh = mesh
         self._backend = backend
 

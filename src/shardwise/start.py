@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.agreement import Setup, agree_on_setup
 from shardwise.comm import MeshNetwork
 from shardwise.config import Config, ConfigError
 from shardwise.engine import Engine, Scheduler
 from shardwise.layout.layout import build_layout
 from shardwise.loss import LossFn
-from shardwise.mesh import Mesh, ensure_process_group
+from shardwise.mesh import Mesh, ensure_process_group, open_store
 from shardwise.zero.optimizer_plan import OptimizerFactory
 
 
@@ -50,14 +51,17 @@ def initialize(
         scheduler: None for the one the config names, or a torch scheduler on the given optimizer.
 
     Raises:
-        ConfigError: config, model or world size do not fit each other.
+        ConfigError: config, model or world size do not fit each other, or the ranks' models or configs differ.
+        CommError: not all ranks call it within `run.timeout_s`.
     """
     config = config if isinstance(config, Config) else Config.from_dict(config or {})
     device = _device(config)
     world_size = ensure_process_group(device, config.run.timeout_s)
     config = config.resolve(world_size)
     layout = build_layout(model, config)
-    network = MeshNetwork(Mesh(layout.mesh, config.run.timeout_s), device)
+    store = open_store()
+    agree_on_setup(store, dist.get_rank(), Setup.of(layout, config, model.named_buffers()), config.run.timeout_s)
+    network = MeshNetwork(Mesh(layout.mesh, config.run.timeout_s), device, store)
     return Engine(model, config, layout, device, network, loss_fn=loss_fn, optimizer=optimizer, scheduler=scheduler)
 
 

@@ -33,6 +33,10 @@ class Event:
         if self.cuda_event is not None:
             self.cuda_event.wait()
 
+    def is_reached(self) -> bool:
+        """Whether the device has come there; never waits."""
+        return self.cuda_event is None or self.cuda_event.query()
+
 
 class Streams:
     """An engine's side streams: one for gathers, one for reductions; on the CPU none.

@@ -47,6 +47,11 @@ class Timeline:
         yield
         self.add(kind, group, start_s)
 
+    def latest(self, count: int) -> tuple[TimedAction, ...]:
+        """The last actions, of this step and before; another thread may ask."""
+        entries = [*self._closed, *self._open]
+        return tuple(self._timed(*entry) for entry in entries[-count:])
+
     @staticmethod
     def now() -> float:
         """Seconds on the clock that all actions share."""

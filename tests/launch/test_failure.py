@@ -8,6 +8,7 @@ from shardwise.launch.failure import RankExit, describe_exit, exit_code, first_c
 
 TRACEBACK = ["Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "    main()"]
 LOST = [*TRACEBACK, "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:9"]
+IN_COMM = [*TRACEBACK, "CommError: rank 0 failed in all_gather #5 of a over dp_shard: rank 1 has not started"]
 OWN = [*TRACEBACK, "ValueError: no such data"]
 
 
@@ -51,6 +52,7 @@ TERM, KILL = signal.SIGTERM, signal.SIGKILL
         ([(0, 1, OWN), (1, -9, [])], 0),  # the first
         ([(0, 1, LOST), (1, -9, [])], 1),  # not the one that lost its peer
         ([(0, 1, LOST), (1, 1, OWN, [TERM])], 1),
+        ([(0, 1, IN_COMM), (1, 1, OWN, [TERM])], 1),
         ([(0, 1, LOST), (1, 1, LOST)], 0),  # no better one
         ([(0, -15, [], [TERM]), (1, 143, [], [TERM])], None),  # as told
         ([(0, -9, [], [TERM, KILL])], None),

@@ -29,6 +29,7 @@ _SIGNAL_MEANINGS: Mapping[int, str] = {
 # What a rank reports that only lost its peer.
 _LOST_PEER = re.compile(
     r"connection (reset|closed|refused)|broken pipe|another rank (has )?died|rank 0 .* went away|pair closure"
+    r"|rank \d+ failed in \w+ #\d+ of "
     r"|gloo/transport|remote process exited|communicator was aborted|failed to recv|socket timeout"
     r"|DistNetworkError|DistStoreError|ncclRemoteError",
     re.IGNORECASE,

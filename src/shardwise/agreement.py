@@ -1,0 +1,270 @@
+"""Ranks compare through the store, without a tensor, what they must do or hold alike.
+
+Once for each engine: the model and the config (`agree_on_setup`). In the debug mode `run.check_collectives`: every
+collective, before it starts (`CallCheck`). A rank gives its note, the first rank of the group judges all of them, and
+every rank gets the verdict: so the traffic grows with the ranks, not with their square.
+
+>>> first, other = Setup({}, {"up": {"of shape": "(13, 8)"}}), Setup({}, {"up": {"of shape": "(13, 7)"}})
+>>> first.difference(other)
+('up of shape (13, 8)', '(13, 7)')
+>>> Setup({"zero.stage": "2"}, {}).difference(Setup({"zero.stage": "3"}, {}))
+('zero.stage=2', '3')
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Final, Self
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm_books import AbsentError, Call, CallNote, CommError
+from shardwise.config import Config, ConfigError
+from shardwise.layout.layout import Layout
+
+# Each rank may name its own folders and threads.
+_OWN_KEYS: Final = frozenset(
+    {
+        "run.dir",
+        "run.name",
+        "run.num_threads",
+        "data.path",
+        "data.cache_dir",
+        "data.tokenizer",
+        "checkpoint.path",
+        "tiers.nvme_path",
+    }
+)
+# The first rank finds out who is missing; the others wait this much longer, to hear it from there.
+_VERDICT_S: Final = 5.0
+_DIFFERENT: Final = "different"
+# A verdict's first letter: so it is never empty, which some stores take for missing.
+_COMPLETE, _ABSENT = "c", "a"
+_MIN_SLEEP_S, _MAX_SLEEP_S = 5e-5, 5e-3
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Ranks that compare notes: `ranks` of the world, of which `rank` is this one, for at most `timeout_s`."""
+
+    store: dist.Store
+    ranks: tuple[int, ...]
+    rank: int
+    timeout_s: float
+
+    def verdict(self, key: str, note: str, judge: Callable[[Mapping[int, str]], str], subject: str) -> str:
+        """Give this rank's note, and return what the first rank says of all of them; the keys are gone thereafter.
+
+        Args:
+            key: of this comparison alone.
+            note: of this rank.
+            judge: run on the first rank only, with all notes by rank; empty where there is nothing to say.
+            subject: what the ranks come to.
+
+        Raises:
+            AbsentError: not all have come in time.
+        """
+        first, verdict_key = self.ranks[0], f"{key}/verdict"
+        self.store.set(f"{key}/{self.rank}", note)
+        if self.rank == first:
+            self.store.set(verdict_key, self._judge(key, judge, subject))
+        elif not self._await([verdict_key], self.timeout_s + _VERDICT_S):
+            raise AbsentError(f"rank {first} did not come to {subject} within {self.timeout_s:g} s")
+        kind, text = (verdict := self.store.get(verdict_key).decode())[0], verdict[1:]
+        if self.store.add(f"{key}/read", 1) == len(self.ranks):
+            for name in (*self.ranks, "verdict", "read"):
+                self.store.delete_key(f"{key}/{name}")
+        if kind == _ABSENT:
+            raise AbsentError(text)
+        return text
+
+    def _judge(self, key: str, judge: Callable[[Mapping[int, str]], str], subject: str) -> str:
+        keys = {rank: f"{key}/{rank}" for rank in self.ranks}
+        if not self._await(list(keys.values()), self.timeout_s):
+            missing = [rank for rank in self.ranks if not self.store.check([keys[rank]])]
+            return f"{_ABSENT}{listed(missing)} did not come to {subject} within {self.timeout_s:g} s"
+        return _COMPLETE + judge({rank: self.store.get(keys[rank]).decode() for rank in self.ranks})
+
+    def _await(self, keys: list[str], timeout_s: float) -> bool:
+        """Whether all keys are there in time. A store's own wait prints warnings when its time is up."""
+        start_s = time.monotonic()
+        while not self.store.check(keys):
+            waited_s = time.monotonic() - start_s
+            if waited_s > timeout_s:
+                return False
+            time.sleep(min(_MAX_SLEEP_S, max(_MIN_SLEEP_S, waited_s / 4)))
+        return True
+
+
+class CallCheck:
+    """Compares every collective with those of its group's ranks, before it starts.
+
+    Args:
+        store: of the engine.
+        rank: of this process in the world.
+        timeout_s: for all ranks to come.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, timeout_s: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._timeout_s = timeout_s
+
+    def __call__(self, call: Call) -> None:
+        """Return when all ranks of the group are about to start the same collective.
+
+        Raises:
+            CommError: they are not; every rank raises it, with the same words.
+            AbsentError: not all have come in time.
+        """
+        meeting = Meeting(self._store, call.group.ranks, self._rank, self._timeout_s)
+        note = call.note()
+        text = meeting.verdict(
+            f"calls/{note.group}/{note.position}", json.dumps(asdict(note)), _judge_calls, subject=note.title
+        )
+        if text:
+            raise CommError(text)
+
+
+def divergence(notes: Mapping[int, CallNote]) -> str:
+    """What differs between the calls that ranks make at one position of their group, and the cure; empty if nothing.
+
+    >>> gather = CallNote(12, "all_gather", "blocks.7", "dp_shard", "0.0", 9, 4096, "bf16")
+    >>> reduce = CallNote(12, "reduce_scatter", "blocks.6", "dp_shard", "0.0", 9, 4096, "bf16")
+    >>> print(divergence({0: gather, 1: reduce, 2: gather}).partition(";")[0])
+    rank 1 is at reduce_scatter #12 of blocks.6 (4096 x bf16 over dp_shard), ranks 0, 2 at all_gather #12 of blocks.7 \
+(4096 x bf16 over dp_shard)
+    >>> divergence({0: gather, 1: gather})
+    ''
+    """
+    ranks_of: dict[tuple[str, str, int, str], list[int]] = {}
+    for rank, note in sorted(notes.items()):
+        ranks_of.setdefault(note.signature, []).append(rank)
+    if len(ranks_of) <= 1:
+        return ""
+    # The fewest first; of equally many, those without the lowest rank.
+    camps = sorted(ranks_of.values(), key=lambda ranks: (len(ranks), -ranks[0]))
+    texts = [f"{listed(ranks)}{' is' if len(ranks) == 1 else ' are'} at {notes[ranks[0]]}" for ranks in camps[:1]]
+    texts += [f"{listed(ranks)} at {notes[ranks[0]]}" for ranks in camps[1:]]
+    same_names = len({signature[:2] for signature in ranks_of}) == 1
+    cure = (
+        "build the same model under the same config on every rank"
+        if same_names
+        else "let every rank run the same blocks in the same order, or set zero.lockstep=true"
+    )
+    return f"{', '.join(texts)}; {cure}"
+
+
+def _judge_calls(notes: Mapping[int, str]) -> str:
+    if len(set(notes.values())) == 1:
+        return ""
+    return divergence({rank: CallNote(**json.loads(note)) for rank, note in notes.items()})
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What ranks must have alike: values of config keys; facts of parameters and buffers, by name, in order."""
+
+    config: Mapping[str, str]
+    model: Mapping[str, Mapping[str, str]]
+
+    @classmethod
+    def of(cls, layout: Layout, config: Config, buffers: Iterable[tuple[str, Tensor]]) -> Self:
+        """The setup of this rank.
+
+        Args:
+            layout: of the model.
+            config: resolved.
+            buffers: of the model, by name.
+        """
+        values = {
+            f"{section}.{key}": json.dumps(value)
+            for section, keys in config.model_dump().items()
+            for key, value in keys.items()
+            if f"{section}.{key}" not in _OWN_KEYS
+        }
+        model: dict[str, dict[str, str]] = {}
+        for group in layout.groups:
+            facts = {"in block": group.unit, "with requires_grad": str(group.trainable)}
+            model |= {place.name: {"of shape": str(place.shape), **facts} for place in group.params}
+        for name, buffer in buffers:
+            model[f"buffer {name}"] = {"of shape": str(tuple(buffer.shape)), "of dtype": str(buffer.dtype)}
+        return cls(values, model)
+
+    def to_json(self) -> str:
+        """As other ranks are told."""
+        return json.dumps(asdict(self))
+
+    def difference(self, other: Setup) -> tuple[str, str] | None:
+        """The first thing that is not the same, as this rank and as the other has it; a config's keys first."""
+        for key, value in self.config.items():
+            if other.config.get(key) != value:
+                return f"{key}={value}", str(other.config.get(key))
+        for name in (*self.model, *other.model):
+            own, others = self.model.get(name), other.model.get(name)
+            if own is None or others is None:
+                return (f"no {name}", "has it") if own is None else (f"{name}", "not")
+            for fact, value in own.items():
+                if others.get(fact) != value:
+                    return f"{name} {fact} {value}", str(others.get(fact))
+        for number, names in enumerate(zip(self.model, other.model, strict=True)):
+            if names[0] != names[1]:
+                return f"{names[0]} as parameter {number}", names[1]
+        return None
+
+
+def agree_on_setup(store: dist.Store | None, rank: int, setup: Setup, timeout_s: float) -> None:
+    """Return once all ranks of the world have the same setup.
+
+    Args:
+        store: of the engine; None where there is one rank.
+        rank: of this process.
+        setup: of this rank.
+        timeout_s: for all ranks to come.
+
+    Raises:
+        ConfigError: they differ, on every rank; the message names the first difference.
+        CommError: not all have come in time.
+    """
+    if store is None:
+        return
+    meeting = Meeting(store, tuple(range(dist.get_world_size())), rank, timeout_s)
+    digest = hashlib.sha256(setup.to_json().encode()).hexdigest()
+    try:
+        if meeting.verdict("setup", digest, _judge_digests, "shardwise.initialize") == _DIFFERENT:
+            raise ConfigError(meeting.verdict("setup in full", setup.to_json(), _judge_setups, "its description"))
+    except AbsentError as error:
+        raise CommError(f"{error}; see its log, or allow more time with run.timeout_s") from None
+
+
+def _judge_digests(notes: Mapping[int, str]) -> str:
+    return "" if len(set(notes.values())) == 1 else _DIFFERENT
+
+
+def _judge_setups(notes: Mapping[int, str]) -> str:
+    first, *_ = sorted(notes)
+    odd = next(rank for rank in sorted(notes) if notes[rank] != notes[first])
+    alike = [rank for rank in sorted(notes) if notes[rank] == notes[odd]]
+    setups = [Setup(**json.loads(notes[rank])) for rank in (odd, first)]
+    theirs, its = setups[0].difference(setups[1]) or ("another setup", "its own")
+    return (
+        f"{listed(alike)} {'has' if len(alike) == 1 else 'have'} {theirs}, rank {first} {its}; "
+        "build the same model under the same config on every rank"
+    )
+
+
+def listed(ranks: Iterable[int], num_shown: int = 8) -> str:
+    """Ranks in words.
+
+    >>> listed([3]), listed(range(3)), listed(range(12), num_shown=2)
+    ('rank 3', 'ranks 0, 1, 2', 'ranks 0, 1 and 10 more')
+    """
+    numbers = list(ranks)
+    shown = ", ".join(map(str, numbers[:num_shown]))
+    more = f" and {len(numbers) - num_shown} more" if len(numbers) > num_shown else ""
+    return f"rank{'s' if len(numbers) > 1 else ''} {shown}{more}"

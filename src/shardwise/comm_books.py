@@ -1,0 +1,205 @@
+"""What the collectives of one engine have come to: how many and how large, the latest, and the one this rank is in.
+
+`shardwise.comm` writes these books, and the watchdog's thread reads them meanwhile: so what changes is replaced whole.
+
+>>> books = CommBooks(rank=1)
+>>> group = books.open_group("dp_shard", (0, 1))
+>>> call = books.add("all_gather", "blocks.7", group, torch.zeros(8, dtype=torch.bfloat16), passes=1)
+>>> print(call)
+all_gather #1 of blocks.7 over dp_shard (2 ranks)
+>>> print(call.note())
+all_gather #1 of blocks.7 (8 x bf16 over dp_shard)
+>>> call.wire_bytes, call.position
+(8, 1)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.precision import TORCH_DTYPES
+from shardwise.streams import Event
+
+# Enough for the collectives of one step, which the host may have enqueued ahead of the device.
+_MAX_ENQUEUED = 4096
+
+
+class CommError(RuntimeError):
+    """A collective failed or was not begun alike; the message says which rank was in which collective, and why."""
+
+
+class AbsentError(CommError):
+    """A rank did not come to compare its collective."""
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """The ranks of the world among which collectives run in one order; `index` counts the groups of an engine."""
+
+    index: int
+    axis: str
+    ranks: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        """A name that its members share and no other group of the engine has."""
+        return f"{self.index}.{self.ranks[0]}"
+
+
+@dataclass(frozen=True)
+class CallNote:
+    """What ranks tell each other of a collective: plain values.
+
+    Attributes:
+        number: counts up over all collectives of one engine on one rank.
+        op: such as all_gather.
+        name: of what it carries.
+        axis: of the mesh.
+        group: key of the group of ranks.
+        position: counts up over the collectives of that group; all its ranks are at the same.
+        numel: elements of the buffer.
+        dtype: of each, on the wire.
+    """
+
+    number: int
+    op: str
+    name: str
+    axis: str
+    group: str
+    position: int
+    numel: int
+    dtype: str
+
+    @property
+    def signature(self) -> tuple[str, str, int, str]:
+        """What must be alike on all ranks of the group at one position."""
+        return self.op, self.name, self.numel, self.dtype
+
+    @property
+    def title(self) -> str:
+        """Number and name."""
+        return f"{self.op} #{self.number} of {self.name}"
+
+    def __str__(self) -> str:
+        return f"{self.title} ({self.numel} x {self.dtype} over {self.axis})"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective of this rank; fields as in `CallNote`."""
+
+    number: int
+    op: str
+    name: str
+    group: RankGroup
+    position: int
+    numel: int
+    dtype: torch.dtype
+    wire_bytes: int
+
+    @property
+    def axis(self) -> str:
+        """Of the mesh."""
+        return self.group.axis
+
+    @property
+    def num_ranks(self) -> int:
+        """That take part."""
+        return len(self.group.ranks)
+
+    def note(self) -> CallNote:
+        """As other ranks are told."""
+        dtype = next((name for name, dtype in TORCH_DTYPES.items() if dtype == self.dtype), str(self.dtype))
+        return CallNote(self.number, self.op, self.name, self.axis, self.group.key, self.position, self.numel, dtype)
+
+    def __str__(self) -> str:
+        return f"{self.op} #{self.number} of {self.name} over {self.axis} ({self.num_ranks} ranks)"
+
+
+@dataclass
+class Count:
+    """Calls and bytes of one op on one axis."""
+
+    num_calls: int = 0
+    wire_bytes: int = 0
+
+
+class Moment(NamedTuple):
+    """A collective and when this rank entered or left it, in seconds of `time.monotonic`, on which thread."""
+
+    call: Call
+    at_s: float
+    thread: int
+
+
+@dataclass(eq=False)
+class CommBooks:
+    """The books of one engine, over all its groups of ranks.
+
+    Attributes:
+        rank: of this process in the world.
+        counts: by axis and op.
+        recent: the latest calls, oldest first.
+        num_calls: all of them; the next one's number is one more.
+        positions: how many of them each group has begun, by key.
+        inside: the collective that the host is in, starting it or waiting.
+        left: the latest that it has been in.
+        enqueued: collectives on the device, and what tells that they are done; oldest first, kept where one watches.
+        check: compares a call with those of its group before it starts.
+        explain: says why a call does not end, where the ranks can be asked.
+    """
+
+    rank: int = 0
+    counts: dict[tuple[str, str], Count] = field(default_factory=dict)
+    recent: deque[Call] = field(default_factory=lambda: deque(maxlen=32))
+    num_calls: int = 0
+    positions: dict[str, int] = field(default_factory=dict)
+    inside: Moment | None = None
+    left: Moment | None = None
+    enqueued: deque[tuple[Call, Event]] = field(default_factory=lambda: deque(maxlen=_MAX_ENQUEUED))
+    check: Callable[[Call], None] | None = None
+    explain: Callable[[Call], str | None] | None = None
+
+    def open_group(self, axis: str, ranks: tuple[int, ...]) -> RankGroup:
+        """Book a group of ranks; all of them open their groups in the same order."""
+        group = RankGroup(len(self.positions), axis, ranks)
+        self.positions[group.key] = 0
+        return group
+
+    def add(self, op: str, name: str, group: RankGroup, buffer: Tensor, passes: int) -> Call:
+        """Book a collective that sends `passes` times (n - 1)/n of the buffer from each rank, as a ring does."""
+        num_ranks = len(group.ranks)
+        wire_bytes = passes * buffer.numel() * buffer.element_size() * (num_ranks - 1) // num_ranks
+        self.num_calls += 1
+        self.positions[group.key] += 1
+        position = self.positions[group.key]
+        call = Call(self.num_calls, op, name, group, position, buffer.numel(), buffer.dtype, wire_bytes)
+        self.recent.append(call)
+        count = self.counts.setdefault((group.axis, op), Count())
+        count.num_calls += 1
+        count.wire_bytes += wire_bytes
+        return call
+
+    def enqueue(self, call: Call, done: Event) -> None:
+        """Book that `call` is on the device and over at `done`."""
+        if self.explain is not None:
+            self.enqueued.append((call, done))
+
+    @contextmanager
+    def within(self, call: Call) -> Iterator[None]:
+        """The body starts or awaits `call`."""
+        self.inside = Moment(call, time.monotonic(), threading.get_ident())
+        try:
+            yield
+        finally:
+            self.left = Moment(call, time.monotonic(), threading.get_ident())
+            self.inside = None

@@ -1,0 +1,445 @@
+"""Hangs, deaths and divergences: each ends in one clear line, and the watchdog tells what every rank does."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.pool import WorkerPool
+from harness.training import make_config
+from shardwise import ConfigError, Engine, initialize
+from shardwise.comm import CommError, Comms, MeshNetwork, connect
+from shardwise.comm_books import Call, CallNote, CommBooks
+from shardwise.config import RunConfig
+from shardwise.diagnosis import RankReport, diagnose, render
+from shardwise.layout.mesh_shape import MeshShape
+from shardwise.mesh import Mesh, open_store
+from shardwise.pool import BufferPool
+from shardwise.streams import Event, Streams
+from shardwise.timeline import Timeline
+from shardwise.watchdog import Watchdog, watch
+
+PATIENCE_S, TIMEOUT_S, SHORT_S = 1.0, 10.0, 2.5
+CPU = torch.device("cpu")
+RUN = {"device": "cpu", "timeout_s": TIMEOUT_S, "watchdog_s": PATIENCE_S}
+
+
+class Stack(nn.Module):
+    """Blocks of equal size; `skipped` is passed over, and `pause_s` is slept in each block but the first."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.up = nn.Linear(width, width)
+            self.pause_s = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(self.pause_s)
+            return torch.tanh(self.up(x))
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Stack.Block(width) for _ in range(4))
+        self.skipped: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = x if index == self.skipped else block(x)
+        return x
+
+
+def make(model: nn.Module, stage: int = 3, num_shards: int | None = None, **run: Any) -> Engine:
+    config = make_config(1, {"zero": {"stage": stage}, "mesh": {"dp_shard": num_shards}, "run": {**RUN, **run}})
+    return initialize(model, config, loss_fn=lambda output, _: output.square().mean())
+
+
+def batch() -> Tensor:
+    return torch.ones(2, 8, dtype=torch.float64)
+
+
+def make_comms(timeout_s: float = TIMEOUT_S) -> Comms:
+    """The groups of an engine that checks its collectives, without the engine."""
+    run = {**RUN, "check_collectives": True, "timeout_s": timeout_s}
+    config = make_config(1, {"run": run}).resolve(dist.get_world_size())
+    shape = MeshShape.from_config(config.mesh)
+    network = MeshNetwork(Mesh(shape, timeout_s), CPU, open_store())
+    return connect(network, shape, config, CPU, Streams(CPU), BufferPool(CPU))
+
+
+class Records(logging.Handler):
+    """What the library logs, from warnings on."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+        logging.getLogger("shardwise").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def error_of(run: Any) -> str:
+    try:
+        run()
+    except (CommError, ConfigError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+# Before a collective starts
+
+
+def diverge(rank: int, world_size: int, kind: str) -> str:
+    """Two collectives alike, then one that differs on rank 1."""
+    shards = make_comms().shards
+    for name in ("blocks.0", "blocks.1"):
+        shards.all_gather(torch.zeros(world_size * 4), name).wait()
+    odd = rank == 1
+    full = torch.zeros(world_size * (8 if odd and kind == "size" else 4))
+    full = full.bfloat16() if odd and kind == "dtype" else full
+    if odd and kind == "op":
+        return error_of(lambda: shards.reduce_scatter(full, full[:4], accumulate=False, name="blocks.2"))
+    return error_of(lambda: shards.all_gather(full, "blocks.3" if odd and kind == "order" else "blocks.2"))
+
+
+OTHERS = "ranks 0, 2 at all_gather #3 of blocks.2 (12 x fp32 over dp_shard)"
+DIVERGENCES = {
+    "order": ("all_gather #3 of blocks.3 (12 x fp32 over dp_shard)", "let every rank run the same blocks"),
+    "op": ("reduce_scatter #3 of blocks.2 (12 x fp32 over dp_shard)", "let every rank run the same blocks"),
+    "size": ("all_gather #3 of blocks.2 (24 x fp32 over dp_shard)", "build the same model under the same config"),
+    "dtype": ("all_gather #3 of blocks.2 (12 x bf16 over dp_shard)", "build the same model under the same config"),
+}
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_a_divergence_is_named_before_the_collective_starts(ranks: WorkerPool, kind: str) -> None:
+    messages = ranks(3).run(diverge, kind)
+    assert len(set(messages)) == 1
+    odd, cure = DIVERGENCES[kind]
+    assert messages[0].startswith(f"CommError: rank 1 is at {odd}, {OTHERS}; {cure}")
+
+
+def skip_a_block(rank: int, world_size: int, check: bool) -> str:
+    model = Stack().double()
+    engine = make(model, check_collectives=check, timeout_s=SHORT_S)
+    engine.train_step([batch()])
+    model.skipped = 2 if rank == 1 else None
+    return error_of(lambda: engine.train_step([batch()]))
+
+
+def test_check_mode_names_the_block_that_one_rank_skips(ranks: WorkerPool) -> None:
+    first, second = ranks(2).run(skip_a_block, True)
+    assert first == second
+    assert re.match(r"CommError: rank 1 is at all_gather #\d+ of .* blocks\.\d .*, rank 0 at all_gather #\d+ of", first)
+
+
+def train_checked(rank: int, world_size: int, check: bool) -> tuple[list[float], int]:
+    engine = make(Stack().double(), num_shards=2, check_collectives=check)
+    store = engine._network.store
+    before = store.num_keys()
+    losses = [engine.train_step([batch() * (1 + rank)]).loss for _ in range(3)]
+    engine.comm.sum_scalars(torch.zeros(1, dtype=torch.float64), "meet")
+    grown = store.num_keys() - before
+    dist.barrier()
+    engine.close()
+    return losses, grown
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_checked_training_is_the_same_and_leaves_nothing_in_the_store(ranks: WorkerPool, num_ranks: int) -> None:
+    checked, plain = ranks(num_ranks).run(train_checked, True), ranks(num_ranks).run(train_checked, False)
+    assert [losses for losses, _ in checked] == [losses for losses, _ in plain]
+    # What is being compared at the moment: the notes, a verdict, and who has read it.
+    assert all(grown <= num_ranks + 2 for _, grown in checked)
+
+
+def come_late(rank: int, world_size: int) -> str:
+    shards = make_comms(timeout_s=1.0).shards
+    if rank == 1:
+        return ""
+    return error_of(lambda: shards.all_gather(torch.zeros(4), "blocks.0"))
+
+
+def test_a_rank_that_does_not_come_to_a_check_is_named(ranks: WorkerPool) -> None:
+    assert "rank 1 did not come to all_gather #1 of blocks.0 within 1 s" in ranks(2).run(come_late)[0]
+
+
+# At initialize
+
+
+def build_differently(rank: int, world_size: int, kind: str) -> str:
+    odd = rank == 1
+    model = Stack(9 if odd and kind == "shape" else 8)
+    if kind == "buffer":
+        model.register_buffer("positions", torch.zeros(3 if odd else 2))
+    if kind == "missing" and not odd:
+        model.blocks.append(Stack.Block(8))
+    if kind == "order" and odd:
+        up = model.blocks[3].up
+        weight = up.weight
+        del up.weight
+        up.weight = weight  # behind the bias
+    if kind == "frozen" and odd:
+        model.blocks[1].requires_grad_(False)
+    stage = 2 if odd and kind == "config" else 3
+    own = {"name": f"rank{rank}", "dir": f"runs{rank}", "num_threads": 1 + rank}
+    return error_of(lambda: make(model.double(), stage, **own).close())
+
+
+DIFFERENCES = {
+    "alike": "no error",
+    "shape": "ConfigError: rank 1 has blocks.0.up.weight of shape (9, 9), rank 0 (8, 8); build the same model",
+    "buffer": "ConfigError: rank 1 has buffer positions of shape (3,), rank 0 (2,); build",
+    "missing": "ConfigError: rank 1 has no blocks.4.up.weight, rank 0 has it; build",
+    "frozen": "ConfigError: rank 1 has blocks.1.up.weight with requires_grad False, rank 0 True; build",
+    "order": "ConfigError: rank 1 has blocks.3.up.bias as parameter 6, rank 0 blocks.3.up.weight; build",
+    "config": "ConfigError: rank 1 has zero.stage=2, rank 0 3; build",
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENCES)
+def test_ranks_that_built_differently_are_told_what_differs(ranks: WorkerPool, kind: str) -> None:
+    messages = ranks(2).run(build_differently, kind)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith(DIFFERENCES[kind])
+
+
+# While it hangs
+
+
+def hang(rank: int, world_size: int, pause_s: float, timeout_s: float) -> tuple[str, list[str], int]:
+    """Rank 1 sleeps in a block's forward; others wait for it."""
+    records = Records()
+    model = Stack().double()
+    engine = make(model, timeout_s=timeout_s)
+    engine.train_step([batch()])
+    if rank == 1:
+        model.blocks[2].pause_s = pause_s
+    message = error_of(lambda: engine.train_step([batch()]))
+    return message, records.messages, Stack.Block.forward.__code__.co_firstlineno + 1
+
+
+def test_a_rank_that_hangs_in_user_code_is_reported_once_with_its_line(ranks: WorkerPool) -> None:
+    answers = ranks(3).run(hang, 2.5, TIMEOUT_S)
+    assert [message for message, _, _ in answers] == ["no error"] * 3
+    reports = [reports for _, reports, _ in answers]
+    assert [len(each) for each in reports] == [1, 0, 0]
+    headline, *lines = reports[0][0].splitlines()
+    line = answers[0][2]
+    assert headline.startswith("shardwise: rank 0 is in all_gather #")
+    assert re.search(rf"it is at test_watchdog.py:{line} in forward, \d+ s after all_gather #", headline)
+    assert any(re.match(r"  ranks 0, 2: in all_gather #\d+ .* for \d s", each) for each in lines)
+    assert any(f"test_watchdog.py:{line} in forward" in each for each in lines if each.startswith("      "))
+    assert any("last actions: " in each and "0UNSHARD[blocks.1]" in each for each in lines)
+
+
+def test_a_collective_that_times_out_says_who_is_behind(ranks: WorkerPool) -> None:
+    (message, reports, line), *_ = ranks(2).run(hang, SHORT_S + 1.0, SHORT_S)
+    assert message.startswith("CommError: rank 0 failed in all_gather #")
+    assert "rank 1 has not started all_gather #" in message
+    assert f"it is at test_watchdog.py:{line} in forward" in message
+    assert "\n" not in message
+    assert len(reports) == 1
+
+
+def test_without_checks_the_watchdog_names_the_first_divergence(ranks: WorkerPool) -> None:
+    messages = ranks(2).run(skip_a_block, False)
+    assert any("rank 1 is at all_gather #" in message and ", rank 0 at all_gather #" in message for message in messages)
+
+
+def die(rank: int, port: int, answers: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    engine = make(Stack().double())
+    engine.train_step([batch()])
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    answers.send(error_of(lambda: engine.train_step([batch()])))
+    os._exit(0)
+
+
+def test_a_killed_rank_is_named_by_those_that_live() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    processes = [context.Process(target=die, args=(rank, store.port, theirs)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    assert ours.poll(30)
+    message = ours.recv()
+    for process in processes:
+        process.join(10)
+    assert message.startswith("CommError: rank 0 failed in ")
+    assert "rank 1 does not answer: it died, was stopped or hangs in native code; rank 0 waits for it in " in message
+
+
+# The thread
+
+
+def watched(store: dist.Store, rank: int, patience_s: float = 0.2) -> tuple[CommBooks, Watchdog]:
+    books = CommBooks(rank)
+    return books, Watchdog(store, books, Timeline(rank), 2, patience_s)
+
+
+def gather(books: CommBooks) -> Call:
+    group = books.open_group("dp_shard", (0, 1)) if not books.recent else books.recent[-1].group
+    return books.add("all_gather", f"blocks.{books.num_calls}", group, torch.zeros(8), passes=1)
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "prefix"])
+def test_two_watchdogs_meet_over_any_store(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 2) if kind == "file" else dist.HashStore()
+    store = dist.PrefixStore("part", store) if kind == "prefix" else store
+    (books, own), (others, other) = watched(store, 0), watched(store, 1)
+    with books.within(gather(books)):
+        while not caplog.messages:
+            time.sleep(0.05)
+    assert len(caplog.messages) == 1
+    assert "rank 1 has not started all_gather #1 of blocks.0: it is at " in caplog.messages[0]
+    own.close()
+    other.close()
+    assert others.num_calls == 0
+    assert not any(each.name == "shardwise-watchdog" for each in threading.enumerate())
+
+
+def test_a_rank_that_closed_its_engine_is_not_taken_for_dead() -> None:
+    store = dist.HashStore()
+    (books, own), (_others, other) = watched(store, 0), watched(store, 1)
+    other.close()
+    call = gather(books)
+    with books.within(call):
+        assert own.explain(call) == "rank 1 has closed its engine; rank 0 waits for it in all_gather #1 of blocks.0"
+    own.close()
+
+
+def test_the_thread_ends_with_books_that_nobody_holds() -> None:
+    books, watchdog = watched(dist.HashStore(), 0)
+    del books
+    gc.collect()
+    assert not watchdog._thread.is_alive()
+
+
+def test_no_watchdog_where_it_has_no_use() -> None:
+    books, timeline = CommBooks(), Timeline(0)
+    assert watch(None, books, timeline, RunConfig()) is None
+    assert watch(dist.HashStore(), books, timeline, RunConfig(watchdog_s=0.0)) is None
+    assert books.explain is None
+
+
+LIVE_THREAD = """
+import time, torch.distributed as dist
+from shardwise.comm_books import CommBooks
+from shardwise.timeline import Timeline
+from shardwise.watchdog import Watchdog
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+books = CommBooks()
+watchdog = Watchdog(store.clone(), books, Timeline(0), 2, 0.001)
+time.sleep(0.2)
+"""
+
+
+def test_the_interpreter_ends_cleanly_with_a_live_thread() -> None:
+    done = subprocess.run([sys.executable, "-c", LIVE_THREAD], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+class Unreached:
+    """A CUDA event that the device has not come to."""
+
+    def query(self) -> bool:
+        return False
+
+
+def test_on_cuda_the_oldest_unfinished_collective_counts_since_it_became_the_oldest() -> None:
+    books, watchdog = watched(dist.HashStore(), 0, patience_s=100.0)
+    first, second, third = gather(books), gather(books), gather(books)
+    for call, done in ((first, Event(None)), (second, Event(Unreached())), (third, Event(None))):
+        books.enqueue(call, done)
+    moment = watchdog._moment(books)
+    assert moment is not None
+    assert moment.call is second
+    assert watchdog._moment(books) == moment
+    books.enqueued[0] = (second, Event(None))
+    with books.within(third):  # the host waits, but the device goes on
+        assert watchdog._moment(books) is None
+    watchdog.close()
+
+
+# The diagnosis
+
+
+def note(op: str = "all_gather", name: str = "blocks.0", position: int = 5, group: str = "0.0") -> CallNote:
+    return CallNote(position, op, name, "dp_shard", group, position, 64, "bf16")
+
+
+def report(rank: int, inside: CallNote | None = None, members: tuple[int, ...] = (0, 1), begun: int = 5) -> RankReport:
+    recent = () if inside is None else (inside,)
+    return RankReport(rank, "host", 1, inside, 9.0, members, {"0.0": begun}, recent, 9.0)
+
+
+def test_ranks_in_different_collectives_of_one_group_have_diverged() -> None:
+    other = note("reduce_scatter", "blocks.3")
+    assert diagnose({0: report(0, note()), 1: report(1, other)}).startswith(
+        "rank 1 is at reduce_scatter #5 of blocks.3 (64 x bf16 over dp_shard), rank 0 at all_gather #5 of blocks.0"
+    )
+
+
+def test_the_first_of_several_divergences_is_named() -> None:
+    earlier = (note(name="blocks.1", position=3), note(name="blocks.2", position=3))
+    reports = {rank: replace(report(rank, note()), recent=(earlier[rank], note())) for rank in range(2)}
+    assert diagnose(reports).startswith("rank 1 is at all_gather #3 of blocks.2")
+
+
+def test_a_chain_of_waiting_groups_leads_to_the_rank_that_waits_for_none() -> None:
+    """Rank 0 waits for 1 in their shard group, 1 for 3 among the replicas, and 3 computes."""
+    replicas = note("all_reduce", "blocks.1", position=2, group="1.1")
+    reports = {
+        0: report(0, note()),
+        1: report(1, replicas, members=(1, 3)),
+        2: report(2, note(group="0.2"), members=(2, 3)),
+        3: replace(report(3, begun=4), place="train.py:31 in load"),
+    }
+    assert diagnose(reports).startswith(
+        "rank 3 has not started all_reduce #2 of blocks.1: it is at train.py:31 in load"
+    )
+    assert "rank 0" not in diagnose(reports)
+    assert "rank 1" not in diagnose(reports)
+
+
+def test_nothing_is_blamed_where_all_are_in_the_same_collective() -> None:
+    text = diagnose({0: report(0, note()), 1: report(1, note())})
+    assert "the network or a device is stuck, or only slow" in text
+
+
+def test_the_report_has_a_line_for_each_state_and_the_culprit_first() -> None:
+    reports = {rank: report(rank, note(), members=(0, 1, 2, 3)) for rank in (0, 1)} | {2: report(2, begun=4), 3: None}
+    lines = render(reports, 0).splitlines()
+    assert lines[1] == "  ranks 0, 1: in all_gather #5 of blocks.0 (64 x bf16 over dp_shard) for 9 s"
+    assert lines[3] == "  rank 3: no answer; it died, was stopped or hangs in native code"
+    assert lines[4].startswith("  on rank 2, process 1 on host")
+    assert lines[0].count("does not answer") == 1
+
+
+def test_a_report_travels_whole() -> None:
+    whole = replace(report(0, note()), actions=("0UNSHARD[a] 3 ms",), stack=("a.py:1 in f",))
+    assert RankReport.from_json(whole.to_json()) == whole
+    assert RankReport.from_json(report(1).to_json()) == report(1)
