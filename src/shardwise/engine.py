@@ -192,6 +192,7 @@ class Engine(EngineStates):
             ValueError: it came from elsewhere, so how much counts in it is not known.
             torch.OutOfMemoryError: with the table of what holds the memory; so too `engine(batch)` and `step`.
         """
+        self._refuse_if_away()
         self._refuse_unless_trainable()
         _backpropagate([self], loss, self._books.close(loss) * self._scaler.scale)
 
@@ -334,7 +335,6 @@ class Engine(EngineStates):
             self._driver.is_serving = False
 
     def _begin_backward(self) -> None:
-        self._refuse_if_away()
         self._is_broken = True
         self._timeline.micro_batch = self._num_backwards
         self._num_backwards += 1
@@ -426,6 +426,8 @@ def backward(loss: Tensor, engines: Sequence[Engine], *, count: float = 1.0) -> 
         raise ValueError(f"backward takes a scalar loss and engines, got shape {tuple(loss.shape)} and {len(engines)}")
     total = Total(loss.detach().reshape(()) * count, torch.tensor(count, device=loss.device))
     normaliser = max(engine._books.normaliser for engine in engines)
+    for engine in engines:
+        engine._refuse_if_away()
     for engine in engines:
         engine._books.normaliser = engine._books.normaliser or normaliser
         weight = engine._books.count_in(total) * engine._scaler.scale

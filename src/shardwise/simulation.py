@@ -17,8 +17,8 @@ either: the simulated ranks take the same path through the model, and a model th
 ... )
 >>> simulation.states_bytes == simulation.layout.bytes_at_rest(shard=17)
 True
->>> [str(call) for call in simulation.calls[:2]]
-['all_gather #10 of unshard 0 over dp_shard (4096 ranks)', 'all_gather #11 of unshard 2 over dp_shard (4096 ranks)']
+>>> [(call.op, call.name, call.num_ranks) for call in simulation.calls[:2]]
+[('all_gather', 'unshard 0', 4096), ('all_gather', 'unshard 2', 4096)]
 
 Kernels are those of torch on the CPU, so where a GPU has other ones (attention, norms) their saved tensors differ.
 """

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import torch
 from torch import nn
 
 from shardwise.config import ConfigError
@@ -68,6 +69,8 @@ def read_parameters(model: nn.Module, units: Sequence[str]) -> tuple[ParamEntry,
     """
     names_of: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters():
+        if parameter.layout is not torch.strided:
+            raise ConfigError(f"parameter {name} is {parameter.layout} but shards are dense; use its to_dense()")
         if not parameter.is_floating_point():
             cure = "keep its torch.view_as_real" if parameter.is_complex() else "register it as a buffer"
             raise ConfigError(f"parameter {name} is {parameter.dtype} but shards are floating; {cure}")
