@@ -1,7 +1,7 @@
 """Step time, MFU and peak memory of one training step on one GPU: plain torch, FSDP2 and every stage of Shardwise.
 
 One GPU has nobody to talk to, so this shows what the machinery costs: stage 0 is what one rank really runs, and stages
-1 to 3 are forced, with NCCL on one rank. All systems run alternately, in one process, on the same batches; each is
+1 to 3 are forced, with NCCL on one rank. With `+compile` each block is compiled by torch.compile as one graph. All systems run alternately, in one process, on the same batches; each is
 built, timed and torn down in every round.
 
     python benchmarks/gpu_step.py --models 350m --rounds 3 --steps 10
@@ -58,9 +58,12 @@ class Timing:
     last_loss: float
 
 
-def plain(config: DecoderConfig) -> tuple[Step, Callable[[], None]]:
+def plain(config: DecoderConfig, *, compiled: bool) -> tuple[Step, Callable[[], None]]:
     """fp32 parameters under autocast: the plainest mixed precision in torch, and the most common."""
     model = Decoder(config).to(DEVICE)
+    if compiled:
+        for block in model.blocks:
+            block.compile(fullgraph=True)
     optimizer = _adamw(model)
 
     def step(tokens: torch.Tensor) -> float:
@@ -71,9 +74,12 @@ def plain(config: DecoderConfig) -> tuple[Step, Callable[[], None]]:
     return step, lambda: None
 
 
-def fsdp2(config: DecoderConfig) -> tuple[Step, Callable[[], None]]:
+def fsdp2(config: DecoderConfig, *, compiled: bool) -> tuple[Step, Callable[[], None]]:
     """FSDP2 with bf16 parameters over fp32 masters, reduction in fp32, one group a block."""
     model = Decoder(config).to(DEVICE)
+    if compiled:
+        for block in model.blocks:
+            block.compile(fullgraph=True)
     mesh = init_device_mesh("cuda", (1,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (*model.blocks, model):
@@ -87,14 +93,15 @@ def fsdp2(config: DecoderConfig) -> tuple[Step, Callable[[], None]]:
     return step, lambda: None
 
 
-def ours(stage: int) -> Callable[[DecoderConfig], tuple[Step, Callable[[], None]]]:
+def ours(stage: int) -> Callable[..., tuple[Step, Callable[[], None]]]:
     """Shardwise with bf16 parameters over fp32 masters, the given stage's machinery at work on one rank."""
 
-    def build(config: DecoderConfig) -> tuple[Step, Callable[[], None]]:
+    def build(config: DecoderConfig, *, compiled: bool) -> tuple[Step, Callable[[], None]]:
         resolved = Config.from_dict(
             {
                 "zero": {"stage": stage},
                 "precision": {"param": "bf16"},
+                "compile": {"enabled": compiled},
                 "optimizer": {"clip_norm": None, "decay_1d": True},
                 "scheduler": {"name": "constant"},
                 "run": {"device": "cuda"},
@@ -135,7 +142,8 @@ def measure(system: str, case: Case, num_steps: int, num_warmup: int) -> Timing:
     """Build a system, run it, and tear it down."""
     config = replace(preset(case.model), max_seq_len=case.seq_len)
     torch.manual_seed(0)
-    step, close = SYSTEMS[system](config)
+    name, _, suffix = system.partition("+")
+    step, close = SYSTEMS[name](config, compiled=suffix == "compile")
     generator = torch.Generator().manual_seed(0)
     shape = (case.micro_size, case.seq_len + 1)
     batches = [torch.randint(config.vocab_size, shape, generator=generator).to(DEVICE) for _ in range(4)]
@@ -164,7 +172,7 @@ def report(case: Case, timings: list[Timing]) -> None:
     name = torch.cuda.get_device_name()
     peak_flops = next((value for key, value in PEAK_BF16_FLOPS.items() if key in name), None)
     print(f"\n{case.model}, {case.micro_size} x {case.seq_len} tokens, bf16, {name}, torch {torch.__version__}")
-    print(f"{'system':<14}{'s/step':>9}{'vs fsdp2':>10}{'tokens/s':>11}{'MFU':>7}", end="")
+    print(f"{'system':<21}{'s/step':>9}{'vs fsdp2':>10}{'tokens/s':>11}{'MFU':>7}", end="")
     print(f"{'peak GiB':>10}{'reserved':>10}{'loss':>9}")
     by_system: dict[str, list[Timing]] = {}
     for timing in timings:
@@ -175,7 +183,7 @@ def report(case: Case, timings: list[Timing]) -> None:
         mfu = f"{flops / step_s / peak_flops:6.1%}" if peak_flops else "     -"
         ratio = step_s / medians["fsdp2"] if "fsdp2" in medians else float("nan")
         print(
-            f"{system:<14}{step_s:>9.4f}{ratio:>10.3f}{case.micro_size * case.seq_len / step_s:>11.0f}{mfu:>7}"
+            f"{system:<21}{step_s:>9.4f}{ratio:>10.3f}{case.micro_size * case.seq_len / step_s:>11.0f}{mfu:>7}"
             f"{rows[-1].peak_gib:>10.2f}{rows[-1].reserved_gib:>10.2f}{rows[-1].last_loss:>9.4f}"
         )
 
@@ -184,7 +192,11 @@ def main() -> None:
     """Run all systems alternately and print a table a case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="350m:2048:8,1b:2048:4", help="model:seq_len:micro_size, comma-separated")
-    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument(
+        "--systems",
+        default=",".join([*SYSTEMS, *(f"{name}+compile" for name in SYSTEMS)]),
+        help="+compile compiles blocks",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=4)

@@ -5,8 +5,10 @@ returns at once. The figure is the slope over depth, so that what is paid once a
 
     ((engine at L2 blocks - engine at L1) - (plain at L2 - plain at L1)) / (L2 - L1)
 
-Counted: the hooks of block, outputs, inputs and parameters; the driver; storage made and freed; the copy of the shard
-into the gathered buffer (stage 3); the local sum after a reduction; pool, ledger, timeline, counts of collectives.
+The row `hooks` has the hooks alone: on blocks, inputs, outputs and parameters, with nobody to tell.
+
+Counted in the others: hooks; the driver; storage made and freed; the copy of the shard into the gathered buffer
+(stage 3); the local sum after a reduction; pool, ledger, timeline, counts of collectives.
 Not counted: what moves between ranks, the root's groups, the optimizer step. The plain model copies each gradient into
 a buffer behind its backward, as the engine's hooks do within theirs. Blocks are so small that their own arithmetic is
 a few microseconds an op. Time is the thread's on the CPU, which other processes disturb less than the clock on the
@@ -26,8 +28,9 @@ import platform
 import pstats
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -35,6 +38,7 @@ from torch import Tensor, nn
 
 from shardwise.config import Config
 from shardwise.engine import Engine
+from shardwise.hooks import hook_gradient, hook_unit
 from shardwise.layout.layout import build_layout
 from shardwise.layout.stages import STAGES
 
@@ -66,14 +70,14 @@ class FreeLinks:
     def broadcast(self, buffer: Tensor) -> list[dist.Work]:
         return []
 
-    def read(self, values: Tensor) -> list[float]:
+    def read(self, values: Tensor, known: Sequence[float]) -> list[float]:
         return values.tolist()
 
 
 class FreeNetwork:
     """A network of free links."""
 
-    rank = 0
+    rank, store = 0, None
 
     def links(self, axes: tuple[str, ...], use: str) -> FreeLinks:
         return FreeLinks()
@@ -117,6 +121,36 @@ def plain(num_blocks: int, num_params: int) -> System:
     return run, lambda: None
 
 
+class Silent:
+    """A unit whose events do nothing."""
+
+    def before_forward(self) -> None:
+        pass
+
+    def after_forward(self, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
+        pass
+
+    def expect_input_gradients(self, are_tracked: bool) -> None:
+        pass
+
+    def before_backward(self) -> None:
+        pass
+
+    def after_input_gradients(self) -> None:
+        pass
+
+
+def hooks_alone(num_blocks: int, num_params: int) -> System:
+    """The engine's hooks on blocks, inputs, outputs and parameters, with nobody to tell but for the gradients."""
+    model = build_model(num_blocks, num_params)
+    for block in model:
+        hook_unit(block, Silent())
+    for parameter in model.parameters():
+        hook_gradient(parameter, torch.zeros_like(parameter).copy_)
+    x = torch.ones(2, WIDTH)
+    return lambda: model(x).sum().backward(), lambda: None
+
+
 def engine(stage: int, num_blocks: int, num_params: int) -> System:
     """The engine's forward and backward, which ends with every gradient reduced."""
     config = Config.from_dict({"zero": {"stage": stage}, "run": {"device": "cpu"}}).resolve(world_size=1)
@@ -141,7 +175,7 @@ def engine(stage: int, num_blocks: int, num_params: int) -> System:
 class Overhead:
     """Microseconds a block: the engine's own, as quartiles over the rounds, and what the plain model takes."""
 
-    stage: int
+    system: str
     num_params: int
     plain_us: float
     quartiles_us: list[float]
@@ -159,25 +193,26 @@ def timed_us(system: System) -> float:
 
 def measure(stages: list[int], num_params: int, num_rounds: int) -> list[Overhead]:
     """Run all systems in turn; a round's figure is the difference of its slopes."""
-    systems = {(0, depth): plain(depth, num_params) for depth in DEPTHS}
-    systems |= {(stage, depth): engine(stage, depth, num_params) for stage in stages for depth in DEPTHS}
-    slopes: dict[int, list[float]] = {stage: [] for stage in (0, *stages)}
+    makers = {"plain": plain, "hooks": hooks_alone, **{f"stage {stage}": partial(engine, stage) for stage in stages}}
+    systems = {(name, depth): make(depth, num_params) for name, make in makers.items() for depth in DEPTHS}
+    slopes: dict[str, list[float]] = {name: [] for name in makers}
     gc.collect()
     gc.disable()  # a collection in one of the passes would be the other's gain
     for index in range(num_rounds + NUM_WARMUP):
         times_us = {key: timed_us(system) for key, system in systems.items()}
         if index >= NUM_WARMUP:
-            for stage, values in slopes.items():
-                values.append((times_us[stage, DEPTHS[1]] - times_us[stage, DEPTHS[0]]) / (DEPTHS[1] - DEPTHS[0]))
+            for name, values in slopes.items():
+                values.append((times_us[name, DEPTHS[1]] - times_us[name, DEPTHS[0]]) / (DEPTHS[1] - DEPTHS[0]))
     gc.enable()
     return [
         Overhead(
-            stage,
+            name,
             num_params,
-            statistics.median(slopes[0]),
-            statistics.quantiles([own - base for own, base in zip(slopes[stage], slopes[0], strict=True)], n=4),
+            statistics.median(slopes["plain"]),
+            statistics.quantiles([own - base for own, base in zip(slopes[name], slopes["plain"], strict=True)], n=4),
         )
-        for stage in stages
+        for name in slopes
+        if name != "plain"
     ]
 
 
@@ -210,11 +245,11 @@ def main() -> None:
         profile(options.profile, num_params[0], num_passes=100)
         return
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
-    print(f"{'stage':>5}{'params':>8}{'plain us':>10}{'overhead us a block (quartiles)':>34}")
+    print(f"{'system':>8}{'params':>8}{'plain us':>10}{'overhead us a block (quartiles)':>34}")
     for number in num_params:
         for row in measure([int(text) for text in options.stages.split(",")], number, options.rounds):
             low, middle, high = row.quartiles_us
-            print(f"{row.stage:>5}{row.num_params:>8}{row.plain_us:>10.1f}{middle:>16.1f}  ({low:.1f} - {high:.1f})")
+            print(f"{row.system:>8}{row.num_params:>8}{row.plain_us:>10.1f}{middle:>16.1f}  ({low:.1f} - {high:.1f})")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -63,6 +65,13 @@ class Stack(nn.Module):
         for index, block in enumerate(self.blocks):
             x = x if index == self.skipped else block(x)
         return x
+
+
+@contextmanager
+def entered(books: CommBooks, call: Call) -> Iterator[None]:
+    books.enter(call)
+    yield
+    books.leave()
 
 
 def make(model: nn.Module, stage: int = 3, num_shards: int | None = None, **run: Any) -> Engine:
@@ -310,7 +319,7 @@ def test_two_watchdogs_meet_over_any_store(kind: str, tmp_path: Path, caplog: py
     store = dist.FileStore(str(tmp_path / "store"), 2) if kind == "file" else dist.HashStore()
     store = dist.PrefixStore("part", store) if kind == "prefix" else store
     (books, own), (others, other) = watched(store, 0), watched(store, 1)
-    with books.within(gather(books)):
+    with entered(books, gather(books)):
         while not caplog.messages:
             time.sleep(0.05)
     assert len(caplog.messages) == 1
@@ -326,7 +335,7 @@ def test_a_rank_that_closed_its_engine_is_not_taken_for_dead() -> None:
     (books, own), (_others, other) = watched(store, 0), watched(store, 1)
     other.close()
     call = gather(books)
-    with books.within(call):
+    with entered(books, call):
         assert own.explain(call) == "rank 1 has closed its engine; rank 0 waits for it in all_gather #1 of blocks.0"
     own.close()
 
@@ -379,7 +388,7 @@ def test_on_cuda_the_oldest_unfinished_collective_counts_since_it_became_the_old
     assert moment.call is second
     assert watchdog._moment(books) == moment
     books.enqueued[0] = (second, Event(None))
-    with books.within(third):  # the host waits, but the device goes on
+    with entered(books, third):  # the host waits, but the device goes on
         assert watchdog._moment(books) is None
     watchdog.close()
 

@@ -317,17 +317,22 @@ class Comm:
         self._start(call, lambda: self._links.all_reduce(values, op)).wait()
         if not self._links.waits_on_host:
             self.books.enqueue(call, Event.record(self.device))
-        with self.books.within(call):  # on CUDA, here the host waits
+        self.books.enter(call)  # on CUDA, here the host waits
+        try:
             return self._links.read(values, known)
+        finally:
+            self.books.leave()
 
     def _count(self, op: str, name: str, buffer: Tensor, passes: int) -> Call:
         call = self.books.add(op, name, self._group, buffer, passes)
         if self.books.check is not None and self.world_size > 1:
-            with self.books.within(call):
-                try:
-                    self.books.check(call)
-                except AbsentError as error:
-                    raise CommError(f"{error}; {self._cause(call)}") from None
+            self.books.enter(call)
+            try:
+                self.books.check(call)
+            except AbsentError as error:
+                raise CommError(f"{error}; {self._cause(call)}") from None
+            finally:
+                self.books.leave()
         return call
 
     def _start(
@@ -356,14 +361,16 @@ class Comm:
         return Pending(done.wait)
 
     def _guarded(self, call: Call, run: Callable[[], Result]) -> Result:
-        with self.books.within(call):
-            try:
-                return run()
-            except (torch.OutOfMemoryError, CommError):
-                raise
-            except RuntimeError as error:
-                reason = _first_sentence(error)
-                raise CommError(f"rank {self.books.rank} failed in {call}: {self._cause(call)} ({reason})") from error
+        self.books.enter(call)
+        try:
+            return run()
+        except (torch.OutOfMemoryError, CommError):
+            raise
+        except RuntimeError as error:
+            reason = _first_sentence(error)
+            raise CommError(f"rank {self.books.rank} failed in {call}: {self._cause(call)} ({reason})") from error
+        finally:
+            self.books.leave()
 
     def _cause(self, call: Call) -> str:
         """Why other ranks do not take part."""

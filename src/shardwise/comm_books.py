@@ -18,8 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -93,8 +92,7 @@ class CallNote:
         return f"{self.title} ({self.numel} x {self.dtype} over {self.axis})"
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One collective of this rank; fields as in `CallNote`."""
 
     number: int
@@ -194,12 +192,12 @@ class CommBooks:
         if self.explain is not None:
             self.enqueued.append((call, done))
 
-    @contextmanager
-    def within(self, call: Call) -> Iterator[None]:
-        """The body starts or awaits `call`."""
+    def enter(self, call: Call) -> None:
+        """The host starts `call`, or begins to wait for it."""
         self.inside = Moment(call, time.monotonic(), threading.get_ident())
-        try:
-            yield
-        finally:
-            self.left = Moment(call, time.monotonic(), threading.get_ident())
-            self.inside = None
+
+    def leave(self) -> None:
+        """The host goes on."""
+        inside, self.inside = self.inside, None
+        if inside is not None:
+            self.left = Moment(inside.call, time.monotonic(), inside.thread)

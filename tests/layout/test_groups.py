@@ -52,7 +52,7 @@ def test_parameters_and_gaps_fill_the_buffer(group: GroupSpec) -> None:
     times = np.zeros(group.padded_numel, dtype=int)
     for param in group.params:
         times[param.offset : param.offset + param.numel] += 1
-    for start, stop in group.gaps():
+    for start, stop in group.gaps:
         assert 0 <= start < stop <= group.padded_numel
         times[start:stop] += 1
     assert np.all(times == 1)
@@ -119,7 +119,7 @@ def test_drawn_to_scale() -> None:
     a, b = ParamEntry("a", (), ROOT, (5,), True), ParamEntry("b", ("c",), ROOT, (3, 3), True)
     (group,) = build_groups([a, b], (), num_ranks=2, num_shards=2)
     assert group.params == (ParamSpec("a", (), (5,), 0), ParamSpec("b", ("c",), (3, 3), 8))
-    assert (group.padded_numel, group.gaps()) == (32, ((5, 8), (17, 32)))
+    assert (group.padded_numel, group.gaps) == (32, ((5, 8), (17, 32)))
 
 
 @pytest.mark.parametrize(("num_ranks", "padded"), [(1, 24), (2, 32), (3, 24), (4, 32), (6, 48)])

@@ -316,4 +316,4 @@ def differ_checked(rank: int, world_size: int) -> str:
 
 def test_ranks_that_gather_in_another_order_are_told(ranks: WorkerPool) -> None:
     texts = ranks(2).run(differ_checked)
-    assert all("CommError" in text and "unshard blocks.0" in text and "unshard blocks.1" in text for text in texts)
+    assert all("CommError" in text and "rank 1 is at all_gather" in text and "blocks" in text for text in texts), texts

@@ -41,7 +41,7 @@ class ParamSpec:
     shape: tuple[int, ...]
     offset: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of this rank's local tensor."""
         return math.prod(self.shape)
@@ -99,7 +99,7 @@ class GroupSpec:
         last = self.params[-1]
         return _round_up(last.offset + last.numel, ALIGNMENT_NUMEL * math.lcm(self.num_ranks, self.num_shards))
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """Elements of one rank's shard."""
         return self.padded_numel // self.num_shards
@@ -123,6 +123,7 @@ class GroupSpec:
             if first < last:
                 yield Slot(param, first - param.offset, last - param.offset, first - start)
 
+    @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The ranges of the flat buffer that are padding."""
         ends = [0, *(param.offset + param.numel for param in self.params)]

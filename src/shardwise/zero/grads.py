@@ -62,12 +62,13 @@ class GroupGrads:
         self._is_partial = False
         self._is_written = [False] * len(spec.params)
         self._has_arrived = [False] * len(spec.params)
+        self._num_missing = len(spec.params)
         self._was_used = [False] * len(spec.params)
 
     @property
     def is_complete(self) -> bool:
         """Whether the current backward has given every parameter its gradient."""
-        return all(self._has_arrived)
+        return self._num_missing == 0
 
     @property
     def is_partial(self) -> bool:
@@ -102,11 +103,13 @@ class GroupGrads:
             add_widened(target, gradient.reshape(-1))
         else:
             target.view(place.shape).copy_(gradient)
+        self._num_missing -= 1
         self._is_written[index] = self._has_arrived[index] = self._was_used[index] = True
 
     def end_backward(self) -> None:
         """Expect every parameter's gradient anew."""
         self._has_arrived = [False] * len(self.spec.params)
+        self._num_missing = len(self.spec.params)
 
     def reduce(self, is_last: bool) -> None:
         """Start to sum the bucket over the shard group; an unused parameter counts as zero.
@@ -255,4 +258,4 @@ class GroupGrads:
             for place, written in zip(self.spec.params, self._is_written, strict=True)
             if not written
         ]
-        return [*self.spec.gaps(), *unused]
+        return [*self.spec.gaps, *unused]
