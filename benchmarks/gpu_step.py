@@ -1,8 +1,8 @@
 """Step time, MFU and peak memory of one training step on one GPU: plain torch, FSDP2 and every stage of Shardwise.
 
 One GPU has nobody to talk to, so this shows what the machinery costs: stage 0 is what one rank really runs, and stages
-1 to 3 are forced, with NCCL on one rank. With `+compile` each block is compiled by torch.compile as one graph. All systems run alternately, in one process, on the same batches; each is
-built, timed and torn down in every round.
+1 to 3 are forced, with NCCL on one rank. With `+compile` each block is compiled by torch.compile as one graph. All
+systems run alternately, in one process, on the same batches; each is built, timed and torn down in every round.
 
     python benchmarks/gpu_step.py --models 350m --rounds 3 --steps 10
 """
