@@ -256,14 +256,25 @@ def test_the_cost_does_not_grow_with_the_world(monkeypatch: pytest.MonkeyPatch) 
     assert 0 < counts[1] <= counts[0]  # fewer where the shard holds fewer parameters
 
 
-def test_backends_take_the_same_collectives() -> None:
-    """Though with fp32 on the wire NCCL's reduce-scatter is native, and gloo's an all-to-all with a local sum."""
-    overrides = {"zero": {"stage": 3}, "precision": {"param": "fp32"}}
+def test_nccl_receives_nothing_beside_what_it_sums() -> None:
+    """With fp32 on the wire its reduce-scatter is native; gloo takes a buffer as large as the bucket."""
     gloo, nccl = (
-        simulate_case("transformer", 1, overrides, rank=0, world_size=4, backend=backend)
+        simulate(
+            lambda: nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)]),
+            {"zero": {"stage": 3}, "precision": {"param": "fp32"}},
+            lambda: torch.zeros(1, 256),
+            loss_fn=lambda output, batch: output.sum(),
+            rank=0,
+            world_size=64,
+            backend=backend,
+        )
         for backend in ("gloo", "nccl")
     )
     assert nccl.calls == gloo.calls
+    # Two reductions may be under way: of each the bucket, and on gloo what is received.
+    layer_bytes = 4 * 256 * 256
+    assert gloo.peak.peak_live_bytes[Category.BUCKETS] == 4 * layer_bytes
+    assert nccl.peak.peak_live_bytes[Category.BUCKETS] <= 2 * layer_bytes + 2 * layer_bytes // 64
 
 
 class Branching(nn.Module):
