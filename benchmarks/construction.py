@@ -1,7 +1,7 @@
 """Seconds and resident memory that building a model takes: plainly, and inside `shardwise.init()`.
 
-Each way runs in a fresh process with one thread; the figure is the kernel's high-water mark beyond what the process held
-before. Nothing is trained.
+Each way runs in a fresh process with one thread; the figure is the kernel's high-water mark beyond what the process had
+held before. Nothing is trained.
 
     python benchmarks/construction.py --model 1b
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -55,6 +56,15 @@ class Pending:
         if self._then is not None:
             then, self._then = self._then, None
             self._second = then()
+
+    def __del__(self) -> None:
+        """A collective that nobody waits for, as of a dropped engine, must end all the same.
+
+        gloo cancels a receive whose work is dropped, and what the other rank has sent goes to the next one.
+        """
+        if self._wait is not None:
+            with suppress(Exception):
+                self._wait()
 
     def wait(self) -> None:
         """Finish all of them."""
