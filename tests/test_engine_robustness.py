@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections import UserDict
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.pool import WorkerPool
 from harness.training import make_config
-from shardwise import ConfigError, Engine, NonFiniteLossError, initialize
+from shardwise import ConfigError, Engine, NonFiniteLossError, backward, initialize
 
 PLAIN_SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}
 
@@ -330,3 +331,49 @@ def test_reentrant_checkpointing_of_a_module_used_twice_is_refused() -> None:
     engine = make(ReentrantTwice())
     with pytest.raises(ValueError, match=r"block\.\w+ came twice.*use_reentrant=False"):
         engine.backward(engine(torch.ones(1, 4)))
+
+
+def test_backward_after_a_failed_one_is_refused() -> None:
+    engine = make(nn.Linear(4, 4))
+    first, second = engine(torch.ones(1, 4)), engine(torch.ones(1, 4))
+    first.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.backward(first)
+    with pytest.raises(RuntimeError, match=r"call engine\.zero_grad\(\)"):
+        engine.backward(second)
+    engine.zero_grad()
+    assert engine.train_step([torch.ones(1, 4)]).count == 1
+
+
+def keep_graph_of_gathered(rank: int, world_size: int, stage: int) -> tuple[float, float]:
+    """A penalty computed while all parameters are whole, and its backward outside."""
+    model = build(Adapted)
+    engine = make(model, stage)
+    with engine.gathered():
+        penalty = sum((parameter.pow(3).sum() for parameter in model.parameters()), torch.zeros(()))
+    backward(model(inputs(0, 0)).square().mean() + penalty, [engine])
+    plain = build(Adapted)
+    loss = plain(inputs(0, 0)).square().mean()
+    (loss + sum((parameter.pow(3).sum() for parameter in plain.parameters()), torch.zeros(()))).backward()
+    squares = [parameter.grad.square().sum() for parameter in plain.parameters() if parameter.grad is not None]
+    return engine.step().grad_norm, float(torch.stack(squares).sum().sqrt())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_graph_built_while_gathered_may_be_used_outside(ranks: WorkerPool, stage: int) -> None:
+    for found, expected in ranks(2).run(keep_graph_of_gathered, stage):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+def copy_after_a_step(rank: int, world_size: int) -> tuple[str, float]:
+    """As for a moving average of the weights; the gather behind the step is still under way."""
+    model = build(Adapted)
+    engine = make(model, 2)
+    engine.train_step([inputs(0, 0)])
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        return type(copied.shift).__name__, float((copied(inputs(1, 0)) - model(inputs(1, 0))).abs().max())
+
+
+def test_copy_right_after_a_step_is_plain(ranks: WorkerPool) -> None:
+    assert ranks(2).run(copy_after_a_step) == [("Parameter", 0.0)] * 2

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch_private import num_recorded
 from shardwise.comm import Comm, Comms
 from shardwise.config import Config
 from shardwise.layout.layout import Layout
@@ -58,6 +59,7 @@ class EngineStates:
         if write:
             self._refuse_if_away()
         self._check_room_to_gather()
+        was_held, num_before = self._driver.is_held, num_recorded()
         with self._memory_explained():
             self._driver.unshard_all()
             try:
@@ -65,7 +67,10 @@ class EngineStates:
                 if write:
                     access.take_over(self._states())
             finally:
-                self._driver.reshard_all(release_held=True)
+                if not was_held:
+                    self._driver.reshard_all(release_held=True)
+                    if num_recorded() > num_before:
+                        self._driver.keep_all_until_backward()
 
     def read(self, name: str, state: str = "param", *, to_rank: int | None = None) -> Tensor | None:
         """A copy of one state of a parameter, whole, on every rank or on one; see `access.read_state`. All call it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -125,12 +126,12 @@ class Engine(EngineStates):
         self._network = network
         self._is_closed = False
         self._away = None
+        self._optimizer_plan = plan_optimizer(optimizer, config.optimizer, model)
+        named_groups = self._optimizer_plan.groups_of(layout)
         self._comms = connect(network, layout.mesh, config, device, streams, pool)
         self.comm = self._comms.data
         self._timeline = Timeline(network.rank)
         self._watchdog = watch(network.store, self.comm.books, self._timeline, config.run)
-        self._optimizer_plan = plan_optimizer(optimizer, config.optimizer, model)
-        named_groups = self._optimizer_plan.groups_of(layout)
         values = ValueSource(model, config.run.seed)
         self._adopt_buffers()
         self._undo: list[Callable[[], None]] = []
@@ -138,6 +139,7 @@ class Engine(EngineStates):
             self._comms, pool, self.memory, self._timeline, values, config.zero.overlap, config.zero.lockstep
         )
         self._driver = ZeroDriver(model, layout, resources)
+        self._driver.before_model = weakref.WeakMethod(self._before_model)
         values.close()
         try:
             self._undo = replace_forwards(model, layout, config)
@@ -171,10 +173,6 @@ class Engine(EngineStates):
         Inputs that are a dict go to the model as keyword arguments, a tuple or list as positional ones.
         """
         self._timeline.micro_batch = self._num_backwards
-        if self._num_backwards == 0 and torch.is_grad_enabled():
-            self._check_usable()
-            self._driver.check_model()
-            self._follow_trainability()
         total = self._forward(batch)
         if not torch.is_grad_enabled():
             return total.mean()
@@ -192,7 +190,7 @@ class Engine(EngineStates):
             ValueError: it came from elsewhere, so how much counts in it is not known.
             torch.OutOfMemoryError: with the table of what holds the memory; so too `engine(batch)` and `step`.
         """
-        self._refuse_if_away()
+        self._check_usable()
         self._refuse_unless_trainable()
         _backpropagate([self], loss, self._books.close(loss) * self._scaler.scale)
 
@@ -343,10 +341,18 @@ class Engine(EngineStates):
         self._driver.will_reduce = self._syncs and (self.layout.stage.reduce_each_backward or is_boundary)
         self._driver.prepare_backward()
 
-    def _follow_trainability(self) -> None:
-        """Regroup what has been frozen or unfrozen since the last step."""
+    def _before_model(self) -> None:
+        """Follow what the user has done to the model since the last step; its forward is about to begin."""
+        if self._num_backwards > 0 or not torch.is_grad_enabled():
+            return
+        self._check_usable()
+        self._driver.check_model()
         if self._driver.is_as_trainable:
             return
+        if self._books.has_open:
+            raise ValueError(
+                "requires_grad changed between a forward and its backward; freeze and unfreeze between steps"
+            )
         layout = build_layout(self.model, self.config)
         regroup(self._states(), layout, self._optimizer_plan.groups_of(layout))
         self.layout = layout
@@ -387,6 +393,7 @@ class Engine(EngineStates):
     def _end_step(self, is_taken: bool = True) -> None:
         self.num_steps += is_taken
         self._num_backwards = 0
+        self._driver.forget_unannounced()
         self._batches.clear()
         self._books.clear()
         self._timeline.close_step()
@@ -422,21 +429,25 @@ def backward(loss: Tensor, engines: Sequence[Engine], *, count: float = 1.0) -> 
     Raises:
         ValueError: `loss` is no scalar, no engine is given, or one scales its gradients otherwise than the others.
     """
-    if loss.numel() != 1 or not engines:
-        raise ValueError(f"backward takes a scalar loss and engines, got shape {tuple(loss.shape)} and {len(engines)}")
-    total = Total(loss.detach().reshape(()) * count, torch.tensor(count, device=loss.device))
-    normaliser = max(engine._books.normaliser for engine in engines)
+    if loss.numel() != 1 or not engines or len(set(map(id, engines))) < len(engines):
+        raise ValueError(
+            f"backward takes a scalar loss and engines, each once; got shape {tuple(loss.shape)} and {len(engines)}"
+        )
     for engine in engines:
-        engine._refuse_if_away()
-    for engine in engines:
-        engine._books.normaliser = engine._books.normaliser or normaliser
-        weight = engine._books.count_in(total) * engine._scaler.scale
-        normaliser = engine._books.normaliser
-    if len({(engine._books.normaliser, engine._scaler.scale) for engine in engines}) > 1:
+        engine._check_usable()
+    # Who has no gradients yet can still take the others' normaliser.
+    taken = {engine._books.normaliser for engine in engines if not engine._books.is_empty}
+    if len(taken) > 1 or len({engine._scaler.scale for engine in engines}) > 1:
         raise ValueError(
             "the engines scale their gradients differently, so one backward cannot serve them; let each take its step "
             "before the common loss, and under fp16 set precision.loss_scale to one number"
         )
+    total = Total(loss.detach().reshape(()) * count, torch.tensor(count, device=loss.device))
+    normaliser = next(iter(taken or {engine._books.normaliser for engine in engines}))
+    for engine in engines:
+        engine._books.normaliser = normaliser
+        weight = engine._books.count_in(total) * engine._scaler.scale
+        normaliser = engine._books.normaliser
     _backpropagate(engines, loss, weight)
 
 

@@ -256,6 +256,15 @@ class _Released:
 
     on_use: Callable[[Any], None]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A plain parameter with the same values: torch's own copy would be of this class."""
+        this = cast(nn.Parameter, self)
+        type(self).on_use(this)
+        with plain_torch_functions():
+            copied = nn.Parameter(this.detach().clone(), this.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

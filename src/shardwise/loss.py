@@ -84,6 +84,16 @@ class LossBooks:
         self._sums: Tensor | None = None
         self._open: list[tuple[weakref.ref[Tensor], Total]] = []
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been counted in since the last step."""
+        return self._sums is None
+
+    @property
+    def has_open(self) -> bool:
+        """Whether a loss still awaits its backward."""
+        return any(reference() is not None for reference, _ in self._open)
+
     def add(self, total: Total) -> None:
         """Count a loss in."""
         pair = torch.stack([total.total.detach().double(), total.count.double()])

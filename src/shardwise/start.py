@@ -62,7 +62,11 @@ def initialize(
     store = open_store()
     agree_on_setup(store, dist.get_rank(), Setup.of(layout, config, model.named_buffers()), config.run.timeout_s)
     network = MeshNetwork(Mesh(layout.mesh, config.run.timeout_s), device, store)
-    return Engine(model, config, layout, device, network, loss_fn=loss_fn, optimizer=optimizer, scheduler=scheduler)
+    try:
+        return Engine(model, config, layout, device, network, loss_fn=loss_fn, optimizer=optimizer, scheduler=scheduler)
+    except Exception:
+        network.close()
+        raise
 
 
 def _device(config: Config) -> torch.device:

@@ -110,6 +110,23 @@ def test_engines_that_scale_differently_are_refused() -> None:
         backward(engine.model(x).sum(), [engine], count=count)
     with pytest.raises(ValueError, match="scale their gradients differently"):
         backward(engines[0].model(x).sum() + engines[1].model(x).sum(), engines)
+    assert [engine.step().count for engine in engines] == [1.0, 64.0]
+    backward(engines[0].model(x).sum() + engines[1].model(x).sum(), engines)
+    with pytest.raises(ValueError, match="each once"):
+        backward(engines[0].model(x).sum(), [engines[0], engines[0]])
+
+
+def test_models_called_directly_may_be_frozen_between_steps() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
+    engine = initialize(model, make_config(1, {}))
+    x = torch.ones(1, 4, dtype=torch.float64)
+    backward(model(x).square().sum(), [engine])
+    engine.step()
+    model[0].requires_grad_(False)
+    before = model[0].weight.detach().clone()
+    backward(model(x).square().sum(), [engine])
+    engine.step()
+    assert torch.equal(model[0].weight, before)
 
 
 def test_common_loss_must_be_a_scalar() -> None:

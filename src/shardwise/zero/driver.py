@@ -37,6 +37,7 @@ class ZeroDriver:
 
     def __init__(self, model: nn.Module, layout: Layout, resources: Resources) -> None:
         self._release_claim = claim(model)
+        self.before_model: Callable[[], Callable[[], None] | None] | None = None
         self.timeline = resources.timeline
         self.will_reduce = self.is_last = True
         self.is_serving = False
@@ -66,8 +67,12 @@ class ZeroDriver:
         self._reducing: deque[ParamGroup] = deque()
         self._handles: list[RemovableHandle] = []
         self._gradient_handles: dict[ParamGroup, list[RemovableHandle]] = {}
-        for unit in self.units:
-            self.regroup(unit.name, layout)
+        try:
+            for unit in self.units:
+                self.regroup(unit.name, layout)
+        except Exception:
+            self._release_claim()
+            raise
         for unit in self.units:
             module = model if unit.name == ROOT else model.get_submodule(unit.name)
             self._handles += hook_unit(module, unit)
@@ -82,6 +87,7 @@ class ZeroDriver:
                 for handle in self._gradient_handles.pop(group, ()):
                     handle.remove()
                 group.params.release()
+                self._unannounced = [other for other in self._unannounced if other is not group]
         unit.groups = tuple(kept.get(spec) or self._make_group(spec, layout) for spec in specs)
         self.groups = [group for each in self.units for group in each.groups]
         self._reduce_order = [
@@ -133,6 +139,9 @@ class ZeroDriver:
             self._is_forwarding = True
             self.timeline.is_recording = torch.is_grad_enabled()
             self._in_backward = False  # an exception may have left it set
+            before_model = self.before_model() if self.before_model is not None else None
+            if before_model is not None:
+                before_model()
             self._order.start_forward()
         else:
             self._pass(self._order.enter_forward(unit.name))
@@ -208,6 +217,21 @@ class ZeroDriver:
         group.is_pinned = True
         if group not in self._unannounced:
             self._unannounced.append(group)
+
+    def forget_unannounced(self) -> None:
+        """Nobody's graph outlives a step."""
+        self._unannounced.clear()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether all parameters are kept whole, as inside `gathered`."""
+        return self._is_held
+
+    def keep_all_until_backward(self) -> None:
+        """Have all parameters present in the next backward: a graph was built while all of them were plain."""
+        for group in self.groups:
+            if group.params.is_released_between_uses and group not in self._unannounced:
+                self._unannounced.append(group)
 
     def abandon_forward(self) -> None:
         """Leave a forward that did not reach its end."""
@@ -387,6 +411,8 @@ class ZeroDriver:
         if not (self._is_forwarding or self.is_serving or self._in_backward):
             if not group.params.is_released:
                 group.wait()
+                if torch.is_grad_enabled():
+                    self.keep_until_backward(group)
                 return
             raise ReleasedParameterError(
                 f"parameter {name} is released: under ZeRO-3 it is whole only inside the model's forward; "
