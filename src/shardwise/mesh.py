@@ -8,7 +8,6 @@ with rank 3 over (1, 3), and sums scalars over all four.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -65,17 +64,18 @@ class Mesh:
 
 
 def open_store() -> dist.Store | None:
-    """A part of the default group's store for one more engine, over a connection of its own; None for one rank.
+    """A part of the default group's store for one more engine; None for one rank.
 
-    Every rank opens as many, in the same order. The connection is never blocked by what torch waits for in the store.
+    Every rank opens as many, in the same order. It shares torch's connection: one of its own would be free while torch
+    itself waits in the store, as when it makes a communicator, but opening it holds the interpreter's lock, and takes
+    seconds where a name server does not answer.
     """
     group = dist.group.WORLD
     if group is None or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
     store = group.get_group_store()
     number = store.add(f"shardwise/{dist.get_rank()}/num_engines", 1)
-    connection = cast(Any, store).clone()  # which torch's stubs do not know
-    return dist.PrefixStore(f"shardwise/engine{number}", connection)
+    return dist.PrefixStore(f"shardwise/engine{number}", store)
 
 
 def ensure_process_group(device: torch.device, timeout_s: float) -> int:
