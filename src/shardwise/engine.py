@@ -343,9 +343,8 @@ class Engine(EngineStates):
 
     def _before_model(self) -> None:
         """Follow what the user has done to the model since the last step; its forward is about to begin."""
-        if self._num_backwards > 0 or not torch.is_grad_enabled():
+        if self._num_backwards > 0 or not torch.is_grad_enabled() or self._away is not None:
             return
-        self._check_usable()
         self._driver.check_model()
         if self._driver.is_as_trainable:
             return
