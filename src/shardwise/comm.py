@@ -23,7 +23,7 @@ from torch import Tensor
 from shardwise.agreement import CallCheck
 from shardwise.comm_books import AbsentError, Call, CommBooks, CommError
 from shardwise.config import Config
-from shardwise.layout.mesh_shape import GRADIENT_AXES, REPLICA_AXES, SHARD_AXES, MeshShape
+from shardwise.layout.mesh_shape import GRADIENT_AXES, REPLICA_AXES, SHARD_AXES, TENSOR_AXES, MeshShape
 from shardwise.mesh import Mesh
 from shardwise.pool import BufferPool
 from shardwise.precision import sum_chunks
@@ -263,9 +263,7 @@ class Comm:
         if self.world_size == 1:
             return Pending(None)
         if wire_dtype == buffer.dtype:
-            call = self._count("all_reduce", name, buffer, passes=2)
-            start = partial(self._links.all_reduce, buffer, dist.ReduceOp.SUM)
-            return self._start(call, start) if self._links.waits_on_host else self._enqueue("reduce", call, start)
+            return self._start_in_place(buffer, dist.ReduceOp.SUM, name)
         wire = self._pool.acquire(buffer.numel(), wire_dtype)
         wire.copy_(buffer)
         own = self._own_slice(buffer)
@@ -283,6 +281,30 @@ class Comm:
             return Pending(finish)
 
         return Pending(reduced.wait, gather)
+
+    def sum_in_place(self, buffer: Tensor, name: str) -> None:
+        """Sum `buffer` [n] over the ranks, carrying its dtype: equal bits on all; on gloo summed in fp32 or wider."""
+        if self.world_size == 1:
+            return
+        if buffer.dtype.itemsize >= 4 or not self._links.waits_on_host:
+            self._start_in_place(buffer, dist.ReduceOp.SUM, name).wait()
+            return
+        wide = self._pool.acquire(-(-buffer.numel() // self.world_size) * self.world_size, torch.float32)
+        wide[: buffer.numel()].copy_(buffer)
+        wide[buffer.numel() :].zero_()
+        self.all_reduce(wide, buffer.dtype, name).wait()
+        buffer.copy_(wide[: buffer.numel()])
+        self._pool.release(wide)
+
+    def max_in_place(self, buffer: Tensor, name: str) -> None:
+        """Leave in `buffer` [n] the element-wise maximum over the ranks."""
+        if self.world_size > 1:
+            self._start_in_place(buffer, dist.ReduceOp.MAX, name).wait()
+
+    def _start_in_place(self, buffer: Tensor, op: dist.ReduceOp.RedOpType, name: str) -> Pending:
+        call = self._count("all_reduce", name, buffer, passes=2)
+        start = partial(self._links.all_reduce, buffer, op)
+        return self._start(call, start) if self._links.waits_on_host else self._enqueue("reduce", call, start)
 
     def sum_scalars(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:
         """Sum a small fp64 vector over the ranks and return it on the host.
@@ -400,12 +422,16 @@ class Comms:
         shards: those that share the sharded states.
         reductions: the same ranks as `shards`; on CUDA over a communicator of its own.
         replicas: those that hold the same shard.
+        tensor: those that share a layer's matrices.
+        model: `data` and `tensor` together: all that take the same optimizer step.
     """
 
     data: Comm
     shards: Comm
     reductions: Comm
     replicas: Comm
+    tensor: Comm
+    model: Comm
 
 
 def connect(
@@ -441,7 +467,8 @@ def connect(
 
     # On NCCL one communicator would run gathers and reductions one after the other.
     reductions = over(SHARD_AXES, "reduce" if device.type == "cuda" else "gather")
-    return Comms(over(GRADIENT_AXES), over(SHARD_AXES), reductions, over(REPLICA_AXES))
+    tensor, model = over(TENSOR_AXES), over((*GRADIENT_AXES, *TENSOR_AXES))
+    return Comms(over(GRADIENT_AXES), over(SHARD_AXES), reductions, over(REPLICA_AXES), tensor, model)
 
 
 def _first_sentence(error: Exception) -> str:

@@ -1,0 +1,139 @@
+"""The plan of tensor parallelism for one model: which modules are split how. A pure value, the same on every rank.
+
+Plans are made in `shardwise.tensor.plans`, from what a model brings, from a user's table of patterns, or by tracing;
+`shardwise.tensor.surgery` carries them out; `param_splits` says where that leaves each parameter.
+
+A feed-forward network of two matrices, the first split by its rows, the second by its columns:
+
+>>> from torch import nn
+>>> model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+>>> plan = TensorPlan(layers=(LayerSplit("0", "column", (Part(32),)), LayerSplit("2", "row", (Part(32),))))
+>>> splits = param_splits(model, plan, degree=2, sequence_parallel=False)
+>>> {name: split.local_shape for name, split in splits.items()}
+{'0.weight': (16, 8), '0.bias': (16,), '2.weight': (8, 16), '2.bias': (8,)}
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from shardwise.layout.splits import ParamSplit, Part
+
+LayerStyle = Literal["column", "row", "vocab", "head", "column-embedding"]
+
+
+@dataclass(frozen=True)
+class LayerSplit:
+    """How one module with a `weight`, and perhaps a `bias`, is split.
+
+    Attributes:
+        module: its fully qualified name.
+        style: column: a linear layer by its outputs; row: by its inputs, outputs summed; vocab: an embedding by its
+            rows, outputs summed; head: a linear layer to the vocabulary, whose logits stay split until something else
+            than a cross entropy reads them; column-embedding: an embedding by its columns.
+        parts: along the split dim.
+        gathers_output: of a column: every rank gets the whole output.
+        splits_input: of a row: its input arrives whole on every rank.
+        is_transposed: the weight is [in, out], as in Hugging Face's Conv1D.
+    """
+
+    module: str
+    style: LayerStyle
+    parts: tuple[Part, ...]
+    gathers_output: bool = False
+    splits_input: bool = False
+    is_transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Region:
+    """A module that reads some arguments through column layers alone: they enter once for all of these.
+
+    Entering is the identity whose backward sums over the ranks; under sequence parallelism, of an argument that arrives
+    split, a gather whose backward is a reduce-scatter.
+
+    Attributes:
+        module: its fully qualified name.
+        inputs: names of the arguments that enter; those in a sequence-parallel stack arrive split along dim 1.
+        whole_inputs: likewise, but they arrive whole in every case (an encoder's output).
+    """
+
+    module: str
+    inputs: tuple[str, ...]
+    whole_inputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SequenceStack:
+    """Consecutive blocks between which sequence parallelism keeps activations split along dim 1.
+
+    Attributes:
+        first: the module before whose forward `argument` is split.
+        argument: its name in that forward.
+        last: the module behind whose forward the output, or the first tensor in it, is gathered.
+        modules: names of the modules (blocks, final norm) within: their replicated parameters outside of regions see a
+            part of the sequence, so their gradients are partial; their dropouts draw for a part.
+    """
+
+    first: str
+    argument: str
+    last: str
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SplitDropout:
+    """A dropout on a split tensor.
+
+    Attributes:
+        module: a dropout module; or, with `is_functional`, a module whose forward calls dropout, or attention with
+            dropout, on tensors whose dim `dim` is split.
+        dim: along which the tensor is split; it may be negative.
+        is_functional: see `module`.
+    """
+
+    module: str
+    dim: int
+    is_functional: bool = False
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """All of a model's splits; see the module's example.
+
+    Attributes:
+        layers: split modules.
+        regions: where inputs enter once for several column layers.
+        stacks: for sequence parallelism; none where the plan does not know any.
+        partial: parameters that every rank holds whole but uses on its own part of the heads or features.
+        attributes: (module, attribute, value on every rank), such as a number of heads that the model's code reads.
+        dropouts: on tensors that are split over ranks.
+        notes: lines to tell the user, such as what was guessed.
+    """
+
+    layers: tuple[LayerSplit, ...] = ()
+    regions: tuple[Region, ...] = ()
+    stacks: tuple[SequenceStack, ...] = ()
+    partial: tuple[str, ...] = ()
+    attributes: tuple[tuple[str, str, int], ...] = ()
+    dropouts: tuple[SplitDropout, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def param_splits(model: nn.Module, plan: TensorPlan, degree: int, sequence_parallel: bool) -> dict[str, ParamSplit]:
+    """Where each parameter lies, by each of its names, tied ones included.
+
+    Args:
+        model: as its builder made it, of any device; shapes are read only.
+        plan: for it.
+        degree: ranks of the tensor-parallel group.
+        sequence_parallel: whether the plan's stacks are split along the sequence.
+
+    Raises:
+        ConfigError: a number of heads or of features does not divide by `degree`, or tied parameters are split in two
+            ways.
+    """
+    raise NotImplementedError

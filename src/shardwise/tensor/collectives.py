@@ -1,0 +1,53 @@
+"""Collectives on tensors of any shape among the ranks of a tensor-parallel group: out of place, and waited for.
+
+They are `Comm`'s, so they are counted and named; this is their shape arithmetic. Concatenation and slices are along one
+dim; ranks hold equal slices. Over tp=2 of a 2x2 mesh, ranks (0, 1) and (2, 3) talk among themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm import Comm
+
+
+def all_reduce(comm: Comm, x: Tensor, name: str) -> Tensor:
+    """The sum over the ranks, equal bits on all of them, in the dtype of `x`; summed in fp32 or wider on gloo."""
+    summed = x.clone(memory_format=torch.contiguous_format)
+    comm.sum_in_place(summed.view(-1), name)
+    return summed
+
+
+def maximum(comm: Comm, x: Tensor, name: str) -> Tensor:
+    """The element-wise maximum over the ranks."""
+    largest = x.clone(memory_format=torch.contiguous_format)
+    comm.max_in_place(largest.view(-1), name)
+    return largest
+
+
+def all_gather(comm: Comm, x: Tensor, dim: int, name: str) -> Tensor:
+    """The ranks' tensors, concatenated along `dim` in rank order."""
+    n = comm.world_size
+    gathered = x.new_empty((n, *x.shape))
+    gathered[comm.rank].copy_(x)
+    comm.all_gather(gathered.view(-1), name).wait()
+    dim %= x.dim()
+    return gathered.movedim(0, dim).reshape(*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :])
+
+
+def reduce_scatter(comm: Comm, x: Tensor, dim: int, name: str) -> Tensor:
+    """This rank's slice along `dim` of the sum over the ranks.
+
+    Raises:
+        ValueError: the dim does not divide evenly.
+    """
+    n, dim = comm.world_size, dim % x.dim()
+    if x.shape[dim] % n:
+        below = x.shape[dim] // n * n
+        raise ValueError(f"{name}: length {x.shape[dim]} does not divide by tp={n}; nearest: {below}, {below + n}")
+    slices = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()  # [n, ..., length / n, ...]
+    out = torch.empty_like(slices[0])
+    comm.reduce_scatter(slices.view(-1), out.view(-1), accumulate=False, name=name).wait()
+    return out
