@@ -18,14 +18,15 @@ of the shard group hold equal shards. Drawn for two parameters of 5 and 9 elemen
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import Final
 
-from shardwise.layout.pieces import LocalTensor, Piece, intersect
+from shardwise.layout.pieces import Piece, intersect
 from shardwise.layout.skeleton import ROOT, ParamEntry
+from shardwise.layout.splits import ParamSplit
 from shardwise.layout.stages import Placement
 
 # 16 bytes in the narrowest dtype: what vectorised kernels and NCCL want of every parameter's and shard's first element.
@@ -34,22 +35,36 @@ ALIGNMENT_NUMEL: Final = 8
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter's place in its group: `offset` is its first element in the flat buffer."""
+    """A parameter's place in its group.
+
+    Attributes:
+        name: the first of its names.
+        aliases: the others, where it is tied.
+        shape: of this rank's tensor, the same on every rank of the tensor-parallel group.
+        offset: its first element in the flat buffer.
+        over_tp: how the whole parameter lies over that group; None for one rank.
+    """
 
     name: str
     aliases: tuple[str, ...]
     shape: tuple[int, ...]
     offset: int
+    over_tp: ParamSplit | None = None
 
     @cached_property
     def numel(self) -> int:
         """Elements of this rank's local tensor."""
         return math.prod(self.shape)
 
+    @cached_property
+    def split(self) -> ParamSplit:
+        """How the whole parameter lies over the tensor-parallel group."""
+        return self.over_tp or ParamSplit(self.shape)
+
     @property
-    def local(self) -> LocalTensor:
-        """The pieces of the global tensor that the local tensor holds; the whole of it while tp is 1."""
-        return LocalTensor.whole(self.shape)
+    def global_shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return self.split.global_shape
 
 
 @dataclass(frozen=True)
@@ -61,9 +76,10 @@ class Slot:
     stop: int
     offset: int
 
-    def pieces(self) -> tuple[Piece, ...]:
-        """The rectangles of the global tensor in this slot, with offsets from the slot's first element."""
-        return intersect(self.param.local, self.start, self.stop)
+    def pieces(self, tp_index: int = 0) -> tuple[Piece, ...]:
+        """The rectangles of the whole parameter in this slot of tensor-parallel rank `tp_index`, with offsets from the
+        slot's first element."""
+        return intersect(self.param.split.local(tp_index), self.start, self.stop)
 
 
 @dataclass(frozen=True)
@@ -137,6 +153,7 @@ def build_groups(
     num_ranks: int,
     num_shards: int,
     replicate_frozen: bool = False,
+    splits: Mapping[str, ParamSplit] | None = None,
 ) -> tuple[GroupSpec, ...]:
     """One group per unit and trainability, the root's first, then the units' in module order.
 
@@ -146,6 +163,7 @@ def build_groups(
         num_ranks: that average gradients.
         num_shards: that share the sharded states.
         replicate_frozen: every rank keeps frozen parameters whole, so that they are never gathered.
+        splits: over the tensor-parallel group, by parameter; None for one rank.
     """
     order = {unit: index for index, unit in enumerate((ROOT, *units))}
     by_group = sorted(entries, key=lambda entry: (order[entry.unit], not entry.requires_grad))
@@ -153,14 +171,18 @@ def build_groups(
     for (unit, trainable), members in groupby(by_group, key=lambda entry: (entry.unit, entry.requires_grad)):
         name = unit if trainable else f"{unit}:frozen"
         is_replicated = replicate_frozen and not trainable
-        groups.append(GroupSpec(name, unit, tuple(_place(members)), trainable, num_ranks, num_shards, is_replicated))
+        groups.append(
+            GroupSpec(name, unit, tuple(_place(members, splits or {})), trainable, num_ranks, num_shards, is_replicated)
+        )
     return tuple(groups)
 
 
-def _place(entries: Iterator[ParamEntry]) -> Iterator[ParamSpec]:
+def _place(entries: Iterator[ParamEntry], splits: Mapping[str, ParamSplit]) -> Iterator[ParamSpec]:
     offset = 0
     for entry in entries:
-        spec = ParamSpec(entry.name, entry.aliases, entry.shape, offset)
+        split = splits.get(entry.name)
+        shape = entry.shape if split is None else split.local_shape
+        spec = ParamSpec(entry.name, entry.aliases, shape, offset, split)
         yield spec
         offset = _round_up(offset + spec.numel, ALIGNMENT_NUMEL)
 

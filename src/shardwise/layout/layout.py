@@ -34,6 +34,7 @@ from shardwise.layout.mesh_shape import GRADIENT_AXES, REPLICA_AXES, SHARD_AXES,
 from shardwise.layout.precision import DTYPE_BYTES, PrecisionPolicy, precision_policy
 from shardwise.layout.skeleton import ROOT, find_units, read_parameters
 from shardwise.layout.stages import Placement, ZeroStage, effective_stage
+from shardwise.layout.tensor_plan import TensorLayout
 
 # The tensors, each as long as the parameter, that torch's optimizers of these names keep beside the master.
 OPTIMIZER_STATES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -101,6 +102,7 @@ class Layout:
         stage: placements over the shard group.
         precision: dtypes by role.
         states: every state kept at rest.
+        tensor: what is split over the tensor-parallel group; None for one rank.
     """
 
     mesh: MeshShape
@@ -109,10 +111,11 @@ class Layout:
     stage: ZeroStage
     precision: PrecisionPolicy
     states: tuple[StateSpec, ...]
+    tensor: TensorLayout | None = None
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters, padding not counted, tied ones once."""
+        """Elements of all parameters on a rank of the tensor-parallel group, tied ones once."""
         return sum(group.numel for group in self.groups)
 
     @property
@@ -164,12 +167,13 @@ class Layout:
         return wire
 
 
-def build_layout(model: nn.Module, config: Config) -> Layout:
+def build_layout(model: nn.Module, config: Config, tensor: TensorLayout | None = None) -> Layout:
     """Compute the layout of `model` under a resolved config.
 
     Args:
         model: any module; only names, shapes and `requires_grad` are read, so meta tensors will do.
         config: as `Config.resolve` returns it.
+        tensor: how parameters lie over the tensor-parallel group; None for one rank.
 
     Raises:
         ConfigError: the model has no parameters, or `zero.blocks` does not fit it.
@@ -182,8 +186,9 @@ def build_layout(model: nn.Module, config: Config) -> Layout:
     num_ranks, num_shards = mesh.size_along(GRADIENT_AXES), mesh.size_along(SHARD_AXES)
     stage = effective_stage(config.zero.stage, num_shards)
     policy = precision_policy(config.precision)
-    groups = build_groups(entries, units, num_ranks, num_shards, config.zero.replicate_frozen)
-    return Layout(mesh, units, groups, stage, policy, _states(stage, policy, config.optimizer))
+    splits = None if tensor is None else tensor.splits
+    groups = build_groups(entries, units, num_ranks, num_shards, config.zero.replicate_frozen, splits)
+    return Layout(mesh, units, groups, stage, policy, _states(stage, policy, config.optimizer), tensor)
 
 
 def _states(stage: ZeroStage, policy: PrecisionPolicy, optimizer: OptimizerConfig) -> tuple[StateSpec, ...]:

@@ -15,11 +15,13 @@ A feed-forward network of two matrices, the first split by its rows, the second 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
 
+from shardwise.config import ConfigError
 from shardwise.layout.splits import ParamSplit, Part
 
 LayerStyle = Literal["column", "row", "vocab", "head", "column-embedding"]
@@ -123,8 +125,25 @@ class TensorPlan:
     notes: tuple[str, ...] = ()
 
 
-def param_splits(model: nn.Module, plan: TensorPlan, degree: int, sequence_parallel: bool) -> dict[str, ParamSplit]:
-    """Where each parameter lies, by each of its names, tied ones included.
+@dataclass(frozen=True)
+class TensorLayout:
+    """A plan with where it leaves each parameter.
+
+    Attributes:
+        plan: of the model.
+        splits: by each name of each parameter.
+        degree: ranks of a tensor-parallel group.
+        sequence_parallel: whether the plan's stacks are split along the sequence.
+    """
+
+    plan: TensorPlan
+    splits: Mapping[str, ParamSplit]
+    degree: int
+    sequence_parallel: bool
+
+
+def tensor_layout(model: nn.Module, plan: TensorPlan, degree: int, sequence_parallel: bool) -> TensorLayout:
+    """Lay a model's parameters out over the tp axis.
 
     Args:
         model: as its builder made it, of any device; shapes are read only.
@@ -133,7 +152,83 @@ def param_splits(model: nn.Module, plan: TensorPlan, degree: int, sequence_paral
         sequence_parallel: whether the plan's stacks are split along the sequence.
 
     Raises:
-        ConfigError: a number of heads or of features does not divide by `degree`, or tied parameters are split in two
-            ways.
+        ConfigError: units do not divide by `degree`, or tied parameters are split in two ways.
     """
-    raise NotImplementedError
+    return TensorLayout(plan, param_splits(model, plan, degree, sequence_parallel), degree, sequence_parallel)
+
+
+def param_splits(model: nn.Module, plan: TensorPlan, degree: int, sequence_parallel: bool) -> dict[str, ParamSplit]:
+    """Where each parameter lies, by each of its names; arguments and errors as for `tensor_layout`."""
+    layers = {layer.module: layer for layer in plan.layers}
+    named: dict[int, list[str]] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        named.setdefault(id(parameter), []).append(name)
+    splits: dict[str, ParamSplit] = {}
+    for names in named.values():
+        shape = tuple(parameters[names[0]].shape)
+        found = {name: _split(model, plan, layers, name, shape, degree, sequence_parallel) for name in names}
+        # A module that only registers a parameter, as BERT's head does its decoder's bias, has no say in it.
+        meant = {name: split for name, split in found.items() if _has_say(model, layers, name)} or found
+        if len(set(meant.values())) > 1:
+            ways = "; ".join(f"{name}: {_way(split)}" for name, split in meant.items())
+            raise ConfigError(f"tied parameters are split in different ways ({ways}); give their modules one style")
+        splits.update(dict.fromkeys(names, next(iter(meant.values()))))
+    return splits
+
+
+def _split(
+    model: nn.Module,
+    plan: TensorPlan,
+    layers: Mapping[str, LayerSplit],
+    name: str,
+    shape: tuple[int, ...],
+    degree: int,
+    sequence_parallel: bool,
+) -> ParamSplit:
+    module, _, own_name = name.rpartition(".")
+    layer = layers.get(module)
+    dim = None if layer is None else _split_dim(layer, own_name, name)
+    if layer is not None and dim is not None:
+        size = sum(part.size for part in layer.parts)
+        if size != shape[dim]:
+            raise ConfigError(f"the parts of {module} have {size} indices but dim {dim} of {name} {shape[dim]}")
+        for part in layer.parts:
+            part.check(
+                degree, f"the size of {module}" if part.num_units is None else f"the number of units of {module}"
+            )
+        return ParamSplit(shape, degree, dim, layer.parts)
+    sees_part = sequence_parallel and _is_on_part_of_sequence(plan, module, is_row=layer is not None)
+    return ParamSplit(shape, degree, is_partial=sees_part or name in plan.partial)
+
+
+def _split_dim(layer: LayerSplit, own_name: str, name: str) -> int | None:
+    """The dim along which a layer splits a parameter of its module; None where every rank holds all of it."""
+    if own_name == "bias":
+        return None if layer.style == "row" else 0
+    if own_name != "weight":
+        raise ConfigError(f"{name}: a {layer.style} layer has a weight and a bias only; leave {layer.module} whole")
+    by_inputs = layer.style in ("row", "column-embedding")
+    return int(by_inputs != layer.is_transposed)
+
+
+def _is_on_part_of_sequence(plan: TensorPlan, module: str, is_row: bool) -> bool:
+    """Whether what a module does with its replicated parameters, it does for this rank's part of the sequence."""
+    is_inside = any(_lies_in(module, stack.modules) for stack in plan.stacks)
+    # A row layer adds its bias behind the region that it ends.
+    return is_inside and (is_row or not _lies_in(module, [region.module for region in plan.regions]))
+
+
+def _lies_in(module: str, roots: Iterable[str]) -> bool:
+    return any(module == root or module.startswith(f"{root}.") for root in roots)
+
+
+def _has_say(model: nn.Module, layers: Mapping[str, LayerSplit], name: str) -> bool:
+    module = name.rpartition(".")[0]
+    return module in layers or isinstance(model.get_submodule(module), nn.Linear | nn.Embedding)
+
+
+def _way(split: ParamSplit) -> str:
+    if split.dim is None:
+        return "a part of its gradient on each rank" if split.is_partial else "whole"
+    return f"along dim {split.dim}"

@@ -7,7 +7,6 @@ dim; ranks hold equal slices. Over tp=2 of a 2x2 mesh, ranks (0, 1) and (2, 3) t
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm import Comm
