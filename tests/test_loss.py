@@ -33,7 +33,11 @@ class FakeComm:
 
 
 def books(*others: list[float]) -> LossBooks:
-    return LossBooks(FakeComm(others=tuple(torch.tensor(other, dtype=torch.float64) for other in others)))
+    return LossBooks(comms_of(FakeComm(others=tuple(torch.tensor(other, dtype=torch.float64) for other in others))))
+
+
+def comms_of(comm: FakeComm) -> Any:
+    return SimpleNamespace(data=comm, model=comm, tensor=SimpleNamespace(rank=0))
 
 
 def total_of(loss: float, count: float) -> Total:
@@ -138,7 +142,7 @@ def test_gradients_weigh_count_over_a_power_of_two_near_it(count: float, normali
 
 def test_ranks_agree_on_the_largest_count_once() -> None:
     comm = FakeComm(others=(torch.tensor([1000.0], dtype=torch.float64),))
-    kept = LossBooks(comm)
+    kept = LossBooks(comms_of(comm))
     weights = [kept.close(kept.open(total_of(1.0, count))).item() for count in (4.0, 5000.0)]
     assert weights == [4 / 1024, 5000 / 1024]
     assert comm.names == ["loss normaliser"]

@@ -144,7 +144,7 @@ class Engine(EngineStates):
         try:
             self._undo = replace_forwards(model, layout, config)
             self._sharded = ShardedOptimizer(
-                self._driver.groups, named_groups, self._optimizer_plan.factory, self.memory
+                self._driver.groups, named_groups, self._optimizer_plan.factory, self.memory, self._comms.tensor
             )
         except Exception:
             self.close()
@@ -152,7 +152,7 @@ class Engine(EngineStates):
         self.optimizer = self._sharded.optimizer
         self.scheduler = scheduler or self._own_scheduler(is_given=isinstance(optimizer, Optimizer))
         self._scaler = LossScaler(config.precision)
-        self._books = LossBooks(self.comm)
+        self._books = LossBooks(self._comms)
         self._loss_fn = loss_fn
         self._batches: deque[Any] = deque(maxlen=config.batch.accumulation)
         self.num_steps = 0
@@ -215,6 +215,7 @@ class Engine(EngineStates):
             raise RuntimeError("engine.step() without a backward since the last step; call engine.backward(loss) first")
         self._driver.finish()
         gradients = self._sharded.gradients()
+        self._sharded.sum_over_sharers(gradients)
         loss_sum, count, square_sum, used = self._agree(gradients)
         scale = self._scaler.scale
         to_mean = self._books.normaliser / ((count or 1.0) * scale)
@@ -264,7 +265,7 @@ class Engine(EngineStates):
         """The mean loss over `batches` of all data ranks, forward only, in the model's eval mode."""
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
-        books = LossBooks(self.comm)
+        books = LossBooks(self._comms)
         try:
             with torch.no_grad():
                 for batch in batches:
@@ -352,7 +353,7 @@ class Engine(EngineStates):
             raise ValueError(
                 "requires_grad changed between a forward and its backward; freeze and unfreeze between steps"
             )
-        layout = build_layout(self.model, self.config)
+        layout = build_layout(self.model, self.config, self.layout.tensor)
         regroup(self._states(), layout, self._optimizer_plan.groups_of(layout))
         self.layout = layout
 
@@ -366,8 +367,8 @@ class Engine(EngineStates):
         for name, buffer in self.model.named_buffers():
             buffer.data = to_device(buffer.data, self.device, dtype)
             self.memory.track(buffer, Category.OTHER)
-            if self.comm.world_size > 1 and buffer.numel() > 0:
-                self.comm.broadcast(buffer.data, f"buffer {name}")
+            if self._comms.model.world_size > 1 and buffer.numel() > 0:
+                self._comms.model.broadcast(buffer.data, f"buffer {name}")
 
     def _own_scheduler(self, is_given: bool) -> Scheduler:
         """The schedule that the config names; an optimizer of the user's keeps its rates unless a length is named."""
@@ -378,10 +379,10 @@ class Engine(EngineStates):
 
     def _agree(self, gradients: Mapping[Any, Tensor]) -> tuple[float, float, float, dict[str, bool]]:
         """Sum over the ranks what all must know alike: loss, count, squared norm, and which parameters were used."""
-        squares = [torch.linalg.vector_norm(gradient).double().square() for gradient in gradients.values()]
+        squares = self._sharded.square_sums(gradients)
         own_square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
         is_whole = self.layout.stage.optimizer is Placement.REPLICATE
-        if (self.comm if is_whole else self._comms.replicas).rank > 0:
+        if (self._comms.data if is_whole else self._comms.replicas).rank > 0:
             own_square.zero_()  # others hold the same gradient: it counts once
         own = own_square.reshape(1).to(self.device)
         summed = self._books.sum_with(own, "step", self._sharded.used())
@@ -398,7 +399,7 @@ class Engine(EngineStates):
         self._timeline.close_step()
 
     def _fail_nonfinite(self, loss_sum: float, grad_norm: float) -> None:
-        module = first_nonfinite_module(self.model, self._batches, self._forward, self.comm)
+        module = first_nonfinite_module(self.model, self._batches, self._forward, self._comms.model)
         self.zero_grad()
         raise NonFiniteLossError(
             f"step {self.num_steps + 1}: loss {loss_sum} and gradient norm {grad_norm} must be finite; {module}; "

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm import Comm
+from shardwise.comm import Comm, Comms
 from shardwise.config import ConfigError
 from shardwise.hooks import watch_outputs
 
@@ -76,11 +76,14 @@ class LossBooks:
 
     Gradients of sums are taken divided by `normaliser`, a power of two near the count of the first micro-batch: large
     counts would overflow fp16 and small ones underflow it, and a power of two changes no other bit.
+
+    Args:
+        comms: of the engine; ranks that share a layer's matrices compute the same loss, which counts once.
     """
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comms: Comms) -> None:
         self.normaliser = 0.0
-        self._comm = comm
+        self._comms = comms
         self._sums: Tensor | None = None
         self._open: list[tuple[weakref.ref[Tensor], Total]] = []
 
@@ -128,12 +131,13 @@ class LossBooks:
 
     def sum_with(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:
         """Sum loss, count, a vector of further values and numbers of the host over the ranks."""
-        sums = self._sums if self._sums is not None else values.new_zeros(2)
-        return self._comm.sum_scalars(torch.cat([sums, values]), name, known)
+        own = self._sums if self._comms.tensor.rank == 0 else None
+        sums = own if own is not None else values.new_zeros(2)
+        return self._comms.model.sum_scalars(torch.cat([sums, values]), name, known)
 
     def sum_over_ranks(self, name: str) -> tuple[float, float]:
         """The loss's sum and count over the ranks."""
-        values = torch.zeros(0, dtype=torch.float64, device=self._comm.device)
+        values = torch.zeros(0, dtype=torch.float64, device=self._comms.model.device)
         loss_sum, count = self.sum_with(values, name)
         return loss_sum, count
 
@@ -144,7 +148,7 @@ class LossBooks:
 
     def _agree_on_normaliser(self, count: Tensor) -> float:
         if self.normaliser == 0.0:
-            (largest,) = self._comm.max_scalars(count.double().reshape(1), "loss normaliser")
+            (largest,) = self._comms.data.max_scalars(count.double().reshape(1), "loss normaliser")
             self.normaliser = 2.0 ** round(math.log2(largest)) if largest > 0 else 1.0
         return self.normaliser
 

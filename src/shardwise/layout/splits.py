@@ -25,6 +25,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 from shardwise.config import ConfigError
 from shardwise.layout.pieces import LocalTensor, Piece, Rect, Shape
@@ -103,6 +104,28 @@ class Share:
     num_sharers: int
     is_summed: bool
 
+    def is_owned_by(self, index: int) -> bool:
+        """Whether rank `index`, one of those that hold it, is the first of them."""
+        return index % self.num_sharers == 0
+
+    def flat_ranges(self, local_shape: Shape) -> Iterator[tuple[int, int]]:
+        """The ranges of the flattened local tensor that `target` covers, in order: its rows where it is no whole slab.
+
+        >>> list(Share(Rect.whole((2, 2)), Rect((0, 1), (2, 3)), 1, False).flat_ranges((2, 4)))
+        [(1, 3), (5, 7)]
+        """
+        for rect in _rows(self.target, local_shape):
+            strides = (math.prod(local_shape[dim + 1 :]) for dim in range(len(local_shape)))
+            start = sum(index * stride for index, stride in zip(rect.start, strides, strict=True))
+            yield start, start + rect.numel
+
+    def pieces(self, local_shape: Shape) -> Iterator[Piece]:
+        """The share as pieces of the flattened local tensor, in order."""
+        for rect, (start, _) in zip(_rows(self.target, local_shape), self.flat_ranges(local_shape), strict=True):
+            low = tuple(s + at - t for s, at, t in zip(self.source.start, rect.start, self.target.start, strict=True))
+            high = tuple(at + size for at, size in zip(low, rect.shape, strict=True))
+            yield Piece(Rect(low, high), start)
+
 
 @dataclass(frozen=True)
 class ParamSplit:
@@ -162,35 +185,18 @@ class ParamSplit:
     def local(self, index: int) -> LocalTensor:
         """The pieces that rank `index` holds, in the order of its flat local tensor."""
         pieces = sorted(
-            (piece for share in self.shares(index) for piece in _pieces(share, self.local_shape)),
+            (piece for share in self.shares(index) for piece in share.pieces(self.local_shape)),
             key=lambda piece: piece.local_offset,
         )
         return LocalTensor(self.global_shape, tuple(pieces), math.prod(self.local_shape))
 
 
-def _pieces(share: Share, local_shape: Shape) -> Iterator[Piece]:
-    """A share as pieces: the rows of `target` that lie behind each other in the local tensor are one piece."""
-    shape, target = local_shape, share.target
-    # Dims from `inner` on are covered whole, so that many of them lie contiguous.
+def _rows(rect: Rect, shape: Shape) -> Iterator[Rect]:
+    """Cut a rectangle of a tensor of this shape into those that lie contiguous in it."""
     inner = len(shape)
-    while inner > 0 and target.shape[inner - 1] == shape[inner - 1]:
+    while inner > 0 and rect.shape[inner - 1] == shape[inner - 1]:
         inner -= 1
+    # Dims from `inner` on are covered whole, and the one before them may be any range.
     outer = max(inner - 1, 0)
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    for index in _indices(target.shape[:outer]):
-        low = tuple(start + i for start, i in zip(target.start[:outer], index, strict=True))
-        offset = sum(i * stride for i, stride in zip((*low, *target.start[outer:]), strides, strict=True))
-        source_low = tuple(start + i for start, i in zip(share.source.start[:outer], index, strict=True))
-        rect = Rect(
-            (*source_low, *share.source.start[outer:]), (*(i + 1 for i in source_low), *share.source.stop[outer:])
-        )
-        yield Piece(rect, offset)
-
-
-def _indices(shape: Shape) -> Iterator[Shape]:
-    if not shape:
-        yield ()
-        return
-    for first in range(shape[0]):
-        for rest in _indices(shape[1:]):
-            yield (first, *rest)
+    for index in product(*map(range, rect.start[:outer], rect.stop[:outer])):
+        yield Rect((*index, *rect.start[outer:]), (*(at + 1 for at in index), *rect.stop[outer:]))

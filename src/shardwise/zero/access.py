@@ -42,6 +42,7 @@ from shardwise.zero.driver import ZeroDriver
 from shardwise.zero.group import ParamGroup
 from shardwise.zero.params import ParamState
 from shardwise.zero.step import Piece, ShardedOptimizer
+from shardwise.zero.tensor_parts import cut, join, owned_part
 
 PARAM: Final = "param"
 MASTER: Final = "master"
@@ -55,7 +56,7 @@ class States:
     Attributes:
         driver: has the groups, and finishes their reductions.
         sharded: has the optimizer's states.
-        comms: the shard group, and all ranks that average gradients.
+        comms: the engine's groups of ranks.
         books: what the accumulated gradients are the sum over.
         loss_scale: by which they are too large.
     """
@@ -122,20 +123,25 @@ def read_state(states: States, name: str, state: str = PARAM, to_rank: int | Non
     """
     _check_rank(states, "to_rank", to_rank)
     place = find(states.driver.groups, name)
+    local = _read_local(states, place, state)
+    if local is not None and local.dim():
+        local = local.view(place.spec.shape)
+        local = join(place.spec.split, local, states.comms.tensor, f"{state} of {name}", is_gradient=state == GRAD)
+    return local if to_rank in (None, states.comms.model.rank) else None
+
+
+def _read_local(states: States, place: Place, state: str) -> Tensor | None:
+    """A state of this rank's part in the tensor-parallel group, 1-D, or 0-d where it is a number."""
     spec, params = place.spec, place.group.params
     if state == GRAD:
-        full = _read_grad(states, place)
-    elif state == PARAM and not params.is_released_between_uses:
+        return _read_grad(states, place)
+    if state == PARAM and not params.is_released_between_uses:
         place.group.wait()
-        full = params.full[spec.offset : spec.offset + spec.numel].clone()
-    elif state in (PARAM, MASTER):
+        return params.full[spec.offset : spec.offset + spec.numel].clone()
+    if state in (PARAM, MASTER):
         held = params.shard if state == PARAM else params.master
-        full = _assemble(states, place, place.own_part(held), held.dtype, state)
-    else:
-        full = _read_optimizer_state(states, place, state)
-    if full is None or to_rank not in (None, states.comms.data.rank):
-        return None
-    return full.view(spec.shape) if full.dim() else full
+        return _assemble(states, place, place.own_part(held), held.dtype, state)
+    return _read_optimizer_state(states, place, state)
 
 
 def write_state(
@@ -161,9 +167,12 @@ def write_state(
     if state not in (PARAM, MASTER, GRAD):
         kind = _pick(_kinds(states, place), place, state)
         is_number, dtype = kind.value is not None, kind.torch_dtype
-    shape = torch.Size() if is_number else torch.Size(place.spec.shape)
-    full = _receive(states, value, shape, dtype, from_rank, f"{state} of {name}")
-    flat = full if is_number else full.reshape(-1)
+    shape = torch.Size() if is_number else torch.Size(place.spec.global_shape)
+    flat = _receive(states, value, shape, dtype, from_rank, f"{state} of {name}")
+    if not is_number:
+        split, tp_index = place.spec.split, states.comms.tensor.rank
+        local = cut(split, tp_index, flat)
+        flat = (owned_part(split, tp_index, local) if state == GRAD else local).reshape(-1)
     with torch.no_grad():
         if state in (PARAM, MASTER):
             _write_param(place, flat)
@@ -394,22 +403,22 @@ def _receive(
     what: str,
 ) -> Tensor:
     """The value that was given on this rank, or on `from_rank`, with its shape checked."""
-    data = states.comms.data
+    ranks = states.comms.model
     given = None if value is None else torch.as_tensor(value).detach()
-    is_giver = from_rank in (None, data.rank)
+    is_giver = from_rank in (None, ranks.rank)
     is_wrong = is_giver and (given is None or given.shape != shape)
     found = "nothing" if given is None else str(tuple(given.shape))
     if from_rank is not None:  # all ranks raise, or none: the others would wait for the value
-        flag = torch.tensor([float(is_wrong)], dtype=torch.float64, device=data.device)
-        is_wrong = data.max_scalars(flag, f"shape of {what}") > [0.0]
+        flag = torch.tensor([float(is_wrong)], dtype=torch.float64, device=ranks.device)
+        is_wrong = ranks.max_scalars(flag, f"shape of {what}") > [0.0]
         found = found if is_giver else "another"
     if is_wrong:
-        giver = data.rank if from_rank is None else from_rank
+        giver = ranks.rank if from_rank is None else from_rank
         raise ConfigError(f"{what} has shape {tuple(shape)}, but rank {giver} gave {found}; give that shape")
     if given is not None and from_rank is None:
-        return given.to(data.device)
-    part = given.to(data.device) if given is not None and is_giver else None
-    return _merge(data, part, 0, shape.numel(), dtype, what).view(shape)
+        return given.to(ranks.device)
+    part = given.to(ranks.device) if given is not None and is_giver else None
+    return _merge(ranks, part, 0, shape.numel(), dtype, what).view(shape)
 
 
 def _copy_range(target: Tensor | None, flat: Tensor, place: Place) -> None:
@@ -422,6 +431,6 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 def _check_rank(states: States, argument: str, rank: int | None) -> None:
-    num_ranks = states.comms.data.world_size
+    num_ranks = states.comms.model.world_size
     if rank is not None and not 0 <= rank < num_ranks:
         raise ConfigError(f"{argument}={rank} is no rank; there are 0 to {num_ranks - 1}")

@@ -357,8 +357,8 @@ class ZeroDriver:
     def _agree_on_late(self) -> list[ParamGroup]:
         """The groups that any rank has gradients left of, in the fixed order."""
         flags = [float(group in self._late) for group in self._reduce_order]
-        data = self._resources.comms.data
-        agreed = data.max_scalars(torch.zeros(0, dtype=torch.float64, device=data.device), "late gradients", flags)
+        ranks = self._resources.comms.model
+        agreed = ranks.max_scalars(torch.zeros(0, dtype=torch.float64, device=ranks.device), "late gradients", flags)
         return [group for group, flag in zip(self._reduce_order, agreed, strict=True) if flag]
 
     def _reduce(self, group: ParamGroup) -> None:

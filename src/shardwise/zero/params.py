@@ -17,6 +17,7 @@ from shardwise.layout.precision import PrecisionPolicy
 from shardwise.layout.stages import ZeroStage
 from shardwise.memory import Category, Ledger, trim_host_memory
 from shardwise.precision import torch_dtype
+from shardwise.zero.tensor_parts import cut, join
 
 
 class ParamState(Enum):
@@ -102,16 +103,19 @@ class GroupParams:
                 buffer[slot.offset : slot.offset + slot.stop - slot.start].copy_(initial[slot.start : slot.stop])
 
     def _initial(self, place: ParamSpec, values: ValueSource, dtype: torch.dtype, is_held: bool) -> Tensor:
-        """A parameter's values, flat: rank 0's, unless all ranks have the same; nothing where none are needed."""
-        data = self._comms.data
-        is_sent = data.world_size > 1 and place.numel > 0 and not values.is_same_everywhere(place.name)
-        if data.rank == 0 if is_sent else is_held:
-            initial = values.read(place.name).reshape(-1).to(data.device, dtype)
+        """A parameter's local values, flat: rank 0's, unless all ranks have the same; nothing where none are needed."""
+        ranks, shape = self._comms.model, place.global_shape
+        is_sent = ranks.world_size > 1 and place.numel > 0 and not values.is_same_everywhere(place.name)
+        if not is_sent and not is_held:
+            return torch.empty(0, dtype=dtype, device=ranks.device)
+        if ranks.rank == 0 or not is_sent:
+            whole = values.read(place.name).reshape(shape).to(ranks.device, dtype)
         else:
-            initial = torch.empty(place.numel if is_sent else 0, dtype=dtype, device=data.device)
+            whole = torch.empty(shape, dtype=dtype, device=ranks.device)
         if is_sent:
-            data.broadcast(initial, f"initial values of {place.name}")
-        return initial
+            whole = whole.contiguous()
+            ranks.broadcast(whole.view(-1), f"initial values of {place.name}")
+        return cut(place.split, self._comms.tensor.rank, whole).reshape(-1)
 
     @property
     def is_released(self) -> bool:
@@ -226,6 +230,6 @@ class GroupParams:
         """Give the parameters plain tensors of their own again, whole; the group is of no use afterwards."""
         self.wait()
         self.expose()
-        for parameter in self.parameters:
-            parameter.data = parameter.detach().clone()
+        for parameter, place in zip(self.parameters, self.spec.params, strict=True):
+            parameter.data = join(place.split, parameter.detach(), self._comms.tensor, f"whole {place.name}")
         self._ledger.resize(self.full, 0)

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm import Comm
 from shardwise.memory import Category, Ledger
 from shardwise.optim import refuse_unless_element_wise
 from shardwise.schedule.actions import Kind
 from shardwise.timeline import Timeline
 from shardwise.zero.group import ParamGroup
 from shardwise.zero.optimizer_plan import NamedGroup, OptimizerFactory
+from shardwise.zero.sharers import Sharing, square_sum, sum_over_sharers
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class ShardedOptimizer:
         named_groups: which parameters share which options.
         factory: makes the optimizer from parameter groups, or adopts a given one.
         ledger: learns of the optimizer's states.
+        tensor: the tensor-parallel group.
     """
 
     def __init__(
@@ -53,8 +56,11 @@ class ShardedOptimizer:
         named_groups: Sequence[NamedGroup],
         factory: OptimizerFactory,
         ledger: Ledger,
+        tensor: Comm,
     ) -> None:
         self._ledger = ledger
+        self._tensor = tensor
+        self._sharing: dict[ParamGroup, Sharing] = {}
         self._groups: list[ParamGroup] = []
         self.pieces: list[Piece] = []
         # torch refuses an optimizer without parameters, but a rank may own nothing except padding.
@@ -88,6 +94,7 @@ class ShardedOptimizer:
         self._groups = [group for group in groups if group.grads is not None]
         self.names = [place.name for group in self._groups for place in group.spec.params]
         self.pieces = [piece for group in self._groups for piece in kept.get(group) or _pieces(group)]
+        self._sharing = {group: Sharing.of(group, self._tensor.rank, self._tensor.world_size) for group in self._groups}
 
     def _param_groups(self, named_groups: Sequence[NamedGroup]) -> list[dict[str, Any]]:
         self._named_groups = tuple(named_groups)
@@ -110,6 +117,14 @@ class ShardedOptimizer:
         """This rank's gradient slices, 1-D, in the master's dtype, of the groups that have any."""
         found = {group: group.grads.gradient() for group in self._groups if group.grads is not None}
         return {group: gradient for group, gradient in found.items() if gradient is not None}
+
+    def sum_over_sharers(self, gradients: Mapping[ParamGroup, Tensor]) -> None:
+        """Make the gradients of what ranks of the tensor-parallel group share theirs in common, in place."""
+        sum_over_sharers([(self._sharing[group], gradient) for group, gradient in gradients.items()], self._tensor)
+
+    def square_sums(self, gradients: Mapping[ParamGroup, Tensor]) -> list[Tensor]:
+        """For each slice the sum of its squares, fp64 and 0-d; what such ranks share counts on one of them."""
+        return [square_sum(self._sharing[group], gradient) for group, gradient in gradients.items()]
 
     def step(
         self, gradients: Mapping[ParamGroup, Tensor], factor: float, used: Mapping[str, bool], timeline: Timeline
