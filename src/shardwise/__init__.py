@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardwise.loss import NonFiniteLossError
     from shardwise.simulation import Simulation, simulate
     from shardwise.start import initialize
+    from shardwise.tensor.layout import plan_layout
 
 __all__ = [
     "CommError",
@@ -39,6 +40,7 @@ __all__ = [
     "build_layout",
     "init",
     "initialize",
+    "plan_layout",
     "simulate",
 ]
 
@@ -57,6 +59,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "build_layout": "layout.layout",
     "init": "deferred",
     "initialize": "start",
+    "plan_layout": "tensor.layout",
     "simulate": "simulation",
 }
 

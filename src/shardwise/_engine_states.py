@@ -122,9 +122,7 @@ class EngineStates:
 
     def _memory_explained(self) -> AbstractContextManager[None]:
         """Inside, a failure of memory is raised with the table of what this rank holds and the settings that help."""
-        return explain_out_of_memory(
-            self.memory, self.config, f"on rank {self._comms.model.rank} in step {self.num_steps + 1}"
-        )
+        return explain_out_of_memory(self.memory, self.config, f"on rank {self.comm.rank} in step {self.num_steps + 1}")
 
     def _states(self) -> access.States:
         return access.States(self._driver, self._sharded, self._comms, self._books, self._scaler.scale)
@@ -149,9 +147,7 @@ class EngineStates:
         free_bytes, _ = torch.cuda.mem_get_info(self.device)
         free_bytes += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         lacks = torch.tensor([float(missing_bytes > free_bytes)], dtype=torch.float64, device=self.device)
-        if self._comms.model.max_scalars(lacks, "room to gather") > [
-            0.0
-        ]:  # on all ranks alike: the gather needs them all
+        if self.comm.max_scalars(lacks, "room to gather") > [0.0]:  # on all ranks alike: the gather needs them all
             raise MemoryError(
                 f"gathering all parameters takes {missing_bytes / 2**30:.1f} GiB of {free_bytes / 2**30:.1f} GiB free; "
                 "generate with the forward alone, which gathers block by block, or on more memory"

@@ -258,12 +258,10 @@ def _resolve_mesh(mesh: MeshConfig, world_size: int) -> MeshConfig:
 def _unbuilt_features(config: Config) -> Iterator[tuple[str, Any, Any, str]]:
     """(key, value asked for, value that is built, name of the feature)."""
     yield "mesh.pp", config.mesh.pp, 1, "pipeline parallelism"
-    yield "mesh.tp", config.mesh.tp, 1, "tensor parallelism"
     yield "mesh.cp", config.mesh.cp, 1, "context parallelism"
     yield "tiers.params", config.tiers.params, "device", "offload"
     yield "tiers.grads", config.tiers.grads, "device", "offload"
     yield "tiers.optimizer", config.tiers.optimizer, "device", "offload"
-    yield "tensor.sequence_parallel", config.tensor.sequence_parallel, False, "sequence parallelism"
     yield "tiers.nvme_path", config.tiers.nvme_path, None, "offload"
     yield "pipeline.schedule", config.pipeline.schedule, "1f1b", "pipeline parallelism"
     yield "pipeline.virtual_stages", config.pipeline.virtual_stages, 1, "pipeline parallelism"

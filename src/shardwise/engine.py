@@ -97,7 +97,7 @@ class Engine(EngineStates):
         model: the module as given, its parameters views of the engine's buffers.
         config: resolved.
         layout: what each rank holds.
-        comm: over the ranks that average gradients.
+        comm: over all ranks that take the same optimizer step.
         memory: the ledger of live bytes.
         num_steps: optimizer steps taken, skipped ones included.
         optimizer: the torch optimizer over this rank's pieces.
@@ -129,7 +129,7 @@ class Engine(EngineStates):
         self._optimizer_plan = plan_optimizer(optimizer, config.optimizer, model)
         named_groups = self._optimizer_plan.groups_of(layout)
         self._comms = connect(network, layout.mesh, config, device, streams, pool)
-        self.comm = self._comms.data
+        self.comm = self._comms.model
         self._timeline = Timeline(network.rank)
         self._watchdog = watch(network.store, self.comm.books, self._timeline, config.run)
         values = ValueSource(model, config.run.seed)
@@ -367,8 +367,8 @@ class Engine(EngineStates):
         for name, buffer in self.model.named_buffers():
             buffer.data = to_device(buffer.data, self.device, dtype)
             self.memory.track(buffer, Category.OTHER)
-            if self._comms.model.world_size > 1 and buffer.numel() > 0:
-                self._comms.model.broadcast(buffer.data, f"buffer {name}")
+            if self.comm.world_size > 1 and buffer.numel() > 0:
+                self.comm.broadcast(buffer.data, f"buffer {name}")
 
     def _own_scheduler(self, is_given: bool) -> Scheduler:
         """The schedule that the config names; an optimizer of the user's keeps its rates unless a length is named."""
@@ -399,7 +399,7 @@ class Engine(EngineStates):
         self._timeline.close_step()
 
     def _fail_nonfinite(self, loss_sum: float, grad_norm: float) -> None:
-        module = first_nonfinite_module(self.model, self._batches, self._forward, self._comms.model)
+        module = first_nonfinite_module(self.model, self._batches, self._forward, self.comm)
         self.zero_grad()
         raise NonFiniteLossError(
             f"step {self.num_steps + 1}: loss {loss_sum} and gradient norm {grad_norm} must be finite; {module}; "

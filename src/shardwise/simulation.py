@@ -40,11 +40,12 @@ from shardwise._torch_private import NO_VALUE_ERRORS, fake_copy, fake_tensors, p
 from shardwise.comm import Call
 from shardwise.config import Config, ConfigError
 from shardwise.engine import Engine
-from shardwise.layout.layout import Layout, build_layout
+from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.loss import LossFn
 from shardwise.memory import Category, MemorySnapshot
 from shardwise.schedule.actions import TimedAction
+from shardwise.tensor.layout import plan_layout
 from shardwise.zero.optimizer_plan import OptimizerFactory
 
 Backend = Literal["gloo", "nccl"]
@@ -185,7 +186,7 @@ def simulate(
     device = torch.device("cpu")
     with fake_tensors():
         model = _without_memory(made)
-        layout = build_layout(model, config)
+        layout = plan_layout(model, config)
         network = SimulatedNetwork(layout.mesh, rank, backend)
         try:
             engine = Engine(

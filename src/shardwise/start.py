@@ -24,9 +24,10 @@ from shardwise.agreement import Setup, agree_on_setup
 from shardwise.comm import MeshNetwork
 from shardwise.config import Config, ConfigError
 from shardwise.engine import Engine, Scheduler
-from shardwise.layout.layout import build_layout
+from shardwise.layout.tensor_plan import TensorPlan
 from shardwise.loss import LossFn
 from shardwise.mesh import Mesh, ensure_process_group, open_store
+from shardwise.tensor.layout import plan_layout
 from shardwise.zero.optimizer_plan import OptimizerFactory
 
 
@@ -37,6 +38,7 @@ def initialize(
     loss_fn: LossFn | None = None,
     optimizer: Optimizer | OptimizerFactory | None = None,
     scheduler: Scheduler | None = None,
+    plan: TensorPlan | Mapping[str, Any] | None = None,
 ) -> Engine:
     """Shard a model's states over the ranks and return the engine that trains it; every rank calls it alike.
 
@@ -49,6 +51,8 @@ def initialize(
         optimizer: None for the one the config names; a torch optimizer over the model's parameters, whose groups keep
             their meaning; or a function from parameter groups to an optimizer. Element-wise ones only.
         scheduler: None for the one the config names, or a torch scheduler on the given optimizer.
+        plan: how layers are split where `mesh.tp` is more than 1: a table of name patterns and styles, or what
+            `shardwise.propose_plan` returned; None for the plan that the model brings, or its family has.
 
     Raises:
         ConfigError: config, model or world size do not fit each other, or the ranks' models or configs differ.
@@ -58,7 +62,7 @@ def initialize(
     device = _device(config)
     world_size = ensure_process_group(device, config.run.timeout_s)
     config = config.resolve(world_size)
-    layout = build_layout(model, config)
+    layout = plan_layout(model, config, plan)
     store = open_store()
     agree_on_setup(store, dist.get_rank(), Setup.of(layout, config, model.named_buffers()), config.run.timeout_s)
     network = MeshNetwork(Mesh(layout.mesh, config.run.timeout_s), device, store)

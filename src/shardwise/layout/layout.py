@@ -179,6 +179,8 @@ def build_layout(model: nn.Module, config: Config, tensor: TensorLayout | None =
         ConfigError: the model has no parameters, or `zero.blocks` does not fit it.
     """
     mesh = MeshShape.from_config(config.mesh)
+    if mesh.tp != (1 if tensor is None else tensor.degree):
+        raise ConfigError(f"mesh.tp={mesh.tp} needs a plan of how layers are split; use shardwise.plan_layout")
     units = find_units(model, config.zero.blocks)
     entries = read_parameters(model, units)
     if not entries:

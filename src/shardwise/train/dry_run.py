@@ -18,7 +18,7 @@ from shardwise.config import Config, batch_equation
 from shardwise.memory import Category, format_bytes
 from shardwise.models import Decoder, DecoderConfig, decoder_config, lm_loss, num_params
 from shardwise.simulation import Simulation, simulate
-from shardwise.train.job import check_job, wanted_device
+from shardwise.train.job import check_job, layout_line, wanted_device
 from shardwise.train.progress import short_count
 
 _LABEL_WIDTH = 11
@@ -84,10 +84,8 @@ def _header_lines(run: DryRun) -> Iterator[tuple[str, str]]:
     config, mesh = run.config, run.simulation.layout.mesh
     params, layers = short_count(num_params(run.shape)), f"{run.shape.num_layers} layers of {run.shape.hidden_size:,}"
     yield "model", f"{config.model.preset}, {params} parameters, {layers}, {run.shape.vocab_size:,} tokens"
-    ranks = f"{mesh.world_size:,} ranks" if mesh.world_size > 1 else "1 rank, so nothing is sharded"
-    groups = f", {mesh.dp_replicate} replicas of {mesh.dp_shard} shards" if mesh.dp_replicate > 1 else ""
     recompute = "nothing" if config.recompute.mode == "none" else config.recompute.mode
-    yield "layout", f"ZeRO-{config.zero.stage} over {ranks}{groups}, {config.precision.param}, recompute {recompute}"
+    yield "layout", f"{layout_line(config, mesh)}, {config.precision.param}, recompute {recompute}"
     yield "batch", f"{batch_equation(config.batch, mesh.num_data_ranks)}, {config.data.seq_len:,} tokens each"
     is_cuda = wanted_device(config) == "cuda"
     yield "device", "cuda: NCCL's collectives" if is_cuda else "cpu: gloo's collectives; run.device=cuda for NCCL's"

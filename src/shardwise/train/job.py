@@ -22,10 +22,12 @@ from typing import Any, Final, Literal
 import torch
 
 from shardwise.config import Config, ConfigError, read_toml, set_key
-from shardwise.layout.layout import Layout, build_layout
+from shardwise.layout.layout import Layout
+from shardwise.layout.mesh_shape import MeshShape
 from shardwise.memory import format_bytes
 from shardwise.models import Decoder, decoder_config
 from shardwise.optim import build_optimizer, optimizer_names
+from shardwise.tensor.layout import plan_layout
 from shardwise.train.prepare import PreparedData, Progress, prepare_data
 
 CONFIG_NAME = "config.json"
@@ -103,7 +105,7 @@ def check_job(config: Config, world_size: int) -> tuple[Config, Layout]:
     if config.optimizer.name.lower() not in optimizer_names():
         build_optimizer(config.optimizer, [])  # says why not; a real one is not built here, since that takes a second
     shape = decoder_config(config.model, max_seq_len=config.data.seq_len)
-    return resolved, build_layout(Decoder(shape, device="meta"), resolved)
+    return resolved, plan_layout(Decoder(shape, device="meta"), resolved)
 
 
 def _refuse_too_large(layout: Layout, config: Config, num_local_ranks: int) -> None:
@@ -120,6 +122,23 @@ def _refuse_too_large(layout: Layout, config: Config, num_local_ranks: int) -> N
             f"zero.stage={config.zero.stage} over {layout.mesh.world_size} ranks, but {what} has "
             f"{format_bytes(held_bytes)}; use a smaller preset, zero.stage=3 or more ranks"
         )
+
+
+def layout_line(config: Config, mesh: MeshShape) -> str:
+    """The layout of a run in a few words.
+
+    >>> config = Config.from_dict({"mesh": {"tp": 2}, "tensor": {"sequence_parallel": True}})
+    >>> layout_line(config, MeshShape(dp_shard=4, tp=2))
+    'ZeRO-2 over 4 of 8 ranks x tensor and sequence parallel over 2'
+    """
+    if mesh.world_size == 1:
+        return "1 rank, so nothing is sharded"
+    num_sharing = mesh.world_size // mesh.tp
+    ranks = f"{num_sharing:,} of {mesh.world_size:,} ranks" if mesh.tp > 1 else f"{num_sharing:,} ranks"
+    groups = f", {mesh.dp_replicate} replicas of {mesh.dp_shard} shards" if mesh.dp_replicate > 1 else ""
+    kinds = "tensor and sequence parallel" if config.tensor.sequence_parallel else "tensor parallel"
+    over_tp = f" x {kinds} over {mesh.tp}" if mesh.tp > 1 else ""
+    return f"ZeRO-{config.zero.stage} over {ranks}{groups}{over_tp}"
 
 
 def device_kind(config: Config) -> DeviceKind:

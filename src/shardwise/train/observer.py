@@ -14,6 +14,7 @@ from rich.console import Console
 from shardwise.config import batch_equation
 from shardwise.launch.rank import StopFlag
 from shardwise.models import num_params
+from shardwise.train.job import layout_line
 from shardwise.train.loop import Sample, Trainer
 from shardwise.train.metrics import MetricsWriter, StepRecord
 from shardwise.train.progress import Display, Header, Progress, short_count
@@ -94,14 +95,13 @@ class Observer:
 
 def _header(trainer: Trainer) -> Header:
     config, shape, engine = trainer.config, trainer.decoder.config, trainer.engine
-    num_ranks = engine.comm.world_size
     is_half = config.precision.param in ("bf16", "fp16")
     device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
-    zero = f"ZeRO-{config.zero.stage} over {num_ranks} ranks" if num_ranks > 1 else "1 rank, so nothing is sharded"
+    layout = layout_line(config, engine.layout.mesh)
     return Header(
         model=f"{config.model.preset}, {short_count(num_params(shape))} parameters, "
         f"{shape.num_layers} layers of {shape.hidden_size}",
-        layout=f"{zero}, {device}, {config.precision.param}{' with fp32 master' if is_half else ''}",
+        layout=f"{layout}, {device}, {config.precision.param}{' with fp32 master' if is_half else ''}",
         batch=f"{batch_equation(config.batch, engine.layout.mesh.num_data_ranks)}, {config.data.seq_len} tokens each",
         data=f"{trainer.data.source}, {short_count(trainer.data.num_tokens)} tokens",
     )

@@ -1,7 +1,7 @@
 """What neighbours in a tensor-parallel group share: gradients that are parts of one sum, and who counts them.
 
 Norms on parts of a sequence and heads that several ranks hold: each rank has a part of their gradients. These are
-summed once a step, on the shards. What ranks hold alike counts once in the norm. Four ranks that share two key heads `k`
+summed once a step, on the shards. What ranks hold alike counts once in the norm. Four ranks that share two key heads,
 and a norm `n` whose gradient is partial:
 
     flat buffer   q k0 n | q k0 n | q k1 n | q k1 n     k: summed over (0, 1) and over (2, 3); n: over all four
