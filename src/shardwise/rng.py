@@ -42,6 +42,18 @@ def keyed_generator(seed: int, *keys: int | str, device: torch.device | str = "c
     return torch.Generator(device).manual_seed(derive_seed(seed, *keys))
 
 
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Inside the context torch's generators, of the CPU and of `device`, start from `seed`; then they are as before."""
+    is_cuda = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if is_cuda else []):
+        torch.default_generator.manual_seed(seed)
+        if is_cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
 def initial_values(module: nn.Module, seed: int, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Draw the initial value of each parameter without touching it: its memory may be on meta or released.
 
