@@ -73,12 +73,23 @@ class Part:
             ConfigError: units and ranks do not fit; with the nearest degrees that do.
         """
         if not self.is_padded and self._units % degree and degree % self._units:
-            legal = nearest_legal(self._units, degree)
-            raise ConfigError(f"tp={degree} does not divide {what}={self._units}; nearest legal: {legal}")
+            check_divides(degree, self._units, what)
 
     @property
     def _units(self) -> int:
         return self.size if self.num_units is None else self.num_units
+
+
+def check_divides(degree: int, number: int, what: str) -> None:
+    """Refuse a degree that does not divide `number`, which is of `what`, such as `num_heads`.
+
+    Raises:
+        ConfigError: it does not; with the nearest degrees that do.
+    """
+    if number % degree:
+        raise ConfigError(
+            f"tp={degree} does not divide {what}={number}; nearest legal: {nearest_legal(number, degree)}"
+        )
 
 
 def nearest_legal(num_units: int, wanted: int) -> str:

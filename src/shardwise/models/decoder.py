@@ -30,6 +30,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardwise.config import ConfigError
+from shardwise.layout.tensor_plan import TensorPlan
+from shardwise.models.decoder_plan import decoder_plan
 
 IGNORED_TARGET = -100
 INIT_STD = 0.02
@@ -186,6 +188,10 @@ class Decoder(nn.Module):
         self.head = Linear(config.hidden_size, config.vocab_size, **factory)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
+
+    def tensor_plan(self, degree: int) -> TensorPlan:
+        """How tensor parallelism splits this model; see `decoder_plan`."""
+        return decoder_plan(self.config, degree)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map tokens, int64 [B, S], to the logits of the token after each, [B, S, V].
