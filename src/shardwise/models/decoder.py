@@ -107,10 +107,33 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        # On the CPU F.rms_norm is not fused: it takes 2-3 times as long, and in bf16 saves twice the bytes.
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_wide(x.dtype))  # [B, S, 1]
-        scale = torch.rsqrt(norm.square() / x.shape[-1] + self.eps)
-        return (x * scale).to(x.dtype) * self.weight
+        # On the CPU F.rms_norm is not fused: it takes 2-3 times as long, and saves two to three times the bytes.
+        return _RMSNormProduct.apply(x, self.weight, self.eps)
+
+
+class _RMSNormProduct(torch.autograd.Function):
+    """Saves its input, which the residual holds anyway, and a number a position; the normed x is made again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [..., E], [E]
+        wide = x.to(_wide(x.dtype))
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # [..., 1]
+        scale = torch.rsqrt(norm.square() / x.shape[-1] + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).to(x.dtype) * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        # All in fp32 or wider; cast beforehand, since kernels of two dtypes are slow.
+        grad, wide_weight = grad.to(scale.dtype), weight.to(scale.dtype)
+        normed = x.to(scale.dtype) * scale  # [..., E]
+        product = (grad * normed).flatten(0, -2)  # [N, E]
+        # Along x itself nothing changes, since the norm is divided out.
+        along = (product @ wide_weight / x.shape[-1]).view_as(scale)  # [..., 1]
+        grad_x = (grad * wide_weight).addcmul_(normed, along, value=-1).mul_(scale)
+        return grad_x.to(x.dtype), product.sum(0).to(weight.dtype), None
 
 
 class Attention(nn.Module):

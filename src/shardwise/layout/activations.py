@@ -1,0 +1,81 @@
+"""Bytes that one decoder layer keeps on a rank for its backward, by formula.
+
+They are those of a layer that saves nothing needless, as `shardwise.models.Decoder`'s are: norms before attention and
+feed-forward that save their input, attention that saves no scores, SwiGLU, no biases, no dropout. What a backward makes
+for a moment is not counted, nor is the layer's output, which is the next one's input.
+
+>>> shape = LayerShape(hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_size=14336)
+>>> def mib(**layout):
+...     return round(activation_bytes_per_layer(shape, seq_len=8192, micro_size=1, **layout) / 2**20)
+>>> mib(), mib(tp=8), mib(tp=8, sequence_parallel=True), mib(tp=8, sequence_parallel=True, recompute="full")
+(1313, 388, 164, 8)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """The sizes of one decoder layer; `head_dim` need not be hidden_size / num_heads."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+
+
+def activation_bytes_per_layer(
+    shape: LayerShape,
+    *,
+    seq_len: int,
+    micro_size: int,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    element_bytes: int = 2,
+    recompute: Literal["none", "selective", "full"] = "none",
+) -> float:
+    """Bytes that one layer keeps for the backward of one micro-batch, on each rank.
+
+    For h hidden, a query heads, k KV heads, d head, f feed-forward features and e bytes an element, a token keeps
+
+    - without recomputation 4h e, inputs of norms and of the matrices behind them, and (2ad + 2kd + 4f) e + 4a: queries,
+      keys, values, the output of attention and its log-sum-exp in fp32; gate, up, the activated gate and the product;
+    - with "full" the layer's input, h e;
+    - with "selective" that and the outputs of matrix products and attention: (2ad + 2kd + 2f + 2h) e + 4a, and, where
+      tp > 1, the outputs of collectives.
+
+    Over tp ranks, heads and features are split; h too under sequence parallelism (Korthikanti et al. 2022, arXiv
+    2205.05198, equations 1, 2 and 4, less the masks of dropout and with attention as in FlashAttention). KV heads that
+    tp exceeds are shared: a rank then holds one. The fp32 scales of RMSNorm, one a token and norm, are counted.
+
+    Args:
+        shape: of the layer, over all ranks.
+        seq_len: tokens of a sequence, over all ranks.
+        micro_size: sequences of a micro-batch.
+        tp: ranks of a tensor-parallel group.
+        sequence_parallel: whether they split what lies between the regions along the sequence.
+        element_bytes: of an activation, 2 for bf16.
+        recompute: as `RecomputeConfig.mode`.
+    """
+    stream = shape.hidden_size / (tp if sequence_parallel else 1)  # of a rank: features a token of the residual
+    if recompute == "full":
+        return seq_len * micro_size * element_bytes * stream
+    heads = shape.num_heads / tp
+    kv_heads = max(shape.num_kv_heads / tp, 1)
+    attention = (2 * heads + 2 * kv_heads) * shape.head_dim  # queries, keys, values, output
+    ffn = shape.ffn_size / tp
+    log_sum_exp = FP32_BYTES * heads
+    if recompute == "none":
+        scales = 2 * FP32_BYTES * stream / shape.hidden_size
+        return seq_len * micro_size * (element_bytes * (4 * stream + attention + 4 * ffn) + log_sum_exp + scales)
+    sums: float = 2 * shape.hidden_size  # what the two row layers give, on each rank for all tokens
+    if tp > 1:
+        gathered = 2 * shape.hidden_size if sequence_parallel else 0
+        sums += 2 * stream + gathered
+    return seq_len * micro_size * (element_bytes * (stream + attention + 2 * ffn + sums) + log_sum_exp)

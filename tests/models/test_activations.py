@@ -1,0 +1,126 @@
+"""What a layer keeps for its backward: the formula against published ones, and against bytes counted by watching."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.live_bytes import LiveBytes, storage_bytes
+from shardwise.hooks import run_forward
+from shardwise.layout.activations import LayerShape, activation_bytes_per_layer
+from shardwise.models.decoder import Block, DecoderConfig, rope_tables
+
+MICRO_SIZE = 2
+HEAD_DIM = 64
+DTYPES = [torch.bfloat16, torch.float32]
+SIZES = [(8, 8, 256), (8, 2, 256), (8, 2, 512), (6, 3, 256)]  # query heads, KV heads, sequence
+
+
+def make_block(num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> tuple[Block, LayerShape]:
+    """A block whose hidden size is not num_heads * head_dim, so that no two terms of the formula are alike."""
+    sizes = {
+        "hidden_size": 448,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": HEAD_DIM,
+        "ffn_size": 688,
+    }
+    config = DecoderConfig(vocab_size=64, num_layers=1, max_seq_len=512, **sizes)
+    return Block(config, dtype=dtype), LayerShape(**sizes)
+
+
+def kept_bytes(block: nn.Module, run: Callable[..., Tensor], x: Tensor, rope: Tensor) -> int:
+    """What `run(x, rope)` leaves alive for its backward, `x` included, and parameters, tables and the output not."""
+    gc.collect()
+    with LiveBytes() as live:
+        live.mark([*block.parameters(), *block.buffers(), rope])
+        before = live.live_bytes()
+        live.mark([x])
+        output = run(x, rope)  # [B, S / tp or S, E]
+        kept = live.live_bytes() - before - storage_bytes([output])
+        output.sum().backward()
+        assert block.get_parameter("attention.out.weight").grad is not None
+    return kept
+
+
+def saved_bytes(block: nn.Module, x: Tensor, rope: Tensor) -> int:
+    """The storages under the tensors that autograd saves, each once, but those of parameters and tables."""
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        block(x, rope)
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), rope)}
+    return storage_bytes(tensor for tensor in saved if tensor.untyped_storage().data_ptr() not in known)
+
+
+def inputs(block_dtype: torch.dtype, hidden_size: int, seq_len: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(MICRO_SIZE, seq_len, hidden_size, dtype=block_dtype, requires_grad=True)  # [B, S, E]
+    return x, rope_tables(seq_len, HEAD_DIM, 10_000.0, x.detach())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "seq_len"), SIZES)
+def test_a_block_keeps_what_the_ledger_says(
+    num_heads: int, num_kv_heads: int, seq_len: int, dtype: torch.dtype
+) -> None:
+    """The ledger as it is published for bf16, without the scales of norms: within 5 %, in fact within 0.1 %."""
+    block, shape = make_block(num_heads, num_kv_heads, dtype)
+    x, rope = inputs(dtype, shape.hidden_size, seq_len)
+    h, d, f = shape.hidden_size, HEAD_DIM, shape.ffn_size
+    wide = dtype.itemsize // 2  # the ledger's bytes are of bf16, but for the log-sum-exp
+    a_token = wide * ((2 * h + 2 * h) + 2 * num_heads * d + 4 * num_kv_heads * d + 2 * num_heads * d)
+    a_token += 4 * num_heads + wide * ((2 * h + 2 * h) + 8 * f)
+    ledger = seq_len * MICRO_SIZE * a_token
+    assert saved_bytes(block, x, rope) == pytest.approx(ledger, rel=1e-3)
+    assert kept_bytes(block, block, x, rope) == pytest.approx(ledger, rel=1e-3)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "seq_len"), SIZES)
+def test_the_formula_is_exact_in_each_recompute_mode(
+    num_heads: int, num_kv_heads: int, seq_len: int, dtype: torch.dtype, recompute: Any
+) -> None:
+    block, shape = make_block(num_heads, num_kv_heads, dtype)
+    x, rope = inputs(dtype, shape.hidden_size, seq_len)
+    kept = kept_bytes(block, lambda *args: run_forward(block.forward, recompute, args, {}), x, rope)
+    assert kept == activation_bytes_per_layer(
+        shape, seq_len=seq_len, micro_size=MICRO_SIZE, element_bytes=dtype.itemsize, recompute=recompute
+    )
+
+
+def korthikanti(s: int, b: int, h: int, t: int, sequence_parallel: bool) -> float:
+    """Their table 2 without attention's scores, and without the masks of dropout, 2sbh, split with the sequence."""
+    return s * b * h * (32 / t if sequence_parallel else 8 + 24 / t)
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), itertools.product([1, 2, 8], [False, True]))
+def test_the_formula_is_korthikantis_where_layers_are_alike(tp: int, sequence_parallel: bool) -> None:
+    """A SwiGLU of 2h features keeps what a GELU of 4h does; what they do not count is taken off."""
+    s, b, h, a = 2048, 4, 6144, 64
+    shape = LayerShape(hidden_size=h, num_heads=a, num_kv_heads=a, head_dim=h // a, ffn_size=2 * h)
+    layout = {"seq_len": s, "micro_size": b, "tp": tp, "sequence_parallel": sequence_parallel}
+    not_theirs = s * b * (4 * a / tp + 8 / (tp if sequence_parallel else 1))
+    expected = korthikanti(s, b, h, tp, sequence_parallel)
+    assert activation_bytes_per_layer(shape, **layout) - not_theirs == expected
+    full = activation_bytes_per_layer(shape, **layout, recompute="full")
+    assert full == 2 * s * b * h / (tp if sequence_parallel else 1)
+
+
+def test_shared_kv_heads_are_whole_on_every_rank() -> None:
+    shape = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, ffn_size=128)
+    layout = {"seq_len": 3, "micro_size": 1, "sequence_parallel": True}
+    alone = activation_bytes_per_layer(shape, **layout)
+    kv_bytes = 3 * 2 * 2 * 8  # of one head: keys and values of 3 tokens
+    assert activation_bytes_per_layer(shape, **layout, tp=8) == (alone - 2 * kv_bytes) / 8 + kv_bytes
+    assert activation_bytes_per_layer(shape, **layout, tp=2) == alone / 2
