@@ -6,7 +6,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from types import TracebackType
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise._engine_states import EngineStates
+from shardwise._torch_private import pytree
 from shardwise.comm import Network, connect
 from shardwise.config import Config, ConfigError, SchedulerConfig
 from shardwise.deferred import ValueSource
+from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.forwards import replace_forwards
 from shardwise.layout.layout import Layout, build_layout
 from shardwise.layout.stages import Placement
@@ -29,6 +31,8 @@ from shardwise.optim import build_scheduler
 from shardwise.pool import BufferPool
 from shardwise.precision import LossScaler, to_device, torch_dtype
 from shardwise.streams import Streams
+from shardwise.tensor.layout import dropout_zones
+from shardwise.tensor.surgery import split_model
 from shardwise.timeline import Timeline
 from shardwise.watchdog import watch
 from shardwise.zero.driver import ZeroDriver
@@ -135,6 +139,7 @@ class Engine(EngineStates):
         values = ValueSource(model, config.run.seed)
         self._adopt_buffers()
         self._undo: list[Callable[[], None]] = []
+        self._draws = KeyedDraws(config.run.seed, device)
         resources = Resources(
             self._comms, pool, self.memory, self._timeline, values, config.zero.overlap, config.zero.lockstep
         )
@@ -142,7 +147,7 @@ class Engine(EngineStates):
         self._driver.before_model = weakref.WeakMethod(self._before_model)
         values.close()
         try:
-            self._undo = replace_forwards(model, layout, config)
+            self._alter_modules()
             self._sharded = ShardedOptimizer(
                 self._driver.groups, named_groups, self._optimizer_plan.factory, self.memory, self._comms.tensor
             )
@@ -156,10 +161,22 @@ class Engine(EngineStates):
         self._loss_fn = loss_fn
         self._batches: deque[Any] = deque(maxlen=config.batch.accumulation)
         self.num_steps = 0
-        self._num_backwards = 0
+        self._num_backwards = self._num_forwards = 0
         self._syncs = True
         self._is_broken = False
         self._undo += [self._sharded.close, self._books.clear, self._batches.clear]
+
+    def _alter_modules(self) -> None:
+        """Split layers, key dropouts, recompute and compile blocks; in this order, each inside the next."""
+        tensor, tp = self.layout.tensor, self._comms.tensor
+        if tensor is not None:
+            self._undo += split_model(self.model, tensor, tp, self.config.tensor)
+        zones = dropout_zones(self.model, tensor, tp.rank) if tensor is not None else {}
+        keyed = key_dropouts(self.model, self._draws, zones)
+        # Other random operations agree over tensor-parallel ranks too.
+        self._draws_numbers = bool(keyed) or tensor is not None
+        self._undo += keyed
+        self._undo += replace_forwards(self.model, self.layout, self.config)
 
     @property
     def timeline(self) -> tuple[Any, ...]:
@@ -320,18 +337,24 @@ class Engine(EngineStates):
         inputs = to_device(inputs, self.device, torch_dtype(self.config.precision.param))
         self._driver.is_serving = True
         try:
-            if isinstance(inputs, dict):
-                output = self.model(**inputs)
-            elif isinstance(inputs, list | tuple):
-                output = self.model(*inputs)
-            else:
-                output = self.model(inputs)
+            with self._numbers_for(inputs):
+                output = _call(self.model, inputs)
             return read_loss(output, batch, self._loss_fn)
         except BaseException:
             self._driver.abandon_forward()
             raise
         finally:
             self._driver.is_serving = False
+
+    def _numbers_for(self, inputs: Any) -> AbstractContextManager[None]:
+        """Inside, a training forward draws the numbers of its samples, whichever rank computes them."""
+        sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+        if not (self._draws_numbers and torch.is_grad_enabled() and self.model.training and sizes):
+            return nullcontext()
+        data = self._comms.data
+        first_sample = (self._num_forwards * data.world_size + data.rank) * sizes[0]
+        self._num_forwards += 1
+        return self._draws.at(self.num_steps, self._num_forwards - 1, first_sample, sizes[0])
 
     def _begin_backward(self) -> None:
         self._is_broken = True
@@ -392,7 +415,8 @@ class Engine(EngineStates):
 
     def _end_step(self, is_taken: bool = True) -> None:
         self.num_steps += is_taken
-        self._num_backwards = 0
+        self._num_backwards = self._num_forwards = 0
+        self._draws.forget()
         self._driver.forget_unannounced()
         self._batches.clear()
         self._books.clear()
@@ -449,6 +473,12 @@ def backward(loss: Tensor, engines: Sequence[Engine], *, count: float = 1.0) -> 
         weight = engine._books.count_in(total) * engine._scaler.scale
         normaliser = engine._books.normaliser
     _backpropagate(engines, loss, weight)
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
 
 
 def _backpropagate(engines: Sequence[Engine], loss: Tensor, weight: Tensor) -> None:

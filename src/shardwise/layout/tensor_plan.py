@@ -214,13 +214,14 @@ def _split_dim(layer: LayerSplit, own_name: str, name: str) -> int | None:
 
 def _is_on_part_of_sequence(plan: TensorPlan, module: str, is_row: bool) -> bool:
     """Whether what a module does with its replicated parameters, it does for this rank's part of the sequence."""
-    is_inside = any(_lies_in(module, stack.modules) for stack in plan.stacks)
+    is_inside = any(is_within(module, stack.modules) for stack in plan.stacks)
     # A row layer adds its bias behind the region that it ends.
-    return is_inside and (is_row or not _lies_in(module, [region.module for region in plan.regions]))
+    return is_inside and (is_row or not is_within(module, [region.module for region in plan.regions]))
 
 
-def _lies_in(module: str, roots: Iterable[str]) -> bool:
-    return any(module == root or module.startswith(f"{root}.") for root in roots)
+def is_within(module: str, roots: Iterable[str]) -> bool:
+    """Whether a module is one of `roots` or lies in one, by name."""
+    return any(not root or module == root or module.startswith(f"{root}.") for root in roots)
 
 
 def _has_say(model: nn.Module, layers: Mapping[str, LayerSplit], name: str) -> bool:

@@ -17,8 +17,9 @@ from typing import Any
 from torch import nn
 
 from shardwise.config import Config
+from shardwise.dropout import Zone, drops_by_function
 from shardwise.layout.layout import Layout, build_layout
-from shardwise.layout.tensor_plan import TensorPlan, tensor_layout
+from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, is_within, tensor_layout
 from shardwise.tensor.plans import find_plan
 
 
@@ -32,10 +33,29 @@ def plan_layout(model: nn.Module, config: Config, plan: TensorPlan | Mapping[str
             has. See `docs/tensor-parallel.md`.
 
     Raises:
-        ConfigError: the model has no parameters, `zero.blocks` does not fit it, or no plan, or sizes that do not divide.
+        ConfigError: the model has no parameters, `zero.blocks` does not fit it, or no plan or sizes that do not
+            divide.
     """
     degree, sequence_parallel = config.mesh.tp, config.tensor.sequence_parallel
     if degree == 1:
         return build_layout(model, config)
     found = find_plan(model, degree, plan, sequence_parallel)
     return build_layout(model, config, tensor_layout(model, found, degree, sequence_parallel))
+
+
+def dropout_zones(model: nn.Module, tensor: TensorLayout, tp_index: int) -> dict[str, Zone]:
+    """On which part of a tensor the dropouts work, of rank `tp_index` of the tensor-parallel group.
+
+    Those that the plan names are on split features or heads; others in a sequence-parallel stack are on a part of the
+    sequence, unless a region's own code calls them.
+    """
+    zones = {each.module: Zone(each.dim, tp_index, tensor.degree) for each in tensor.plan.dropouts}
+    stacks = tensor.plan.stacks if tensor.sequence_parallel else ()
+    regions = [region.module for region in tensor.plan.regions]
+    for name, module in model.named_modules():
+        is_own_code = not isinstance(module, nn.Dropout)
+        if name in zones or not any(is_within(name, stack.modules) for stack in stacks):
+            continue
+        if not is_own_code or (drops_by_function(module) and not is_within(name, regions)):
+            zones[name] = Zone(1, tp_index, tensor.degree)
+    return zones
