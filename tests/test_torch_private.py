@@ -27,6 +27,7 @@ from shardwise._torch_private import (
     set_unsharded_storage,
     uncompiled,
     version,
+    wrapper_like,
     written_tensors,
 )
 
@@ -285,3 +286,17 @@ def test_fake_tensors_refuse_to_give_values_and_shapes_that_follow_from_them() -
         for ask in (lambda x: bool(x.sum() > 0), lambda x: x[x > 0]):
             with pytest.raises(NO_VALUE_ERRORS):
                 ask(torch.ones(3))
+
+
+def test_a_wrapper_has_what_it_is_told_and_no_data() -> None:
+    class Wrapper(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+            raise AssertionError
+
+    wrapper = wrapper_like(Wrapper, [2, 3], torch.bfloat16, torch.device("meta"))
+    assert type(wrapper) is Wrapper
+    assert (wrapper.shape, wrapper.dtype, wrapper.device.type, wrapper.requires_grad) == (
+        *((2, 3), torch.bfloat16, "meta"),
+        False,
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 __all__ = [
     "NO_VALUE_ERRORS",
@@ -39,6 +41,7 @@ __all__ = [
     "set_unsharded_storage",
     "uncompiled",
     "version",
+    "wrapper_like",
     "written_tensors",
 ]
 
@@ -144,6 +147,11 @@ class OpMode(TorchDispatchMode):
 def version(tensor: Tensor) -> int:
     """How often a tensor has been written in place; writes through `.data` do not count."""
     return tensor._version
+
+
+def wrapper_like(kind: type[AnyTensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> AnyTensor:
+    """A tensor of class `kind` that has no data; all authors of tensor subclasses make theirs by this name."""
+    return Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=device)
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -345,6 +345,8 @@ class Engine(EngineStates):
             raise
         finally:
             self._driver.is_serving = False
+            if not torch.is_grad_enabled():
+                self._driver.reshard_all()  # what the loss has read
 
     def _numbers_for(self, inputs: Any) -> AbstractContextManager[None]:
         """Inside, a training forward draws the numbers of its samples, whichever rank computes them."""

@@ -78,7 +78,7 @@ def hook_unit(module: nn.Module, events: UnitEvents) -> list[RemovableHandle]:
         if not torch.is_grad_enabled():
             events.after_forward(outputs, backward_follows=False)
             return
-        made_here = _made_since(outputs, start)
+        made_here = _made_since(read_with(outputs), start)
         is_opaque = not all(isinstance(leaf, Tensor | int | float | str | None) for leaf in leaves)
         is_unseen = is_opaque and not made_here
         newest = max(map(record_number, made_here), default=start - 1)
@@ -324,6 +324,31 @@ _READABLE: Final = frozenset(
 
 def _describe(parameter: nn.Parameter) -> str:
     return f"Parameter(shape={tuple(parameter.shape)}, dtype={parameter.dtype}, released: its data is sharded)"
+
+
+class Deferred(Protocol):
+    """A tensor that stands for a value that is not computed yet, as the logits of a split head do.
+
+    Attributes:
+        is_deferred: it still is not.
+        deferred_from: the tensors that computing it reads; those that autograd has recorded hold its graph.
+    """
+
+    is_deferred: bool
+    deferred_from: tuple[Tensor, ...]
+
+    def compute(self, for_good: bool = False) -> Tensor:
+        """Its value; with `for_good` it needs what it is computed from no longer."""
+
+
+def deferred(tensors: Iterable[Tensor]) -> list[Deferred]:
+    """Those that stand for a value that is not computed yet."""
+    return [cast(Deferred, tensor) for tensor in tensors if getattr(tensor, "is_deferred", False)]
+
+
+def read_with(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors that are read where these are."""
+    return [source for tensor in tensors for source in getattr(tensor, "deferred_from", (tensor,))]
 
 
 def _made_since(tensors: Iterable[Tensor], start: int) -> list[Tensor]:

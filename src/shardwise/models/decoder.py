@@ -257,46 +257,67 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
-def lm_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def lm_loss(
+    logits: Tensor, targets: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Cross entropy summed over the targets that count, in fp32 or wider whatever the dtype of the logits.
+
+    Logits that are not computed yet take their sum themselves, by a method `cross_entropy_sum` of the same arguments.
 
     Args:
         logits: [B, S, V] (any leading dims), floating.
         targets: [B, S] int64, -100 where a position does not count.
+        label_smoothing: the share of the target's probability that is spread over the whole vocabulary.
+        z_loss: weight of the squared log-sum-exp of the logits (PaLM, arXiv 2204.02311, section 5).
 
     Returns:
         The sum (fp32, or fp64 for fp64 logits) and the int64 number of targets that count, both of no dims.
     """
-    flat = targets.flatten()
-    return _CrossEntropySum.apply(logits.flatten(0, -2), flat), (flat != IGNORED_TARGET).sum()
+    count = (targets != IGNORED_TARGET).sum()
+    deferred_sum = getattr(logits, "cross_entropy_sum", None)
+    if deferred_sum is not None:
+        return deferred_sum(targets, label_smoothing, z_loss), count
+    return _CrossEntropySum.apply(logits.flatten(0, -2), targets.flatten(), label_smoothing, z_loss), count
 
 
 class _CrossEntropySum(torch.autograd.Function):
     """Works through a few rows at a time: only the logits and their gradient are of the logits' size."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:  # [N, V], [N]
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, smoothing: float, z_loss: float) -> Tensor:  # [N, V], [N]
         wide = _wide(logits.dtype)
         parts = logits.split(_rows(logits))
         log_total = torch.cat([torch.logsumexp(rows.to(wide), -1) for rows in parts])  # [N]
         counts = targets != IGNORED_TARGET
         index = targets.where(counts, 0).unsqueeze(-1)  # [N, 1]
         ctx.save_for_backward(logits, index, counts, log_total)
+        ctx.terms = smoothing, z_loss
         picked = logits.gather(-1, index).squeeze(-1).to(wide)
-        return (log_total - picked).where(counts, 0).sum()
+        if smoothing:
+            picked = torch.lerp(picked, logits.mean(-1, dtype=wide), smoothing)
+        losses = log_total - picked
+        if z_loss:
+            losses = losses + z_loss * log_total.square()
+        return losses.where(counts, 0).sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_sum: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_sum: Tensor) -> tuple[Tensor, None, None, None]:
         logits, index, counts, log_total = ctx.saved_tensors
+        smoothing, z_loss = ctx.terms
         grad = torch.empty_like(logits)  # [N, V]
         factor = (grad_sum * counts).unsqueeze(-1)  # [N, 1]
         parts = (t.split(_rows(logits)) for t in (grad, logits, log_total.unsqueeze(-1), index, factor))
         for grad_rows, rows, log_total_rows, index_rows, factor_rows in zip(*parts, strict=True):
             probability = (rows - log_total_rows).exp_()
-            probability.scatter_add_(-1, index_rows, probability.new_full((1, 1), -1.0).expand_as(index_rows))
+            if z_loss:
+                probability.mul_(1 + 2 * z_loss * log_total_rows)
+            if smoothing:
+                probability.sub_(smoothing / logits.shape[-1])
+            target = probability.new_full((1, 1), smoothing - 1).expand_as(index_rows)
+            probability.scatter_add_(-1, index_rows, target)
             torch.mul(probability, factor_rows, out=grad_rows)
-        return grad, None
+        return grad, None, None, None
 
 
 def num_params(config: DecoderConfig) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from shardwise.hooks import Deferred, deferred, read_with
 from shardwise.layout.skeleton import ROOT
 from shardwise.schedule.actions import Kind
 from shardwise.zero.group import ParamGroup
@@ -66,11 +67,26 @@ class Unit:
     def after_forward(self, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
         """Release what the backward does not follow on at once."""
         self._driver.timeline.add(Kind.FORWARD, self.name, self._forward_start_s)
+        if backward_follows is False:
+            backward_follows = self._settle(deferred(outputs))
+        read = read_with(outputs)
         for group in self.groups:
-            if group.params.is_viewed_by(outputs):
+            if group.params.is_viewed_by(read):
                 self._driver.keep_until_backward(group)
             group.conceal()
         self._driver.on_forward_end(self, backward_follows)
+
+    def _settle(self, outputs: Sequence[Deferred]) -> bool | None:
+        """Compute outputs while the parameters are present; within an engine's call leave them to the loss.
+
+        Returns:
+            what to take for `backward_follows` from then on.
+        """
+        if outputs and self._driver.is_serving:
+            return None
+        for output in outputs:
+            output.compute(for_good=True)
+        return False
 
     def expect_input_gradients(self, are_tracked: bool) -> None:
         """The backward is not over before the inputs of this forward have their gradients, if that can be told."""

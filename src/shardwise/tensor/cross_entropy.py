@@ -1,0 +1,296 @@
+"""Cross entropy from hidden states and a head whose rows lie over the ranks: no rank ever holds all logits.
+
+A rank has the rows `weight` [v, E] of the vocabulary's V; the last ranks' surplus rows are padding, which is never
+read. The loss is that of the vocabulary-parallel cross entropy of Megatron-LM (Shoeybi et al. 2019, section 3): with
+x the logits, y the target, e the label smoothing (as torch's, over the whole vocabulary) and z the z-loss (PaLM, arXiv
+2204.02311, section 5), a token costs
+
+    L - (1 - e) x_y - e/V sum_j x_j + z L^2,  where L = log sum_j exp x_j,
+
+and its gradient by x_j is softmax_j (1 + 2 z L) - (1 - e) [j = y] - e/V. Each rank computes the sums over its rows, and
+one all-gather of two or three numbers a token and rank gives all of them the rest, in equal bits.
+
+Tokens are worked through a chunk at a time: product, statistics, collective, gradient. So a summed loss has its
+gradients when its forward ends, and the backward only scales them. Keeping the logits' statistics alone would need two
+passes over the product, a third more of the head's FLOPs, to save all collectives but one. A chunk's collective moves
+kilobytes between products that take milliseconds on either kind of device, so it costs a hundredth. Losses of single
+tokens, whose gradients get factors that are known in the backward only, do take the second pass.
+
+The gradient of the hidden states is this rank's part: who split the head sums it over the ranks.
+
+>>> hidden, weight, targets = torch.randn(6, 8), torch.randn(16, 8), torch.arange(6)
+>>> loss = cross_entropy_sum(hidden, weight, None, targets, Vocab(16))
+>>> torch.allclose(loss, F.cross_entropy(hidden @ weight.T, targets, reduction="sum"))
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardwise.comm import Comm
+from shardwise.tensor import collectives
+
+
+@dataclass(frozen=True)
+class Vocab:
+    """A vocabulary of `size` tokens over the ranks of `comm`; None where one rank has all of it."""
+
+    size: int
+    comm: Comm | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that each rank holds, padding included."""
+        return -(-self.size // (1 if self.comm is None else self.comm.world_size))
+
+    @property
+    def start(self) -> int:
+        """The token of this rank's first row."""
+        return min(self.size, self.num_rows * (0 if self.comm is None else self.comm.rank))
+
+    @property
+    def num_own(self) -> int:
+        """This rank's rows that are no padding."""
+        return min(self.size - self.start, self.num_rows)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the loss of a token consists of.
+
+    Attributes:
+        ignore_index: the target of tokens that do not count.
+        label_smoothing: the share of the target's probability that is spread over the whole vocabulary.
+        z_loss: weight of the squared log-sum-exp.
+    """
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
+def cross_entropy_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    vocab: Vocab,
+    terms: Terms | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The loss, summed over the tokens that count; all ranks call it, and get equal bits.
+
+    Args:
+        hidden: [N, E], the same on all ranks.
+        weight: [v, E], this rank's rows.
+        bias: [v], likewise.
+        targets: [N] int64, the same on all ranks.
+        vocab: how the rows lie over the ranks.
+        terms: the plain cross entropy when left out.
+        dtype: that the result, and all sums, have at least; so too fp32 and the dtype of `hidden`.
+
+    Raises:
+        IndexError: a target is neither ignored nor in the vocabulary; an assertion of the device on CUDA. The message
+            is torch's own.
+    """
+    job = _Job.of(hidden, vocab, terms, dtype)
+    return _Sum.apply(hidden, weight, bias, targets, job)
+
+
+def cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    vocab: Vocab,
+    terms: Terms | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The loss of each token, [N], 0 where it does not count; otherwise as `cross_entropy_sum`."""
+    job = _Job.of(hidden, vocab, terms, dtype)
+    return _EachToken.apply(hidden, weight, bias, targets, job)
+
+
+@dataclass(frozen=True)
+class _Job:
+    vocab: Vocab
+    terms: Terms
+    wide: torch.dtype
+    is_recorded: bool
+
+    @staticmethod
+    def of(hidden: Tensor, vocab: Vocab, terms: Terms | None, dtype: torch.dtype | None) -> _Job:
+        wide = torch.promote_types(torch.promote_types(hidden.dtype, torch.float32), dtype or torch.float32)
+        return _Job(vocab, terms or Terms(), wide, torch.is_grad_enabled())
+
+    def chunks(self, hidden: Tensor, targets: Tensor) -> Iterator[tuple[slice, Tensor, _Targets]]:
+        """Some tokens at a time: which, their hidden states, their targets."""
+        step = _num_tokens(self.vocab.num_rows, hidden.device)
+        for start in range(0, len(targets), step):
+            part = slice(start, start + step)
+            yield part, hidden[part], _Targets.of(targets[part], self)
+
+    def logits(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """This rank's, [n, own], computed in the dtype of `rows` and then widened."""
+        num_own = self.vocab.num_own
+        return F.linear(rows, weight[:num_own], None if bias is None else bias[:num_own]).to(self.wide)
+
+    def statistics(self, logits: Tensor, targets: _Targets) -> tuple[Tensor, Tensor]:
+        """Log-sum-exp and what is subtracted from it, [n] each, of the logits of all ranks."""
+        own = [logits.logsumexp(-1), targets.pick(logits)] if logits.shape[-1] else _of_no_row(logits)
+        if self.terms.label_smoothing:
+            own.append(logits.sum(-1))
+        stats = torch.stack(own).unsqueeze(0)  # [1, 2 or 3, n]
+        if self.vocab.comm is not None and self.vocab.comm.world_size > 1:
+            stats = collectives.all_gather(self.vocab.comm, stats, 0, "cross entropy")  # [ranks, 2 or 3, n]
+        log_total, (picked, *rest) = stats[:, 0].logsumexp(0), stats[:, 1:].sum(0)
+        smoothing = self.terms.label_smoothing
+        if rest:
+            picked = picked * (1 - smoothing) + rest[0] * (smoothing / self.vocab.size)
+        return log_total, picked
+
+    def losses(self, log_total: Tensor, picked: Tensor, targets: _Targets) -> Tensor:
+        """Of each token, [n]."""
+        losses = log_total - picked
+        if self.terms.z_loss:
+            losses = losses + self.terms.z_loss * log_total.square()
+        return losses.where(targets.counts, 0)
+
+    def gradient(self, logits: Tensor, log_total: Tensor, targets: _Targets, factor: Tensor | None) -> Tensor:
+        """By this rank's logits, in their place, [n, own]; `factor` [n] is the gradient by the tokens' losses."""
+        factor = targets.counts.to(self.wide) if factor is None else factor.to(self.wide).where(targets.counts, 0)
+        gradient = logits.sub_(log_total.unsqueeze(-1)).exp_()
+        scale = factor * (1 + 2 * self.terms.z_loss * log_total) if self.terms.z_loss else factor
+        gradient.mul_(scale.unsqueeze(-1))
+        smoothing = self.terms.label_smoothing
+        if smoothing:
+            gradient.sub_((factor * (smoothing / self.vocab.size)).unsqueeze(-1))
+        if gradient.shape[-1]:
+            hit = (factor * (smoothing - 1)).where(targets.is_own, 0)
+            gradient.scatter_add_(-1, targets.index.unsqueeze(-1), hit.unsqueeze(-1))
+        return gradient
+
+
+@dataclass(frozen=True)
+class _Targets:
+    """Of a chunk: which count, which are of this rank's rows, and in which row; [n] each."""
+
+    counts: Tensor
+    is_own: Tensor
+    index: Tensor
+
+    @staticmethod
+    def of(targets: Tensor, job: _Job) -> _Targets:
+        counts = targets != job.terms.ignore_index
+        valid = targets.where(counts, 0)
+        # Raises, or asserts on the device, where one is not in the vocabulary, and asks the host for no value.
+        valid.new_zeros(1).expand(job.vocab.size).gather(0, valid)
+        local = valid - job.vocab.start
+        is_own = counts & (local >= 0) & (local < job.vocab.num_own)
+        return _Targets(counts, is_own, local.where(is_own, 0))
+
+    def pick(self, logits: Tensor) -> Tensor:
+        """The targets' logits, 0 where another rank has them."""
+        return logits.gather(-1, self.index.unsqueeze(-1)).squeeze(-1).where(self.is_own, 0)
+
+
+class _Gradients:
+    """By hidden states, weight and bias; those of the last two are summed in fp32 or wider."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
+        sum_dtype = torch.promote_types(weight.dtype, torch.float32)
+        self.hidden = torch.empty_like(hidden) if needed[0] else None
+        self.weight = torch.zeros_like(weight, dtype=sum_dtype) if needed[1] else None
+        self.bias = torch.zeros_like(bias, dtype=sum_dtype) if bias is not None and needed[2] else None
+        self.is_needed = any(needed[:3])
+
+    def add(self, part: slice, rows: Tensor, weight: Tensor, by_logits: Tensor) -> None:
+        """Take in the gradient by the logits of the tokens `part`, [n, own]."""
+        num_own = by_logits.shape[-1]
+        if self.bias is not None:
+            self.bias[:num_own] += by_logits.sum(0)
+        by_logits = by_logits.to(rows.dtype)
+        if self.hidden is not None:
+            torch.mm(by_logits, weight[:num_own], out=self.hidden[part])
+        if self.weight is not None and self.weight.dtype == rows.dtype:
+            self.weight[:num_own].addmm_(by_logits.T, rows)
+        elif self.weight is not None:
+            self.weight[:num_own] += by_logits.T @ rows
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, job: _Job
+    ) -> Tensor:  # [N, E], [v, E], [v], [N]
+        needed = tuple(each and job.is_recorded for each in ctx.needs_input_grad)
+        gradients = _Gradients(hidden, weight, bias, needed)
+        total = torch.zeros((), dtype=job.wide, device=hidden.device)
+        for part, rows, own_targets in job.chunks(hidden, targets):
+            logits = job.logits(rows, weight, bias)
+            log_total, picked = job.statistics(logits, own_targets)
+            total += job.losses(log_total, picked, own_targets).sum()
+            if gradients.is_needed:
+                gradients.add(part, rows, weight, job.gradient(logits, log_total, own_targets, None))
+        ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
+        ctx.dtypes = [hidden.dtype, weight.dtype, None if bias is None else bias.dtype]
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_sum: Tensor) -> tuple[Tensor | None, ...]:
+        # One element of one dim, unlike one of none, is multiplied as it is: a loss scale may be beyond fp16.
+        factor = grad_sum.reshape(1)
+        scaled = [
+            None if each is None else torch.mul(each, factor, out=torch.empty_like(each, dtype=dtype))
+            for each, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return *scaled, None, None
+
+
+class _EachToken(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, job: _Job
+    ) -> Tensor:  # [N, E], [v, E], [v], [N]
+        losses = torch.empty(len(targets), dtype=job.wide, device=hidden.device)
+        log_totals = torch.empty_like(losses)
+        for part, rows, own_targets in job.chunks(hidden, targets):
+            logits = job.logits(rows, weight, bias)
+            log_totals[part], picked = job.statistics(logits, own_targets)
+            losses[part] = job.losses(log_totals[part], picked, own_targets)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_totals)
+        ctx.job = job
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, log_totals = ctx.saved_tensors
+        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
+        for part, rows, own_targets in ctx.job.chunks(hidden, targets):
+            logits = ctx.job.logits(rows, weight, bias)
+            by_logits = ctx.job.gradient(logits, log_totals[part], own_targets, grad_losses[part])
+            gradients.add(part, rows, weight, by_logits)
+        by_weight = None if gradients.weight is None else gradients.weight.to(weight.dtype)
+        by_bias = None if bias is None or gradients.bias is None else gradients.bias.to(bias.dtype)
+        return gradients.hidden, by_weight, by_bias, None, None
+
+
+def _of_no_row(logits: Tensor) -> list[Tensor]:
+    """Log-sum-exp and picked logit of a rank that has nothing but padding."""
+    return [logits.new_full(logits.shape[:1], -torch.inf), logits.new_zeros(logits.shape[:1])]
+
+
+def _num_tokens(num_rows: int, device: torch.device) -> int:
+    """Tokens at a time: few chunks make few collectives, and products that read the weight seldom."""
+    num_logits, fewest = (2**20, 256) if device.type == "cpu" else (2**26, 1024)
+    return max(fewest, num_logits // num_rows)

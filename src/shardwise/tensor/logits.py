@@ -1,0 +1,308 @@
+"""Logits that are not computed until something else than a cross entropy reads them.
+
+A head whose rows lie over the ranks returns `VocabLogits`, which has the shape and dtype of the logits, but holds the
+hidden states and the head's weight. Reshaping and indexing tokens, and widening, do the same to the hidden states;
+`F.cross_entropy` goes to `shardwise.tensor.cross_entropy`. Whatever else is asked computes the logits and gathers
+them, a collective: all ranks must ask alike. They are computed with the values that the weight has then.
+
+>>> hidden, weight, targets = torch.randn(2, 6, 8), torch.randn(16, 8), torch.zeros(2, 5, dtype=torch.int64)
+>>> logits = VocabLogits(hidden, weight, None, VocabHead(Vocab(16)))
+>>> shifted = logits[:, :-1].float().reshape(-1, 16)
+>>> shifted.is_deferred, shifted.shape
+(True, torch.Size([10, 16]))
+>>> torch.allclose(F.cross_entropy(shifted, targets.view(-1)), F.cross_entropy((hidden @ weight.T)[:, :-1].mT, targets))
+True
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardwise._torch_private import plain_torch_functions, pytree, wrapper_like
+from shardwise.models.decoder import lm_loss
+from shardwise.tensor import collectives
+from shardwise.tensor.cross_entropy import Terms, Vocab, cross_entropy, cross_entropy_sum
+from shardwise.tensor.token_ops import follow, permutation, wide_dtype
+
+_LOG: Final = logging.getLogger("shardwise")
+
+
+class VocabHead:
+    """What the logits of one head have in common: where its rows lie, and whether the user was told of a gather.
+
+    Args:
+        vocab: how the rows lie over the ranks.
+        name: of the head's module, for the message.
+    """
+
+    def __init__(self, vocab: Vocab, name: str = "head") -> None:
+        self.vocab = vocab
+        self.name = name
+        self._has_warned = False
+
+    def warn(self, operation: str, shape: Sequence[int]) -> None:
+        """Say once that `operation` has the logits gathered."""
+        if not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "%s reads the logits of %s, so from now on full logits (here %s) are computed and gathered on every "
+                "rank; take the loss from F.cross_entropy, and read logits under torch.no_grad()",
+                *(operation, self.name, " x ".join(map(str, shape))),
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VocabHead:
+        """Itself: a copied model's head talks to the same ranks."""
+        return self
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What logits are computed from, the dim where they show the vocabulary, and whether they have a graph."""
+
+    hidden: Tensor  # [..., E]
+    weight: Tensor  # [v, E]
+    bias: Tensor | None  # [v]
+    head: VocabHead
+    dtype: torch.dtype
+    vocab_dim: int
+    is_recorded: bool
+
+    @property
+    def shape(self) -> list[int]:
+        shape = list(self.hidden.shape[:-1])
+        shape.insert(self.vocab_dim, self.head.vocab.size)
+        return shape
+
+    @property
+    def has_vocab_last(self) -> bool:
+        return self.vocab_dim == self.hidden.dim() - 1
+
+    def of(self, hidden: Tensor) -> _Source:
+        return replace(self, hidden=hidden, vocab_dim=hidden.dim() - 1)
+
+    def flat(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.hidden.reshape(-1, self.hidden.shape[-1]), self.weight, self.bias
+
+    def compute(self) -> Tensor:
+        logits = F.linear(self.hidden, self.weight, self.bias)  # [..., v]
+        if self.head.vocab.comm is not None:
+            logits = _GatherVocab.apply(logits, self.head.vocab)  # [..., V]
+        return logits.movedim(-1, self.vocab_dim).to(self.dtype)
+
+
+class VocabLogits(Tensor):
+    """Stands for `hidden @ weight.T + bias` with all ranks' rows, [..., V]; see the module's example.
+
+    Args:
+        hidden: [..., E], the same on all ranks; its gradient here is this rank's part, so it comes out of an identity
+            whose backward sums over the ranks.
+        weight: [v, E], this rank's rows, padding included.
+        bias: [v], likewise.
+        head: of the module.
+    """
+
+    _source: _Source | None
+    _full: Tensor | None
+
+    @staticmethod
+    def __new__(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: VocabHead) -> Self:
+        needs_graph = any(each is not None and each.requires_grad for each in (hidden, weight, bias))
+        is_recorded = torch.is_grad_enabled() and needs_graph
+        return cls._standing_for(_Source(hidden, weight, bias, head, hidden.dtype, hidden.dim() - 1, is_recorded))
+
+    @classmethod
+    def _standing_for(cls, source: _Source) -> Self:
+        # To autograd it is a constant: its graph is that of `hidden`, and code that goes past `__torch_function__`
+        # shall fail in the backward rather than lose gradients.
+        logits = wrapper_like(cls, source.shape, source.dtype, source.hidden.device)
+        logits._source, logits._full = source, None
+        return logits
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether a cross entropy works without the logits; not so once they were changed in place or hooked."""
+        return self._source is not None
+
+    @property
+    def deferred_from(self) -> tuple[Tensor, ...]:
+        """The tensors that are read when the logits are; the first has the logits' graph."""
+        source = self._source
+        return (self.compute(),) if source is None else (source.hidden, source.weight)
+
+    def cross_entropy_sum(self, targets: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
+        """The sum that `shardwise.models.decoder.lm_loss` returns, which calls this."""
+        source = self._source
+        if source is None or not source.has_vocab_last:
+            return lm_loss(self.compute(), targets, label_smoothing=label_smoothing, z_loss=z_loss)[0]
+        terms = Terms(label_smoothing=label_smoothing, z_loss=z_loss)
+        return cross_entropy_sum(*source.flat(), targets.flatten(), source.head.vocab, terms, source.dtype)
+
+    def compute(self, for_good: bool = False) -> Tensor:
+        """The logits, a plain tensor; kept for the next call unless it is read without its graph.
+
+        Args:
+            for_good: from now on that tensor is used by all, also by a cross entropy, and nothing else is held.
+        """
+        source = self._source
+        full = self._full
+        if full is None and source is not None:
+            is_recorded = source.is_recorded and (for_good or torch.is_grad_enabled())
+            with torch.set_grad_enabled(is_recorded):
+                full = source.compute()
+            self._full = full if is_recorded == source.is_recorded else None
+        if for_good:
+            self._source = None
+        if full is None:
+            raise RuntimeError("these logits were emptied")
+        return full
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _READABLE:
+            with plain_torch_functions():
+                return func(*args, **kwargs)
+        if not args and "input" in kwargs:
+            args = (kwargs.pop("input"),)
+        name = _name(func)
+        if args and isinstance(args[0], VocabLogits) and args[0]._source is not None:
+            answer = _deferred(func, name, args[0], args[0]._source, args[1:], kwargs)
+            if answer is not NotImplemented:
+                return answer
+        args, kwargs = pytree.tree_map(lambda leaf: _computed(leaf, name), (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch.no_grad():  # below autograd: what is computed here has no graph
+            args, kwargs = pytree.tree_map(lambda leaf: _computed(leaf, str(func)), (tuple(args), dict(kwargs or {})))
+            return func(*args, **kwargs)
+
+
+class _GatherVocab(torch.autograd.Function):
+    """All ranks' logits, without padding; backward is its conjugate, this rank's slice."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, vocab: Vocab) -> Tensor:
+        ctx.vocab = vocab
+        gathered = collectives.all_gather(vocab.comm, own, -1, "gather logits")  # [..., ranks * v]
+        return gathered[..., : vocab.size].contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        vocab = ctx.vocab
+        own = gradient.narrow(-1, vocab.start, vocab.num_own)
+        return F.pad(own, (0, vocab.num_rows - vocab.num_own)), None
+
+
+def _computed(leaf: Any, operation: str) -> Any:
+    """A leaf of an operation's arguments, logits computed."""
+    if not isinstance(leaf, VocabLogits):
+        return leaf
+    source = leaf._source
+    if source is not None and source.is_recorded and torch.is_grad_enabled():
+        source.head.warn(operation, leaf.shape)
+    is_in_place = operation.endswith("_") and not operation.endswith("__")
+    return leaf.compute(for_good=is_in_place or operation in _FOR_GOOD)
+
+
+def _deferred(
+    func: Any, name: str, logits: VocabLogits, source: _Source, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """What an operation gives without computing the logits, or NotImplemented."""
+    if func is F.cross_entropy:
+        return _cross_entropy(source, *args, **kwargs)
+    if name == "requires_grad":
+        return source.is_recorded
+    if name == "is_leaf":
+        return not source.is_recorded
+    if name == "grad_fn":
+        return source.hidden.grad_fn if source.is_recorded else None
+    if name in ("float", "double", "to"):
+        dtype = wide_dtype(name, source.dtype, logits.device, args, kwargs)
+        if dtype is None:
+            return NotImplemented
+        return logits if dtype == source.dtype else VocabLogits._standing_for(replace(source, dtype=dtype))
+    order = permutation(name, logits.dim(), args, kwargs)
+    if order is not None:
+        return VocabLogits._standing_for(_permuted(source, order))
+    hidden = follow(name, source.hidden, source.head.vocab.size, args, kwargs) if source.has_vocab_last else None
+    if hidden is None:
+        return NotImplemented
+    if hidden is source.hidden and name == "contiguous":
+        return logits
+    if isinstance(hidden, Tensor):
+        return VocabLogits._standing_for(source.of(hidden))
+    return tuple(VocabLogits._standing_for(source.of(each)) for each in hidden)
+
+
+def _permuted(source: _Source, order: list[int]) -> _Source:
+    tokens = [dim for dim in range(len(order)) if dim != source.vocab_dim]
+    moved = [tokens.index(dim) for dim in order if dim != source.vocab_dim]
+    hidden = source.hidden.permute(*moved, len(moved))
+    return replace(source, hidden=hidden, vocab_dim=order.index(source.vocab_dim))
+
+
+def _cross_entropy(
+    source: _Source,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    is_plain = weight is None and size_average is None and reduce is None and not target.is_floating_point()
+    fits = source.vocab_dim == min(1, source.hidden.dim() - 1) and target.shape == source.hidden.shape[:-1]
+    if not (is_plain and fits and reduction in ("mean", "sum", "none")):
+        return NotImplemented
+    terms = Terms(ignore_index, label_smoothing)
+    given = (*source.flat(), target.flatten(), source.head.vocab, terms, source.dtype)
+    if reduction == "none":
+        return cross_entropy(*given).to(source.dtype).view(target.shape)
+    loss = cross_entropy_sum(*given)
+    if reduction == "mean":
+        loss = loss / (target != ignore_index).sum()
+    return loss.to(source.dtype)
+
+
+def _name(func: Any) -> str:
+    """`view` of `Tensor.view`, `mT` of the property `Tensor.mT`."""
+    name = getattr(func, "__name__", str(func))
+    return getattr(func.__self__, "__name__", name) if name in ("__get__", "__set__") else name
+
+
+# What may be asked without a source: the wrapper knows it.
+_READABLE: Final = frozenset(
+    {
+        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "grad")),
+        *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized")),
+        *(
+            getattr(Tensor, name)
+            for name in ("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride")
+        ),
+        *(getattr(Tensor, name) for name in ("is_floating_point", "is_complex", "get_device", "__len__", "__hash__")),
+        *(torch.is_floating_point, torch.is_complex, torch.numel),
+    }
+)
+# After these, besides those with a trailing underscore, a cross entropy must see what was done.
+_FOR_GOOD: Final = frozenset(
+    {
+        *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "requires_grad", "data"),
+        *("register_hook", "retain_grad"),
+    }
+)
