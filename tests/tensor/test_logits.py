@@ -96,7 +96,8 @@ def make(dtype: torch.dtype = torch.float64, has_bias: bool = True) -> tuple[Voc
 def test_token_operations_stay_deferred(name: str) -> None:
     logits, plain, _ = make(torch.float32)
     result, expected = DEFERRED[name](logits), DEFERRED[name](plain)
-    assert isinstance(result, VocabLogits) and result.is_deferred
+    assert isinstance(result, VocabLogits)
+    assert result.is_deferred
     assert (result.shape, result.dtype, result.requires_grad) == (expected.shape, expected.dtype, True)
     torch.testing.assert_close(result.compute(), expected)
 
@@ -182,12 +183,20 @@ def test_a_hook_of_the_user_gets_the_gradient_of_the_logits() -> None:
 
 def test_the_graph_is_told_without_computing() -> None:
     logits, _, _ = make()
-    assert logits.requires_grad and not logits.is_leaf and logits.grad_fn is not None and logits.grad is None
-    assert logits.is_floating_point() and logits.numel() == B * S * V and len(logits) == B
+    assert logits.requires_grad
+    assert not logits.is_leaf
+    assert logits.grad_fn is not None
+    assert logits.grad is None
+    assert logits.is_floating_point()
+    assert logits.numel() == B * S * V
+    assert len(logits) == B
     with torch.no_grad():
         silent = make()[0]
-    assert not silent.requires_grad and silent.is_leaf and silent.grad_fn is None
-    assert logits.is_deferred and silent.is_deferred
+    assert not silent.requires_grad
+    assert silent.is_leaf
+    assert silent.grad_fn is None
+    assert logits.is_deferred
+    assert silent.is_deferred
 
 
 def test_the_user_is_told_once_and_never_without_gradients(caplog: pytest.LogCaptureFixture) -> None:
@@ -200,7 +209,8 @@ def test_the_user_is_told_once_and_never_without_gradients(caplog: pytest.LogCap
     logits.exp()
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("shardwise", logging.WARNING)
-    assert "log_softmax reads the logits of head" in record.message and "10 x 7" in record.message
+    assert "log_softmax reads the logits of head" in record.message
+    assert "10 x 7" in record.message
 
 
 def test_reading_without_gradients_leaves_the_graph_to_the_loss() -> None:

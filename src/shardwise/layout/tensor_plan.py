@@ -22,7 +22,7 @@ from typing import Literal
 from torch import nn
 
 from shardwise.config import ConfigError
-from shardwise.layout.splits import ParamSplit, Part
+from shardwise.layout.splits import ParamSplit, Part, check_divides
 
 LayerStyle = Literal["column", "row", "vocab", "head", "column-embedding"]
 
@@ -194,9 +194,10 @@ def _split(
         if size != shape[dim]:
             raise ConfigError(f"the parts of {module} have {size} indices but dim {dim} of {name} {shape[dim]}")
         for part in layer.parts:
-            part.check(
-                degree, f"the size of {module}" if part.num_units is None else f"the number of units of {module}"
-            )
+            what = f"features of {module}" if part.num_units is None else f"units of {module}"
+            part.check(degree, what)
+            if layer.style == "row" and part.num_sharers(degree) > 1:  # the sum would count what they share twice
+                check_divides(degree, part.size if part.num_units is None else part.num_units, what)
         return ParamSplit(shape, degree, dim, layer.parts)
     sees_part = sequence_parallel and _is_on_part_of_sequence(plan, module, is_row=layer is not None)
     return ParamSplit(shape, degree, is_partial=sees_part or name in plan.partial)
