@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.dropout import KeyedDraws, Zone, drops_by_function, key_dropouts
-from shardwise.hooks import become, recompute_forward
+from shardwise.hooks import swap_class, recompute_forward
 
 P = 0.3
 
@@ -238,7 +238,7 @@ class TestModule:
             pass
 
         module = nn.Dropout(P)
-        undo = become(module, Other)
+        undo = swap_class(module, Other)
         assert type(module) is Other
         undo()
         assert type(module) is nn.Dropout

@@ -40,7 +40,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from shardwise._torch_private import NO_VALUE_ERRORS
-from shardwise.hooks import become
+from shardwise.hooks import swap_class
 from shardwise.rng import derive_seed, seeded
 
 Undo = Callable[[], None]
@@ -244,7 +244,7 @@ def key_dropouts(model: nn.Module, draws: KeyedDraws, zones: Mapping[str, Zone] 
         rates = () if is_plain else _rate_names(own)
         module.__dict__[_SITE] = _Site(weakref.ref(module), name, draws, zones.get(name), rates)
         undo.append(functools.partial(module.__dict__.pop, _SITE, None))
-        undo.append(become(module, kinds[own, is_plain]))
+        undo.append(swap_class(module, kinds[own, is_plain]))
     return undo
 
 

@@ -228,7 +228,7 @@ def watch_registrations(
             handle.remove()
 
 
-def become(module: nn.Module, kind: type[nn.Module]) -> Callable[[], None]:
+def swap_class(module: nn.Module, kind: type[nn.Module]) -> Callable[[], None]:
     """Let a module wear another class, a subclass of its own; unlike a replaced forward it is the same in a copy.
 
     Returns:
