@@ -23,9 +23,12 @@ def check_plan(model: nn.Module, plan: TensorPlan, degree: int, sequence_paralle
         sequence_parallel: whether the plan needs a stack.
 
     Raises:
-        ConfigError: a name is not the model's, parts do not fill their dim or do not divide, or there is no stack.
+        ConfigError: a name is not the model's, it splits nothing, parts do not fill their dim or do not divide, or
+            there is no stack.
     """
     modules = dict(model.named_modules())
+    if not plan.layers:
+        raise ConfigError("the tensor-parallel plan splits no layer; name some, such as {'blocks.*.up': 'column'}")
     for name in _module_names(plan):
         if name not in modules:
             raise unknown_name(name, modules, "module")

@@ -28,7 +28,9 @@ def family_plan(model: nn.Module, degree: int) -> TensorPlan | None:
     Raises:
         ConfigError: heads or features do not divide by `degree`.
     """
-    make = _FAMILIES.get(str(getattr(getattr(model, "config", None), "model_type", None)))
+    # Their inner modules have a config too, but no prefix.
+    config = getattr(model, "config", None) if hasattr(model, "base_model_prefix") else None
+    make = _FAMILIES.get(str(getattr(config, "model_type", None)))
     if make is None:
         return None
     draft = Draft(model, degree)
@@ -117,7 +119,7 @@ def _opt(draft: Draft) -> None:
             f"layerdrop={layerdrop} lets each rank skip other layers, but tensor parallelism needs all ranks in each "
             "layer; set layerdrop=0"
         )
-    # No stack: blocks flatten batch and sequence to one dim, which is then not split as dim 1.
+    draft.notes.append("no sequence parallelism: the blocks of OPT flatten samples and sequence to one dim")
     for name, module in draft.modules.items():
         if name.endswith(".self_attn"):
             heads = Heads(module.num_heads, module.num_heads, module.head_dim)

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.config import ConfigError
 from shardwise.layout.splits import Part, check_divides
-from shardwise.layout.tensor_plan import LayerSplit, TensorPlan
+from shardwise.layout.tensor_plan import TensorPlan
 from shardwise.tensor.plans.draft import Draft, Heads, argument_names, split_size
 from shardwise.tensor.plans.words import HUGGING_FACE_WORDS, Style
 
@@ -42,12 +42,14 @@ def huggingface_plan(model: nn.Module, degree: int) -> TensorPlan | None:
     draft = Draft(model, degree)
     draft.vocabulary()
     styles = {name: style for name, style in _styles(draft, words).items() if name not in draft.layers}
+    if not styles:
+        return None
     regions = _regions(styles)
     for name, style in styles.items():
         region = next((each for each in regions if name.startswith(f"{each}.")), None)
         if style.kind != "partial" and region is None:
             draft.layer(name, style)
-            _check_features(draft, draft.layers.get(name))
+            _check_features(draft, name)
     for region in regions:
         inside = {name: style for name, style in styles.items() if name.startswith(f"{region}.")}
         if _is_attention(draft, region) and not any(style.splits_input for style in inside.values()):
@@ -61,15 +63,17 @@ def huggingface_plan(model: nn.Module, degree: int) -> TensorPlan | None:
 
 def _their_plan(model: nn.Module) -> dict[str, str]:
     """Style by pattern of names in `model`; `*` stands for the index of a layer."""
+    if not hasattr(model, "base_model_prefix"):
+        return {}  # their inner modules have the config too
     words = dict(getattr(model, "_tp_plan", None) or {})
     base = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
-    prefix = str(getattr(model, "base_model_prefix", ""))
+    prefix = str(model.base_model_prefix)
     prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
     return words or {f"{prefix}{pattern}": word for pattern, word in base.items()}
 
 
 def _styles(draft: Draft, words: dict[str, str]) -> Styles:
-    """Style by module; a later pattern wins."""
+    """Style by module, in module order; a later pattern wins."""
     names = (*draft.modules, *(name for name, _ in draft.model.named_parameters()))
     styles: Styles = {}
     for pattern, word in words.items():
@@ -82,7 +86,7 @@ def _styles(draft: Draft, words: dict[str, str]) -> Styles:
                 f"splits dense layers, no experts; {_OWN_TABLE}"
             )
         styles |= {name: style for name in matching if style is not None}
-    return styles
+    return {name: styles[name] for name in draft.modules if name in styles}
 
 
 def _regex(pattern: str) -> re.Pattern[str]:
@@ -173,7 +177,7 @@ def _split_features(draft: Draft, region: str, inside: Styles) -> None:
         if name in fused:
             style = Style("column", num_parts=2) if style.kind == "column" else Style("row")
         draft.layer(name, style)
-        _check_features(draft, draft.layers.get(name))
+        _check_features(draft, name)
     is_gathered = all(style.gathers_output for name, style in inside.items() if style.kind == "column")
     if is_gathered and not fused:
         place = re.sub(r"\.\d+\.", ".*.", region)
@@ -189,20 +193,18 @@ def _chunked(draft: Draft, inside: Styles) -> set[str]:
     by_leaf = {name.rpartition(".")[2]: name for name in inside}
     if set(by_leaf) != {"gate_up_proj", "down_proj"}:
         return set()
-    sizes = [split_size(draft.modules[by_leaf[leaf]], leaf, kind) for leaf, kind in _GATED]
-    return set(inside) if sizes[0] == 2 * sizes[1] else set()
+    both = split_size(draft.modules[by_leaf["gate_up_proj"]], by_leaf["gate_up_proj"], "column")
+    one = split_size(draft.modules[by_leaf["down_proj"]], by_leaf["down_proj"], "row")
+    return set(inside) if both == 2 * one else set()
 
 
-_GATED = (("gate_up_proj", "column"), ("down_proj", "row"))
-
-
-def _check_features(draft: Draft, layer: LayerSplit | None) -> None:
-    for part in layer.parts if layer is not None else ():
+def _check_features(draft: Draft, name: str) -> None:
+    """Refuse a degree that does not divide what a layer splits; replicated ones split nothing."""
+    intermediate_size = getattr(getattr(draft.model, "config", None), "intermediate_size", None)
+    for part in draft.layers[name].parts if name in draft.layers else ():
+        what = "intermediate_size" if part.size == intermediate_size else f"the features of {name}"
         if not part.is_padded:
-            config = getattr(draft.modules[layer.module.rpartition(".")[0]] if layer else None, "config", None)
-            size = getattr(config or getattr(draft.model, "config", None), "intermediate_size", None)
-            name = "intermediate_size" if size == part.size else f"the features of {layer.module if layer else ''}"
-            check_divides(draft.degree, part.size, name)
+            check_divides(draft.degree, part.size, what)
 
 
 def _unsplit(draft: Draft, region: str, inside: Styles) -> Iterator[tuple[str, nn.Parameter]]:

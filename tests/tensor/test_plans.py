@@ -1,0 +1,484 @@
+"""Plans of tensor parallelism: what they say of each family, that they are right, and how bad ones are refused."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from harness.emulated_ranks import emulate, slices
+from harness.huggingface import float64_throughout
+from shardwise.config import ConfigError
+from shardwise.layout.splits import Part
+from shardwise.layout.tensor_plan import LayerSplit, Region, SequenceStack, SplitDropout, TensorPlan, param_splits
+from shardwise.models.decoder import Decoder, DecoderConfig, lm_loss
+from shardwise.tensor.plans import find_plan
+
+SIZES: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 41,
+        "max_position_embeddings": 32,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+)
+GQA: Final[Mapping[str, Any]] = MappingProxyType({**SIZES, "num_key_value_heads": 2})
+WIDE: Final[Mapping[str, Any]] = MappingProxyType({**GQA, "head_dim": 8})
+GPT2: Final[Mapping[str, Any]] = MappingProxyType(
+    {"n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 41, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 1}
+)
+T5: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "d_model": 16,
+        "d_kv": 4,
+        "num_heads": 4,
+        "d_ff": 24,
+        "num_layers": 2,
+        "vocab_size": 41,
+        "decoder_start_token_id": 0,
+    }
+)
+OPT: Final[Mapping[str, Any]] = MappingProxyType(
+    {**{k: v for k, v in SIZES.items() if k != "intermediate_size"}, "ffn_dim": 24, "word_embed_proj_dim": 8}
+)
+
+# module and class prefix, class suffix, config
+FAMILIES: Final[Mapping[str, tuple[str, str, str, Mapping[str, Any]]]] = MappingProxyType(
+    {
+        "llama": ("llama", "Llama", "ForCausalLM", GQA),
+        "llama-tied": ("llama", "Llama", "ForCausalLM", {**GQA, "tie_word_embeddings": True, "attention_bias": True}),
+        "qwen2": ("qwen2", "Qwen2", "ForCausalLM", GQA),
+        "mistral": ("mistral", "Mistral", "ForCausalLM", GQA),
+        "qwen3": ("qwen3", "Qwen3", "ForCausalLM", WIDE),
+        "gemma2": ("gemma2", "Gemma2", "ForCausalLM", WIDE),
+        "phi3": ("phi3", "Phi3", "ForCausalLM", GQA),
+        "gpt-neox": ("gpt_neox", "GPTNeoX", "ForCausalLM", SIZES),
+        "gpt2": ("gpt2", "GPT2", "LMHeadModel", GPT2),
+        "bert": ("bert", "Bert", "ForMaskedLM", SIZES),
+        "t5": ("t5", "T5", "ForConditionalGeneration", T5),
+        "t5-gated": (
+            "t5",
+            "T5",
+            "ForConditionalGeneration",
+            {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        ),
+        "opt": ("opt", "OPT", "ForCausalLM", OPT),
+    }
+)
+# Modules with matrices that stay whole on purpose.
+WHOLE: Final = (
+    "position_embeddings",
+    "token_type_embeddings",
+    "transform.dense",
+    "transformer.wpe",
+    "embed_positions",
+    "project_in",
+    "project_out",
+)
+
+
+def build(family: str, **options: Any) -> nn.Module:
+    module, prefix, suffix, config = FAMILIES[family]
+    place = importlib.import_module(f"transformers.models.{module}")
+    made = getattr(place, f"{prefix}Config")(**{**config, **options})
+    made.use_cache = False
+    return getattr(place, f"{prefix}{suffix}")(made)
+
+
+def skeleton(family: str, **options: Any) -> nn.Module:
+    with torch.device("meta"):
+        return build(family, **options)
+
+
+def decoder(**options: Any) -> Decoder:
+    shape = {
+        "vocab_size": 41,
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 4,
+        "ffn_size": 24,
+        "max_seq_len": 16,
+    }
+    device = options.pop("device", "meta")
+    return Decoder(DecoderConfig(**{**shape, **options}), device=device)
+
+
+def find(model: nn.Module, degree: int = 2, given: Any = None, sequence_parallel: bool = False) -> TensorPlan:
+    return find_plan(model, degree, given, sequence_parallel)
+
+
+def styles(plan: TensorPlan, prefix: str) -> dict[str, str]:
+    return {each.module.removeprefix(prefix): each.style for each in plan.layers if each.module.startswith(prefix)}
+
+
+# What plans say
+
+
+def test_decoder() -> None:
+    plan = find(decoder(), 4)
+    query, kv, ffn, vocab = Part(16, 4), Part(8, 2), Part(24), Part(41, is_padded=True)
+    assert plan.layers[:2] == (LayerSplit("embed", "vocab", (vocab,)), LayerSplit("head", "head", (vocab,)))
+    assert [(each.module, each.style, each.parts[0]) for each in plan.layers[2:9]] == [
+        ("blocks.0.attention.query", "column", query),
+        ("blocks.0.attention.key", "column", kv),
+        ("blocks.0.attention.value", "column", kv),
+        ("blocks.0.attention.out", "row", query),
+        ("blocks.0.ffn.gate", "column", ffn),
+        ("blocks.0.ffn.up", "column", ffn),
+        ("blocks.0.ffn.down", "row", ffn),
+    ]
+    assert plan.regions[:2] == (Region("blocks.0.attention", ("x",)), Region("blocks.0.ffn", ("x",)))
+    assert plan.stacks == (SequenceStack("blocks.0", "x", "norm", ("blocks.0", "blocks.1", "norm")),)
+
+
+@pytest.mark.parametrize(("degree", "num_kv_heads", "shares"), [(2, 2, True), (4, 2, False), (4, 1, False)])
+def test_decoder_knows_whether_its_local_heads_share(degree: int, num_kv_heads: int, shares: bool) -> None:
+    plan = find(decoder(num_kv_heads=num_kv_heads), degree)
+    assert plan.attributes[0] == ("blocks.0.attention", "shares_kv", shares)
+
+
+def test_llama() -> None:
+    plan = find(skeleton("llama"), 4)
+    block = "model.layers.1."
+    assert styles(plan, block) == {
+        "self_attn.q_proj": "column",
+        "self_attn.k_proj": "column",
+        "self_attn.v_proj": "column",
+        "self_attn.o_proj": "row",
+        "mlp.gate_proj": "column",
+        "mlp.up_proj": "column",
+        "mlp.down_proj": "row",
+    }
+    assert {each.module: each.parts for each in plan.layers}[f"{block}self_attn.k_proj"] == (Part(8, 2),)
+    assert styles(plan, "model.e") == {"mbed_tokens": "vocab"}
+    assert styles(plan, "lm") == {"_head": "head"}
+    assert plan.regions[2:] == (Region(f"{block}self_attn", ("hidden_states",)), Region(f"{block}mlp", ("x",)))
+    modules = ("model.layers.0", "model.layers.1", "model.norm")
+    assert plan.stacks == (SequenceStack("model.layers.0", "hidden_states", "model.norm", modules),)
+    assert plan.attributes[1] == (f"{block}self_attn", "num_key_value_groups", 1)
+    assert plan.dropouts[1] == SplitDropout(f"{block}self_attn", dim=1, is_functional=True)
+    assert not plan.notes
+
+
+def test_norms_of_heads_have_partial_gradients() -> None:
+    plan = find(skeleton("qwen3"))
+    assert plan.partial[:2] == ("model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.k_norm.weight")
+
+
+def test_gathered_attention_and_chunked_gates() -> None:
+    plan = find(skeleton("phi3"))
+    layers = {each.module.removeprefix("model.layers.0."): each for each in plan.layers}
+    assert layers["self_attn.qkv_proj"].gathers_output
+    assert layers["self_attn.o_proj"].splits_input
+    assert layers["mlp.gate_up_proj"].parts == (Part(24), Part(24))
+    assert not layers["mlp.gate_up_proj"].gathers_output
+    assert not layers["mlp.down_proj"].splits_input
+    assert len(plan.notes) == 1
+    assert plan.notes[0].startswith("model.layers.*.self_attn: ")
+    assert not plan.dropouts
+
+
+def test_gpt2() -> None:
+    plan = find(skeleton("gpt2", add_cross_attention=True), 2)
+    layers = {each.module.removeprefix("transformer.h.0."): each for each in plan.layers}
+    head = Part(16, 4)
+    assert layers["attn.c_attn"] == LayerSplit(
+        "transformer.h.0.attn.c_attn", "column", (head, head, head), is_transposed=True
+    )
+    assert layers["crossattention.c_attn"].parts == (head, head)
+    assert layers["crossattention.q_attn"].parts == (head,)
+    assert layers["mlp.c_proj"].style == "row"
+    attention = "transformer.h.0.attn"
+    assert (attention, "num_heads", 2) in plan.attributes
+    assert (attention, "split_size", 8) in plan.attributes
+    assert SplitDropout(f"{attention}.attn_dropout", dim=1) in plan.dropouts
+    cross = Region("transformer.h.0.crossattention", ("hidden_states",), ("encoder_hidden_states",))
+    assert cross in plan.regions
+
+
+def test_bert() -> None:
+    model = skeleton("bert")
+    plan = find(model)
+    assert styles(plan, "bert.encoder.layer.1.") == {
+        "attention.self.query": "column",
+        "attention.self.key": "column",
+        "attention.self.value": "column",
+        "attention.output.dense": "row",
+        "intermediate.dense": "column",
+        "output.dense": "row",
+    }
+    assert styles(plan, "cls") == {".predictions.decoder": "head"}
+    assert plan.stacks[0].last == "bert.encoder.layer.1"
+    splits = param_splits(model, plan, 2, sequence_parallel=False)
+    assert splits["cls.predictions.bias"] == splits["cls.predictions.decoder.bias"]
+    assert splits["cls.predictions.bias"].local_shape == (21,)
+
+
+def test_t5() -> None:
+    plan = find(skeleton("t5"), 4)
+    vocab = [each.module for each in plan.layers if each.style in ("vocab", "head")]
+    assert vocab == ["shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head"]
+    bias = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias"
+    assert LayerSplit(bias, "column-embedding", (Part(4),)) in plan.layers
+    cross = "decoder.block.1.layer.1.EncDecAttention"
+    assert Region(cross, ("hidden_states",), ("key_value_states",)) in plan.regions
+    assert (cross, "n_heads", 1) in plan.attributes
+    assert (cross, "inner_dim", 4) in plan.attributes
+    assert SplitDropout("encoder.block.0.layer.1.DenseReluDense.dropout", dim=-1) in plan.dropouts
+    assert [each.last for each in plan.stacks] == ["encoder.final_layer_norm", "decoder.final_layer_norm"]
+
+
+def test_models_inside_of_others() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = skeleton("llama"), decoder()
+
+    plan = find(Pair())
+    assert [each.module for each in plan.layers if each.style == "vocab"] == [
+        "first.model.embed_tokens",
+        "second.embed",
+    ]
+    assert [each.last for each in plan.stacks] == ["first.model.norm", "second.norm"]
+    assert plan.attributes[-1][0] == "second.blocks.1.attention"
+
+
+# Plans cover a model, and are right
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_shared_heads_add_up(num_kv_heads: int, degree: int) -> None:
+    for model in (decoder(num_kv_heads=num_kv_heads), skeleton("llama", num_key_value_heads=num_kv_heads)):
+        assert_owned(model, degree)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_matrix_is_split_or_known_to_be_whole(family: str, degree: int) -> None:
+    model = skeleton(family)
+    split = {each.module for each in find(model, degree).layers}
+    for name, module in model.named_modules():
+        if getattr(getattr(module, "weight", None), "ndim", 0) == 2:
+            assert (name in split) != name.endswith(WHOLE), name
+    assert_owned(model, degree)
+
+
+def assert_owned(model: nn.Module, degree: int) -> None:
+    """Every element of every parameter is held by as many ranks as its share says."""
+    for name, split in param_splits(model, find(model, degree), degree, sequence_parallel=False).items():
+        held, said = torch.zeros(2, *split.global_shape)
+        for rank in range(degree):
+            for share in split.shares(rank):
+                held[slices(share.source)] += 1
+                said[slices(share.source)] = share.num_sharers
+        assert held.min() > 0, name
+        assert torch.equal(held, said), name
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize(
+    ("family", "sequence_parallel"),
+    [(family, False) for family in ("decoder", *FAMILIES)]
+    + [(family, True) for family in ("decoder", *FAMILIES) if family != "opt"],
+)
+def test_plan_is_right(family: str, degree: int, sequence_parallel: bool) -> None:
+    torch.manual_seed(1)
+    model = decoder(device="cpu") if family == "decoder" else build(family)
+    tokens = torch.randint(3, 41, (2, 8))  # [B, S]
+    loss_of = our_loss(tokens) if family == "decoder" else their_loss(tokens)
+    assert_right(model.double().eval(), degree, sequence_parallel, loss_of)
+
+
+def test_table_that_a_model_brings() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.gate_up, self.down = nn.LayerNorm(8), nn.Linear(8, 48), nn.Linear(24, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate, up = self.gate_up(self.norm(x)).chunk(2, -1)
+            return x + self.down(F.silu(gate) * up)
+
+    class Model(nn.Module):
+        tensor_plan = MappingProxyType(
+            {
+                "embed": "vocab",
+                "blocks.*.gate_up": "column parts=2",
+                "blocks.*.down": "rowwise",
+                "blocks.?": "stack x last=norm",
+                "head": "column-gather",
+            }
+        )
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.norm, self.head = nn.Embedding(12, 8), nn.LayerNorm(8), nn.Linear(8, 12)
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(self.norm(x))
+
+    torch.manual_seed(1)
+    tokens = torch.randint(12, (2, 8))  # [B, S]
+    for sequence_parallel in (False, True):
+        assert_right(Model().double(), 4, sequence_parallel, our_loss(tokens))
+
+
+def our_loss(tokens: Tensor) -> Callable[[nn.Module], Tensor]:
+    return lambda model: lm_loss(model(tokens), tokens)[0]
+
+
+def their_loss(tokens: Tensor) -> Callable[[nn.Module], Tensor]:
+    return lambda model: model(input_ids=tokens, labels=tokens).loss
+
+
+def assert_right(
+    model: nn.Module, degree: int, sequence_parallel: bool, loss_of: Callable[[nn.Module], Tensor]
+) -> None:
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.3)
+    plan = find(model, degree, sequence_parallel=sequence_parallel)
+    splits = param_splits(model, plan, degree, sequence_parallel)
+    with float64_throughout():
+        losses, grads = emulate(model, plan, splits, loss_of, sequence_parallel)
+        loss = loss_of(model)
+        loss.backward()
+    for each in losses:
+        assert each == pytest.approx(loss.item(), rel=1e-12)
+    wanted = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    largest = max(grad.abs().max().item() for grad in wanted.values())
+    for name, grad in wanted.items():
+        assert (grads[name] - grad).abs().max().item() <= 1e-9 * largest, name
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("model", "degree", "message"),
+    [
+        (lambda: decoder(), 3, "tp=3 does not divide num_heads=4; nearest legal: 2, 4"),
+        (lambda: decoder(), 8, "tp=8 does not divide num_heads=4; nearest legal: 4"),
+        (
+            lambda: decoder(num_heads=12, num_kv_heads=3, hidden_size=48),
+            4,
+            "tp=4 does not divide num_kv_heads=3; nearest legal: 3",
+        ),
+        (lambda: decoder(ffn_size=18), 4, "tp=4 does not divide ffn_size=18; nearest legal: 3, 6"),
+        (lambda: skeleton("llama"), 3, "tp=3 does not divide num_attention_heads=4; nearest legal: 2, 4"),
+        (lambda: skeleton("llama", intermediate_size=18), 4, "tp=4 does not divide intermediate_size=18; nearest"),
+        (
+            lambda: skeleton("llama", num_attention_heads=12, num_key_value_heads=3, hidden_size=48),
+            4,
+            "tp=4 does not divide num_key_value_heads=3; nearest legal: 3",
+        ),
+        (lambda: skeleton("gpt2", n_inner=18), 4, "tp=4 does not divide n_inner=18; nearest legal: 3, 6"),
+        (lambda: skeleton("bert"), 3, "tp=3 does not divide num_attention_heads=4; nearest legal: 2, 4"),
+        (lambda: skeleton("t5"), 8, "tp=8 does not divide num_heads=4; nearest legal: 4"),
+        (lambda: skeleton("opt", layerdrop=0.1), 2, "layerdrop=0.1 lets each rank skip other layers"),
+        (
+            lambda: nn.Linear(2, 2),
+            2,
+            r"no tensor-parallel plan for Linear; give plan=\{module pattern: style\}.*propose_plan\(model, batch, tp",
+        ),
+    ],
+)
+def test_what_does_not_divide_or_has_no_plan(model: Callable[[], nn.Module], degree: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find(model(), degree)
+
+
+def test_experts_are_refused() -> None:
+    place = importlib.import_module("transformers.models.mixtral")
+    with torch.device("meta"):
+        model = place.MixtralForCausalLM(place.MixtralConfig(**GQA))
+    with pytest.raises(ConfigError, match=r"MixtralForCausalLM splits 'model.layers.\*.mlp.experts.gate_up_proj' by"):
+        find(model)
+
+
+def test_norms_that_no_plan_speaks_of_are_refused() -> None:
+    place = importlib.import_module("transformers.models.cohere")
+    with torch.device("meta"):
+        model = place.CohereForCausalLM(place.CohereConfig(**GQA, use_qk_norm=True))
+    with pytest.raises(ConfigError, match=r"does not say how model.layers.0.self_attn.q_norm.weight takes part"):
+        find(model)
+
+
+def test_sequence_parallelism_needs_a_stack() -> None:
+    with pytest.raises(ConfigError, match="the blocks of OPT flatten samples and sequence to one dim; set it to false"):
+        find(skeleton("opt"), sequence_parallel=True)
+    with pytest.raises(ConfigError, match="the plan names no blocks; set it to false, or name blocks, regions"):
+        find(decoder(), given={"blocks.*.up": "column", "blocks.*.down": "row"}, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({}, "the tensor-parallel plan splits no layer; name some"),
+        ({"block.*.upp": "column"}, r"names 'block.\*.upp', but the model has no such module; did you mean blocks"),
+        ({"embed": "colum"}, "'embed': 'colum': 'colum' is no style; did you mean column"),
+        ({"embed": "xyz"}, "'xyz' is no style; words are column, row, column-gather"),
+        ({"norm": "column"}, "norm is a RMSNorm without a weight of two dims, which 'column' splits"),
+        ({"embed": "vocab unit=2"}, "'unit' is no option of 'vocab'; it takes units, parts"),
+        ({"embed": "vocab 2"}, "'2' is not understood; options are units= and parts="),
+        ({"*.up": "column units=x"}, "units=x is not a whole number"),
+        ({"*.up": "column parts=7"}, "7 equal parts do not fill 24 features"),
+        ({"*.up": "column parts=8:2+x"}, r"parts=8:2\+x is not understood; write such as 512:8\+128:2"),
+        ({"*.up": "column parts=8:2+8:2"}, "parts of 16 features in all do not fill its 24"),
+        ({"*.up": "column units=5"}, "24 features do not divide by 5 units"),
+        ({"*.up": "column units=3"}, "tp=2 does not divide the units of blocks.0.ffn.up=3; nearest legal: 1, 3"),
+        ({"*.down": "row units=1"}, "tp=2 does not divide the units of blocks.0.ffn.down=1; nearest legal: 1"),
+        ({"*.up": "column", "*.ffn": "region"}, "which arguments enter"),
+        ({"*.up": "column", "*.ffn": "region y"}, "blocks.0.ffn has no argument 'y'; its forward takes x"),
+        ({"*.up": "column", "blocks.*": "stack"}, "which argument is split"),
+        ({"*.up": "column", "blocks.*": "stack x last=nrm"}, "names 'nrm', .* did you mean norm"),
+        ({"*.up": "column", "*.attention": "local heads"}, "has no attribute 'heads' that is a whole number"),
+        ({"*.up": "column", "*.ffn": "dropout"}, "along which dim is the tensor split"),
+    ],
+)
+def test_bad_tables(table: Mapping[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find(decoder(), given=table)
+
+
+def test_table() -> None:
+    table = {
+        "*.query": "column units=4",
+        "*.key": "colwise",
+        "*.out": "row units=4",
+        "blocks.1.*.key": "replicate",
+        "*.attention": ["region x whole=rope", "local head_dim", "functional-dropout dim=1"],
+        "norm": "partial",
+    }
+    plan = find(decoder(), given=table)
+    assert [each.module for each in plan.layers if each.module.endswith("key")] == ["blocks.0.attention.key"]
+    assert plan.layers[0].parts == (Part(16, 4),)
+    assert plan.regions[0] == Region("blocks.0.attention", ("x",), ("rope",))
+    assert plan.attributes[0] == ("blocks.0.attention", "head_dim", 2)
+    assert plan.dropouts[0] == SplitDropout("blocks.0.attention", 1, is_functional=True)
+    assert plan.partial == ("norm.weight",)
+
+
+def test_a_given_plan_is_checked() -> None:
+    plan = TensorPlan(layers=(LayerSplit("blocks.0.ffn.upp", "column", (Part(24),)),))
+    with pytest.raises(ConfigError, match=r"names 'blocks.0.ffn.upp', .* did you mean blocks.0.ffn.up"):
+        find(decoder(), given=plan)
+    right = TensorPlan(layers=(LayerSplit("blocks.0.ffn.up", "column", (Part(24),)),))
+    assert find(decoder(), given=right) is right
