@@ -64,6 +64,7 @@ FAMILIES: Final[Mapping[str, tuple[str, str, str, Mapping[str, Any]]]] = Mapping
         "gemma2": ("gemma2", "Gemma2", "ForCausalLM", WIDE),
         "phi3": ("phi3", "Phi3", "ForCausalLM", GQA),
         "gpt-neox": ("gpt_neox", "GPTNeoX", "ForCausalLM", SIZES),
+        "apertus": ("apertus", "Apertus", "ForCausalLM", WIDE),
         "gpt2": ("gpt2", "GPT2", "LMHeadModel", GPT2),
         "bert": ("bert", "Bert", "ForMaskedLM", SIZES),
         "t5": ("t5", "T5", "ForConditionalGeneration", T5),

@@ -184,8 +184,11 @@ def _split_features(draft: Draft, region: str, inside: Styles) -> None:
         note = f"{place}: Hugging Face's plan gathers what lies between its matrices, so every rank computes all of it"
         draft.notes += [note] if note not in draft.notes else []
         return
-    for name, _ in _unsplit(draft, region, inside):
-        raise _unknown(draft, region, name)
+    for name, param in _unsplit(draft, region, inside):
+        # An activation's number (xIELU) acts on each feature, of which a rank has some.
+        if param.numel() > 1 or not name.removeprefix(f"{region}.").startswith("act"):
+            raise _unknown(draft, region, name)
+        draft.partial.append(name)
 
 
 def _chunked(draft: Draft, inside: Styles) -> set[str]:
