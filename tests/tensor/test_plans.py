@@ -422,6 +422,32 @@ def test_norms_that_no_plan_speaks_of_are_refused() -> None:
         find(model)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            {"mlp.up": "colwise_gather_output", "mlp.down": "rowwise_split_input"},
+            "does not say how mlp.gate.weight takes",
+        ),
+        ({"mlp.up": "colwise", "mlp.down": "rowwise"}, "does not say how mlp.gate.weight takes part"),
+        ({"mlp.down": "rowwise"}, "splits the inputs of mlp.down, but no outputs before it"),
+        ({"mlp.up": "grouped_gemm"}, "splits 'mlp.up' by 'grouped_gemm', a style that Shardwise does not know"),
+        ({"encoder.*.up": "colwise"}, "no tensor-parallel plan for Model"),
+    ],
+)
+def test_plans_with_gaps_are_refused(words: Mapping[str, str], message: str) -> None:
+    class Model(nn.Module):
+        base_model_prefix = "model"
+        _tp_plan = words
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("up", "gate", "down")})
+
+    with pytest.raises(ConfigError, match=message):
+        find(Model())
+
+
 def test_sequence_parallelism_needs_a_stack() -> None:
     with pytest.raises(ConfigError, match="the blocks of OPT flatten samples and sequence to one dim; set it to false"):
         find(skeleton("opt"), sequence_parallel=True)

@@ -1,4 +1,4 @@
-"""Which plan a model gets: the user's, its own, the one it brings from Hugging Face, or ours for its family."""
+"""Which plan a model gets: the user's, its own, ours for its family, or Hugging Face's."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def find_plan(model: nn.Module, degree: int, given: Table | TensorPlan | None, s
         model: of any device; names and shapes are read only.
         degree: ranks of the tensor-parallel group.
         given: a plan or a table, which count alone; without one the model's own `tensor_plan` counts (a plan, a table,
-            or a method from `degree` to either), then a plan by Hugging Face, then one of the known families. A model
-            that contains such models is split where they are.
+            or a method from `degree` to either), then ours for its family, then the one by Hugging Face. A model that
+            contains such models is split where they are.
         sequence_parallel: whether the sequence is to be split between the plan's blocks.
 
     Raises:

@@ -178,17 +178,17 @@ def _split_features(draft: Draft, region: str, inside: Styles) -> None:
             style = Style("column", num_parts=2) if style.kind == "column" else Style("row")
         draft.layer(name, style)
         _check_features(draft, name)
-    is_gathered = all(style.gathers_output for name, style in inside.items() if style.kind == "column")
-    if is_gathered and not fused:
+    is_gathered = not fused and all(style.gathers_output for style in inside.values() if style.kind == "column")
+    if is_gathered:
         place = re.sub(r"\.\d+\.", ".*.", region)
         note = f"{place}: Hugging Face's plan gathers what lies between its matrices, so every rank computes all of it"
         draft.notes += [note] if note not in draft.notes else []
-        return
     for name, param in _unsplit(draft, region, inside):
-        # An activation's number (xIELU) acts on each feature, of which a rank has some.
-        if param.numel() > 1 or not name.removeprefix(f"{region}.").startswith("act"):
+        is_activation = param.numel() == 1 and name.removeprefix(f"{region}.").startswith("act")
+        if not (is_activation or (is_gathered and param.dim() < 2)):
             raise _unknown(draft, region, name)
-        draft.partial.append(name)
+        if not is_gathered:  # an activation's number (xIELU) acts on each feature, of which a rank has some
+            draft.partial.append(name)
 
 
 def _chunked(draft: Draft, inside: Styles) -> set[str]:
