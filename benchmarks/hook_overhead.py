@@ -53,7 +53,7 @@ System = tuple[Pass, Pass]  # what is timed, and what follows it untimed
 class FreeLinks:
     """Links to nobody: every collective is done at once, and moves nothing."""
 
-    rank, world_size, waits_on_host = 0, 1, True
+    rank, world_size, waits_on_host, moves_nothing = 0, 1, True, False
 
     def all_gather(self, full: Tensor) -> list[dist.Work]:
         return []

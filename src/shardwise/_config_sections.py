@@ -115,9 +115,14 @@ class TiersConfig(Section):
 
 
 class TensorConfig(Section):
-    """Tensor and sequence parallelism over the `tp` axis."""
+    """Tensor and sequence parallelism over the `tp` axis.
+
+    `overlap_chunks`: a row layer multiplies its tokens in so many parts, and each part's sum over the ranks runs while
+    the next is multiplied.
+    """
 
     sequence_parallel: bool = False
+    overlap_chunks: Positive = 1
 
 
 class PipelineConfig(Section):

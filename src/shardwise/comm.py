@@ -81,11 +81,13 @@ class Links(Protocol):
         world_size: of the group.
         waits_on_host: the host waits for the works that a collective returns (gloo); otherwise collectives run in the
             order of the current stream (NCCL) and there are none.
+        moves_nothing: the other ranks are not there, and tensors have no values.
     """
 
     rank: int
     world_size: int
     waits_on_host: bool
+    moves_nothing: bool
 
     def all_gather(self, full: Tensor) -> list[dist.Work]:
         """Fill `full` [n * s] with every rank's slice."""
@@ -149,6 +151,8 @@ class GroupLinks:
         group: the ranks that communicate.
         device: where the tensors lie.
     """
+
+    moves_nothing = False
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank = dist.get_rank(group)
@@ -224,6 +228,7 @@ class Comm:
         self.world_size = links.world_size
         self.axis = axis
         self.device = device
+        self.is_simulated = links.moves_nothing
         self.books = books or CommBooks(links.rank)
         self._group = self.books.open_group(axis, ranks or tuple(range(links.world_size)))
         self._links = links
@@ -284,17 +289,25 @@ class Comm:
 
     def sum_in_place(self, buffer: Tensor, name: str) -> None:
         """Sum `buffer` [n] over the ranks, carrying its dtype: equal bits on all; on gloo summed in fp32 or wider."""
+        self.start_sum(buffer, name).wait()
+
+    def start_sum(self, buffer: Tensor, name: str) -> Pending:
+        """As `sum_in_place`, which waits."""
         if self.world_size == 1:
-            return
+            return Pending(None)
         if buffer.dtype.itemsize >= 4 or not self._links.waits_on_host:
-            self._start_in_place(buffer, dist.ReduceOp.SUM, name).wait()
-            return
+            return self._start_in_place(buffer, dist.ReduceOp.SUM, name)
         wide = self._pool.acquire(-(-buffer.numel() // self.world_size) * self.world_size, torch.float32)
         wide[: buffer.numel()].copy_(buffer)
         wide[buffer.numel() :].zero_()
-        self.all_reduce(wide, buffer.dtype, name).wait()
-        buffer.copy_(wide[: buffer.numel()])
-        self._pool.release(wide)
+        summed = self.all_reduce(wide, buffer.dtype, name)
+
+        def finish() -> None:
+            summed.wait()
+            buffer.copy_(wide[: buffer.numel()])
+            self._pool.release(wide)
+
+        return Pending(finish)
 
     def max_in_place(self, buffer: Tensor, name: str) -> None:
         """Leave in `buffer` [n] the element-wise maximum over the ranks."""

@@ -190,6 +190,63 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
     return put_back
 
 
+def become(module: nn.Module, kind: type[nn.Module]) -> Callable[[], None]:
+    """Let a module be of `kind` too: `kind.forward` runs in place of its own, which is `super().forward` there.
+
+    Modules of one class that become of one kind share a class, so that what is compiled for one serves the others.
+    The signature of the forward stays.
+
+    Returns:
+        what gives the module its own class back; to be called in reverse order where it became several.
+
+    Raises:
+        ConfigError: the module's forward has been replaced on the object, so that its class has no say.
+    """
+    own = type(module)
+    if "forward" in module.__dict__:
+        raise ConfigError(
+            f"the forward of this {own.__name__} was replaced on the object, and a class cannot wrap it; take it back, "
+            "or wrap it after initialize"
+        )
+    module.__class__ = _joined(kind, own)
+
+    def put_back() -> None:
+        module.__class__ = own
+
+    return put_back
+
+
+def _joined(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
+    made = [each for each in own.__subclasses__() if each.__bases__ == (kind, own)]
+    if made:
+        return made[0]
+
+    @functools.wraps(own.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return kind.forward(self, *args, **kwargs)
+
+    names = {"forward": forward, "__module__": own.__module__, "__qualname__": own.__qualname__}
+    return type(own.__name__, (kind, own), names)
+
+
+def set_attribute(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute of a module.
+
+    Returns:
+        what puts back the value it had, or takes it away.
+    """
+    had, before = hasattr(module, name), getattr(module, name, None)
+    setattr(module, name, value)
+
+    def put_back() -> None:
+        if had:
+            setattr(module, name, before)
+        else:
+            delattr(module, name)
+
+    return put_back
+
+
 @contextmanager
 def watch_outputs(model: nn.Module, on_output: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
     """Inside the context, show the tensors of every submodule's output to `on_output`, inner modules first."""
@@ -422,10 +479,14 @@ def _selective_contexts() -> Any:
 def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Save what costs most to compute for its size: matrix products, attention (Korthikanti et al. 2022, section 5)."""
     name = op.name() if hasattr(op, "name") else ""
-    is_product = name in _SAVED_PRODUCTS or "scaled_dot_product" in name or name.startswith(("c10d", "_c10d"))
+    is_product = name in _SAVED_PRODUCTS or "scaled_dot_product" in name or name.startswith(_SAVED_PREFIXES)
+    is_product = is_product and not name.startswith(_RECOMPUTED_PREFIX)
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+# Collectives, by which sums of products are saved, but not whole sequences: these are what sequence parallelism saves.
+_SAVED_PREFIXES: Final = ("c10d", "_c10d", "shardwise::")
+_RECOMPUTED_PREFIX: Final = "shardwise::gather_sequence"
 _SAVED_PRODUCTS: Final = frozenset(
     {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::convolution"}
 )

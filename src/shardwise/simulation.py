@@ -103,6 +103,8 @@ class SimulatedLinks:
         backend: in whose way `Comm` uses the links.
     """
 
+    moves_nothing = True
+
     def __init__(self, rank: int, world_size: int, backend: Backend) -> None:
         self.rank = rank
         self.world_size = world_size

@@ -6,6 +6,8 @@ dim; ranks hold equal slices. Over tp=2 of a 2x2 mesh, ranks (0, 1) and (2, 3) t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -28,12 +30,22 @@ def maximum(comm: Comm, x: Tensor, name: str) -> Tensor:
 
 def all_gather(comm: Comm, x: Tensor, dim: int, name: str) -> Tensor:
     """The ranks' tensors, concatenated along `dim` in rank order."""
+    return start_all_gather(comm, x, dim, name)()
+
+
+def start_all_gather(comm: Comm, x: Tensor, dim: int, name: str) -> Callable[[], Tensor]:
+    """Start `all_gather`; what is returned waits for it and gives the result."""
     n = comm.world_size
     gathered = x.new_empty((n, *x.shape))
     gathered[comm.rank].copy_(x)
-    comm.all_gather(gathered.view(-1), name).wait()
+    pending = comm.all_gather(gathered.view(-1), name)
     dim %= x.dim()
-    return gathered.movedim(0, dim).reshape(*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :])
+
+    def finish() -> Tensor:
+        pending.wait()
+        return gathered.movedim(0, dim).reshape(*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :])
+
+    return finish
 
 
 def reduce_scatter(comm: Comm, x: Tensor, dim: int, name: str) -> Tensor:

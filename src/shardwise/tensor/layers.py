@@ -1,0 +1,340 @@
+"""What split modules become: classes that they wear beside their own, by `shardwise.hooks.become`.
+
+A layer's `weight` and `bias` hold this rank's part; its forward is given here. A region, and the ends of a
+sequence-parallel stack, change tensors on their way into or out of a module's own forward. They compose: a module may
+be several of them. Each kind has its state in one attribute of the module, which copies of the module share.
+
+>>> layer = nn.Linear(4, 8, device="meta")
+>>> undo = become(layer, ColumnLinear)
+>>> isinstance(layer, ColumnLinear), isinstance(layer, nn.Linear), type(layer).__name__
+(True, True, 'Linear')
+>>> undo()
+>>> type(layer) is nn.Linear
+True
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.config import ConfigError
+from shardwise.hooks import become
+from shardwise.tensor.ops import TensorOps
+
+__all__ = [
+    "ColumnEmbedding",
+    "ColumnLinear",
+    "EmbeddingState",
+    "EntryState",
+    "ExitState",
+    "Head",
+    "LinearState",
+    "Place",
+    "Region",
+    "RegionState",
+    "RowLinear",
+    "StackEntry",
+    "StackExit",
+    "VocabEmbedding",
+    "become",
+]
+
+# (rank, start, stop) of slices along a dim, in the order of the whole; empty where the ranks' tensors lie in it as they
+# are.
+Order = tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """What a module's forward needs besides its parameters.
+
+    Attributes:
+        ops: of the engine.
+        name: of the module, for counts and messages.
+    """
+
+    ops: TensorOps
+    name: str
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself: a copy of the module talks to the same ranks."""
+        return self
+
+    @property
+    def title(self) -> str:
+        """The name; in code that blocks share, none of them."""
+        return "a compiled block" if torch.compiler.is_compiling() else self.name
+
+
+@dataclass(frozen=True, eq=False)
+class LinearState(State):
+    """Of a linear layer.
+
+    Attributes:
+        is_in_region: a region enters its input.
+        is_sequence: of a row: its sum is scattered along the sequence.
+        is_transposed: the weight is [in, out].
+        gathers_output: of a column.
+        splits_input: of a row.
+        order: of the ranks' features in the whole, where `gathers_output` or `splits_input`, or of the vocabulary.
+    """
+
+    is_in_region: bool = False
+    is_sequence: bool = False
+    is_transposed: bool = False
+    gathers_output: bool = False
+    splits_input: bool = False
+    order: Order = ()
+
+
+class ColumnLinear(nn.Module):
+    """A linear layer split by its outputs; the output holds this rank's features, or all of them."""
+
+    weight: Tensor
+    bias: Tensor | None
+    _shardwise_linear: LinearState
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:  # [..., in] -> [..., out / tp]
+        (x,) = (*args, *kwargs.values())
+        state = self._shardwise_linear
+        if not state.is_in_region:
+            x = state.ops.enter(x, state.title)
+        y = state.ops.column(x, self.weight.t() if state.is_transposed else self.weight, self.bias)
+        return _gathered_features(y, state) if state.gathers_output else y
+
+    def extra_repr(self) -> str:
+        return _described(super().extra_repr(), "column", self._shardwise_linear)
+
+
+class RowLinear(nn.Module):
+    """A linear layer split by its inputs; the products are summed over the ranks, the bias is added once."""
+
+    weight: Tensor
+    bias: Tensor | None
+    _shardwise_linear: LinearState
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:  # [..., in / tp] -> [..., out]
+        (x,) = (*args, *kwargs.values())
+        state = self._shardwise_linear
+        if state.splits_input:
+            x = state.ops.split(_in_order(x, state), -1, state.title)
+        weight = self.weight.t() if state.is_transposed else self.weight
+        return state.ops.row(x, weight, self.bias, state.is_sequence, state.title)
+
+    def extra_repr(self) -> str:
+        return _described(super().extra_repr(), "row", self._shardwise_linear)
+
+
+class Head(ColumnLinear):
+    """A linear layer to the vocabulary, split by its words; the output holds all of them, without the padding."""
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddingState(State):
+    """Of an embedding.
+
+    Attributes:
+        start: the first word that this rank holds.
+        stop: behind its last one.
+        padding: its word that never trains, counted from `start`; None where it holds none.
+        gathers_output: of one split by columns.
+        order: as for linear layers.
+    """
+
+    start: int = 0
+    stop: int = 0
+    padding: int | None = None
+    gathers_output: bool = False
+    order: Order = ()
+
+
+class VocabEmbedding(nn.Module):
+    """An embedding split by its words: rows of other ranks count as zero, and the ranks' outputs are summed."""
+
+    weight: Tensor
+    _shardwise_embedding: EmbeddingState
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:  # [...] -> [..., features]
+        (ids,) = (*args, *kwargs.values())
+        state = self._shardwise_embedding
+        is_elsewhere = (ids < state.start) | (ids >= state.stop)
+        rows = (ids - state.start).masked_fill(is_elsewhere, 0)
+        found = F.embedding(rows, self.weight, state.padding).masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
+        return state.ops.leave(found, state.title)
+
+    def extra_repr(self) -> str:
+        return _described(super().extra_repr(), "vocabulary", self._shardwise_embedding)
+
+
+class ColumnEmbedding(nn.Module):
+    """An embedding split by its columns; the output holds this rank's features, or all of them."""
+
+    _shardwise_embedding: EmbeddingState
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:  # [...] -> [..., features / tp]
+        state = self._shardwise_embedding
+        found: Tensor = super().forward(*args, **kwargs)
+        return _gathered_features(found, state) if state.gathers_output else found
+
+    def extra_repr(self) -> str:
+        return _described(super().extra_repr(), "column", self._shardwise_embedding)
+
+
+@dataclass(frozen=True)
+class Place:
+    """An argument of a forward: its name, and its position where it may be given by position."""
+
+    name: str
+    position: int | None
+
+    def change(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], function: Callable[[Tensor], Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments in which this one, if it is given and a tensor, is what `function` makes of it."""
+        if self.name in kwargs:
+            value = kwargs[self.name]
+            return args, {**kwargs, self.name: function(value)} if isinstance(value, Tensor) else kwargs
+        at = self.position
+        if at is None or at >= len(args) or not isinstance(args[at], Tensor):
+            return args, kwargs
+        return (*args[:at], function(args[at]), *args[at + 1 :]), kwargs
+
+
+@dataclass(frozen=True, eq=False)
+class RegionState(State):
+    """Of a region.
+
+    Attributes:
+        whole: arguments that arrive whole.
+        sequences: arguments that arrive split along dim 1.
+    """
+
+    whole: tuple[Place, ...] = ()
+    sequences: tuple[Place, ...] = ()
+
+
+class Region(nn.Module):
+    """A module whose column layers share what enters: arguments enter once, sequences are gathered."""
+
+    _shardwise_region: RegionState
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._shardwise_region
+        seen: list[tuple[Tensor, Tensor]] = []
+
+        def gather(x: Tensor) -> Tensor:
+            for given, whole in seen:
+                if given is x:
+                    return whole
+            seen.append((x, state.ops.gather_sequence(x, state.title)))
+            return seen[-1][1]
+
+        for place in state.sequences:
+            args, kwargs = place.change(args, kwargs, gather)
+        for place in state.whole:
+            args, kwargs = place.change(args, kwargs, lambda x: state.ops.enter(x, state.title))
+        seen.clear()
+        return super().forward(*args, **kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class EntryState(State):
+    """Of a stack's first module: the argument to split."""
+
+    place: Place
+
+
+class StackEntry(nn.Module):
+    """The first module of a sequence-parallel stack: one argument is split along dim 1.
+
+    Raises:
+        ConfigError: its length does not divide by the number of ranks.
+    """
+
+    _shardwise_entry: EntryState
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._shardwise_entry
+        args, kwargs = state.place.change(args, kwargs, lambda x: _split_sequence(x, state))
+        return super().forward(*args, **kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class ExitState(State):
+    """Of a stack's last module."""
+
+
+class StackExit(nn.Module):
+    """The last module of a sequence-parallel stack: the first tensor of its output is gathered along dim 1."""
+
+    _shardwise_exit: ExitState
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._shardwise_exit
+        output = super().forward(*args, **kwargs)
+        return _with_first_tensor(output, lambda x: state.ops.gather(x, 1, state.title), state.name)
+
+
+def _split_sequence(x: Tensor, state: State) -> Tensor:
+    n, length = state.ops.comm.world_size, x.shape[1]
+    if length % n:
+        below = length // n * n
+        nearest = ", ".join(str(each) for each in (below, below + n) if each)
+        raise ConfigError(
+            f"sequence length {length} does not divide by tp={n}, as tensor.sequence_parallel needs; nearest legal: "
+            f"{nearest}; pad the batch or set tensor.sequence_parallel=false"
+        )
+    return state.ops.split(x, 1, state.title)
+
+
+def _with_first_tensor(output: Any, change: Callable[[Tensor], Tensor], name: str) -> Any:
+    """An output like this one, with its first tensor changed."""
+    if isinstance(output, Tensor):
+        return change(output)
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):  # Hugging Face's outputs are such
+        for field in dataclasses.fields(output):
+            if isinstance(value := getattr(output, field.name), Tensor):
+                return dataclasses.replace(output, **{field.name: change(value)})
+    elif isinstance(output, Mapping):
+        for key, value in output.items():
+            if isinstance(value, Tensor):
+                return {**output, key: change(value)}
+    elif isinstance(output, tuple | list):
+        for index, value in enumerate(output):
+            if isinstance(value, Tensor):
+                values = [*output[:index], change(value), *output[index + 1 :]]
+                return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
+    raise ConfigError(
+        f"module {name} ends a sequence-parallel stack, and its output, a {type(output).__name__}, has no tensor to "
+        "gather; name another last module in the plan"
+    )
+
+
+def _gathered_features(y: Tensor, state: LinearState | EmbeddingState) -> Tensor:
+    """The whole's features [..., out], of this rank's [..., out / tp]."""
+    whole, size = state.ops.gather(y, -1, state.title), y.shape[-1]
+    if not state.order:
+        return whole
+    return torch.cat(
+        [whole[..., rank * size + start : rank * size + stop] for rank, start, stop in state.order], dim=-1
+    )
+
+
+def _in_order(x: Tensor, state: LinearState) -> Tensor:
+    """The whole's features [..., in] in the order of ranks."""
+    if not state.order:
+        return x
+    slices = zip(state.order, x.split([stop - start for _, start, stop in state.order], dim=-1), strict=True)
+    return torch.cat([part for _, part in sorted(slices, key=lambda each: each[0])], dim=-1)
+
+
+def _described(own: str, style: str, state: State) -> str:
+    comm = state.ops.comm
+    return f"{own}, {style} {comm.rank} of tp={comm.world_size}"

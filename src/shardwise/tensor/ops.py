@@ -1,0 +1,417 @@
+"""Conjugate pairs: collectives that autograd knows, over the ranks of one tensor-parallel group.
+
+| forward | backward | |
+|---|---|---|
+| `enter`: identity | all-reduce | before a column layer |
+| `leave`: all-reduce | identity | behind a row layer |
+| `gather_sequence`: all-gather along dim 1 | reduce-scatter | `enter` under sequence parallelism |
+| `scatter_sequence`: reduce-scatter along dim 1 | all-gather | `leave` under sequence parallelism |
+| `split`: slice | all-gather | into the sequence-parallel stack |
+| `gather`: all-gather | slice | out of it |
+
+Each is the other's backward, so gradients can be differentiated again. Underneath are out-of-place ops registered with
+torch, so that selective recomputation and `torch.compile` see them; each engine registers its own, whose kernels know
+its `Comm`, and takes them back. A row layer's product and its sum are one op: selective recomputation saves the sum
+alone. Whole sequences are not saved: `gather_sequence` runs again.
+
+**Collectives of a layer** (attention and MLP, each a region with one row layer; f forward, b backward):
+
+| recomputation | all-reduces | with sequence parallelism |
+|---|---|---|
+| none | 2 f + 2 b | 2 all-gathers + 2 reduce-scatters f, 4 all-gathers + 2 reduce-scatters b |
+| selective | 2 f + 2 b | the same |
+| full | 2 f + 4 b | 2 all-gathers + 2 reduce-scatters f, 4 all-gathers + 4 reduce-scatters b |
+
+Under sequence parallelism a column layer keeps the slice of its input, not the whole (Korthikanti et al. 2022, section
+4.2.2). The first of the layers that share an input gathers it again while it computes the gradient of its input; they
+drop it when the last is done. Where the backward runs the forward again, what that has gathered serves. In compiled
+code the compiler decides what is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from shardwise._torch_private import OpOverload, in_backward, on_backward_end
+from shardwise.comm import Comm, Pending
+from shardwise.tensor import collectives
+
+# Attributes of tensors: their lifetime is that of what they lead to.
+_ENTERED: Final = "_shardwise_entered"
+_GATHERED: Final = "_shardwise_gathered"
+
+
+class TensorOps:
+    """The collectives of one tensor-parallel group in graphs; `close` takes the registered ops back.
+
+    Args:
+        comm: the group.
+        overlap_chunks: parts in which a row layer multiplies, each part's sum running while the next is multiplied.
+    """
+
+    def __init__(self, comm: Comm, overlap_chunks: int = 1) -> None:
+        self.comm = comm
+        self._library: torch.library.Library | None = torch.library.Library("shardwise", "FRAGMENT")
+        register = _Registry(self._library, comm.is_simulated)
+        n = comm.world_size
+
+        def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, is_sequence: bool, name: str) -> Tensor:
+            if is_sequence:
+                out = _scattered_product(comm, x, weight, overlap_chunks, name)
+            else:
+                out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+                _sum_product(comm, _rows(x), weight, _rows(out), overlap_chunks, name)
+            return out if bias is None else out.add_(bias)
+
+        all_reduce = register(
+            "all_reduce(Tensor x, str name) -> Tensor",
+            lambda x, name: collectives.all_reduce(comm, x, name),
+            lambda x, name: x.new_empty(x.shape),
+        )
+        all_gather = register(
+            "all_gather(Tensor x, int dim, str name) -> Tensor",
+            lambda x, dim, name: collectives.all_gather(comm, x, dim, name),
+            lambda x, dim, name: x.new_empty(_scaled(x, dim, n)),
+        )
+        gather_sequence = register(
+            "gather_sequence(Tensor x, str name) -> Tensor",
+            lambda x, name: collectives.all_gather(comm, x, 1, name),
+            lambda x, name: x.new_empty(_scaled(x, 1, n)),
+        )
+        scatter_sequence = register(
+            "scatter_sequence(Tensor x, str name) -> Tensor",
+            lambda x, name: collectives.reduce_scatter(comm, x, 1, name),
+            lambda x, name: x.new_empty(_scaled(x, 1, 1, n)),
+        )
+        product = register(
+            "row_product(Tensor x, Tensor weight, Tensor? bias, bool is_sequence, str name) -> Tensor",
+            row_product,
+            lambda x, weight, bias, is_sequence, name: x.new_empty(
+                (*_scaled(x, 1, 1, n if is_sequence else 1)[:-1], weight.shape[0])
+            ),
+        )
+        self._recomputed = _Recomputed()
+        self._enter, self.leave = _sum_pair(all_reduce)
+        self._gather_sequence, self.scatter_sequence = _sequence_pair(gather_sequence, scatter_sequence)
+        self._split, self._gather = _slice_pair(all_gather, comm)
+        self._row = _row_function(product, self._enter, self._gather_sequence)
+        self._column = _column_function(self._gather_sequence)
+
+    def enter(self, x: Tensor, name: str) -> Tensor:
+        """The same values; the gradient is summed over the ranks, once for all that enter with the same tensor."""
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        # The graph of a leaf holds the leaf, which would hold the graph.
+        if x.is_leaf or torch.compiler.is_compiling():
+            return self._enter(x, name)
+        found = x.__dict__.get(_ENTERED)
+        if found is None or found[0] is not self:
+            found = x.__dict__[_ENTERED] = (self, self._enter(x, name))
+        return found[1]
+
+    def gather_sequence(self, x: Tensor, name: str) -> Tensor:
+        """The whole sequence [b, s, ...] of slices [b, s / tp, ...]; gradients are summed and scattered."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return self._gather_sequence(x, name, None)
+        again = _Again(self.comm, self._recomputed, name)
+        whole = self._gather_sequence(x, name, again)
+        whole.__dict__[_GATHERED] = _Gathered(self, x, again)
+        return whole
+
+    def split(self, x: Tensor, dim: int, name: str) -> Tensor:
+        """This rank's slice along `dim`, which must divide; the gradient is gathered."""
+        return self._split(x, dim, name)
+
+    def gather(self, x: Tensor, dim: int, name: str) -> Tensor:
+        """The ranks' tensors, concatenated along `dim`; the gradient, alike on all ranks, is sliced."""
+        return self._gather(x, dim, name)
+
+    def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, is_sequence: bool, name: str) -> Tensor:
+        """The sum over the ranks of `x @ weight.T`, plus the bias once.
+
+        Args:
+            x: [..., in / tp], whole sequences.
+            weight: [out, in / tp].
+            bias: [out].
+            is_sequence: each rank gets its slice along dim 1 only.
+            name: for counts and messages.
+        """
+        return self._row(x, weight, bias, is_sequence, name)
+
+    def column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`x @ weight.T + bias`; of a gathered sequence, the slice is kept for the backward.
+
+        Args:
+            x: [..., in], which has entered.
+            weight: [out / tp, in].
+            bias: [out / tp].
+        """
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and weight.requires_grad:
+            gathered = x.__dict__.get(_GATHERED)
+            if gathered is not None and gathered.ops is self:
+                if in_backward():
+                    self._recomputed.keep(gathered.x_local, x)
+                return self._column(x, weight, bias, gathered)
+        return F.linear(x, weight, bias)
+
+    def close(self) -> None:
+        """Take the registered ops back; graphs through them cannot be used any more."""
+        self._library = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Registry:
+    """Registers ops under names of which no other library alive has one."""
+
+    library: torch.library.Library
+    runs_on_fakes: bool
+
+    def __call__(self, schema: str, kernel: Callable[..., Tensor], shape_only: Callable[..., Tensor]) -> OpOverload:
+        plain, _, signature = schema.partition("(")
+        name = f"{plain}_{id(self.library):x}"
+        self.library.define(f"{name}({signature}")
+        self.library.impl(name, kernel, "CompositeExplicitAutograd")
+        # A simulated rank's tensors are fake, and its collectives are counted by running them.
+        fake = kernel if self.runs_on_fakes else shape_only
+        torch.library.register_fake(f"shardwise::{name}", fake, lib=self.library)
+        return getattr(torch.ops.shardwise, name).default
+
+
+def _scaled(x: Tensor, dim: int, factor: int, divisor: int = 1) -> list[Any]:
+    shape: list[Any] = list(x.shape)
+    shape[dim] = shape[dim] * factor // divisor
+    return shape
+
+
+def _sum_pair(all_reduce: OpOverload) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    class Enter(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+            ctx.name = name
+            return x.detach()  # not a view to autograd: it would hold its base
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return Leave.apply(grad, ctx.name), None
+
+    class Leave(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+            ctx.name = name
+            return all_reduce(x, name)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return Enter.apply(grad, ctx.name), None
+
+    return Enter.apply, Leave.apply
+
+
+def _sequence_pair(gather: OpOverload, scatter: OpOverload) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    class GatherSequence(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, name: str, again: _Again | None) -> Tensor:
+            ctx.name, ctx.again = name, again
+            return gather(x, name)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            if ctx.again is not None:
+                ctx.again.drop()  # all column layers that share the input have their gradients
+            return ScatterSequence.apply(grad, ctx.name), None, None
+
+    class ScatterSequence(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+            ctx.name = name
+            return scatter(x, name)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return GatherSequence.apply(grad, ctx.name, None), None
+
+    return GatherSequence.apply, ScatterSequence.apply
+
+
+def _slice_pair(all_gather: OpOverload, comm: Comm) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    rank, n = comm.rank, comm.world_size
+
+    class Split(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, dim: int, name: str) -> Tensor:
+            ctx.dim, ctx.name = dim, name
+            size = x.shape[dim] // n
+            # A copy: a slice would keep the whole alive.
+            return x.narrow(dim, rank * size, size).clone(memory_format=torch.contiguous_format)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return Gather.apply(grad, ctx.dim, ctx.name), None, None
+
+    class Gather(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, dim: int, name: str) -> Tensor:
+            ctx.dim, ctx.name = dim, name
+            return all_gather(x, dim, name)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return Split.apply(grad, ctx.dim, ctx.name), None, None
+
+    return Split.apply, Gather.apply
+
+
+def _row_function(
+    product: OpOverload, enter: Callable[..., Tensor], gather_sequence: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    class Row(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_sequence: bool, name: str) -> Tensor:
+            needs_x, needs_weight = ctx.needs_input_grad[:2]
+            ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+            ctx.is_sequence, ctx.name = is_sequence, name
+            return product(x, weight, bias, is_sequence, name)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            x, weight = ctx.saved_tensors
+            grad_bias = _rows(grad).sum(0) if ctx.needs_input_grad[2] else None
+            if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+                grad = gather_sequence(grad, ctx.name, None) if ctx.is_sequence else enter(grad, ctx.name)
+            grad_x = grad.matmul(weight) if ctx.needs_input_grad[0] else None
+            grad_weight = _rows(grad).t().mm(_rows(x)) if ctx.needs_input_grad[1] else None
+            return grad_x, grad_weight, grad_bias, None, None
+
+    return Row.apply
+
+
+def _column_function(gather_sequence: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    class Column(Function):
+        """Of a gathered sequence."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gathered: _Gathered) -> Tensor:
+            ctx.save_for_backward(gathered.x_local, weight if ctx.needs_input_grad[0] else None)
+            ctx.again = gathered.again
+            return F.linear(x, weight, bias)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            x_local, weight = ctx.saved_tensors
+            is_differentiated = torch.is_grad_enabled()
+            if not is_differentiated:
+                ctx.again.start(x_local)
+            grad_x = grad.matmul(weight) if ctx.needs_input_grad[0] else None
+            grad_bias = _rows(grad).sum(0) if ctx.needs_input_grad[2] else None
+            whole = gather_sequence(x_local, ctx.again.name, None) if is_differentiated else ctx.again.wait()
+            return grad_x, _rows(grad).t().mm(_rows(whole)), grad_bias, None
+
+    return Column.apply
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _sum_product(comm: Comm, x: Tensor, weight: Tensor, out: Tensor, chunks: int, name: str) -> None:
+    """Leave in `out` [tokens, out] the sum over the ranks of `x` [tokens, in / tp] times `weight` [out, in / tp]."""
+    pending: list[Pending] = []
+    for rows, out_rows in zip(x.chunk(chunks), out.chunk(chunks), strict=True):
+        torch.mm(rows, weight.t(), out=out_rows)
+        pending.append(comm.start_sum(out_rows.view(-1), name))
+    for each in pending:
+        each.wait()
+
+
+def _scattered_product(comm: Comm, x: Tensor, weight: Tensor, chunks: int, name: str) -> Tensor:
+    """This rank's slice along dim 1 of that sum; chunk i holds the i-th part of every rank's slice."""
+    if chunks == 1:
+        return collectives.reduce_scatter(comm, F.linear(x, weight), 1, name)
+    slices = x.unflatten(1, (comm.world_size, -1))  # [b, tp, s / tp, in / tp]
+    outs: list[Tensor] = []
+    pending: list[tuple[Pending, Tensor]] = []  # with the source, which must live meanwhile
+    for part in slices.chunk(chunks, dim=2):
+        source = F.linear(part, weight).movedim(1, 0).contiguous()  # [tp, b, part, out]
+        out = torch.empty_like(source[0])
+        collective = comm.reduce_scatter(source.view(-1), out.view(-1), accumulate=False, name=name)
+        outs.append(out)
+        pending.append((collective, source))
+    for collective, _ in pending:
+        collective.wait()
+    return torch.cat(outs, dim=1)
+
+
+class _Recomputed:
+    """Whole sequences that a recomputation has gathered, until the backward that asked for it takes them."""
+
+    def __init__(self) -> None:
+        self._held: dict[Hashable, tuple[Tensor, Tensor]] = {}
+
+    def keep(self, x_local: Tensor, whole: Tensor) -> None:
+        """Remember `whole`; to be called within a backward."""
+        if not self._held:
+            on_backward_end(self._held.clear)
+        # The slice is held as well, so that no other storage takes its identity.
+        self._held[self._key(x_local)] = (x_local.detach(), whole.detach())
+
+    def take(self, x_local: Tensor) -> Tensor | None:
+        """What was gathered of this slice, which autograd may have saved as another tensor of the same storage."""
+        return self._held.pop(self._key(x_local), (None, None))[1]
+
+    @staticmethod
+    def _key(x: Tensor) -> Hashable:
+        return id(x.untyped_storage()), x.storage_offset(), x.shape
+
+
+class _Again:
+    """The backward's whole sequence for the column layers that share one input.
+
+    Args:
+        comm: the group.
+        recomputed: where it may stand already.
+        name: for counts and messages.
+    """
+
+    def __init__(self, comm: Comm, recomputed: _Recomputed, name: str) -> None:
+        self.name = name
+        self._comm = comm
+        self._recomputed = recomputed
+        self._finish: Callable[[], Tensor] | None = None
+        self._whole: Tensor | None = None
+
+    def start(self, x_local: Tensor) -> None:
+        """Begin to gather, unless another layer has."""
+        if self._finish is not None or self._whole is not None:
+            return
+        on_backward_end(self.drop)  # where the input itself needs no gradient
+        self._whole = self._recomputed.take(x_local)
+        if self._whole is None:
+            self._finish = collectives.start_all_gather(self._comm, x_local, 1, self.name)
+
+    def wait(self) -> Tensor:
+        """The whole sequence; `start` must have been called."""
+        if self._whole is None:
+            if self._finish is None:
+                raise RuntimeError(f"{self.name}: the gather was not started")
+            self._whole, self._finish = self._finish(), None
+        return self._whole
+
+    def drop(self) -> None:
+        """Free it."""
+        self._finish = self._whole = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Gathered:
+    """What a gathered sequence was gathered from."""
+
+    ops: TensorOps
+    x_local: Tensor
+    again: _Again

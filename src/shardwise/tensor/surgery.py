@@ -1,0 +1,198 @@
+"""Carries out a plan of tensor parallelism: modules become what the plan says, and can be given back.
+
+Only classes and numbers of modules change. Parameters keep their objects, and get this rank's part of the data
+elsewhere; where that comes first or last plays no part.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardwise.comm import Comm
+from shardwise.config import ConfigError, TensorConfig
+from shardwise.hooks import become, set_attribute
+from shardwise.layout import tensor_plan
+from shardwise.layout.splits import ParamSplit, Part
+from shardwise.layout.tensor_plan import LayerSplit, TensorPlan
+from shardwise.tensor import layers
+from shardwise.tensor.layers import Order, Place
+from shardwise.tensor.ops import TensorOps
+
+Undo = Callable[[], None]
+
+
+def split_model(
+    model: nn.Module, plan: TensorPlan, comm: Comm, config: TensorConfig, splits: Mapping[str, ParamSplit]
+) -> list[Undo]:
+    """Let a model's modules work on this rank's part.
+
+    Args:
+        model: whose modules change; its parameters do not.
+        plan: for it.
+        comm: the tensor-parallel group.
+        config: of tensor parallelism.
+        splits: by name of parameter, as `param_splits` gives them for the plan.
+
+    Returns:
+        what undoes it; to be called in reverse order.
+
+    Raises:
+        ConfigError: a module is not what its split needs, or has no argument of a name in the plan.
+    """
+    if comm.world_size == 1 or plan == TensorPlan():
+        return []
+    ops = TensorOps(comm, config.overlap_chunks)
+    stacks = plan.stacks if config.sequence_parallel else ()
+    surgeon = _Surgeon(model, ops, [ops.close], plan, tuple(name for stack in stacks for name in stack.modules))
+    try:
+        for layer in plan.layers:
+            surgeon.split(layer, splits[f"{layer.module}.weight"])
+        for region in plan.regions:
+            surgeon.open_region(region)
+        for stack in stacks:
+            surgeon.bound(stack)
+        for name, attribute, value in plan.attributes:
+            surgeon.undo.append(set_attribute(model.get_submodule(name), attribute, value))
+    except BaseException:
+        for undo in reversed(surgeon.undo):
+            undo()
+        raise
+    return surgeon.undo
+
+
+@dataclass(frozen=True)
+class _Surgeon:
+    model: nn.Module
+    ops: TensorOps
+    undo: list[Undo]
+    plan: TensorPlan
+    sequence_modules: tuple[str, ...]
+
+    def split(self, layer: LayerSplit, split: ParamSplit) -> None:
+        """Split one layer."""
+        module = self.model.get_submodule(layer.module)
+        if layer.style in ("vocab", "column-embedding"):
+            self._split_embedding(module, layer, split)
+            return
+        _check_linear(module, layer)
+        kinds = {"column": layers.ColumnLinear, "row": layers.RowLinear, "head": layers.Head}
+        gathers_output = layer.gathers_output or layer.style == "head"
+        state = layers.LinearState(
+            self.ops,
+            layer.module,
+            is_in_region=_is_within(layer.module, (region.module for region in self.plan.regions)),
+            is_sequence=_is_within(layer.module, self.sequence_modules),
+            is_transposed=layer.is_transposed,
+            gathers_output=gathers_output,
+            splits_input=layer.splits_input,
+            order=_order(layer.parts, self.ops.comm.world_size) if gathers_output or layer.splits_input else (),
+        )
+        if layer.splits_input and any(part.num_sharers(split.degree) > 1 or part.is_padded for part in layer.parts):
+            raise ConfigError(
+                f"row layer {layer.module} splits its input, and tp={split.degree} leaves ranks the same part of it; "
+                "use a smaller tp"
+            )
+        out_size, in_size = split.local_shape[::-1] if layer.is_transposed else split.local_shape
+        names = {"nf": out_size, "nx": in_size} if layer.is_transposed else {}
+        self._wear(module, kinds[layer.style], "_shardwise_linear", state)
+        self._resize(module, {"out_features": out_size, "in_features": in_size, **names})
+
+    def _split_embedding(self, module: nn.Module, layer: LayerSplit, split: ParamSplit) -> None:
+        if not isinstance(module, nn.Embedding):
+            raise ConfigError(
+                f"layer {layer.module} is to be split as an embedding, but is a {type(module).__name__}; take it out "
+                "of the plan"
+            )
+        for name in ("max_norm", "sparse", "scale_grad_by_freq"):
+            if getattr(module, name):
+                raise ConfigError(
+                    f"embedding {layer.module} has {name}={getattr(module, name)}, which needs all of its rows; "
+                    f"build it without {name} or take it out of the plan"
+                )
+        degree, padding = self.ops.comm.world_size, module.padding_idx
+        if layer.style == "vocab":
+            start, stop = layer.parts[0].range_of(self.ops.comm.rank, degree)
+            local_padding = padding - start if padding is not None and start <= padding < stop else None
+            state = layers.EmbeddingState(self.ops, layer.module, start, stop, local_padding)
+        else:
+            order = _order(layer.parts, degree) if layer.gathers_output else ()
+            state = layers.EmbeddingState(self.ops, layer.module, gathers_output=layer.gathers_output, order=order)
+        kind = layers.VocabEmbedding if layer.style == "vocab" else layers.ColumnEmbedding
+        self._wear(module, kind, "_shardwise_embedding", state)
+        num_rows, num_columns = split.local_shape
+        self._resize(module, {"num_embeddings": num_rows, "embedding_dim": num_columns})
+
+    def open_region(self, region: tensor_plan.Region) -> None:
+        """Let a module's inputs enter."""
+        module = self.model.get_submodule(region.module)
+        is_sequence = _is_within(region.module, self.sequence_modules)
+        inputs = tuple(_place(module, region.module, name) for name in region.inputs)
+        whole = tuple(_place(module, region.module, name) for name in region.whole_inputs)
+        state = layers.RegionState(
+            self.ops, region.module, whole if is_sequence else inputs + whole, inputs if is_sequence else ()
+        )
+        self._wear(module, layers.Region, "_shardwise_region", state)
+
+    def bound(self, stack: tensor_plan.SequenceStack) -> None:
+        """Split the sequence before a stack, and gather it behind."""
+        first, last = self.model.get_submodule(stack.first), self.model.get_submodule(stack.last)
+        entry = layers.EntryState(self.ops, stack.first, _place(first, stack.first, stack.argument))
+        self._wear(first, layers.StackEntry, "_shardwise_entry", entry)
+        self._wear(last, layers.StackExit, "_shardwise_exit", layers.ExitState(self.ops, stack.last))
+
+    def _wear(self, module: nn.Module, kind: type[nn.Module], slot: str, state: layers.State) -> None:
+        if not isinstance(module, kind):  # it may stand in the plan by several names
+            self.undo.append(become(module, kind))
+            self.undo.append(set_attribute(module, slot, state))
+
+    def _resize(self, module: nn.Module, sizes: Mapping[str, int]) -> None:
+        for name, size in sizes.items():
+            if name in module.__dict__:
+                self.undo.append(set_attribute(module, name, size))
+
+
+def _is_within(name: str, modules: Iterable[str]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") or not module for module in modules)
+
+
+def _check_linear(module: nn.Module, layer: LayerSplit) -> None:
+    is_linear = isinstance(module, nn.Linear) and (
+        type(module).forward is nn.Linear.forward or isinstance(module, layers.ColumnLinear | layers.RowLinear)
+    )
+    is_conv = layer.is_transposed and type(module).__name__ == "Conv1D"
+    if not is_linear and not is_conv:
+        raise ConfigError(
+            f"layer {layer.module} is a {type(module).__name__}, whose forward is not nn.Linear's; take it out of the "
+            "plan"
+        )
+
+
+def _place(module: nn.Module, name: str, argument: str) -> Place:
+    parameters = inspect.signature(module.forward).parameters
+    kinds = [each.kind for each in parameters.values()]
+    if argument not in parameters:
+        if inspect.Parameter.VAR_KEYWORD in kinds:
+            return Place(argument, None)
+        raise ConfigError(
+            f"module {name} has no argument {argument!r}; the plan must name one of {', '.join(parameters)}"
+        )
+    is_keyword = parameters[argument].kind is inspect.Parameter.KEYWORD_ONLY
+    return Place(argument, None if is_keyword else list(parameters).index(argument))
+
+
+def _order(parts: tuple[Part, ...], degree: int) -> Order:
+    """Where the whole's indices lie on the ranks; of ranks that share some, on the first."""
+    pieces: list[tuple[int, int, int]] = []
+    offset = 0
+    for part in parts:
+        for rank in range(0, degree, part.num_sharers(degree)):
+            start, stop = part.range_of(rank, degree)
+            if stop > start:
+                pieces.append((rank, offset, offset + stop - start))
+        offset += part.local_size(degree)
+    as_it_is = tuple((rank, 0, offset) for rank in range(degree))
+    return () if tuple(pieces) == as_it_is else tuple(pieces)

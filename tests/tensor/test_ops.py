@@ -1,0 +1,175 @@
+"""Conjugate pairs: values and gradients, also of gradients; memory of what is shared; registered ops and their end."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.pool import WorkerPool
+from harness.split_model import make_comm
+from shardwise._torch_private import fake_copy, fake_tensors
+from shardwise.comm import Comm
+from shardwise.pool import BufferPool
+from shardwise.simulation import SimulatedLinks
+from shardwise.streams import Streams
+from shardwise.tensor.ops import TensorOps
+
+Pair = Callable[[TensorOps, Tensor], Tensor]
+
+PAIRS: tuple[tuple[str, Pair], ...] = (
+    ("enter", lambda ops, x: ops.enter(x, "t")),
+    ("leave", lambda ops, x: ops.leave(x, "t")),
+    ("gather_sequence", lambda ops, x: ops.gather_sequence(x, "t")),
+    ("scatter_sequence", lambda ops, x: ops.scatter_sequence(x, "t")),
+    ("split", lambda ops, x: ops.split(x, -1, "t")),
+    ("gather", lambda ops, x: ops.gather(x, -1, "t")),
+)
+
+
+def pull(rank: int, world_size: int, pair: str, dtype: torch.dtype) -> list[Tensor]:
+    """A pair's output, its gradient for an upstream of this rank, and its gradient's gradient."""
+    run, n = dict(PAIRS)[pair], world_size
+    is_alike = pair == "split"  # its input is the same on all ranks
+    x = (torch.arange(2.0 * n * 3 * n).view(2, 3 * n, n) + (0 if is_alike else 100 * rank)).to(dtype).requires_grad_()
+    ops = TensorOps(make_comm())
+    y = run(ops, x)
+    upstream = torch.linspace(0, 1, y.numel(), dtype=dtype).view_as(y)
+    upstream = (upstream if pair in ("leave", "gather") else upstream + rank).requires_grad_()
+    (grad,) = torch.autograd.grad(y, x, upstream, create_graph=True)
+    (second,) = torch.autograd.grad(grad, upstream, x.detach())
+    return [y.detach(), grad.detach(), second]
+
+
+def expected(pair: str, rank: int, n: int, xs: list[Tensor]) -> Tensor:
+    if pair == "enter":
+        return xs[rank]
+    if pair == "leave":
+        return sum(xs[1:], xs[0])
+    if pair == "gather_sequence":
+        return torch.cat(xs, dim=1)
+    if pair == "scatter_sequence":
+        return sum(xs[1:], xs[0]).chunk(n, dim=1)[rank]
+    return xs[rank].chunk(n, dim=-1)[rank] if pair == "split" else torch.cat(xs, dim=-1)
+
+
+CONJUGATE = {
+    "enter": "leave",
+    "leave": "enter",
+    "gather_sequence": "scatter_sequence",
+    "scatter_sequence": "gather_sequence",
+    "split": "gather",
+    "gather": "split",
+}
+
+
+@pytest.mark.parametrize("pair", CONJUGATE)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_pairs(ranks: WorkerPool, pair: str, num_ranks: int, dtype: torch.dtype) -> None:
+    n = num_ranks
+    results = ranks(n).run(pull, pair, dtype)
+    base = torch.arange(2.0 * n * 3 * n).view(2, 3 * n, n)
+    xs = [(base + (0 if pair == "split" else 100 * rank)).to(dtype) for rank in range(n)]
+    shape = results[0][0].shape
+    line = torch.linspace(0, 1, shape.numel(), dtype=dtype).view(shape)
+    upstreams = [line if pair in ("leave", "gather") else line + rank for rank in range(n)]
+    for rank, (y, grad, second) in enumerate(results):
+        tolerance = 0.02 if dtype == torch.bfloat16 else 1e-12
+        torch.testing.assert_close(y, expected(pair, rank, n, xs), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(grad, expected(CONJUGATE[pair], rank, n, upstreams), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(second, expected(pair, rank, n, xs), rtol=tolerance, atol=tolerance)
+
+
+def share(rank: int, world_size: int) -> dict[str, bool]:
+    gc.disable()  # what is in no cycle goes at once
+    try:
+        return find_shared()
+    finally:
+        gc.enable()
+
+
+def find_shared() -> dict[str, bool]:
+    ops = TensorOps(make_comm())
+    results = {}
+    x = torch.randn(2, 4, requires_grad=True) * 1
+    results["one tensor enters once"] = ops.enter(x, "t") is ops.enter(x, "t")
+    other = TensorOps(ops.comm)
+    results["engines do not share"] = other.enter(x, "t") is not ops.enter(x, "t")
+    held = weakref.ref(x)
+    del x
+    results["what entered is not held"] = held() is None
+    leaf = torch.randn(2, 4, requires_grad=True)
+    entered = ops.enter(leaf, "t")
+    held = weakref.ref(leaf)
+    del leaf, entered
+    results["a leaf neither"] = held() is None
+
+    # k gets no gradient, the graph is kept, and the input needs none: the whole sequence must go all the same
+    for needs_grad in (False, True):
+        x_local = torch.randn(1, 2, 4, requires_grad=needs_grad) * 1
+        whole = ops.gather_sequence(x_local, "t")
+        again = whole.__dict__["_shardwise_gathered"].again
+        q, k = (ops.column(whole, torch.randn(3, 4, requires_grad=True), None) for _ in range(2))
+        q.sum().backward(retain_graph=True)
+        results[f"dropped, input {needs_grad}"] = again._whole is None and again._finish is None and k is not None
+    return results
+
+
+def test_what_is_shared_and_when_it_goes(ranks: WorkerPool) -> None:
+    for results in ranks(2).run(share):
+        assert results == dict.fromkeys(results, True)
+
+
+def use_twice(rank: int, world_size: int) -> list[str]:
+    ops = TensorOps(make_comm())
+    x_local = torch.randn(1, 2, 4, requires_grad=True) * 1
+    whole = ops.gather_sequence(x_local, "t")
+    first, second = (ops.column(whole, torch.randn(3, 4, requires_grad=True), None) for _ in range(2))
+    (first * second).sum().backward()
+    return [call.op for call in ops.comm.books.recent]
+
+
+def test_siblings_gather_once(ranks: WorkerPool) -> None:
+    assert ranks(2).run(use_twice)[0] == ["all_gather", "all_gather", "reduce_scatter"]
+
+
+def simulated() -> Comm:
+    device = torch.device("cpu")
+    return Comm(SimulatedLinks(1, 4, "gloo"), "tp", device, 5.0, Streams(device), BufferPool(device))
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_fake_tensors_are_counted_where_links_are_simulated(chunks: int) -> None:
+    with fake_tensors():
+        ops = TensorOps(simulated(), chunks)
+        x = fake_copy(torch.empty(2, 8, 16, requires_grad=True)) * 1
+        weight = torch.empty(16, 16, requires_grad=True)
+        shapes = [
+            ops.row(x, weight, None, True, "t").shape,
+            ops.row(x, weight, None, False, "t").shape,
+            ops.gather_sequence(x, "t").shape,
+            ops.split(x, 1, "t").shape,
+            ops.gather(x, -1, "t").shape,
+        ]
+    assert shapes == [(2, 2, 16), (2, 8, 16), (2, 32, 16), (2, 2, 16), (2, 8, 64)]
+    counts = {op: count.num_calls for (_, op), count in ops.comm.books.counts.items()}
+    assert counts == {"reduce_scatter": chunks, "all_reduce": chunks, "all_gather": 2}
+
+
+def names() -> set[str]:
+    return {name for name in dir(torch.ops.shardwise) if name.startswith("row_product_")}
+
+
+def test_ops_are_taken_back() -> None:
+    before = names()
+    first, second = TensorOps(simulated()), TensorOps(simulated())
+    assert len(names() - before) == 2
+    first.close()
+    assert len(names() - before) == 1
+    second.close()
+    assert names() == before
