@@ -16,10 +16,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from harness.huggingface import FAMILIES, build_model, float64_throughout
 from harness.live_bytes import LiveBytes
 from harness.pool import WorkerPool
 from harness.training import make_config
-from shardwise import initialize
+from shardwise import backward, initialize
 from shardwise.comm import Comm, GroupLinks
 from shardwise.models.decoder import lm_loss
 from shardwise.pool import BufferPool
@@ -183,20 +184,12 @@ def test_a_hook_of_the_user_gets_the_gradient_of_the_logits() -> None:
 
 def test_the_graph_is_told_without_computing() -> None:
     logits, _, _ = make()
-    assert logits.requires_grad
-    assert not logits.is_leaf
-    assert logits.grad_fn is not None
-    assert logits.grad is None
-    assert logits.is_floating_point()
-    assert logits.numel() == B * S * V
-    assert len(logits) == B
+    assert (logits.requires_grad, logits.is_leaf, logits.grad_fn is None, logits.grad) == (True, False, False, None)
+    assert (logits.is_floating_point(), logits.numel(), len(logits)) == (True, B * S * V, B)
     with torch.no_grad():
         silent = make()[0]
-    assert not silent.requires_grad
-    assert silent.is_leaf
-    assert silent.grad_fn is None
-    assert logits.is_deferred
-    assert silent.is_deferred
+    assert (silent.requires_grad, silent.is_leaf, silent.grad_fn) == (False, True, None)
+    assert (logits.is_deferred, silent.is_deferred) == (True, True)
 
 
 def test_the_user_is_told_once_and_never_without_gradients(caplog: pytest.LogCaptureFixture) -> None:
@@ -204,7 +197,7 @@ def test_the_user_is_told_once_and_never_without_gradients(caplog: pytest.LogCap
     with torch.no_grad():
         logits.argmax(-1)
         make()[0].softmax(-1)
-    assert not caplog.records
+    assert "full logits" not in caplog.text
     logits.view(-1, V).log_softmax(-1)
     logits.exp()
     (record,) = caplog.records
@@ -222,6 +215,21 @@ def test_reading_without_gradients_leaves_the_graph_to_the_loss() -> None:
         torch.autograd.grad(result, leaves), torch.autograd.grad(plain.square().sum(), leaves), strict=True
     ):
         torch.testing.assert_close(given, want)
+
+
+def test_what_is_made_without_gradients_has_none_later() -> None:
+    targets = torch.zeros(B * S, dtype=torch.int64)
+    hidden, weight = torch.randn(B, S, E), torch.randn(V, E, requires_grad=True)
+    with torch.no_grad():
+        logits = VocabLogits(hidden, weight, None, VocabHead(Vocab(V)))
+        views = [view(make()[0]) for view in (lambda x: x.flatten(0, 1), lambda x: x.double().transpose(0, 1))]
+    views[1] = views[1].flatten(0, 1)
+    for each in (logits.view(-1, V), *views):
+        loss = F.cross_entropy(each, targets)
+        assert (each.requires_grad, loss.requires_grad, each.exp().requires_grad) == (False, False, False)
+    assert make()[0].flatten(0, 1).requires_grad
+    with torch.no_grad():
+        assert not F.cross_entropy(make()[0].flatten(0, 1), targets).requires_grad
 
 
 def test_copies_and_pickles_are_plain_tensors() -> None:
@@ -323,7 +331,29 @@ def test_huggingface_losses(name: str, caplog: pytest.LogCaptureFixture) -> None
     torch.testing.assert_close(loss, expected)
     for given, want in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves), strict=True):
         torch.testing.assert_close(given, want)
-    assert not caplog.records
+    assert "full logits" not in caplog.text
+
+
+class SplitLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return VocabLogits(x * 1, self.weight, self.bias, VocabHead(Vocab(self.out_features)))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
+def test_huggingface_models_leave_their_logits_deferred(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    batch = FAMILIES[family].batch(0, 2, torch.float64)
+    with float64_throughout():
+        model = build_model(family).double()
+        plain = model(**batch)
+        expected = torch.autograd.grad(plain.loss, list(model.parameters()))
+        model.get_output_embeddings().__class__ = SplitLinear
+        split = model(**batch)
+        assert isinstance(split.logits, VocabLogits)
+        assert split.logits.is_deferred
+        torch.testing.assert_close(split.loss, plain.loss, rtol=1e-12, atol=1e-12)
+        for given, want in zip(torch.autograd.grad(split.loss, list(model.parameters())), expected, strict=True):
+            torch.testing.assert_close(given, want, rtol=1e-12, atol=1e-12)
+    assert "full logits" not in caplog.text
 
 
 # --- inside an engine ------------------------------------------------------------------------------------------------
@@ -398,3 +428,28 @@ def test_training_with_deferred_logits(ranks: WorkerPool, stage: int, loss: str,
         torch.testing.assert_close(result.weight, expected.weight, rtol=1e-12, atol=1e-12)
         assert result.present == expected.present
         assert all(map(all, result.present)) == (stage == 3)
+
+
+def train_directly(rank: int, world_size: int, is_split: bool, frozen: Any) -> list[float]:
+    """Losses of models that are called without the engine, so that nothing says that a loss will follow."""
+    model = Model()
+    model.head.is_split = is_split
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or not name.startswith(frozen))
+    engine = initialize(model, make_config(1, {"zero": {"stage": 3}}))
+    losses = []
+    for step in range(3):
+        tokens = torch.randint(V, (2, S), generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = F.cross_entropy(model(tokens)["logits"].view(-1, V), tokens.view(-1))
+        backward(loss, [engine])
+        losses.append(engine.step().loss)
+    released = all(group.params.is_released for group in engine._driver.groups)
+    engine.close()
+    return [*losses, float(released)]
+
+
+@pytest.mark.parametrize("frozen", ["", "head", ("embed", "blocks")])
+def test_training_without_a_loss_of_the_engine(ranks: WorkerPool, frozen: Any) -> None:
+    split, plain = (ranks(2).run(train_directly, is_split, frozen) for is_split in (True, False))
+    assert split[0] == pytest.approx(plain[0], rel=1e-12)
+    assert split[0][-1] == 1.0

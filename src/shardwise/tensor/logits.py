@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwise._torch_private import plain_torch_functions, pytree, wrapper_like
+from shardwise.comm import Comm
 from shardwise.models.decoder import lm_loss
 from shardwise.tensor import collectives
 from shardwise.tensor.cross_entropy import Terms, Vocab, cross_entropy, cross_entropy_sum
@@ -85,16 +86,27 @@ class _Source:
     def has_vocab_last(self) -> bool:
         return self.vocab_dim == self.hidden.dim() - 1
 
-    def of(self, hidden: Tensor) -> _Source:
-        return replace(self, hidden=hidden, vocab_dim=hidden.dim() - 1)
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether what is made of the logits now has a graph."""
+        return self.is_recorded and torch.is_grad_enabled()
 
-    def flat(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.hidden.reshape(-1, self.hidden.shape[-1]), self.weight, self.bias
+    def derive(self, **changed: Any) -> VocabLogits:
+        """Logits that differ in this."""
+        return VocabLogits._standing_for(replace(self, is_recorded=self.keeps_graph, **changed))
+
+    def loss(self, target: Tensor, terms: Terms, is_summed: bool) -> Tensor:
+        """Of all tokens, or of each, flat."""
+        hidden = self.hidden.reshape(-1, self.hidden.shape[-1])  # [N, E]
+        function = cross_entropy_sum if is_summed else cross_entropy
+        with torch.set_grad_enabled(self.keeps_graph):
+            return function(hidden, self.weight, self.bias, target.flatten(), self.head.vocab, terms, self.dtype)
 
     def compute(self) -> Tensor:
         logits = F.linear(self.hidden, self.weight, self.bias)  # [..., v]
-        if self.head.vocab.comm is not None:
-            logits = _GatherVocab.apply(logits, self.head.vocab)  # [..., V]
+        vocab = self.head.vocab
+        if vocab.comm is not None:
+            logits = _GatherVocab.apply(logits, vocab, vocab.comm)  # [..., V]
         return logits.movedim(-1, self.vocab_dim).to(self.dtype)
 
 
@@ -143,7 +155,7 @@ class VocabLogits(Tensor):
         if source is None or not source.has_vocab_last:
             return lm_loss(self.compute(), targets, label_smoothing=label_smoothing, z_loss=z_loss)[0]
         terms = Terms(label_smoothing=label_smoothing, z_loss=z_loss)
-        return cross_entropy_sum(*source.flat(), targets.flatten(), source.head.vocab, terms, source.dtype)
+        return source.loss(targets, terms, is_summed=True)
 
     def compute(self, for_good: bool = False) -> Tensor:
         """The logits, a plain tensor; kept for the next call unless it is read without its graph.
@@ -151,8 +163,7 @@ class VocabLogits(Tensor):
         Args:
             for_good: from now on that tensor is used by all, also by a cross entropy, and nothing else is held.
         """
-        source = self._source
-        full = self._full
+        source, full = self._source, self._full
         if full is None and source is not None:
             is_recorded = source.is_recorded and (for_good or torch.is_grad_enabled())
             with torch.set_grad_enabled(is_recorded):
@@ -160,9 +171,7 @@ class VocabLogits(Tensor):
             self._full = full if is_recorded == source.is_recorded else None
         if for_good:
             self._source = None
-        if full is None:
-            raise RuntimeError("these logits were emptied")
-        return full
+        return cast(Tensor, full)  # without a source it is there
 
     @classmethod
     def __torch_function__(
@@ -183,7 +192,7 @@ class VocabLogits(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares an attribute
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch.no_grad():  # below autograd: what is computed here has no graph
@@ -195,17 +204,17 @@ class _GatherVocab(torch.autograd.Function):
     """All ranks' logits, without padding; backward is its conjugate, this rank's slice."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, vocab: Vocab) -> Tensor:
+    def forward(ctx: Any, own: Tensor, vocab: Vocab, comm: Comm) -> Tensor:
         ctx.vocab = vocab
-        gathered = collectives.all_gather(vocab.comm, own, -1, "gather logits")  # [..., ranks * v]
+        gathered = collectives.all_gather(comm, own, -1, "gather logits")  # [..., ranks * v]
         return gathered[..., : vocab.size].contiguous()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         vocab = ctx.vocab
         own = gradient.narrow(-1, vocab.start, vocab.num_own)
-        return F.pad(own, (0, vocab.num_rows - vocab.num_own)), None
+        return F.pad(own, (0, vocab.num_rows - vocab.num_own)), None, None
 
 
 def _computed(leaf: Any, operation: str) -> Any:
@@ -235,25 +244,25 @@ def _deferred(
         dtype = wide_dtype(name, source.dtype, logits.device, args, kwargs)
         if dtype is None:
             return NotImplemented
-        return logits if dtype == source.dtype else VocabLogits._standing_for(replace(source, dtype=dtype))
+        return logits if dtype == source.dtype else source.derive(dtype=dtype)
     order = permutation(name, logits.dim(), args, kwargs)
     if order is not None:
-        return VocabLogits._standing_for(_permuted(source, order))
+        return _permuted(source, order)
     hidden = follow(name, source.hidden, source.head.vocab.size, args, kwargs) if source.has_vocab_last else None
     if hidden is None:
         return NotImplemented
     if hidden is source.hidden and name == "contiguous":
         return logits
     if isinstance(hidden, Tensor):
-        return VocabLogits._standing_for(source.of(hidden))
-    return tuple(VocabLogits._standing_for(source.of(each)) for each in hidden)
+        return source.derive(hidden=hidden, vocab_dim=hidden.dim() - 1)
+    return tuple(source.derive(hidden=each, vocab_dim=each.dim() - 1) for each in hidden)
 
 
-def _permuted(source: _Source, order: list[int]) -> _Source:
+def _permuted(source: _Source, order: list[int]) -> VocabLogits:
     tokens = [dim for dim in range(len(order)) if dim != source.vocab_dim]
     moved = [tokens.index(dim) for dim in order if dim != source.vocab_dim]
     hidden = source.hidden.permute(*moved, len(moved))
-    return replace(source, hidden=hidden, vocab_dim=order.index(source.vocab_dim))
+    return source.derive(hidden=hidden, vocab_dim=order.index(source.vocab_dim))
 
 
 def _cross_entropy(
@@ -271,10 +280,9 @@ def _cross_entropy(
     if not (is_plain and fits and reduction in ("mean", "sum", "none")):
         return NotImplemented
     terms = Terms(ignore_index, label_smoothing)
-    given = (*source.flat(), target.flatten(), source.head.vocab, terms, source.dtype)
+    loss = source.loss(target, terms, is_summed=reduction != "none")
     if reduction == "none":
-        return cross_entropy(*given).to(source.dtype).view(target.shape)
-    loss = cross_entropy_sum(*given)
+        loss = loss.view(target.shape)
     if reduction == "mean":
         loss = loss / (target != ignore_index).sum()
     return loss.to(source.dtype)

@@ -56,7 +56,7 @@ def permutation(name: str, num_dims: int, args: Args, kwargs: Kwargs) -> list[in
 
 
 def wide_dtype(name: str, dtype: torch.dtype, device: torch.device, args: Args, kwargs: Kwargs) -> torch.dtype | None:
-    """The dtype that `float`, `double` or `to` asks for: as it is, fp32 or fp64; None for anything else."""
+    """What `float`, `double` or `to` asks for: `dtype` as it is, fp32 or fp64; None where it asks for anything else."""
     wanted = {"float": torch.float32, "double": torch.float64}.get(name, dtype if name == "to" else None)
     for each in (*args, *kwargs.values()):
         if isinstance(each, Tensor):
