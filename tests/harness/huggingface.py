@@ -254,6 +254,7 @@ _MAMBA: Final[Mapping[str, Any]] = MappingProxyType(
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {
         "llama": Family("llama", "LlamaForCausalLM", "LlamaConfig", _DECODER, _causal_batch),
+        "mistral": Family("mistral", "MistralForCausalLM", "MistralConfig", _DECODER, _causal_batch),
         "qwen2": Family("qwen2", "Qwen2ForCausalLM", "Qwen2Config", _DECODER, _causal_batch),
         "gpt2": Family("gpt2", "GPT2LMHeadModel", "GPT2Config", _GPT2, _causal_batch),
         "bert": Family("bert", "BertForMaskedLM", "BertConfig", _ENCODER, _masked_batch),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,19 +42,22 @@ def train_reference(
     loss_fn: LossFn | None,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     clip_norm: float | None = None,
+    around: Callable[[int, int], AbstractContextManager[Any]] | None = None,
 ) -> Trace:
     """Train `model` in place, one step for each item of `batches`: all micro-batches of all ranks of that
     step.
 
-    `loss_fn(output, batch)` gives (sum, count); without it `output["loss"]` counts as one a batch.
+    `loss_fn(output, batch)` gives (sum, count); without it `output["loss"]` counts as one a batch. Each forward runs
+    inside `around(step, number of the batch in it)`.
     """
     optimizer = make_optimizer(model)
     losses: list[float] = []
     grad_norms: list[float] = []
     gradients: dict[str, Tensor] = {}
-    for step_batches in batches:
+    for step, step_batches in enumerate(batches):
         optimizer.zero_grad()
-        losses.append(_accumulate(model, step_batches, loss_fn))
+        contexts = [around(step, number) if around else nullcontext() for number in range(len(step_batches))]
+        losses.append(_accumulate(model, step_batches, loss_fn, contexts))
         gradients = _gradients(model)
         norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf if clip_norm is None else clip_norm)
         grad_norms.append(norm.item())
@@ -95,11 +99,17 @@ def check_parity(actual: Trace, expected: Trace, tolerance: float = PARITY) -> N
             raise AssertionError(f"{field}: max error {error:.3g} > {tolerance:g}, largest at {worst}")
 
 
-def _accumulate(model: nn.Module, batches: Sequence[Any], loss_fn: LossFn | None) -> float:
+def _accumulate(
+    model: nn.Module,
+    batches: Sequence[Any],
+    loss_fn: LossFn | None,
+    contexts: Sequence[AbstractContextManager[Any]],
+) -> float:
     """Leave the gradient of sum/count in `.grad`; returns sum/count."""
     total, count = 0.0, 0.0
-    for batch in batches:
-        output = call_model(model, batch, loss_fn)
+    for batch, context in zip(batches, contexts, strict=True):
+        with context:
+            output = call_model(model, batch, loss_fn)
         batch_sum, batch_count = loss_fn(output, batch) if loss_fn else (output["loss"], 1)
         batch_sum.backward()
         total += batch_sum.item()

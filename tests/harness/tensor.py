@@ -1,0 +1,152 @@
+"""Training split over a tp axis, and the same in one plain process: the two sides of tests/parity/test_tensor.py.
+
+Models drop, and all sides draw keyed numbers; so what a sample meets depends on its number in the step, not on the rank
+that computes it. Lengths of sequences divide by every tp, the vocabulary by none.
+
+>>> [first_sample(micro_batch, data_rank, 2) for micro_batch in range(2) for data_rank in range(2)]
+[0, 2, 4, 6]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from harness.huggingface import FAMILIES, PAD, VOCAB_SIZE, build_model, float64_throughout
+from harness.models import IGNORED, ModelCase
+from harness.reference import Trace, train_reference
+from harness.training import Overrides, make_config, make_optimizer
+from shardwise import initialize
+from shardwise.dropout import KeyedDraws, key_dropouts
+from shardwise.models import Decoder, lm_loss
+from shardwise.models.decoder import DecoderConfig
+
+NUM_STEPS: Final = 5
+NUM_MICRO_BATCHES: Final = 2  # of a data rank
+MICRO_SIZE: Final = 2
+CLIP_NORM: Final = 0.05
+SEED: Final = 5
+LENGTH_MULTIPLE: Final = 4
+DROPOUT: Final = 0.2
+
+_DROPS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "llama": ("attention_dropout",),
+        "mistral": ("attention_dropout",),
+        "qwen2": ("attention_dropout",),
+        "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+        "t5": ("dropout_rate",),
+    }
+)
+MODELS: Final = ("decoder", *_DROPS)
+
+
+def make_case(name: str) -> ModelCase:
+    """A model of `MODELS`: tiny, with 4 heads over 2 KV heads where it groups them, dropping where it can."""
+    if name == "decoder":
+        return ModelCase(name, _decoder, _decoder_batch, _decoder_loss)
+    options = dict.fromkeys(_DROPS[name], DROPOUT)
+    family = FAMILIES[name]
+
+    def batch(seed: int, num_samples: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        return _lengthened(family.batch(seed, num_samples, dtype))
+
+    return ModelCase(name, lambda: build_model(name, **options), batch, None)
+
+
+def first_sample(micro_batch: int, data_rank: int, num_data_ranks: int) -> int:
+    """The number, in its step, of the first sample of a data rank's micro-batch, as `train.dataset` orders them.
+
+    The first micro-batches of all data ranks come first. So the same samples make a micro-batch, and have the same
+    numbers, however many data ranks share a step.
+    """
+    return (micro_batch * num_data_ranks + data_rank) * MICRO_SIZE
+
+
+def step_batches(case: ModelCase, step: int, num_data_ranks: int) -> list[Any]:
+    """The micro-batches of a step over all data ranks, in the order of `first_sample`."""
+    num = NUM_MICRO_BATCHES * num_data_ranks
+    return [case.batch(step * num + number, MICRO_SIZE, torch.float64) for number in range(num)]
+
+
+def train_split(rank: int, world_size: int, name: str, overrides: Overrides) -> Trace:
+    """Train on one rank of a mesh whose last axis is tp: its ranks get the same micro-batches.
+
+    The trace has no gradients, since the engine's are slices; their norms are in it.
+    """
+    tp = overrides["mesh"]["tp"]
+    data_rank, num_data_ranks = rank // tp, world_size // tp
+    settings = {"optimizer": {"clip_norm": CLIP_NORM}, "run": {"seed": SEED}, **overrides}
+    case = make_case(name)
+    model = case.build(torch.float64, seed=rank)  # rank 0's weights are everybody's
+    losses, norms = [], []
+    with (
+        float64_throughout(),
+        initialize(model, make_config(NUM_MICRO_BATCHES, settings), loss_fn=case.loss) as engine,
+    ):
+        for step in range(NUM_STEPS):
+            batches = step_batches(case, step, num_data_ranks)
+            result = engine.train_step(batches[data_rank::num_data_ranks])
+            losses.append(result.loss)
+            norms.append(result.grad_norm)
+        names = [name for name, _ in model.named_parameters()]
+        parameters = {name: engine.read(name) for name in names}
+    return Trace(losses, norms, {}, parameters)
+
+
+def train_whole(name: str, num_data_ranks: int) -> Trace:
+    """The same by one plain process, with the library's dropouts on whole tensors."""
+    case = make_case(name)
+    model = case.build(torch.float64)
+    draws = KeyedDraws(SEED)
+    key_dropouts(model, draws, zones={})
+
+    def around(step: int, number: int) -> AbstractContextManager[None]:
+        micro_batch, data_rank = divmod(number, num_data_ranks)
+        first = first_sample(micro_batch, data_rank, num_data_ranks)
+        return draws.at(step=step, micro_batch=micro_batch, first_sample=first, num_samples=MICRO_SIZE)
+
+    batches = [step_batches(case, step, num_data_ranks) for step in range(NUM_STEPS)]
+    with float64_throughout():
+        trace = train_reference(model, batches, case.loss, make_optimizer, CLIP_NORM, around)
+    return replace(trace, gradients={})
+
+
+def _decoder() -> Decoder:
+    config = DecoderConfig(
+        vocab_size=VOCAB_SIZE,
+        num_layers=3,
+        hidden_size=16,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=6,
+        ffn_size=24,
+        max_seq_len=32,
+    )
+    return Decoder(config)
+
+
+def _decoder_batch(seed: int, num_samples: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Tokens and the next ones, both [B, S]."""
+    batch = _lengthened(FAMILIES["llama"].batch(seed, num_samples, dtype))
+    return batch["input_ids"], F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+
+
+def _decoder_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return lm_loss(logits, batch[1])
+
+
+def _lengthened(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with its sequences padded to a length that tp divides; lengths still differ between batches."""
+    values = {"labels": IGNORED, "attention_mask": 0, "input_ids": PAD}
+    return {
+        key: F.pad(tensor, (0, -tensor.shape[1] % LENGTH_MULTIPLE), value=values[key]) for key, tensor in batch.items()
+    }
