@@ -1,6 +1,6 @@
 """The processes of the benchmarks: a pair of ranks for each system, which take turns and sleep in between.
 
-This knows no system and prints nothing: what to run is in `peers.py`, what to make of it in the scripts.
+This knows no system and prints nothing: what to run is in `peers.py` and the like, what to make of it in the scripts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": 
 import torch
 import torch.distributed as dist
 
-from peers import NUM_RANKS, PEERS, Step, Workload
+from peers import NUM_RANKS, Step, Workload
 
 
 class SystemFailedError(RuntimeError):
@@ -66,11 +66,11 @@ def _serve(connection: Connection, system: str, workload: Workload, rank: int, f
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
-    importlib.import_module(PEERS[system].package)
+    importlib.import_module(workload.peers[system].package)
     workload.optimizer([torch.zeros(1)])  # the first one imports torch's compiler, whatever the system
     model = workload.model()
     start = time.perf_counter()
-    step = PEERS[system].build(model, workload)
+    step = workload.peers[system].build(model, workload)
     connection.send(Ready(time.perf_counter() - start, peak_rss_bytes()))
     del model
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew

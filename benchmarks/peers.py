@@ -50,6 +50,11 @@ class Workload:
     def __str__(self) -> str:
         return f"{self.preset} {self.dtype} seq {self.seq_len}"
 
+    @property
+    def peers(self) -> Mapping[str, Peer]:
+        """The systems that can be run under it."""
+        return PEERS
+
     def model(self) -> Decoder:
         """The decoder in fp32, with the same weights on every rank and in every system."""
         torch.manual_seed(0)

@@ -63,7 +63,7 @@ Records = Mapping[str, Record]
 
 def measure(workload: Workload, systems: list[str], options: argparse.Namespace, console: Console) -> Records:
     """All systems under one workload, round by round."""
-    records = {system: Record(system, PEERS[system].recipes[workload.dtype]) for system in systems}
+    records = {system: Record(system, workload.peers[system].recipes[workload.dtype]) for system in systems}
     residents = Residents(workload, options.steps, options.warmup, options.timeout)
     try:
         for index in range(options.rounds):

@@ -1,0 +1,94 @@
+"""Seconds of forward and backward, split over two CPU ranks by Shardwise, by torch's DTensor and by hand.
+
+Twelve layers of hidden size 512 over gloo, one thread a rank, with sequence parallelism (`-sp`) and without; no
+optimizer step. Systems take turns as in `step_time.py`, and ratios are taken within a round. The losses must agree.
+
+    python benchmarks/tensor.py --quick
+    python benchmarks/tensor.py --json tensor.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from step_time import Records, machine, measure, ratio, results_table, summarize
+from tensor_peers import TENSOR_PEERS, TensorWorkload
+
+LARGE, SMALL = (4, 256), (1, 16)  # micro-batch, tokens a sequence
+AIMS = {LARGE: 0.9, SMALL: 0.6}  # of DTensor's time, at most
+QUICK = {"rounds": 2, "steps": 1, "warmup": 1}
+
+
+def aim_lines(workload: TensorWorkload, records: Records) -> list[str]:
+    """What is aimed at beside what was reached, for the systems that ran."""
+    limit = AIMS[workload.micro_size, workload.seq_len]
+    lines = []
+    for suffix in ("", "-sp"):
+        reached = ratio(records, f"shardwise{suffix}", f"torch{suffix}")
+        if reached is not None:
+            verdict = "reached" if reached <= limit else "missed"
+            lines.append(f"shardwise{suffix} / torch{suffix}: {reached:.3f}, aim {limit:.2f}, {verdict}")
+    return lines
+
+
+def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line; `--quick` changes the defaults, so other flags still count."""
+
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
+    summary, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="few steps: does it run?")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--systems", type=names, default=list(TENSOR_PEERS), help=", ".join(TENSOR_PEERS))
+    parser.add_argument("--versus", type=names, default=["torch", "hand"], help="systems to show ratios to")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each system")
+    parser.add_argument("--steps", type=int, default=3, help="steps of a turn; ten times as many of the small ones")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before the first turn, not measured")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds until a silent rank is given up")
+    parser.add_argument("--json", type=Path, help="where to write everything measured, after each workload")
+    if parser.parse_args(arguments).quick:
+        parser.set_defaults(**QUICK)
+    options = parser.parse_args(arguments)
+    for system in (*options.systems, *options.versus):
+        if system not in TENSOR_PEERS:
+            parser.error(f"{system} is not a system; systems are {', '.join(TENSOR_PEERS)}")
+    return options
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure both workloads; print their tables and the aims, and write the file."""
+    options = parse_options(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    content: dict[str, Any] = {"machine": machine(), "arguments": arguments, "results": []}
+    console.print(", ".join(f"{key} {value}" for key, value in content["machine"].items()), highlight=False)
+    for micro_size, seq_len in (LARGE, SMALL):
+        workload = TensorWorkload("12 x 512", options.dtype, seq_len, micro_size)
+        num_steps = options.steps * (10 if (micro_size, seq_len) == SMALL else 1)
+        turns = argparse.Namespace(**{**vars(options), "steps": num_steps})
+        records = measure(workload, options.systems, turns, console)
+        console.print(results_table(workload, records, options.versus))
+        for line in aim_lines(workload, records):
+            console.print(line, highlight=False)
+        for record in records.values():
+            if record.failure is not None:
+                console.print(f"{record.system} failed: {record.failure}", highlight=False, markup=False)
+        rows = [dataclasses.asdict(record) | summarize(record, records, options.versus) for record in records.values()]
+        content["results"].append({"workload": dataclasses.asdict(workload), "systems": rows})
+        if options.json:
+            options.json.write_text(json.dumps(content, indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
