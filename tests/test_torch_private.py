@@ -26,6 +26,7 @@ from shardwise._torch_private import (
     set_data,
     set_unsharded_storage,
     uncompiled,
+    unseen_by_op_modes,
     version,
     wrapper_like,
     written_tensors,
@@ -54,6 +55,23 @@ def test_in_backward_is_false_again_after_a_backward_that_failed() -> None:
     with pytest.raises(ZeroDivisionError):
         x.sum().backward()
     assert not in_backward()
+
+
+def test_ops_inside_are_shown_to_no_op_mode() -> None:
+    shown = []
+
+    class Mode(OpMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            shown.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    with Mode():
+        x.exp()
+        with unseen_by_op_modes():
+            x.sin()
+        x.cos()
+    assert shown == ["aten.exp.default", "aten.cos.default"]
 
 
 def test_on_backward_end_runs_once_after_every_gradient() -> None:

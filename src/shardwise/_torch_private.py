@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_in_torch_dispatch_mode
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
@@ -40,6 +40,7 @@ __all__ = [
     "set_data",
     "set_unsharded_storage",
     "uncompiled",
+    "unseen_by_op_modes",
     "version",
     "wrapper_like",
     "written_tensors",
@@ -60,6 +61,14 @@ def in_op_mode() -> bool:
     Such a mode sees no op of compiled code, and under one `torch.compile(fullgraph=True)` refuses to run.
     """
     return is_in_torch_dispatch_mode()
+
+
+def unseen_by_op_modes() -> AbstractContextManager[Any]:
+    """Show the ops inside to no op mode: selective checkpointing refuses a recomputation with ops its forward lacked.
+
+    So what is computed once and kept, but may be computed anew in a recomputation, must be out of its sight.
+    """
+    return _disable_current_modes()
 
 
 def compiler_errors() -> tuple[type[Exception], type[Exception]]:

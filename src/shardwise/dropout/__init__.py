@@ -1,0 +1,32 @@
+"""Keyed dropout: every layout draws the numbers that one process draws for the whole model and batch.
+
+A bit of a mask is a hash of (run seed, step, site, number of the call) and (global sample, index in the unsplit
+tensor), in integers only, so that ranks, devices and dtypes agree. A site is a module: each `nn.Dropout`, and each
+module whose code drops by function, in attention too. They draw so inside `KeyedDraws.at` and in the recomputations of
+such a forward; elsewhere, as when a user calls the model or a copy of it, they drop as torch does.
+
+Some always drop as torch does: compiled blocks, into which the host's part of the key cannot be traced;
+`nn.MultiheadAttention`; attention kernels that are not torch's; dropouts of whole channels. Inside `KeyedDraws.at`
+torch's generators start alike on all ranks that share a micro-batch, so there these agree where no tensor is split.
+
+Half of a tensor, as a second rank holds it, draws as that half of the whole does:
+
+>>> import torch
+>>> from torch import nn
+>>> whole, half, ones = nn.Dropout(0.5), nn.Dropout(0.5), torch.ones(2, 8)
+>>> draws = KeyedDraws(seed=0)
+>>> undo = [*key_dropouts(whole, draws), *key_dropouts(half, draws, {"": Zone(dim=1, index=1, degree=2)})]
+>>> with draws.at(step=0, micro_batch=0, first_sample=0, num_samples=2):
+...     expected = whole(ones)
+>>> draws.forget()
+>>> with draws.at(step=0, micro_batch=0, first_sample=0, num_samples=2):
+...     torch.equal(half(ones[:, 4:]), expected[:, 4:])
+True
+"""
+
+from shardwise.dropout.bits import Zone
+from shardwise.dropout.draws import KeyedDraws
+from shardwise.dropout.find import drops_by_function
+from shardwise.dropout.sites import key_dropouts
+
+__all__ = ["KeyedDraws", "Zone", "drops_by_function", "key_dropouts"]

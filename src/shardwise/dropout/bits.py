@@ -1,0 +1,140 @@
+"""The bits of a mask: hashes of a key and of an element's indices in the unsplit tensor.
+
+All but the last index go into a 64-bit hash for each row; the last meets it in three operations on int32, so that a
+mask costs little more than writing it. Overflow wraps, on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Zone:
+    """Where a rank's part of a split tensor lies.
+
+    Attributes:
+        dim: along which the tensor is split; it may be negative.
+        index: of this rank's part.
+        degree: number of parts, of equal sizes.
+    """
+
+    dim: int
+    index: int
+    degree: int
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples that a forward computes, of all in the step: `num` from number `first` on."""
+
+    first: int
+    num: int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Hashes of the indices of a tensor, whatever is drawn for it.
+
+    Attributes:
+        rows: of all indices but the last, flat; [number of rows], int64.
+        columns: of the last; [columns], int32.
+    """
+
+    rows: Tensor
+    columns: Tensor
+
+
+def grid_of(shape: Sequence[int], zone: Zone | None, samples: Samples, device: torch.device) -> Grid:
+    """Hash the indices of a tensor by its place in the unsplit tensor of the whole batch.
+
+    Args:
+        shape: the first dim is of samples. Where it is a multiple of their number, each has as many rows in a run.
+        zone: None where the tensor is whole.
+        samples: that the forward computes.
+        device: of the tensor.
+    """
+    sizes = list(shape) + [1] * max(0, 2 - len(shape))
+    starts = [0] * len(sizes)
+    num_rows = sizes[0]
+    if zone is not None:
+        dim = zone.dim % max(1, len(shape))
+        starts[dim] = zone.index * sizes[dim]
+        num_rows *= zone.degree if dim == 0 else 1
+    is_per_sample = num_rows % samples.num == 0
+    starts[0] += samples.first * (num_rows // samples.num if is_per_sample else 1)
+    spans = [
+        torch.arange(start + 1, start + size + 1, device=device).mul_(_GOLDEN)
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+    rows = _mix(spans[0])
+    for span in spans[1:-1]:
+        rows = _mix(rows[:, None] + span).reshape(-1)  # [rows so far, size], then flat
+    return Grid(rows, _mix(spans[-1]).view(torch.int32)[1::2].contiguous())
+
+
+def keyed_mask(grid: Grid, key: int, p: float) -> Tensor:
+    """Draw what a dropout keeps, in one op: selective checkpointing asks its policy about each op in Python.
+
+    A row's hash gives an odd factor a and an offset b; an element with the hash e has x = a * e + b and the number
+    x (2 x + 1), a permutation of the 32-bit numbers whose upper bits depend on all of x (Rivest et al. 1998, RC6).
+
+    Args:
+        grid: of the tensor.
+        key: of 63 bits; names the draw.
+        p: the rate; between 0 and 1.
+
+    Returns:
+        [rows, columns] of bools, True with probability 1 - p.
+    """
+    mask: Tensor = torch.ops.shardwise.keyed_mask(grid.rows, grid.columns, key, p)
+    return mask
+
+
+def _keyed_mask(rows: Tensor, columns: Tensor, key: int, p: float) -> Tensor:
+    num_rows, num_columns, device = rows.numel(), columns.numel(), rows.device
+    mixed = (rows ^ key).mul_(_FIRST)
+    halves = mixed.view(torch.int32).view(-1, 2)  # [rows, 2]: the lower and the upper bits
+    lower, upper = halves[:, :1], halves[:, 1:]  # [rows, 1] each
+    lower ^= upper
+    mixed.mul_(_SECOND)
+    lower ^= upper
+    factors = upper | 1  # [rows, 1]
+    threshold = min(round((1.0 - p) * 2.0**32) - 2**31, 2**31 - 1)
+    mask = torch.empty(num_rows, num_columns, dtype=torch.bool, device=device)  # [rows, columns]
+    num_elements = _CHUNK_ELEMENTS if device.type == "cpu" else _DEVICE_CHUNK_ELEMENTS
+    step = max(1, min(num_rows, num_elements // num_columns))
+    space = torch.empty(step, num_columns, dtype=torch.int32, device=device)  # [rows of a chunk, columns]
+    for first in range(0, num_rows, step):
+        here = slice(first, first + step)
+        numbers = space[: num_rows - first]  # [rows of this chunk, columns]
+        torch.mul(columns, factors[here], out=numbers)
+        numbers.add_(lower[here]).addcmul_(numbers, numbers, value=2)
+        torch.lt(numbers, threshold, out=mask[here])
+    return mask
+
+
+_LIBRARY: Final = torch.library.Library("shardwise", "FRAGMENT")
+_LIBRARY.define("keyed_mask(Tensor rows, Tensor columns, int key, float p) -> Tensor")
+_LIBRARY.impl("keyed_mask", _keyed_mask, "CompositeExplicitAutograd")
+
+_CHUNK_ELEMENTS: Final = 1 << 16  # on the CPU: 256 KiB of int32, which stay in the cache of a core
+_DEVICE_CHUNK_ELEMENTS: Final = 1 << 26  # elsewhere: bounds the memory that a mask takes while it is drawn
+# The odd constants of splitmix64 (Steele et al. 2014), as signed numbers.
+_GOLDEN: Final = 0x9E3779B97F4A7C15 - (1 << 64)
+_FIRST: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
+_SECOND: Final = 0x94D049BB133111EB - (1 << 64)
+
+
+def _mix(numbers: Tensor) -> Tensor:
+    """The finaliser of splitmix64 (Steele et al. 2014, figure 17), in place; int64, arithmetic modulo 2^64."""
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        numbers ^= (numbers >> shift) & ((1 << (64 - shift)) - 1)
+        numbers *= factor
+    numbers ^= (numbers >> 31) & ((1 << 33) - 1)
+    return numbers

@@ -1,0 +1,112 @@
+"""Which forward draws: opened by the engine, found again by its recomputations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise._torch_private import unseen_by_op_modes
+from shardwise.dropout.bits import Grid, Samples, Zone, grid_of, keyed_mask
+from shardwise.rng import derive_seed, seeded
+
+
+@dataclass(eq=False)
+class _Forward:
+    """One forward, known until the step ends, since its recomputations draw the same.
+
+    Attributes:
+        step: in which it runs.
+        samples: that it computes.
+        numbers: of the calls of each site, by (site, what torch's generator gave at the call).
+        num_calls: of each site.
+    """
+
+    step: int
+    samples: Samples
+    numbers: dict[tuple[str, int], int] = field(default_factory=dict)
+    num_calls: dict[str, int] = field(default_factory=dict)
+
+    def number(self, site: str) -> int:
+        """Of this call of a site, in the forward and in its recomputation alike."""
+        # A checkpoint puts the CPU's generator back, so a recomputation gets here what its forward got.
+        mark = (site, int(torch.randint(2**62, (), device="cpu").item()))
+        if mark not in self.numbers:
+            self.numbers[mark] = self.num_calls.get(site, 0)
+            self.num_calls[site] = self.numbers[mark] + 1
+        return self.numbers[mark]
+
+
+class KeyedDraws:
+    """The keyed numbers of one run.
+
+    A forward's context is over when its recomputation runs, perhaps behind other forwards and on another thread. It is
+    found by the seed of torch's generator, whose state each checkpoint saves and restores.
+
+    Args:
+        seed: of the run.
+        device: of the model; its generator is seeded together with the CPU's.
+    """
+
+    def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
+        self._seed = seed
+        self._device = torch.device(device)
+        self._forwards: dict[int, _Forward] = {}
+        # Sites of one shape share their grids; those of one forward at a time are kept.
+        self._grids: dict[Any, Grid] = {}
+        self._has_grids: _Forward | None = None
+
+    @contextmanager
+    def at(self, step: int, micro_batch: int, first_sample: int, num_samples: int) -> Iterator[None]:
+        """Inside the context a forward draws keyed numbers; torch's generators are as before when it ends.
+
+        Args:
+            step: whose gradients the forward belongs to.
+            micro_batch: the number of the forward in its step; it moves no keyed draw.
+            first_sample: the number of its first sample among the step's, over data ranks and micro-batches.
+            num_samples: of this forward. Where a tensor's first dim is a multiple of it, each sample has as many rows.
+        """
+        seed = derive_seed(self._seed, "forward", step, micro_batch, first_sample, num_samples)
+        # The same forward once more draws the same, and recomputations of both find their calls.
+        self._forwards.setdefault(seed, _Forward(step, Samples(first_sample, num_samples)))
+        with seeded(seed, self._device):
+            yield
+
+    def forget(self) -> None:
+        """The step has ended: none of its forwards will be recomputed."""
+        self._forwards.clear()
+        self._grids.clear()
+        self._has_grids = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a forward of this run's runs or is recomputed."""
+        return bool(self._forwards) and torch.initial_seed() in self._forwards
+
+    def mask(self, site: str, shape: Sequence[int], p: float, zone: Zone | None, device: torch.device) -> Tensor:
+        """What a site keeps of a tensor in the open forward; each call draws the next.
+
+        Args:
+            site: the name of the module that drops.
+            shape: of the tensor; none of its sizes is 0.
+            p: the rate; between 0 and 1.
+            zone: of the tensor, None where it is whole.
+            device: of the tensor.
+
+        Returns:
+            bools of the shape.
+        """
+        forward = self._forwards[torch.initial_seed()]
+        key = derive_seed(self._seed, "dropout", forward.step, site, forward.number(site))
+        if self._has_grids is not forward:
+            self._grids.clear()
+            self._has_grids = forward
+        place = (tuple(shape), zone, device)
+        if place not in self._grids:
+            with unseen_by_op_modes():
+                self._grids[place] = grid_of(shape, zone, forward.samples, device)
+        return keyed_mask(self._grids[place], key, p).view(shape)

@@ -1,0 +1,64 @@
+"""Finds the modules that call a dropout by function, by reading their code: torch has no list of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any, Final
+
+from torch import nn
+
+DROPOUT_MODULES: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+
+
+def drops_by_function(module: nn.Module) -> bool:
+    """Whether a module's own code calls a dropout, or attention with dropout, that is no module of its own.
+
+    It does if its forward, or what that calls of its class and its file, speaks of something with "dropout" or
+    "scaled_dot_product_attention" in its name that is not one of its own dropout modules, or passes on an argument of
+    such a name. One named too many costs about a microsecond for each call of torch in it. One that calls a dropout
+    under another name is not seen, and drops as torch does.
+    """
+    own = {name for name, child in module.named_children() if isinstance(child, DROPOUT_MODULES)}
+    return any(_speaks_of_dropout(code, own) for code in _reachable(type(module)))
+
+
+def rate_names(kind: type[nn.Module]) -> tuple[str, ...]:
+    """The names that a class's code reads and that may be of its rates of dropout."""
+    names = {name for code in _reachable(kind) for name in code.co_names}
+    return tuple(
+        sorted(each for each in names if each == "p" or any(part in each for part in ("drop", "prob", "rate")))
+    )
+
+
+def _speaks_of_dropout(code: CodeType, own: set[str]) -> bool:
+    # The names of the arguments of a call are a constant of its code.
+    tuples = [constant for constant in code.co_consts if isinstance(constant, tuple)]
+    arguments = [each for constant in tuples for each in constant if isinstance(each, str)]
+    is_function = "functional" in code.co_names or "F" in code.co_names
+    names = [name for name in code.co_names if is_function or name not in own]
+    return any("dropout" in name or "scaled_dot_product_attention" in name for name in names + arguments)
+
+
+def _reachable(kind: type[nn.Module]) -> Iterator[CodeType]:
+    """The code of a class's forward and of what it calls of its class and its file; none of torch's."""
+    owners = [each for each in kind.__mro__ if not each.__module__.startswith("torch.") and each is not object]
+    pending: list[Any] = [vars(owner).get("forward") for owner in owners]
+    seen: set[CodeType] = set()
+    while pending:
+        each = pending.pop()
+        found = None if each is None else inspect.unwrap(getattr(each, "__func__", each))
+        if not isinstance(found, FunctionType) or found.__code__ in seen:
+            continue
+        parts = [found.__code__]
+        while parts:  # with the functions inside it
+            code = parts.pop()
+            seen.add(code)
+            yield code
+            parts += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+            for name in code.co_names:
+                pending += [vars(owner).get(name) for owner in owners]
+                called = found.__globals__.get(name)
+                if isinstance(called, FunctionType) and called.__module__ == found.__module__:
+                    pending.append(called)

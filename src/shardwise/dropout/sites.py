@@ -1,0 +1,158 @@
+"""The modules that draw: which they are, and what they wear to do so."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise._torch_private import NO_VALUE_ERRORS
+from shardwise.dropout.bits import Zone
+from shardwise.dropout.draws import KeyedDraws
+from shardwise.dropout.find import DROPOUT_MODULES, drops_by_function, rate_names
+from shardwise.dropout.functions import KeyedFunctions
+from shardwise.hooks import swap_class
+
+Undo = Callable[[], Any]
+
+
+def key_dropouts(model: nn.Module, draws: KeyedDraws, zones: Mapping[str, Zone] | None = None) -> list[Undo]:
+    """Have a model's dropouts draw keyed numbers.
+
+    To be called before forwards are wrapped for recomputation or compilation: what is done here belongs inside.
+
+    Args:
+        model: its modules' names are the sites' names, so they must be those of the whole model.
+        draws: of the run.
+        zones: by name: a dropout module on split tensors, or a module that drops split tensors by function.
+
+    Returns:
+        what takes it back; to be called in reverse order.
+    """
+    zones = zones or {}
+    undo: list[Undo] = []
+    kinds: dict[type[nn.Module], type[nn.Module]] = {}  # shared: blocks of one class share their compiled code
+    for name, module in model.named_modules():
+        own = type(module)
+        is_plain = own.forward is nn.Dropout.forward
+        if not is_plain and name not in zones and not drops_by_function(module):
+            continue
+        if own not in kinds:
+            kinds[own] = _keyed_module(own) if is_plain else _keyed_functions(own)
+        rates = () if is_plain else rate_names(own)
+        module.__dict__[_SITE] = _Site(weakref.ref(module), name, draws, zones.get(name), rates)
+        undo.append(functools.partial(module.__dict__.pop, _SITE, None))
+        undo.append(swap_class(module, kinds[own]))
+    return undo
+
+
+@dataclass(frozen=True)
+class _Site:
+    """What one module draws by. A copy of the module has it too, but it is not the copy's: that drops as torch does.
+
+    Attributes:
+        module: whose it is.
+        name: of the module, fully qualified.
+        draws: of the run.
+        zone: of its tensors, None where they are whole.
+        rates: names that may be of its rates, on it or on its config, if it drops by function.
+    """
+
+    module: weakref.ref[nn.Module]
+    name: str
+    draws: KeyedDraws
+    zone: Zone | None
+    rates: tuple[str, ...]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all the rates that are known are 0, as in most decoders: its functions need not be replaced."""
+        module = self.module()
+        owners = (module, getattr(module, "config", None))
+        found = [getattr(owner, name, None) for owner in owners for name in self.rates]
+        known = [each.p if isinstance(each, DROPOUT_MODULES) else each for each in found]
+        numbers = [each for each in known if isinstance(each, int | float)]
+        return bool(numbers) and not any(numbers)
+
+    def drop(self, values: Tensor, p: float, inplace: bool = False) -> Tensor:
+        """Dropout as torch's, with keyed numbers."""
+        if not 0.0 < p < 1.0 or values.numel() == 0:
+            return F.dropout(values, p, True, inplace)
+        try:
+            mask = self.draws.mask(self.name, values.shape, p, self.zone, values.device)
+        except NO_VALUE_ERRORS:  # fake tensors
+            return F.dropout(values, p, True, inplace)
+        scale = 1.0 / (1.0 - p)
+        if inplace:
+            return values.mul_(mask.to(values.dtype).mul_(scale))
+        dropped: Tensor = _Masked.apply(values, mask, scale)
+        return dropped
+
+
+_SITE: Final = "_shardwise_dropout_site"
+
+
+def _open_site(module: nn.Module) -> _Site | None:
+    """By what a module is to draw; None where it is to drop as torch does."""
+    site: _Site | None = module.__dict__.get(_SITE)
+    is_drawing = site is not None and module.training and site.draws.is_open and site.module() is module
+    return site if is_drawing else None
+
+
+def _keyed_module(own: type[nn.Module]) -> type[nn.Module]:
+    """A dropout module's class, but drawing by its site."""
+
+    @functools.wraps(own.forward)
+    def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
+        if torch.compiler.is_compiling() or (site := _open_site(self)) is None:
+            result: Tensor = own.forward(self, input)
+            return result
+        return site.drop(input, self.p, self.inplace)
+
+    return _subclass(own, forward)
+
+
+def _keyed_functions(own: type[nn.Module]) -> type[nn.Module]:
+    """A module's class, but the dropouts that its forward calls by function draw by its site."""
+
+    @functools.wraps(own.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or (site := _open_site(self)) is None or site.is_idle:
+            return own.forward(self, *args, **kwargs)
+        with KeyedFunctions(site.drop):
+            return own.forward(self, *args, **kwargs)
+
+    return _subclass(own, forward)
+
+
+def _subclass(own: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+    names = {"forward": forward, "__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    return type(own.__name__, (own,), names)
+
+
+class _Masked(torch.autograd.Function):
+    """values * mask * scale, which keeps nothing but the mask: one byte an element."""
+
+    @staticmethod
+    def forward(values: Tensor, mask: Tensor, scale: float) -> Tensor:
+        masked: Tensor = torch.ops.aten.native_dropout_backward(values, mask, scale)
+        return masked
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+        _, mask, ctx.scale = inputs
+        ctx.save_for_backward(mask)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        return _Masked.apply(gradients[0], mask, ctx.scale), None, None
