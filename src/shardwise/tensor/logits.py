@@ -234,7 +234,9 @@ def _deferred(
     """What an operation gives without computing the logits, or NotImplemented."""
     if func is F.cross_entropy:
         return _cross_entropy(source, *args, **kwargs)
-    if name == "requires_grad":
+    if func in _GRAD:
+        return None
+    if func in _REQUIRES_GRAD:
         return source.is_recorded
     if name == "is_leaf":
         return not source.is_recorded
@@ -297,7 +299,7 @@ def _name(func: Any) -> str:
 # What may be asked without a source: the wrapper knows it.
 _READABLE: Final = frozenset(
     {
-        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "grad")),
+        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
         *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized")),
         *(
             getattr(Tensor, name)
@@ -307,6 +309,9 @@ _READABLE: Final = frozenset(
         *(torch.is_floating_point, torch.is_complex, torch.numel),
     }
 )
+# Getters: the setters have the same names.
+_GRAD: Final = frozenset({getattr(Tensor, "grad").__get__})  # noqa: B009  # to mypy it is no property
+_REQUIRES_GRAD: Final = frozenset({getattr(Tensor, "requires_grad").__get__})  # noqa: B009
 # After these, besides those with a trailing underscore, a cross entropy must see what was done.
 _FOR_GOOD: Final = frozenset(
     {
