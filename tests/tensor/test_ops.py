@@ -17,6 +17,7 @@ from shardwise.comm import Comm
 from shardwise.pool import BufferPool
 from shardwise.simulation import SimulatedLinks
 from shardwise.streams import Streams
+from shardwise.tensor import collectives
 from shardwise.tensor.ops import TensorOps
 
 Pair = Callable[[TensorOps, Tensor], Tensor]
@@ -136,6 +137,30 @@ def use_twice(rank: int, world_size: int) -> list[str]:
 
 def test_siblings_gather_once(ranks: WorkerPool) -> None:
     assert ranks(2).run(use_twice)[0] == ["all_gather", "all_gather", "reduce_scatter"]
+
+
+def change_in_place(rank: int, world_size: int) -> list[bool]:
+    """What has changed since it entered, or was gathered, is another tensor."""
+    ops = TensorOps(make_comm())
+    results = []
+    for is_sequence in (False, True):
+        x = torch.randn(1, 2, 4, dtype=torch.float64) * 1
+        source = x.clone().requires_grad_()
+        weight = torch.randn(3, 4, dtype=torch.float64).requires_grad_()
+        entered = ops.gather_sequence(source * 1, "t") if is_sequence else source * 1
+        frozen = ops.column(entered if is_sequence else ops.enter(entered, "t"), weight.detach(), None)
+        entered.mul_(source.detach().mean())
+        y = ops.column(entered if is_sequence else ops.enter(entered, "t"), weight, None)
+        y = y.mul_(2).div_(2)  # as of any linear layer
+        (grad,) = torch.autograd.grad(y.sum() + 0 * frozen.sum(), weight)
+        whole = collectives.all_gather(ops.comm, x, 1, "t") if is_sequence else x
+        expected = (whole * x.mean()).sum((0, 1)).expand(3, 4)
+        results.append(torch.allclose(grad, expected, rtol=1e-12, atol=1e-12))
+    return results
+
+
+def test_tensors_changed_in_place_are_seen(ranks: WorkerPool) -> None:
+    assert ranks(2).run(change_in_place) == [[True, True]] * 2
 
 
 def simulated() -> Comm:

@@ -6,6 +6,7 @@ dim; ranks hold equal slices. Over tp=2 of a 2x2 mesh, ranks (0, 1) and (2, 3) t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -35,15 +36,17 @@ def all_gather(comm: Comm, x: Tensor, dim: int, name: str) -> Tensor:
 
 def start_all_gather(comm: Comm, x: Tensor, dim: int, name: str) -> Callable[[], Tensor]:
     """Start `all_gather`; what is returned waits for it and gives the result."""
-    n = comm.world_size
-    gathered = x.new_empty((n, *x.shape))
-    gathered[comm.rank].copy_(x)
+    n, dim = comm.world_size, dim % x.dim()
+    shape = (*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :])
+    # Where nothing lies before the dim, the slices arrive in place; and what autograd gets must not be a view.
+    arrives_in_place = math.prod(x.shape[:dim]) == 1
+    gathered = x.new_empty(shape if arrives_in_place else (n, *x.shape))
+    gathered.view(n, *x.shape)[comm.rank].copy_(x)
     pending = comm.all_gather(gathered.view(-1), name)
-    dim %= x.dim()
 
     def finish() -> Tensor:
         pending.wait()
-        return gathered.movedim(0, dim).reshape(*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :])
+        return gathered if arrives_in_place else gathered.movedim(0, dim).reshape(shape)
 
     return finish
 

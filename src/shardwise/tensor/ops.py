@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from shardwise._torch_private import OpOverload, in_backward, on_backward_end
+from shardwise._torch_private import OpOverload, in_backward, on_backward_end, version
 from shardwise.comm import Comm, Pending
 from shardwise.tensor import collectives
 
@@ -112,9 +112,9 @@ class TensorOps:
         if x.is_leaf or torch.compiler.is_compiling():
             return self._enter(x, name)
         found = x.__dict__.get(_ENTERED)
-        if found is None or found[0] is not self:
-            found = x.__dict__[_ENTERED] = (self, self._enter(x, name))
-        return found[1]
+        if found is None or found.ops is not self or found.version != version(x):
+            found = x.__dict__[_ENTERED] = _Entered(self, self._enter(x, name), version(x))
+        return found.entered
 
     def gather_sequence(self, x: Tensor, name: str) -> Tensor:
         """The whole sequence [b, s, ...] of slices [b, s / tp, ...]; gradients are summed and scattered."""
@@ -122,7 +122,7 @@ class TensorOps:
             return self._gather_sequence(x, name, None)
         again = _Again(self.comm, self._recomputed, name)
         whole = self._gather_sequence(x, name, again)
-        whole.__dict__[_GATHERED] = _Gathered(self, x, again)
+        whole.__dict__[_GATHERED] = _Gathered(self, x, again, version(whole))
         return whole
 
     def split(self, x: Tensor, dim: int, name: str) -> Tensor:
@@ -155,7 +155,7 @@ class TensorOps:
         """
         if not torch.compiler.is_compiling() and torch.is_grad_enabled() and weight.requires_grad:
             gathered = x.__dict__.get(_GATHERED)
-            if gathered is not None and gathered.ops is self:
+            if gathered is not None and gathered.ops is self and gathered.version == version(x):
                 if in_backward():
                     self._recomputed.keep(gathered.x_local, x)
                 return self._column(x, weight, bias, gathered)
@@ -300,16 +300,18 @@ def _column_function(gather_sequence: Callable[..., Tensor]) -> Callable[..., Te
         def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gathered: _Gathered) -> Tensor:
             ctx.save_for_backward(gathered.x_local, weight if ctx.needs_input_grad[0] else None)
             ctx.again = gathered.again
-            return F.linear(x, weight, bias)
+            return F.linear(x, weight, bias).detach()  # not a view, which could not be changed in place
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Any:
             x_local, weight = ctx.saved_tensors
-            is_differentiated = torch.is_grad_enabled()
-            if not is_differentiated:
+            is_differentiated, needs_weight = torch.is_grad_enabled(), ctx.needs_input_grad[1]
+            if needs_weight and not is_differentiated:
                 ctx.again.start(x_local)
             grad_x = grad.matmul(weight) if ctx.needs_input_grad[0] else None
             grad_bias = _rows(grad).sum(0) if ctx.needs_input_grad[2] else None
+            if not needs_weight:
+                return grad_x, None, grad_bias, None
             whole = gather_sequence(x_local, ctx.again.name, None) if is_differentiated else ctx.again.wait()
             return grad_x, _rows(grad).t().mm(_rows(whole)), grad_bias, None
 
@@ -409,9 +411,19 @@ class _Again:
 
 
 @dataclass(frozen=True, eq=False)
+class _Entered:
+    """What became of a tensor of this version."""
+
+    ops: TensorOps
+    entered: Tensor
+    version: int
+
+
+@dataclass(frozen=True, eq=False)
 class _Gathered:
-    """What a gathered sequence was gathered from."""
+    """What a whole sequence of this version was gathered from."""
 
     ops: TensorOps
     x_local: Tensor
     again: _Again
+    version: int
