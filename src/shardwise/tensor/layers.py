@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from shardwise.config import ConfigError
 from shardwise.hooks import become
+from shardwise.tensor.logits import VocabHead, VocabLogits
 from shardwise.tensor.ops import TensorOps
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "EntryState",
     "ExitState",
     "Head",
+    "HeadState",
     "LinearState",
     "Place",
     "Region",
@@ -83,7 +85,7 @@ class LinearState(State):
         is_transposed: the weight is [in, out].
         gathers_output: of a column.
         splits_input: of a row.
-        order: of the ranks' features in the whole, where `gathers_output` or `splits_input`, or of the vocabulary.
+        order: of the ranks' features in the whole, where `gathers_output` or `splits_input`.
     """
 
     is_in_region: bool = False
@@ -132,8 +134,27 @@ class RowLinear(nn.Module):
         return _described(super().extra_repr(), "row", self._shardwise_linear)
 
 
-class Head(ColumnLinear):
-    """A linear layer to the vocabulary, split by its words; the output holds all of them, without the padding."""
+@dataclass(frozen=True, eq=False)
+class HeadState(State):
+    """Of a head: how its words lie over the ranks."""
+
+    head: VocabHead
+
+
+class Head(nn.Module):
+    """A linear layer to the vocabulary, split by its words; its logits wait for who reads them."""
+
+    weight: Tensor
+    bias: Tensor | None
+    _shardwise_head: HeadState
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:  # [..., in] -> [..., words]
+        (x,) = (*args, *kwargs.values())
+        state = self._shardwise_head
+        return VocabLogits(state.ops.enter(x, state.title), self.weight, self.bias, state.head)
+
+    def extra_repr(self) -> str:
+        return _described(super().extra_repr(), "vocabulary", self._shardwise_head)
 
 
 @dataclass(frozen=True, eq=False)

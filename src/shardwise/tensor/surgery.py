@@ -19,7 +19,9 @@ from shardwise.layout import tensor_plan
 from shardwise.layout.splits import ParamSplit, Part
 from shardwise.layout.tensor_plan import LayerSplit, TensorPlan
 from shardwise.tensor import layers
+from shardwise.tensor.cross_entropy import Vocab
 from shardwise.tensor.layers import Order, Place
+from shardwise.tensor.logits import VocabHead
 from shardwise.tensor.ops import TensorOps
 
 Undo = Callable[[], None]
@@ -79,17 +81,18 @@ class _Surgeon:
             self._split_embedding(module, layer, split)
             return
         _check_linear(module, layer)
-        kinds = {"column": layers.ColumnLinear, "row": layers.RowLinear, "head": layers.Head}
-        gathers_output = layer.gathers_output or layer.style == "head"
+        if layer.style == "head":
+            self._split_head(module, layer, split)
+            return
         state = layers.LinearState(
             self.ops,
             layer.module,
             is_in_region=_is_within(layer.module, (region.module for region in self.plan.regions)),
             is_sequence=_is_within(layer.module, self.sequence_modules),
             is_transposed=layer.is_transposed,
-            gathers_output=gathers_output,
+            gathers_output=layer.gathers_output,
             splits_input=layer.splits_input,
-            order=_order(layer.parts, self.ops.comm.world_size) if gathers_output or layer.splits_input else (),
+            order=_order(layer.parts, self.ops.comm.world_size) if layer.gathers_output or layer.splits_input else (),
         )
         if layer.splits_input and any(part.num_sharers(split.degree) > 1 or part.is_padded for part in layer.parts):
             raise ConfigError(
@@ -98,8 +101,15 @@ class _Surgeon:
             )
         out_size, in_size = split.local_shape[::-1] if layer.is_transposed else split.local_shape
         names = {"nf": out_size, "nx": in_size} if layer.is_transposed else {}
-        self._wear(module, kinds[layer.style], "_shardwise_linear", state)
+        kind = layers.ColumnLinear if layer.style == "column" else layers.RowLinear
+        self._wear(module, kind, "_shardwise_linear", state)
         self._resize(module, {"out_features": out_size, "in_features": in_size, **names})
+
+    def _split_head(self, module: nn.Module, layer: LayerSplit, split: ParamSplit) -> None:
+        vocab = Vocab(split.global_shape[0], self.ops.comm)
+        state = layers.HeadState(self.ops, layer.module, VocabHead(vocab, layer.module))
+        self._wear(module, layers.Head, "_shardwise_head", state)
+        self._resize(module, {"out_features": split.local_shape[0]})
 
     def _split_embedding(self, module: nn.Module, layer: LayerSplit, split: ParamSplit) -> None:
         if not isinstance(module, nn.Embedding):
