@@ -30,6 +30,7 @@ __all__ = [
     "fake_tensors",
     "in_backward",
     "in_op_mode",
+    "named_arguments",
     "num_recorded",
     "on_backward_end",
     "parameter_class",
@@ -127,6 +128,14 @@ def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def named_arguments(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an op by their names in its schema, those at their defaults too."""
+    return {
+        argument.name: args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
+        for index, argument in enumerate(func._schema.arguments)
+    }
 
 
 def returned(func: OpOverload, written: Sequence[Tensor]) -> Any:

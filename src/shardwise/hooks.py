@@ -266,6 +266,33 @@ def watch_outputs(model: nn.Module, on_output: Callable[[str, list[Tensor]], Non
 
 
 @contextmanager
+def watch_calls(
+    model: nn.Module,
+    before: Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], None],
+    after: Callable[[Any], None],
+) -> Iterator[None]:
+    """Inside the context, report every call of every module: its name, itself and its arguments; then its output.
+
+    `after` follows where the forward raises too, with None.
+    """
+
+    def watch(name: str, module: nn.Module) -> list[RemovableHandle]:
+        return [
+            module.register_forward_pre_hook(
+                lambda called, args, kwargs: before(name, called, args, kwargs), with_kwargs=True
+            ),
+            module.register_forward_hook(lambda called, args, output: after(output), always_call=True),
+        ]
+
+    handles = [handle for name, module in model.named_modules() for handle in watch(name, module)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
 def watch_registrations(
     on_parameter: Callable[[nn.Parameter], None], on_buffer: Callable[[Tensor], Tensor]
 ) -> Iterator[None]:

@@ -1,0 +1,337 @@
+"""A plan for a model that nobody has written one for, found by tracing it once without memory.
+
+What cannot be shown to be right is left whole: a set of layers is split only where every path from its columns ends in
+its rows, and where a rehearsal of one rank's forward makes of every tensor that rank's share. The plan's notes say
+what is split, and why the rest is not.
+
+>>> model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+>>> plan = propose_plan(model, torch.zeros(2, 8), tp=2)
+>>> print(describe(plan))
+0 by 32 features -> 2
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from shardwise.config import ConfigError
+from shardwise.layout.splits import Part
+from shardwise.layout.tensor_plan import LayerSplit, Region, TensorPlan
+from shardwise.tensor.trace import Call, Op, Trace, is_linear, is_transposed, record
+from shardwise.tensor.units import Analysis, LayerSet
+
+Attributes = tuple[tuple[str, str, int], ...]
+
+MAX_REHEARSALS: Final = 64  # of one kind of layers, to find the attributes from which its code takes sizes
+
+
+def propose_plan(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
+    """Find out how a model can be split over `tp` ranks, by running its forward once on tensors without memory.
+
+    Args:
+        model: of any device; neither it nor its values are touched.
+        batch: an example of what the model is called with: a dict gives keyword arguments, a tuple or list positional
+            ones, anything else is the one argument. Of tensors only shapes and dtypes matter.
+        tp: ranks of the tensor-parallel group.
+
+    Raises:
+        ConfigError: the model decides on the values of tensors, or nothing in it can be split.
+    """
+    if tp < 1:
+        raise ConfigError(f"tp={tp} is no number of ranks; give 1 or more")
+    with torch.device("cpu"):  # whatever the caller's default is, such as meta
+        return _propose(model, batch, tp)
+
+
+def _propose(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
+    trace = record(model, batch)
+    tables = _Tables(model, trace)
+    vocabulary, vocabulary_notes = _vocabulary(model, tables, tp)
+    heads = {split.module for split in vocabulary}
+    sizes = {name: tables.sizes[name] for name in tables.followable() if name not in heads}
+    analysis = Analysis(trace, sizes, tp)
+    sets, attributes, dropped = _rehearsed(model, batch, analysis)
+    left = [(name, dropped.get(each.columns, each.why_not)) for each in analysis.sets for name in each.columns]
+    layers = [*(split for each in sets for split in _layer_splits(model, each)), *vocabulary]
+    if not layers:
+        reasons = "; ".join(dict.fromkeys(why for _, why in left if why))
+        raise ConfigError(
+            f"nothing in the model can be split over tp={tp} ranks ({reasons or 'it has no linear layers'}); "
+            "give a plan as a table, or set mesh.tp=1"
+        )
+    split = {layer.module for layer in layers}
+    left += [(name, "other code than its own reads its parameters") for name in tables.exposed()]
+    notes = [*_layer_lines(layers), *_left_lines([each for each in left if each[0] not in split and each[1]])]
+    dropouts = [
+        replace(each, is_functional=not isinstance(model.get_submodule(each.module), nn.Dropout))
+        for layer_set in sets
+        for each in layer_set.dropouts
+    ]
+    return TensorPlan(
+        layers=tuple(layers),
+        regions=tuple(region for each in sets for region in _regions(trace, each)),
+        partial=tuple(sorted({name for each in sets for name in each.partial})),
+        attributes=attributes,
+        dropouts=tuple(dict.fromkeys(dropouts)),
+        notes=(*notes, *vocabulary_notes),
+    )
+
+
+def describe(plan: TensorPlan) -> str:
+    """A plan in lines, equal blocks as one."""
+    lines = _layer_lines(plan.layers)
+    lines += [f"{_pattern(name)}.{attribute} = {value}" for name, attribute, value in plan.attributes]
+    lines += [f"{_pattern(name)}: gradients summed over the ranks" for name in plan.partial]
+    lines += [f"{_pattern(each.module)}: dropout drawn as of the whole tensor" for each in plan.dropouts]
+    return "\n".join(dict.fromkeys([*lines, *plan.notes]))
+
+
+class _Tables:
+    """What a model's parameters are used for."""
+
+    def __init__(self, model: nn.Module, trace: Trace) -> None:
+        self.trace = trace
+        self.linears = {name: module for name, module in model.named_modules() if is_linear(module)}
+        self.sizes = {name: _sizes(module) for name, module in self.linears.items()}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.parameters: dict[str, list[str]] = {}  # of a module, by the names in the trace
+        self.owners: dict[str, list[str]] = {}  # of a parameter
+        for name, module in model.named_modules():
+            own = [names[id(each)] for each in module._parameters.values() if each is not None]
+            self.parameters[name] = own
+            for each in own:
+                self.owners.setdefault(each, []).append(name)
+        self.readers: dict[str, list[Op]] = {}  # ops that take a parameter and are not its layer's own
+        for op in trace.ops:
+            for ref in op.inputs:
+                if ref.index in trace.parameters:
+                    self.readers.setdefault(trace.parameters[ref.index], []).append(op)
+        self.runs = [op for op in trace.ops if op.name == "linear"]
+
+    def is_exposed(self, name: str) -> bool:
+        """Whether others own or read a layer's parameters."""
+        return any(self.owners[each] != [name] or each in self.readers for each in self.parameters[name])
+
+    def followable(self) -> Iterator[str]:
+        """Linear layers that run and whose parameters are theirs alone."""
+        ran = {op.module for op in self.runs}
+        return (name for name in self.linears if name in ran and not self.is_exposed(name))
+
+    def exposed(self) -> Iterator[str]:
+        """Linear layers whose parameters others read too."""
+        return (name for name in self.linears if self.is_exposed(name))
+
+
+def _sizes(module: nn.Module) -> tuple[int, int]:
+    weight = module.get_parameter("weight")
+    num_in, num_out = weight.shape if is_transposed(module) else weight.shape[::-1]
+    return num_in, num_out
+
+
+def _vocabulary(model: nn.Module, tables: _Tables, tp: int) -> tuple[list[LayerSplit], list[str]]:
+    """The embeddings of tokens by their rows, and the layer that makes logits of them."""
+    splits: list[LayerSplit] = []
+    notes: list[str] = []
+    tokens = _from_batch(tables.trace)
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding) or module.num_embeddings < max(tp, 2 * module.embedding_dim):
+            continue
+        weight = tables.parameters[name][0] if tables.parameters[name] else ""
+        tied = [each for each in tables.owners.get(weight, ()) if each != name]
+        readers = tables.readers.get(weight, [])
+        is_own = all(op.name == "embedding" and op.module == name for op in readers) and len(readers) > 0
+        is_plain = type(module).forward is nn.Embedding.forward and module.max_norm is None and not module.sparse
+        if not is_own or not is_plain or not all(op.inputs[1].index in tokens for op in readers):
+            continue
+        heads = _heads(tables, tied, module, tp)
+        if {each.module for each in heads} >= set(tied):
+            part = Part(module.num_embeddings, is_padded=True)
+            splits += [LayerSplit(name, "vocab", (part,)), *heads]
+        else:
+            notes.append(f"{_pattern(name)} whole: {', '.join(tied)} uses its weight too")
+    return list(dict.fromkeys(splits)), notes
+
+
+def _heads(tables: _Tables, tied: Sequence[str], embedding: nn.Embedding, tp: int) -> list[LayerSplit]:
+    """The linear layers to the vocabulary: those tied to its embedding, and the last of all if it has its size."""
+    outputs = {ref.index for ref in tables.trace.outputs}
+    part = Part(embedding.num_embeddings, is_padded=True)
+    heads = []
+    for name in dict.fromkeys([*tied, *(op.module for op in tables.runs[-1:])]):
+        runs = [op for op in tables.runs if op.module == name]
+        is_wide = bool(runs) and tables.sizes[name][1] == embedding.num_embeddings
+        if not is_wide or is_transposed(tables.linears[name]):
+            continue
+        # A tied weight is looked at with the embedding; a bias may have other owners, if they never read it.
+        weight, *bias = tables.parameters[name]
+        is_own = name in tied or (tables.owners[weight] == [name] and weight not in tables.readers)
+        others = {each for key in bias for each in tables.owners[key]} & set(tables.linears) - {name}
+        if not is_own or others or any(key in tables.readers for key in bias):
+            continue
+        if all(op.outputs[0].index in outputs for op in runs):
+            heads.append(LayerSplit(name, "head", (part,)))
+        elif embedding.num_embeddings % tp == 0:
+            heads.append(LayerSplit(name, "column", (part,), gathers_output=True))
+    return heads
+
+
+def _from_batch(trace: Trace) -> set[int]:
+    """Tensors that are the batch's own, moved at most."""
+    found = set(trace.batch)
+    for op in trace.ops:
+        if op.name in _MOVES and op.inputs[0].index in found:
+            found.update(ref.index for ref in op.outputs)
+    return found
+
+
+_MOVES: Final = ("view", "slice", "clone", "_to_copy", "alias", "detach", "expand")
+
+
+def _rehearsed(
+    model: nn.Module, batch: Any, analysis: Analysis
+) -> tuple[list[LayerSet], Attributes, dict[tuple[str, ...], str]]:
+    """The sets with which a rank's forward goes right, the attributes it needs, and why the others are dropped."""
+    dropped: dict[tuple[str, ...], str] = {}
+    sets = [each for each in analysis.sets if not each.why_not]
+    if not sets or not analysis.rehearse(model, batch, sets, ()):
+        return sets, (), dropped
+    kinds: dict[tuple[str, ...], list[LayerSet]] = {}
+    for each in sets:
+        kinds.setdefault(tuple(_pattern(name) for name in each.columns), []).append(each)
+    kept: list[tuple[list[LayerSet], Attributes]] = []
+    for kind in kinds.values():
+        wrong = ""
+        for chosen in itertools.islice(_attribute_choices(model, analysis, kind), MAX_REHEARSALS):
+            found = analysis.rehearse(model, batch, kind, chosen)
+            if not found:
+                kept.append((kind, chosen))
+                break
+            wrong = wrong or found
+        else:
+            dropped.update((each.columns, f"on a rank's share, {wrong}") for each in kind)
+    while wrong := _clash(kept, sets) or analysis.rehearse(model, batch, *_together(kept)):
+        dropped.update((each.columns, wrong) for each in kept.pop()[0])
+    return *_together(kept), dropped
+
+
+def _together(kept: Sequence[tuple[list[LayerSet], Attributes]]) -> tuple[list[LayerSet], Attributes]:
+    return [each for kind, _ in kept for each in kind], tuple(each for _, chosen in kept for each in chosen)
+
+
+def _clash(kept: Sequence[tuple[list[LayerSet], Attributes]], sets: Sequence[LayerSet]) -> str:
+    """A parameter that one set uses on its split tensors and a dropped one whole."""
+    chosen = _together(kept)[0]
+    partial = {name for each in chosen for name in each.partial}
+    whole = {name for each in sets if each not in chosen for name in each.partial}
+    return f"{min(partial & whole)} is used elsewhere too" if partial & whole else ""
+
+
+def _attribute_choices(model: nn.Module, analysis: Analysis, kind: Sequence[LayerSet]) -> Iterator[Attributes]:
+    """Sets of integers on the modules in whose forward the layers' outputs are used that may have to be a rank's."""
+    found: dict[tuple[str, str], list[tuple[str, str, int]]] = {}
+    for name, sizes in analysis.split_sizes(kind).items():
+        module = model.get_submodule(name)
+        if is_linear(module):
+            continue
+        for attribute, value in vars(module).items():
+            if type(value) is int and value in sizes and value % analysis.tp == 0:
+                key = (_pattern(name), attribute)
+                found.setdefault(key, []).append((name, attribute, value // analysis.tp))
+    for number in range(len(found) + 1):
+        for chosen in itertools.combinations(found.values(), number):
+            yield tuple(itertools.chain.from_iterable(chosen))
+
+
+def _layer_splits(model: nn.Module, layers: LayerSet) -> Iterator[LayerSplit]:
+    for name in layers.columns:
+        yield LayerSplit(name, "column", layers.parts[name], is_transposed=is_transposed(model.get_submodule(name)))
+    for name in layers.rows:
+        yield LayerSplit(name, "row", layers.parts[name], is_transposed=is_transposed(model.get_submodule(name)))
+
+
+def _regions(trace: Trace, layers: LayerSet) -> Iterator[Region]:
+    """Modules that read an argument through several of the columns alone."""
+    read: dict[tuple[int, ...], list[str]] = {}
+    for name in layers.columns:
+        inputs = [call.arguments for call in trace.calls if call.module == name]
+        read.setdefault(tuple(ref.index for each in inputs for ref in each.values()), []).append(name)
+    for columns in read.values():
+        if len(columns) > 1 and (region := _region(trace, columns)) is not None:
+            yield region
+
+
+def _region(trace: Trace, columns: Sequence[str]) -> Region | None:
+    paths = [name.split(".")[:-1] for name in columns]
+    for depth in range(min(map(len, paths)), 0, -1):
+        name = ".".join(paths[0][:depth])
+        if any(path[:depth] != paths[0][:depth] for path in paths):
+            continue
+        arguments = {_argument(trace, columns, call) for call in trace.calls if call.module == name}
+        if len(arguments) == 1 and (argument := arguments.pop()):
+            return Region(name, (argument,))
+    return None
+
+
+def _argument(trace: Trace, columns: Sequence[str], call: Call) -> str:
+    """The name of the argument that the columns alone read in one call of a module; empty where there is none."""
+    inside = trace.ops[call.start : call.stop]
+    for name, ref in call.arguments.items():
+        readers = {op.module for op in inside if ref in op.inputs}
+        is_once = list(call.arguments.values()).count(ref) == 1 and ref not in call.outputs
+        if readers == set(columns) and is_once:
+            return name
+    return ""
+
+
+def _pattern(name: str) -> str:
+    """A name with its numbers as stars."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _prefix(names: Sequence[str]) -> str:
+    """The module that holds all of them, with a dot behind it; empty where that is the model."""
+    parts = [name.split(".")[:-1] for name in names]
+    common = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
+    return "".join(level[0] + "." for level in common)
+
+
+def _layer_lines(layers: Sequence[LayerSplit]) -> list[str]:
+    """Columns and the rows behind them in a line."""
+    groups: list[list[LayerSplit]] = []
+    for layer in layers:
+        is_next = bool(groups) and (groups[-1][-1].style, layer.style) in _TOGETHER
+        if is_next and not layer.gathers_output:
+            groups[-1].append(layer)
+        else:
+            groups.append([layer])
+    return list(dict.fromkeys(map(_line, groups)))
+
+
+_TOGETHER: Final = (("column", "column"), ("column", "row"), ("row", "row"))
+
+
+def _line(group: Sequence[LayerSplit]) -> str:
+    prefix = _pattern(_prefix([layer.module for layer in group]) + "x")[:-1] if len(group) > 1 else ""
+    columns = [_pattern(layer.module)[len(prefix) :] for layer in group if layer.style != "row"]
+    rows = [_pattern(layer.module)[len(prefix) :] for layer in group if layer.style == "row"]
+    first = group[0]
+    part = first.parts[0]
+    units = f"{part.num_units} heads" if part.num_units else f"{part.size} features"
+    place = f"{prefix[:-1]}: " if prefix else ""
+    if not (columns and rows):
+        what = "columns, output gathered" if first.gathers_output else first.style
+        return f"{place}{', '.join(columns + rows)}: {what} by {units}"
+    return f"{place}{', '.join(columns)} by {units} -> {', '.join(rows)}"
+
+
+def _left_lines(left: Iterable[tuple[str, str]]) -> list[str]:
+    """What is left whole, and why."""
+    lines = [f"{_pattern(name)} whole: {why}" for name, why in left]
+    return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", line) for line in lines))
