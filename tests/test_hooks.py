@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shardwise._torch_private import OpMode
-from shardwise.hooks import hook_gradient, hook_unit, recompute_forward, watch_outputs
+from shardwise.hooks import hook_gradient, hook_unit, recompute_forward, watch_calls, watch_outputs
 
 
 class Log(list[str]):
@@ -430,6 +430,20 @@ def test_outputs_are_watched_inner_modules_first_and_only_inside() -> None:
     assert seen == [("0.0", 1), ("0", 1), ("1", 2), ("", 2)]
     model(torch.ones(3))
     assert len(seen) == 4
+
+
+def test_calls_are_watched_from_their_arguments_to_their_outputs_and_only_inside() -> None:
+    model, x = nn.Sequential(nn.Identity()), torch.ones(3)
+    seen: list[Any] = []
+    with watch_calls(model, lambda name, module, args, kwargs: seen.append((name, module, args)), seen.append):
+        model(x)
+    model(x)
+    assert [each if isinstance(each, tuple) else id(each) for each in seen] == [
+        ("", model, (x,)),
+        ("0", model[0], (x,)),
+        id(x),
+        id(x),
+    ]
 
 
 def run_watched(model: nn.Module, seen: list[tuple[str, int]]) -> None:

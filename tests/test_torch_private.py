@@ -16,6 +16,7 @@ from shardwise._torch_private import (
     fake_tensors,
     in_backward,
     in_op_mode,
+    named_arguments,
     num_recorded,
     on_backward_end,
     parameter_class,
@@ -224,6 +225,11 @@ def test_written_tensors_are_those_an_op_changes_and_maybe_returns() -> None:
         assert [id(each) for each in found] == [id(each) for each in written]
         if found:
             assert returned(func, found) is result
+
+
+def test_arguments_of_an_op_have_names_and_defaults() -> None:
+    x = torch.zeros(2)
+    assert named_arguments(torch.ops.aten.softmax.int, (x,), {"dim": 0}) == {"self": x, "dim": 0, "dtype": None}
 
 
 def test_uncompiled_runs_as_it_is_inside_compiled_code_and_outside() -> None:

@@ -242,7 +242,7 @@ def _attribute_choices(model: nn.Module, analysis: Analysis, kind: Sequence[Laye
             continue
         for attribute, value in vars(module).items():
             if type(value) is int and value in sizes and value % analysis.tp == 0:
-                key = (_pattern(name), attribute)
+                key = (_pattern(f"{name}.{attribute}"), attribute)
                 found.setdefault(key, []).append((name, attribute, value // analysis.tp))
     for number in range(len(found) + 1):
         for chosen in itertools.combinations(found.values(), number):
@@ -291,8 +291,9 @@ def _argument(trace: Trace, columns: Sequence[str], call: Call) -> str:
 
 
 def _pattern(name: str) -> str:
-    """A name with its numbers as stars."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+    """A name with a star for the number of each block that the module lies in."""
+    *blocks, own = name.split(".")
+    return ".".join([*("*" if part.isdigit() else part for part in blocks), own])
 
 
 def _prefix(names: Sequence[str]) -> str:
@@ -306,7 +307,7 @@ def _layer_lines(layers: Sequence[LayerSplit]) -> list[str]:
     """Columns and the rows behind them in a line."""
     groups: list[list[LayerSplit]] = []
     for layer in layers:
-        is_next = bool(groups) and (groups[-1][-1].style, layer.style) in _TOGETHER
+        is_next = bool(groups) and (groups[-1][-1].style, layer.style) in _IN_ONE_LINE
         if is_next and not layer.gathers_output:
             groups[-1].append(layer)
         else:
@@ -314,7 +315,7 @@ def _layer_lines(layers: Sequence[LayerSplit]) -> list[str]:
     return list(dict.fromkeys(map(_line, groups)))
 
 
-_TOGETHER: Final = (("column", "column"), ("column", "row"), ("row", "row"))
+_IN_ONE_LINE: Final = (("column", "column"), ("column", "row"), ("row", "row"))
 
 
 def _line(group: Sequence[LayerSplit]) -> str:

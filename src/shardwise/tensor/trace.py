@@ -2,9 +2,9 @@
 
 A linear layer, a dropout and an attention are one op each, whatever torch makes of them.
 
->>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+>>> model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
 >>> [(op.name, op.module) for op in record(model, torch.zeros(3, 4)).ops]
-[('linear', '0'), ('relu', '1'), ('linear', '2')]
+[('linear', '0'), ('gelu', '1'), ('linear', '2')]
 """
 
 from __future__ import annotations
