@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardwise.simulation import Simulation, simulate
     from shardwise.start import initialize
     from shardwise.tensor.layout import plan_layout
+    from shardwise.tensor.propose import propose_plan
 
 __all__ = [
     "CommError",
@@ -41,6 +42,7 @@ __all__ = [
     "init",
     "initialize",
     "plan_layout",
+    "propose_plan",
     "simulate",
 ]
 
@@ -60,6 +62,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "init": "deferred",
     "initialize": "start",
     "plan_layout": "tensor.layout",
+    "propose_plan": "tensor.propose",
     "simulate": "simulation",
 }
 

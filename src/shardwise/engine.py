@@ -172,7 +172,7 @@ class Engine(EngineStates):
         if tensor is not None:
             self._undo += split_model(self.model, tensor.plan, tp, self.config.tensor, tensor.splits)
         zones = dropout_zones(self.model, tensor, tp.rank) if tensor is not None else {}
-        keyed = key_dropouts(self.model, self._draws, zones)
+        keyed = key_dropouts(self.model, self._draws, zones, must_be_keyed=tensor is not None)
         # Other random operations agree over tensor-parallel ranks too.
         self._draws_numbers = bool(keyed) or tensor is not None
         self._undo += keyed
@@ -339,7 +339,7 @@ class Engine(EngineStates):
         try:
             with self._numbers_for(inputs):
                 output = _call(self.model, inputs)
-            return read_loss(output, batch, self._loss_fn)
+                return read_loss(output, batch, self._loss_fn)
         except BaseException:
             self._driver.abandon_forward()
             raise

@@ -22,7 +22,9 @@ from shardwise.hooks import swap_class
 Undo = Callable[[], Any]
 
 
-def key_dropouts(model: nn.Module, draws: KeyedDraws, zones: Mapping[str, Zone] | None = None) -> list[Undo]:
+def key_dropouts(
+    model: nn.Module, draws: KeyedDraws, zones: Mapping[str, Zone] | None = None, *, must_be_keyed: bool = False
+) -> list[Undo]:
     """Have a model's dropouts draw keyed numbers.
 
     To be called before forwards are wrapped for recomputation or compilation: what is done here belongs inside.
@@ -31,6 +33,8 @@ def key_dropouts(model: nn.Module, draws: KeyedDraws, zones: Mapping[str, Zone] 
         model: its modules' names are the sites' names, so they must be those of the whole model.
         draws: of the run.
         zones: by name: a dropout module on split tensors, or a module that drops split tensors by function.
+        must_be_keyed: ranks share a forward, so one that trains outside of `KeyedDraws.at` is refused, where torch's
+            own dropouts would differ between them.
 
     Returns:
         what takes it back; to be called in reverse order.
@@ -46,7 +50,7 @@ def key_dropouts(model: nn.Module, draws: KeyedDraws, zones: Mapping[str, Zone] 
         if own not in kinds:
             kinds[own] = _keyed_module(own) if is_plain else _keyed_functions(own)
         rates = () if is_plain else rate_names(own)
-        module.__dict__[_SITE] = _Site(weakref.ref(module), name, draws, zones.get(name), rates)
+        module.__dict__[_SITE] = _Site(weakref.ref(module), name, draws, zones.get(name), rates, must_be_keyed)
         undo.append(functools.partial(module.__dict__.pop, _SITE, None))
         undo.append(swap_class(module, kinds[own]))
     return undo
@@ -62,6 +66,7 @@ class _Site:
         draws: of the run.
         zone: of its tensors, None where they are whole.
         rates: names that may be of its rates, on it or on its config, if it drops by function.
+        must_be_keyed: see `key_dropouts`.
     """
 
     module: weakref.ref[nn.Module]
@@ -69,6 +74,7 @@ class _Site:
     draws: KeyedDraws
     zone: Zone | None
     rates: tuple[str, ...]
+    must_be_keyed: bool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -77,6 +83,8 @@ class _Site:
     def is_idle(self) -> bool:
         """Whether all the rates that are known are 0, as in most decoders: its functions need not be replaced."""
         module = self.module()
+        if isinstance(module, nn.Dropout):
+            return module.p == 0
         owners = (module, getattr(module, "config", None))
         found = [getattr(owner, name, None) for owner in owners for name in self.rates]
         known = [each.p if isinstance(each, DROPOUT_MODULES) else each for each in found]
@@ -104,8 +112,16 @@ _SITE: Final = "_shardwise_dropout_site"
 def _open_site(module: nn.Module) -> _Site | None:
     """By what a module is to draw; None where it is to drop as torch does."""
     site: _Site | None = module.__dict__.get(_SITE)
-    is_drawing = site is not None and module.training and site.draws.is_open and site.module() is module
-    return site if is_drawing else None
+    if site is None or not module.training or site.module() is not module:
+        return None
+    if site.draws.is_open:
+        return site
+    if site.must_be_keyed and torch.is_grad_enabled() and not site.is_idle:
+        raise ValueError(
+            f"{site.name or type(module).__name__} drops, and ranks that share a layer must drop alike, which they "
+            "know of the engine's own forwards only; call engine(batch) in place of the model, or model.eval() first"
+        )
+    return None
 
 
 def _keyed_module(own: type[nn.Module]) -> type[nn.Module]:
