@@ -180,6 +180,7 @@ class ShardedOptimizer:
         self.optimizer.state.clear()
         self.pieces.clear()
         self._groups.clear()
+        self._sharing.clear()
 
 
 def _refuse_own_step(sharded: ShardedOptimizer | None) -> None:

@@ -1,0 +1,70 @@
+"""The layout of a split model says which elements of the whole parameters each rank holds: all that a checkpoint needs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from shardwise import Config, ConfigError, build_layout, plan_layout
+from shardwise.layout.layout import Layout
+from shardwise.models import Decoder, DecoderConfig
+
+
+def make_model(**sizes: int) -> Decoder:
+    """With KV heads that ranks share at tp=4, and a vocabulary that does not divide."""
+    shape = {"vocab_size": 13, "num_layers": 2, "hidden_size": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim": 2}
+    return Decoder(DecoderConfig(**{**shape, "ffn_size": 12, "max_seq_len": 8, **sizes}), device="meta")
+
+
+def make_layout(tp: int, num_shards: int, stage: int, sequence_parallel: bool) -> Layout:
+    sections = {"mesh": {"tp": tp}, "tensor": {"sequence_parallel": sequence_parallel}, "zero": {"stage": stage}}
+    return plan_layout(make_model(), Config.from_dict(sections).resolve(tp * num_shards))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("tp", "num_shards"), [(1, 3), (2, 1), (2, 3), (4, 2)])
+def test_shards_of_all_ranks_hold_every_element_as_often_as_ranks_share_it(
+    tp: int, num_shards: int, sequence_parallel: bool
+) -> None:
+    layout = make_layout(tp, num_shards, 3, sequence_parallel)
+    whole = {name: tuple(parameter.shape) for name, parameter in make_model().named_parameters()}
+    held = {name: np.zeros(shape, dtype=int) for name, shape in whole.items()}
+    for group in layout.groups:
+        for tp_index in range(tp):
+            for shard in range(num_shards):
+                for slot in group.slots(*group.shard_range(shard)):
+                    for piece in slot.pieces(tp_index):
+                        index = tuple(map(slice, piece.rect.start, piece.rect.stop))
+                        held[slot.param.name][index] += 1
+    for name, counts in held.items():
+        is_shared_head = tp == 4 and ("key" in name or "value" in name)
+        is_split = any(word in name for word in ("query", "key", "value", "out", "gate", "up", "down", "embed", "head"))
+        expected = 2 if is_shared_head else 1 if is_split else tp
+        assert (counts == expected).all(), name
+
+
+def test_ranks_of_a_group_have_equal_buffers() -> None:
+    layout = make_layout(2, 1, 0, sequence_parallel=False)
+    shapes = {param.name: param.shape for group in layout.groups for param in group.params}
+    assert shapes["embed.weight"] == (7, 8), "13 tokens, padded to 14"
+    assert shapes["blocks.0.attention.query.weight"] == (4, 8)
+    assert shapes["blocks.0.attention.out.weight"] == (8, 4)
+    assert shapes["blocks.0.ffn_norm.weight"] == (8,)
+
+
+def test_a_layout_without_a_plan_is_refused() -> None:
+    config = Config.from_dict({"mesh": {"tp": 2}}).resolve(2)
+    with pytest.raises(ConfigError, match=r"mesh.tp=2 needs a plan of how layers are split; use shardwise.plan_layout"):
+        build_layout(make_model(), config)
+
+
+def test_heads_that_do_not_divide_are_refused_with_the_nearest_that_do() -> None:
+    config = Config.from_dict({"mesh": {"tp": 3}}).resolve(3)
+    with pytest.raises(ConfigError, match=r"tp=3 does not divide num_heads=4; nearest legal: 2, 4"):
+        plan_layout(make_model(), config)
+
+
+def test_without_tensor_parallelism_any_model_has_a_layout() -> None:
+    layout = plan_layout(torch.nn.Linear(3, 2), Config().resolve(1))
+    assert (layout.tensor, layout.numel) == (None, 8)
