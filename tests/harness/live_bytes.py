@@ -19,6 +19,7 @@ scratch).
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,15 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({id(storage): storage.nbytes() for storage in storages}.values())
+
+
+def settled_bytes(live: LiveBytes) -> int:
+    """Live bytes once they stand still: gloo's threads let go of a buffer some time after its wait has returned."""
+    readings = [live.live_bytes()]
+    while len(readings) < 5 or len(set(readings[-5:])) > 1:
+        time.sleep(0.01)
+        readings.append(live.live_bytes())
+    return readings[-1]
 
 
 @dataclass

@@ -181,11 +181,11 @@ def put_together(name: str, split: ParamSplit, locals_: Sequence[Tensor]) -> Ten
     return whole
 
 
-def make_comm() -> Comm:
+def make_comm(pool: BufferPool | None = None) -> Comm:
     """All ranks, as a tensor-parallel group."""
     device = torch.device("cpu")
     links = GroupLinks(dist.group.WORLD, device)  # type: ignore[arg-type]
-    comm = Comm(links, "tp", device, 20.0, Streams(device), BufferPool(device))
+    comm = Comm(links, "tp", device, 20.0, Streams(device), pool or BufferPool(device))
     comm.books.recent = type(comm.books.recent)()  # without a bound
     return comm
 

@@ -11,10 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.live_bytes import LiveBytes, storage_bytes
+from harness.live_bytes import LiveBytes, settled_bytes, storage_bytes
+from harness.pool import WorkerPool
+from harness.split_model import cut, make_comm
+from shardwise.config import TensorConfig
 from shardwise.hooks import run_forward
 from shardwise.layout.activations import LayerShape, activation_bytes_per_layer
-from shardwise.models.decoder import Block, DecoderConfig, rope_tables
+from shardwise.layout.tensor_plan import tensor_layout
+from shardwise.models.decoder import Block, Decoder, DecoderConfig, rope_tables
+from shardwise.pool import BufferPool
+from shardwise.tensor.surgery import split_model
 
 MICRO_SIZE = 2
 HEAD_DIM = 64
@@ -35,7 +41,13 @@ def make_block(num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> tuple[B
     return Block(config, dtype=dtype), LayerShape(**sizes)
 
 
-def kept_bytes(block: nn.Module, run: Callable[..., Tensor], x: Tensor, rope: Tensor) -> int:
+def kept_bytes(
+    block: nn.Module,
+    run: Callable[..., Tensor],
+    x: Tensor,
+    rope: Tensor,
+    read: Callable[[LiveBytes], int] = LiveBytes.live_bytes,
+) -> int:
     """What `run(x, rope)` leaves alive for its backward, `x` included, and parameters, tables and the output not."""
     gc.collect()
     with LiveBytes() as live:
@@ -43,7 +55,7 @@ def kept_bytes(block: nn.Module, run: Callable[..., Tensor], x: Tensor, rope: Te
         before = live.live_bytes()
         live.mark([x])
         output = run(x, rope)  # [B, S / tp or S, E]
-        kept = live.live_bytes() - before - storage_bytes([output])
+        kept = read(live) - before - storage_bytes([output])
         output.sum().backward()
         assert block.get_parameter("attention.out.weight").grad is not None
     return kept
@@ -97,6 +109,53 @@ def test_the_formula_is_exact_in_each_recompute_mode(
     assert kept == activation_bytes_per_layer(
         shape, seq_len=seq_len, micro_size=MICRO_SIZE, element_bytes=dtype.itemsize, recompute=recompute
     )
+
+
+SPLIT_SIZES = {"hidden_size": 448, "num_heads": 8, "num_kv_heads": 2, "head_dim": HEAD_DIM, "ffn_size": 688}
+SPLIT_LENGTH = 256
+MODES = list(itertools.product(DTYPES, ["none", "selective", "full"]))
+
+
+def kept_by_a_split_block(rank: int, world_size: int, is_sequence: bool) -> list[int]:
+    """What a middle block keeps on a rank, in each of `MODES`; the collectives' own buffers are taken out."""
+    return [kept_in_mode(rank, world_size, is_sequence, dtype, mode) for dtype, mode in MODES]
+
+
+def kept_in_mode(rank: int, world_size: int, is_sequence: bool, dtype: torch.dtype, mode: str) -> int:
+    model = Decoder(DecoderConfig(vocab_size=64, num_layers=3, max_seq_len=512, **SPLIT_SIZES), dtype=dtype)
+    layout = tensor_layout(model, model.tensor_plan(world_size), world_size, is_sequence)
+    pool = BufferPool()
+    split_model(model, layout.plan, make_comm(pool), TensorConfig(sequence_parallel=is_sequence), layout.splits)
+    cut(model, layout.splits, rank)
+    block = model.blocks[1]
+
+    def run(x: Tensor, rope: Tensor) -> Tensor:  # [B, S / tp or S, E]
+        output = run_forward(block.forward, mode, (x, rope), {})
+        pool.trim()
+        return output
+
+    _, rope = inputs(dtype, 1, SPLIT_LENGTH)
+    x, _ = inputs(dtype, SPLIT_SIZES["hidden_size"], SPLIT_LENGTH // (world_size if is_sequence else 1))
+    return kept_bytes(block, run, x, rope, settled_bytes)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("is_sequence", [False, True])
+def test_the_formula_is_exact_for_split_blocks(ranks: WorkerPool, num_ranks: int, is_sequence: bool) -> None:
+    """Four ranks share two KV heads."""
+    expected = [
+        activation_bytes_per_layer(
+            LayerShape(**SPLIT_SIZES),
+            seq_len=SPLIT_LENGTH,
+            micro_size=MICRO_SIZE,
+            tp=num_ranks,
+            sequence_parallel=is_sequence,
+            element_bytes=dtype.itemsize,
+            recompute=mode,  # type: ignore[arg-type]
+        )
+        for dtype, mode in MODES
+    ]
+    assert ranks(num_ranks).run(kept_by_a_split_block, is_sequence) == [expected] * num_ranks
 
 
 def korthikanti(s: int, b: int, h: int, t: int, sequence_parallel: bool) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from harness.combinations import cover
-from harness.live_bytes import LiveBytes, storage_bytes
+from harness.live_bytes import LiveBytes, settled_bytes, storage_bytes
 from harness.models import CASES, Transformer, make_batches
 from harness.pool import WorkerPool
 from harness.training import make_config
@@ -57,7 +56,7 @@ def measure(
         with WireBytes() as wire:
             for batch in batches[1][rank]:
                 engine.backward(engine(batch))
-            at_rest_bytes = _settled_bytes(live) - batch_bytes
+            at_rest_bytes = settled_bytes(live) - batch_bytes
             ledger_bytes = sum(engine.memory.snapshot().live_bytes.values())
             scalar_bytes = storage_bytes(_scalars(engine))
             engine.step()
@@ -69,15 +68,6 @@ def measure(
     return Measured(
         engine.layout, num_trainable, at_rest_bytes, ledger_bytes, scalar_bytes, wire_bytes, counted_wire_bytes
     )
-
-
-def _settled_bytes(live: LiveBytes) -> int:
-    """Live bytes once they stand still: gloo's threads let go of a buffer some time after its wait has returned."""
-    readings = [live.live_bytes()]
-    while len(readings) < 5 or len(set(readings[-5:])) > 1:
-        time.sleep(0.01)
-        readings.append(live.live_bytes())
-    return readings[-1]
 
 
 def _scalars(engine: Engine) -> list[torch.Tensor]:

@@ -47,12 +47,13 @@ def activation_bytes_per_layer(
     - without recomputation 4h e, inputs of norms and of the matrices behind them, and (2ad + 2kd + 4f) e + 4a: queries,
       keys, values, the output of attention and its log-sum-exp in fp32; gate, up, the activated gate and the product;
     - with "full" the layer's input, h e;
-    - with "selective" that and the outputs of matrix products and attention: (2ad + 2kd + 2f + 2h) e + 4a, and, where
-      tp > 1, the outputs of collectives.
+    - with "selective" that and the outputs of matrix products and attention: (2ad + 2kd + 2f + 2h) e + 4a.
 
     Over tp ranks, heads and features are split; h too under sequence parallelism (Korthikanti et al. 2022, arXiv
-    2205.05198, equations 1, 2 and 4, less the masks of dropout and with attention as in FlashAttention). KV heads that
-    tp exceeds are shared: a rank then holds one. The fp32 scales of RMSNorm, one a token and norm, are counted.
+    2205.05198, equations 1, 2 and 4, less the masks of dropout and with attention as in FlashAttention). Of the row
+    layers' products only the ranks' sum is kept, and gathered sequences are not: see `shardwise.tensor.ops`. KV heads
+    that tp exceeds are shared: a rank then holds one. The fp32 scales of RMSNorm, one a token and norm, are counted.
+    What collectives themselves need (on gloo up to 8 bytes a feature and token of bf16) is not: the next one uses it.
 
     Args:
         shape: of the layer, over all ranks.
@@ -74,8 +75,5 @@ def activation_bytes_per_layer(
     if recompute == "none":
         scales = 2 * FP32_BYTES * stream / shape.hidden_size
         return seq_len * micro_size * (element_bytes * (4 * stream + attention + 4 * ffn) + log_sum_exp + scales)
-    sums: float = 2 * shape.hidden_size  # what the two row layers give, on each rank for all tokens
-    if tp > 1:
-        gathered = 2 * shape.hidden_size if sequence_parallel else 0
-        sums += 2 * stream + gathered
+    sums = 2 * stream  # what the two row layers give
     return seq_len * micro_size * (element_bytes * (stream + attention + 2 * ffn + sums) + log_sum_exp)
