@@ -291,6 +291,7 @@ def test_wire_bytes_see_backward_custom_ops_coalesced_calls_and_groups(ranks: Wo
         assert custom == [Call("allreduce_", 3, 20)] * 2
         assert coalesced == [Call("allreduce_coalesced_", 3, 28)]
         assert subgroup == [Call("allreduce_", 2, 20)] * (rank < 2)
+        assert [call.ranks for call in (*backward, *subgroup)] == [(0, 1, 2), (0, 1)][: 1 + (rank < 2)]
 
 
 def _issue_gather(rank: int, world_size: int) -> None:

@@ -15,7 +15,7 @@ threads not.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -28,11 +28,12 @@ from harness.live_bytes import call_op, dispatches_itself, tensors_in
 
 @dataclass(frozen=True)
 class Call:
-    """One c10d op: its name, the size of its group, the bytes of the tensor that the ring rules speak of."""
+    """One c10d op: its name, the size of its group, the bytes of the tensor that the ring rules speak of; its ranks."""
 
     name: str
     group_size: int
     tensor_bytes: int
+    ranks: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -113,4 +114,5 @@ def _call(name: str, args: tuple[Any, ...]) -> Call:
         raise NotImplementedError(f"c10d::{name} has no rule here; add which share of it a rank sends")
     group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
     tensors = tensors_in(args[_RULES[name].argument])
-    return Call(name, group.size(), sum(tensor.nbytes for tensor in tensors))
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Call(name, group.size(), sum(tensor.nbytes for tensor in tensors), ranks)
