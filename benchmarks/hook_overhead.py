@@ -61,6 +61,9 @@ class FreeLinks:
     def all_to_all(self, received: Tensor, source: Tensor) -> list[dist.Work]:
         return []
 
+    def exchange(self, received: Tensor, source: Tensor) -> list[dist.Work]:
+        return []
+
     def reduce_scatter(self, out: Tensor, source: Tensor) -> list[dist.Work]:
         return []
 

@@ -3,18 +3,18 @@
 Gradients are summed in fp32 or wider, whatever travels. gloo sums in the dtype on the wire, and moves twice a
 reduce-scatter's bytes; NCCL sums in the dtype on the wire too. So a reduction whose wire is narrower than fp32, and any
 reduction on gloo, is an all-to-all with a local sum; NCCL's native collectives carry the others. gloo's all-gather is
-slower than the same bytes point to point (`benchmarks/primitives.py`), so there it is sends and receives.
+slower than the same bytes point to point (`benchmarks/primitives.py`), so there it is sends and receives; and so is the
+sum of activations of two ranks. NCCL sums activations natively, in their own dtype, as Megatron-LM does.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,106 +24,14 @@ from shardwise.agreement import CallCheck
 from shardwise.comm_books import AbsentError, Call, CommBooks, CommError
 from shardwise.config import Config
 from shardwise.layout.mesh_shape import GRADIENT_AXES, REPLICA_AXES, SHARD_AXES, TENSOR_AXES, MeshShape
+from shardwise.links import Links, Network
 from shardwise.mesh import Mesh
+from shardwise.pending import Pending
 from shardwise.pool import BufferPool
 from shardwise.precision import sum_chunks
 from shardwise.streams import Event, LaneName, Streams
 
 Result = TypeVar("Result")
-
-
-class Pending:
-    """A collective under way; `wait` makes its result usable on the current stream, and may be called again.
-
-    Args:
-        wait: for the collective; None where there is nothing to wait for.
-        then: starts a second collective on what the first has left, and returns that one.
-    """
-
-    def __init__(self, wait: Callable[[], None] | None, then: Callable[[], Pending] | None = None) -> None:
-        self._wait = wait
-        self._then = then
-        self._second: Pending | None = None
-
-    def advance(self) -> None:
-        """Finish the collective that is under way and start the one that follows it, if there is one."""
-        if self._second is not None:
-            self._second.advance()
-            return
-        if self._wait is not None:
-            wait, self._wait = self._wait, None
-            wait()
-        if self._then is not None:
-            then, self._then = self._then, None
-            self._second = then()
-
-    def __del__(self) -> None:
-        """A collective that nobody waits for, as of a dropped engine, must end all the same.
-
-        gloo cancels a receive whose work is dropped, and what the other rank has sent goes to the next one.
-        """
-        if self._wait is not None:
-            with suppress(Exception):
-                self._wait()
-
-    def wait(self) -> None:
-        """Finish all of them."""
-        self.advance()
-        if self._second is not None:
-            self._second.wait()
-
-
-class Links(Protocol):
-    """The ranks of one group, and the raw collectives among them, each starting at once.
-
-    Attributes:
-        rank: of this process in the group.
-        world_size: of the group.
-        waits_on_host: the host waits for the works that a collective returns (gloo); otherwise collectives run in the
-            order of the current stream (NCCL) and there are none.
-        moves_nothing: the other ranks are not there, and tensors have no values.
-    """
-
-    rank: int
-    world_size: int
-    waits_on_host: bool
-    moves_nothing: bool
-
-    def all_gather(self, full: Tensor) -> list[dist.Work]:
-        """Fill `full` [n * s] with every rank's slice."""
-
-    def all_to_all(self, received: Tensor, source: Tensor) -> list[dist.Work]:
-        """Send slice i of `source` [n * s] to rank i, and receive its own into slice i of `received` [n * s]."""
-
-    def reduce_scatter(self, out: Tensor, source: Tensor) -> list[dist.Work]:
-        """Sum `source` [n * s] over the ranks in the dtype on the wire; leave this rank's slice in `out` [s]."""
-
-    def all_reduce(self, buffer: Tensor, op: dist.ReduceOp.RedOpType) -> list[dist.Work]:
-        """Reduce in place, in the dtype on the wire."""
-
-    def broadcast(self, buffer: Tensor) -> list[dist.Work]:
-        """Give every rank what rank 0 of the group holds."""
-
-    def read(self, values: Tensor, known: Sequence[float]) -> list[float]:
-        """The numbers of a reduced vector, on the host; its last ones were `known` to this rank's host before."""
-
-
-class Network(Protocol):
-    """Where an engine's links come from.
-
-    Attributes:
-        rank: of this process in the world.
-        store: where ranks speak to each other beside their collectives; None where there is one process.
-    """
-
-    rank: int
-    store: dist.Store | None
-
-    def links(self, axes: tuple[str, ...], use: str) -> Links:
-        """Links to the ranks that differ from this one along `axes` only; another use never shares a communicator."""
-
-    def close(self) -> None:
-        """Give back what was made."""
 
 
 class MeshNetwork:
@@ -177,6 +85,14 @@ class GroupLinks:
     def all_to_all(self, received: Tensor, source: Tensor) -> list[dist.Work]:
         """Exchange slices of equal length."""
         return self._works(dist.all_to_all_single(received, source, group=self._group, async_op=self.waits_on_host))
+
+    def exchange(self, received: Tensor, source: Tensor) -> list[dist.Work]:
+        """A send and a receive; on gloo only."""
+        other = 1 - self.rank
+        return [
+            *_works(dist.isend(source, group=self._group, group_dst=other)),
+            *_works(dist.irecv(received, group=self._group, group_src=other)),
+        ]
 
     def reduce_scatter(self, out: Tensor, source: Tensor) -> list[dist.Work]:
         """Sum in the dtype on the wire."""
@@ -236,12 +152,17 @@ class Comm:
         self._streams = streams
         self._pool = pool
 
-    def all_gather(self, full: Tensor, name: str) -> Pending:
-        """Fill `full` [n * s] with every rank's slice; this rank's own slice stands in it already."""
+    def all_gather(self, full: Tensor, name: str, lane: LaneName | None = "gather") -> Pending:
+        """Fill `full` [n * s] with every rank's slice; this rank's own slice stands in it already.
+
+        Args:
+            full: of any dtype.
+            name: for counts and messages.
+            lane: where it runs on NCCL; None for the current stream, where nothing is done before it is waited for.
+        """
         call = self._count("all_gather", name, full, passes=1)
-        if self._links.waits_on_host:
-            return self._start(call, lambda: self._links.all_gather(full))
-        return self._enqueue("gather", call, lambda: self._links.all_gather(full))
+        start = partial(self._links.all_gather, full)
+        return self._start(call, start) if self._links.waits_on_host else self._enqueue(lane, call, start)
 
     def reduce_scatter(self, source: Tensor, out: Tensor, *, accumulate: bool, name: str) -> Pending:
         """Sum `source` [n * s] over the ranks and leave this rank's slice in `out` [s].
@@ -268,7 +189,7 @@ class Comm:
         if self.world_size == 1:
             return Pending(None)
         if wire_dtype == buffer.dtype:
-            return self._start_in_place(buffer, dist.ReduceOp.SUM, name)
+            return self._start_in_place(buffer, dist.ReduceOp.SUM, name, "reduce")
         wire = self._pool.acquire(buffer.numel(), wire_dtype)
         wire.copy_(buffer)
         own = self._own_slice(buffer)
@@ -289,35 +210,77 @@ class Comm:
 
     def sum_in_place(self, buffer: Tensor, name: str) -> None:
         """Sum `buffer` [n] over the ranks, carrying its dtype: equal bits on all; on gloo summed in fp32 or wider."""
-        self.start_sum(buffer, name).wait()
+        self.start_sum(buffer, buffer, name, lane=None).wait()
 
-    def start_sum(self, buffer: Tensor, name: str) -> Pending:
-        """As `sum_in_place`, which waits."""
+    def start_sum(self, source: Tensor, out: Tensor, name: str, lane: LaneName | None) -> Pending:
+        """Start to leave in `out` [n] the sum of `source` [n] over the ranks; it sums as `sum_in_place`.
+
+        Args:
+            source: must not change until the collective is waited for.
+            out: of the same dtype; may be `source` itself.
+            name: for counts and messages.
+            lane: as for `all_gather`.
+        """
+        if self.world_size == 2 and self._links.waits_on_host:
+            return self._start_sum_of_two(source, out, name)
+        if out is not source:
+            out.copy_(source)
         if self.world_size == 1:
             return Pending(None)
-        if buffer.dtype.itemsize >= 4 or not self._links.waits_on_host:
-            return self._start_in_place(buffer, dist.ReduceOp.SUM, name)
-        wide = self._pool.acquire(-(-buffer.numel() // self.world_size) * self.world_size, torch.float32)
-        wide[: buffer.numel()].copy_(buffer)
-        wide[buffer.numel() :].zero_()
-        summed = self.all_reduce(wide, buffer.dtype, name)
+        if out.dtype.itemsize >= 4 or not self._links.waits_on_host:
+            return self._start_in_place(out, dist.ReduceOp.SUM, name, lane)
+        wide = self._pool.acquire(-(-out.numel() // self.world_size) * self.world_size, torch.float32)
+        wide[: out.numel()].copy_(out)
+        wide[out.numel() :].zero_()
+        summed = self.all_reduce(wide, out.dtype, name)
 
         def finish() -> None:
             summed.wait()
-            buffer.copy_(wide[: buffer.numel()])
+            out.copy_(wide[: out.numel()])
             self._pool.release(wide)
 
         return Pending(finish)
 
+    def _start_sum_of_two(self, source: Tensor, out: Tensor, name: str) -> Pending:
+        """On gloo, where two ranks are faster so: each sends all it has, as many bytes as in a ring."""
+        call = self._count("all_reduce", name, source, passes=2)
+        is_in_place = out is source
+        received = self._pool.acquire(out.numel(), out.dtype) if is_in_place else out
+
+        def finish() -> None:
+            torch.add(source, received, out=out)  # rounds once, and a + b is b + a
+            if is_in_place:
+                self._pool.release(received)
+
+        return self._start(call, partial(self._links.exchange, received, source), finish)
+
+    def scatter_sum(self, source: Tensor, out: Tensor, name: str, lane: LaneName | None) -> Pending:
+        """Start to leave in `out` [s] this rank's slice of the sum of `source` [n * s]; it sums as `sum_in_place`.
+
+        Args:
+            source: must not change until the collective is waited for.
+            out: of the same dtype, and other storage.
+            name: for counts and messages.
+            lane: as for `all_gather`.
+        """
+        if self._links.waits_on_host and self.world_size != 2:
+            return self.reduce_scatter(source, out, accumulate=False, name=name)
+        call = self._count("reduce_scatter", name, source, passes=1)
+        if not self._links.waits_on_host:
+            return self._enqueue(lane, call, partial(self._links.reduce_scatter, out, source))
+        slices = source.chunk(2)
+        start = partial(self._links.exchange, out, slices[1 - self.rank])
+        return self._start(call, start, partial(out.add_, slices[self.rank]))
+
     def max_in_place(self, buffer: Tensor, name: str) -> None:
         """Leave in `buffer` [n] the element-wise maximum over the ranks."""
         if self.world_size > 1:
-            self._start_in_place(buffer, dist.ReduceOp.MAX, name).wait()
+            self._start_in_place(buffer, dist.ReduceOp.MAX, name, lane=None).wait()
 
-    def _start_in_place(self, buffer: Tensor, op: dist.ReduceOp.RedOpType, name: str) -> Pending:
+    def _start_in_place(self, buffer: Tensor, op: dist.ReduceOp.RedOpType, name: str, lane: LaneName | None) -> Pending:
         call = self._count("all_reduce", name, buffer, passes=2)
         start = partial(self._links.all_reduce, buffer, op)
-        return self._start(call, start) if self._links.waits_on_host else self._enqueue("reduce", call, start)
+        return self._start(call, start) if self._links.waits_on_host else self._enqueue(lane, call, start)
 
     def sum_scalars(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:
         """Sum a small fp64 vector over the ranks and return it on the host.
@@ -381,7 +344,7 @@ class Comm:
         return call
 
     def _start(
-        self, call: Call, start: Callable[[], list[dist.Work]], finish: Callable[[], None] | None = None
+        self, call: Call, start: Callable[[], list[dist.Work]], finish: Callable[[], object] | None = None
     ) -> Pending:
         """Start works that the host waits for (gloo), then `finish` on the calling thread."""
         works = self._guarded(call, start)
@@ -397,13 +360,15 @@ class Comm:
         for work in works:
             work.wait(self._timeout)
 
-    def _enqueue(self, lane: LaneName, call: Call, run: Callable[[], object]) -> Pending:
-        """Enqueue a collective and what follows it on a side stream (NCCL); the host never waits."""
+    def _enqueue(self, lane: LaneName | None, call: Call, run: Callable[[], object]) -> Pending:
+        """Enqueue a collective and what follows it (NCCL); the host never waits."""
         with self._streams.lane(lane):
             self._guarded(call, run)
+            if lane is None and not self.books.is_watched:
+                return Pending(None)
             done = Event.record(self.device)
         self.books.enqueue(call, done)
-        return Pending(done.wait)
+        return Pending(None if lane is None else done.wait)
 
     def _guarded(self, call: Call, run: Callable[[], Result]) -> Result:
         self.books.enter(call)

@@ -167,6 +167,11 @@ class CommBooks:
     check: Callable[[Call], None] | None = None
     explain: Callable[[Call], str | None] | None = None
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody looks for collectives that do not end."""
+        return self.explain is not None
+
     def open_group(self, axis: str, ranks: tuple[int, ...]) -> RankGroup:
         """Book a group of ranks; all of them open their groups in the same order."""
         group = RankGroup(len(self.positions), axis, ranks)
@@ -189,7 +194,7 @@ class CommBooks:
 
     def enqueue(self, call: Call, done: Event) -> None:
         """Book that `call` is on the device and over at `done`."""
-        if self.explain is not None:
+        if self.is_watched:
             self.enqueued.append((call, done))
 
     def enter(self, call: Call) -> None:

@@ -118,6 +118,10 @@ class SimulatedLinks:
         """Leave `received` as it is."""
         return []
 
+    def exchange(self, received: Tensor, source: Tensor) -> list[dist.Work]:
+        """Leave `received` as it is."""
+        return []
+
     def reduce_scatter(self, out: Tensor, source: Tensor) -> list[dist.Work]:
         """Leave `out` as it is."""
         return []

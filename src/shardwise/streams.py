@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-LaneName = Literal["gather", "reduce"]
+LaneName = Literal["gather", "reduce", "tensor"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Event:
 
 
 class Streams:
-    """An engine's side streams: one for gathers, one for reductions; on the CPU none.
+    """An engine's side streams: for gathers, for reductions, and for what runs beside a split layer; on the CPU none.
 
     Args:
         device: of the engine.
@@ -50,16 +50,17 @@ class Streams:
         self.device = device
         self._lanes: dict[str, torch.cuda.Stream] = {}
         if device.type == "cuda" and overlap:
-            # Gathers are on the critical path of the computation, reductions are not.
+            # Reductions alone are not on the critical path of the computation, and nothing shall queue behind them.
             self._lanes = {
                 "gather": torch.cuda.Stream(device, priority=-1),
                 "reduce": torch.cuda.Stream(device),
+                "tensor": torch.cuda.Stream(device, priority=-1),
             }
 
     @contextmanager
-    def lane(self, name: LaneName) -> Iterator[None]:
-        """Enqueue what follows on the named stream, behind all that the current stream holds so far."""
-        stream = self._lanes.get(name)
+    def lane(self, name: LaneName | None) -> Iterator[None]:
+        """Enqueue what follows on the named stream, behind all that the current one holds so far; on that for None."""
+        stream = None if name is None else self._lanes.get(name)
         if stream is None:
             yield
             return

@@ -41,6 +41,7 @@ from torch.nn import functional as F
 
 from shardwise._torch_private import OpOverload, in_backward, on_backward_end, version
 from shardwise.comm import Comm, Pending
+from shardwise.streams import LaneName
 from shardwise.tensor import collectives
 
 # Attributes of tensors: their lifetime is that of what they lead to.
@@ -322,12 +323,19 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+def _lane(chunks: int) -> LaneName | None:
+    """Beside the products of further chunks; there are none where there is one chunk."""
+    return "tensor" if chunks > 1 else None
+
+
 def _sum_product(comm: Comm, x: Tensor, weight: Tensor, out: Tensor, chunks: int, name: str) -> None:
     """Leave in `out` [tokens, out] the sum over the ranks of `x` [tokens, in / tp] times `weight` [out, in / tp]."""
     pending: list[Pending] = []
+    lane = _lane(chunks)
     for rows, out_rows in zip(x.chunk(chunks), out.chunk(chunks), strict=True):
         torch.mm(rows, weight.t(), out=out_rows)
-        pending.append(comm.start_sum(out_rows.view(-1), name))
+        flat = out_rows.view(-1)
+        pending.append(comm.start_sum(flat, flat, name, lane))
     for each in pending:
         each.wait()
 
@@ -342,7 +350,7 @@ def _scattered_product(comm: Comm, x: Tensor, weight: Tensor, chunks: int, name:
     for part in slices.chunk(chunks, dim=2):
         source = F.linear(part, weight).movedim(1, 0).contiguous()  # [tp, b, part, out]
         out = torch.empty_like(source[0])
-        collective = comm.reduce_scatter(source.view(-1), out.view(-1), accumulate=False, name=name)
+        collective = comm.scatter_sum(source.view(-1), out.view(-1), name, _lane(chunks))
         outs.append(out)
         pending.append((collective, source))
     for collective, _ in pending:

@@ -1,0 +1,65 @@
+"""What a `shardwise.comm.Comm` stands on: raw collectives among the ranks of a group, and where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Links(Protocol):
+    """The ranks of one group, and the raw collectives among them, each starting at once.
+
+    Attributes:
+        rank: of this process in the group.
+        world_size: of the group.
+        waits_on_host: the host waits for the works that a collective returns (gloo); otherwise collectives run in the
+            order of the current stream (NCCL) and there are none.
+        moves_nothing: the other ranks are not there, and tensors have no values.
+    """
+
+    rank: int
+    world_size: int
+    waits_on_host: bool
+    moves_nothing: bool
+
+    def all_gather(self, full: Tensor) -> list[dist.Work]:
+        """Fill `full` [n * s] with every rank's slice."""
+
+    def all_to_all(self, received: Tensor, source: Tensor) -> list[dist.Work]:
+        """Send slice i of `source` [n * s] to rank i, and receive its own into slice i of `received` [n * s]."""
+
+    def exchange(self, received: Tensor, source: Tensor) -> list[dist.Work]:
+        """Of two ranks: send `source` [s] to the other, and receive its own into `received` [s]."""
+
+    def reduce_scatter(self, out: Tensor, source: Tensor) -> list[dist.Work]:
+        """Sum `source` [n * s] over the ranks in the dtype on the wire; leave this rank's slice in `out` [s]."""
+
+    def all_reduce(self, buffer: Tensor, op: dist.ReduceOp.RedOpType) -> list[dist.Work]:
+        """Reduce in place, in the dtype on the wire."""
+
+    def broadcast(self, buffer: Tensor) -> list[dist.Work]:
+        """Give every rank what rank 0 of the group holds."""
+
+    def read(self, values: Tensor, known: Sequence[float]) -> list[float]:
+        """The numbers of a reduced vector, on the host; its last ones were `known` to this rank's host before."""
+
+
+class Network(Protocol):
+    """Where an engine's links come from.
+
+    Attributes:
+        rank: of this process in the world.
+        store: where ranks speak to each other beside their collectives; None where there is one process.
+    """
+
+    rank: int
+    store: dist.Store | None
+
+    def links(self, axes: tuple[str, ...], use: str) -> Links:
+        """Links to the ranks that differ from this one along `axes` only; another use never shares a communicator."""
+
+    def close(self) -> None:
+        """Give back what was made."""
