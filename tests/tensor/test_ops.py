@@ -198,3 +198,12 @@ def test_ops_are_taken_back() -> None:
     assert len(names() - before) == 1
     second.close()
     assert names() == before
+
+
+def test_a_graph_of_a_closed_engine_raises() -> None:
+    """An op that is not registered any more would read freed memory."""
+    ops = TensorOps(simulated())
+    y = ops.gather_sequence(torch.ones(1, 2, 4, requires_grad=True), "t")
+    ops.close()
+    with pytest.raises(RuntimeError, match=r"scatter_sequence of an engine that is closed; run backwards before"):
+        y.sum().backward()

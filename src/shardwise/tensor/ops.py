@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from shardwise._torch_private import OpOverload, in_backward, on_backward_end, version
+from shardwise._torch_private import in_backward, on_backward_end, version
 from shardwise.comm import Comm, Pending
 from shardwise.streams import LaneName
 from shardwise.tensor import collectives
@@ -47,6 +47,8 @@ from shardwise.tensor import collectives
 # Attributes of tensors: their lifetime is that of what they lead to.
 _ENTERED: Final = "_shardwise_entered"
 _GATHERED: Final = "_shardwise_gathered"
+
+Op = Callable[..., Tensor]
 
 
 class TensorOps:
@@ -59,8 +61,7 @@ class TensorOps:
 
     def __init__(self, comm: Comm, overlap_chunks: int = 1) -> None:
         self.comm = comm
-        self._library: torch.library.Library | None = torch.library.Library("shardwise", "FRAGMENT")
-        register = _Registry(self._library, comm.is_simulated)
+        register = self._registry = _Registry(comm.is_simulated)
         n = comm.world_size
 
         def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, is_sequence: bool, name: str) -> Tensor:
@@ -163,26 +164,44 @@ class TensorOps:
         return F.linear(x, weight, bias)
 
     def close(self) -> None:
-        """Take the registered ops back; graphs through them cannot be used any more."""
-        self._library = None
+        """Take the registered ops back; graphs through them raise from now on."""
+        self._registry.close()
 
 
-@dataclass(frozen=True, eq=False)
 class _Registry:
-    """Registers ops under names of which no other library alive has one."""
+    """Registers ops under names of which no other library alive has one.
 
-    library: torch.library.Library
-    runs_on_fakes: bool
+    Args:
+        runs_on_fakes: the kernel is also what fake tensors get.
+    """
 
-    def __call__(self, schema: str, kernel: Callable[..., Tensor], shape_only: Callable[..., Tensor]) -> OpOverload:
+    def __init__(self, runs_on_fakes: bool) -> None:
+        self._library: Any = torch.library.Library("shardwise", "FRAGMENT")
+        self.is_open = True
+        self._runs_on_fakes = runs_on_fakes
+
+    def close(self) -> None:
+        """Take the ops back."""
+        self.is_open, self._library = False, None
+
+    def __call__(self, schema: str, kernel: Op, shape_only: Op) -> Op:
         plain, _, signature = schema.partition("(")
-        name = f"{plain}_{id(self.library):x}"
-        self.library.define(f"{name}({signature}")
-        self.library.impl(name, kernel, "CompositeExplicitAutograd")
+        name = f"{plain}_{id(self._library):x}"
+        self._library.define(f"{name}({signature}")
+        self._library.impl(name, kernel, "CompositeExplicitAutograd")
         # A simulated rank's tensors are fake, and its collectives are counted by running them.
-        fake = kernel if self.runs_on_fakes else shape_only
-        torch.library.register_fake(f"shardwise::{name}", fake, lib=self.library)
-        return getattr(torch.ops.shardwise, name).default
+        fake = kernel if self._runs_on_fakes else shape_only
+        torch.library.register_fake(f"shardwise::{name}", fake, lib=self._library)
+        op = getattr(torch.ops.shardwise, name).default
+
+        def call(*args: Any) -> Tensor:
+            # torch does not ask whether an op is still registered: it reads freed memory.
+            if not self.is_open:
+                raise RuntimeError(f"{plain} of an engine that is closed; run backwards before engine.close()")
+            result: Tensor = op(*args)
+            return result
+
+        return call
 
 
 def _scaled(x: Tensor, dim: int, factor: int, divisor: int = 1) -> list[Any]:
@@ -191,7 +210,7 @@ def _scaled(x: Tensor, dim: int, factor: int, divisor: int = 1) -> list[Any]:
     return shape
 
 
-def _sum_pair(all_reduce: OpOverload) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+def _sum_pair(all_reduce: Op) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     class Enter(Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
@@ -215,7 +234,7 @@ def _sum_pair(all_reduce: OpOverload) -> tuple[Callable[..., Tensor], Callable[.
     return Enter.apply, Leave.apply
 
 
-def _sequence_pair(gather: OpOverload, scatter: OpOverload) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+def _sequence_pair(gather: Op, scatter: Op) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     class GatherSequence(Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, name: str, again: _Again | None) -> Tensor:
@@ -241,7 +260,7 @@ def _sequence_pair(gather: OpOverload, scatter: OpOverload) -> tuple[Callable[..
     return GatherSequence.apply, ScatterSequence.apply
 
 
-def _slice_pair(all_gather: OpOverload, comm: Comm) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+def _slice_pair(all_gather: Op, comm: Comm) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     rank, n = comm.rank, comm.world_size
 
     class Split(Function):
@@ -270,7 +289,7 @@ def _slice_pair(all_gather: OpOverload, comm: Comm) -> tuple[Callable[..., Tenso
 
 
 def _row_function(
-    product: OpOverload, enter: Callable[..., Tensor], gather_sequence: Callable[..., Tensor]
+    product: Op, enter: Callable[..., Tensor], gather_sequence: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
     class Row(Function):
         @staticmethod
