@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness import split_model
 from harness.live_bytes import LiveBytes, storage_bytes
 from harness.models import CASES, make_batches
 from harness.pool import WorkerPool
@@ -243,3 +244,38 @@ def test_a_failed_start_leaves_nothing() -> None:
     assert num_hooks(model) == 0
     assert not [name for name, module in model.named_modules() if "forward" in module.__dict__]
     make_engine(2, model).close()
+
+
+def initialize_failing(rank: int, world_size: int, stage: int, failing_rank: int) -> dict[str, Any]:
+    """What is left of the model where one rank's optimizer cannot be made."""
+    model = split_model.build(torch.float32)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    kinds = [type(module) for module in model.modules()]
+
+    def make(groups: Any) -> torch.optim.Optimizer:
+        if rank == failing_rank:
+            raise ZeroDivisionError("no optimizer")
+        return torch.optim.SGD(groups, lr=0.1)
+
+    sections = {"zero": {"stage": stage}, "mesh": {"tp": 2}}
+    try:
+        initialize(model, make_config(1, sections), optimizer=make, plan=split_model.make_plan(2))
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+    return {
+        "message": message,
+        "same": all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters()),
+        "kinds": [type(module) for module in model.modules()] == kinds,
+        "hooks": num_hooks(model),
+    }
+
+
+@pytest.mark.parametrize(("num_ranks", "stage"), [(2, 0), (4, 3)])
+def test_all_ranks_raise_where_one_fails_to_start(ranks: WorkerPool, num_ranks: int, stage: int) -> None:
+    """The others would go on alone, and meet its collectives of taking the model back with those of a forward."""
+    for rank, found in enumerate(ranks(num_ranks).run(initialize_failing, stage, 1)):
+        cause = "ZeroDivisionError: no optimizer"
+        assert found["message"] == (
+            cause if rank == 1 else f"CommError: rank 1 failed in shardwise.initialize: {cause}"
+        )
+        assert (found["same"], found["kinds"], found["hooks"]) == (True, True, 0)

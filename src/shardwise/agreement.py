@@ -1,8 +1,9 @@
 """Ranks compare through the store, without a tensor, what they must do or hold alike.
 
-Once for each engine: the model and the config (`agree_on_setup`). In the debug mode `run.check_collectives`: every
-collective, before it starts (`CallCheck`). A rank gives its note, the first rank of the group judges all of them, and
-every rank gets the verdict: so the traffic grows with the ranks, not with their square.
+Once for each engine: the model and the config (`agree_on_setup`), and whether it stands (`all_or_none`). In the debug
+mode `run.check_collectives`: every collective, before it starts (`CallCheck`). A rank gives its note, the first rank of
+the group judges all of them, and every rank gets the verdict: so the traffic grows with the ranks, not with their
+square.
 
 >>> first, other = Setup({}, {"up": {"of shape": "(13, 8)"}}), Setup({}, {"up": {"of shape": "(13, 7)"}})
 >>> first.difference(other)
@@ -16,7 +17,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Final, Self
 
@@ -240,6 +242,41 @@ def agree_on_setup(store: dist.Store | None, rank: int, setup: Setup, timeout_s:
             raise ConfigError(meeting.verdict("setup in full", setup.to_json(), _judge_setups, "its description"))
     except AbsentError as error:
         raise CommError(f"{error}; see its log, or allow more time with run.timeout_s") from None
+
+
+@contextmanager
+def all_or_none(store: dist.Store | None, rank: int, timeout_s: float) -> Iterator[None]:
+    """Inside the context each rank works for itself; behind it all go on, or all raise.
+
+    Args:
+        store: of the engine; None where there is one rank.
+        rank: of this process.
+        timeout_s: for all ranks to come.
+
+    Raises:
+        CommError: another rank has failed, or not all have come in time; a rank that failed raises its own error.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    if store is not None:
+        meeting = Meeting(store, tuple(range(dist.get_world_size())), rank, timeout_s)
+        note = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        try:
+            text = meeting.verdict("start", note, _judge_failures, "the end of shardwise.initialize")
+        except AbsentError as error:
+            text = str(error)
+        if text and failure is None:
+            raise CommError(text)
+    if failure is not None:
+        raise failure
+
+
+def _judge_failures(notes: Mapping[int, str]) -> str:
+    failed = [rank for rank, note in sorted(notes.items()) if note]
+    return f"{listed(failed)} failed in shardwise.initialize: {notes[failed[0]]}" if failed else ""
 
 
 def _judge_digests(notes: Mapping[int, str]) -> str:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from shardwise._engine_states import EngineStates
 from shardwise._torch_private import pytree
+from shardwise.agreement import all_or_none
 from shardwise.comm import Network, connect
 from shardwise.config import Config, ConfigError, SchedulerConfig
 from shardwise.deferred import ValueSource
@@ -147,15 +148,16 @@ class Engine(EngineStates):
         self._driver.before_model = weakref.WeakMethod(self._before_model)
         values.close()
         try:
-            self._alter_modules()
-            self._sharded = ShardedOptimizer(
-                self._driver.groups, named_groups, self._optimizer_plan.factory, self.memory, self._comms.tensor
-            )
+            with all_or_none(network.store, network.rank, config.run.timeout_s):
+                self._alter_modules()
+                self._sharded = ShardedOptimizer(
+                    self._driver.groups, named_groups, self._optimizer_plan.factory, self.memory, self._comms.tensor
+                )
+                self.optimizer = self._sharded.optimizer
+                self.scheduler = scheduler or self._own_scheduler(is_given=isinstance(optimizer, Optimizer))
         except Exception:
             self.close()
             raise
-        self.optimizer = self._sharded.optimizer
-        self.scheduler = scheduler or self._own_scheduler(is_given=isinstance(optimizer, Optimizer))
         self._scaler = LossScaler(config.precision)
         self._books = LossBooks(self._comms)
         self._loss_fn = loss_fn
@@ -311,14 +313,16 @@ class Engine(EngineStates):
             return
         self._is_closed = True
         self.reload_states()
-        self._driver.close()
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-        self._pool.trim()
-        if self._watchdog is not None:
-            self._watchdog.close()
-        self._network.close()
+        try:
+            self._driver.close()
+        finally:  # where other ranks do not come, this one still gives back what is its own
+            for undo in reversed(self._undo):
+                undo()
+            self._undo.clear()
+            self._pool.trim()
+            if self._watchdog is not None:
+                self._watchdog.close()
+            self._network.close()
 
     def __enter__(self) -> Self:
         return self
