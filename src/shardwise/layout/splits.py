@@ -92,6 +92,27 @@ def check_divides(degree: int, number: int, what: str) -> None:
         )
 
 
+def check_length(length: int, degree: int, key: str, cure: str) -> None:
+    """Refuse a sequence that `degree` ranks cannot hold equal parts of.
+
+    Args:
+        length: of the sequence.
+        degree: ranks of the tensor-parallel group.
+        key: what the length is, for the message.
+        cure: what to do, beside another length.
+
+    Raises:
+        ConfigError: the length does not divide; with the nearest ones that do.
+    """
+    if length % degree:
+        below = length // degree * degree
+        nearest = ", ".join(str(each) for each in (below, below + degree) if each)
+        raise ConfigError(
+            f"{key}{length} does not divide by tp={degree}, as tensor.sequence_parallel needs; nearest legal: "
+            f"{nearest}; {cure}"
+        )
+
+
 def nearest_legal(num_units: int, wanted: int) -> str:
     """The divisors of `num_units` next to `wanted`, as text."""
     divisors = [number for number in range(1, num_units + 1) if num_units % number == 0]

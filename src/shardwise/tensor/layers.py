@@ -276,14 +276,14 @@ class StackEntry(nn.Module):
     """The first module of a sequence-parallel stack: one argument is split along dim 1.
 
     Raises:
-        ConfigError: its length does not divide by the number of ranks.
+        ConfigError: its length does not divide by the number of ranks, and there is a backward to come.
     """
 
     _shardwise_entry: EntryState
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._shardwise_entry
-        args, kwargs = state.place.change(args, kwargs, lambda x: _split_sequence(x, state))
+        args, kwargs = state.place.change(args, kwargs, lambda x: state.ops.split_sequence(x, state.title))
         return super().forward(*args, **kwargs)
 
 
@@ -300,19 +300,7 @@ class StackExit(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._shardwise_exit
         output = super().forward(*args, **kwargs)
-        return _with_first_tensor(output, lambda x: state.ops.gather(x, 1, state.title), state.name)
-
-
-def _split_sequence(x: Tensor, state: State) -> Tensor:
-    n, length = state.ops.comm.world_size, x.shape[1]
-    if length % n:
-        below = length // n * n
-        nearest = ", ".join(str(each) for each in (below, below + n) if each)
-        raise ConfigError(
-            f"sequence length {length} does not divide by tp={n}, as tensor.sequence_parallel needs; nearest legal: "
-            f"{nearest}; pad the batch or set tensor.sequence_parallel=false"
-        )
-    return state.ops.split(x, 1, state.title)
+        return _with_first_tensor(output, lambda x: state.ops.join_sequence(x, state.title), state.name)
 
 
 def _with_first_tensor(output: Any, change: Callable[[Tensor], Tensor], name: str) -> Any:

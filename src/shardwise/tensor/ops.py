@@ -41,6 +41,7 @@ from torch.nn import functional as F
 
 from shardwise._torch_private import in_backward, on_backward_end, version
 from shardwise.comm import Comm, Pending
+from shardwise.layout.splits import check_length
 from shardwise.streams import LaneName
 from shardwise.tensor import collectives
 
@@ -61,6 +62,7 @@ class TensorOps:
 
     def __init__(self, comm: Comm, overlap_chunks: int = 1) -> None:
         self.comm = comm
+        self._keeps_whole = False
         register = self._registry = _Registry(comm.is_simulated)
         n = comm.world_size
 
@@ -120,12 +122,37 @@ class TensorOps:
 
     def gather_sequence(self, x: Tensor, name: str) -> Tensor:
         """The whole sequence [b, s, ...] of slices [b, s / tp, ...]; gradients are summed and scattered."""
+        if self._is_whole():
+            return x
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self._gather_sequence(x, name, None)
         again = _Again(self.comm, self._recomputed, name)
         whole = self._gather_sequence(x, name, again)
         whole.__dict__[_GATHERED] = _Gathered(self, x, again, version(whole))
         return whole
+
+    def split_sequence(self, x: Tensor, name: str) -> Tensor:
+        """This rank's slice [b, s / tp, ...] of a whole sequence, until `join_sequence`.
+
+        Where no backward follows, sequences of other lengths (a prompt that grows) stay whole on every rank.
+
+        Raises:
+            ConfigError: the length does not divide, and a backward follows.
+        """
+        if torch.is_grad_enabled():
+            cure = "pad the batch or set tensor.sequence_parallel=false"
+            check_length(x.shape[1], self.comm.world_size, "sequence length ", cure)
+        else:
+            self._keeps_whole = x.shape[1] % self.comm.world_size != 0
+        return x if self._is_whole() else self._split(x, 1, name)
+
+    def join_sequence(self, x: Tensor, name: str) -> Tensor:
+        """The whole sequence of what became of `split_sequence`'s slices."""
+        return x if self._is_whole() else self._gather(x, 1, name)
+
+    def _is_whole(self) -> bool:
+        # A recomputation has gradients, so what was evaluated since its forward plays no part.
+        return self._keeps_whole and not torch.is_grad_enabled()
 
     def split(self, x: Tensor, dim: int, name: str) -> Tensor:
         """This rank's slice along `dim`, which must divide; the gradient is gathered."""
@@ -145,7 +172,7 @@ class TensorOps:
             is_sequence: each rank gets its slice along dim 1 only.
             name: for counts and messages.
         """
-        return self._row(x, weight, bias, is_sequence, name)
+        return self._row(x, weight, bias, is_sequence and not self._is_whole(), name)
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`x @ weight.T + bias`; of a gathered sequence, the slice is kept for the backward.

@@ -24,6 +24,7 @@ import torch
 from shardwise.config import Config, ConfigError, read_toml, set_key
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import MeshShape
+from shardwise.layout.splits import check_length
 from shardwise.memory import format_bytes
 from shardwise.models import Decoder, decoder_config
 from shardwise.optim import build_optimizer, optimizer_names
@@ -105,6 +106,8 @@ def check_job(config: Config, world_size: int) -> tuple[Config, Layout]:
     if config.optimizer.name.lower() not in optimizer_names():
         build_optimizer(config.optimizer, [])  # says why not; a real one is not built here, since that takes a second
     shape = decoder_config(config.model, max_seq_len=config.data.seq_len)
+    if resolved.tensor.sequence_parallel:
+        check_length(config.data.seq_len, resolved.mesh.tp, "data.seq_len=", "or set tensor.sequence_parallel=false")
     return resolved, plan_layout(Decoder(shape, device="meta"), resolved)
 
 
@@ -134,9 +137,11 @@ def layout_line(config: Config, mesh: MeshShape) -> str:
     if mesh.world_size == 1:
         return "1 rank, so nothing is sharded"
     num_sharing = mesh.world_size // mesh.tp
+    kinds = "tensor and sequence parallel" if config.tensor.sequence_parallel else "tensor parallel"
+    if num_sharing == 1:
+        return f"{kinds} over {mesh.tp} ranks, so ZeRO has nothing to shard"
     ranks = f"{num_sharing:,} of {mesh.world_size:,} ranks" if mesh.tp > 1 else f"{num_sharing:,} ranks"
     groups = f", {mesh.dp_replicate} replicas of {mesh.dp_shard} shards" if mesh.dp_replicate > 1 else ""
-    kinds = "tensor and sequence parallel" if config.tensor.sequence_parallel else "tensor parallel"
     over_tp = f" x {kinds} over {mesh.tp}" if mesh.tp > 1 else ""
     return f"ZeRO-{config.zero.stage} over {ranks}{groups}{over_tp}"
 
