@@ -32,6 +32,7 @@ from shardwise.optim import build_scheduler
 from shardwise.pool import BufferPool
 from shardwise.precision import LossScaler, to_device, torch_dtype
 from shardwise.streams import Streams
+from shardwise.tensor.explain import explain_shapes
 from shardwise.tensor.layout import dropout_zones
 from shardwise.tensor.surgery import split_model
 from shardwise.timeline import Timeline
@@ -344,8 +345,9 @@ class Engine(EngineStates):
             with self._numbers_for(inputs):
                 output = _call(self.model, inputs)
                 return read_loss(output, batch, self._loss_fn)
-        except BaseException:
+        except BaseException as error:
             self._driver.abandon_forward()
+            explain_shapes(error, self.model, self.layout.tensor)
             raise
         finally:
             self._driver.is_serving = False

@@ -22,7 +22,7 @@ from shardwise import ConfigError
 from shardwise.layout.splits import ParamSplit
 from shardwise.layout.tensor_plan import LayerSplit, Region, TensorPlan
 from shardwise.models import Decoder, DecoderConfig
-from shardwise.tensor.propose import describe, propose_plan
+from shardwise.tensor.propose import propose_plan
 
 E, HEADS, SEQ = 16, 4, 6
 
@@ -372,11 +372,11 @@ def test_our_decoder(tie: bool) -> None:
     torch.manual_seed(0)
     model, tokens = decoder(tie), torch.randint(0, 65, (2, SEQ))
     plan = propose_plan(model, tokens, tp=2)
-    assert describe(plan).splitlines() == [
+    assert str(plan).splitlines() == [
         "blocks.*.attention: query, key, value by 2 heads -> out",
         "blocks.*.ffn: gate, up by 24 features -> down",
-        "embed: vocab by 65 features",
-        "head: head by 65 features",
+        "embed: vocab by 65 tokens",
+        "head: head by 65 tokens",
     ]
     assert plan.regions == tuple(
         region
@@ -406,8 +406,8 @@ def hugging_face(name: str) -> nn.Module:
             [
                 "model.layers.*.self_attn: q_proj, k_proj, v_proj by 4 heads -> o_proj",
                 "model.layers.*.mlp: gate_proj, up_proj by 24 features -> down_proj",
-                "model.embed_tokens: vocab by 64 features",
-                "lm_head: head by 64 features",
+                "model.embed_tokens: vocab by 64 tokens",
+                "lm_head: head by 64 tokens",
             ],
         ),
         (
@@ -415,8 +415,8 @@ def hugging_face(name: str) -> nn.Module:
             [
                 "transformer.h.*.attn: c_attn by 4 heads -> c_proj",
                 "transformer.h.*.mlp: c_fc by 64 features -> c_proj",
-                "transformer.wte: vocab by 64 features",
-                "lm_head: head by 64 features",
+                "transformer.wte: vocab by 64 tokens",
+                "lm_head: head by 64 tokens",
                 "transformer.h.*.attn.split_size = 8",
                 "transformer.h.*.attn: dropout drawn as of the whole tensor",
             ],
@@ -426,8 +426,8 @@ def hugging_face(name: str) -> nn.Module:
             [
                 "bert.encoder.layer.*.attention: self.query, self.key, self.value by 4 heads -> output.dense",
                 "bert.encoder.layer.*: intermediate.dense by 24 features -> output.dense",
-                "bert.embeddings.word_embeddings: vocab by 64 features",
-                "cls.predictions.decoder: head by 64 features",
+                "bert.embeddings.word_embeddings: vocab by 64 tokens",
+                "cls.predictions.decoder: head by 64 tokens",
                 "bert.encoder.layer.*.attention.self: dropout drawn as of the whole tensor",
                 "cls.predictions.transform.dense whole: cls.predictions.decoder reads it whole",
             ],
@@ -437,8 +437,8 @@ def hugging_face(name: str) -> nn.Module:
             [
                 "model.layers.*.self_attn: q_proj, k_proj, v_proj by 2 heads -> o_proj",
                 "model.layers.*.mlp: gate_proj, up_proj by 24 features -> down_proj",
-                "model.embed_tokens: vocab by 64 features",
-                "lm_head: head by 64 features",
+                "model.embed_tokens: vocab by 64 tokens",
+                "lm_head: head by 64 tokens",
                 "model.layers.*.self_attn.k_norm.weight: gradients summed over the ranks",
                 "model.layers.*.self_attn.q_norm.weight: gradients summed over the ranks",
             ],
@@ -449,5 +449,5 @@ def test_hugging_face_models_as_if_unknown(name: str, lines: list[str]) -> None:
     torch.manual_seed(0)
     model, batch = hugging_face(name), {"input_ids": torch.randint(0, 64, (2, SEQ))}
     plan = propose_plan(model, batch, tp=2)
-    assert describe(plan).splitlines() == lines
+    assert str(plan).splitlines() == lines
     assert_right(model, plan, batch, 2)

@@ -22,6 +22,7 @@ from typing import Literal
 from torch import nn
 
 from shardwise.config import ConfigError
+from shardwise.layout.plan_text import plan_lines
 from shardwise.layout.splits import ParamSplit, Part, check_divides
 
 LayerStyle = Literal["column", "row", "vocab", "head", "column-embedding"]
@@ -123,6 +124,10 @@ class TensorPlan:
     attributes: tuple[tuple[str, str, int], ...] = ()
     dropouts: tuple[SplitDropout, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """What is split, and the notes, in lines; equal blocks as one."""
+        return "\n".join(plan_lines(self))
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
@@ -21,6 +22,8 @@ from shardwise.dropout import Zone, drops_by_function
 from shardwise.layout.layout import Layout, build_layout
 from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, is_within, tensor_layout
 from shardwise.tensor.plans import find_plan
+
+_LOG: Final = logging.getLogger("shardwise")
 
 
 def plan_layout(model: nn.Module, config: Config, plan: TensorPlan | Mapping[str, Any] | None = None) -> Layout:
@@ -40,6 +43,7 @@ def plan_layout(model: nn.Module, config: Config, plan: TensorPlan | Mapping[str
     if degree == 1:
         return build_layout(model, config)
     found = find_plan(model, degree, plan, sequence_parallel)
+    _LOG.info("split over tp=%d:\n%s", degree, found)
     return build_layout(model, config, tensor_layout(model, found, degree, sequence_parallel))
 
 

@@ -50,8 +50,9 @@ class VocabHead:
         self._has_warned = False
 
     def warn(self, operation: str, shape: Sequence[int]) -> None:
-        """Say once that `operation` has the logits gathered."""
-        if not self._has_warned:
+        """Say once, on the group's first rank, that `operation` has the logits gathered."""
+        is_first = self.vocab.comm is None or self.vocab.comm.rank == 0
+        if is_first and not self._has_warned:
             self._has_warned = True
             _LOG.warning(
                 "%s reads the logits of %s, so from now on full logits (here %s) are computed and gathered on every "

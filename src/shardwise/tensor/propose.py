@@ -6,7 +6,7 @@ what is split, and why the rest is not.
 
 >>> model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
 >>> plan = propose_plan(model, torch.zeros(2, 8), tp=2)
->>> print(describe(plan))
+>>> print(plan)
 0 by 32 features -> 2
 """
 
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from shardwise.config import ConfigError
+from shardwise.layout.plan_text import layer_lines, pattern
 from shardwise.layout.splits import Part
 from shardwise.layout.tensor_plan import LayerSplit, Region, TensorPlan
 from shardwise.tensor.trace import Call, Op, Trace, is_linear, is_transposed, record
@@ -68,7 +69,7 @@ def _propose(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
         )
     split = {layer.module for layer in layers}
     left += [(name, "other code than its own reads its parameters") for name in tables.exposed()]
-    notes = [*_layer_lines(layers), *_left_lines([each for each in left if each[0] not in split and each[1]])]
+    notes = [*layer_lines(layers), *_left_lines([each for each in left if each[0] not in split and each[1]])]
     dropouts = [
         replace(each, is_functional=not isinstance(model.get_submodule(each.module), nn.Dropout))
         for layer_set in sets
@@ -82,15 +83,6 @@ def _propose(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
         dropouts=tuple(dict.fromkeys(dropouts)),
         notes=(*notes, *vocabulary_notes),
     )
-
-
-def describe(plan: TensorPlan) -> str:
-    """A plan in lines, equal blocks as one."""
-    lines = _layer_lines(plan.layers)
-    lines += [f"{_pattern(name)}.{attribute} = {value}" for name, attribute, value in plan.attributes]
-    lines += [f"{_pattern(name)}: gradients summed over the ranks" for name in plan.partial]
-    lines += [f"{_pattern(each.module)}: dropout drawn as of the whole tensor" for each in plan.dropouts]
-    return "\n".join(dict.fromkeys([*lines, *plan.notes]))
 
 
 class _Tables:
@@ -155,7 +147,7 @@ def _vocabulary(model: nn.Module, tables: _Tables, tp: int) -> tuple[list[LayerS
             part = Part(module.num_embeddings, is_padded=True)
             splits += [LayerSplit(name, "vocab", (part,)), *heads]
         else:
-            notes.append(f"{_pattern(name)} whole: {', '.join(tied)} uses its weight too")
+            notes.append(f"{pattern(name)} whole: {', '.join(tied)} uses its weight too")
     return list(dict.fromkeys(splits)), notes
 
 
@@ -204,7 +196,7 @@ def _rehearsed(
         return sets, (), dropped
     kinds: dict[tuple[str, ...], list[LayerSet]] = {}
     for each in sets:
-        kinds.setdefault(tuple(_pattern(name) for name in each.columns), []).append(each)
+        kinds.setdefault(tuple(pattern(name) for name in each.columns), []).append(each)
     kept: list[tuple[list[LayerSet], Attributes]] = []
     for kind in kinds.values():
         wrong = ""
@@ -242,7 +234,7 @@ def _attribute_choices(model: nn.Module, analysis: Analysis, kind: Sequence[Laye
             continue
         for attribute, value in vars(module).items():
             if type(value) is int and value in sizes and value % analysis.tp == 0:
-                key = (_pattern(f"{name}.{attribute}"), attribute)
+                key = (pattern(f"{name}.{attribute}"), attribute)
                 found.setdefault(key, []).append((name, attribute, value // analysis.tp))
     for number in range(len(found) + 1):
         for chosen in itertools.combinations(found.values(), number):
@@ -290,49 +282,7 @@ def _argument(trace: Trace, columns: Sequence[str], call: Call) -> str:
     return ""
 
 
-def _pattern(name: str) -> str:
-    """A name with a star for the number of each block that the module lies in."""
-    *blocks, own = name.split(".")
-    return ".".join([*("*" if part.isdigit() else part for part in blocks), own])
-
-
-def _prefix(names: Sequence[str]) -> str:
-    """The module that holds all of them, with a dot behind it; empty where that is the model."""
-    parts = [name.split(".")[:-1] for name in names]
-    common = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
-    return "".join(level[0] + "." for level in common)
-
-
-def _layer_lines(layers: Sequence[LayerSplit]) -> list[str]:
-    """Columns and the rows behind them in a line."""
-    groups: list[list[LayerSplit]] = []
-    for layer in layers:
-        is_next = bool(groups) and (groups[-1][-1].style, layer.style) in _IN_ONE_LINE
-        if is_next and not layer.gathers_output:
-            groups[-1].append(layer)
-        else:
-            groups.append([layer])
-    return list(dict.fromkeys(map(_line, groups)))
-
-
-_IN_ONE_LINE: Final = (("column", "column"), ("column", "row"), ("row", "row"))
-
-
-def _line(group: Sequence[LayerSplit]) -> str:
-    prefix = _pattern(_prefix([layer.module for layer in group]) + "x")[:-1] if len(group) > 1 else ""
-    columns = [_pattern(layer.module)[len(prefix) :] for layer in group if layer.style != "row"]
-    rows = [_pattern(layer.module)[len(prefix) :] for layer in group if layer.style == "row"]
-    first = group[0]
-    part = first.parts[0]
-    units = f"{part.num_units} heads" if part.num_units else f"{part.size} features"
-    place = f"{prefix[:-1]}: " if prefix else ""
-    if not (columns and rows):
-        what = "columns, output gathered" if first.gathers_output else first.style
-        return f"{place}{', '.join(columns + rows)}: {what} by {units}"
-    return f"{place}{', '.join(columns)} by {units} -> {', '.join(rows)}"
-
-
 def _left_lines(left: Iterable[tuple[str, str]]) -> list[str]:
     """What is left whole, and why."""
-    lines = [f"{_pattern(name)} whole: {why}" for name, why in left]
+    lines = [f"{pattern(name)} whole: {why}" for name, why in left]
     return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", line) for line in lines))

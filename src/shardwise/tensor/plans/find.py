@@ -43,8 +43,13 @@ def find_plan(model: nn.Module, degree: int, given: Table | TensorPlan | None, s
 
 def _plan_of(model: nn.Module, degree: int, given: Table | TensorPlan | None = None) -> TensorPlan | None:
     source = getattr(model, "tensor_plan", None) if given is None else given
-    if source is not None and not isinstance(source, TensorPlan | Mapping):
+    if callable(source):
         source = source(degree)
+    if source is not None and not isinstance(source, TensorPlan | Mapping):
+        raise ConfigError(
+            f"plan={source!r} is a {type(source).__name__}; give a table {{module pattern: style}}, or what "
+            "shardwise.propose_plan returned"
+        )
     if isinstance(source, Mapping):
         return table_plan(model, source, degree)
     return source or family_plan(model, degree) or huggingface_plan(model, degree)

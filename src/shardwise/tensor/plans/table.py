@@ -14,6 +14,7 @@ import difflib
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -44,7 +45,7 @@ def table_plan(model: nn.Module, table: Table, degree: int) -> TensorPlan:
         names = [name for name in draft.modules if name and fnmatch.fnmatchcase(name, pattern)]
         if not names:
             raise unknown_name(pattern, draft.modules, "module")
-        for text in [entries] if isinstance(entries, str) else entries:
+        for text in entries if isinstance(entries, list | tuple) else [entries]:
             entry = _parse(pattern, text)
             act = _ACTIONS.get(entry.word, _split)
             act(draft, names, entry)
@@ -73,8 +74,10 @@ class _Entry:
         return tuple(name for name in self.options.get(key, "").split(",") if name)
 
 
-def _parse(pattern: str, text: str) -> _Entry:
+def _parse(pattern: str, text: Any) -> _Entry:
     place = f"tensor-parallel table, {pattern!r}: {text!r}"
+    if not isinstance(text, str):
+        raise ConfigError(f"{place} is no text; write a style such as 'column', or a list of entries")
     word, *rest = text.split() or [""]
     known = (*OUR_WORDS, *_ACTIONS, *HUGGING_FACE_WORDS)
     if word not in known:
