@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from shardwise.comm import CommError
     from shardwise.config import Config, ConfigError
     from shardwise.deferred import init
-    from shardwise.engine import Engine, EvalResult, StepResult, backward
+    from shardwise.engine import Engine, backward
     from shardwise.hooks import ReleasedParameterError
     from shardwise.layout.layout import Layout, build_layout
     from shardwise.loss import NonFiniteLossError
+    from shardwise.results import EvalResult, StepResult
     from shardwise.simulation import Simulation, simulate
     from shardwise.start import initialize
     from shardwise.tensor.layout import plan_layout
@@ -51,12 +52,12 @@ _MODULES: Final[Mapping[str, str]] = {
     "Config": "config",
     "ConfigError": "config",
     "Engine": "engine",
-    "EvalResult": "engine",
+    "EvalResult": "results",
     "Layout": "layout.layout",
     "NonFiniteLossError": "loss",
     "ReleasedParameterError": "hooks",
     "Simulation": "simulation",
-    "StepResult": "engine",
+    "StepResult": "results",
     "backward": "engine",
     "build_layout": "layout.layout",
     "init": "deferred",

@@ -48,9 +48,13 @@ class EngineStates:
     def gathered(self, write: bool = False) -> Iterator[nn.Module]:
         """Keep all parameters whole on every rank inside the context: to generate, to inspect. All ranks must enter.
 
+        With `mesh.tp` more than 1, parameters of split layers are whole over the data ranks, but still this rank's part
+        of the layer: `read` gives, and `write` takes, whole tensors.
+
         Args:
             write: at the end, what rank 0 has written into the parameters (`load_state_dict`, `nn.init`, in place under
                 `torch.no_grad`) becomes everybody's, in the optimizer's masters too; after an exception it does not.
+                Of split layers each rank's part is what the first rank with that part has written; padding is zeroed.
 
         Raises:
             MemoryError: on CUDA, the whole parameters would not fit beside what is there.

@@ -1,9 +1,9 @@
 """Ranks compare through the store, without a tensor, what they must do or hold alike.
 
-Once for each engine: the model and the config (`agree_on_setup`), and whether it stands (`all_or_none`). In the debug
-mode `run.check_collectives`: every collective, before it starts (`CallCheck`). A rank gives its note, the first rank of
-the group judges all of them, and every rank gets the verdict: so the traffic grows with the ranks, not with their
-square.
+Once for each engine: the model and the config (`agree_on_setup`), and whether it stands (`all_or_none`). In the first
+step, of ranks that share layers: the batches (`BatchCheck`). In the debug mode `run.check_collectives`: every batch
+and, before it starts, every collective (`CallCheck`). A rank gives its note, the first rank of the group judges all of
+them, and every rank gets the verdict: so the traffic grows with the ranks, not with their square.
 
 >>> first, other = Setup({}, {"up": {"of shape": "(13, 8)"}}), Setup({}, {"up": {"of shape": "(13, 7)"}})
 >>> first.difference(other)
@@ -20,13 +20,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Final, Self
+from typing import Any, Final, Self
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise._torch_private import pytree
 from shardwise.comm_books import AbsentError, Call, CallNote, CommError
-from shardwise.config import Config, ConfigError
+from shardwise.config import Config, ConfigError, RunConfig
 from shardwise.layout.layout import Layout
 
 # Each rank may name its own folders and threads.
@@ -131,6 +133,61 @@ class CallCheck:
         )
         if text:
             raise CommError(text)
+
+
+class BatchCheck:
+    """Compares the batches of ranks that compute one forward together, where another batch would give a wrong result.
+
+    Args:
+        store: of the engine; None where there is one process.
+        ranks: of the world, that share the matrices of layers.
+        rank: of this process in the world.
+        config: of the run; with `check_collectives` all batches are compared, and not only those of the first step.
+    """
+
+    def __init__(self, store: dist.Store | None, ranks: tuple[int, ...], rank: int, config: RunConfig) -> None:
+        self._meeting = Meeting(store, ranks, rank, config.timeout_s) if store is not None and len(ranks) > 1 else None
+        self._compares_all = config.check_collectives
+        self._num_compared = 0
+
+    def __call__(self, batch: Any, is_first_step: bool) -> None:
+        """Return when all ranks have come with the same batch.
+
+        Raises:
+            ConfigError: one has another; every rank raises it.
+            CommError: not all have come in time.
+        """
+        meeting = self._meeting
+        if meeting is None or not (is_first_step or self._compares_all):
+            return
+        key = f"batches/{meeting.ranks[0]}/{self._num_compared}"
+        self._num_compared += 1
+        try:
+            text = meeting.verdict(key, _batch_digest(batch), _judge_batches, "the same forward")
+        except AbsentError as error:
+            raise CommError(f"{error}; see its log, or allow more time with run.timeout_s") from None
+        if text:
+            raise ConfigError(
+                f"{text} in one forward, whose layers they share; give {listed(meeting.ranks)} "
+                "the same batches: with mesh.tp, read data by rank // tp, not by rank"
+            )
+
+
+def _batch_digest(batch: Any) -> str:
+    digest = hashlib.sha256()
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            flat = leaf.detach().cpu().contiguous().view(-1)
+            digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode() + flat.view(torch.uint8).numpy().tobytes())
+        else:
+            digest.update(repr(leaf).encode() if isinstance(leaf, int | float | str) else type(leaf).__name__.encode())
+    return digest.hexdigest()
+
+
+def _judge_batches(notes: Mapping[int, str]) -> str:
+    first, *_ = sorted(notes)
+    odd = [rank for rank in sorted(notes) if notes[rank] != notes[first]]
+    return f"{listed(odd)} {'has' if len(odd) == 1 else 'have'} another batch than rank {first}" if odd else ""
 
 
 def divergence(notes: Mapping[int, CallNote]) -> str:

@@ -7,10 +7,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import wraps
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +17,21 @@ from torch.optim import Optimizer
 
 from shardwise._engine_states import EngineStates
 from shardwise._torch_private import pytree
-from shardwise.agreement import all_or_none
+from shardwise.agreement import BatchCheck, all_or_none
 from shardwise.comm import Network, connect
 from shardwise.config import Config, ConfigError, SchedulerConfig
 from shardwise.deferred import ValueSource
 from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.forwards import replace_forwards
 from shardwise.layout.layout import Layout, build_layout
+from shardwise.layout.mesh_shape import TENSOR_AXES
 from shardwise.layout.stages import Placement
 from shardwise.loss import LossBooks, LossFn, NonFiniteLossError, Total, first_nonfinite_module, read_loss
 from shardwise.memory import Category, Ledger
 from shardwise.optim import build_scheduler
 from shardwise.pool import BufferPool
 from shardwise.precision import LossScaler, to_device, torch_dtype
+from shardwise.results import EvalResult, Scheduler, StepResult
 from shardwise.streams import Streams
 from shardwise.tensor.explain import explain_shapes
 from shardwise.tensor.layout import dropout_zones
@@ -45,44 +46,6 @@ from shardwise.zero.step import ShardedOptimizer
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
-
-
-class Scheduler(Protocol):
-    """A learning-rate schedule: what torch's have in common."""
-
-    def step(self) -> None:
-        """Advance by one optimizer step."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One optimizer step, as all ranks together took it.
-
-    Attributes:
-        step: its number, from 1.
-        loss: the mean over everything that counts, over ranks and micro-batches.
-        count: what counted, such as target tokens.
-        grad_norm: of the mean gradient, before clipping.
-        lr: of the first parameter group, as used in this step.
-        skipped: an fp16 overflow left the parameters as they were.
-        loss_scale: as used in this step.
-    """
-
-    step: int
-    loss: float
-    count: float
-    grad_norm: float
-    lr: float
-    skipped: bool
-    loss_scale: float
-
-
-@dataclass(frozen=True)
-class EvalResult:
-    """The mean loss over everything that counts, over ranks and batches, and the count."""
-
-    loss: float
-    count: float
 
 
 def _explained(method: Callable[Concatenate[Engine, Given], Result]) -> Callable[Concatenate[Engine, Given], Result]:
@@ -138,6 +101,8 @@ class Engine(EngineStates):
         self.comm = self._comms.model
         self._timeline = Timeline(network.rank)
         self._watchdog = watch(network.store, self.comm.books, self._timeline, config.run)
+        tensor_ranks = layout.mesh.ranks_along(TENSOR_AXES, network.rank)
+        self._check_batch = BatchCheck(network.store, tensor_ranks, network.rank, config.run)
         values = ValueSource(model, config.run.seed)
         self._adopt_buffers()
         self._undo: list[Callable[[], None]] = []
@@ -337,6 +302,7 @@ class Engine(EngineStates):
     @_explained
     def _forward(self, batch: Any) -> Total:
         self._check_usable(params_suffice=not torch.is_grad_enabled())
+        self._check_batch(batch, is_first_step=self.num_steps == 0)
         batch = to_device(batch, self.device)
         inputs = batch[0] if self._loss_fn is not None and isinstance(batch, list | tuple) else batch
         inputs = to_device(inputs, self.device, torch_dtype(self.config.precision.param))
@@ -357,12 +323,13 @@ class Engine(EngineStates):
     def _numbers_for(self, inputs: Any) -> AbstractContextManager[None]:
         """Inside, a training forward draws the numbers of its samples, whichever rank computes them."""
         sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-        if not (self._draws_numbers and torch.is_grad_enabled() and self.model.training and sizes):
+        # Without gradients one process draws as torch does, but ranks that share a layer must drop alike.
+        is_keyed = torch.is_grad_enabled() or self.layout.tensor is not None
+        if not (self._draws_numbers and is_keyed and self.model.training and sizes):
             return nullcontext()
-        data = self._comms.data
-        first_sample = (self._num_forwards * data.world_size + data.rank) * sizes[0]
-        self._num_forwards += 1
-        return self._draws.at(self.num_steps, self._num_forwards - 1, first_sample, sizes[0])
+        data, number = self._comms.data, self._num_forwards
+        self._num_forwards += torch.is_grad_enabled()
+        return self._draws.at(self.num_steps, number, (number * data.world_size + data.rank) * sizes[0], sizes[0])
 
     def _begin_backward(self) -> None:
         self._is_broken = True

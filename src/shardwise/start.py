@@ -23,10 +23,11 @@ from torch.optim import Optimizer
 from shardwise.agreement import Setup, agree_on_setup
 from shardwise.comm import MeshNetwork
 from shardwise.config import Config, ConfigError
-from shardwise.engine import Engine, Scheduler
+from shardwise.engine import Engine
 from shardwise.layout.tensor_plan import TensorPlan
 from shardwise.loss import LossFn
 from shardwise.mesh import Mesh, ensure_process_group, open_store
+from shardwise.results import Scheduler
 from shardwise.tensor.layout import plan_layout
 from shardwise.zero.optimizer_plan import OptimizerFactory
 

@@ -1,4 +1,4 @@
-"""The layout of a split model says which elements of the whole parameters each rank holds: all that a checkpoint needs."""
+"""The layout of a split model says which elements of whole parameters each rank holds: all that a checkpoint needs."""
 
 from __future__ import annotations
 

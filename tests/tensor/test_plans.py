@@ -489,13 +489,16 @@ def test_table() -> None:
     table = {
         "*.query": "column units=4",
         "*.key": "colwise",
+        "*.value": "colwise",
         "*.out": "row units=4",
-        "blocks.1.*.key": "replicate",
+        "*.up": "column",
+        "*.down": "row",
+        "blocks.1.*.up": "replicate",
         "*.attention": ["region x whole=rope", "local head_dim", "functional-dropout dim=1"],
         "norm": "partial",
     }
     plan = find(decoder(), given=table)
-    assert [each.module for each in plan.layers if each.module.endswith("key")] == ["blocks.0.attention.key"]
+    assert [each.module for each in plan.layers if each.module.endswith("up")] == ["blocks.0.ffn.up"]
     assert plan.layers[0].parts == (Part(16, 4),)
     assert plan.regions[0] == Region("blocks.0.attention", ("x",), ("rope",))
     assert plan.attributes[0] == ("blocks.0.attention", "head_dim", 2)

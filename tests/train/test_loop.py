@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise.config import Config
-from shardwise.engine import EvalResult
+from shardwise.results import EvalResult
 from shardwise.train import loop
 from shardwise.train.baseline import unigram_loss
 from shardwise.train.loop import METER_EVERY, Trainer, build_trainer, peak_flops

@@ -72,17 +72,15 @@ def _layer_cure(layer: LayerSplit) -> str:
 
 def _module_cure(name: str, module: nn.Module, tensor: TensorLayout) -> str:
     if isinstance(module, nn.Linear):
-        return (
-            "is whole, but gets some of the features; give it the style 'row' in the plan, or take out the column before"
-        )
+        return "is whole, but gets some of the features; give it the style 'row' in the plan, or take out the column before"
     layers = ", ".join(_within(name, (layer.module for layer in tensor.plan.layers if layer.style == "column")))
     reason = f" ({layers} split them)" if layers else ""
     sizes = _sizes(name, module, tensor)
     known = f", such as {', '.join(f'{key}={value}' for key, value in sizes)}" if sizes else ""
     attribute = sizes[0][0] if len(sizes) == 1 else "<attribute>"
     return (
-        f"computes with 1/{tensor.degree} of the features{reason}; if its code takes a number of heads or features from "
-        f"an attribute{known}, add 'local {attribute}' for it to the plan"
+        f"computes with 1/{tensor.degree} of the features{reason}; if its code takes a number of heads or features "
+        f"from an attribute{known}, add 'local {attribute}' for it to the plan"
     )
 
 

@@ -22,9 +22,10 @@ import numpy as np
 import torch
 
 from shardwise.config import Config
-from shardwise.engine import Engine, StepResult
+from shardwise.engine import Engine
 from shardwise.memory import Category, MemorySnapshot, first_line, is_out_of_memory
 from shardwise.models import Decoder, decoder_config, flops_per_token, generate, lm_loss
+from shardwise.results import StepResult
 from shardwise.rng import keyed_generator
 from shardwise.start import initialize
 from shardwise.train.baseline import unigram_loss

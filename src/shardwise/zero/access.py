@@ -42,7 +42,7 @@ from shardwise.zero.driver import ZeroDriver
 from shardwise.zero.group import ParamGroup
 from shardwise.zero.params import ParamState
 from shardwise.zero.step import Piece, ShardedOptimizer
-from shardwise.zero.tensor_parts import cut, join, owned_part
+from shardwise.zero.tensor_parts import cut, join, owned_part, settle
 
 PARAM: Final = "param"
 MASTER: Final = "master"
@@ -231,13 +231,17 @@ def find(groups: Sequence[ParamGroup], name: str) -> Place:
 def take_over(states: States) -> None:
     """Make what rank 0 has written into its whole parameters everybody's, in the masters too. All ranks call it.
 
-    A master keeps its precision where its parameter is unchanged.
+    Of a split layer, each part is what the first rank that holds it has written. A master keeps its precision where its
+    parameter is unchanged.
     """
     data = states.comms.data
     for group in states.driver.groups:
         params = group.params
         if data.world_size > 1:
             data.broadcast(params.full, f"written parameters of {group.spec.name}")
+        for place in group.spec.params:
+            written = params.full[place.offset : place.offset + place.numel].view(place.shape)
+            settle(place.split, written, states.comms.tensor, f"written {place.name}")
         own = params.full[params.shard_start : params.shard_stop]
         if params.master is not params.shard:
             is_changed = own != params.master.to(own.dtype)

@@ -57,6 +57,24 @@ def join(split: ParamSplit, local: Tensor, comm: Comm, name: str, *, is_gradient
     return whole
 
 
+def settle(split: ParamSplit, local: Tensor, comm: Comm, name: str) -> None:
+    """Let a local tensor that somebody has written be one of a whole, in place: all ranks of the group call it.
+
+    What ranks share becomes what its owner has, and padding zero.
+    """
+    if comm.world_size == 1 or local.numel() == 0:
+        return
+    if split.is_whole:
+        comm.broadcast(local.view(-1), name)
+    elif any(part.num_sharers(split.degree) > 1 for part in split.parts):
+        local.copy_(cut(split, comm.rank, join(split, local, comm, name)))
+    else:
+        held = torch.zeros_like(local)
+        for share in split.shares(comm.rank):
+            _view(held, share.target).copy_(_view(local, share.target))
+        local.copy_(held)
+
+
 def owned_part(split: ParamSplit, index: int, local: Tensor) -> Tensor:
     """A gradient in which what is the sum of the sharers' stands on the owner alone, and the others have zero."""
     shares = [share for share in split.shares(index) if share.is_summed and not share.is_owned_by(index)]

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.config import ConfigError
 from shardwise.layout.splits import check_divides
-from shardwise.layout.tensor_plan import LayerSplit, TensorPlan
+from shardwise.layout.tensor_plan import LayerSplit, TensorPlan, is_within
 from shardwise.tensor.plans.draft import argument_names, split_size
 
 
@@ -41,6 +41,7 @@ def check_plan(model: nn.Module, plan: TensorPlan, degree: int, sequence_paralle
             _check_argument(modules[region.module], region.module, name)
     for stack in plan.stacks:
         _check_argument(modules[stack.first], stack.first, stack.argument)
+    _check_regions(plan, params)
     for layer in plan.layers:
         _check_layer(modules[layer.module], layer, degree)
     if sequence_parallel and not plan.stacks:
@@ -73,6 +74,20 @@ def _check_argument(module: nn.Module, name: str, argument: str) -> None:
     names = argument_names(module)
     if argument not in names:
         raise ConfigError(f"{name} has no argument {argument!r}; its forward takes {', '.join(names)}")
+
+
+def _check_regions(plan: TensorPlan, params: Iterable[str]) -> None:
+    """In a region whose input enters once, what is computed whole would count once for each rank in the backward."""
+    split = {layer.module for layer in plan.layers}
+    regions = [region.module for region in plan.regions]
+    for name in params:
+        module = name.rpartition(".")[0]
+        if module not in split and name not in plan.partial and is_within(module, regions):
+            raise ConfigError(
+                f"{name} lies in a region of the tensor-parallel plan, where ranks work on parts, but the plan neither "
+                "splits it nor calls it partial; name its module, such as column, row or partial, or move it (an "
+                "adapter, say) out of the region"
+            )
 
 
 def _check_layer(module: nn.Module, layer: LayerSplit, degree: int) -> None:

@@ -1,0 +1,44 @@
+"""What an engine gives and takes besides tensors: the outcome of a step or an evaluation, a schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Scheduler(Protocol):
+    """A learning-rate schedule: what torch's have in common."""
+
+    def step(self) -> None:
+        """Advance by one optimizer step."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step, as all ranks together took it.
+
+    Attributes:
+        step: its number, from 1.
+        loss: the mean over everything that counts, over ranks and micro-batches.
+        count: what counted, such as target tokens.
+        grad_norm: of the mean gradient, before clipping.
+        lr: of the first parameter group, as used in this step.
+        skipped: an fp16 overflow left the parameters as they were.
+        loss_scale: as used in this step.
+    """
+
+    step: int
+    loss: float
+    count: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    loss_scale: float
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """The mean loss over everything that counts, over ranks and batches, and the count."""
+
+    loss: float
+    count: float
