@@ -69,7 +69,7 @@ def _line(group: Sequence[LayerSplit]) -> str:
     units = f"{part.num_units} heads" if part.num_units else f"{part.size} {what}"
     place = f"{prefix[:-1]}: " if prefix else ""
     if not (columns and rows):
-        style = "columns, output gathered" if first.gathers_output else first.style
+        style: str = "columns, output gathered" if first.gathers_output else first.style
         style = "rows, input split" if first.splits_input else style
         return f"{place}{', '.join(columns + rows)}: {style} by {units}"
     return f"{place}{', '.join(columns)} by {units} -> {', '.join(rows)}"
