@@ -53,6 +53,23 @@ def correlation(one: Tensor, other: Tensor) -> float:
     return float(torch.corrcoef(pair)[0, 1]) * pair.shape[1] ** 0.5
 
 
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_where_ranks_share_a_forward_all_that_draws_is_keyed(has_gradients: bool) -> None:
+    """Also without gradients, as when a model in training mode is sampled; such a forward is forgotten at once."""
+    model, draws = nn.Sequential(nn.Dropout(P)), KeyedDraws(7)
+    key_dropouts(model, draws, must_be_keyed=True)
+    dropped = []
+    with torch.set_grad_enabled(has_gradients):
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            with draws.at(0, 0, 0, 4):
+                dropped.append(model(torch.ones(4, 64)))
+        assert torch.equal(*dropped)
+        assert bool(draws._forwards) == has_gradients
+        with pytest.raises(ValueError, match=r"^0 drops, and ranks that share a layer must drop alike"):
+            model(torch.ones(4, 64))
+
+
 class TestDistribution:
     @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
     @pytest.mark.parametrize("shape", [(4, 1 << 18), (1 << 18, 4), (16, 8, 128, 64), (4, 2, 1 << 17, 1)])

@@ -321,14 +321,12 @@ class Engine(EngineStates):
                 self._driver.reshard_all()  # what the loss has read
 
     def _numbers_for(self, inputs: Any) -> AbstractContextManager[None]:
-        """Inside, a training forward draws the numbers of its samples, whichever rank computes them."""
+        """Inside, a forward in training mode draws the numbers of its samples, whichever rank computes them."""
         sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-        # Without gradients one process draws as torch does, but ranks that share a layer must drop alike.
-        is_keyed = torch.is_grad_enabled() or self.layout.tensor is not None
-        if not (self._draws_numbers and is_keyed and self.model.training and sizes):
+        if not (self._draws_numbers and self.model.training and sizes):
             return nullcontext()
         data, number = self._comms.data, self._num_forwards
-        self._num_forwards += torch.is_grad_enabled()
+        self._num_forwards += 1
         return self._draws.at(self.num_steps, number, (number * data.world_size + data.rank) * sizes[0], sizes[0])
 
     def _begin_backward(self) -> None:

@@ -474,6 +474,7 @@ def test_sequence_parallelism_needs_a_stack() -> None:
         ({"*.down": "row units=1"}, "tp=2 does not divide the units of blocks.0.ffn.down=1; nearest legal: 1"),
         ({"*.up": "column", "*.ffn": "region"}, "which arguments enter"),
         ({"*.up": "column", "*.ffn": "region y"}, "blocks.0.ffn has no argument 'y'; its forward takes x"),
+        ({"*.up": "column", "*.ffn": "region x", "blocks.?": "region x"}, "ffn lies in region blocks.0, so its grad"),
         ({"*.up": "column", "blocks.*": "stack"}, "which argument is split"),
         ({"*.up": "column", "blocks.*": "stack x last=nrm"}, "names 'nrm', .* did you mean norm"),
         ({"*.up": "column", "*.attention": "local heads"}, "has no attribute 'heads' that is a whole number"),

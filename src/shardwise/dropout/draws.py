@@ -71,10 +71,15 @@ class KeyedDraws:
             num_samples: of this forward. Where a tensor's first dim is a multiple of it, each sample has as many rows.
         """
         seed = derive_seed(self._seed, "forward", step, micro_batch, first_sample, num_samples)
+        is_new = seed not in self._forwards
         # The same forward once more draws the same, and recomputations of both find their calls.
         self._forwards.setdefault(seed, _Forward(step, Samples(first_sample, num_samples)))
-        with seeded(seed, self._device):
-            yield
+        try:
+            with seeded(seed, self._device):
+                yield
+        finally:
+            if is_new and not torch.is_grad_enabled():  # nothing will recompute it
+                del self._forwards[seed]
 
     def forget(self) -> None:
         """The step has ended: none of its forwards will be recomputed."""

@@ -116,7 +116,7 @@ def _open_site(module: nn.Module) -> _Site | None:
         return None
     if site.draws.is_open:
         return site
-    if site.must_be_keyed and torch.is_grad_enabled() and not site.is_idle:
+    if site.must_be_keyed and not site.is_idle:
         raise ValueError(
             f"{site.name or type(module).__name__} drops, and ranks that share a layer must drop alike, which they "
             "know of the engine's own forwards only; call engine(batch) in place of the model, or model.eval() first"

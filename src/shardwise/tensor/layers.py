@@ -81,7 +81,8 @@ class LinearState(State):
 
     Attributes:
         is_in_region: a region enters its input.
-        is_sequence: of a row: its sum is scattered along the sequence.
+        is_sequence: in a sequence-parallel stack: a row scatters its sum along the sequence, a column that no region
+            enters gathers its input.
         is_transposed: the weight is [in, out].
         gathers_output: of a column.
         splits_input: of a row.
@@ -107,7 +108,8 @@ class ColumnLinear(nn.Module):
         (x,) = (*args, *kwargs.values())
         state = self._shardwise_linear
         if not state.is_in_region:
-            x = state.ops.enter(x, state.title)
+            enter = state.ops.gather_sequence if state.is_sequence else state.ops.enter
+            x = enter(x, state.title)
         y = state.ops.column(x, self.weight.t() if state.is_transposed else self.weight, self.bias)
         return _gathered_features(y, state) if state.gathers_output else y
 

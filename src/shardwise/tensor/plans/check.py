@@ -23,8 +23,8 @@ def check_plan(model: nn.Module, plan: TensorPlan, degree: int, sequence_paralle
         sequence_parallel: whether the plan needs a stack.
 
     Raises:
-        ConfigError: a name is not the model's, it splits nothing, parts do not fill their dim or do not divide, or
-            there is no stack.
+        ConfigError: a name is not the model's, it splits nothing, parts do not fill their dim or do not divide, a
+            region lies in another, or there is no stack.
     """
     modules = dict(model.named_modules())
     if not plan.layers:
@@ -80,6 +80,12 @@ def _check_regions(plan: TensorPlan, params: Iterable[str]) -> None:
     """In a region whose input enters once, what is computed whole would count once for each rank in the backward."""
     split = {layer.module for layer in plan.layers}
     regions = [region.module for region in plan.regions]
+    for region in regions:
+        outer = next((each for each in regions if region.startswith(f"{each}.")), None)
+        if outer is not None:
+            raise ConfigError(
+                f"region {region} lies in region {outer}, so its gradients would be summed twice; keep one of them"
+            )
     for name in params:
         module = name.rpartition(".")[0]
         if module not in split and name not in plan.partial and is_within(module, regions):
