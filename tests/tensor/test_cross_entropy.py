@@ -199,3 +199,13 @@ def test_lm_loss_of_plain_logits_knows_the_same_terms(terms: Terms, dtype: torch
     torch.testing.assert_close(loss.double(), want, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(logits.grad.double(), reference.grad, rtol=tolerance, atol=tolerance)
     assert count == (targets != -100).sum()
+
+
+@pytest.mark.parametrize("function", [cross_entropy_sum, cross_entropy])
+def test_second_derivatives_are_refused(function: Callable[..., Tensor]) -> None:
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    loss = function(hidden, weight, None, torch.arange(3), Vocab(5)).sum()
+    with pytest.raises(
+        RuntimeError, match=r"no second derivatives \(create_graph=True\); take the loss of logits.comp"
+    ):
+        torch.autograd.grad(loss, hidden, create_graph=True)

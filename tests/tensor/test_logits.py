@@ -258,8 +258,21 @@ def test_code_that_bypasses_torch_functions_fails_rather_than_lose_gradients() -
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
             return gradient * 2
 
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        Double.apply(make()[0]).sum().backward()
+    deferred, plain, _ = make()
+    # Another term of the loss has a graph, and its backward would run.
+    with pytest.raises(RuntimeError, match=r"the head's logits went through code .* give it logits.compute\(\)"):
+        (Double.apply(deferred).sum() + torch.ones((), requires_grad=True)).backward()
+    torch.testing.assert_close(Double.apply(deferred.compute()), 2 * plain)
+
+
+def test_what_is_done_in_place_through_a_view_reaches_the_loss() -> None:
+    deferred, plain, _ = make()
+    targets = torch.arange(B * S) % (V // 2)
+    losses = []
+    for logits in (deferred, plain):
+        logits[..., V // 2 :].fill_(-30.0)
+        losses.append(F.cross_entropy(logits.flatten(0, -2), targets))
+    torch.testing.assert_close(*losses)
 
 
 def test_a_loss_of_deferred_logits_never_holds_them() -> None:

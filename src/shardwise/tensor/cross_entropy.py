@@ -33,7 +33,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shardwise.comm import Comm
 from shardwise.tensor import collectives
@@ -245,8 +244,8 @@ class _Sum(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_sum: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivatives()
         # One element of one dim, unlike one of none, is multiplied as it is: a loss scale may be beyond fp16.
         factor = grad_sum.reshape(1)
         scaled = [
@@ -272,8 +271,8 @@ class _EachToken(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivatives()
         hidden, weight, bias, targets, log_totals = ctx.saved_tensors
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
         for part, rows, own_targets in ctx.job.chunks(hidden, targets):
@@ -283,6 +282,15 @@ class _EachToken(torch.autograd.Function):
         by_weight = None if gradients.weight is None else gradients.weight.to(weight.dtype)
         by_bias = None if bias is None or gradients.bias is None else gradients.bias.to(bias.dtype)
         return gradients.hidden, by_weight, by_bias, None, None
+
+
+def _refuse_second_derivatives() -> None:
+    # torch's `once_differentiable` lets a graph pass whose upstream gradient is a constant, and loses what it leads to.
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "the cross entropy of a split head has no second derivatives (create_graph=True); take the loss of "
+            "logits.compute() for them"
+        )
 
 
 def _of_no_row(logits: Tensor) -> list[Tensor]:

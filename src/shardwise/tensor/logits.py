@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwise._torch_private import plain_torch_functions, pytree, wrapper_like
+from shardwise._torch_private import plain_torch_functions, pytree, version, wrapper_like
 from shardwise.comm import Comm
 from shardwise.models.decoder import lm_loss
 from shardwise.tensor import collectives
@@ -124,6 +124,7 @@ class VocabLogits(Tensor):
 
     _source: _Source | None
     _full: Tensor | None
+    _seen: int
 
     @staticmethod
     def __new__(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: VocabHead) -> Self:
@@ -133,15 +134,16 @@ class VocabLogits(Tensor):
 
     @classmethod
     def _standing_for(cls, source: _Source) -> Self:
-        # To autograd it is a constant: its graph is that of `hidden`, and code that goes past `__torch_function__`
-        # shall fail in the backward rather than lose gradients.
-        logits = wrapper_like(cls, source.shape, source.dtype, source.hidden.device)
-        logits._source, logits._full = source, None
+        with torch.set_grad_enabled(source.is_recorded):
+            logits: Self = _Unseen.apply(cls, source, source.hidden, source.weight, source.bias)
+        logits._source, logits._full, logits._seen = source, None, 0
         return logits
 
     @property
     def is_deferred(self) -> bool:
         """Whether a cross entropy works without the logits; not so once they were changed in place or hooked."""
+        if self._full is not None and version(self._full) != self._seen:  # through a view of them
+            self._source = None
         return self._source is not None
 
     @property
@@ -169,7 +171,7 @@ class VocabLogits(Tensor):
             is_recorded = source.is_recorded and (for_good or torch.is_grad_enabled())
             with torch.set_grad_enabled(is_recorded):
                 full = source.compute()
-            self._full = full if is_recorded == source.is_recorded else None
+            self._full, self._seen = (full if is_recorded == source.is_recorded else None), version(full)
         if for_good:
             self._source = None
         return cast(Tensor, full)  # without a source it is there
@@ -185,7 +187,7 @@ class VocabLogits(Tensor):
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
         name = _name(func)
-        if args and isinstance(args[0], VocabLogits) and args[0]._source is not None:
+        if args and isinstance(args[0], VocabLogits) and args[0].is_deferred:
             answer = _deferred(func, name, args[0], args[0]._source, args[1:], kwargs)
             if answer is not NotImplemented:
                 return answer
@@ -199,6 +201,21 @@ class VocabLogits(Tensor):
         with torch.no_grad():  # below autograd: what is computed here has no graph
             args, kwargs = pytree.tree_map(lambda leaf: _computed(leaf, str(func)), (tuple(args), dict(kwargs or {})))
             return func(*args, **kwargs)
+
+
+class _Unseen(torch.autograd.Function):
+    """What autograd sees of deferred logits; their graph is that of `hidden`, so a gradient that comes here is lost."""
+
+    @staticmethod
+    def forward(ctx: Any, kind: type[VocabLogits], source: _Source, *read: Tensor | None) -> Tensor:
+        return wrapper_like(kind, source.shape, source.dtype, source.hidden.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(
+            "the head's logits went through code that torch functions do not see (a torch.autograd.Function, vmap, a "
+            "checkpoint), which cannot give them gradients; give it logits.compute(), all of them on every rank"
+        )
 
 
 class _GatherVocab(torch.autograd.Function):
