@@ -72,7 +72,8 @@ def _layer_cure(layer: LayerSplit) -> str:
 
 def _module_cure(name: str, module: nn.Module, tensor: TensorLayout) -> str:
     if isinstance(module, nn.Linear):
-        return "is whole, but gets some of the features; give it the style 'row' in the plan, or take out the column before"
+        cure = "give it the style 'row' in the plan, or take out the column before it"
+        return f"is whole, but gets some of the features; {cure}"
     layers = ", ".join(_within(name, (layer.module for layer in tensor.plan.layers if layer.style == "column")))
     reason = f" ({layers} split them)" if layers else ""
     sizes = _sizes(name, module, tensor)
