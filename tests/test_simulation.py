@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,9 +14,9 @@ from torch import Tensor, nn
 from harness.combinations import cover
 from harness.models import CASES, make_batches
 from harness.pool import WorkerPool
+from harness.simulated import Measured, measure_steps, simulated
 from harness.training import make_config
-from shardwise import ConfigError, Engine, Simulation, initialize, simulate
-from shardwise.comm import Call
+from shardwise import ConfigError, Simulation, initialize, simulate
 from shardwise.memory import Category, Ledger
 from shardwise.models import Decoder, DecoderConfig, lm_loss
 
@@ -73,56 +70,12 @@ def test_a_rank_of_4096_with_66_billion_parameters() -> None:
     assert found["cpu_s"] <= 30
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What one rank held and sent in its second step."""
-
-    at_rest: dict[Category, int]
-    peak: dict[Category, int]
-    calls: tuple[Call, ...]
-    actions: tuple[str, ...]
-
-
 def measure(rank: int, world_size: int, case_name: str, num_micro_batches: int, overrides: dict[str, Any]) -> Measured:
-    """Real steps. gloo's threads may hold a buffer for a moment longer, so the lowest of several peaks is taken."""
     case = CASES[case_name]
     num_steps = 1 + NUM_MEASURED_STEPS
     batches = make_batches(case, num_steps=num_steps, world_size=world_size, num_micro_batches=num_micro_batches)
     engine = initialize(case.build(torch.float32), make_config(num_micro_batches, overrides), loss_fn=case.loss)
-    engine.train_step(batches[0][rank])
-    calls: tuple[Call, ...] = ()
-    at_rest, peaks = [], []
-    for step in batches[1:]:
-        engine.comm.books.recent = deque()
-        engine.memory.reset_peak()
-        with engine.memory.meter():
-            for batch in step[rank]:
-                engine.backward(engine(batch))
-            at_rest.append(settled(engine))
-            engine.step()
-        peaks.append(engine.memory.snapshot())
-        calls = calls or tuple(engine.comm.books.recent)
-    actions = tuple(str(timed.action) for timed in engine.timeline)
-    engine.close()
-    lowest = min(peaks, key=lambda snapshot: snapshot.peak_bytes)
-    return Measured(at_rest[0], dict(lowest.peak_live_bytes), calls, actions)
-
-
-def settled(engine: Engine) -> dict[Category, int]:
-    readings = [dict(engine.memory.snapshot().live_bytes)]
-    while len(readings) < 3 or readings[-1] != readings[-3]:
-        time.sleep(0.002)
-        readings.append(dict(engine.memory.snapshot().live_bytes))
-    return readings[-1]
-
-
-def simulated(simulation: Simulation) -> Measured:
-    return Measured(
-        dict(simulation.at_rest.live_bytes),
-        dict(simulation.peak.peak_live_bytes),
-        simulation.calls,
-        tuple(str(timed.action) for timed in simulation.actions),
-    )
+    return measure_steps(engine, [step[rank] for step in batches])
 
 
 def simulate_case(

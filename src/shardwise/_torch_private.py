@@ -6,8 +6,8 @@ first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, TypeVar, cast
 
 import torch
@@ -64,12 +64,16 @@ def in_op_mode() -> bool:
     return is_in_torch_dispatch_mode()
 
 
-def unseen_by_op_modes() -> AbstractContextManager[Any]:
+@contextmanager
+def unseen_by_op_modes(is_real: bool = False) -> Iterator[None]:
     """Show the ops inside to no op mode: selective checkpointing refuses a recomputation with ops its forward lacked.
 
-    So what is computed once and kept, but may be computed anew in a recomputation, must be out of its sight.
+    So what is computed once and kept, but may be computed anew in a recomputation, must be out of its sight. Fake
+    tensors are made all the same where the code around makes such ones, unless `is_real`.
     """
-    return _disable_current_modes()
+    fakes = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    with _disable_current_modes(), nullcontext() if fakes is None or is_real else fakes:
+        yield
 
 
 def compiler_errors() -> tuple[type[Exception], type[Exception]]:

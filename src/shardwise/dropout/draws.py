@@ -34,7 +34,8 @@ class _Forward:
     def number(self, site: str) -> int:
         """Of this call of a site, in the forward and in its recomputation alike."""
         # A checkpoint puts the CPU's generator back, so a recomputation gets here what its forward got.
-        mark = (site, int(torch.randint(2**62, (), device="cpu").item()))
+        with unseen_by_op_modes(is_real=True):
+            mark = (site, int(torch.randint(2**62, (), device="cpu").item()))
         if mark not in self.numbers:
             self.numbers[mark] = self.num_calls.get(site, 0)
             self.num_calls[site] = self.numbers[mark] + 1

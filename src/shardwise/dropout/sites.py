@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise._torch_private import NO_VALUE_ERRORS
 from shardwise.dropout.bits import Zone
 from shardwise.dropout.draws import KeyedDraws
 from shardwise.dropout.find import DROPOUT_MODULES, drops_by_function, rate_names
@@ -95,10 +94,7 @@ class _Site:
         """Dropout as torch's, with keyed numbers."""
         if not 0.0 < p < 1.0 or values.numel() == 0:
             return F.dropout(values, p, True, inplace)
-        try:
-            mask = self.draws.mask(self.name, values.shape, p, self.zone, values.device)
-        except NO_VALUE_ERRORS:  # fake tensors
-            return F.dropout(values, p, True, inplace)
+        mask = self.draws.mask(self.name, values.shape, p, self.zone, values.device)
         scale = 1.0 / (1.0 - p)
         if inplace:
             return values.mul_(mask.to(values.dtype).mul_(scale))

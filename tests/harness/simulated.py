@@ -1,0 +1,65 @@
+"""What one rank holds and sends in a step, of a real rank and of a simulated one: to be equal."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise import Engine, Simulation
+from shardwise.comm import Call
+from shardwise.memory import Category
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank held and sent in a step, not its first."""
+
+    at_rest: dict[Category, int]
+    peak: dict[Category, int]
+    calls: tuple[Call, ...]
+    actions: tuple[str, ...]
+
+
+def measure_steps(engine: Engine, steps: Sequence[Sequence[Any]]) -> Measured:
+    """Take real steps over the micro-batches of each, the first of them unseen, and close the engine.
+
+    gloo's threads may hold a buffer for a moment longer, so the lowest of several peaks is taken.
+    """
+    engine.train_step(steps[0])
+    calls: tuple[Call, ...] = ()
+    at_rest, peaks = [], []
+    for batches in steps[1:]:
+        engine.comm.books.recent = deque()
+        engine.memory.reset_peak()
+        with engine.memory.meter():
+            for batch in batches:
+                engine.backward(engine(batch))
+            at_rest.append(_settled(engine))
+            engine.step()
+        peaks.append(engine.memory.snapshot())
+        calls = calls or tuple(engine.comm.books.recent)
+    actions = tuple(str(timed.action) for timed in engine.timeline)
+    engine.close()
+    lowest = min(peaks, key=lambda snapshot: snapshot.peak_bytes)
+    return Measured(at_rest[0], dict(lowest.peak_live_bytes), calls, actions)
+
+
+def simulated(simulation: Simulation) -> Measured:
+    """The same of a simulated rank."""
+    return Measured(
+        dict(simulation.at_rest.live_bytes),
+        dict(simulation.peak.peak_live_bytes),
+        simulation.calls,
+        tuple(str(timed.action) for timed in simulation.actions),
+    )
+
+
+def _settled(engine: Engine) -> dict[Category, int]:
+    readings = [dict(engine.memory.snapshot().live_bytes)]
+    while len(readings) < 3 or readings[-1] != readings[-3]:
+        time.sleep(0.002)
+        readings.append(dict(engine.memory.snapshot().live_bytes))
+    return readings[-1]
