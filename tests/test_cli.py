@@ -138,7 +138,25 @@ def test_ranks_of_another_launcher_join(settings):
         (["zero.blocks=['layers.*']"], "zero.blocks"),
         (["optimizer.name=lbfgs"], "is not element-wise"),
         (["data.seq_len=100000"], "data.seq_len=100000"),
-        (["mesh.tp=2"], "tensor parallelism is not built yet"),
+        (
+            ["mesh.tp=3"],
+            "world size 2 is not a multiple of pp 1 x dp_replicate 1 x cp 1 x tp 3 = 3; start a multiple of 3",
+        ),
+        (["mesh.tp=2", "run.num_procs=1"], "world size 1 is not a multiple of pp 1 x dp_replicate 1 x cp 1 x tp 2 = 2"),
+        (
+            ["mesh.tp=2", "model.num_heads=1", "model.num_kv_heads=1"],
+            "tp=2 does not divide num_heads=1; nearest legal: 1",
+        ),
+        (
+            ["mesh.tp=4", "run.num_procs=4", "model.hidden_size=96", "model.num_heads=12", "model.num_kv_heads=6"],
+            "tp=4 does not divide num_kv_heads=6; nearest legal: 3, 6",
+        ),
+        (["mesh.tp=2", "model.ffn_size=63"], "tp=2 does not divide ffn_size=63; nearest legal: 1, 3"),
+        (
+            ["mesh.tp=2", "tensor.sequence_parallel=true", "data.seq_len=15"],
+            "data.seq_len=15 does not divide by tp=2, as tensor.sequence_parallel needs; nearest legal: 14, 16; or set",
+        ),
+        (["tensor.tp=2"], "tensor.tp is not a config key; did you mean mesh.tp?"),
         (["run.device=cuda"], "no GPU"),
         (["run.dir=text.txt/runs"], "text.txt/runs"),
         (["run.name=a/b"], "run.name=a/b is not the name of a folder"),
@@ -169,6 +187,16 @@ def test_a_dry_run_says_what_a_rank_would_hold_and_starts_nothing(settings, caps
     assert ["dp_shard", "reduce-scatter", "2"] in [row[:3] for row in words]
     assert ["dp_replicate+dp_shard", "all-reduce-scalars", "1"] in [row[:3] for row in words]
     assert list(Path().iterdir()) == [Path("text.txt")], "no folder, no cache"
+
+
+def test_a_dry_run_of_split_layers_shows_what_crosses_the_tp_axis(settings, capsys):
+    split = ["mesh.tp=2", "tensor.sequence_parallel=true", "model.num_layers=1"]
+    assert cli.main(["train", "--dry-run", *settings, *split, "--world-size", "4"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "ZeRO-2 over 2 of 4 ranks x tensor and sequence parallel over 2" in out
+    assert "x 2 data-parallel ranks" in out
+    assert "tp all-gather" in out
+    assert "tp reduce-scatter" in out
 
 
 def test_a_dry_run_needs_no_gpu_to_book_nccls_collectives(settings, capsys, monkeypatch):

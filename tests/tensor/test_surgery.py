@@ -377,6 +377,36 @@ def test_what_cannot_be_split_is_refused(ranks: WorkerPool) -> None:
     assert "nearest legal: 6, 8" in messages[10]
 
 
+LENGTHS = (7, 8, 3)
+
+
+def evaluate(rank: int, world_size: int, is_compiled: bool) -> tuple[list[Tensor], Result]:
+    """Logits of lengths that need not divide, between a recomputed forward and its backward."""
+    split = split_on_rank(rank, world_size, is_sequence=True)
+    for block in split.model.blocks:
+        if is_compiled:
+            torch.compiler.reset()
+            run = torch.compile(run_forward, fullgraph=True, backend="eager")
+            block.forward = compiled(run, block.forward, "none")
+        else:
+            recompute_forward(block, "full")
+    logits = split.model(make_ids())
+    with torch.no_grad():
+        evaluated = [split.model(make_ids(length=length)) for length in LENGTHS]
+    loss_of(logits).backward()
+    return evaluated, (logits.detach(), gradients(split.model))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_without_a_backward_sequences_need_not_divide(ranks: WorkerPool, is_compiled: bool) -> None:
+    results = ranks(2).run(evaluate, is_compiled)
+    with torch.no_grad():
+        wholes = [build()(make_ids(length=length)) for length in LENGTHS]
+    for evaluated, _ in results:
+        torch.testing.assert_close(evaluated, wholes, rtol=1e-12, atol=1e-12)
+    check([result for _, result in results], is_sequence=True)
+
+
 class Outputs(nn.Module):
     """Returns its input in a structure."""
 

@@ -117,14 +117,38 @@ def run_on_rank(rank: int, world_size: int, values: dict, shard: Path, stopping_
     return losses, trainer.evaluate(), sample.prompt + sample.text, trainer.was_stopped
 
 
-def test_every_layout_trains_on_the_same_text(values, tmp_path, ranks):
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"mesh": {"tp": 2}},
+        {"mesh": {"tp": 2}, "tensor": {"sequence_parallel": True}, "recompute": {"mode": "selective"}},
+    ],
+)
+def test_every_layout_trains_on_the_same_text(values, tmp_path, ranks, layout):
     values |= {"precision": {"param": "fp64"}, "zero": {"stage": 3}}
     shard = prepare_data(Config.from_dict(values), tmp_path / "cache").path
     ((alone, alone_held_out, alone_text, _),) = ranks(1).run(run_on_rank, values, shard, -1)
-    for losses, held_out, text, _ in ranks(2).run(run_on_rank, values, shard, -1):
+    for losses, held_out, text, _ in ranks(2).run(run_on_rank, values | layout, shard, -1):
         assert losses == pytest.approx(alone, rel=1e-9)
         assert held_out == pytest.approx(alone_held_out, rel=1e-9)
         assert text == alone_text
+
+
+def measure_on_rank(rank: int, world_size: int, values: dict, shard: Path) -> tuple:
+    """Tokens of every step, and the states between steps."""
+    trainer = build_trainer(Config.from_dict(values), open_data(shard, Config.from_dict(values)))
+    return [record.count for record in take(trainer)], trainer.at_rest()
+
+
+def test_ranks_that_share_a_layer_count_tokens_once_and_hold_what_is_predicted(values, tmp_path, ranks):
+    values |= {"mesh": {"tp": 2}, "zero": {"stage": 3}, "precision": {"param": "bf16"}}
+    values["optimizer"] |= {"name": "sgd"}  # Adam counts its steps, too
+    shard = prepare_data(Config.from_dict(values), tmp_path / "cache").path
+    for counts, states in ranks(2).run(measure_on_rank, values, shard):
+        assert counts == [4 * 16] * 4
+        assert all(state.predicted_bytes > 0 for state in states)
+        assert [state.measured_bytes for state in states] == [state.predicted_bytes for state in states]
 
 
 def test_all_ranks_stop_when_one_is_asked_to(values, tmp_path, ranks):

@@ -12,7 +12,7 @@ then meets shapes that torch calls invalid, without a word about the plan.
 ...     model[1:](torch.ones(4, 16))
 ... except RuntimeError as error:
 ...     print(shape_hint(error, model, layout))
-mesh.tp=2: 2 is whole, but gets some of the features; give it the style 'row' in the plan, or take out the column before
+mesh.tp=2: 2 is whole, but gets some features; give it the style 'row' in the plan, or take out the column before
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import nn
 
 from shardwise.layout.tensor_plan import LayerSplit, TensorLayout, is_within
 
-_SPEAKS_OF_SHAPES: Final = re.compile(r"shape|size|dimension|cannot be multiplied")
+_SPEAKS_OF_SHAPES: Final = re.compile(r"shape|size|dimension|cannot be multiplied|to unpack")
 
 
 def explain_shapes(error: BaseException, model: nn.Module, tensor: TensorLayout | None) -> None:
@@ -72,8 +72,7 @@ def _layer_cure(layer: LayerSplit) -> str:
 
 def _module_cure(name: str, module: nn.Module, tensor: TensorLayout) -> str:
     if isinstance(module, nn.Linear):
-        cure = "give it the style 'row' in the plan, or take out the column before it"
-        return f"is whole, but gets some of the features; {cure}"
+        return "is whole, but gets some features; give it the style 'row' in the plan, or take out the column before"
     layers = ", ".join(_within(name, (layer.module for layer in tensor.plan.layers if layer.style == "column")))
     reason = f" ({layers} split them)" if layers else ""
     sizes = _sizes(name, module, tensor)

@@ -187,8 +187,9 @@ class VocabLogits(Tensor):
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
         name = _name(func)
-        if args and isinstance(args[0], VocabLogits) and args[0].is_deferred:
-            answer = _deferred(func, name, args[0], args[0]._source, args[1:], kwargs)
+        source = args[0]._source if args and isinstance(args[0], VocabLogits) else None
+        if source is not None:
+            answer = _deferred(func, name, args[0], source, args[1:], kwargs)
             if answer is not NotImplemented:
                 return answer
         args, kwargs = pytree.tree_map(lambda leaf: _computed(leaf, name), (tuple(args), kwargs))
