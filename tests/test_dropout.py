@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.dropout import KeyedDraws, Zone, drops_by_function, key_dropouts
-from shardwise.hooks import recompute_forward, swap_class
+from shardwise.hooks import recompute_forward
+from shardwise.wearing import swap_class
 
 P = 0.3
 

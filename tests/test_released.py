@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shardwise._torch_private import set_unsharded_storage
-from shardwise.hooks import released_type, wear
+from shardwise.wearing import released_type, wear
 
 
 class UsedError(Exception):

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from shardwise.config import Config, ConfigError
     from shardwise.deferred import init
     from shardwise.engine import Engine, backward
-    from shardwise.hooks import ReleasedParameterError
     from shardwise.layout.layout import Layout, build_layout
     from shardwise.loss import NonFiniteLossError
     from shardwise.results import EvalResult, StepResult
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from shardwise.start import initialize
     from shardwise.tensor.layout import plan_layout
     from shardwise.tensor.propose import propose_plan
+    from shardwise.wearing import ReleasedParameterError
 
 __all__ = [
     "CommError",
@@ -55,7 +55,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "EvalResult": "results",
     "Layout": "layout.layout",
     "NonFiniteLossError": "loss",
-    "ReleasedParameterError": "hooks",
+    "ReleasedParameterError": "wearing",
     "Simulation": "simulation",
     "StepResult": "results",
     "backward": "engine",

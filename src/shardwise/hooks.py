@@ -1,4 +1,4 @@
-"""Hooks on modules and parameters: the only file that registers them, wraps a forward or guards a released parameter.
+"""Hooks on modules and parameters: the only file that registers them or wraps a forward.
 
 Hooks sit outside a unit's forward, so that the forward itself stays one plain function that can be recomputed or
 compiled. What they do is the driver's business (`shardwise.zero.driver`); here is only when they fire.
@@ -25,7 +25,6 @@ from torch.utils.hooks import RemovableHandle
 from shardwise._torch_private import (
     in_backward,
     num_recorded,
-    plain_torch_functions,
     pytree,
     record_number,
     uncompiled,
@@ -190,63 +189,6 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
     return put_back
 
 
-def become(module: nn.Module, kind: type[nn.Module]) -> Callable[[], None]:
-    """Let a module be of `kind` too: `kind.forward` runs in place of its own, which is `super().forward` there.
-
-    Modules of one class that become of one kind share a class, so that what is compiled for one serves the others.
-    The signature of the forward stays.
-
-    Returns:
-        what gives the module its own class back; to be called in reverse order where it became several.
-
-    Raises:
-        ConfigError: the module's forward has been replaced on the object, so that its class has no say.
-    """
-    own = type(module)
-    if "forward" in module.__dict__:
-        raise ConfigError(
-            f"the forward of this {own.__name__} was replaced on the object, and a class cannot wrap it; take it back, "
-            "or wrap it after initialize"
-        )
-    module.__class__ = _joined(kind, own)
-
-    def put_back() -> None:
-        module.__class__ = own
-
-    return put_back
-
-
-def _joined(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
-    made = [each for each in own.__subclasses__() if each.__bases__ == (kind, own)]
-    if made:
-        return made[0]
-
-    @functools.wraps(own.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return kind.forward(self, *args, **kwargs)
-
-    names = {"forward": forward, "__module__": own.__module__, "__qualname__": own.__qualname__}
-    return type(own.__name__, (kind, own), names)
-
-
-def set_attribute(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute of a module.
-
-    Returns:
-        what puts back the value it had, or takes it away.
-    """
-    had, before = hasattr(module, name), getattr(module, name, None)
-    setattr(module, name, value)
-
-    def put_back() -> None:
-        if had:
-            setattr(module, name, before)
-        else:
-            delattr(module, name)
-
-    return put_back
-
-
 @contextmanager
 def watch_outputs(model: nn.Module, on_output: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
     """Inside the context, show the tensors of every submodule's output to `on_output`, inner modules first."""
@@ -310,104 +252,6 @@ def watch_registrations(
     finally:
         for handle in handles:
             handle.remove()
-
-
-def swap_class(module: nn.Module, kind: type[nn.Module]) -> Callable[[], None]:
-    """Let a module wear another class, a subclass of its own; unlike a replaced forward it is the same in a copy.
-
-    Returns:
-        what puts the old class back.
-    """
-    own = type(module)
-    module.__class__ = kind
-
-    def put_back() -> None:
-        module.__class__ = own
-
-    return put_back
-
-
-class ReleasedParameterError(RuntimeError):
-    """A parameter was used while its data is sharded away."""
-
-
-def released_type(
-    on_use: Callable[[nn.Parameter], None], present: type[nn.Parameter] = nn.Parameter
-) -> type[nn.Parameter]:
-    """A class that a parameter wears while its storage is released: its shape and dtype can be read, its data cannot.
-
-    On the CPU an element-wise operation on a freed storage is a segmentation fault, and elsewhere it is garbage, so
-    every other use first calls `on_use`, which makes the data present or raises. The class is changed with `wear`, as
-    torch's own lazy parameters do; a parameter whose data is present is a plain `nn.Parameter` and pays nothing.
-    `torch.tensor` and `torch.vmap` ask no class before they read, so those two are not guarded.
-
-    Args:
-        on_use: is given the parameter.
-        present: the class of parameters whose data is present.
-    """
-    reason = "a block uses a parameter of another block, which is released"
-    guard = torch.compiler.disable(on_use, reason=reason)
-    return type("ReleasedParameter", (_Released, present), {"on_use": staticmethod(guard)})
-
-
-class _Released:
-    """What the classes of all engines share, so that an operation on parameters of several asks each."""
-
-    on_use: Callable[[Any], None]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain parameter with the same values: torch's own copy would be of this class."""
-        this = cast(nn.Parameter, self)
-        type(self).on_use(this)
-        with plain_torch_functions():
-            copied = nn.Parameter(this.detach().clone(), this.requires_grad)
-        memo[id(self)] = copied
-        return copied
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.__repr__:
-            return _describe(args[0])
-        if func not in _READABLE:
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, _Released):
-                    type(leaf).on_use(cast(nn.Parameter, leaf))
-        with plain_torch_functions():
-            return func(*args, **kwargs)
-
-
-def wear(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
-    """Change a parameter's class; torch sees the same tensor."""
-    parameter.__class__ = kind
-
-
-_READABLE_PROPERTIES: Final = (
-    *("shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "ndim", "layout", "is_meta"),
-    *("is_cuda", "is_cpu", "is_sparse", "is_quantized", "grad_fn", "itemsize", "nbytes"),
-)
-_READABLE_METHODS: Final = (
-    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device"),
-    *("is_floating_point", "is_complex", "is_contiguous", "requires_grad_", "__hash__", "__len__"),
-    *("register_hook", "register_post_accumulate_grad_hook"),
-)
-# What may be asked of a parameter without touching its data.
-_READABLE: Final = frozenset(
-    {
-        *(getattr(torch.Tensor, name).__get__ for name in _READABLE_PROPERTIES),
-        *(getattr(torch.Tensor, name) for name in _READABLE_METHODS),
-        *(getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")),
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.numel,
-    }
-)
-
-
-def _describe(parameter: nn.Parameter) -> str:
-    return f"Parameter(shape={tuple(parameter.shape)}, dtype={parameter.dtype}, released: its data is sharded)"
 
 
 class Deferred(Protocol):

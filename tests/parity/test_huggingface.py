@@ -19,8 +19,8 @@ from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity
 from harness.training import make_config, make_optimizer, merge_ranks, reference_of, train_case
 from shardwise import initialize
-from shardwise.hooks import ReleasedParameterError
 from shardwise.layout.skeleton import find_units
+from shardwise.wearing import ReleasedParameterError
 
 pytest.importorskip("transformers")
 

@@ -16,7 +16,7 @@ from shardwise.dropout.bits import Zone
 from shardwise.dropout.draws import KeyedDraws
 from shardwise.dropout.find import DROPOUT_MODULES, drops_by_function, rate_names
 from shardwise.dropout.functions import KeyedFunctions
-from shardwise.hooks import swap_class
+from shardwise.wearing import swap_class
 
 Undo = Callable[[], Any]
 

@@ -1,4 +1,4 @@
-"""What split modules become: classes that they wear beside their own, by `shardwise.hooks.become`.
+"""What split modules become: classes that they wear beside their own, by `shardwise.wearing.become`.
 
 A layer's `weight` and `bias` hold this rank's part; its forward is given here. A region, and the ends of a
 sequence-parallel stack, change tensors on their way into or out of a module's own forward. They compose: a module may
@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.config import ConfigError
-from shardwise.hooks import become
 from shardwise.tensor.logits import VocabHead, VocabLogits
 from shardwise.tensor.ops import TensorOps
+from shardwise.wearing import become
 
 __all__ = [
     "ColumnEmbedding",

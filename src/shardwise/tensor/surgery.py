@@ -14,7 +14,6 @@ from torch import nn
 
 from shardwise.comm import Comm
 from shardwise.config import ConfigError, TensorConfig
-from shardwise.hooks import become, set_attribute
 from shardwise.layout import tensor_plan
 from shardwise.layout.splits import ParamSplit, Part
 from shardwise.layout.tensor_plan import LayerSplit, TensorPlan
@@ -23,6 +22,7 @@ from shardwise.tensor.cross_entropy import Vocab
 from shardwise.tensor.layers import Order, Place
 from shardwise.tensor.logits import VocabHead
 from shardwise.tensor.ops import TensorOps
+from shardwise.wearing import become, set_attribute
 
 Undo = Callable[[], None]
 

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise._torch_private import in_backward, on_backward_end, parameter_class, plain_torch_functions
-from shardwise.hooks import ReleasedParameterError, claim, hook_gradient, hook_unit, released_type
+from shardwise.hooks import claim, hook_gradient, hook_unit
 from shardwise.layout.groups import GroupSpec
 from shardwise.layout.layout import Layout
 from shardwise.layout.skeleton import ROOT
+from shardwise.wearing import ReleasedParameterError, released_type
 from shardwise.zero.group import ParamGroup, Resources
 from shardwise.zero.order import LearntOrder, LockstepOrder, Names, Order
 from shardwise.zero.unit import Unit

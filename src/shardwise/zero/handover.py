@@ -35,9 +35,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import ConfigError
-from shardwise.hooks import ReleasedParameterError, released_type, wear
 from shardwise.memory import Category, Ledger
 from shardwise.pool import BufferPool
+from shardwise.wearing import ReleasedParameterError, released_type, wear
 from shardwise.zero.driver import ZeroDriver
 from shardwise.zero.group import ParamGroup
 from shardwise.zero.params import ParamState

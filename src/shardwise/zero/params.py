@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from shardwise._torch_private import parameter_class, plain_torch_functions, set_data, version
 from shardwise.comm import Comms, Pending
 from shardwise.deferred import ValueSource
-from shardwise.hooks import ReleasedParameterError, wear
 from shardwise.layout.groups import GroupSpec, ParamSpec
 from shardwise.layout.precision import PrecisionPolicy
 from shardwise.layout.stages import ZeroStage
 from shardwise.memory import Category, Ledger, trim_host_memory
 from shardwise.precision import torch_dtype
+from shardwise.wearing import ReleasedParameterError, wear
 from shardwise.zero.tensor_parts import cut, join
 
 
