@@ -32,8 +32,8 @@ def key_dropouts(
         model: its modules' names are the sites' names, so they must be those of the whole model.
         draws: of the run.
         zones: by name: a dropout module on split tensors, or a module that drops split tensors by function.
-        must_be_keyed: ranks share a forward, so one that trains outside of `KeyedDraws.at` is refused, where torch's
-            own dropouts would differ between them.
+        must_be_keyed: ranks share a forward, so what drops outside of `KeyedDraws.at` is refused, where torch's own
+            dropouts would differ between them.
 
     Returns:
         what takes it back; to be called in reverse order.
@@ -91,9 +91,19 @@ class _Site:
         return bool(numbers) and not any(numbers)
 
     def drop(self, values: Tensor, p: float, inplace: bool = False) -> Tensor:
-        """Dropout as torch's, with keyed numbers."""
+        """Dropout as torch's, with keyed numbers.
+
+        Raises:
+            ValueError: no forward is open to draw for.
+        """
         if not 0.0 < p < 1.0 or values.numel() == 0:
             return F.dropout(values, p, True, inplace)
+        if not self.draws.is_open:
+            raise ValueError(
+                f"{self.name or type(self.module()).__name__} drops, and ranks that share a layer must drop alike, "
+                "which they know of the engine's own forwards only; call engine(batch) in place of the model, or "
+                "model.eval() first"
+            )
         mask = self.draws.mask(self.name, values.shape, p, self.zone, values.device)
         scale = 1.0 / (1.0 - p)
         if inplace:
@@ -110,14 +120,7 @@ def _open_site(module: nn.Module) -> _Site | None:
     site: _Site | None = module.__dict__.get(_SITE)
     if site is None or not module.training or site.module() is not module:
         return None
-    if site.draws.is_open:
-        return site
-    if site.must_be_keyed and not site.is_idle:
-        raise ValueError(
-            f"{site.name or type(module).__name__} drops, and ranks that share a layer must drop alike, which they "
-            "know of the engine's own forwards only; call engine(batch) in place of the model, or model.eval() first"
-        )
-    return None
+    return site if site.draws.is_open or site.must_be_keyed else None
 
 
 def _keyed_module(own: type[nn.Module]) -> type[nn.Module]:
