@@ -24,6 +24,15 @@ from shardwise.memory import Category
 
 STAGES = [0, 1, 2, 3]
 CASE = CASES["transformer"]
+PLAN = {
+    "embedding": "vocab",
+    "head": "head",
+    "blocks.*.qkv": "column parts=3 units=2",
+    "blocks.*.out": "row units=2",
+    "blocks.*.up": "column",
+    "blocks.*.down": "row",
+    "blocks.?": "local num_heads",
+}
 PRECISION = {"param": "bf16"}
 
 
@@ -34,7 +43,8 @@ def make_engine(stage: int, model: nn.Module | None = None, **overrides: dict[st
         "recompute": {"mode": "full", "every": 2},
         **overrides,
     }
-    return initialize(model or CASE.build(torch.float32), make_config(2, sections), loss_fn=CASE.loss)
+    plan = PLAN if "mesh" in overrides else None
+    return initialize(model or CASE.build(torch.float32), make_config(2, sections), loss_fn=CASE.loss, plan=plan)
 
 
 def batches_of(rank: int, world_size: int) -> list[Any]:
@@ -92,13 +102,14 @@ FAILURES = {
 }
 
 
-def close(rank: int, world_size: int, stage: int, failure: str) -> dict[str, Any]:
+def close(rank: int, world_size: int, stage: int, failure: str, tp: int = 1) -> dict[str, Any]:
     """Bytes, hooks and weak references after an engine was closed, and after the model is gone."""
-    batches = batches_of(rank, world_size)
+    batches = batches_of(rank // tp, world_size)
+    overrides = {"mesh": {"tp": tp}} if tp > 1 else {}
     with LiveBytes() as live:
         live.mark(tensor for batch in batches for tensor in batch.values())
         baseline = settled(live)
-        engine = make_engine(stage)
+        engine = make_engine(stage, **overrides)
         model = engine.model
         engine.train_step(batches)
         with contextlib.suppress(Exception):
@@ -113,6 +124,7 @@ def close(rank: int, world_size: int, stage: int, failure: str) -> dict[str, Any
             "plain": all(type(parameter) is nn.Parameter for parameter in model.parameters()),
             "ledger": engine.memory.snapshot().live_bytes,
             "hooks": num_hooks(model),
+            "ops": [name for name in dir(torch.ops.shardwise) if "row_product" in name and is_registered(name)],
             "attributes": [key for module in model.modules() for key in module.__dict__ if "shardwise" in key],
             "forwards": [name for name, module in model.named_modules() if "forward" in module.__dict__],
         }
@@ -127,6 +139,10 @@ def close(rank: int, world_size: int, stage: int, failure: str) -> dict[str, Any
     return found
 
 
+def is_registered(name: str) -> bool:
+    return bool(torch._C._jit_get_schemas_for_operator(f"shardwise::{name}"))
+
+
 def num_hooks(model: nn.Module) -> int:
     of_modules = [len(hooks) for module in model.modules() for key, hooks in module.__dict__.items() if "_hooks" in key]
     of_parameters = [len(parameter._post_accumulate_grad_hooks or ()) for parameter in model.parameters()]
@@ -137,14 +153,24 @@ def num_hooks(model: nn.Module) -> int:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_closed_engine_leaves_the_model_only(ranks: WorkerPool, stage: int, failure: str) -> None:
     for found in ranks(2).run(close, stage, failure):
-        assert found["closed"] == 0
-        assert all(found["own"])
-        assert found["plain"]
-        assert {category for category, num_bytes in found["ledger"].items() if num_bytes} <= {Category.OTHER}
-        assert (found["hooks"], found["attributes"], found["forwards"]) == (0, [], [])
-        assert found["driver"] is None
-        assert found["gone"] == 0
-        assert found["full"] == [None] * len(found["full"])
+        check_left(found)
+
+
+@pytest.mark.parametrize(("stage", "failure"), [(0, "none"), (2, "backward"), (3, "forward"), (3, "gathered")])
+def test_a_closed_split_model_is_whole(ranks: WorkerPool, stage: int, failure: str) -> None:
+    for found in ranks(2).run(close, stage, failure, 2):
+        check_left(found)
+
+
+def check_left(found: dict[str, Any]) -> None:
+    assert found["closed"] == 0
+    assert all(found["own"])
+    assert found["plain"]
+    assert {category for category, num_bytes in found["ledger"].items() if num_bytes} <= {Category.OTHER}
+    assert (found["hooks"], found["attributes"], found["forwards"], found["ops"]) == (0, [], [], [])
+    assert found["driver"] is None
+    assert found["gone"] == 0
+    assert found["full"] == [None] * len(found["full"])
 
 
 class Large(nn.Module):

@@ -54,7 +54,7 @@ def join(split: ParamSplit, local: Tensor, comm: Comm, name: str, *, is_gradient
             _view(whole, share.source).copy_(_view(local, share.target))
     is_summed = is_gradient and any(share.is_summed for share in shares)
     comm.sum_in_place(whole.view(-1) if is_summed else words, name)
-    return whole
+    return whole if whole.nbytes == words.nbytes else whole.clone()  # with a storage of its own size
 
 
 def settle(split: ParamSplit, local: Tensor, comm: Comm, name: str) -> None:
