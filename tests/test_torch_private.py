@@ -75,6 +75,14 @@ def test_ops_inside_are_shown_to_no_op_mode() -> None:
     assert shown == ["aten.exp.default", "aten.cos.default"]
 
 
+def test_fake_tensors_stay_fake_where_no_op_mode_sees_them() -> None:
+    with fake_tensors():
+        with unseen_by_op_modes(), pytest.raises(NO_VALUE_ERRORS):
+            torch.ones(()).item()
+        with unseen_by_op_modes(is_real=True):
+            assert torch.ones(()).item() == 1.0
+
+
 def test_on_backward_end_runs_once_after_every_gradient() -> None:
     events = []
     used, unused = (nn.Parameter(torch.ones(2)) for _ in range(2))
