@@ -1,8 +1,10 @@
 """Step time, MFU and peak memory of one training step on one GPU: plain torch, FSDP2 and every stage of Shardwise.
 
 One GPU has nobody to talk to, so this shows what the machinery costs: stage 0 is what one rank really runs, and stages
-1 to 3 are forced, with NCCL on one rank. With `+compile` each block is compiled by torch.compile as one graph. All
-systems run alternately, in one process, on the same batches; each is built, timed and torn down in every round.
+1 to 3 are forced, with NCCL on one rank. `tp2` is one of two ranks that split each layer, with collectives that move
+nothing: beside half of stage 0 it shows what splitting costs the host, and its loss means nothing. With `+compile` each
+block is compiled by torch.compile as one graph. All systems run alternately, in one process, on the same batches; each
+is built, timed and torn down in every round.
 
     python benchmarks/gpu_step.py --models 350m --rounds 3 --steps 10
 """
@@ -32,6 +34,8 @@ from shardwise.layout.stages import STAGES
 from shardwise.mesh import Mesh, ensure_process_group
 from shardwise.models.decoder import Decoder, DecoderConfig, flops_per_token, lm_loss
 from shardwise.models.presets import preset
+from shardwise.simulation import SimulatedLinks, SimulatedNetwork
+from shardwise.tensor.layout import plan_layout
 
 DEVICE = torch.device("cuda", 0)
 PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
@@ -124,7 +128,55 @@ def ours(stage: int) -> Callable[..., tuple[Step, Callable[[], None]]]:
     return build
 
 
-SYSTEMS = {"plain": plain, "fsdp2": fsdp2, **{f"shardwise-{stage}": ours(stage) for stage in range(4)}}
+class SilentNetwork(SimulatedNetwork):
+    """A simulated network whose tensors are real."""
+
+    def links(self, axes: tuple[str, ...], use: str) -> SimulatedLinks:
+        links = super().links(axes, use)
+        links.moves_nothing = False
+        return links
+
+
+def split(sequence_parallel: bool) -> Callable[..., tuple[Step, Callable[[], None]]]:
+    """One rank of tp=2, with bf16 parameters, over links that move nothing."""
+
+    def build(config: DecoderConfig, *, compiled: bool) -> tuple[Step, Callable[[], None]]:
+        resolved = Config.from_dict(
+            {
+                "mesh": {"tp": 2},
+                "tensor": {"sequence_parallel": sequence_parallel},
+                "zero": {"stage": 0},
+                "precision": {"param": "bf16"},
+                "compile": {"enabled": compiled},
+                "optimizer": {"clip_norm": None, "decay_1d": True},
+                "scheduler": {"name": "constant"},
+                "run": {"device": DEVICE.type},
+            }
+        ).resolve(world_size=2)
+        model = Decoder(config)
+        layout = plan_layout(model, resolved)
+        engine = Engine(
+            model,
+            resolved,
+            layout,
+            DEVICE,
+            SilentNetwork(layout.mesh, 0, "nccl"),
+            loss_fn=lambda output, batch: lm_loss(output, batch[1]),
+            optimizer=None,
+            scheduler=None,
+        )
+        return lambda tokens: engine.train_step([(tokens[:, :-1], tokens[:, 1:])]).loss, engine.close
+
+    return build
+
+
+SYSTEMS = {
+    "plain": plain,
+    "fsdp2": fsdp2,
+    **{f"shardwise-{stage}": ours(stage) for stage in range(4)},
+    "tp2": split(sequence_parallel=False),
+    "tp2-sp": split(sequence_parallel=True),
+}
 
 
 def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:

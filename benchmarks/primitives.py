@@ -1,4 +1,4 @@
-"""The measurements behind three choices: how gloo reduces and gathers, and how two dtypes are added on the CPU.
+"""The measurements behind four choices: how gloo reduces, gathers and sums, and how two dtypes are added on the CPU.
 
 python benchmarks/primitives.py --ranks 2
 """
@@ -39,7 +39,7 @@ def collectives(numel: int, dtype: torch.dtype) -> dict[str, Run]:
     """Each way to gather or reduce one buffer of `numel` elements."""
     device = torch.device("cpu")
     comm = Comm(GroupLinks(dist.group.WORLD, device), "dp_shard", device, 60.0, Streams(device), BufferPool(device))
-    full, shard = torch.ones(numel, dtype=dtype), torch.ones(numel // comm.world_size, dtype=dtype)
+    full, shard = torch.zeros(numel, dtype=dtype), torch.zeros(numel // comm.world_size, dtype=dtype)
     total = torch.zeros(shard.numel(), dtype=torch.float32)
     return {
         "all-gather, gloo": lambda: dist.all_gather_into_tensor(full, shard),
@@ -47,6 +47,7 @@ def collectives(numel: int, dtype: torch.dtype) -> dict[str, Run]:
         "reduce-scatter, gloo": lambda: dist.reduce_scatter_tensor(shard, full),
         "reduce-scatter, Shardwise": lambda: comm.reduce_scatter(full, total, accumulate=True, name="bench").wait(),
         "all-reduce, gloo": lambda: dist.all_reduce(full),
+        "all-reduce, Shardwise": lambda: comm.sum_in_place(full, "bench"),
     }
 
 
@@ -66,16 +67,16 @@ def measure(rank: int, world_size: int, port: int) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    for mib in (1, 4, 16):
+    for kib in (32, 512, 2048, 16384):
         for dtype in (torch.float32, torch.bfloat16):
-            for name, run in collectives(mib * 2**20 // dtype.itemsize, dtype).items():
+            for name, run in collectives(kib * 2**10 // dtype.itemsize, dtype).items():
                 elapsed_ms = median_ms(run)
                 if rank == 0:
-                    print(f"{mib:3} MiB {str(dtype)[6:]:9} {name:28} {elapsed_ms:8.2f} ms", flush=True)
+                    print(f"{kib:5} KiB {str(dtype)[6:]:9} {name:28} {elapsed_ms:8.2f} ms", flush=True)
     for name, run in additions(4 * 2**20).items():
         elapsed_ms = median_ms(run)
         if rank == 0:
-            print(f"  4 Mi elements     {name:28} {elapsed_ms:8.2f} ms", flush=True)
+            print(f"  4 Mi elements       {name:28} {elapsed_ms:8.2f} ms", flush=True)
     dist.barrier()
     os._exit(0)  # gloo processes that tear down on their own sometimes abort
 

@@ -95,6 +95,27 @@ def test_all_reduce_gives_all_ranks_the_sum(
     assert ranks(num_ranks).run(all_reduce, dtype, wire) == [(expected, 0)] * num_ranks
 
 
+def sum_activations(
+    rank: int, world_size: int, dtype: torch.dtype
+) -> tuple[list[float], list[float], list[float], list[float], int]:
+    comm = make_comm()
+    source = torch.arange(world_size * 2, dtype=dtype).add(10 * rank)
+    buffer, out, own = source.clone(), torch.full_like(source, -1), torch.full((2,), -1, dtype=dtype)
+    comm.sum_in_place(buffer, "test")
+    comm.start_sum(source, out, "test", lane=None).wait()
+    comm.scatter_sum(source, own, "test", lane=None).wait()
+    return buffer.tolist(), out.tolist(), own.tolist(), source.tolist(), comm._pool.live_bytes
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_activations_are_summed(ranks: WorkerPool, num_ranks: int, dtype: torch.dtype) -> None:
+    total = [float(num_ranks * i + 10 * sum(range(num_ranks))) for i in range(2 * num_ranks)]
+    for rank, results in enumerate(ranks(num_ranks).run(sum_activations, dtype)):
+        source = [float(i + 10 * rank) for i in range(2 * num_ranks)]
+        assert results == (total, total, total[2 * rank : 2 * rank + 2], source, 0)
+
+
 def count(rank: int, world_size: int) -> tuple[dict[tuple[str, str], tuple[int, int]], list[str]]:
     comm = make_comm()
     full = torch.zeros(world_size * 4)

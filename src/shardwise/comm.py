@@ -3,8 +3,8 @@
 Gradients are summed in fp32 or wider, whatever travels. gloo sums in the dtype on the wire, and moves twice a
 reduce-scatter's bytes; NCCL sums in the dtype on the wire too. So a reduction whose wire is narrower than fp32, and any
 reduction on gloo, is an all-to-all with a local sum; NCCL's native collectives carry the others. gloo's all-gather is
-slower than the same bytes point to point (`benchmarks/primitives.py`), so there it is sends and receives; and so is the
-sum of activations of two ranks. NCCL sums activations natively, in their own dtype, as Megatron-LM does.
+slower than the same bytes point to point (`benchmarks/primitives.py`), so there it is sends and receives; and so is a
+small or narrow sum of two ranks' activations. NCCL sums activations natively, in their own dtype, as Megatron-LM does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ from shardwise.precision import sum_chunks
 from shardwise.streams import Event, LaneName, Streams
 
 Result = TypeVar("Result")
+
+# From here on gloo's own all-reduce of fp32 among two ranks is as fast as sending all and adding.
+_RING_BYTES: Final = 2**20
 
 
 class MeshNetwork:
@@ -221,7 +224,8 @@ class Comm:
             name: for counts and messages.
             lane: as for `all_gather`.
         """
-        if self.world_size == 2 and self._links.waits_on_host:
+        is_small = out.numel() * out.element_size() < _RING_BYTES or out.dtype.itemsize < 4
+        if is_small and self.world_size == 2 and self._links.waits_on_host:
             return self._start_sum_of_two(source, out, name)
         if out is not source:
             out.copy_(source)

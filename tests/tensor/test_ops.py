@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from shardwise._torch_private import fake_copy, fake_tensors
 from shardwise.comm import Comm
 from shardwise.pool import BufferPool
 from shardwise.simulation import SimulatedLinks
-from shardwise.streams import Streams
+from shardwise.streams import LaneName, Streams
 from shardwise.tensor import collectives
 from shardwise.tensor.ops import TensorOps
 
@@ -184,6 +185,33 @@ def test_fake_tensors_are_counted_where_links_are_simulated(chunks: int) -> None
     assert shapes == [(2, 2, 16), (2, 8, 16), (2, 32, 16), (2, 2, 16), (2, 8, 64)]
     counts = {op: count.num_calls for (_, op), count in ops.comm.books.counts.items()}
     assert counts == {"reduce_scatter": chunks, "all_reduce": chunks, "all_gather": 2}
+
+
+class ListedLanes(Streams):
+    """Streams that keep the names of the lanes they were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.asked: list[str | None] = []
+
+    def lane(self, name: LaneName | None) -> AbstractContextManager[None]:
+        self.asked.append(name)
+        return super().lane(name)
+
+
+def test_what_is_waited_for_at_once_stays_on_the_current_stream() -> None:
+    """On NCCL it would queue behind the gathers and reductions of a data group; the whole for the backward overlaps."""
+    lanes, device = ListedLanes(), torch.device("cpu")
+    comm = Comm(SimulatedLinks(1, 2, "nccl"), "tp", device, 5.0, lanes, BufferPool(device))
+    with fake_tensors():
+        ops = TensorOps(comm)
+        x = fake_copy(torch.empty(1, 4, 8, requires_grad=True)) * 1
+        weight = torch.empty(8, 8, requires_grad=True)
+        y = ops.row(ops.column(ops.gather_sequence(x, "t"), weight, None), weight, None, True, "t")
+        y = y + ops.row(ops.enter(x, "t"), weight, None, False, "t")[:, :4]
+        y.sum().backward()
+    assert [name for name in lanes.asked if name is not None] == ["tensor"]
+    assert len(lanes.asked) == len(comm.books.recent) == 7
 
 
 def names() -> set[str]:
