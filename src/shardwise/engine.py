@@ -90,8 +90,7 @@ class Engine(EngineStates):
         self.device = device
         self.memory = Ledger(device)
         streams = Streams(device, config.zero.overlap)
-        pool = BufferPool(device, self.memory)
-        self._pool = pool
+        pool = self._pool = BufferPool(device, self.memory)
         self._network = network
         self._is_closed = False
         self._away = None
