@@ -100,8 +100,14 @@ def fail(rank: int, world_size: int, table: dict[str, Any]) -> str:
             {**TABLE, "blocks.*.attn": "local n_head"},
             "such as n_embd=16, add 'local n_embd' for it to the plan",
         ),
-        (without("blocks.*.mlp.2"), "blocks.0.mlp.2 is whole, but gets some features; give it the style 'row'"),
-        (without("blocks.*.mlp.0"), "blocks.0.mlp.2 is a row layer, but gets all features; split the layer before it"),
+        (
+            without("blocks.*.mlp.2", "blocks.*.mlp"),
+            "blocks.0.mlp.2 is whole, but gets some features; give it the style 'row'",
+        ),
+        (
+            without("blocks.*.mlp.0", "blocks.*.mlp"),
+            "blocks.0.mlp.2 is a row layer, but gets all features; split the layer before it",
+        ),
         (
             {**TABLE, "blocks.*.mlp.2": "column"},
             "blocks.0.mlp.2 is split ('column'), but gets some of the features; end the column layers before it",

@@ -187,7 +187,8 @@ class VocabLogits(Tensor):
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
         name = _name(func)
-        source = args[0]._source if args and isinstance(args[0], VocabLogits) else None
+        is_lazy = args and isinstance(args[0], VocabLogits) and args[0].is_deferred
+        source = args[0]._source if is_lazy else None
         if source is not None:
             answer = _deferred(func, name, args[0], source, args[1:], kwargs)
             if answer is not NotImplemented:
