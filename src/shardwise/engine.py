@@ -128,7 +128,7 @@ class Engine(EngineStates):
         self._loss_fn = loss_fn
         self._batches: deque[Any] = deque(maxlen=config.batch.accumulation)
         self.num_steps = 0
-        self._num_backwards = self._num_forwards = 0
+        self._num_backwards = self._num_forwards = self._num_samples = 0
         self._syncs = True
         self._is_broken = False
         self._undo += [self._sharded.close, self._books.clear, self._batches.clear]
@@ -325,8 +325,10 @@ class Engine(EngineStates):
         if not (self._draws_numbers and self.model.training and sizes):
             return nullcontext()
         data, number = self._comms.data, self._num_forwards
+        first_sample = self._num_samples * data.world_size + data.rank * sizes[0]
         self._num_forwards += 1
-        return self._draws.at(self.num_steps, number, (number * data.world_size + data.rank) * sizes[0], sizes[0])
+        self._num_samples += sizes[0]
+        return self._draws.at(self.num_steps, number, first_sample, sizes[0])
 
     def _begin_backward(self) -> None:
         self._is_broken = True
@@ -387,7 +389,7 @@ class Engine(EngineStates):
 
     def _end_step(self, is_taken: bool = True) -> None:
         self.num_steps += is_taken
-        self._num_backwards = self._num_forwards = 0
+        self._num_backwards = self._num_forwards = self._num_samples = 0
         self._draws.forget()
         self._driver.forget_unannounced()
         self._batches.clear()

@@ -15,10 +15,10 @@ DROPOUT_MODULES: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, 
 def drops_by_function(module: nn.Module) -> bool:
     """Whether a module's own code calls a dropout, or attention with dropout, that is no module of its own.
 
-    It does if its forward, or what that calls of its class and its file, speaks of something with "dropout" or
-    "scaled_dot_product_attention" in its name that is not one of its own dropout modules, or passes on an argument of
-    such a name. One named too many costs about a microsecond for each call of torch in it. One that calls a dropout
-    under another name is not seen, and drops as torch does.
+    It does if its forward, or what that calls of its class and its file, speaks of something with "dropout" in its name
+    that is not one of its own dropout modules, or passes on an argument of such a name; or if it calls torch's attention
+    and speaks of anything that may be a rate. One named too many costs about a microsecond for each call of torch in
+    it. One that calls a dropout under another name is not seen, and drops as torch does.
     """
     own = {name for name, child in module.named_children() if isinstance(child, DROPOUT_MODULES)}
     return any(_speaks_of_dropout(code, own) for code in _reachable(type(module)))
@@ -26,10 +26,11 @@ def drops_by_function(module: nn.Module) -> bool:
 
 def rate_names(kind: type[nn.Module]) -> tuple[str, ...]:
     """The names that a class's code reads and that may be of its rates of dropout."""
-    names = {name for code in _reachable(kind) for name in code.co_names}
-    return tuple(
-        sorted(each for each in names if each == "p" or any(part in each for part in ("drop", "prob", "rate")))
-    )
+    return tuple(sorted({name for code in _reachable(kind) for name in code.co_names if _may_be_rate(name)}))
+
+
+def _may_be_rate(name: str) -> bool:
+    return name == "p" or any(part in name for part in ("drop", "prob", "rate"))
 
 
 def _speaks_of_dropout(code: CodeType, own: set[str]) -> bool:
@@ -38,7 +39,11 @@ def _speaks_of_dropout(code: CodeType, own: set[str]) -> bool:
     arguments = [each for constant in tuples for each in constant if isinstance(each, str)]
     is_function = "functional" in code.co_names or "F" in code.co_names
     names = [name for name in code.co_names if is_function or name not in own]
-    return any("dropout" in name or "scaled_dot_product_attention" in name for name in names + arguments)
+    if any("dropout" in name for name in names + arguments):
+        return True
+    # A rate may be the fifth argument by position.
+    is_attention = any("scaled_dot_product_attention" in name for name in names)
+    return is_attention and any(map(_may_be_rate, (*names, *arguments, *code.co_varnames)))
 
 
 def _reachable(kind: type[nn.Module]) -> Iterator[CodeType]:
