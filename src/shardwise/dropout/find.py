@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Iterator
 from types import CodeType, FunctionType
@@ -16,9 +17,10 @@ def drops_by_function(module: nn.Module) -> bool:
     """Whether a module's own code calls a dropout, or attention with dropout, that is no module of its own.
 
     It does if its forward, or what that calls of its class and its file, speaks of something with "dropout" in its name
-    that is not one of its own dropout modules, or passes on an argument of such a name; or if it calls torch's attention
-    and speaks of anything that may be a rate. One named too many costs about a microsecond for each call of torch in
-    it. One that calls a dropout under another name is not seen, and drops as torch does.
+    that is not one of its own dropout modules, or passes on an argument of such a name; or if it calls torch's
+    attention and either speaks of anything that may be a rate or passes on arguments that are not named there. One
+    named too many costs about a microsecond for each call of torch in it. One that calls a dropout under another name
+    is not seen, and drops as torch does.
     """
     own = {name for name, child in module.named_children() if isinstance(child, DROPOUT_MODULES)}
     return any(_speaks_of_dropout(code, own) for code in _reachable(type(module)))
@@ -41,9 +43,12 @@ def _speaks_of_dropout(code: CodeType, own: set[str]) -> bool:
     names = [name for name in code.co_names if is_function or name not in own]
     if any("dropout" in name for name in names + arguments):
         return True
+    if not any("scaled_dot_product_attention" in name for name in names):
+        return False
     # A rate may be the fifth argument by position.
-    is_attention = any("scaled_dot_product_attention" in name for name in names)
-    return is_attention and any(map(_may_be_rate, (*names, *arguments, *code.co_varnames)))
+    if any(map(_may_be_rate, (*names, *arguments, *code.co_varnames, *code.co_freevars))):
+        return True
+    return any(each.opname == "CALL_FUNCTION_EX" for each in dis.get_instructions(code))
 
 
 def _reachable(kind: type[nn.Module]) -> Iterator[CodeType]:
