@@ -34,12 +34,7 @@ def become(module: nn.Module, kind: type[nn.Module]) -> Callable[[], None]:
             f"the forward of this {own.__name__} was replaced on the object, and a class cannot wrap it; take it back, "
             "or wrap it after initialize"
         )
-    module.__class__ = _joined(kind, own)
-
-    def put_back() -> None:
-        module.__class__ = own
-
-    return put_back
+    return swap_class(module, _joined(kind, own))
 
 
 def _joined(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:

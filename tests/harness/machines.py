@@ -32,7 +32,7 @@ SOUND = Facts(
     gpus=(),
     gpus_reach_each_other=None,
     network=Network("node1", ("10.0.0.7",), error=None, interfaces=("lo", "eth0")),
-    disk=Disk("/work/runs", writable=True, free_bytes=500 * GIB, total_bytes=1000 * GIB, filesystem="ext4"),
+    disk=Disk("/data/runs", writable=True, free_bytes=500 * GIB, total_bytes=1000 * GIB, filesystem="ext4"),
     open_files_limit=65536,
     environ=SOUND_ENVIRON,
 )
@@ -50,7 +50,7 @@ FAST = Measurements(
     matmuls=(Matmul("cpu", "float32", 1024, 8, 4e11, None), Matmul("cpu", "bfloat16", 2048, 8, 16e11, None)),
     copies=(Copy("cpu", "cpu", False, 2**27, 2e10),),
     collectives=(Collective("gloo", 2, "all_reduce", 4096, 2e-4, 2e7),),
-    disk=DiskSpeed("/work/runs", 2**28, True, 2e9, 3e9, 1e-4),
+    disk=DiskSpeed("/data/runs", 2**28, True, 2e9, 3e9, 1e-4),
 )
 
 

@@ -57,9 +57,8 @@ def dropout_zones(model: nn.Module, tensor: TensorLayout, tp_index: int) -> dict
     stacks = tensor.plan.stacks if tensor.sequence_parallel else ()
     regions = [region.module for region in tensor.plan.regions]
     for name, module in model.named_modules():
-        is_own_code = not isinstance(module, nn.Dropout)
         if name in zones or not any(is_within(name, stack.modules) for stack in stacks):
             continue
-        if not is_own_code or (drops_by_function(module) and not is_within(name, regions)):
+        if isinstance(module, nn.Dropout) or (drops_by_function(module) and not is_within(name, regions)):
             zones[name] = Zone(1, tp_index, tensor.degree)
     return zones

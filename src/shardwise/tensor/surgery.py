@@ -7,7 +7,7 @@ elsewhere; where that comes first or last plays no part.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -16,7 +16,7 @@ from shardwise.comm import Comm
 from shardwise.config import ConfigError, TensorConfig
 from shardwise.layout import tensor_plan
 from shardwise.layout.splits import ParamSplit, Part
-from shardwise.layout.tensor_plan import LayerSplit, TensorPlan
+from shardwise.layout.tensor_plan import LayerSplit, TensorPlan, is_within
 from shardwise.tensor import layers
 from shardwise.tensor.cross_entropy import Vocab
 from shardwise.tensor.layers import Order, Place
@@ -87,8 +87,8 @@ class _Surgeon:
         state = layers.LinearState(
             self.ops,
             layer.module,
-            is_in_region=_is_within(layer.module, (region.module for region in self.plan.regions)),
-            is_sequence=_is_within(layer.module, self.sequence_modules),
+            is_in_region=is_within(layer.module, (region.module for region in self.plan.regions)),
+            is_sequence=is_within(layer.module, self.sequence_modules),
             is_transposed=layer.is_transposed,
             gathers_output=layer.gathers_output,
             splits_input=layer.splits_input,
@@ -139,7 +139,7 @@ class _Surgeon:
     def open_region(self, region: tensor_plan.Region) -> None:
         """Let a module's inputs enter."""
         module = self.model.get_submodule(region.module)
-        is_sequence = _is_within(region.module, self.sequence_modules)
+        is_sequence = is_within(region.module, self.sequence_modules)
         inputs = tuple(_place(module, region.module, name) for name in region.inputs)
         whole = tuple(_place(module, region.module, name) for name in region.whole_inputs)
         state = layers.RegionState(
@@ -163,10 +163,6 @@ class _Surgeon:
         for name, size in sizes.items():
             if name in module.__dict__:
                 self.undo.append(set_attribute(module, name, size))
-
-
-def _is_within(name: str, modules: Iterable[str]) -> bool:
-    return any(name == module or name.startswith(f"{module}.") or not module for module in modules)
 
 
 def _check_linear(module: nn.Module, layer: LayerSplit) -> None:
