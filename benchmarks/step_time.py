@@ -203,13 +203,28 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="steps before the first turn, not measured")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds until a silent rank is given up")
     parser.add_argument("--json", type=Path, help="where to write everything measured, after each workload")
+    return parse_known_systems(parser, arguments, QUICK, PEERS)
+
+
+def parse_known_systems(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], quick: Mapping[str, Any], peers: Mapping[str, Any]
+) -> argparse.Namespace:
+    """Parse; `--quick` changes the defaults to `quick`, and systems that are none of `peers` are refused."""
     if parser.parse_args(arguments).quick:
-        parser.set_defaults(**QUICK)
+        parser.set_defaults(**quick)
     options = parser.parse_args(arguments)
     for system in (*options.systems, *options.versus):
-        if system not in PEERS:
-            parser.error(f"{system} is not a system; systems are {', '.join(PEERS)}")
+        if system not in peers:
+            parser.error(f"{system} is not a system; systems are {', '.join(peers)}")
     return options
+
+
+def keep_results(content: dict[str, Any], workload: Any, records: Records, options: argparse.Namespace) -> None:
+    """Add a workload's results to the content, and write the file if one is wanted."""
+    rows = [dataclasses.asdict(record) | summarize(record, records, options.versus) for record in records.values()]
+    content["results"].append({"workload": dataclasses.asdict(workload), "systems": rows})
+    if options.json:
+        options.json.write_text(json.dumps(content, indent=1))
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -226,10 +241,7 @@ def main(arguments: Sequence[str]) -> None:
         console.print(results_table(workload, records, options.versus))
         for line in aim_lines(workload, records):
             console.print(line, highlight=False)
-        rows = [dataclasses.asdict(record) | summarize(record, records, options.versus) for record in records.values()]
-        content["results"].append({"workload": dataclasses.asdict(workload), "systems": rows})
-        if options.json:
-            options.json.write_text(json.dumps(content, indent=1))
+        keep_results(content, workload, records, options)
 
 
 if __name__ == "__main__":

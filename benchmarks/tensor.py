@@ -10,8 +10,6 @@ optimizer step. Systems take turns as in `step_time.py`, and ratios are taken wi
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from step_time import Records, machine, measure, ratio, results_table, summarize
+from step_time import Records, keep_results, machine, measure, parse_known_systems, ratio, results_table
 from tensor_peers import TENSOR_PEERS, TensorWorkload
 
 LARGE, SMALL = (4, 256), (1, 16)  # micro-batch, tokens a sequence
@@ -58,13 +56,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="steps before the first turn, not measured")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds until a silent rank is given up")
     parser.add_argument("--json", type=Path, help="where to write everything measured, after each workload")
-    if parser.parse_args(arguments).quick:
-        parser.set_defaults(**QUICK)
-    options = parser.parse_args(arguments)
-    for system in (*options.systems, *options.versus):
-        if system not in TENSOR_PEERS:
-            parser.error(f"{system} is not a system; systems are {', '.join(TENSOR_PEERS)}")
-    return options
+    return parse_known_systems(parser, arguments, QUICK, TENSOR_PEERS)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -84,10 +76,7 @@ def main(arguments: Sequence[str]) -> None:
         for record in records.values():
             if record.failure is not None:
                 console.print(f"{record.system} failed: {record.failure}", highlight=False, markup=False)
-        rows = [dataclasses.asdict(record) | summarize(record, records, options.versus) for record in records.values()]
-        content["results"].append({"workload": dataclasses.asdict(workload), "systems": rows})
-        if options.json:
-            options.json.write_text(json.dumps(content, indent=1))
+        keep_results(content, workload, records, options)
 
 
 if __name__ == "__main__":
