@@ -1,0 +1,1 @@
+"""Checkpoints: safetensors files and a JSON manifest, written atomically, read under any layout. See `manifest`."""
