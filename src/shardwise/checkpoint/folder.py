@@ -1,0 +1,409 @@
+"""What lies in a folder of checkpoints, and how a checkpoint comes, goes and is never seen half: the commit protocol.
+
+    runs/a/
+      step-00000050/                       whole: it has a manifest, and all files that this names
+      step-00000100/
+      step-00000150.3f9c01aa.partial/      being written, or what a dead run has left
+      step-00000020.77ab3c10.deleted/      being deleted, likewise
+      step-00000100.aside-1/               of a run that was resumed from an older checkpoint; no candidate any more
+      latest                               one line: step-00000100
+
+Only rename makes a step folder, and only when everything in it has reached the disk; the first thing that happens to
+one that shall go is a rename. `latest` moves after that. It is for people and other tools: a kill before it moves
+leaves a newer whole checkpoint than it names, so nothing here looks for checkpoints by it.
+
+One process calls these, rank 0, except `candidates` and `read_manifest`, which any may. A root belongs to one run at a
+time.
+
+>>> from tempfile import TemporaryDirectory
+>>> with TemporaryDirectory() as place:
+...     for step in (50, 100, 150):
+...         temporary = begin(Path(place), step)
+...         _ = (temporary / "a.safetensors").write_bytes(b"pieces")
+...         folder = commit(temporary, Path(place), Manifest(step=step, tensors=(), files={"a.safetensors": 6}))
+...     names = [each.name for each in retain(Path(place), keep_last=1, keep_every=100)]
+...     names, [each.name for each in candidates(Path(place))]
+(['step-00000050'], ['step-00000150', 'step-00000100'])
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+import re
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from shardwise.checkpoint.disk import (
+    ELSEWHERE,
+    check_room,
+    entries,
+    name_beside,
+    named_errors,
+    remove,
+    sync_folder,
+    write_text,
+)
+from shardwise.checkpoint.manifest import MANIFEST_NAME, CheckpointError, DamagedError, Manifest
+
+__all__ = [
+    "LATEST_NAME",
+    "begin",
+    "candidates",
+    "check_room",
+    "clean",
+    "commit",
+    "discard",
+    "read_manifest",
+    "retain",
+    "set_aside",
+    "step_folders",
+    "step_name",
+    "step_of",
+    "steps_to_delete",
+    "sync_folder",
+]
+
+LATEST_NAME: Final = "latest"
+_STEP: Final = re.compile(r"step-([0-9]{8,})")
+_PARTIAL, _DELETED, _ASIDE = ".partial", ".deleted", ".aside-"
+_LEFTOVER: Final = re.compile(r"(step-[0-9]{8,}|latest)\.[0-9a-f]+\.(partial|deleted)")
+# What a file system says of what it cannot give back, and what stands in the place of a file or a folder.
+_DAMAGE: Final = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EISDIR, errno.ENOTDIR)
+
+
+def step_name(step: int) -> str:
+    """The name of a step's folder.
+
+    >>> step_name(100)
+    'step-00000100'
+    """
+    return f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a step folder's name says; None for any other name.
+
+    >>> step_of(Path("runs/step-00000100")), step_of(Path("step-00000100.aside-1")), step_of(Path("step-100"))
+    (100, None, None)
+    """
+    found = _STEP.fullmatch(folder.name)
+    step = int(found[1]) if found else None
+    return step if step is not None and folder.name == step_name(step) else None
+
+
+def step_folders(root: Path) -> list[Path]:
+    """The step folders in a root, newest first; none where there is no root yet. They need not be whole."""
+    by_step = {step: each for each in entries(root) if (step := step_of(each)) is not None and each.is_dir()}
+    return [by_step[step] for step in sorted(by_step, reverse=True)]
+
+
+def candidates(path: Path) -> list[Path]:
+    """The step folders that one may try to load, newest first.
+
+    Args:
+        path: of one checkpoint, which gives itself, or of a root, which gives its step folders, perhaps none.
+
+    Raises:
+        CheckpointError: there is no such folder.
+    """
+    with named_errors("look into", path):
+        if not path.is_dir():
+            raise CheckpointError(_missing(path))
+        is_step = step_of(path) is not None or (path / MANIFEST_NAME).is_file()
+    return [path] if is_step else step_folders(path)
+
+
+def begin(root: Path, step: int) -> Path:
+    """Make the temporary folder, in the root, in which a checkpoint of this step is written; and the root, if need be.
+
+    Raises:
+        CheckpointError: there is a checkpoint of this step, or the folder cannot be made.
+    """
+    final = root / step_name(step)
+    with named_errors("make a folder in", root):
+        _make_root(root)
+        _refuse_taken(final)
+        temporary = name_beside(final, _PARTIAL)
+        temporary.mkdir()
+    return temporary
+
+
+def commit(temporary: Path, root: Path, manifest: Manifest) -> Path:
+    """Make a written checkpoint one that is found: manifest, rename, and then `latest`, each on disk before the next.
+
+    Args:
+        temporary: from `begin`; the files in it are on disk already.
+        root: the same.
+        manifest: of what is in it.
+
+    Returns:
+        The step folder.
+
+    Raises:
+        CheckpointError: a file is not there as the manifest says, the step has a checkpoint already, or the system
+            refuses; what was committed before is as it was.
+    """
+    with named_errors("read what was written in", temporary):
+        wrong = _wrong_file(temporary, manifest)
+    if wrong:
+        raise CheckpointError(f"{wrong}; save to one folder that all ranks share, not to a disk of each machine's own")
+    with named_errors("write", temporary / MANIFEST_NAME):
+        write_text(temporary / MANIFEST_NAME, manifest.to_text())
+        sync_folder(temporary)
+    final = root / step_name(manifest.step)
+    with named_errors("make", final):
+        _rename(temporary, final)
+        sync_folder(root)
+    _move_latest(root, final.name)
+    return final
+
+
+def discard(temporary: Path) -> None:
+    """Remove what was begun, as far as that works: it is called when something else has failed already."""
+    with suppress(OSError):
+        remove(temporary)
+
+
+def clean(root: Path, keep: Collection[Path] = ()) -> list[Path]:
+    """Remove what dead runs have left: folders half written and half deleted.
+
+    Args:
+        root: of one run at a time; another that is saving there loses what it is writing.
+        keep: temporary folders that this run is writing.
+
+    Returns:
+        What is gone.
+
+    Raises:
+        CheckpointError: the system refuses.
+    """
+    leftovers = [each for each in entries(root) if _LEFTOVER.fullmatch(each.name) and each not in keep]
+    gone = []
+    for each in leftovers:
+        with named_errors("remove", each):
+            if remove(each):
+                gone.append(each)
+    return gone
+
+
+def read_manifest(step_folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint, and check that each file it names is there with its size.
+
+    Raises:
+        DamagedError: the manifest, or a file, is missing, torn or cannot be read from the disk.
+        CheckpointError: a newer version has written it, or this user may not read it.
+    """
+    path = step_folder / MANIFEST_NAME
+    try:
+        # What is no text does not match its checksum either.
+        text = path.read_bytes().decode(errors="replace")
+        manifest = Manifest.from_text(text, str(path))
+        wrong = _wrong_file(step_folder, manifest)
+    except FileNotFoundError:
+        wrong = f"{step_folder} is no whole checkpoint: it has no {MANIFEST_NAME}"
+    except OSError as error:
+        where = f"cannot read {error.filename or path}: {error.strerror}"
+        if error.errno not in _DAMAGE:
+            raise CheckpointError(f"{where}; mend that, or use another checkpoint") from error
+        wrong = where
+    if wrong:
+        raise DamagedError(f"{wrong}; use an older checkpoint")
+    return manifest
+
+
+def steps_to_delete(steps: Iterable[int], keep_last: int | None, keep_every: int | None) -> list[int]:
+    """Which of these steps' checkpoints are not to be kept, oldest first.
+
+    Args:
+        steps: of whole checkpoints.
+        keep_last: how many of the newest to keep; all, if None.
+        keep_every: keep those of each multiple of it too; none, if None.
+
+    >>> steps_to_delete([100, 150, 200, 250, 300], keep_last=2, keep_every=100)
+    [150]
+    """
+    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+        if value is not None and value < 1:
+            raise CheckpointError(f"{name}={value} is less than 1; give a positive number, or None")
+    if keep_last is None:
+        return []
+    return [step for step in sorted(steps)[:-keep_last] if not _is_milestone(step, keep_every)]
+
+
+def retain(root: Path, keep_last: int | None, keep_every: int | None) -> list[Path]:
+    """Delete the whole checkpoints that need not be kept, oldest first.
+
+    Those that cannot be read are neither counted nor deleted: somebody may want to look. What `latest` names stays
+    too: it may be older than others, where a run has gone on from before them.
+
+    Args:
+        root: its step folders.
+        keep_last: as in `steps_to_delete`.
+        keep_every: likewise.
+
+    Returns:
+        The names of what is gone.
+
+    Raises:
+        CheckpointError: the system refuses.
+    """
+    whole: dict[int, Path] = {}
+    for folder in step_folders(root) if keep_last else []:
+        step = step_of(folder) or 0
+        # A manifest may be long: those that stay anyway are not read.
+        is_surely_kept = len(whole) >= (keep_last or 0) and _is_milestone(step, keep_every)
+        if not is_surely_kept and _is_whole(folder):
+            whole[step] = folder
+    latest = _read_latest(root)
+    going = [whole[step] for step in steps_to_delete(whole, keep_last, keep_every) if whole[step].name != latest]
+    for folder in going:
+        _delete(folder)
+    return going
+
+
+def set_aside(root: Path, after_step: int) -> list[Path]:
+    """Rename the checkpoints of later steps, so that a run resumed from this one can save these steps again.
+
+    Args:
+        root: its step folders.
+        after_step: of the checkpoint that the run resumes from; `latest` moves back to it.
+
+    Returns:
+        The new names, `step-00000100.aside-1` and so on, newest first; they are no candidates.
+
+    Raises:
+        CheckpointError: the system refuses.
+    """
+    folders = step_folders(root)
+    later = [each for each in folders if (step_of(each) or 0) > after_step]
+    if not later:
+        return []
+    # Before anything is renamed: a kill between must not leave `latest` naming what is gone.
+    _move_latest(root, next((each.name for each in folders if each not in later and _is_whole(each)), ""))
+    moved = []
+    with named_errors("rename checkpoints in", root):
+        for folder in later:
+            moved.append(_next_aside(folder))
+            os.rename(folder, moved[-1])
+        sync_folder(root)
+    return moved
+
+
+def _missing(path: Path) -> str:
+    """Say what there is instead."""
+    if path.exists():
+        return f"{path} is a file; give the folder of a checkpoint, or the one that these are in"
+    parent = next(each for each in path.parents if each.is_dir())
+    names = [each.name for each in step_folders(parent)]
+    names += sorted({each.name for each in entries(parent)} - set(names))
+    wanted = path.relative_to(parent).parts[0]
+    close = difflib.get_close_matches(wanted, names, n=3)
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    there = f"has {', '.join(names[:5])}{more}" if names else "is empty"
+    cure = (
+        f"did you mean {' or '.join(close)}?" if close else "give the folder of a checkpoint, or the one these are in"
+    )
+    return f"{path} does not exist, {parent.absolute()} {there}; {cure}"
+
+
+def _make_root(root: Path) -> None:
+    for each in reversed([each for each in (root, *root.parents) if not each.exists()]):
+        each.mkdir(exist_ok=True)
+        sync_folder(each.parent)
+    if not root.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(root))
+
+
+def _refuse_taken(final: Path) -> None:
+    if os.path.lexists(final):
+        raise CheckpointError(
+            f"{final} exists and a checkpoint is never overwritten; resume from it, move it away, or {ELSEWHERE}"
+        )
+
+
+def _rename(temporary: Path, final: Path) -> None:
+    try:
+        os.rename(temporary, final)
+    except OSError as error:
+        # Made since `begin`: the system puts nothing in the place of a folder with files in it, or of a file.
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            _refuse_taken(final)
+        raise
+
+
+def _wrong_file(folder: Path, manifest: Manifest) -> str:
+    """What is wrong with the first file that is not as the manifest says; empty if all are."""
+    for tensor in manifest.tensors:
+        for piece in (piece for state in tensor.states.values() for piece in state.pieces):
+            if piece.file not in manifest.files:
+                return f"{folder / MANIFEST_NAME} says {tensor.name} is in {piece.file!r}, and lists no such file"
+    for name, num_bytes in manifest.files.items():
+        path = folder / name
+        if path.parent != folder or name in ("", ".."):
+            return f"{folder / MANIFEST_NAME} lists {name!r}, which is not the name of a file in its folder"
+        try:
+            # Opened, for a network file system may else tell an old size of what another machine has written.
+            with path.open("rb") as file:
+                found_bytes = os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            return f"{path} is missing"
+        if found_bytes != num_bytes:
+            return f"{path} has {found_bytes} bytes and the manifest says {num_bytes}"
+    return ""
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _is_milestone(step: int, keep_every: int | None) -> bool:
+    return keep_every is not None and step % keep_every == 0
+
+
+def _read_latest(root: Path) -> str:
+    with named_errors("read", root / LATEST_NAME):
+        try:
+            return (root / LATEST_NAME).read_bytes().decode(errors="replace").strip()
+        except FileNotFoundError:
+            return ""
+
+
+def _move_latest(root: Path, name: str) -> None:
+    """Have `latest` name this folder; or be gone, if there is none to name."""
+    latest = root / LATEST_NAME
+    temporary = name_beside(latest, _PARTIAL)
+    doing = f"name {name}, which is whole, in" if name else "remove"
+    with named_errors(doing, latest):
+        try:
+            if name:
+                write_text(temporary, f"{name}\n")
+                os.replace(temporary, latest)
+            else:
+                latest.unlink(missing_ok=True)
+        except OSError:
+            discard(temporary)
+            raise
+        sync_folder(root)
+
+
+def _next_aside(folder: Path) -> Path:
+    number = 1
+    while os.path.lexists(aside := folder.with_name(f"{folder.name}{_ASIDE}{number}")):
+        number += 1
+    return aside
+
+
+def _delete(folder: Path) -> None:
+    deleted = name_beside(folder, _DELETED)
+    with named_errors("delete", folder):
+        os.rename(folder, deleted)
+        sync_folder(folder.parent)
+        remove(deleted)
