@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from shardwise.layout.pieces import (
     fuse,
     intersect,
     overlap,
+    rect_to_flat_ranges,
+    stack,
 )
 
 PADDING = -1
@@ -255,3 +258,61 @@ def test_pieces_that_do_not_fit_their_buffer_are_refused() -> None:
         LocalTensor((1, 4), (Piece(row, 0), Piece(row, 3)), 8)
     with pytest.raises(ValueError, match="give at least numel=5"):
         LocalTensor((1, 4), (Piece(row, 1),), 4)
+
+
+@given(st.data(), st.integers(0, 12))
+def test_the_flat_ranges_of_a_rectangle_are_its_elements_and_gaps_no_larger_than_allowed(
+    data: st.DataObject, max_gap: int
+) -> None:
+    tensor = numbered(data.draw(SHAPES))
+    within = data.draw(boxes(tensor.shape))
+    cut = data.draw(boxes(within.shape))
+    rect = Rect(*(tuple(np.add(within.start, bound).tolist()) for bound in (cut.start, cut.stop)))
+    flat, wanted = read(tensor, within).ravel(), set(read(tensor, rect).ravel().tolist())
+    exact, joined = (list(rect_to_flat_ranges(rect, within, gap)) for gap in (0, max_gap))
+    assert [value for start, stop in exact for value in flat[start:stop]] == read(tensor, rect).ravel().tolist()
+    covered = [int(value) for start, stop in joined for value in flat[start:stop]]
+    assert wanted <= set(covered)
+    assert len(covered) == len(set(covered))
+    for (_, stop), (start, _) in pairwise(joined):
+        assert stop <= start
+    # What is read over lies between elements that are wanted, in runs no longer than the gap.
+    for start, stop in joined:
+        is_wanted = [value in wanted for value in flat[start:stop].tolist()]
+        gaps = "".join(map(str, map(int, is_wanted))).strip("1").split("1")
+        assert is_wanted[0]
+        assert is_wanted[-1]
+        assert max(map(len, gaps)) <= max_gap
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_stacked_pieces_are_their_rectangle_row_major(data: st.DataObject) -> None:
+    tensor = numbered(data.draw(SHAPES))
+    sharding = data.draw(shardings(tensor.ndim))
+    for pieces, buffer in sharding.shards(tensor):
+        rows = [part for piece in pieces for part in _rows_of(piece)] if data.draw(st.booleans()) else list(pieces)
+        shuffled = data.draw(st.permutations(rows))
+        found = stack(shuffled)
+        assert len(found) <= len(pieces)
+        for rect, parts in found:
+            values = [value for part in parts for value in buffer[part.local_offset : part.local_stop].tolist()]
+            assert values == read(tensor, rect).ravel().tolist()
+        assert sorted(part.local_offset for _, parts in found for part in parts) == [row.local_offset for row in rows]
+
+
+def _rows_of(piece: Piece) -> list[Piece]:
+    """A piece as one piece for each innermost row, or element of a vector."""
+    *outer, length = piece.rect.shape or (1,)
+    length = length if outer else 1
+    cuts = range(0, piece.rect.numel, length)
+    parts = [flat_range_to_rects(piece.rect, cut, cut + length) for cut in cuts]
+    return [part.shifted(piece.local_offset + cut) for cut, (part,) in zip(cuts, parts, strict=True)]
+
+
+def test_a_fused_part_split_by_columns_stacks_to_one_rectangle() -> None:
+    query, key = (LocalTensor.split((1600, 1200), 1, 1, 4) for _ in range(2))
+    in_buffer, _ = fuse((query, key), num_rows=1600)
+    assert len(in_buffer.pieces) == 1600
+    ((rect, parts),) = stack(in_buffer.pieces)
+    assert (rect, parts) == (query.pieces[0].rect, in_buffer.pieces)

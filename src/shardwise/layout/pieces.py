@@ -28,7 +28,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise, product
 from operator import add, gt, lt
 from typing import Any, Protocol, Self
 
@@ -283,6 +283,84 @@ def overlap(have: Sequence[Piece], want: Sequence[Piece]) -> tuple[Copy, ...]:
             if rect := source.rect.intersect(destination.rect):
                 copies.append(Copy(source, destination, rect))
     return tuple(copies)
+
+
+def rect_to_flat_ranges(rect: Rect, within: Rect, max_gap: int = 0) -> Iterator[tuple[int, int]]:
+    """The ranges [start, stop) of the row-major elements of `within` in which `rect` lies, in order.
+
+    Ranges whose gap is at most `max_gap` elements come as one, so that who reads a few columns of a matrix from a file
+    may read all between them at once. Ranges nested more deeply may come apart although their gap is smaller.
+
+    >>> columns, matrix = Rect((1, 1), (3, 3)), Rect.whole((4, 4))
+    >>> list(rect_to_flat_ranges(columns, matrix)), list(rect_to_flat_ranges(columns, matrix, max_gap=2))
+    ([(5, 7), (9, 11)], [(5, 11)])
+    """
+    if not rect.numel:
+        return
+    first, length, stride = 0, 1, 1
+    loops: list[range] = []  # of the dims whose gaps are larger, the outermost first
+    for low, high, start, stop in zip(
+        rect.start[::-1], rect.stop[::-1], within.start[::-1], within.stop[::-1], strict=True
+    ):
+        first += (low - start) * stride
+        if not loops and stride - length <= max_gap:
+            length += (high - low - 1) * stride
+        elif high - low > 1:
+            loops.insert(0, range(0, (high - low) * stride, stride))
+        stride *= stop - start
+    for offsets in product(*loops):
+        yield first + sum(offsets), first + sum(offsets) + length
+
+
+# A rectangle, and the pieces whose elements, one piece behind the other, are its own row-major.
+Stack = tuple[Rect, tuple[Piece, ...]]
+
+
+def stack(pieces: Sequence[Piece]) -> tuple[Stack, ...]:
+    """Join pieces into rectangles whose row-major elements are the pieces', one piece behind the other.
+
+    A part of a fused matrix that is split by columns is one piece for each row: thousands that are one rectangle.
+
+    >>> rows = [Piece(Rect((row, 4), (row + 1, 8)), 12 * row) for row in range(3)]
+    >>> [(str(rect), len(parts)) for rect, parts in stack(rows)]
+    [('[0:3, 4:8]', 3)]
+
+    Args:
+        pieces: of one global tensor, none empty; they need not be neighbours in the local buffer.
+
+    Returns:
+        Each rectangle with its pieces in order, sorted by where it starts.
+    """
+    stacks: list[Stack] = [(piece.rect, (piece,)) for piece in pieces]
+    # Innermost first: pieces that fill a row together then stack with other rows.
+    for dim in reversed(range(len(pieces[0].rect.start) if pieces else 0)):
+        stacks = _stacked_along(dim, stacks)
+    return tuple(sorted(stacks, key=lambda stack: stack[0].start))
+
+
+def _stacked_along(dim: int, stacks: list[Stack]) -> list[Stack]:
+    """Join what follows one another along `dim`, has one index before it and the same bounds behind it."""
+    alike: dict[tuple[Any, ...], list[Stack]] = {}
+    for each in stacks:
+        rect = each[0]
+        alike.setdefault((rect.start[:dim], rect.stop[:dim], rect.start[dim + 1 :], rect.stop[dim + 1 :]), []).append(
+            each
+        )
+    joined: list[Stack] = []
+    for (lows, highs, *_), members in alike.items():
+        if any(high - low != 1 for low, high in zip(lows, highs, strict=True)):
+            joined += members
+            continue
+        members.sort(key=lambda member: member[0].start[dim])
+        bounds = [
+            place for place in range(1, len(members)) if members[place - 1][0].stop[dim] != members[place][0].start[dim]
+        ]
+        for first, last in pairwise([0, *bounds, len(members)]):
+            run = members[first:last]
+            joined.append(
+                (Rect(run[0][0].start, run[-1][0].stop), tuple(chain.from_iterable(parts for _, parts in run)))
+            )
+    return joined
 
 
 class Buffer(Protocol):

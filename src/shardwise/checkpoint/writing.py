@@ -1,0 +1,273 @@
+"""Writes what a rank has to save into one safetensors file, straight from where it rests.
+
+On the CPU the file is written from the tensors' own memory, on a GPU through one small pinned buffer; nothing is ever
+copied whole. Checksums are taken beside the writing, by a helper thread.
+
+>>> import tempfile, torch
+>>> from shardwise.layout.pieces import Piece, Rect
+>>> half = (Piece(Rect((2, 0), (4, 3)), 0),)
+>>> held = Holding("up.weight", (), "exp_avg", (4, 3), torch.zeros(6), half, half)
+>>> with tempfile.TemporaryDirectory() as folder:
+...     part = write_holdings(Path(folder), "rank-00001-of-00002.safetensors", [held], [])
+>>> part.num_bytes, part.tensors[0].states["exp_avg"].pieces[0].rect == half[0].rect
+(152, True)
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.manifest import (
+    BLOCK_BYTES,
+    CheckpointError,
+    RankPart,
+    StoredPiece,
+    StoredState,
+    StoredTensor,
+    merge_parts,
+)
+from shardwise.checkpoint.tensor_files import Entry, dtype_name, encode_header
+from shardwise.holdings import PARAM, HeldNumber, Holding
+from shardwise.layout.pieces import Piece, Rect, stack
+
+# What one call writes at most, in bytes and in buffers; the kernel takes 1024 buffers.
+_BATCH_BYTES: Final = 4 * BLOCK_BYTES
+_BATCH_BUFFERS: Final = 512
+# Pages go to the disk by this much while the next ones are written, not all at once in the fsync.
+_WRITE_BACK_BYTES: Final = 32 * BLOCK_BYTES
+_CURES: Final = MappingProxyType(
+    {
+        errno.ENOSPC: "make room there, or save elsewhere",
+        errno.EDQUOT: "make room within the quota, or save elsewhere",
+        errno.EFBIG: "save on a file system, or under a limit, that allows files so large",
+        errno.EROFS: "make the folder writable, or save elsewhere",
+        errno.EACCES: "make the folder writable, or save elsewhere",
+        errno.EEXIST: "save to a fresh folder",
+    }
+)
+
+
+def write_holdings(
+    folder: Path,
+    file: str,
+    holdings: Sequence[Holding],
+    numbers: Sequence[HeldNumber],
+    progress: Callable[[int], None] | None = None,
+) -> RankPart:
+    """Write the pieces that are this rank's to write into one new file, and sync it.
+
+    Args:
+        folder: where; it exists.
+        file: the name of the new file. A rank that has nothing to write makes none.
+        holdings: what the rank holds; several may be parts of one state.
+        numbers: states that are one number, of parameters that are among the holdings; they go into the result alone.
+        progress: told, now and then, how many bytes more have been written.
+
+    Returns:
+        What lies where, with the checksums.
+
+    Raises:
+        CheckpointError: the file cannot be written, a dtype has no name in it, or a number is of no parameter held.
+    """
+    jobs = [
+        _Job.of(holding, rect, pieces)
+        for holding in holdings
+        for rect, pieces in stack([piece for piece in holding.written if piece.rect.numel])
+    ]
+    header, offsets = encode_header([job.entry for job in jobs])
+    num_bytes = max((offset + job.num_bytes for job, offset in zip(jobs, offsets, strict=True)), default=0)
+    if jobs:
+        in_file = sorted(zip(offsets, jobs, strict=True), key=lambda pair: pair[0])
+        _write_file(folder / file, header, [job for _, job in in_file], num_bytes, progress or (lambda _: None))
+    pieces_of: dict[int, list[StoredPiece]] = {}
+    for job, offset in zip(jobs, offsets, strict=True):
+        pieces_of.setdefault(id(job.holding), []).append(StoredPiece(job.rect, file, offset, tuple(job.crcs)))
+    tensors = [
+        _stored(holding, {holding.state: StoredState(dtype_name(holding.tensor.dtype), tuple(pieces))})
+        for holding in holdings
+        # A tensor of no elements has no pieces, and must be in the manifest all the same.
+        if (pieces := pieces_of.get(id(holding), [])) or not math.prod(holding.global_shape)
+    ]
+    tensors += _stored_numbers(holdings, numbers)
+    merged, _ = merge_parts([RankPart("", 0, (tensor,)) for tensor in tensors])
+    return RankPart(file if jobs else "", num_bytes, merged)
+
+
+def _stored(holding: Holding, states: dict[str, StoredState]) -> StoredTensor:
+    names = (holding.name, holding.aliases, holding.global_shape)
+    return StoredTensor(*names, states, holding.kind, holding.trainable)
+
+
+def _stored_numbers(holdings: Sequence[Holding], numbers: Sequence[HeldNumber]) -> Iterator[StoredTensor]:
+    by_name = {holding.name: holding for holding in holdings}
+    for number in numbers:
+        if number.name not in by_name:
+            raise CheckpointError(
+                f"{number.name}/{number.state} is a state of no parameter here; list its holding, too"
+            )
+        is_python = number.dtype in ("int", "float")
+        dtype = number.dtype if is_python else dtype_name(getattr(torch, number.dtype))
+        yield _stored(by_name[number.name], {number.state: StoredState(dtype, value=number.value)})
+
+
+@dataclass
+class _Job:
+    """One entry of the file: a rectangle, and the spans of bytes of `source`, 1-D uint8, that are it row-major.
+
+    `crcs` fills as its blocks are written.
+    """
+
+    holding: Holding
+    rect: Rect
+    entry: Entry
+    source: Tensor
+    spans: tuple[tuple[int, int], ...]
+    crcs: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, holding: Holding, rect: Rect, pieces: Sequence[Piece]) -> _Job:
+        item = holding.tensor.element_size()
+        spans: list[tuple[int, int]] = []
+        for piece in pieces:
+            start, stop = piece.local_offset * item, piece.local_stop * item
+            if spans and spans[-1][1] == start:
+                spans[-1] = (spans[-1][0], stop)
+            else:
+                spans.append((start, stop))
+        key = holding.name if holding.state == PARAM else f"{holding.name}/{holding.state}"
+        if rect != Rect.whole(holding.global_shape):
+            key += str(rect)
+        entry = Entry(key, dtype_name(holding.tensor.dtype), rect.shape)
+        return cls(holding, rect, entry, holding.tensor.detach().view(torch.uint8), tuple(spans))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(stop - start for start, stop in self.spans)
+
+    def blocks(self) -> Iterator[list[tuple[int, int]]]:
+        """The spans of each `BLOCK_BYTES` of the entry."""
+        block: list[tuple[int, int]] = []
+        room = BLOCK_BYTES
+        for start, stop in self.spans:
+            while stop - start >= room:
+                yield [*block, (start, start + room)]
+                block, start, room = [], start + room, BLOCK_BYTES
+            if start < stop:
+                block.append((start, stop))
+                room -= stop - start
+        if block:
+            yield block
+
+
+@dataclass(frozen=True)
+class _Block:
+    job: _Job
+    spans: list[tuple[int, int]]
+    num_bytes: int
+
+
+def _batches(jobs: Sequence[_Job]) -> Iterator[list[_Block]]:
+    batch: list[_Block] = []
+    num_bytes = 0
+    for job in jobs:
+        for spans in job.blocks():
+            block = _Block(job, spans, sum(stop - start for start, stop in spans))
+            if num_bytes + block.num_bytes > _BATCH_BYTES or len(batch) == _BATCH_BUFFERS:
+                yield batch
+                batch, num_bytes = [], 0
+            batch.append(block)
+            num_bytes += block.num_bytes
+    yield batch
+
+
+class _Staging:
+    """Brings blocks where the host can read them: nothing to do for memory of the host in one stretch."""
+
+    def __init__(self) -> None:
+        self._pinned: Tensor | None = None
+
+    def load(self, batch: Sequence[_Block]) -> list[memoryview]:
+        """The bytes of each block, good until the next call."""
+        found, place = [], 0
+        for block in batch:
+            if block.job.source.device.type == "cpu":
+                found.append(_in_host_memory(block))
+                continue
+            if self._pinned is None:
+                self._pinned = torch.empty(_BATCH_BYTES, dtype=torch.uint8, pin_memory=True)
+            staged = self._pinned[place : place + block.num_bytes]
+            parts = [block.job.source[start:stop] for start, stop in block.spans]
+            staged.copy_(parts[0] if len(parts) == 1 else torch.cat(parts))
+            found.append(staged.numpy().data)
+            place += block.num_bytes
+        return found
+
+
+def _in_host_memory(block: _Block) -> memoryview:
+    view = block.job.source.numpy().data
+    if len(block.spans) == 1:
+        return view[slice(*block.spans[0])]
+    return memoryview(b"".join([view[start:stop] for start, stop in block.spans]))
+
+
+def _write_file(
+    path: Path, header: bytes, jobs: Sequence[_Job], num_bytes: int, progress: Callable[[int], None]
+) -> None:
+    staging, end, written_back = _Staging(), 0, 0
+    try:
+        with path.open("xb", buffering=0) as file, ThreadPoolExecutor(1, "checkpoint-crc") as helper:
+            descriptor = file.fileno()
+            _reserve(descriptor, num_bytes)
+            end += _write(descriptor, [memoryview(header)])
+            for batch in _batches(jobs):
+                buffers = staging.load(batch)
+                crcs = helper.submit(lambda buffers: [zlib.crc32(buffer) for buffer in buffers], buffers)
+                written = _write(descriptor, buffers)
+                for block, crc in zip(batch, crcs.result(), strict=True):
+                    block.job.crcs.append(crc)
+                end += written
+                progress(written)
+                if end - written_back >= _WRITE_BACK_BYTES:
+                    # On Linux this advice starts the write-back of dirty pages, and does not wait for it.
+                    os.posix_fadvise(descriptor, written_back, end - written_back, os.POSIX_FADV_DONTNEED)
+                    written_back = end
+            os.fsync(descriptor)
+    except OSError as error:
+        cure = _CURES.get(error.errno or 0, "look at that disk, or save elsewhere")
+        raise CheckpointError(
+            f"{path}: {error.strerror}, after {end} of the {num_bytes} bytes that this rank saves; {cure}"
+        ) from error
+
+
+def _reserve(descriptor: int, num_bytes: int) -> None:
+    """Let the file have its blocks before anything is written, so that a full disk shows at once."""
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some file systems cannot
+            raise
+
+
+def _write(descriptor: int, buffers: Sequence[memoryview]) -> int:
+    """Write all of the buffers; a call may write less than it was given."""
+    total = sum(map(len, buffers))
+    left = list(buffers)
+    while left:
+        written = os.writev(descriptor, left)
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if left:
+            left[0] = left[0][written:]
+    return total
