@@ -1,0 +1,318 @@
+"""Saves checkpoints while training goes on: at most one at a time, whole on all ranks or on none.
+
+A `Saver` is idle; then staging, the only part that holds up training; then writing, on a thread of its own; and then
+idle again, or failed until the error has been raised. Rank 0 makes the temporary folder; every rank writes its file
+there; rank 0 puts the parts together and commits. What the ranks say to each other is in `rounds`, what lies on the
+disk and when in `folder`.
+
+>>> import tempfile
+>>> from shardwise.layout.pieces import LocalTensor
+>>> saver = Saver(None, rank=0, world_size=1, timeout_s=60.0, device=torch.device("cpu"))
+>>> pieces = LocalTensor.whole((2, 3)).pieces
+>>> held = Holding("up", (), "param", (2, 3), torch.arange(6.0), pieces, written=pieces)
+>>> with tempfile.TemporaryDirectory() as root:
+...     request = SaveRequest(Path(root), Manifest(step=3, tensors=(), files={}), (held,))
+...     saver.start(request, wait=False)
+...     saver.wait().name
+'step-00000003'
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from shardwise.agreement import listed
+from shardwise.checkpoint import folder, writing
+from shardwise.checkpoint.manifest import CheckpointError, Manifest, RankPart, merge_parts
+from shardwise.checkpoint.rounds import Rounds
+from shardwise.checkpoint.staging import Staging
+from shardwise.holdings import HeldNumber, Holding
+
+# A network file system may show a new folder late.
+_FOLDER_S: Final = 30.0
+_POLL_S: Final = 0.05
+
+log = logging.getLogger("shardwise")
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """What is saved, and where.
+
+    Attributes:
+        root: the folder of the step folders, one and the same for all ranks, by whatever path.
+        manifest: without tensors and files, which come of the save; what counts is rank 0's.
+        holdings: of this rank.
+        numbers: of this rank.
+        keep_last: as in `folder.retain`.
+        keep_every: likewise.
+    """
+
+    root: Path
+    manifest: Manifest
+    holdings: tuple[Holding, ...]
+    numbers: tuple[HeldNumber, ...] = ()
+    keep_last: int | None = None
+    keep_every: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the states that this rank writes."""
+        return sum(holding.num_written_bytes for holding in self.holdings)
+
+
+@dataclass
+class _Background:
+    """The thread of a save, and the error that nobody has heard of yet."""
+
+    thread: threading.Thread | None = None
+    failure: BaseException | None = None
+
+    def join(self) -> None:
+        # The thread itself comes here where it holds the last reference to the saver.
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join()
+            self.thread = None
+
+    def take_failure(self) -> BaseException | None:
+        failure, self.failure = self.failure, None
+        return failure
+
+
+class Saver:
+    """The saves of one engine on one rank; every rank makes the same calls in the same order, on one thread.
+
+    Args:
+        store: of the engine; None where there is one rank.
+        rank: of this process.
+        world_size: how many ranks save.
+        timeout_s: for how long a rank may show no progress before the others give it up.
+        device: on which the states rest.
+
+    Attributes:
+        blocked_s: for how long the last `start` has held its caller, with the wait for a save before it.
+        last_committed: the folder of the newest checkpoint of this saver.
+    """
+
+    def __init__(
+        self, store: dist.Store | None, rank: int, world_size: int, timeout_s: float, device: torch.device
+    ) -> None:
+        self._store = store
+        self._rank, self._world_size = rank, world_size
+        self._timeout_s = timeout_s
+        self._staging = Staging(device)
+        self._background = _Background()
+        self._num_saves = 0
+        self.blocked_s = 0.0
+        self.last_committed: Path | None = None
+        # A run that ends has its checkpoint; and a daemon thread inside the store's C++ would abort the process then.
+        weakref.finalize(self, _end, self._background)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way."""
+        thread = self._background.thread
+        return thread is not None and thread.is_alive()
+
+    def start(self, request: SaveRequest, wait: bool) -> None:
+        """Save; a save that is under way is finished first.
+
+        Args:
+            request: of the same step on all ranks.
+            wait: True writes straight from the states, without a copy, and returns when the checkpoint is committed.
+                False returns when what this rank writes has been copied to host memory.
+
+        Raises:
+            CheckpointError: an earlier save has failed and nobody knows yet; nothing is saved then. Or, with `wait`,
+                this one has failed, on whichever rank.
+        """
+        start_s = time.monotonic()
+        self.wait()
+        number, self._num_saves = self._num_saves, self._num_saves + 1
+        try:
+            prepared = self._prepare(request, stage=not wait)
+            if wait:
+                self._save(number, *prepared)
+                return
+            thread = threading.Thread(
+                target=self._save_aside, args=(number, *prepared), name="shardwise-saver", daemon=True
+            )
+            self._background.thread = thread
+            thread.start()
+        finally:
+            self.blocked_s = time.monotonic() - start_s
+
+    def poll(self) -> None:
+        """Raise, once, the error of a save in the background; costs nothing where there is none.
+
+        Raises:
+            CheckpointError: it has failed, on whichever rank.
+        """
+        if (failure := self._background.take_failure()) is not None:
+            raise failure
+
+    def wait(self) -> Path | None:
+        """Finish the save under way, and return the newest checkpoint's folder; None where there is none.
+
+        Raises:
+            CheckpointError: it has failed, on whichever rank, and that was not raised yet.
+        """
+        self._background.join()
+        self.poll()
+        return self.last_committed
+
+    def close(self) -> None:
+        """Finish the save under way. It ends at the latest when the others have shown no progress for `timeout_s`.
+
+        Raises:
+            CheckpointError: as in `wait`; this is the last moment to say so.
+        """
+        self.wait()
+
+    def _prepare(self, request: SaveRequest, stage: bool) -> tuple[SaveRequest, Exception | None]:
+        """The request as it is written, over copies if so asked. A failure is told to all ranks in the first round."""
+        try:
+            holdings = self._staging.copy(request.holdings) if stage else request.holdings
+            return replace(request, manifest=_copied(request.manifest), holdings=holdings), None
+        except Exception as error:
+            return replace(request, holdings=()), error
+
+    def _save_aside(self, number: int, request: SaveRequest, failure: Exception | None) -> None:
+        try:
+            self._save(number, request, failure)
+        except CheckpointError as error:
+            self._background.failure = error
+        except BaseException as error:
+            unforeseen = CheckpointError(f"{_subject(request)} failed: {type(error).__name__}: {error}")
+            unforeseen.__cause__ = error
+            self._background.failure = unforeseen
+
+    def _save(self, number: int, request: SaveRequest, failure: Exception | None) -> None:
+        rounds = Rounds(self._store, number, self._rank, self._world_size, self._timeout_s, _subject(request))
+        try:
+            self.last_committed = _Save(request, self._rank, self._world_size, rounds, self._timeout_s).run(failure)
+            if self._rank == 0:
+                _retain(request)
+        finally:
+            rounds.finish()
+
+
+@dataclass
+class _Save:
+    """One save on one rank."""
+
+    request: SaveRequest
+    rank: int
+    world_size: int
+    rounds: Rounds
+    timeout_s: float
+    start_s: float = field(default_factory=time.monotonic)
+
+    def run(self, failure: Exception | None) -> Path:
+        """Write and commit; returns the step folder.
+
+        Args:
+            failure: of what came before, on this rank.
+        """
+        root = self.request.root
+
+        def plan() -> str:
+            if failure is not None:
+                raise failure
+            return json.dumps([self.request.manifest.step, self.request.num_bytes])
+
+        temporary = root / self.rounds.run("begin", plan, self._begin)
+        try:
+            name = self.rounds.run("commit", lambda: self._write(temporary), lambda said: self._commit(temporary, said))
+        except CheckpointError:
+            if self.rank == 0:
+                folder.discard(temporary)
+            raise
+        return root / name
+
+    def _begin(self, said: Mapping[int, str]) -> str:
+        step, root = self.request.manifest.step, self.request.root
+        plans: dict[int, list[int]] = {rank: json.loads(text) for rank, text in said.items()}
+        if odd := [rank for rank, plan in plans.items() if plan[0] != step]:
+            raise CheckpointError(
+                f"{listed(odd)} saves step {plans[odd[0]][0]}, not {step}; save on every rank at the same step"
+            )
+        folder.check_room(root, sum(num_bytes for _, num_bytes in plans.values()))
+        return folder.begin(root, step).name
+
+    def _write(self, temporary: Path) -> str:
+        _await_folder(temporary, min(_FOLDER_S, self.timeout_s / 2))
+        file = f"rank-{self.rank:05d}-of-{self.world_size:05d}.safetensors"
+        holdings, numbers = self.request.holdings, self.request.numbers
+        part = writing.write_holdings(temporary, file, holdings, numbers, lambda _: self.rounds.show_progress())
+        return part.to_text()
+
+    def _commit(self, temporary: Path, said: Mapping[int, str]) -> str:
+        tensors, files = merge_parts(RankPart.from_text(said[rank]) for rank in sorted(said))
+        saved_at = datetime.now(UTC).isoformat(timespec="seconds")
+        manifest = replace(
+            self.request.manifest, tensors=tensors, files=files, saved_at=saved_at, library=_library_version()
+        )
+        committed = folder.commit(temporary, self.request.root, manifest)
+        took_s = time.monotonic() - self.start_s
+        log.info("%s committed: %s, %d bytes, %.1f s", _subject(self.request), committed, sum(files.values()), took_s)
+        return committed.name
+
+
+def _subject(request: SaveRequest) -> str:
+    return f"checkpoint of step {request.manifest.step}"
+
+
+def _copied(manifest: Manifest) -> Manifest:
+    """As it will be read: what the caller changes from now on, as in `extra`, is not in it."""
+    try:
+        text = manifest.to_text()
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the manifest cannot be written as JSON: {error}; let `extra` be of numbers, texts, lists and dicts"
+        ) from error
+    return Manifest.from_text(text, "the manifest")
+
+
+def _await_folder(temporary: Path, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not temporary.is_dir():
+        if time.monotonic() > deadline_s:
+            raise CheckpointError(
+                f"{temporary} is not there, and rank 0 has made it; save to a folder that all ranks share"
+            )
+        time.sleep(_POLL_S)
+
+
+def _retain(request: SaveRequest) -> None:
+    """Delete old checkpoints. What goes wrong here does not make the new one worse."""
+    try:
+        folder.retain(request.root, request.keep_last, request.keep_every)
+    except Exception as error:
+        log.warning("old checkpoints in %s stay: %s", request.root, error)
+
+
+def _library_version() -> str:
+    try:
+        return version("shardwise")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _end(background: _Background) -> None:
+    background.join()
+    if (failure := background.take_failure()) is not None:
+        log.error("%s", failure)

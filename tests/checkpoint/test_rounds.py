@@ -1,0 +1,148 @@
+"""Rounds: what one rank says reaches all, whatever its length, and nobody is waited for without end."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from harness.pool import WorkerPool
+from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.checkpoint.rounds import Rounds
+from shardwise.mesh import open_store
+
+SUBJECT = "checkpoint of step 7"
+
+
+def make_rounds(rank: int, world_size: int, timeout_s: float = 20.0) -> Rounds:
+    return Rounds(open_store(), 0, rank, world_size, timeout_s, SUBJECT)
+
+
+def count_characters(rank: int, world_size: int, num_characters: int) -> tuple[list[int], list[int]]:
+    """The length of the verdict, which is all that was said; and the keys in the store after each of three saves."""
+    store, lengths, nums_keys = open_store(), [], []
+    for number in range(3):
+        rounds = Rounds(store, number, rank, world_size, 20.0, SUBJECT)
+        for name in ("first", "second"):
+            verdict = rounds.run(name, lambda: "ü" * num_characters, lambda said: "".join(said.values()))
+            lengths.append(len(verdict))
+        rounds.finish()
+        nums_keys.append(store.num_keys() if store and rank == 0 else 0)
+        if store:
+            dist.barrier()
+    return lengths, nums_keys
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_characters", [0, 5 * 2**20])
+def test_texts_of_any_length_pass_and_leave_nothing(ranks: WorkerPool, num_ranks: int, num_characters: int) -> None:
+    """torch's store takes no value of more than 8 MiB."""
+    results = ranks(num_ranks).run(count_characters, num_characters)
+    assert [lengths for lengths, _ in results] == [[num_ranks * num_characters] * 6] * num_ranks
+    # The first barrier leaves keys of its own.
+    _, second, third = results[0][1]
+    assert second == third
+
+
+def fail(rank: int, world_size: int, failing: list[int]) -> tuple[str, str]:
+    def work() -> str:
+        if rank in failing:
+            raise OSError(f"of rank {rank}\nand more \udcff")
+        return "done"
+
+    rounds = make_rounds(rank, world_size)
+    try:
+        rounds.run("write", work, lambda said: "all")
+    except CheckpointError as error:
+        return str(error), str(error.__cause__)
+    finally:
+        rounds.finish()
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    ("failing", "others"), [([0], ""), ([2], ""), ([1, 2], " (and on rank 2)"), ([0, 1, 2], " (and on ranks 1, 2)")]
+)
+def test_all_raise_the_first_error(ranks: WorkerPool, failing: list[int], others: str) -> None:
+    results = ranks(3).run(fail, failing)
+    first = failing[0]
+    assert {text for text, _ in results} == {f"{SUBJECT} failed on rank {first}: OSError: of rank {first}{others}"}
+    assert [cause.startswith("of rank") for _, cause in results] == [rank in failing for rank in range(3)]
+
+
+def judge_badly(rank: int, world_size: int) -> str:
+    rounds = make_rounds(rank, world_size)
+    try:
+        rounds.run("write", lambda: "done", lambda said: said[7])
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        rounds.finish()
+    return ""
+
+
+def test_a_judgement_that_fails_reaches_all(ranks: WorkerPool) -> None:
+    assert ranks(2).run(judge_badly) == [f"{SUBJECT} failed on rank 0: KeyError: 7"] * 2
+
+
+def stay_away(rank: int, world_size: int, absent: int, timeout_s: float) -> str:
+    """One rank works on and shows nothing of it, as if it were dead, until the others have given it up."""
+    store = open_store()
+    assert store is not None
+    rounds = Rounds(store, 0, rank, world_size, timeout_s, SUBJECT)
+
+    def work() -> str:
+        while rank == absent and store.add("num_gone", 0) < world_size - 1:
+            time.sleep(0.02)
+        return "done"
+
+    try:
+        rounds.run("write", work, lambda said: "all")
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        store.add("num_gone", 1)
+        rounds.finish()
+    return ""
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_without_progress_is_given_up(ranks: WorkerPool, absent: int) -> None:
+    texts = ranks(3).run(stay_away, absent, 1.0)
+    expected = f"{SUBJECT} failed on rank {absent}: it has shown no progress for 1 s; see its log"
+    if absent == 0:  # it comes back, finds what all have said, and does not know that they have gone
+        assert texts == ["", expected, expected]
+    else:
+        assert texts == [expected] * 3
+
+
+def work_slowly(rank: int, world_size: int, timeout_s: float) -> str:
+    rounds = make_rounds(rank, world_size, timeout_s)
+
+    def work() -> str:
+        end_s = time.monotonic() + (1.5 * timeout_s if rank == 1 else 0)
+        while time.monotonic() < end_s:
+            rounds.show_progress()
+            time.sleep(0.05)
+        return "done"
+
+    verdict = rounds.run("write", work, lambda said: "all")
+    rounds.finish()
+    return verdict
+
+
+def test_a_slow_rank_with_progress_is_not_given_up(ranks: WorkerPool) -> None:
+    """Rank 0 waits for rank 1, and rank 2 for rank 0, for longer than the time-out."""
+    assert ranks(3).run(work_slowly, 2.0) == ["all"] * 3
+
+
+def test_a_store_that_is_gone_is_said() -> None:
+    class GoneStore(dist.Store):
+        def set(self, key: str, value: str) -> None:
+            raise dist.DistNetworkError("Broken pipe")
+
+    rounds = Rounds(dist.PrefixStore("test", GoneStore()), 0, 1, 2, 5.0, SUBJECT)
+    with pytest.raises(CheckpointError, match=r"step 7 failed: the store does not answer \(.*\); the process that"):
+        rounds.run("write", lambda: "done", lambda said: "all")
+    rounds.finish()

@@ -1,0 +1,76 @@
+"""Staging: the copy that a save writes from has what the rank writes, all of it and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.checkpoint.staging import Staging
+from shardwise.holdings import Holding
+from shardwise.layout.pieces import LocalTensor, Piece, Rect, intersect
+
+CPU = torch.device("cpu")
+DTYPES = [torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.float64]
+
+
+@st.composite
+def holdings(draw: st.DrawFn) -> Holding:
+    """Ranges of a buffer in which a tensor lies behind some padding; some of its pieces are written."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
+    whole = LocalTensor.whole(shape)
+    start, stop = sorted(draw(st.tuples(*[st.integers(0, whole.numel)] * 2)))
+    padding = draw(st.integers(0, 3))
+    pieces = [piece.shifted(padding) for piece in intersect(whole, start, stop)]
+    values = torch.randint(0, 100, (padding + stop - start + 2,)).to(draw(st.sampled_from(DTYPES)))
+    written = tuple(piece for piece in pieces if draw(st.booleans()))
+    return Holding("up", ("tied",), "param", shape, values, tuple(pieces), written)
+
+
+def values_of(holding: Holding, piece: Piece) -> torch.Tensor:
+    return holding.tensor[piece.local_offset : piece.local_stop]
+
+
+@given(st.lists(holdings(), max_size=5))
+def test_copies_have_what_is_written_and_nothing_else(held: list[Holding]) -> None:
+    staging = Staging(CPU)
+    copies = staging.copy(held)
+    assert staging.num_bytes == sum(holding.num_written_bytes for holding in held)
+    assert len(copies) == len(held)
+    for copy, holding in zip(copies, held, strict=True):
+        assert copy.tensor.dtype == holding.tensor.dtype
+        assert copy.tensor.numel() == sum(piece.rect.numel for piece in holding.written)
+        assert copy.pieces == copy.written
+        assert [piece.rect for piece in copy.written] == [piece.rect for piece in holding.written]
+        for piece, original in zip(copy.written, holding.written, strict=True):
+            assert torch.equal(values_of(copy, piece), values_of(holding, original))
+
+
+def make_holding(numel: int) -> Holding:
+    pieces = (Piece(Rect((0,), (numel,)), 0),)
+    return Holding("up", (), "param", (numel,), torch.ones(numel), pieces, written=pieces)
+
+
+def test_memory_is_used_again() -> None:
+    staging = Staging(CPU)
+    places = [staging.copy([make_holding(numel)])[0].tensor.data_ptr() for numel in (1000, 1000, 10)]
+    assert len(set(places)) == 1
+    assert staging.num_bytes == 4000
+    staging.copy([make_holding(1001)])
+    assert staging.num_bytes == 4004
+
+
+def test_parameters_are_copied_without_a_graph() -> None:
+    pieces = LocalTensor.whole((3,)).pieces
+    held = Holding("up", (), "param", (3,), torch.ones(3, requires_grad=True), pieces, pieces)
+    (copy,) = Staging(CPU).copy([held])
+    assert not copy.tensor.requires_grad
+
+
+def test_too_little_memory_has_a_cure() -> None:
+    pieces = (Piece(Rect((0,), (2**58,)), 0),)
+    held = Holding("up", (), "param", (2**58,), torch.ones(1).expand(2**58), pieces, pieces)
+    with pytest.raises(CheckpointError, match=f"no host memory for a copy of the {2**60} bytes .* wait for the save"):
+        Staging(CPU).copy([held])
