@@ -43,6 +43,7 @@ class EngineStates:
     _away: handover.Handover | None
     _is_broken: bool
     _is_closed: bool
+    _is_half_loaded: bool
 
     @contextmanager
     def gathered(self, write: bool = False) -> Iterator[nn.Module]:
@@ -141,6 +142,8 @@ class EngineStates:
         self._refuse_if_away(params_suffice)
         if self._is_broken:
             raise RuntimeError("the last backward raised and left gradients incomplete; call engine.zero_grad() first")
+        if self._is_half_loaded:
+            raise RuntimeError("the last load failed midway and left states mixed; load a checkpoint that is whole")
 
     def _check_room_to_gather(self) -> None:
         if self.device.type != "cuda" or not self.layout.stage.unshard_for_use:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardwise.config import ConfigError
+from shardwise.config import Config, ConfigError
 from shardwise.launch.environment import RankEnv, detect, lone_rank
 from shardwise.launch.local import launch_local
 from shardwise.launch.rank import StopFlag, exit_with_parent, install_stop_signal
@@ -32,6 +32,7 @@ examples:
   shardwise train zero.stage=3 batch.global_size=64   any key of `shardwise config`
   shardwise train my.toml optimizer.lr=1e-3           a file, and what differs from it
   shardwise train my.toml --dry-run --world-size 512  what each of 512 ranks would hold and send, in seconds
+  shardwise train my.toml --resume auto               goes on from the last checkpoint, on however many ranks
   torchrun --nproc-per-node 8 -m shardwise.cli train  joins the ranks there are; so does srun
 """
 
@@ -68,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--data", metavar="PATH", help="a text file, a folder or JSONL (data.path)")
     train.add_argument("--dry-run", action="store_true", help="say what a rank would hold and send; start nothing")
     train.add_argument("--world-size", type=int, metavar="N", help="ranks of the dry run; none is started")
+    train.add_argument(
+        "--resume", metavar="auto | PATH", help="go on from the newest whole checkpoint of this run, or of a folder"
+    )
     train.add_argument("--prepared", nargs=2, type=Path, help=argparse.SUPPRESS)
     train.set_defaults(run=_train)
     config = commands.add_parser("config", help="print every key with its default, as TOML")
@@ -115,11 +119,26 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _start(arguments: argparse.Namespace) -> int:
-    from shardwise.train.job import job_config
+    from shardwise.launch.local import default_num_ranks
+    from shardwise.train.resume import keep_global_batch
     from shardwise.train.run import start
 
+    config, resume = _job(arguments)
+    if resume is not None:
+        config = keep_global_batch(config, config.run.num_procs or default_num_ranks(config.run.device))
+    return start(config, Console(), resume)
+
+
+def _job(arguments: argparse.Namespace) -> tuple[Config, Path | None]:
+    """The run's config, and the checkpoint that it goes on from."""
+    from shardwise.train.job import job_config
+
     path, assignments = _split(arguments.settings)
-    return start(job_config(path, assignments, arguments.data), Console())
+    if arguments.resume is None:
+        return job_config(path, assignments, arguments.data), None
+    from shardwise.train.resume import resumed_job
+
+    return resumed_job(path, assignments, arguments.data, arguments.resume)
 
 
 def _dry_run(arguments: argparse.Namespace) -> int:
@@ -138,22 +157,25 @@ def _dry_run(arguments: argparse.Namespace) -> int:
 
 def _be_rank(arguments: argparse.Namespace, env: RankEnv, stop: StopFlag) -> int:
     from shardwise.launch.group import LaunchError
-    from shardwise.train.job import job_config, resolve_job
+    from shardwise.train.job import resolve_job
+    from shardwise.train.resume import keep_global_batch
     from shardwise.train.run import join, run_prepared
 
     console = Console()
     try:
         if arguments.prepared is not None:
             folder, shard_path = arguments.prepared
-            return run_prepared(folder, shard_path, env, stop, console)
+            past = None if arguments.resume is None else Path(arguments.resume)
+            return run_prepared(folder, shard_path, env, stop, console, past)
         try:
-            path, assignments = _split(arguments.settings)
-            config = job_config(path, assignments, arguments.data)
+            config, resume = _job(arguments)
+            if resume is not None:
+                config = keep_global_batch(config, env.world_size)
             config = resolve_job(config, env.world_size, num_local_ranks=env.local_world_size)
         except ConfigError as error:
             # All ranks of a machine find the same mistake: one of them says so.
             return _refuse(error) if env.local_rank == 0 else 2
-        return join(config, env, stop, console)
+        return join(config, env, stop, console, resume)
     except ConfigError as error:
         return _refuse(error)
     except LaunchError as error:

@@ -267,8 +267,6 @@ def _unbuilt_features(config: Config) -> Iterator[tuple[str, Any, Any, str]]:
     yield "pipeline.virtual_stages", config.pipeline.virtual_stages, 1, "pipeline parallelism"
     yield "context.transport", config.context.transport, "ring", "context parallelism"
     yield "attention.kind", config.attention.kind, "dense", "block-sparse attention"
-    yield "checkpoint.every", config.checkpoint.every, None, "checkpointing"
-    yield "checkpoint.path", config.checkpoint.path, None, "checkpointing"
 
 
 def _refuse_unbuilt(config: Config) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise._engine_states import EngineStates
+from shardwise._engine_checkpoints import EngineCheckpoints
 from shardwise._torch_private import pytree
 from shardwise.agreement import BatchCheck, all_or_none
 from shardwise.comm import Network, connect
@@ -59,7 +59,7 @@ def _explained(method: Callable[Concatenate[Engine, Given], Result]) -> Callable
     return run
 
 
-class Engine(EngineStates):
+class Engine(EngineCheckpoints):
     """Trains one model under one layout; made by `initialize`.
 
     Attributes:
@@ -100,6 +100,7 @@ class Engine(EngineStates):
         self.comm = self._comms.model
         self._timeline = Timeline(network.rank)
         self._watchdog = watch(network.store, self.comm.books, self._timeline, config.run)
+        self._prepare_checkpoints(has_own_schedule=optimizer is None and scheduler is None)
         tensor_ranks = layout.mesh.ranks_along(TENSOR_AXES, network.rank)
         self._check_batch = BatchCheck(network.store, tensor_ranks, network.rank, config.run)
         values = ValueSource(model, config.run.seed)
@@ -186,6 +187,7 @@ class Engine(EngineStates):
             NonFiniteLossError: loss or gradients are not finite; parameters and optimizer stay as they were.
         """
         self._check_usable()
+        self._saver.poll()
         self._refuse_unless_trainable()
         self._driver.check_model()
         if self._driver.has_foreign_gradients:
@@ -277,6 +279,12 @@ class Engine(EngineStates):
         if self._is_closed:
             return
         self._is_closed = True
+        try:
+            self._saver.close()
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
         self.reload_states()
         try:
             self._driver.close()
@@ -366,6 +374,7 @@ class Engine(EngineStates):
             self.memory.track(buffer, Category.OTHER)
             if self.comm.world_size > 1 and buffer.numel() > 0:
                 self.comm.broadcast(buffer.data, f"buffer {name}")
+        self._buffer_marks = self._mark_buffers()
 
     def _own_scheduler(self, is_given: bool) -> Scheduler:
         """The schedule that the config names; an optimizer of the user's keeps its rates unless a length is named."""

@@ -42,7 +42,7 @@ def write_shard(folder: Path, num_tokens: int, dtype: str = "uint16") -> Path:
 def step_batches(dataset, step, batch, data_rank, num_data_ranks, seed=0, seq_len=4):
     return batches_for_step(
         dataset,
-        step,
+        step * batch.global_size,
         batch,
         data_rank=data_rank,
         num_data_ranks=num_data_ranks,

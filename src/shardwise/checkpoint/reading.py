@@ -41,7 +41,7 @@ from shardwise.checkpoint.manifest import (
     StoredState,
     StoredTensor,
 )
-from shardwise.checkpoint.tensor_files import named_dtype
+from shardwise.checkpoint.tensor_files import memory_of, named_dtype
 from shardwise.layout.pieces import Piece, Rect, flat_range_to_rects, overlap, rect_to_flat_ranges, stack
 
 # What is read by one call, and the size of the buffer.
@@ -148,7 +148,7 @@ class PieceReader:
         first, last = source.whole_blocks(start, stop)
         if first >= last:
             return [(start, stop)]
-        memory = view.view(-1).view(torch.uint8).numpy().data
+        memory = memory_of(view)
         for at in range(first, last, _CHUNK_BYTES):
             self._fetch(source, at, memory[at - start : min(at + _CHUNK_BYTES, last) - start])
         return [(low, high) for low, high in ((start, first), (last, stop)) if low < high]
@@ -157,7 +157,7 @@ class PieceReader:
         """Read a range of bytes of a stored piece and copy what the boxes want of it."""
         device = boxes[0].view.device
         buffer = self._buffer(device)[: stop - start]
-        self._fetch(source, start, buffer.numpy().data)
+        self._fetch(source, start, memory_of(buffer))
         values = buffer.view(source.dtype).to(device)
         have = flat_range_to_rects(source.rect, start // source.item_bytes, stop // source.item_bytes)
         for copy in overlap(have, [Piece(box.rect, place) for place, box in enumerate(boxes)]):

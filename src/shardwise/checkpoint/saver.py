@@ -116,6 +116,7 @@ class Saver:
         self._staging = Staging(device)
         self._background = _Background()
         self._num_saves = 0
+        self._cleaned: set[Path] = set()
         self.blocked_s = 0.0
         self.last_committed: Path | None = None
         # A run that ends has its checkpoint; and a daemon thread inside the store's C++ would abort the process then.
@@ -143,6 +144,7 @@ class Saver:
         self.wait()
         number, self._num_saves = self._num_saves, self._num_saves + 1
         try:
+            self._clean(request.root)
             prepared = self._prepare(request, stage=not wait)
             if wait:
                 self._save(number, *prepared)
@@ -181,6 +183,15 @@ class Saver:
             CheckpointError: as in `wait`; this is the last moment to say so.
         """
         self.wait()
+
+    def _clean(self, root: Path) -> None:
+        """Before the first save into a root, remove what dead runs have left there: nobody else saves there now."""
+        if self._rank == 0 and root not in self._cleaned:
+            self._cleaned.add(root)
+            try:
+                folder.clean(root)
+            except CheckpointError as error:
+                log.warning("%s", error)
 
     def _prepare(self, request: SaveRequest, stage: bool) -> tuple[SaveRequest, Exception | None]:
         """The request as it is written, over copies if so asked. A failure is told to all ranks in the first round."""

@@ -11,6 +11,7 @@ of its element's size: who maps the file into memory may use them where they are
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from shardwise.checkpoint.manifest import ITEM_BYTES, CheckpointError, DamagedError
 from shardwise.layout.pieces import Shape
@@ -174,3 +176,12 @@ def _check_layout(tensors: Sequence[FileTensor], data_start: int, num_bytes: int
         end = tensor.stop
     if end != num_bytes:
         raise DamagedError(f"{where} has {num_bytes} bytes, its header says {end}; fetch or write it anew")
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, to read or to write, which the caller keeps alive.
+
+    Not by `Tensor.numpy`: torch never again resizes a storage that NumPy has seen, and so no parameter's is released.
+    """
+    num_bytes = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr())).cast("B")

@@ -38,7 +38,7 @@ from shardwise.checkpoint.manifest import (
     StoredTensor,
     merge_parts,
 )
-from shardwise.checkpoint.tensor_files import Entry, dtype_name, encode_header
+from shardwise.checkpoint.tensor_files import Entry, dtype_name, encode_header, memory_of
 from shardwise.holdings import PARAM, HeldNumber, Holding
 from shardwise.layout.pieces import Piece, Rect, stack
 
@@ -210,13 +210,13 @@ class _Staging:
             staged = self._pinned[place : place + block.num_bytes]
             parts = [block.job.source[start:stop] for start, stop in block.spans]
             staged.copy_(parts[0] if len(parts) == 1 else torch.cat(parts))
-            found.append(staged.numpy().data)
+            found.append(memory_of(staged))
             place += block.num_bytes
         return found
 
 
 def _in_host_memory(block: _Block) -> memoryview:
-    view = block.job.source.numpy().data
+    view = memory_of(block.job.source)
     if len(block.spans) == 1:
         return view[slice(*block.spans[0])]
     return memoryview(b"".join([view[start:stop] for start, stop in block.spans]))

@@ -129,6 +129,15 @@ class GroupSpec:
         is_whole = self.is_replicated or placement is not Placement.SHARD
         return (0, self.padded_numel) if is_whole else self.shard_range(index)
 
+    def written_range(self, shard: int, replica: int) -> tuple[int, int]:
+        """The range that the holder of shard `shard` in replica `replica` writes into a checkpoint.
+
+        It holds it in every stage, and the ranges of all ranks that average gradients are the whole buffer.
+        """
+        numel = self.padded_numel // self.num_ranks
+        start = (shard * (self.num_ranks // self.num_shards) + replica) * numel
+        return start, start + numel
+
     def slots(self, start: int, stop: int) -> tuple[Slot, ...]:
         """The parameters' parts in the range [start, stop) of the flat buffer, in order; padding has no slot."""
         return tuple(self._slots(start, stop))

@@ -214,10 +214,16 @@ class ParamSplit:
         low = tuple(start if dim == self.dim else 0 for dim in range(len(shape)))
         return Rect(low, tuple(stop if dim == self.dim else size for dim, size in enumerate(shape)))
 
-    def local(self, index: int) -> LocalTensor:
-        """The pieces that rank `index` holds, in the order of its flat local tensor."""
+    def local(self, index: int, *, owned_only: bool = False) -> LocalTensor:
+        """The pieces that rank `index` holds, in the order of its flat local tensor.
+
+        Args:
+            index: of the rank.
+            owned_only: leave out what it holds but another rank owns.
+        """
+        shares = [share for share in self.shares(index) if not owned_only or share.is_owned_by(index)]
         pieces = sorted(
-            (piece for share in self.shares(index) for piece in share.pieces(self.local_shape)),
+            (piece for share in shares for piece in share.pieces(self.local_shape)),
             key=lambda piece: piece.local_offset,
         )
         return LocalTensor(self.global_shape, tuple(pieces), math.prod(self.local_shape))

@@ -156,7 +156,7 @@ def sample_positions(batch: BatchConfig, data_rank: int, num_data_ranks: int) ->
 
 def batches_for_step(
     dataset: TokenDataset,
-    step: int,
+    first: int,
     batch: BatchConfig,
     *,
     data_rank: int,
@@ -164,11 +164,11 @@ def batches_for_step(
     seed: int,
     seq_len: int,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """This data rank's micro-batches of optimizer step `step`: one (tokens, targets) for each accumulation.
+    """This data rank's micro-batches of one optimizer step: one (tokens, targets) for each accumulation.
 
     Args:
         dataset: where the sequences are.
-        step: counted from 0; its samples are `step * global_size` and those that follow.
+        first: the run's samples before this step; with a constant batch, `step * global_size`, steps counted from 0.
         batch: resolved.
         data_rank: this rank's place among the data ranks; the ranks of one pp x tp x cp cell share it.
         num_data_ranks: how many share the global batch.
@@ -188,7 +188,6 @@ def batches_for_step(
             f"use seq_len <= {dataset.num_tokens - 1} or more data"
         )
     shares = sample_positions(batch, data_rank, num_data_ranks)
-    first = step * num_data_ranks * sum(map(len, shares))
     batches = []
     for positions in shares:
         numbers = [sample_order(seed, first + position, num_sequences) for position in positions]

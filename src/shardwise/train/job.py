@@ -54,19 +54,30 @@ _TINY_ON: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 _WARMUP_SHARE = 0.05
 
 
-def job_config(path: str | Path | None, assignments: Sequence[str], data_path: str | None = None) -> Config:
-    """The config of a run: the job's defaults, under the user's file, under the user's assignments.
+def job_config(
+    path: str | Path | None,
+    assignments: Sequence[str],
+    data_path: str | None = None,
+    base: Mapping[str, Any] | None = None,
+) -> Config:
+    """The config of a run: the job's defaults, under `base`, under the user's file, under the user's assignments.
 
     Args:
         path: a TOML file, or None.
         assignments: `section.key=value`, as `Config.override` takes them.
         data_path: `data.path`, given by itself.
+        base: sections of a saved run's config.
 
     Raises:
         ConfigError: a key or a value is wrong.
     """
-    values = read_toml(path) if path is not None else {}
-    given = {*_dotted(values), *(assignment.partition("=")[0].strip() for assignment in assignments)}
+    values = {section: dict(keys) for section, keys in (base or {}).items()}
+    for key, value in _leaves(read_toml(path) if path is not None else {}):
+        set_key(values, key, value)
+    given = {
+        *(key for key, _ in _leaves(values)),
+        *(assignment.partition("=")[0].strip() for assignment in assignments),
+    }
     config = Config.from_dict(values).override(assignments)
     merged = config.model_dump()
     for key, value in _job_defaults(config, given).items():
@@ -227,9 +238,10 @@ def has_fast_bf16() -> bool:
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
-def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _dotted(value, f"{prefix}{key}.")
+            yield from _leaves(value, f"{prefix}{key}.")
         else:
-            yield prefix + key
+            yield prefix + key, value

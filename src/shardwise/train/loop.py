@@ -13,14 +13,15 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 
+from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.config import Config
 from shardwise.engine import Engine
 from shardwise.memory import Category, MemorySnapshot, first_line, is_out_of_memory
@@ -88,6 +89,7 @@ class Trainer:
         self.peak: MemorySnapshot | None = None
         self._rank = engine.comm.rank
         self._was_stopped = False
+        self._first_step = self._num_samples_before = 0
 
     @property
     def config(self) -> Config:
@@ -128,10 +130,31 @@ class Trainer:
                 eval_loss = self.evaluate()
             yield replace(record, eval_loss=eval_loss)
 
+    def position(self) -> dict[str, Any]:
+        """Where in the data the run is, as JSON: samples taken, and which data they are of."""
+        tokens_hash = self.data.train.index.tokens_hash
+        return {"num_samples": self._num_samples(self.engine.num_steps), "tokens_hash": tokens_hash}
+
+    def go_on_from(self, position: Mapping[str, Any]) -> None:
+        """Take the data up where `position` says, whatever the ranks and the batch were.
+
+        Raises:
+            CheckpointError: it is of other data, or of none.
+        """
+        own_hash = self.data.train.index.tokens_hash
+        if position.get("tokens_hash") != own_hash:
+            raise CheckpointError(
+                f"the checkpoint is of a run on tokens {position.get('tokens_hash')}, here are {own_hash}; give the "
+                "same data.path and data.tokenizer, or load its weights in a script of your own"
+            )
+        self._first_step, self._num_samples_before = self.engine.num_steps, int(position["num_samples"])
+
     def evaluate(self) -> float:
         """The mean loss over `run.eval_batches` global batches of held-out data, the same in every layout."""
         num_batches = self._num_eval_sequences() // self._global_size()
-        batches = itertools.chain.from_iterable(self._batches(self.data.val, number) for number in range(num_batches))
+        batches = itertools.chain.from_iterable(
+            self._batches(self.data.val, number * self._global_size()) for number in range(num_batches)
+        )
         return self.engine.eval_step(list(batches)).loss
 
     def unigram_loss(self) -> float:
@@ -184,18 +207,22 @@ class Trainer:
         start_s = time.perf_counter()
         # On the CPU a meter slows every op, so activations are counted in a few steps only.
         with memory.meter() if is_metered else nullcontext():
-            result = self.engine.train_step(self._batches(self.data.train, number - 1))
+            result = self.engine.train_step(self._batches(self.data.train, self._num_samples(number - 1)))
         step_s = time.perf_counter() - start_s
         snapshot = memory.snapshot()
         if is_metered:
             self.peak = snapshot
         return _record(result, step_s, snapshot, is_metered)
 
-    def _batches(self, dataset: TokenDataset, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _num_samples(self, num_steps: int) -> int:
+        """Samples that the run has taken after so many steps."""
+        return self._num_samples_before + (num_steps - self._first_step) * self._global_size()
+
+    def _batches(self, dataset: TokenDataset, first: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         mesh = self.engine.layout.mesh
         return batches_for_step(
             dataset,
-            number,
+            first,
             self.config.batch,
             data_rank=mesh.data_index(self._rank),
             num_data_ranks=mesh.num_data_ranks,

@@ -5,7 +5,7 @@ returns. A shard is built in a folder of its own and renamed into place when all
 sees a whole shard or none, and of two builders one wins. Not here: batches (`dataset`).
 
     data = prepare_data(config, cache_dir=Path("cache"))
-    batches_for_step(data.train, step, config.batch, data_rank=0, num_data_ranks=1, seed=0, seq_len=256)
+    batches_for_step(data.train, first, config.batch, data_rank=0, num_data_ranks=1, seed=0, seq_len=256)
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as ProgressBar
 
+from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.comm import CommError
 from shardwise.config import Config, ConfigError
 from shardwise.launch.environment import RankEnv
@@ -32,6 +33,7 @@ from shardwise.launch.local import default_num_ranks, launch_local
 from shardwise.launch.rank import StopFlag
 from shardwise.loss import NonFiniteLossError
 from shardwise.memory import format_bytes
+from shardwise.train.checkpoints import RunCheckpoints, checkpoint_root, refuse_foreign_checkpoints
 from shardwise.train.job import CONFIG_NAME, create_folder, device_kind, prepare_job_data, resolve_job
 from shardwise.train.loop import Sample, Trainer, build_trainer
 from shardwise.train.metrics import write_timeline
@@ -49,17 +51,26 @@ _STOPPED_BY: Final[Mapping[int, str]] = MappingProxyType(
 _FAILED = "failed"
 _PLACE_KEY = "shardwise/place"
 # Their messages say all there is to say; of anything else the log gets the traceback.
-_EXPECTED = (ConfigError, NonFiniteLossError, torch.OutOfMemoryError, MemoryError, CommError, LaunchError)
+_EXPECTED = (
+    ConfigError,
+    CheckpointError,
+    NonFiniteLossError,
+    torch.OutOfMemoryError,
+    MemoryError,
+    CommError,
+    LaunchError,
+)
 
 log = logging.getLogger("shardwise")
 
 
-def start(config: Config, console: Console) -> int:
+def start(config: Config, console: Console, resume: Path | None = None) -> int:
     """Train on ranks that are started here, and return the exit code.
 
     Args:
         config: as `job_config` returns it.
         console: where the data's progress is shown; rank 0 shows the rest on stdout.
+        resume: the checkpoint to go on from, or a folder of some.
 
     Raises:
         ConfigError: before any process starts.
@@ -69,13 +80,16 @@ def start(config: Config, console: Console) -> int:
     if device_kind(config) == "cuda" and num_ranks > num_gpus:
         raise ConfigError(f"run.num_procs={num_ranks} but torch sees {num_gpus} GPUs; use at most one rank a GPU")
     config = config.model_copy(update={"run": config.run.model_copy(update={"num_procs": num_ranks})})
+    if resume is None:
+        refuse_foreign_checkpoints(config)
     resolved = resolve_job(config, num_ranks, num_local_ranks=num_ranks)
     data = _prepare(resolved, console)
     folder = create_folder(resolved, time.localtime())
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     _say(console, f"run folder {folder}, starting {ranks}")
+    argv = ["-m", "shardwise.cli", "train", "--prepared", str(folder), str(data.path)]
     exit_code = launch_local(
-        ["-m", "shardwise.cli", "train", "--prepared", str(folder), str(data.path)],
+        argv if resume is None else [*argv, "--resume", str(resume)],
         num_ranks,
         folder,
         threads_per_rank=config.run.num_threads,
@@ -86,7 +100,7 @@ def start(config: Config, console: Console) -> int:
     return exit_code
 
 
-def join(config: Config, env: RankEnv, stop: StopFlag, console: Console) -> int:
+def join(config: Config, env: RankEnv, stop: StopFlag, console: Console, resume: Path | None = None) -> int:
     """Be one of the ranks that torchrun or srun started, and return the exit code.
 
     Rank 0 prepares the data and makes the folder, and tells the others through the store where they are.
@@ -96,24 +110,36 @@ def join(config: Config, env: RankEnv, stop: StopFlag, console: Console) -> int:
         env: which rank this is.
         stop: asked after each step.
         console: rank 0 shows the run there.
+        resume: the checkpoint to go on from, or a folder of some; rank 0's counts.
 
     Raises:
         ConfigError: this rank has no GPU, or rank 0 could not prepare the run.
         LaunchError: the ranks did not meet.
     """
     start_process_group(env, device_kind(config), config.run.timeout_s)
-    folder, shard_path = _agree_on_place(config, env, console)
-    return run_rank(config, folder, shard_path, env=env, stop=stop, console=console)
+    folder, shard_path, resume = _agree_on_place(config, env, console, resume)
+    return run_rank(config, folder, shard_path, env=env, stop=stop, console=console, resume=resume)
 
 
-def run_prepared(folder: Path, shard_path: Path, env: RankEnv, stop: StopFlag, console: Console) -> int:
+def run_prepared(
+    folder: Path, shard_path: Path, env: RankEnv, stop: StopFlag, console: Console, resume: Path | None = None
+) -> int:
     """Be one of the ranks that `start` started, and return the exit code."""
     config = Config.from_json((folder / CONFIG_NAME).read_text(encoding="utf-8"))
     start_process_group(env, device_kind(config), config.run.timeout_s)
-    return run_rank(config, folder, shard_path, env=env, stop=stop, console=console)
+    return run_rank(config, folder, shard_path, env=env, stop=stop, console=console, resume=resume)
 
 
-def run_rank(config: Config, folder: Path, shard_path: Path, *, env: RankEnv, stop: StopFlag, console: Console) -> int:
+def run_rank(
+    config: Config,
+    folder: Path,
+    shard_path: Path,
+    *,
+    env: RankEnv,
+    stop: StopFlag,
+    console: Console,
+    resume: Path | None = None,
+) -> int:
     """Train on this rank of a process group that stands, and return the exit code: 0, 1, or 128 + a signal's number.
 
     Args:
@@ -123,6 +149,7 @@ def run_rank(config: Config, folder: Path, shard_path: Path, *, env: RankEnv, st
         env: which rank this is.
         stop: asked after each step.
         console: rank 0 shows the run there.
+        resume: the checkpoint to go on from, or a folder of some.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -131,8 +158,12 @@ def run_rank(config: Config, folder: Path, shard_path: Path, *, env: RankEnv, st
             torch.set_num_threads(config.run.num_threads)
         trainer = build_trainer(config, open_data(shard_path, config))
         log.info("%s", trainer.engine.layout.mesh)
+        checkpoints = RunCheckpoints(trainer, checkpoint_root(config, folder))
+        if resume is not None:
+            report = checkpoints.resume(resume)
+            log.info("resumed from %s at step %d", report.path, report.step)
         observer = Observer(trainer, folder, console, stop) if env.rank == 0 else None
-        sample = _train(trainer, observer, stop)
+        sample = _train(trainer, checkpoints, observer, stop)
         write_timeline(folder / f"timeline-{env.rank}.jsonl", trainer.engine.timeline)
         if observer is not None:
             stopped_by = _stopped_by(stop, env) if trainer.was_stopped else None
@@ -146,8 +177,8 @@ def run_rank(config: Config, folder: Path, shard_path: Path, *, env: RankEnv, st
     return 128 + signal.Signals[stop.signal_name or "SIGTERM"]
 
 
-def _train(trainer: Trainer, observer: Observer | None, stop: StopFlag) -> Sample | None:
-    """Take the steps and write the sample; on every rank alike."""
+def _train(trainer: Trainer, checkpoints: RunCheckpoints, observer: Observer | None, stop: StopFlag) -> Sample | None:
+    """Take the steps, save, and write the sample; on every rank alike."""
     announce = observer.announce if observer is not None else log.info
     with closing(observer) if observer is not None else nullcontext():
         for record in trainer.steps(stop.__bool__, announce):
@@ -158,6 +189,9 @@ def _train(trainer: Trainer, observer: Observer | None, stop: StopFlag) -> Sampl
             if record.peak_bytes is not None:
                 peak = format_bytes(sum(record.peak_bytes.values()))
                 log.info("step %d: loss %.4f, %.3f s, peak %s", record.step, record.loss, record.step_s, peak)
+            checkpoints.after_step(record.step)
+        announce("saving")
+        checkpoints.at_end()
         if trainer.was_stopped or not trainer.config.run.sample_tokens:
             return None
         announce("writing a sample")
@@ -185,26 +219,31 @@ def _say(console: Console, line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _agree_on_place(config: Config, env: RankEnv, console: Console) -> tuple[Path, Path]:
-    """Where the run's folder and its tokens are: rank 0 makes them, the others wait for its word."""
+def _agree_on_place(
+    config: Config, env: RankEnv, console: Console, resume: Path | None
+) -> tuple[Path, Path, Path | None]:
+    """Where the run's folder, its tokens and its past are: rank 0 makes the first two, the others wait for its word."""
     group = dist.group.WORLD
     assert group is not None, "the process group stands by now"
     store = group.get_group_store()
     if env.rank == 0:
         try:
+            if resume is None:
+                refuse_foreign_checkpoints(config)
             shard_path = _prepare(config, console).path
             folder = create_folder(config, time.localtime()).absolute()
         except Exception:
             store.set(_PLACE_KEY, _FAILED)
             raise
-        store.set(_PLACE_KEY, json.dumps([str(folder), str(shard_path)]))
-        return folder, shard_path
+        past = None if resume is None else str(resume.absolute())
+        store.set(_PLACE_KEY, json.dumps([str(folder), str(shard_path), past]))
+        return folder, shard_path, resume
     store.wait([_PLACE_KEY], timedelta(seconds=PREPARE_TIMEOUT_S))
     word = store.get(_PLACE_KEY).decode()
     if word == _FAILED:
         raise ConfigError(f"rank {env.rank} ends because rank 0 could not prepare the run; see what rank 0 says")
-    folder_text, shard_text = json.loads(word)
-    return Path(folder_text), Path(shard_text)
+    folder_text, shard_text, past = json.loads(word)
+    return Path(folder_text), Path(shard_text), None if past is None else Path(past)
 
 
 def _log_to(folder: Path, env: RankEnv) -> None:

@@ -32,7 +32,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardwise.comm import Comm, Comms
 from shardwise.config import ConfigError
@@ -313,19 +314,25 @@ def _write_optimizer_state(states: States, place: Place, value: Tensor, state: s
     piece, slot = _own_piece(states, place), place.slot
     if piece is None or slot is None:
         return
-    optimizer = states.sharded.optimizer
-    of_piece = optimizer.state[piece.view]
     part = value[slot.start : slot.stop] if value.dim() else value
+    place_optimizer_state(states.sharded.optimizer, piece.view, state, part)
+
+
+def place_optimizer_state(optimizer: Optimizer, view: nn.Parameter, state: str, value: Tensor | float) -> None:
+    """Write one state of what the optimizer sees as `view`, a number or as long as that; make it if it is not there."""
+    of_piece = optimizer.state[view]
     current = of_piece.get(state)
     if isinstance(current, Tensor):
-        current.copy_(part)
+        current.copy_(torch.as_tensor(value))
     elif current is not None:
-        of_piece[state] = type(current)(part.item())
-    else:
-        options = next(group for group in optimizer.param_groups if any(each is piece.view for each in group["params"]))
+        of_piece[state] = type(current)(value.item() if isinstance(value, Tensor) else value)
+    elif isinstance(value, Tensor):
+        options = next(group for group in optimizer.param_groups if any(each is view for each in group["params"]))
         # torch keeps step counts on the host, except for kernels that read them on the device.
         is_on_host = not value.dim() and not (options.get("fused") or options.get("capturable"))
-        of_piece[state] = part.detach().to("cpu" if is_on_host else piece.view.device, copy=True)
+        of_piece[state] = value.detach().to("cpu" if is_on_host else view.device, copy=True)
+    else:
+        of_piece[state] = value
 
 
 def _own_piece(states: States, place: Place) -> Piece | None:

@@ -102,6 +102,13 @@ class ParamGroup:
             self.wait()
             self.expose()
 
+    def adopt_master(self) -> None:
+        """Take over values that were written into the master on every rank. All ranks call it."""
+        self.params.adopt_master()
+        if self.is_pinned:
+            self.wait()
+            self.expose()
+
     def add_gradient(self, index: int, gradient: Tensor, will_reduce: bool) -> bool:
         """Take one parameter's gradient; say whether the current backward has now given all of the group's."""
         if self.grads is None:

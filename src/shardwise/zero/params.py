@@ -209,6 +209,19 @@ class GroupParams:
             self._enter(ParamState.SHARDED)
             self.unshard()
 
+    def adopt_master(self) -> None:
+        """Take over values that were written into `master` on every rank, frozen or not. All ranks call it."""
+        self._pending.wait()
+        if self.master is not self.shard:
+            self.shard.copy_(self.master)
+        self.reshard()
+        if not self.is_released_between_uses:
+            if self.shard.numel() < self.full.numel():
+                self._enter(ParamState.SHARDED)
+                self.wait()
+            for index in range(len(self.parameters)):
+                self.accept_written(index)
+
     def expose(self) -> None:
         """Let the parameters be plain: who uses them from now on is known to need them."""
         for parameter, kind in zip(self.parameters, self._kinds, strict=True):

@@ -1,0 +1,102 @@
+"""Which stored tensors are which of a model's, before anything is read. Pure.
+
+Names are the unmodified model's, so matching is by name; a tied tensor answers to each of its names. What a checkpoint
+lacks, what it has too much and what has another shape is listed all at once.
+
+>>> stored = [StoredTensor("up.weight", (), (3, 4), {}), StoredTensor("query.scale", (), (3,), {})]
+>>> wanted = [Wanted("up.weight", (), (3, 4)), Wanted("up.bias", (), (3,))]
+>>> result = match(stored, wanted)
+>>> sorted(result.found), result.missing, result.unexpected
+(['up.weight'], ('up.bias',), ('query.scale',))
+>>> result.check("step-00000100")
+Traceback (most recent call last):
+    ...
+shardwise.checkpoint.manifest.CheckpointError: step-00000100 does not fit the model: missing up.bias; unexpected \
+query.scale; load with strict=False to take what fits
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.checkpoint.manifest import CheckpointError, StoredTensor
+
+_NUM_NAMED = 8
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A parameter or buffer of the model: its names and its whole shape."""
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Match:
+    """What fits, and what does not.
+
+    Attributes:
+        found: stored tensors by the model's name.
+        missing: names of the model that the checkpoint has not.
+        unexpected: names of the checkpoint that the model has not.
+        misshapen: a line for each that both have in different shapes.
+    """
+
+    found: Mapping[str, StoredTensor]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    misshapen: tuple[str, ...]
+
+    def check(self, where: str) -> None:
+        """Raise unless everything fits.
+
+        Raises:
+            CheckpointError: listing what does not.
+        """
+        parts = []
+        if self.missing:
+            close = difflib.get_close_matches(self.missing[0], self.unexpected, n=1)
+            parts.append(f"missing {_listed(self.missing)}" + (f" (is {close[0]} meant?)" if close else ""))
+        if self.unexpected:
+            parts.append(f"unexpected {_listed(self.unexpected)}")
+        if self.misshapen:
+            parts.append(f"of another shape {_listed(self.misshapen)}")
+        if parts:
+            raise CheckpointError(
+                f"{where} does not fit the model: {'; '.join(parts)}; load with strict=False to take what fits"
+            )
+
+
+def match(stored: Sequence[StoredTensor], wanted: Sequence[Wanted]) -> Match:
+    """Find the stored tensor of each wanted one.
+
+    Args:
+        stored: parameters and buffers of a checkpoint.
+        wanted: all that the checkpoint should have of the model.
+    """
+    by_name = {name: tensor for tensor in stored for name in (tensor.name, *tensor.aliases)}
+    found: dict[str, StoredTensor] = {}
+    missing, misshapen = [], []
+    used: set[str] = set()
+    for each in wanted:
+        names = [name for name in (each.name, *each.aliases) if name in by_name]
+        used.update(by_name[name].name for name in names)
+        if not names:
+            missing.append(each.name)
+            continue
+        tensor = by_name[names[0]]
+        if tensor.shape == each.shape:
+            found[each.name] = tensor
+        else:
+            misshapen.append(f"{each.name} ({tensor.shape} there, {each.shape} in the model)")
+    unexpected = tuple(tensor.name for tensor in stored if tensor.name not in used)
+    return Match(found, tuple(missing), unexpected, tuple(misshapen))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _NUM_NAMED
+    return ", ".join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,348 @@
+"""What is on disk after saves, deletions and set-asides that were killed, refused, or ran out of room."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.checkpoint_folders import check_all, forked, latest, manifest_of, refused, save, steps_of, write_files
+from shardwise.checkpoint import folder
+from shardwise.checkpoint.folder import (
+    begin,
+    check_room,
+    clean,
+    commit,
+    discard,
+    read_manifest,
+    retain,
+    set_aside,
+    step_folders,
+    step_name,
+)
+from shardwise.checkpoint.manifest import CheckpointError
+
+# The forked children touch nothing but files.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+
+
+# Killed before and after each call, and while writing.
+
+CALLS = ("mkdir", "open", "fsync", "rename", "replace", "unlink", "rmdir")
+
+
+def kill_at(number: int, when: str) -> None:
+    """Have this process kill itself before or after the n-th of the calls that matter, or half through a text."""
+    count = 0
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def counted(original: Callable[..., object], is_text: bool = False) -> Callable[..., object]:
+        def wrapper(*args: object, **kwargs: object) -> object:
+            nonlocal count
+            count += 1
+            mine = count
+            if mine == number and when == "before":
+                if is_text:
+                    path, text = args
+                    Path(str(path)).write_text(str(text)[: len(str(text)) // 2])
+                die()
+            result = original(*args, **kwargs)
+            if mine == number:
+                die()
+            return result
+
+        return wrapper
+
+    for name in CALLS:
+        setattr(os, name, counted(getattr(os, name)))
+    folder.write_text = counted(folder.write_text, is_text=True)  # type: ignore[attr-defined]
+
+
+def kill_everywhere(tmp_path: Path, prepare: Callable[[Path], object], act: Callable[[Path], object]) -> Iterator[Path]:
+    """What kills leave: roots prepared, and acted on by a process killed at its n-th call, for all n until it lives."""
+    for when in ("before", "after"):
+        for number in range(1, 1000):
+            root = tmp_path / f"{when}-{number}"
+            prepare(root)
+
+            def killed(root: Path = root, number: int = number, when: str = when) -> None:
+                kill_at(number, when)
+                act(root)
+
+            code, text = forked(killed)
+            assert code in (0, -signal.SIGKILL), text
+            yield root
+            if code == 0:
+                assert number > len(CALLS), "the calls are not the ones that are counted"
+                break
+
+
+def save_two(root: Path) -> None:
+    save(root, 10)
+    save(root, 20)
+
+
+def save_three(root: Path) -> None:
+    save_two(root)
+    save(root, 30)
+
+
+def recover(root: Path, then: int) -> None:
+    """A next run cleans, saves, deletes, and nothing is left over."""
+    clean(root)
+    save(root, then)
+    retain(root, 1, None)
+    assert check_all(root) == [then]
+    assert {each.name for each in root.iterdir() if ".aside-" not in each.name} == {"latest", step_name(then)}
+
+
+def test_killed_in_a_save(tmp_path: Path) -> None:
+    seen = set()
+    for root in kill_everywhere(tmp_path, save_two, lambda root: save(root, 30)):
+        steps = check_all(root)
+        assert steps[-2:] == [20, 10]
+        seen.add((steps[0], latest(root).strip()))
+        recover(root, 40)
+    # The middle one is what `latest` alone would lose.
+    assert seen == {(20, step_name(20)), (30, step_name(20)), (30, step_name(30))}
+
+
+def test_killed_in_the_first_save(tmp_path: Path) -> None:
+    seen = set()
+    for root in kill_everywhere(tmp_path, lambda root: None, lambda root: save(root / "new" / "root", 30)):
+        root = root / "new" / "root"
+        seen.add((tuple(check_all(root)), (root / "latest").exists()))
+        recover(root, 40)
+    assert seen == {((), False), ((30,), False), ((30,), True)}
+
+
+def test_killed_in_deleting(tmp_path: Path) -> None:
+    seen = set()
+    for root in kill_everywhere(tmp_path, save_three, lambda root: retain(root, 1, None)):
+        steps = check_all(root)
+        leftovers = [each for each in root.iterdir() if each.name.endswith(".deleted")]
+        seen.add((tuple(steps), len(leftovers)))
+        recover(root, 40)
+    assert seen == {((30, 20, 10), 0), ((30, 20), 1), ((30, 20), 0), ((30,), 1), ((30,), 0)}
+
+
+def test_killed_in_setting_aside(tmp_path: Path) -> None:
+    seen = set()
+    for root in kill_everywhere(tmp_path, save_three, lambda root: set_aside(root, 10)):
+        seen.add((tuple(check_all(root)), latest(root).strip()))
+        set_aside(root, 10)
+        assert check_all(root) == [10]
+        assert sum(".aside-" in each.name for each in root.iterdir()) == 2
+        recover(root, 40)
+    newest_first = [(30, 20, 10), (20, 10), (10,)]
+    assert seen == {(newest_first[0], step_name(30)), *((steps, step_name(10)) for steps in newest_first)}
+
+
+def test_killed_in_cleaning(tmp_path: Path) -> None:
+    def prepare(root: Path) -> None:
+        save_two(root)
+        write_files(begin(root, 30), 30)
+        write_files(begin(root, 30), 30)
+
+    for root in kill_everywhere(tmp_path, prepare, clean):
+        assert check_all(root) == [20, 10]
+        recover(root, 30)
+
+
+@pytest.mark.parametrize("num_kills", [20, pytest.param(200, marks=pytest.mark.full)])
+def test_killed_at_any_moment(tmp_path: Path, num_kills: int) -> None:
+    """A run that saves and deletes without end, killed again and again, each time going on from what is there."""
+    moments = random.Random(0)
+
+    def run(report: int) -> None:
+        clean(tmp_path)
+        step = (steps_of(step_folders(tmp_path)) or [0])[0]
+        while True:
+            step += 1
+            save(tmp_path, step, num_bytes=100_000)
+            os.write(report, b".")
+            retain(tmp_path, 2, 50)
+
+    for _ in range(num_kills):
+        before = (check_all(tmp_path) or [0])[0]
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                run(writer)
+            finally:
+                os._exit(1)
+        os.close(writer)
+        # Some saves, however long the machine takes, and then any moment of what follows.
+        num_saved = sum(len(os.read(reader, 1)) for _ in range(moments.randrange(4)))
+        time.sleep(moments.uniform(0, 0.01))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        with os.fdopen(reader, "rb") as file:
+            num_saved += len(file.read())
+        # What was reported is there, and at most one more that was not.
+        assert (check_all(tmp_path) or [0])[0] - before - num_saved in (0, 1)
+    clean(tmp_path)
+    assert all(re.fullmatch(r"step-\d{8}|latest", each.name) for each in tmp_path.iterdir())
+
+
+# Refused by the system.
+
+CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
+MS_RDONLY, MS_REMOUNT, MS_REC_PRIVATE = 1, 32, 0x4000 | (1 << 18)
+
+
+def mount(place: Path | str, kind: str, flags: int, options: str = "") -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"none", str(place).encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()):
+        raise OSError(ctypes.get_errno(), f"mount {kind}: {os.strerror(ctypes.get_errno())}")
+
+
+def on_small_disk(tmp_path: Path, num_bytes: int, function: Callable[[Path], object]) -> None:
+    """Run this, in a forked process, with a file system of this size of its own; skip where one cannot be mounted."""
+
+    def run() -> str:
+        libc = ctypes.CDLL(None, use_errno=True)
+        user, group = os.getuid(), os.getgid()
+        try:
+            if libc.unshare(CLONE_NEWNS):
+                if libc.unshare(CLONE_NEWNS | CLONE_NEWUSER):
+                    raise OSError(ctypes.get_errno(), f"unshare: {os.strerror(ctypes.get_errno())}")
+                Path("/proc/self/setgroups").write_text("deny")
+                Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+                Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+            mount("/", "", MS_REC_PRIVATE)
+            mount(tmp_path, "tmpfs", 0, f"size={num_bytes}")
+        except OSError as error:
+            return f"no file system can be mounted here: {error}"
+        function(tmp_path)
+        return ""
+
+    code, text = forked(run)
+    assert code == 0, text
+    if text:
+        pytest.skip(text)
+    assert list(tmp_path.iterdir()) == []  # so it did run there
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+    def fill_up(root: Path) -> None:
+        save(root, 10, num_bytes=40_000)
+        with refused(f"{root} has 0.00", "GiB free and the checkpoint needs 2.000 GiB; free some room, keep fewer"):
+            check_room(root, 2 * 2**30)
+        room = os.statvfs(root)
+        check_room(root / "new", room.f_bavail * room.f_bsize)
+        with refused("GiB free and the checkpoint needs"):
+            check_room(root / "new", room.f_bavail * room.f_bsize + 1)
+        temporary = begin(root, 20)
+        write_files(temporary, 20, 40_000)
+        with refused(f"cannot write {temporary}/manifest.json: No space left on device; free some room, keep fewer"):
+            commit(temporary, root, manifest_of(20, 40_000, extra="long" * 50_000))
+        assert check_all(root) == [10]
+        # Its room is there again.
+        discard(temporary)
+        save(root, 30, num_bytes=80_000)
+        assert check_all(root) == [30, 10]
+
+    on_small_disk(tmp_path, 2**18, fill_up)
+
+
+def test_a_disk_that_fills_up_at_any_moment(tmp_path: Path) -> None:
+    def fill_up(root: Path) -> None:
+        save(root, 1)
+        seen = set()
+        for num_pages in range(12):
+            step, ballast = 10 + num_pages, root / "ballast"
+            room = os.statvfs(root)
+            ballast.write_bytes(b"x" * (room.f_bavail - num_pages) * room.f_frsize)
+            before = check_all(root)
+            temporary, message = root / "none", ""
+            try:
+                temporary = begin(root, step)
+                write_files(temporary, step)
+                commit(temporary, root, manifest_of(step))
+            except OSError:
+                message = "no room for files"
+            except CheckpointError as error:
+                message = str(error)
+            seen.add(message.split(str(root))[0].replace(step_name(step), "step"))
+            assert ("No space left on device; free some room" in message) == message.startswith("cannot")
+            assert message or latest(root).strip() == step_name(step)
+            discard(temporary)
+            assert check_all(root) in (before, [step, *before])
+            assert not list(root.glob("*.partial"))
+            ballast.unlink()
+            retain(root, 1, None)
+        assert {"", "no room for files", "cannot write ", "cannot name step, which is whole, in "} <= seen
+
+    on_small_disk(tmp_path, 2**18, fill_up)
+
+
+def test_a_read_only_disk(tmp_path: Path) -> None:
+    def read_only(root: Path) -> None:
+        save_two(root)
+        temporary = begin(root, 30)
+        write_files(temporary, 30)
+        mount(root, "tmpfs", MS_REMOUNT | MS_RDONLY)
+        why = "Read-only file system; mount it for writing, or use another folder"
+        with refused(f"cannot make a folder in {root}: {why}"):
+            begin(root, 40)
+        with refused(f"cannot make a folder in {root}/new: {why}"):
+            begin(root / "new", 40)
+        with refused(f"cannot write {temporary}/manifest.json: {why}"):
+            commit(temporary, root, manifest_of(30))
+        with refused(f"cannot delete {root}/{step_name(10)}: {why}"):
+            retain(root, 1, None)
+        with refused(f"cannot name {step_name(10)}, which is whole, in {root}/latest: {why}"):
+            set_aside(root, 10)
+        with refused(f"cannot remove {temporary}: {why}"):
+            clean(root)
+        discard(temporary)
+        assert check_all(root) == [20, 10]
+
+    on_small_disk(tmp_path, 2**18, read_only)
+
+
+def test_a_root_that_is_a_file_or_within_one(tmp_path: Path) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("")
+    for root in (taken, taken / "runs"):
+        with refused(f"cannot make a folder in {root}: Not a directory; a file stands where a folder must be: move it"):
+            begin(root, 1)
+    dangling = tmp_path / "link"
+    dangling.symlink_to(tmp_path / "gone")
+    with refused(f"cannot make a folder in {dangling}: File exists; a file stands where"):
+        begin(dangling, 1)
+    with refused(f"cannot list {taken}: Not a directory"):
+        clean(taken)
+
+
+def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
+    save_two(tmp_path)
+
+    def as_somebody() -> None:
+        root = Path()
+        os.chdir(tmp_path)
+        (root / step_name(20) / "manifest.json").chmod(0)
+        root.chmod(0o555)
+        if os.getuid() == 0:  # whom nothing is refused
+            os.setuid(65534)
+        with refused("cannot make a folder in .: Permission denied; give this user the right to, or use another"):
+            begin(root, 30)
+        # No damage: with the right to read it, it is whole.
+        with refused(f"cannot read {step_name(20)}/manifest.json: Permission denied; mend that, or") as caught:
+            read_manifest(root / step_name(20))
+        assert type(caught.value) is CheckpointError
+
+    code, text = forked(as_somebody)
+    tmp_path.chmod(0o755)
+    assert code == 0, text
