@@ -90,6 +90,7 @@ def stay_away(rank: int, world_size: int, absent: int, timeout_s: float) -> str:
     """One rank works on and shows nothing of it, as if it were dead, until the others have given it up."""
     store = open_store()
     assert store is not None
+    dist.barrier()
     rounds = Rounds(store, 0, rank, world_size, timeout_s, SUBJECT)
 
     def work() -> str:

@@ -71,7 +71,7 @@ class Rounds:
         Raises:
             CheckpointError: work failed on a rank, or the judgement; or a rank shows no progress; or the store is gone.
         """
-        note, cause = _attempt(work, self._rank)
+        note, cause = self._attempt(work)
         try:
             if self._rank == 0:
                 verdict, judge_cause = self._judge(self._gather(name, note), judge)
@@ -87,7 +87,7 @@ class Rounds:
             ) from error
         self._verdicts.append(f"{name}/verdict")
         if verdict[0] == _FAILED:
-            raise CheckpointError(f"{self._subject} failed on {verdict[1:]}") from cause
+            raise CheckpointError(verdict[1:]) from cause
         return verdict[1:]
 
     def show_progress(self) -> None:
@@ -126,22 +126,21 @@ class Rounds:
         absent = self._await(keys)
         notes = {rank: self._take(key) for rank, key in keys.items() if self._has(key)}
         self._absent = [rank for rank in absent if rank not in notes]
-        notes |= {rank: f"{_FAILED}{self._absent_text(rank)}" for rank in self._absent}
-        return {0: own} | notes
+        return {0: own} | notes | {rank: self._absent_note(rank) for rank in self._absent}
 
     def _judge(
         self, notes: Mapping[int, str], judge: Callable[[Mapping[int, str]], str]
     ) -> tuple[str, Exception | None]:
         failed = {rank: note for rank, note in notes.items() if note[0] == _FAILED}
         if not failed:
-            return _attempt(lambda: judge({rank: note[1:] for rank, note in notes.items()}), 0)
+            return self._attempt(lambda: judge({rank: note[1:] for rank, note in notes.items()}))
         first, *others = failed
         return failed[first] + (f" (and on {listed(others)})" if others else ""), None
 
     def _await_verdict(self, key: str) -> str:
         if self._await({0: key}):
             self._absent = [0]
-            return f"{_FAILED}{self._absent_text(0)}"
+            return self._absent_note(0)
         return self._take(key, keep=True)
 
     def _await(self, keys: Mapping[int, str]) -> list[int]:
@@ -169,8 +168,19 @@ class Rounds:
             seen[rank] = count, now_s
         return now_s - seen[rank][1] > self._timeout_s
 
-    def _absent_text(self, rank: int) -> str:
-        return f"rank {rank}: it has shown no progress for {self._timeout_s:g} s; see its log"
+    def _attempt(self, work: Callable[[], str]) -> tuple[str, Exception | None]:
+        """What this rank says of its work: the outcome, or that it failed, and why."""
+        try:
+            return _DONE + work(), None
+        except Exception as error:
+            name = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+            return self._failed(self._rank, f"{name}{_one_line(error)}"), error
+
+    def _absent_note(self, rank: int) -> str:
+        return self._failed(rank, f"it has shown no progress for {self._timeout_s:g} s; see its log")
+
+    def _failed(self, rank: int, text: str) -> str:
+        return f"{_FAILED}{self._subject} failed on rank {rank}: {text}"
 
     def _has(self, key: str) -> bool:
         return self._store is not None and self._store.check([key])
@@ -193,15 +203,6 @@ class Rounds:
         for each in () if keep else (key, *keys):
             self._store.delete_key(each)
         return text
-
-
-def _attempt(work: Callable[[], str], rank: int) -> tuple[str, Exception | None]:
-    """What a rank says of its work: the outcome, or that it failed, and why."""
-    try:
-        return _DONE + work(), None
-    except Exception as error:
-        text = _one_line(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {_one_line(error)}"
-        return f"{_FAILED}rank {rank}: {text}", error
 
 
 def _one_line(error: Exception) -> str:

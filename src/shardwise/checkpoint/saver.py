@@ -141,10 +141,10 @@ class Saver:
                 this one has failed, on whichever rank.
         """
         start_s = time.monotonic()
-        self.wait()
-        number, self._num_saves = self._num_saves, self._num_saves + 1
         try:
+            self.wait()
             self._clean(request.root)
+            number, self._num_saves = self._num_saves, self._num_saves + 1
             prepared = self._prepare(request, stage=not wait)
             if wait:
                 self._save(number, *prepared)
@@ -152,8 +152,8 @@ class Saver:
             thread = threading.Thread(
                 target=self._save_aside, args=(number, *prepared), name="shardwise-saver", daemon=True
             )
-            self._background.thread = thread
             thread.start()
+            self._background.thread = thread
         finally:
             self.blocked_s = time.monotonic() - start_s
 
@@ -302,9 +302,7 @@ def _await_folder(temporary: Path, timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not temporary.is_dir():
         if time.monotonic() > deadline_s:
-            raise CheckpointError(
-                f"{temporary} is not there, and rank 0 has made it; save to a folder that all ranks share"
-            )
+            raise CheckpointError(f"{temporary}, made by rank 0, is not there; save to a folder that all ranks share")
         time.sleep(_POLL_S)
 
 
