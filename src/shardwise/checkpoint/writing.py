@@ -20,8 +20,8 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -227,15 +227,16 @@ def _write_file(
 ) -> None:
     staging, end, written_back = _Staging(), 0, 0
     try:
-        with path.open("xb", buffering=0) as file, ThreadPoolExecutor(1, "checkpoint-crc") as helper:
+        # No executor of `concurrent.futures`: it takes no work once the main thread has ended, while a save goes on.
+        with path.open("xb", buffering=0) as file, ThreadPool(1) as helper:
             descriptor = file.fileno()
             _reserve(descriptor, num_bytes)
             end += _write(descriptor, [memoryview(header)])
             for batch in _batches(jobs):
                 buffers = staging.load(batch)
-                crcs = helper.submit(lambda buffers: [zlib.crc32(buffer) for buffer in buffers], buffers)
+                crcs = helper.apply_async(lambda buffers: [zlib.crc32(buffer) for buffer in buffers], (buffers,))
                 written = _write(descriptor, buffers)
-                for block, crc in zip(batch, crcs.result(), strict=True):
+                for block, crc in zip(batch, crcs.get(), strict=True):
                     block.job.crcs.append(crc)
                 end += written
                 progress(written)
