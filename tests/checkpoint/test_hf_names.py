@@ -1,0 +1,193 @@
+"""Name rules: both directions of each are one, and wrong ones are refused with the cure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.checkpoint.huggingface import (
+    NameMap,
+    Part,
+    Rule,
+    decoder_config_of,
+    decoder_names,
+    family_names,
+    hf_config_of,
+)
+from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.layout.pieces import Rect, Shape
+from shardwise.models import Decoder, DecoderConfig
+
+PATTERNS = ["layers.*.up", "blocks.*.of.*.weight", "backbone.**", "plain.weight"]
+
+
+@st.composite
+def ruled_tensors(draw: st.DrawFn) -> tuple[Rule, str, Shape]:
+    """A rule, a name that it is of, and a shape that it fits."""
+    model = draw(st.sampled_from(PATTERNS))
+    count = draw(st.integers(1, 3))
+    is_stacked = draw(st.booleans())
+    transpose = not is_stacked and draw(st.booleans())
+    num_dims = 2 if transpose else draw(st.integers(1 + (is_stacked and count > 1), 3))
+    dim = draw(st.integers(int(is_stacked and count > 1), num_dims - 1))
+    shares = tuple(draw(st.lists(st.integers(1, 3), min_size=count, max_size=count)))
+    shape = draw(st.lists(st.integers(1, 4), min_size=num_dims, max_size=num_dims))
+    if count > 1:
+        shape[dim] = sum(shares) * draw(st.integers(1, 3))
+    stored = tuple(f"part{i}.{'#.' if is_stacked else ''}{model}.x" for i in range(count))
+    name = model.replace("**", "any.3.thing").replace("*", "7")
+    return Rule(model, stored, transpose, dim, shares), name, tuple(shape)
+
+
+@given(ruled_tensors())
+def test_a_folder_written_by_a_rule_is_read_by_it(case: tuple[Rule, str, Shape]) -> None:
+    rule, name, shape = case
+    names = NameMap((rule,))
+    parts = names.split(name, shape)
+    assert sum(part.rect.numel for part in parts) == Rect.whole(shape).numel
+    assert all(a.rect.intersect(b.rect) is None for i, a in enumerate(parts) for b in parts[:i])
+    assert len({part.stored for part in parts}) == len(parts)
+
+    shapes = {part.stored: part.stored_shape for part in parts}
+    assert names.join(name, shapes) == (shape, parts)
+
+    del shapes[parts[0].stored]
+    assert names.join(name, shapes) is None
+
+
+def test_the_parts_of_a_transposed_and_fused_tensor() -> None:
+    names = NameMap.of({"*.qkv": {"stored": ["*.q", "*.k", "*.v"], "shares": [2, 1, 1], "transpose": True}})
+    assert names.split("a.qkv", (8, 3)) == (
+        Part("a.q", Rect((0, 0), (4, 3)), is_transposed=True),
+        Part("a.k", Rect((4, 0), (6, 3)), is_transposed=True),
+        Part("a.v", Rect((6, 0), (8, 3)), is_transposed=True),
+    )
+    # Unlike export, import takes lengths from the folder.
+    joined = names.join("a.qkv", {"a.q": (3, 5), "a.k": (3, 1), "a.v": (3, 1)})
+    assert joined is not None
+    assert joined[0] == (7, 3)
+
+
+def test_a_star_stays_between_dots_two_do_not_and_the_first_rule_counts() -> None:
+    names = NameMap.of({"layers.*.up": "h.*.fc", "layers.**": "other.**"}).then(NameMap.of({"**.gate": "g.**"}))
+    assert names.stored_names("layers.3.up") == ("h.3.fc",)
+    assert names.stored_names("layers.3.mlp.up") == ("other.3.mlp.up",)
+    assert names.stored_names("mlp.up.gate") == ("g.mlp.up",)
+    assert names.stored_names("layersX3Xup") == ("layersX3Xup",)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("h.fc", r"'l\.\*' has other wildcards than 'h\.fc'; give both the same"),
+        ([], "names no tensor of the folder; give one name or several"),
+        (["a.*.#", "b.*"], "do not all have one #; give all one, or none"),
+        ({"stored": ["a.*", "b.*"], "shares": [1]}, r"shares=\(1,\); give 2 positive integers"),
+        ({"stored": "a.*.#", "transpose": True}, "transposes what # stacks"),
+        ({"stored": ["a.*.#", "b.*.#"], "dim": 0}, "dim=0; give at least 1"),
+        ({"stored": "a.*", "transposed": True}, "unknown transposed=True; did you mean transpose?"),
+    ],
+)
+def test_wrong_rules_are_refused(value: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        NameMap.of({"l.*": value})
+
+
+def test_rules_that_do_not_fit_a_shape_are_refused() -> None:
+    names = NameMap.of(
+        {"fused": ["a", "b"], "t": {"stored": "t", "transpose": True}, "w": {"stored": ["c", "d"], "dim": 2}}
+    )
+    with pytest.raises(
+        CheckpointError, match=r"fused \(5, 2\) is 5 long in dim=0, which shares \(1, 1\) do not divide"
+    ):
+        names.split("fused", (5, 2))
+    with pytest.raises(CheckpointError, match=r"t \(3,\) has 1 dims, name rule 't' transposes 2"):
+        names.split("t", (3,))
+    with pytest.raises(CheckpointError, match=r"w \(4, 4\) has no dim=2"):
+        names.split("w", (4, 4))
+    with pytest.raises(
+        CheckpointError, match=r"fused \(5, 2\) would need b of shape \(3, 2\), the folder has \(3, 4\)"
+    ):
+        names.join("fused", {"a": (2, 2), "b": (3, 4)})
+
+
+CONFIG = DecoderConfig(
+    vocab_size=64, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, head_dim=6, ffn_size=48, max_seq_len=32
+)
+
+
+def test_each_tensor_of_our_decoder_has_a_name_of_its_own_in_a_folder() -> None:
+    own = [name for name, _ in Decoder(CONFIG, device="meta").named_parameters()]
+    stored = [decoder_names().stored_names(name)[0] for name in own]
+    assert len(set(stored)) == len(own)
+    assert all(name.startswith(("model.", "lm_head.")) for name in stored)
+
+
+def test_a_decoder_goes_through_a_config_and_back() -> None:
+    config = DecoderConfig(**{**CONFIG.__dict__, "rope_theta": 5e5, "norm_eps": 3e-6, "tie_embeddings": True})
+    assert decoder_config_of(hf_config_of(config, "F32")) == config
+
+
+# As Hugging Face's folders have them: what is left out is the family's default.
+MISTRAL = {
+    "model_type": "mistral",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 32,
+    "sliding_window": None,
+    "rope_theta": 1e6,
+}
+
+
+def test_what_a_config_leaves_out_is_its_familys_default() -> None:
+    mistral = decoder_config_of(MISTRAL)
+    assert (mistral.num_kv_heads, mistral.head_dim, mistral.rope_theta, mistral.norm_eps) == (8, 2, 1e6, 1e-6)
+    llama = decoder_config_of({**MISTRAL, "model_type": "llama", "rope_parameters": {"rope_theta": 7.0}})
+    assert (llama.num_kv_heads, llama.rope_theta, llama.tie_embeddings) == (8, 7.0, False)
+    assert decoder_config_of({**MISTRAL, "sliding_window": 32}) == mistral
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "qwen2"}, "'qwen2', which our decoder cannot be: its biases of query, key and value"),
+        ({"model_type": "t5"}, "'t5', which our decoder cannot be; .* one of: llama, mistral"),
+        ({"sliding_window": 16}, "sliding_window=16, which our decoder lacks"),
+        ({"attention_bias": True, "hidden_act": "gelu"}, "hidden_act='gelu', attention_bias=True, which"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "type='linear'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type='llama3'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ],
+)
+def test_what_our_decoder_lacks_is_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        decoder_config_of({**MISTRAL, **values})
+
+
+def test_sliding_window_of_a_mistral_is_on_where_its_config_says_nothing() -> None:
+    config = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
+    with pytest.raises(CheckpointError, match="sliding_window=4096, which our decoder lacks"):
+        decoder_config_of({**config, "max_position_embeddings": 8192})
+
+
+def test_a_config_without_sizes_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="does not give vocab_size"):
+        decoder_config_of({key: value for key, value in MISTRAL.items() if key != "vocab_size"})
+
+
+def test_only_mixtures_of_experts_need_rules_of_their_family() -> None:
+    assert family_names({"model_type": "llama"}) == NameMap()
+    mixtral = family_names({"model_type": "mixtral"})
+    parts = mixtral.split("model.layers.1.mlp.experts.gate_up_proj", (2, 6, 4))
+    assert [(part.stored.removeprefix("model.layers.1.block_sparse_moe."), str(part.rect)) for part in parts] == [
+        ("experts.0.w1.weight", "[0:1, 0:3, 0:4]"),
+        ("experts.0.w3.weight", "[0:1, 3:6, 0:4]"),
+        ("experts.1.w1.weight", "[1:2, 0:3, 0:4]"),
+        ("experts.1.w3.weight", "[1:2, 3:6, 0:4]"),
+    ]
