@@ -26,6 +26,7 @@ from shardwise.checkpoint.huggingface import (
     begin_export,
     decoder_config_of,
     decoder_names,
+    discard_export,
     exporting,
     family_names,
     finish_export,
@@ -178,8 +179,11 @@ def test_a_tied_weight_may_be_there_twice_or_once_by_any_name(tmp_path: Path) ->
         torch.testing.assert_close(read(folder, found), weight, rtol=0, atol=0)
 
 
-def test_weights_that_differ_are_not_tied_silently(tmp_path: Path) -> None:
-    save_file({"wte": torch.ones(4, 2), "head": torch.zeros(4, 2)}, tmp_path / "model.safetensors")
+@pytest.mark.parametrize("place", [0, 50_000, 99_999], ids=["first", "middle", "last"])
+def test_weights_that_differ_are_not_tied_silently(place: int, tmp_path: Path) -> None:
+    head = torch.ones(100_000)
+    head[place] = 0
+    save_file({"wte": torch.ones(100_000), "head": head}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model.safetensors has head other than wte, .* one tensor, wte; build"):
         open_folder(tmp_path, {"wte": ("head",)})
 
@@ -241,6 +245,15 @@ def test_damage_is_named(tmp_path: Path) -> None:
         open_folder(tmp_path, names)
 
 
+def test_the_index_says_which_of_two_tensors_of_one_name_counts(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(8)}, tmp_path / "one.safetensors")
+    save_file({"a": torch.zeros(8), "b": torch.ones(8), "unlisted": torch.ones(8)}, tmp_path / "two.safetensors")
+    write_index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
+    found = open_folder(tmp_path, {"a": (), "b": ()})
+    assert [tensor.name for tensor in found] == ["a", "b", "unlisted"]
+    torch.testing.assert_close(read(tmp_path, found[0]), torch.ones(8), rtol=0, atol=0)
+
+
 def test_a_folder_without_safetensors_is_refused_with_the_cure(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere is no folder; give one with model.safetensors"):
         open_folder(tmp_path / "nowhere", {})
@@ -253,6 +266,8 @@ def test_a_folder_without_safetensors_is_refused_with_the_cure(tmp_path: Path) -
 
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     save_file({"a": torch.ones(8)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"quantization_config": null}')
+    assert len(open_folder(tmp_path, {"a": ()})) == 1
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
     with pytest.raises(CheckpointError, match="quantized by fp8"):
         open_folder(tmp_path, {"a": ()})
@@ -448,6 +463,9 @@ def test_a_folder_is_not_written_over_and_is_not_there_until_it_is_whole(tmp_pat
         with pytest.raises(CheckpointError, match="out is there already, and is not overwritten"):
             step()
     (folder / "mine").unlink()
+    discard_export(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    begin_export(plan, folder)
     finish_export(folder)
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
     with pytest.raises(CheckpointError, match=r"model.safetensors cannot stand beside the weights"):

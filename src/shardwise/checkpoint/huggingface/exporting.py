@@ -8,7 +8,8 @@ rank makes the same one and the bytes are the same under every layout. One rank 
     write_export(plan, folder, holdings)         # every rank; then a barrier
     finish_export(folder)                        # one
 
-Until it is finished the folder has another name, and a folder that has anything in it is never written to.
+Until it is finished the folder has another name, and a folder that has anything in it is never written to. Where a rank
+fails, `discard_export` takes away what was begun.
 
 >>> plan = plan_export([ExportTensor("up.weight", (), (4, 2), "BF16"), ExportTensor("up.bias", (), (4,), "BF16")])
 >>> [(each.name, each.file) for each in plan.tensors], plan.num_tensor_bytes
@@ -232,6 +233,11 @@ def finish_export(folder: Path) -> None:
         # The system renames over an empty folder, and over no other.
         temporary.rename(folder)
         sync_folder(folder.parent)
+
+
+def discard_export(folder: Path) -> None:
+    """Remove what was begun, as far as that works: it is called when something else has failed already."""
+    shutil.rmtree(temporary_folder(folder), ignore_errors=True)
 
 
 def _refuse_taken(folder: Path) -> None:

@@ -59,8 +59,9 @@ def open_folder(
         CheckpointError: the folder has no safetensors; its weights are quantized; the model ties what differs in it.
     """
     config = read_config(folder)
-    if "quantization_config" in config:
-        method = config["quantization_config"].get("quant_method")
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method")
         raise CheckpointError(f"{folder} has weights quantized by {method}, which cannot be trained; give one without")
     rules = NameMap.of(names).then(family_names(config))
     wanted = {
@@ -168,7 +169,7 @@ def _is_junk(name: str, entry: _Entry) -> bool:
 def _meet(wanted: set[str], entries: Mapping[str, _Entry]) -> tuple[Callable[[str], str], Callable[[str], bool]]:
     """How the folder's names become those that are wanted, and which are of a head that the model has not.
 
-    A prefix is put before names, or taken off, only where that serves most of them and none under it fits as it is.
+    A prefix is put before names, or taken off, only where that serves most of them.
     """
     stored = {_kind(name) for name in entries}
     fitting, missing, spare = wanted & stored, wanted - stored, stored - wanted
@@ -176,7 +177,7 @@ def _meet(wanted: set[str], entries: Mapping[str, _Entry]) -> tuple[Callable[[st
     def prefix(longer: set[str], shorter: set[str], num_all: int) -> str | None:
         count = Counter(head for name in longer for head, tail in _cuts(name) if tail in shorter)
         for head, num in count.most_common(1):
-            if 2 * num > num_all and not any(name.startswith(f"{head}.") for name in fitting):
+            if 2 * num > num_all:
                 return f"{head}."
         return None
 
