@@ -29,9 +29,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from shardwise.comm import MeshNetwork
 from shardwise.config import Config
 from shardwise.engine import Engine
+from shardwise.launch.group import ensure_process_group
 from shardwise.layout.layout import build_layout
 from shardwise.layout.stages import STAGES
-from shardwise.mesh import Mesh, ensure_process_group
+from shardwise.mesh import Mesh
 from shardwise.models.decoder import Decoder, DecoderConfig, flops_per_token, lm_loss
 from shardwise.models.presets import preset
 from shardwise.simulation import SimulatedLinks, SimulatedNetwork
@@ -254,7 +255,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    ensure_process_group(DEVICE, timeout_s=120.0)
+    ensure_process_group("cuda", timeout_s=120.0)
     results = []
     for text in options.models.split(","):
         model, seq_len, micro_size = text.split(":")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from shardwise.config import ConfigError
@@ -76,15 +75,3 @@ def open_store() -> dist.Store | None:
     store = group.get_group_store()
     number = store.add(f"shardwise/{dist.get_rank()}/num_engines", 1)
     return dist.PrefixStore(f"shardwise/engine{number}", store)
-
-
-def ensure_process_group(device: torch.device, timeout_s: float) -> int:
-    """Return the world size; start a process group first where none is: torchrun's, or one of this process alone."""
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        timeout = timedelta(seconds=timeout_s)
-        if dist.is_torchelastic_launched():
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    return dist.get_world_size()

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,10 @@ from shardwise.agreement import Setup, agree_on_setup
 from shardwise.comm import MeshNetwork
 from shardwise.config import Config, ConfigError
 from shardwise.engine import Engine
+from shardwise.launch.group import ensure_process_group
 from shardwise.layout.tensor_plan import TensorPlan
 from shardwise.loss import LossFn
-from shardwise.mesh import Mesh, ensure_process_group, open_store
+from shardwise.mesh import Mesh, open_store
 from shardwise.results import Scheduler
 from shardwise.tensor.layout import plan_layout
 from shardwise.zero.optimizer_plan import OptimizerFactory
@@ -57,12 +58,13 @@ def initialize(
 
     Raises:
         ConfigError: config, model or world size do not fit each other, or the ranks' models or configs differ.
+        LaunchError: the launcher's ranks do not all come within `run.timeout_s`.
         CommError: not all ranks call it within `run.timeout_s`.
     """
     config = config if isinstance(config, Config) else Config.from_dict(config or {})
-    device = _device(config)
-    world_size = ensure_process_group(device, config.run.timeout_s)
-    config = config.resolve(world_size)
+    device_kind = _device_kind(config)
+    config = config.resolve(ensure_process_group(device_kind, config.run.timeout_s))
+    device = torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else torch.device("cpu")
     layout = plan_layout(model, config, plan)
     store = open_store()
     agree_on_setup(store, dist.get_rank(), Setup.of(layout, config, model.named_buffers()), config.run.timeout_s)
@@ -74,12 +76,8 @@ def initialize(
         raise
 
 
-def _device(config: Config) -> torch.device:
+def _device_kind(config: Config) -> Literal["cpu", "cuda"]:
     kind = config.run.device
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError("run.device=cuda but torch sees no GPU; use run.device=cpu or install a CUDA build of torch")
-    if kind == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    if dist.is_torchelastic_launched():
-        torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
-    return torch.device("cuda", torch.cuda.current_device())
+    return "cuda" if kind != "cpu" and torch.cuda.is_available() else "cpu"

@@ -19,9 +19,10 @@ from harness.reference import Trace, check_parity
 from harness.training import make_config, own_gradients, reference_trace
 from shardwise import Engine, build_layout
 from shardwise.comm import MeshNetwork
+from shardwise.launch.group import ensure_process_group
 from shardwise.layout.stages import STAGES
 from shardwise.memory import Category
-from shardwise.mesh import Mesh, ensure_process_group
+from shardwise.mesh import Mesh
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -30,7 +31,7 @@ DEVICE = torch.device("cuda", 0)
 
 @pytest.fixture(scope="module", autouse=True)
 def _process_group() -> Iterator[None]:
-    ensure_process_group(DEVICE, timeout_s=60.0)
+    ensure_process_group("cuda", timeout_s=60.0)
     yield
     dist.destroy_process_group()
 

@@ -5,7 +5,9 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -78,6 +80,24 @@ def test_ranks_that_came_in_vain_do_not_count_in_the_next_attempt():
     errors = meet_all(store, [rank_env(0), rank_env(1)], timeout_s=0.3)
     assert "ranks 2 of 3 did not come" in str(errors[0])
     assert all(isinstance(part, dist.Store) for part in meet_all(store, [rank_env(rank) for rank in range(3)]))
+
+
+def test_a_rank_restarted_while_the_others_meet_is_answered_again():
+    """Under torchrun's static rendezvous each machine restarts its own ranks, whatever the others wait for."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        rank_0 = pool.submit(meet, rank_env(0), store, 10.0)
+        dead = pool.submit(meet, rank_env(1), store, 10.0)
+        hello = store.get("hello/1")
+        store.wait([f"{store.get(f'answer/{hello.decode()}').decode()}/arrived/1"])
+        time.sleep(0.1)  # several polls: rank 0 knows that rank 1 has come
+        restarted = pool.submit(meet, rank_env(1), store, 10.0)
+        while store.get("hello/1") == hello:
+            time.sleep(0.01)
+        second = store.get("hello/1").decode()
+        store.wait([f"answer/{second}"], timedelta(seconds=5))
+        meet(rank_env(2), store, 10.0).set("address", "of the second")
+        assert {part.result().get("address") for part in (rank_0, dead, restarted)} == {b"of the second"}
 
 
 def test_without_rank_0_the_others_say_so(monkeypatch):

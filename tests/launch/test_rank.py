@@ -22,15 +22,26 @@ def test_a_signal_sets_the_flag_and_nothing_else(signum):
     stop = install_stop_signal()
     assert not stop
     assert stop.signal_name is None
-    os.kill(os.getpid(), signum)
+    with stop.armed():
+        os.kill(os.getpid(), signum)
     assert stop
     assert stop.signal_name == signum.name
 
 
+def test_sigterm_kills_before_and_after_the_steps():
+    stop = install_stop_signal()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with pytest.raises(ZeroDivisionError), stop.armed():
+        assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
+        raise ZeroDivisionError
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_the_first_signal_is_the_one_named():
     stop = install_stop_signal()
-    os.kill(os.getpid(), signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGINT)  # at once: the same request by another way
+    with stop.armed():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)  # at once: the same request by another way
     assert stop.signal_name == "SIGTERM"
 
 

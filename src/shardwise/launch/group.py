@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.config import ConfigError
-from shardwise.launch.environment import RankEnv
+from shardwise.launch.environment import RankEnv, detect, lone_rank
 
 _POLL_S = 0.01
 # Rank 0 finds out who is missing; the others wait this much longer, to hear it from rank 0.
@@ -38,11 +38,32 @@ class LaunchError(RuntimeError):
     """The ranks did not meet; the message says who is missing, or where to look."""
 
 
+def ensure_process_group(device_kind: Literal["cpu", "cuda"], timeout_s: float) -> int:
+    """Return the world size; join a process group first where there is none, and make the rank's GPU the current one.
+
+    The ranks are those of the launcher that the environment tells of; without one, this process alone. A process group
+    that the caller has started is used as it is.
+
+    Args:
+        device_kind: where the tensors will lie.
+        timeout_s: as for `start_process_group`.
+
+    Raises:
+        ConfigError: the environment is partial, this rank has no GPU, or the port is taken.
+        LaunchError: the ranks did not meet within `timeout_s`.
+    """
+    if not dist.is_initialized():
+        start_process_group(detect(os.environ) or lone_rank(), device_kind, timeout_s)
+    elif device_kind == "cuda" and dist.is_torchelastic_launched():
+        torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
+    return dist.get_world_size()
+
+
 def start_process_group(env: RankEnv, device_kind: Literal["cpu", "cuda"], timeout_s: float) -> None:
     """Join the default process group: gloo, with NCCL for tensors on GPUs; make the rank's GPU the current one.
 
     Args:
-        env: this rank's place; a world of one needs no launcher and no port.
+        env: this rank's place; a world of one needs no port, and without a launcher it keeps the GPU that is current.
         device_kind: where the tensors will lie.
         timeout_s: for the ranks to meet, and later for each collective.
 
@@ -50,7 +71,7 @@ def start_process_group(env: RankEnv, device_kind: Literal["cpu", "cuda"], timeo
         ConfigError: this rank has no GPU, or the port is taken.
         LaunchError: the ranks did not meet within `timeout_s`.
     """
-    if device_kind == "cuda":
+    if device_kind == "cuda" and env.launcher != "none":
         torch.cuda.set_device(gpu_index(env, torch.cuda.device_count()))
     store = dist.HashStore() if env.world_size == 1 else meet(env, _open_store(env, timeout_s), timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device_kind == "cuda" else "gloo"
@@ -153,8 +174,9 @@ def _await_ranks(env: RankEnv, store: dist.Store, attempt: str, timeout_s: float
     answered: set[str] = set()
     store.set(f"{attempt}/arrived/0", _own_name())
     while missing and time.monotonic() < deadline_s:
-        for rank in missing:
-            # The hello of an earlier attempt may still stand there; answering it does no harm, its asker is gone.
+        # A rank that has come may have been restarted since, where each machine restarts by itself. The hello of an
+        # earlier attempt may still stand there; answering it does no harm, its asker is gone.
+        for rank in range(1, env.world_size):
             if store.check([f"hello/{rank}"]) and (hello := store.get(f"hello/{rank}").decode()) not in answered:
                 store.set(f"answer/{hello}", attempt)
                 answered.add(hello)

@@ -1,6 +1,6 @@
 """What a rank does about signals and about the launcher that started it. No torch, no process group.
 
->>> stop = install_stop_signal(())
+>>> stop = StopFlag()
 >>> bool(stop)
 False
 >>> stop.request(signal.SIGTERM)
@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 
 from shardwise.launch.environment import LAUNCHER_FD
@@ -29,9 +29,15 @@ class StopFlag:
 
     Signals reach the ranks at different moments: the ranks must agree on the step after which they stop (a maximum
     over the ranks), or one waits in a collective that the others never enter.
+
+    Args:
+        in_steps: signals that only ask to stop while the flag is `armed`, and kill at all other times. Python hears a
+            signal between two lines of its own, so never while it waits for a rank that has died; and before the first
+            step there is nothing to lose.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_steps: Sequence[signal.Signals] = ()) -> None:
+        self._in_steps = tuple(in_steps)
         self._signum: int | None = None
         self._requested_at_s = 0.0
 
@@ -50,20 +56,34 @@ class StopFlag:
         elif signum == signal.SIGINT and time.monotonic() - self._requested_at_s > _REPEAT_S:
             raise KeyboardInterrupt
 
+    def listen(self, signals: Sequence[signal.Signals]) -> None:
+        """Let `signals` ask to stop from now on; one that this process was told to ignore stays ignored."""
+        for signum in signals:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, self._handle)
 
-def install_stop_signal(signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> StopFlag:
-    """Turn `signals` into a flag that a loop reads between steps; call it on the main thread.
+    @contextlib.contextmanager
+    def armed(self) -> Iterator[None]:
+        """While a loop takes steps and reads the flag: no signal kills; enter it on the main thread."""
+        before = {signum: signal.getsignal(signum) for signum in self._in_steps}
+        self.listen(self._in_steps)
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def _handle(self, signum: int, _frame: FrameType | None) -> None:
+        self.request(signum)
+
+
+def install_stop_signal() -> StopFlag:
+    """Return a flag that Ctrl-C sets from now on, and SIGTERM while it is `armed`; call it on the main thread.
 
     A signal that this process was told to ignore (a background job's SIGINT) stays ignored.
     """
-    flag = StopFlag()
-
-    def handle(signum: int, _frame: FrameType | None) -> None:
-        flag.request(signum)
-
-    for signum in signals:
-        if signal.getsignal(signum) is not signal.SIG_IGN:
-            signal.signal(signum, handle)
+    flag = StopFlag(in_steps=(signal.SIGTERM,))
+    flag.listen((signal.SIGINT,))
     return flag
 
 

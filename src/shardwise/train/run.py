@@ -163,7 +163,8 @@ def run_rank(
             report = checkpoints.resume(resume)
             log.info("resumed from %s at step %d", report.path, report.step)
         observer = Observer(trainer, folder, console, stop) if env.rank == 0 else None
-        sample = _train(trainer, checkpoints, observer, stop)
+        with stop.armed():
+            sample = _train(trainer, checkpoints, observer, stop)
         write_timeline(folder / f"timeline-{env.rank}.jsonl", trainer.engine.timeline)
         if observer is not None:
             stopped_by = _stopped_by(stop, env) if trainer.was_stopped else None
