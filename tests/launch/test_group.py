@@ -3,8 +3,6 @@
 import dataclasses
 import os
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -155,25 +153,3 @@ leave(7)
     assert out == "3.0 True 1"
     assert "rank 1 exited with code 7: 3.0 True 1" in err
     assert (tmp_path / "logs" / "rank-0.log").read_text() == ""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("rendezvous", ["standalone", "static"])
-def test_torchrun_restarts_a_killed_rank(tmp_path, rendezvous):
-    """torch's own env:// rendezvous hung in 4 of 6 such restarts: it read the addresses of the dead attempt."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        RANK_SCRIPT
-        + """
-if env.attempt == 0 and env.rank == 1:
-    os.kill(os.getpid(), 9)
-dist.all_reduce(total)
-(folder / f"done-{env.rank}").write_text(f"{env.launcher} {env.attempt} {total.item()}")
-leave(0)
-"""
-    )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        where = "--standalone" if rendezvous == "standalone" else f"--master-port={free.getsockname()[1]}"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", where]
-    subprocess.run([*torchrun, str(script), str(tmp_path)], check=True, timeout=100)
-    assert [(tmp_path / f"done-{rank}").read_text() for rank in range(2)] == ["torchrun 1 3.0"] * 2
