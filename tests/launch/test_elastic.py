@@ -26,7 +26,8 @@ import shardwise
 
 torch.set_num_threads(1)
 how, num_deaths, victim = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-config = {"zero": {"stage": 3}, "optimizer": {"name": "sgd"}, "run": {"device": "cpu", "timeout_s": 4.0}}
+run = {"device": "cpu", "timeout_s": 60.0 if how == "kill" else 8.0}
+config = {"zero": {"stage": 3}, "optimizer": {"name": "sgd"}, "run": run}
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 rank = os.environ["RANK"]
 with shardwise.initialize(model, config, loss_fn=lambda output, batch: output.square().mean()) as engine:
