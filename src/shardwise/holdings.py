@@ -15,11 +15,13 @@ A weight of 3 x 4 under ZeRO-3 over two ranks: rank 1 holds, and writes, its las
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Final, Literal
 
 from shardwise.layout.pieces import Piece
+
+if TYPE_CHECKING:
+    # Whoever reads a manifest needs no torch.
+    from torch import Tensor
 
 # The state that every parameter has: its values, in the most precise dtype that the rank keeps them in.
 PARAM: Final = "param"

@@ -1,0 +1,410 @@
+"""Work on checkpoints without an engine: check every byte of one, and write one anew with more or fewer files.
+
+Both read file after file in small buffers, so that a checkpoint of any size needs the memory of a few blocks.
+
+>>> weight = StoredState("F32", (StoredPiece(Rect((0, 0), (2, 3)), "a.safetensors", 80),))
+>>> manifest = Manifest(3, (StoredTensor("up.weight", (), (4, 3), {"param": weight}),), {"a.safetensors": 104})
+>>> [str(damage) for damage in check_cover(manifest)]
+['manifest.json: up.weight: its pieces have 6 of 12 elements']
+>>> [[str(rect) for _, rect in entries] for entries in cut([((4, 3), 4), ((2,), 4)], num_files=2)]
+[['[0:2, 0:3]'], ['[2:4, 0:3]', '[0:2]']]
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.folder import begin, check_room, commit, discard, named_errors, read_manifest
+from shardwise.checkpoint.manifest import (
+    BLOCK_BYTES,
+    ITEM_BYTES,
+    MANIFEST_NAME,
+    CheckpointError,
+    DamagedError,
+    Manifest,
+    StoredPiece,
+    StoredState,
+    StoredTensor,
+)
+from shardwise.checkpoint.reading import PieceReader
+from shardwise.checkpoint.tensor_files import Entry, FileTensor, encode_header, named_dtype, read_header
+from shardwise.layout.pieces import Piece, Rect, Shape, flat_range_to_rects, overlap
+
+# Elements in memory at once: whole blocks of any dtype, and enough of them that what is done to each costs little.
+CHUNK_NUMEL: Final = 2 * BLOCK_BYTES
+
+# Told how many bytes of how many are done.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong at one place of a checkpoint.
+
+    Attributes:
+        file: of the checkpoint.
+        what: is wrong.
+        entry: of the file, such as `up.weight/exp_avg[0:4, 0:2]`; empty where it concerns the file as a whole.
+    """
+
+    file: str
+    what: str
+    entry: str = ""
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.file, self.entry, self.what) if part)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What reading all of a checkpoint has found.
+
+    Attributes:
+        manifest: None where it cannot be read, and then nothing else was.
+        damages: file by file.
+        num_read_bytes: of files.
+        num_unchecked_bytes: those of them that have no checksum.
+    """
+
+    manifest: Manifest | None
+    damages: tuple[Damage, ...]
+    num_read_bytes: int = 0
+    num_unchecked_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class NamedPiece:
+    """A piece with what it is of: one entry of a safetensors file."""
+
+    tensor: StoredTensor
+    state: str
+    piece: StoredPiece
+
+    @property
+    def dtype(self) -> str:
+        return self.tensor.states[self.state].dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """In the file; 0 of an unknown dtype."""
+        return self.piece.rect.numel * ITEM_BYTES.get(self.dtype, 0)
+
+    @property
+    def stop(self) -> int:
+        """Offset behind its last byte."""
+        return self.piece.offset + self.num_bytes
+
+    @property
+    def key(self) -> str:
+        return entry_key(self.tensor, self.state, self.piece.rect)
+
+
+def entry_key(tensor: StoredTensor, state: str, rect: Rect) -> str:
+    """The name of an entry: of the tensor, the state unless that is `param`, the rectangle unless it is all.
+
+    >>> tensor = StoredTensor("up.weight", (), (4, 3), {})
+    >>> entry_key(tensor, "param", Rect((0, 0), (4, 3))), entry_key(tensor, "exp_avg", Rect((0, 0), (2, 3)))
+    ('up.weight', 'up.weight/exp_avg[0:2, 0:3]')
+    """
+    name = tensor.name if state == "param" else f"{tensor.name}/{state}"
+    return name if rect == Rect.whole(tensor.shape) else f"{name}{rect}"
+
+
+def entries_by_file(manifest: Manifest) -> dict[str, list[NamedPiece]]:
+    """What lies in each file, in the order in which it lies there."""
+    by_file: dict[str, list[NamedPiece]] = {file: [] for file in manifest.files}
+    for tensor in manifest.tensors:
+        for name, state in tensor.states.items():
+            for piece in state.pieces:
+                by_file.setdefault(piece.file, []).append(NamedPiece(tensor, name, piece))
+    for entries in by_file.values():
+        entries.sort(key=lambda entry: entry.piece.offset)
+    return by_file
+
+
+def verify(folder: Path, progress: Progress | None = None) -> Verification:
+    """Read all of a checkpoint once, in the order of its bytes, and compare it with its manifest.
+
+    Args:
+        folder: of the step.
+        progress: told how far this is.
+
+    Raises:
+        CheckpointError: a newer version has written it.
+    """
+    path = folder / MANIFEST_NAME
+    try:
+        manifest = Manifest.from_text(path.read_bytes().decode(errors="replace"), str(path))
+    except FileNotFoundError:
+        return Verification(None, (Damage(MANIFEST_NAME, "is missing"),))
+    except DamagedError:
+        return Verification(None, (Damage(MANIFEST_NAME, "does not match its checksum"),))
+    except OSError as error:
+        return Verification(None, (Damage(MANIFEST_NAME, f"cannot be read: {error.strerror}"),))
+    meter = _Meter(sum(manifest.files.values()), progress)
+    damages = list(check_cover(manifest))
+    num_unchecked_bytes = 0
+    for file, entries in entries_by_file(manifest).items():
+        damages += _check_file(folder / file, manifest.files.get(file, 0), entries, meter)
+        num_unchecked_bytes += sum(entry.num_bytes for entry in entries if not entry.piece.crcs)
+    return Verification(manifest, tuple(damages), meter.num_done_bytes, num_unchecked_bytes)
+
+
+def check_cover(manifest: Manifest) -> Iterator[Damage]:
+    """Where the pieces do not cover a tensor exactly once; nothing is read."""
+    for tensor in manifest.tensors:
+        for name, state in tensor.states.items():
+            if state.value is None and (what := _uncovered(tensor.shape, state)):
+                yield Damage(MANIFEST_NAME, what, entry_key(tensor, name, Rect.whole(tensor.shape)))
+
+
+def _uncovered(shape: Shape, state: StoredState) -> str:
+    """What is wrong with the rectangles of a state; nothing, if they cover the tensor once."""
+    if state.dtype not in ITEM_BYTES:
+        return f"its dtype {state.dtype} is none of {', '.join(ITEM_BYTES)}"
+    if state.codec != "identity":
+        return f"its codec {state.codec} is unknown to this version"
+    whole, pieces = Rect.whole(shape), [Piece(piece.rect, 0) for piece in state.pieces if piece.rect.numel]
+    for piece in pieces:
+        if len(piece.rect.start) != len(shape) or whole.intersect(piece.rect) != piece.rect:
+            return f"its piece {piece.rect} is not within shape {shape}"
+    doubled = [copy for copy in overlap(pieces, pieces) if copy.source is not copy.destination]
+    if doubled:
+        return f"its pieces {doubled[0].source.rect} and {doubled[0].destination.rect} have {doubled[0].rect} both"
+    numel = sum(piece.rect.numel for piece in pieces)
+    return "" if numel == whole.numel else f"its pieces have {numel} of {whole.numel} elements"
+
+
+@dataclass
+class _Meter:
+    """Counts bytes, and tells it on."""
+
+    num_bytes: int
+    progress: Progress | None
+    num_done_bytes: int = 0
+    buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(BLOCK_BYTES)))
+
+    def advance(self, num_bytes: int) -> None:
+        self.num_done_bytes += num_bytes
+        if self.progress is not None:
+            self.progress(self.num_done_bytes, self.num_bytes)
+
+
+def _check_file(path: Path, num_bytes: int, entries: Sequence[NamedPiece], meter: _Meter) -> Iterator[Damage]:
+    try:
+        with path.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            there = [entry for entry in entries if entry.stop <= size]
+            if size != num_bytes:
+                lost = [entry for entry in entries if entry.stop > size]
+                where = f"; {_some(lost)} cut off" if lost else ""
+                yield Damage(path.name, f"has {size} bytes, {num_bytes} were written{where}")
+            else:
+                yield from _check_header(path, entries)
+            meter.advance(min((entry.piece.offset for entry in entries), default=size))
+            for entry in there:
+                yield from _check_entry(stream, entry, meter)
+    except FileNotFoundError:
+        where = f", and with it {_some(entries)}" if entries else ""
+        yield Damage(path.name, f"is missing{where}")
+    except OSError as error:
+        yield Damage(path.name, f"cannot be read: {error.strerror}")
+
+
+def _some(entries: Sequence[NamedPiece]) -> str:
+    return entries[0].key if len(entries) == 1 else f"{entries[0].key} and {len(entries) - 1} more"
+
+
+def _check_header(path: Path, entries: Sequence[NamedPiece]) -> Iterator[Damage]:
+    """Whether other readers of safetensors find what the manifest says."""
+    try:
+        found = {each.start: each for each in read_header(path) if each.start < each.stop}
+    except CheckpointError as error:
+        yield Damage(path.name, str(error).removeprefix(f"{path.parent.name}/{path.name}").lstrip(": "))
+        return
+    for entry in entries:
+        start, shape = entry.piece.offset, entry.piece.rect.shape
+        other = found.pop(start, None)
+        if other != FileTensor(entry.key, entry.dtype, shape, start, entry.stop):
+            has = f"{other.name}, {other.dtype} of shape {other.shape}," if other else "nothing"
+            what = f"the file's own header has {has} in its place, which is {entry.dtype} of shape {shape}"
+            yield Damage(path.name, what, entry.key)
+    for other in found.values():
+        yield Damage(path.name, "the file's own header has it, the manifest does not", other.name)
+
+
+def _check_entry(stream: io.BufferedReader, entry: NamedPiece, meter: _Meter) -> Iterator[Damage]:
+    piece, starts = entry.piece, range(0, entry.num_bytes, BLOCK_BYTES)
+    if piece.crcs and len(piece.crcs) != len(starts):
+        yield Damage(piece.file, f"it has {len(piece.crcs)} checksums for {len(starts)} blocks", entry.key)
+        return
+    # Neighbouring blocks that are damaged are one damage.
+    ranges: list[tuple[int, int]] = []
+    for start, crc in zip(starts, piece.crcs or (None,) * len(starts), strict=True):
+        block = meter.buffer[: min(BLOCK_BYTES, entry.num_bytes - start)]
+        first = piece.offset + start
+        last = first + len(block)
+        try:
+            stream.seek(first)
+            meter.advance(stream.readinto(block))
+        except OSError as error:
+            # A bad sector: what lies behind it may be readable.
+            yield Damage(
+                piece.file, f"bytes [{first}, {first + len(block)}) cannot be read: {error.strerror}", entry.key
+            )
+            continue
+        if crc is not None and zlib.crc32(block) != crc:
+            if ranges and ranges[-1][1] == first:
+                ranges[-1] = (ranges[-1][0], last)
+            else:
+                ranges.append((first, last))
+    for first, last in ranges:
+        yield Damage(piece.file, f"bytes [{first}, {last}) do not match their checksum", entry.key)
+
+
+def cut(tensors: Sequence[tuple[Shape, int]], num_files: int) -> list[list[tuple[int, Rect]]]:
+    """Cut tensors into equally large parts, one behind the other: which rectangles of which tensors are in each.
+
+    They are cut between rows, or within a row of more than `BLOCK_BYTES`; parts differ from their average by less than
+    the largest row.
+
+    Args:
+        tensors: shape, and bytes an element over all states.
+        num_files: parts.
+
+    Returns:
+        For each part the index of the tensor and the rectangle, in order.
+    """
+    parts: list[list[tuple[int, Rect]]] = [[] for _ in range(num_files)]
+    ends = [0]
+    for shape, item_bytes in tensors:
+        ends.append(ends[-1] + Rect.whole(shape).numel * item_bytes)
+    total = max(1, ends[-1])
+    for index, ((shape, item_bytes), begin_bytes) in enumerate(zip(tensors, ends, strict=False)):
+        whole = Rect.whole(shape)
+        if not whole.numel:
+            continue
+        first, last = begin_bytes * num_files // total, -(-ends[index + 1] * num_files // total)
+        unit = _unit(shape, item_bytes)
+        start = 0
+        for part in range(first, last):
+            target = (total * (part + 1) // num_files - begin_bytes) // item_bytes // unit * unit
+            stop = whole.numel if part == last - 1 else target
+            parts[part] += [(index, piece.rect) for piece in flat_range_to_rects(whole, start, stop)]
+            start = stop
+    return parts
+
+
+def _unit(shape: Shape, item_bytes: int) -> int:
+    """Elements that a cut does not divide: the longest trailing row of at most `BLOCK_BYTES`, but not the whole."""
+    unit = 1
+    for length in reversed(shape[1:]):
+        if unit * length * item_bytes > BLOCK_BYTES:
+            break
+        unit *= length
+    return unit
+
+
+def reshard(
+    source: Path, root: Path, num_files: int, progress: Progress | None = None
+) -> tuple[Path, Mapping[str, int]]:
+    """Write a checkpoint anew with balanced files; all that it holds is kept.
+
+    Args:
+        source: the folder of the step.
+        root: where the new folder of the step comes to be, at once and whole or not at all.
+        num_files: that share the tensors; with one, every tensor is one entry under its plain name.
+        progress: told how far this is.
+
+    Returns:
+        The new folder of the step, and the bytes of each of its files.
+
+    Raises:
+        CheckpointError: the root has that step, or no room for it.
+        DamagedError: the source is damaged.
+    """
+    manifest = read_manifest(source)
+    shared = [tensor for tensor in manifest.tensors if tensor.kind != "rank"]
+    parts: list[list[tuple[StoredTensor, Rect]]] = [
+        [(shared[index], rect) for index, rect in part]
+        for part in cut([(tensor.shape, _item_bytes(tensor)) for tensor in shared], num_files)
+    ]
+    parts[0] += [(tensor, Rect.whole(tensor.shape)) for tensor in manifest.tensors if tensor.kind == "rank"]
+    num_bytes = sum(Rect.whole(tensor.shape).numel * _item_bytes(tensor) for tensor in manifest.tensors)
+    meter = _Meter(num_bytes, progress)
+    check_room(root, num_bytes)
+    temporary = begin(root, manifest.step)
+    try:
+        files: dict[str, int] = {}
+        pieces: dict[tuple[str, str], list[StoredPiece]] = {}
+        with PieceReader(source) as reader:
+            for index, part in enumerate(parts):
+                path = temporary / f"rank-{index:05d}-of-{num_files:05d}.safetensors"
+                if part:
+                    for entry in _write_file(path, part, reader, meter):
+                        pieces.setdefault((entry.tensor.name, entry.state), []).append(entry.piece)
+                    files[path.name] = path.stat().st_size
+        tensors = tuple(_with_pieces(tensor, pieces) for tensor in manifest.tensors)
+        return commit(temporary, root, replace(manifest, tensors=tensors, files=files)), files
+    except BaseException:
+        discard(temporary)
+        raise
+
+
+def _item_bytes(tensor: StoredTensor) -> int:
+    """Bytes of one element over all its states; 1 where none has elements, so that it can divide."""
+    return sum(ITEM_BYTES[state.dtype] for state in tensor.states.values() if state.value is None) or 1
+
+
+def _write_file(
+    path: Path, part: Sequence[tuple[StoredTensor, Rect]], reader: PieceReader, meter: _Meter
+) -> list[NamedPiece]:
+    """Write these rectangles of all states as one file; returns the entries with their offsets and checksums."""
+    wanted = [
+        NamedPiece(tensor, name, StoredPiece(rect, path.name, 0))
+        for tensor, rect in part
+        for name, state in tensor.states.items()
+        if state.value is None
+    ]
+    header, offsets = encode_header([Entry(each.key, each.dtype, each.piece.rect.shape) for each in wanted])
+    written = []
+    with named_errors("write", path), path.open("xb") as stream:
+        stream.write(header)
+        for offset, entry in sorted(zip(offsets, wanted, strict=True), key=lambda pair: pair[0]):
+            crcs: list[int] = []
+            for values in read_chunks(reader, entry.tensor, entry.state, entry.piece.rect):
+                data = values.view(torch.uint8).numpy().data
+                crcs += [zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
+                stream.write(data)
+                meter.advance(len(data))
+            written.append(replace(entry, piece=replace(entry.piece, offset=offset, crcs=tuple(crcs))))
+        stream.flush()
+        os.fsync(stream.fileno())
+    return written
+
+
+def read_chunks(reader: PieceReader, tensor: StoredTensor, state: str, rect: Rect) -> Iterator[Tensor]:
+    """The elements of a rectangle, row-major, as 1-D tensors of `CHUNK_NUMEL` elements, the last of what is left."""
+    dtype = tensor.states[state].dtype
+    for start in range(0, rect.numel, CHUNK_NUMEL):
+        pieces = flat_range_to_rects(rect, start, min(start + CHUNK_NUMEL, rect.numel))
+        target = torch.empty(pieces[-1].local_stop, dtype=named_dtype(dtype))
+        reader.read(tensor, state, pieces, target)
+        yield target
+
+
+def _with_pieces(tensor: StoredTensor, pieces: Mapping[tuple[str, str], Sequence[StoredPiece]]) -> StoredTensor:
+    states = {
+        name: state if state.value is not None else replace(state, pieces=tuple(pieces.get((tensor.name, name), ())))
+        for name, state in tensor.states.items()
+    }
+    return replace(tensor, states=states)

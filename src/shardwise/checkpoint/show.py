@@ -1,0 +1,416 @@
+"""Checkpoints in words and tables, and what was found out about them; pure, and needs no torch.
+
+>>> describe_layout(Manifest(1, (), {}, layout={"mesh": {"dp_shard": 2, "tp": 2, "pp": 1}, "stage": 3}))
+'ZeRO-3 over 4 ranks, dp_shard 2 × tp 2'
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.console import Group, JustifyMethod, RenderableType
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.checkpoint.finding import Found
+from shardwise.checkpoint.folder import step_of
+from shardwise.checkpoint.manifest import ITEM_BYTES, CheckpointError, Manifest, StoredTensor
+from shardwise.holdings import PARAM
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.comparing import Changed, ChangedValues, Difference
+    from shardwise.checkpoint.offline import Verification
+
+# What is listed of many things, unless all are asked for.
+MAX_SHOWN: Final = 20
+_MAX_FILES: Final = 8
+_MAX_VALUE: Final = 60
+_LABEL_WIDTH: Final = 10
+_KIND_LABELS: Final[Mapping[str, str]] = MappingProxyType({"buffer": "buffers", "rank": "of ranks"})
+_CONTENTS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "all": "all that a run needs to go on",
+        "trainable": "what is trained, with its optimizer states; nothing frozen",
+        "weights": "parameters and buffers, no optimizer states",
+    }
+)
+
+
+def render_root(root: Path, found: Sequence[Found]) -> RenderableType:
+    """The checkpoints in a folder, newest first."""
+    table = _table("step", "saved", "size", "", right=("step", "size"))
+    for each in found:
+        step = f"{step_of(each.folder)}"
+        # Which folder it is stands beside it, and which other ones there are above and below.
+        damage = each.damage.replace(f"{each.folder}/", "").partition("; use")[0]
+        state = Text("whole", style="green") if each.manifest else Text(f"damaged: {damage}", style="red")
+        if each.is_latest:
+            state = Text.assemble(("latest", "bold"), ", ", state)
+        saved = _time(each.manifest.saved_at) if each.manifest else ""
+        table.add_row(step, saved, decimal(each.num_bytes) if each.manifest else "", state)
+    note = Text("whole: every file is there with its size; `verify` reads all bytes", style="dim")
+    return Group(Text(str(root), style="bold"), "", table, "", note)
+
+
+def render_checkpoint(folder: Path, manifest: Manifest) -> RenderableType:
+    """One checkpoint: where it comes from, and its bytes by state and by file."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", min_width=_LABEL_WIDTH, no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, value in _facts(manifest):
+        grid.add_row(label, Text(value))
+    return Group(Text(str(folder), style="bold"), "", grid, "", _state_table(manifest), "", _file_table(manifest))
+
+
+def render_tensors(tensors: Sequence[StoredTensor]) -> RenderableType:
+    """Tensors in a table for each kind and set of states, so that these need no columns."""
+    groups: dict[str, list[StoredTensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(_signature(tensor), []).append(tensor)
+    blocks: list[RenderableType] = []
+    for signature, members in groups.items():
+        table = _table("tensor", "shape", "pieces", right=("shape", "pieces"), fold=("tensor",))
+        for tensor in members:
+            names = Text(tensor.name)
+            for alias in tensor.aliases:
+                names.append(f"\n  = {alias}", style="dim")
+            table.add_row(names, _shape(tensor.shape), _num_pieces(tensor))
+        blocks += ["", Text(f"{_count(len(members), 'tensor')}: {signature}", style="bold"), table]
+    return Group(*blocks)
+
+
+def matching(tensors: Sequence[StoredTensor], pattern: str) -> list[StoredTensor]:
+    """The tensors with a name, or an alias, that has `pattern` in it or, if it has wildcards, matches it.
+
+    Raises:
+        CheckpointError: there is none; the message says what names there are.
+    """
+    glob = pattern if any(sign in pattern for sign in "*?[") else f"*{pattern}*"
+    found = [each for each in tensors if any(fnmatch.fnmatchcase(name, glob) for name in (each.name, *each.aliases))]
+    if not found:
+        names = [tensor.name for tensor in tensors]
+        close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
+        cure = f"did you mean {' or '.join(close)}?" if close else f"names are such as {', '.join(names[:3])}"
+        raise CheckpointError(f"no tensor's name matches {pattern!r}; {cure}")
+    return found
+
+
+def to_json(folder: Path, manifest: Manifest, tensors: Sequence[StoredTensor] = ()) -> dict[str, Any]:
+    """What `render_checkpoint` and `render_tensors` show, for other programs."""
+    return {
+        "folder": str(folder),
+        "step": manifest.step,
+        "saved_at": manifest.saved_at,
+        "library": manifest.library,
+        "contents": manifest.contents,
+        "layout": dict(manifest.layout),
+        "model": dict(manifest.model),
+        "optimizer": _optimizer(manifest),
+        "num_parameters": _num_elements(manifest, "parameter"),
+        "num_buffers": sum(tensor.kind == "buffer" for tensor in manifest.tensors),
+        "states": [
+            {"state": row.name, "dtypes": list(row.dtypes), "num_tensors": row.num_tensors, "bytes": row.num_bytes}
+            for row in _state_rows(manifest)
+        ],
+        "files": dict(manifest.files),
+    } | ({"tensors": [_tensor_json(tensor) for tensor in tensors]} if tensors else {})
+
+
+def root_to_json(root: Path, found: Sequence[Found]) -> dict[str, Any]:
+    """What `render_root` shows, for other programs."""
+    checkpoints = [
+        {
+            "folder": str(each.folder),
+            "step": step_of(each.folder),
+            "saved_at": each.manifest.saved_at if each.manifest else None,
+            "bytes": each.num_bytes if each.manifest else None,
+            "damage": each.damage or None,
+            "is_latest": each.is_latest,
+        }
+        for each in found
+    ]
+    return {"root": str(root), "checkpoints": checkpoints}
+
+
+def describe_layout(manifest: Manifest) -> str:
+    """The layout that wrote a checkpoint, as far as it says so."""
+    mesh = manifest.layout.get("mesh") or manifest.config.get("mesh") or {}
+    axes = {name: size for name, size in mesh.items() if isinstance(size, int) and size > 1}
+    parts = []
+    stage = manifest.layout.get("stage", (manifest.config.get("zero") or {}).get("stage"))
+    num_ranks = math.prod(axes.values())
+    if stage is not None:
+        parts.append(f"ZeRO-{stage} over {_count(num_ranks, 'rank')}")
+    elif mesh:
+        parts.append(_count(num_ranks, "rank"))
+    if len(axes) > 1:
+        parts.append(" × ".join(f"{name} {size}" for name, size in axes.items()))
+    precision = manifest.layout.get("precision") or manifest.config.get("precision") or {}
+    if "param" in precision:
+        master = precision.get("master", precision["param"])
+        parts.append(precision["param"] + (f" with {master} master" if master != precision["param"] else ""))
+    return ", ".join(parts) or "an unknown layout"
+
+
+def render_verification(folder: Path, found: Verification, took_s: float) -> RenderableType:
+    """What is damaged, and in the last line whether anything is."""
+    lines: list[RenderableType] = [Text(f"{damage}") for damage in found.damages[:MAX_SHOWN]]
+    lines += _rest(len(found.damages), "damages")
+    read = f"{_speed(found.num_read_bytes, took_s, 'read ')}"
+    if found.manifest is None or found.damages:
+        files = len({damage.file for damage in found.damages})
+        where = f"{_count(len(found.damages), 'damage')} in {_count(files, 'file')}"
+        lines.append(Text(f"{folder.name} is damaged: {where}; {read}", style="bold red"))
+        return Group(*lines)
+    num_tensors, num_files = len(found.manifest.tensors), len(found.manifest.files)
+    what = f"{_count(num_tensors, 'tensor')}, {_count(num_files, 'file')}"
+    unchecked = f"; {decimal(found.num_unchecked_bytes)} of it has no checksums" if found.num_unchecked_bytes else ""
+    lines.append(Text(f"{folder.name} is whole: {what}, {read}{unchecked}", style="green"))
+    return Group(*lines)
+
+
+def render_difference(a: Path, b: Path, found: Difference, show_all: bool = False) -> RenderableType:
+    """What differs, kind by kind, and in the last line whether anything does."""
+    limit = None if show_all else MAX_SHOWN
+    blocks: list[RenderableType] = [Text(f"A  {a}\nB  {b}")]
+    for title, names in (("only in A", found.only_a), ("only in B", found.only_b)):
+        if names:
+            blocks += ["", Text(f"{title}: {len(names):,}", style="bold"), *map(Text, names[:limit])]
+            blocks += _rest(len(names), "names", limit)
+    kinds = found.kinds if show_all else _alike(found.kinds)
+    for title, changes in (("kind", kinds), ("config", found.config), ("run", found.run)):
+        if changes:
+            blocks += ["", _changes_table(title, changes[:limit]), *_rest(len(changes), "changes", limit)]
+    if found.values:
+        blocks += ["", _values_by_state(found.values), "", _values_table(found.values, limit)]
+        blocks += _rest(len(found.values), "states", limit)
+    blocks.append("")
+    if not found:
+        blocks.append(Text(f"equal: {_count(found.num_states, 'state')}, bit for bit", style="green"))
+        return Group(*blocks)
+    parts = [
+        (len(found.values), f"values of {len(found.values):,} of {_count(found.num_states, 'state')}"),
+        (len(found.only_a) + len(found.only_b), "names"),
+        (len(found.kinds), "kinds"),
+        (len(found.config), _count(len(found.config), "config key")),
+        (len(found.run), "run"),
+    ]
+    blocks.append(Text(f"different: {', '.join(text for number, text in parts if number)}", style="bold yellow"))
+    return Group(*blocks)
+
+
+def render_resharded(source: Path, folder: Path, files: Mapping[str, int], took_s: float) -> RenderableType:
+    """What was written."""
+    num_bytes = sum(files.values())
+    sizes = dict.fromkeys(decimal(size(files.values())) for size in (min, max)) if files else ()
+    each = f" of {' to '.join(sizes)}" if len(files) > 1 else ""
+    what = f"{_count(len(files), 'file')}{each}, {_speed(num_bytes, took_s, 'written ')}"
+    return Text(f"{folder} has all of {source}: {what}", style="green")
+
+
+@dataclass(frozen=True)
+class _StateRow:
+    """All that one state has, over the tensors of one kind."""
+
+    name: str
+    num_tensors: int
+    dtypes: tuple[str, ...]
+    num_bytes: int
+
+
+def _state_rows(manifest: Manifest) -> list[_StateRow]:
+    rows: dict[str, _StateRow] = {}
+    for tensor in manifest.tensors:
+        for name, state in tensor.states.items():
+            if state.value is None:
+                label = name if tensor.kind == "parameter" else _KIND_LABELS[tensor.kind]
+                old = rows.get(label, _StateRow(label, 0, (), 0))
+                dtypes = tuple(dict.fromkeys((*old.dtypes, state.dtype)))
+                num_bytes = math.prod(tensor.shape) * ITEM_BYTES.get(state.dtype, 0)
+                rows[label] = _StateRow(label, old.num_tensors + 1, dtypes, old.num_bytes + num_bytes)
+    return list(rows.values())
+
+
+def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    by = f" by shardwise {manifest.library}" if manifest.library else ""
+    yield "step", f"{manifest.step:,}, saved {_time(manifest.saved_at) or 'at an unknown time'}{by}"
+    yield "holds", _CONTENTS.get(manifest.contents, manifest.contents)
+    parameters = [tensor for tensor in manifest.tensors if tensor.kind == "parameter"]
+    num_frozen = sum(not tensor.trainable for tensor in parameters)
+    num_tied = sum(bool(tensor.aliases) for tensor in parameters)
+    asides = [f"{number:,} {what}" for number, what in ((num_frozen, "frozen"), (num_tied, "tied")) if number]
+    aside = f", of which {' and '.join(asides)}" if asides else ""
+    name = f"{manifest.model['class']}, " if "class" in manifest.model else ""
+    num_buffers = sum(tensor.kind == "buffer" for tensor in manifest.tensors)
+    buffers = f", {_count(num_buffers, 'buffer')}" if num_buffers else ""
+    numel = _num_elements(manifest, "parameter")
+    yield "model", f"{name}{_count(numel, 'parameter')} in {_count(len(parameters), 'tensor')}{aside}{buffers}"
+    yield "written by", describe_layout(manifest)
+    if optimizer := _optimizer(manifest):
+        yield "optimizer", optimizer
+    if manifest.extra is not None:
+        yield "extra", ", ".join(manifest.extra) if isinstance(manifest.extra, Mapping) else str(manifest.extra)
+
+
+def _optimizer(manifest: Manifest) -> str:
+    """Its name and its states that are numbers."""
+    options = manifest.trajectory.get("optimizer")
+    name = options.get("kind") if isinstance(options, Mapping) else None
+    numbers: dict[str, set[float]] = {}
+    for tensor in manifest.tensors:
+        for state, stored in tensor.states.items():
+            if stored.value is not None:
+                numbers.setdefault(state, set()).add(stored.value)
+    shown = [f"{state} {' to '.join(f'{v:g}' for v in sorted({min(vs), max(vs)}))}" for state, vs in numbers.items()]
+    return ", ".join([*([name] if name else []), *shown])
+
+
+def _state_table(manifest: Manifest) -> Table:
+    table = _table("state", "tensors", "dtype", "size", "", right=("tensors", "size", ""))
+    rows = _state_rows(manifest)
+    total_bytes = sum(row.num_bytes for row in rows)
+    for row in rows:
+        share = f"{row.num_bytes / max(1, total_bytes):.0%}"
+        table.add_row(row.name, f"{row.num_tensors:,}", " ".join(row.dtypes), decimal(row.num_bytes), share)
+    return table
+
+
+def _file_table(manifest: Manifest) -> RenderableType:
+    counts = dict.fromkeys(manifest.files, 0)
+    for tensor in manifest.tensors:
+        for state in tensor.states.values():
+            for piece in state.pieces:
+                counts[piece.file] = counts.get(piece.file, 0) + 1
+    table = _table("file", "size", "pieces", right=("size", "pieces"), fold=("file",))
+    for file, num_bytes in list(manifest.files.items())[:_MAX_FILES]:
+        table.add_row(file, decimal(num_bytes), f"{counts[file]:,}")
+    if len(counts) > _MAX_FILES:
+        rest = list(manifest.files)[_MAX_FILES:]
+        num_pieces = sum(counts[file] for file in rest)
+        table.add_row(f"and {len(rest):,} more", decimal(sum(manifest.files[file] for file in rest)), f"{num_pieces:,}")
+    if len(counts) > 1:
+        table.add_row("in all", decimal(sum(manifest.files.values())), f"{sum(counts.values()):,}", style="bold")
+    return table
+
+
+def _signature(tensor: StoredTensor) -> str:
+    """Its kind and states: `param F32, exp_avg F32, step`."""
+    states = [name if state.value is not None else f"{name} {state.dtype}" for name, state in tensor.states.items()]
+    kind = "" if tensor.kind == "parameter" and tensor.trainable else "frozen, "
+    return (kind if tensor.kind == "parameter" else f"{_KIND_LABELS[tensor.kind]}, ") + ", ".join(states)
+
+
+def _num_pieces(tensor: StoredTensor) -> str:
+    """Of each state, in their order; once, if all have as many."""
+    numbers = [len(state.pieces) for state in tensor.states.values() if state.value is None]
+    return " ".join(map(str, numbers if len(set(numbers)) > 1 else numbers[:1]))
+
+
+def _tensor_json(tensor: StoredTensor) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "aliases": list(tensor.aliases),
+        "kind": tensor.kind,
+        "trainable": tensor.trainable,
+        "shape": list(tensor.shape),
+        "states": {
+            name: {"dtype": state.dtype}
+            | ({"num_pieces": len(state.pieces)} if state.value is None else {"value": state.value})
+            for name, state in tensor.states.items()
+        },
+    }
+
+
+def _alike(changes: Sequence[Changed]) -> list[Changed]:
+    """One for all tensors of which the same changed in the same way, such as a number of steps."""
+    groups: dict[tuple[str, str, str], list[Changed]] = {}
+    for change in changes:
+        name = change.key.rpartition(" ")[2]
+        what = name.rpartition("/")[2] if "/" in name else name if " " in change.key else PARAM
+        groups.setdefault((what, str(change.a), str(change.b)), []).append(change)
+    return [
+        members[0] if len(members) == 1 else replace(members[0], key=f"{what} of {_count(len(members), 'tensor')}")
+        for (what, _, _), members in groups.items()
+    ]
+
+
+def _changes_table(title: str, changes: Sequence[Changed]) -> Table:
+    table = _table(title, "A", "B", fold=(title, "A", "B"))
+    for change in changes:
+        table.add_row(change.key, _short(change.a), _short(change.b))
+    return table
+
+
+def _values_by_state(values: Sequence[ChangedValues]) -> Table:
+    right = ("tensors", "max |a − b|")
+    table = _table("state", *right, "in", right=right, fold=("in",))
+    for state in dict.fromkeys(each.state for each in values):
+        members = [each for each in values if each.state == state]
+        worst = max(members, key=_severity)
+        table.add_row(state, f"{len(members):,}", f"{worst.max_abs:.3g}", worst.name)
+    return table
+
+
+def _values_table(values: Sequence[ChangedValues], limit: int | None) -> Table:
+    right = ("elements", "max |a − b|")
+    table = _table("values", "state", *right, right=right, fold=("values",))
+    for each in sorted(values, key=_severity, reverse=True)[:limit]:
+        number = "all" if each.num_different == each.numel else f"{each.num_different:,}"
+        table.add_row(each.name, each.state, number, f"{each.max_abs:.3g}")
+    return table
+
+
+def _severity(values: ChangedValues) -> float:
+    return math.inf if math.isnan(values.max_abs) else values.max_abs
+
+
+def _table(*names: str, right: Sequence[str] = (), fold: Sequence[str] = ()) -> Table:
+    """Columns by these headings; those of `fold` give way where it is narrow."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", show_edge=False)
+    for name in names:
+        folds = name in fold or name == ""
+        justify: JustifyMethod = "right" if name in right else "left"
+        table.add_column(Text(name), justify=justify, no_wrap=not folds, overflow="fold" if folds else "ellipsis")
+    return table
+
+
+def _rest(number: int, what: str, limit: int | None = MAX_SHOWN) -> list[Text]:
+    return [Text(f"and {number - limit:,} more {what}", style="dim")] if limit and number > limit else []
+
+
+def _speed(num_bytes: int, took_s: float, done: str) -> str:
+    return f"{decimal(num_bytes)} {done}in {took_s:.1f} s ({decimal(int(num_bytes / max(took_s, 1e-9)))}/s)"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " × ".join(map(str, shape)) or "scalar"
+
+
+def _short(value: Any) -> str:
+    text = "none" if value is None else str(value)
+    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 1]}…"
+
+
+def _time(saved_at: str) -> str:
+    """A UTC time of day, to the second."""
+    try:
+        return f"{datetime.fromisoformat(saved_at):%Y-%m-%d %H:%M:%S} UTC"
+    except ValueError:
+        return saved_at
+
+
+def _num_elements(manifest: Manifest, kind: str) -> int:
+    return sum(math.prod(tensor.shape) for tensor in manifest.tensors if tensor.kind == kind)

@@ -1,0 +1,433 @@
+"""Checkpoints without an engine: every damage is found and named, files can be cut anew, differences are seen."""
+
+import io
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from harness.checkpoints import SHAPES, STATES, assert_equal, flip, load, save, values_of
+from shardwise.checkpoint import offline
+from shardwise.checkpoint.comparing import Changed, ChangedValues, compare, compare_values
+from shardwise.checkpoint.finding import find, newest_whole, survey
+from shardwise.checkpoint.folder import read_manifest
+from shardwise.checkpoint.manifest import (
+    BLOCK_BYTES,
+    MANIFEST_NAME,
+    CheckpointError,
+    DamagedError,
+    Manifest,
+    StoredPiece,
+    StoredState,
+    StoredTensor,
+)
+from shardwise.checkpoint.offline import check_cover, cut, reshard, verify
+from shardwise.layout.pieces import Rect
+
+
+def messages(folder: Path) -> list[str]:
+    return [str(damage) for damage in verify(folder).damages]
+
+
+# ---------------------------------------------------------------- verify
+
+
+def test_a_whole_checkpoint_is_found_whole_and_read_to_its_last_byte(tmp_path):
+    folder = save(tmp_path, values_of(), num_ranks=3)
+    seen = []
+    found = verify(folder, lambda *progress: seen.append(progress))
+    total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert found.damages == ()
+    assert found.num_read_bytes == total
+    assert found.num_unchecked_bytes == 0
+    assert seen[-1] == (total, total)
+    assert seen == sorted(seen)
+
+
+def test_every_damage_is_named_and_those_behind_it_are_found(tmp_path):
+    folder = save(tmp_path, values_of())
+    up = next(tensor for tensor in read_manifest(folder).tensors if tensor.name == "up.weight")
+    param, exp_avg = (up.states[state].pieces for state in STATES)
+    flip(folder / param[0].file, param[0].offset + BLOCK_BYTES + 5)
+    flip(folder / exp_avg[1].file, exp_avg[1].offset)
+    end = param[0].offset + up.shape[1] * 300 * 4
+    assert messages(folder) == [
+        f"rank-00000-of-00002.safetensors: up.weight[0:300, 0:1000]: bytes [{param[0].offset + BLOCK_BYTES}, {end}) "
+        "do not match their checksum",
+        f"rank-00001-of-00002.safetensors: up.weight/exp_avg[300:600, 0:1000]: bytes [{exp_avg[1].offset}, "
+        f"{exp_avg[1].offset + BLOCK_BYTES}) do not match their checksum",
+    ]
+
+
+def test_neighbouring_damaged_blocks_are_one_damage(tmp_path):
+    folder = save(tmp_path, values_of(), num_ranks=1)
+    (piece,) = next(each for each in read_manifest(folder).tensors if each.name == "up.weight").states["param"].pieces
+    flip(folder / piece.file, piece.offset + 1)
+    flip(folder / piece.file, piece.offset + BLOCK_BYTES + 1)
+    (message,) = messages(folder)
+    assert f"bytes [{piece.offset}, {piece.offset + 2 * BLOCK_BYTES}) do not match" in message
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_flipped_bit_of_the_data_is_found(tmp_path_factory, data):
+    folder = save(tmp_path_factory.mktemp("flip"), values_of({"a": (3, 5), "b": (2,)}))
+    path = data.draw(st.sampled_from(sorted(folder.glob("*.safetensors"))))
+    content = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(content[:8], "little")
+    bit = data.draw(st.integers(8 * start, 8 * len(content) - 1))
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+    (damage,) = verify(folder).damages
+    assert damage.file == path.name
+    assert damage.entry
+
+
+def test_torn_and_missing_files_and_a_torn_manifest_are_named(tmp_path):
+    folder = save(tmp_path, values_of())
+    first, second = sorted(folder.glob("*.safetensors"))
+    num_bytes = first.stat().st_size
+    last = max(
+        (piece.offset, offline.entry_key(tensor, name, piece.rect))
+        for tensor in read_manifest(folder).tensors
+        for name, state in tensor.states.items()
+        for piece in state.pieces
+        if piece.file == first.name
+    )[1]
+    with first.open("r+b") as file:
+        file.truncate(num_bytes - 1)
+    second.unlink()
+    torn, missing = messages(folder)
+    written = f"{first.name}: has {num_bytes - 1} bytes, {num_bytes} were written"
+    assert torn == f"{written}; {last} cut off"
+    assert missing.endswith(" and 8 more")
+    assert missing.startswith(f"{second.name}: is missing, and with it ")
+    (folder / MANIFEST_NAME).write_text((folder / MANIFEST_NAME).read_text()[:-9])
+    assert messages(folder) == ["manifest.json: does not match its checksum"]
+    (folder / MANIFEST_NAME).unlink()
+    assert messages(folder) == ["manifest.json: is missing"]
+
+
+def test_a_block_that_cannot_be_read_does_not_hide_those_behind_it(tmp_path, monkeypatch):
+    folder = save(tmp_path, values_of(), num_ranks=1)
+    (piece,) = next(each for each in read_manifest(folder).tensors if each.name == "up.weight").states["param"].pieces
+    flip(folder / piece.file, piece.offset + BLOCK_BYTES)
+
+    class Stream(io.FileIO):
+        def readinto(self, block) -> int:
+            if self.tell() == piece.offset:
+                raise OSError(5, "Input/output error")
+            return super().readinto(block)
+
+    opened = Path.open
+
+    def open_badly(path: Path, *arguments, **named) -> io.IOBase:
+        return Stream(path) if path.name == piece.file else opened(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", open_badly)
+    unreadable, changed = messages(folder)
+    middle = piece.offset + BLOCK_BYTES
+    assert unreadable.endswith(f"up.weight: bytes [{piece.offset}, {middle}) cannot be read: Input/output error")
+    assert f"up.weight: bytes [{middle}, {middle + BLOCK_BYTES}) do not match" in changed
+
+
+def test_what_is_appended_to_a_file_is_found(tmp_path):
+    folder = save(tmp_path, values_of())
+    path = min(folder.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes() + b"more")
+    (message,) = messages(folder)
+    assert message.endswith("were written")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            b'"up.bias[',
+            b'"up.bios[',
+            "up.bias[0:3]: the file's own header has up.bios[0:3], F32 of shape (3,), in its place, which is F32",
+        ),
+        (b'"F32","shape":[3]', b'"I32","shape":[3]', "has up.bias[0:3], I32 of shape (3,), in its place"),
+        (b'"shape":[3]', b'"shape":[4]', "by its shape"),
+        (b'"__metadata__"', b'\x00__metadata__"', "not of safetensors"),
+    ],
+)
+def test_headers_are_compared_with_the_manifest(tmp_path, old, new, message):
+    folder = save(tmp_path, values_of())
+    path = min(folder.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes().replace(old, new, 1))
+    found = messages(folder)
+    assert any(message in each for each in found), found
+    assert all(each.startswith(f"{path.name}: ") and each.count(path.name) == 1 for each in found)
+
+
+def test_what_only_the_header_knows_is_found(tmp_path):
+    folder = save(tmp_path, values_of(), num_ranks=1)
+    manifest = read_manifest(folder)
+    known = tuple(tensor for tensor in manifest.tensors if tensor.name != "up.bias")
+    (folder / MANIFEST_NAME).write_text(replace(manifest, tensors=known).to_text())
+    assert [message.partition(": ")[2] for message in messages(folder)] == [
+        f"{name}: the file's own header has it, the manifest does not" for name in ("up.bias", "up.bias/exp_avg")
+    ]
+
+
+def whole_and_parts(draw) -> tuple[tuple[int, ...], list[Rect]]:
+    """A tensor and rectangles that cover it once: cut along any dim, again and again."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
+    parts = [Rect.whole(shape)]
+    for _ in range(draw(st.integers(0, 5))):
+        rect = parts.pop(draw(st.integers(0, len(parts) - 1)))
+        dims = [dim for dim, size in enumerate(rect.shape) if size > 1]
+        if not dims:
+            parts.append(rect)
+            continue
+        dim = draw(st.sampled_from(dims))
+        at = draw(st.integers(rect.start[dim] + 1, rect.stop[dim] - 1))
+        stop = tuple(at if d == dim else each for d, each in enumerate(rect.stop))
+        start = tuple(at if d == dim else each for d, each in enumerate(rect.start))
+        parts += [Rect(rect.start, stop), Rect(start, rect.stop)]
+    return shape, parts
+
+
+def cover_of(shape, rects) -> list[str]:
+    state = StoredState("F32", tuple(StoredPiece(rect, "a", 0) for rect in rects))
+    tensor = StoredTensor("weight", (), shape, {"exp_avg": state})
+    return [str(damage) for damage in check_cover(Manifest(1, (tensor,), {"a": 0}))]
+
+
+@given(data=st.data())
+def test_pieces_that_do_not_cover_once_are_found(data):
+    shape, parts = whole_and_parts(data.draw)
+    assert cover_of(shape, parts) == []
+    place = data.draw(st.integers(0, len(parts) - 1))
+    (doubled,) = cover_of(shape, [*parts, parts[place]])
+    assert doubled.startswith("manifest.json: weight/exp_avg: its pieces ")
+    assert str(parts[place]) in doubled
+    (lost,) = cover_of(shape, [part for part in parts if part is not parts[place]])
+    assert f"have {math.prod(shape) - parts[place].numel} of {math.prod(shape)} elements" in lost
+    # As many elements as the tensor has, and yet neither all nor each once.
+    equal = [other for other in parts if other is not parts[place] and other.shape == parts[place].shape]
+    if equal:
+        swapped = [equal[0] if part is parts[place] else part for part in parts]
+        assert len(cover_of(shape, swapped)) == 1
+
+
+def test_pieces_outside_of_the_tensor_and_unknown_forms_are_found():
+    assert "not within shape (4, 3)" in cover_of((4, 3), [Rect((0, 0), (5, 3))])[0]
+    assert "not within shape (4,)" in cover_of((4,), [Rect((0, 0), (4, 1))])[0]
+    tensors = [
+        StoredTensor("a", (), (1,), {"param": StoredState(*form)}) for form in (("F5", ()), ("F32", (), None, "zip"))
+    ]
+    what = [damage.what for damage in check_cover(Manifest(1, tuple(tensors), {}))]
+    assert "F5 is none of F64" in what[0]
+    assert "codec zip is unknown" in what[1]
+
+
+# ---------------------------------------------------------------- reshard
+
+SIZES = st.tuples(st.lists(st.integers(0, 9), max_size=3).map(tuple), st.sampled_from([1, 2, 4, 12, 2**18]))
+
+
+@given(tensors=st.lists(SIZES, max_size=6), num_files=st.integers(1, 9))
+def test_a_cut_covers_once_and_is_balanced(tensors, num_files):
+    parts = cut(tensors, num_files)
+    assert len(parts) == num_files
+    for index, (shape, item_bytes) in enumerate(tensors):
+        rects = [rect for part in parts for each, rect in part if each == index]
+        assert cover_of(shape, rects) == []
+        if num_files == 1:
+            assert rects == ([Rect.whole(shape)] if math.prod(shape) else [])
+        if math.prod(shape[1:]) * item_bytes <= BLOCK_BYTES:
+            assert all(rect.shape[1:] == shape[1:] for rect in rects), "rows stay whole"
+    total = sum(math.prod(shape) * item_bytes for shape, item_bytes in tensors)
+    rows = [(math.prod(shape[1:]) * item_bytes, item_bytes) for shape, item_bytes in tensors]
+    # A row that is longer than a block is cut within.
+    slack = max((row if row <= BLOCK_BYTES else max(BLOCK_BYTES, item_bytes) for row, item_bytes in rows), default=0)
+    for part in parts:
+        num_bytes = sum(rect.numel * tensors[index][1] for index, rect in part)
+        assert abs(num_bytes - total / num_files) <= slack + 1
+
+
+@pytest.mark.parametrize("num_files", [1, 2, 5])
+def test_resharding_keeps_everything(tmp_path, num_files):
+    values = values_of()
+    known = {"config": {"zero": {"stage": 3}}, "trajectory": {"lr": 0.5}, "extra": [1], "layout": {"stage": 3}}
+    source = save(tmp_path / "a", values, num_ranks=3, **known, saved_at="2026-11-21T18:00:00+00:00", library="1")
+    seen = []
+    folder, files = reshard(source, tmp_path / "b", num_files, lambda *progress: seen.append(progress))
+    old, new = read_manifest(source), read_manifest(folder)
+    assert folder == tmp_path / "b" / "step-00000100"
+    assert (tmp_path / "b" / "latest").read_text() == "step-00000100\n"
+    found = verify(folder)
+    assert (found.damages, found.num_unchecked_bytes) == ((), 0)
+    assert_equal(load(folder), values)
+    assert not compare(source, folder)
+    assert replace(new, tensors=(), files={}) == replace(old, tensors=(), files={})
+    assert [tensor.name for tensor in new.tensors] == [tensor.name for tensor in old.tensors]
+    assert next(each for each in new.tensors if each.name == "embed.weight").aliases == ("head.weight",)
+    of_ranks = [piece for each in new.tensors if each.kind == "rank" for piece in each.states["param"].pieces]
+    assert [(piece.rect, piece.file) for piece in of_ranks] == [(Rect((0,), (50,)), min(files))] * 2
+    assert new.files == files
+    assert len(files) == num_files
+    num_bytes = sum(tensor.nbytes for tensor in values.values())
+    assert seen[-1] == (num_bytes, num_bytes)
+    assert max(files.values()) - min(files.values()) < 2 * 8 * 1000 + 4096
+    if num_files == 1:
+        loaded = load_file(folder / "rank-00000-of-00001.safetensors")
+        assert torch.equal(loaded["up.weight"], values["up.weight", "param"])
+        assert torch.equal(loaded["scale/exp_avg"], values["scale", "exp_avg"])
+
+
+def test_more_files_than_elements_leaves_no_file_empty(tmp_path):
+    source = save(tmp_path / "a", {("a", "param"): torch.ones(3)})
+    folder, files = reshard(source, tmp_path / "b", 5)
+    assert len(files) == 3
+    assert verify(folder).damages == ()
+
+
+def test_resharding_a_damaged_checkpoint_leaves_nothing(tmp_path):
+    source = save(tmp_path / "a", values_of())
+    path = max(source.glob("*.safetensors"))
+    flip(path, path.stat().st_size - 1)
+    with pytest.raises(DamagedError, match="checksum"):
+        reshard(source, tmp_path / "b", 2)
+    assert list((tmp_path / "b").iterdir()) == []
+
+
+def test_a_step_is_never_overwritten(tmp_path):
+    source = save(tmp_path, values_of())
+    with pytest.raises(CheckpointError, match="never overwritten"):
+        reshard(source, tmp_path, 2)
+    assert verify(source).damages == ()
+
+
+def test_small_chunks_read_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(offline, "CHUNK_NUMEL", BLOCK_BYTES // 4)
+    values = values_of()
+    folder, _ = reshard(save(tmp_path / "a", values), tmp_path / "b", 2)
+    assert messages(folder) == []
+    assert_equal(load(folder), values)
+    changed = dict(values)
+    changed["up.weight", "param"] = values["up.weight", "param"].clone()
+    changed["up.weight", "param"][599, 999] += 2
+    changed["up.weight", "param"][0, 0] += 1
+    (difference,) = compare(folder, save(tmp_path / "c", changed)).values
+    assert (difference.name, difference.num_different) == ("up.weight", 2)
+    assert difference.max_abs == pytest.approx(2, rel=1e-5)
+
+
+# ---------------------------------------------------------------- compare
+
+
+def test_layouts_do_not_matter(tmp_path):
+    found = compare(save(tmp_path / "a", values_of(), 3), save(tmp_path / "b", values_of(), 2))
+    assert not found
+    assert found.num_states == 2 * len(SHAPES) + 3
+
+
+def test_differences_are_told_by_kind(tmp_path):
+    shapes = {"same": (4, 3), "moved": (8, 8), "shape": (2, 3), "gone": (5,)}
+    a_values, b_values = values_of(shapes), values_of(shapes)
+    b_values["moved", "exp_avg"][3, 4] += 0.5
+    b_values["moved", "exp_avg"][0, 0] -= 0.25
+    b_values["shape", "param"] = b_values["shape", "param"].reshape(3, 2)
+    b_values["shape", "exp_avg"] = b_values["shape", "exp_avg"].reshape(3, 2)
+    b_values["same", "param"] = b_values["same", "param"].double()
+    b_values["new", "param"] = torch.zeros(2)
+    b_values["same", "other"] = torch.zeros(4, 3)
+    b_values["rng of rank 1", "param"] = a_values["rng of rank 1", "param"] ^ 1
+    del b_values["gone", "param"], b_values["gone", "exp_avg"]
+    a = save(tmp_path / "a", a_values, config={"zero": {"stage": 2}, "run": {"seed": 1}})
+    b = save(tmp_path / "b", b_values, 1, step=200, config={"zero": {"stage": 3}, "run": {"seed": 1}})
+    found = compare(a, b)
+    assert found.only_a == ("gone",)
+    assert found.only_b == ("new", "same/other")
+    assert found.kinds == (
+        Changed("same", "F32", "F64"),
+        Changed("same/step", "100.0 (F32)", "200.0 (F32)"),
+        Changed("moved/step", "100.0 (F32)", "200.0 (F32)"),
+        Changed("shape shape", (2, 3), (3, 2)),
+        Changed("shape/step", "100.0 (F32)", "200.0 (F32)"),
+    )
+    assert found.values == (
+        ChangedValues("moved", "exp_avg", 64, 2, pytest.approx(0.5, rel=1e-5)),
+        ChangedValues("rng of rank 1", "param", 50, 50, 1.0),
+    )
+    assert found.config == (Changed("zero.stage", 2, 3),)
+    assert found.run == (Changed("step", 100, 200),)
+    weights = compare(a, b, weights_only=True)
+    assert weights.values == weights.config == weights.run == ()
+    assert weights.only_b == ("new",)
+    assert [change.key for change in weights.kinds] == ["same", "shape shape"]
+
+
+def test_a_damaged_checkpoint_cannot_be_compared(tmp_path):
+    a, b = save(tmp_path / "a", values_of()), save(tmp_path / "b", values_of())
+    path = min(b.glob("*.safetensors"))
+    flip(path, path.stat().st_size - 1)
+    with pytest.raises(DamagedError, match=path.name):
+        compare(a, b)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.uint8, torch.bool],
+)
+def test_values_of_every_width_are_compared(dtype):
+    a = torch.tensor([0, 1, 1, 0]).to(dtype)
+    b = torch.tensor([0, 1, 0, 1]).to(dtype)
+    assert compare_values(a, a.clone()) == (0, 0.0)
+    assert compare_values(a, b) == (2, 1.0)
+
+
+def test_values_of_different_dtypes_are_compared_as_numbers():
+    a = torch.tensor([1.0, math.nan, 0.1])
+    assert compare_values(a, a.bfloat16())[0] == 1
+    assert compare_values(a[:2], a[:2].double()) == (0, 0.0)
+    num, largest = compare_values(torch.tensor([math.nan, 1.0]), torch.tensor([1.0, 2.0]))
+    assert num == 2
+    assert math.isnan(largest)
+
+
+def test_nan_in_a_later_chunk_is_not_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(offline, "CHUNK_NUMEL", 4)
+    a, b = torch.zeros(12), torch.zeros(12)
+    b[1], b[6], b[11] = 3.0, math.nan, 5.0
+    found = compare(save(tmp_path / "a", {("w", "param"): a}), save(tmp_path / "b", {("w", "param"): b}))
+    assert found.values[0].num_different == 3
+    assert math.isnan(found.values[0].max_abs)
+
+
+# ---------------------------------------------------------------- find
+
+
+def test_what_is_meant_by_a_path(tmp_path):
+    folders = [
+        save(tmp_path / "run" / "checkpoints", {("w", "param"): torch.ones(2)}, step=step) for step in (9, 20, 100)
+    ]
+    root = tmp_path / "run" / "checkpoints"
+    assert find(root) == folders[::-1]
+    assert find(root, 20) == [folders[1]]
+    assert find(folders[0]) == [folders[0]]
+    with pytest.raises(CheckpointError, match="has no step 21; it has 100, 20, 9"):
+        find(root, 21)
+    with pytest.raises(CheckpointError, match=r"did you mean .*run/checkpoints\?"):
+        find(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="did you mean checkpoints"):
+        find(tmp_path / "run" / "checkpoint")
+    min(folders[2].glob("*.safetensors")).unlink()
+    assert newest_whole(root)[0] == folders[1]
+    with pytest.raises(DamagedError, match="is missing"):
+        newest_whole(root, 100)
+    found = survey(root)
+    assert [(each.folder, bool(each.damage), each.is_latest) for each in found] == [
+        (folders[2], True, True),
+        (folders[1], False, False),
+        (folders[0], False, False),
+    ]
+    assert found[1].num_bytes == sum(path.stat().st_size for path in folders[1].glob("*.safetensors"))

@@ -1,0 +1,295 @@
+"""`shardwise checkpoint` as a user meets it: what it prints, its exit codes, and that it leaves nothing half done."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from harness.checkpoints import flip, load, save, values_of
+from shardwise import cli
+from shardwise.checkpoint import show
+from shardwise.checkpoint.comparing import Changed, ChangedValues, Difference
+from shardwise.checkpoint.folder import read_manifest
+from shardwise.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredPiece, StoredState, StoredTensor
+from shardwise.checkpoint.offline import Damage, Verification
+from shardwise.checkpoint.reading import PieceReader
+from shardwise.layout.pieces import Rect
+
+ABOUT = {
+    "layout": {"mesh": {"pp": 1, "dp_shard": 2, "tp": 2}, "stage": 3, "precision": {"param": "bf16", "master": "fp32"}},
+    "config": {"zero": {"stage": 3}, "optimizer": {"lr": 0.1}},
+    "trajectory": {"optimizer": {"kind": "AdamW"}},
+    "model": {"class": "Decoder"},
+    "saved_at": "2026-11-21T18:00:00+00:00",
+    "library": "0.1.0",
+}
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch) -> Path:
+    """Checkpoints of the steps 100 and 200 in `runs/a`, which is where the commands run."""
+    monkeypatch.chdir(tmp_path)
+    for step in (100, 200):
+        save(Path("runs/a"), values_of(), step=step, **ABOUT)
+    return Path("runs/a")
+
+
+def call(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(["checkpoint", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_show_lists_a_folder_and_details_the_newest(root, capsys):
+    code, out, err = call(capsys, "show", "runs/a")
+    assert (code, err) == (0, "")
+    for part in (
+        "latest, whole",
+        "2026-11-21 18:00:00 UTC by shardwise 0.1.0",
+        "all that a run needs to go on",
+        "Decoder, 600,648 parameters in 4 tensors, of which 1 tied, 1 buffer",
+        "ZeRO-3 over 4 ranks, dp_shard 2 × tp 2, bf16 with fp32 master",
+        "AdamW, step 200",
+        "rank-00001-of-00002.safetensors",
+    ):
+        assert part in out, part
+    rows = [line.split() for line in out.splitlines()]
+    assert ["exp_avg", "4", "F32", "2.4", "MB", "50%"] in rows
+    assert ["buffers", "1", "I64", "240", "bytes", "0%"] in rows
+    assert [row[0] for row in rows if row[1:3] == ["2026-11-21", "18:00:00"]] == ["200", "100"]
+    assert "head.weight" not in out
+    _, out, _ = call(capsys, "show", "runs/a", "--step", "100")
+    assert "AdamW, step 100" in out
+    assert "latest" not in out
+
+
+def test_show_says_what_is_damaged_and_goes_on_with_the_newest_whole_one(root, capsys):
+    (root / "step-00000200" / "rank-00001-of-00002.safetensors").unlink()
+    code, out, _ = call(capsys, "show", "runs/a")
+    assert code == 0
+    assert "latest, damaged: rank-00001-of-00002.safetensors is missing\n" in out
+    assert "AdamW, step 100" in out
+    code, _, err = call(capsys, "show", "runs/a", "--step", "200")
+    assert code == 1
+    assert err.count("\n") == 1
+    (root / "step-00000100" / MANIFEST_NAME).unlink()
+    code, out, err = call(capsys, "show", "runs/a")
+    assert (code, err) == (1, "shardwise: runs/a has no whole checkpoint\n")
+    assert "has no manifest.json" in out
+
+
+def test_show_lists_tensors(root, capsys):
+    code, out, _ = call(capsys, "show", "runs/a", "--tensors")
+    assert code == 0
+    rows = [line.split() for line in out.splitlines()]
+    assert ["embed.weight", "40", "×", "16", "2"] in rows
+    assert ["=", "head.weight"] in rows
+    assert ["scale", "scalar", "1"] in rows
+    assert "4 tensors: param F32, exp_avg F32, step\n" in out
+    assert "1 tensor: buffers, param I64\n" in out
+    # argparse takes the path for the pattern.
+    assert call(capsys, "show", "--tensors", "runs/a")[1] == out
+    _, out, _ = call(capsys, "show", "runs/a", "--tensors", "bias")
+    assert "up.bias" in out
+    assert "embed" not in out
+    assert "embed.weight" in call(capsys, "show", "runs/a", "--tensors", "head.*")[1]
+    code, _, err = call(capsys, "show", "runs/a", "--tensors", "up.wieght")
+    assert (code, err) == (
+        2,
+        "shardwise: no tensor's name matches 'up.wieght'; did you mean up.weight or embed.weight or up.bias?\n",
+    )
+
+
+def test_show_answers_other_programs(root, capsys):
+    (root / "step-00000100" / "rank-00001-of-00002.safetensors").unlink()
+    shown = json.loads(call(capsys, "show", "runs/a", "--tensors", "up", "--json")[1])
+    assert [(each["step"], each["is_latest"], bool(each["damage"])) for each in shown["checkpoints"]] == [
+        (200, True, False),
+        (100, False, True),
+    ]
+    newest = shown["newest"]
+    assert (newest["step"], newest["num_parameters"], newest["num_buffers"]) == (200, 600648, 1)
+    assert newest["files"] == dict(read_manifest(root / "step-00000200").files)
+    assert [tensor["name"] for tensor in newest["tensors"]] == ["up.weight", "up.bias"]
+    assert newest["tensors"][0]["states"] == {
+        "param": {"dtype": "F32", "num_pieces": 2},
+        "exp_avg": {"dtype": "F32", "num_pieces": 2},
+        "step": {"dtype": "F32", "value": 200.0},
+    }
+    assert json.loads(call(capsys, "show", "runs/a", "--step", "200", "--json")[1])["step"] == 200
+
+
+def test_verify_says_whole_or_names_the_damages(root, capsys):
+    code, out, err = call(capsys, "verify", "runs/a")
+    assert (code, err) == (0, "")
+    assert out.startswith("step-00000200 is whole: 7 tensors, 2 files, 4.8 MB read in ")
+    path = root / "step-00000200" / "rank-00000-of-00002.safetensors"
+    flip(path, path.stat().st_size - 1)
+    code, out, _ = call(capsys, "verify", "runs/a")
+    damage, verdict = out.splitlines()
+    assert code == 1
+    assert damage.startswith("rank-00000-of-00002.safetensors: rng of rank 0: bytes [")
+    assert verdict.startswith("step-00000200 is damaged: 1 damage in 1 file; 4.8 MB read in ")
+    assert call(capsys, "verify", "runs/a", "--step", "100")[0] == 0
+    (root / "step-00000200" / MANIFEST_NAME).write_text("torn")
+    code, out, _ = call(capsys, "verify", "runs/a")
+    assert code == 1
+    assert out.startswith("manifest.json: does not match its checksum\n")
+
+
+def test_diff_has_the_exit_codes_of_diff(root, capsys):
+    values = values_of()
+    values["up.bias", "exp_avg"][2] += 0.5
+    save(Path("runs/b"), values, 3, step=200, **ABOUT | {"config": {"zero": {"stage": 3}, "optimizer": {"lr": 0.2}}})
+    save(Path("runs/c"), values_of(), 1, step=200, **ABOUT)
+    code, out, _ = call(capsys, "diff", "runs/a", "runs/c")
+    assert code == 0
+    assert out.endswith("equal: 11 states, bit for bit\n")
+    code, out, _ = call(capsys, "diff", "runs/a", "runs/b")
+    rows = [line.split() for line in out.splitlines()]
+    assert code == 1
+    assert ["optimizer.lr", "0.1", "0.2"] in rows
+    assert ["up.bias", "exp_avg", "1", "0.5"] in rows
+    assert ["exp_avg", "1", "0.5", "up.bias"] in rows
+    assert rows[-1] == ["different:", "values", "of", "1", "of", "11", "states,", "1", "config", "key"]
+    assert call(capsys, "diff", "runs/a", "runs/b", "--weights")[0] == 0
+    path = Path("runs/b/step-00000200/rank-00000-of-00003.safetensors")
+    flip(path, path.stat().st_size - 1)
+    code, _, err = call(capsys, "diff", "runs/a", "runs/b")
+    assert code == 2
+    assert path.name in err
+
+
+def test_reshard_writes_whole_tensors_under_their_names(root, capsys):
+    code, out, err = call(capsys, "reshard", "runs/a", "elsewhere", "--files", "1")
+    assert (code, err) == (0, "")
+    assert out.startswith("elsewhere/step-00000200 has all of runs/a/step-00000200: 1 file, 4.8 MB written in ")
+    expected, got = values_of(), load(Path("elsewhere/step-00000200"))
+    assert all(torch.equal(got[key], expected[key]) for key in expected)
+    assert call(capsys, "diff", "runs/a", "elsewhere")[0] == 0
+    (root / "step-00000200" / "rank-00001-of-00002.safetensors").unlink()
+    assert call(capsys, "reshard", "runs/a", "elsewhere", "--files", "4")[0] == 0
+    assert len(list(Path("elsewhere/step-00000100").glob("*.safetensors"))) == 4
+
+
+def test_ctrl_c_leaves_nothing_half_written(root, capsys, monkeypatch):
+    read, calls = PieceReader.read, []
+
+    def interrupted(self, *arguments) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        read(self, *arguments)
+
+    monkeypatch.setattr(PieceReader, "read", interrupted)
+    code, _, err = call(capsys, "reshard", "runs/a", "elsewhere", "--files", "2")
+    assert (code, err) == (130, "shardwise: stopped by Ctrl-C\n")
+    assert list(Path("elsewhere").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["show", "runs/aa"], "runs/aa does not exist, "),
+        (["show", "runs/aa"], "did you mean a?"),
+        (["verify", "runs"], "runs has no checkpoint, a folder such as step-00000100; it has a; did you mean runs/a?"),
+        (["verify", "runs/a", "--step", "150"], "runs/a has no step 150; it has 200, 100"),
+        (["reshard", "runs/a", "x", "--files", "0"], "--files 0 is no number of files; give one from 1 to 99999"),
+        (["reshard", "runs/a", "runs/a", "--files", "1"], "never overwritten"),
+        (["diff", "runs/a", "runs/b"], "runs/b does not exist"),
+    ],
+)
+def test_mistakes_are_one_line(root, capsys, arguments, message):
+    code, out, err = call(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.startswith("shardwise: ")
+    assert err.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_written_is_not_wrong_use(root, capsys):
+    Path("file").write_text("")
+    code, _, err = call(capsys, "reshard", "runs/a", "file/below", "--files", "1")
+    assert code == 1
+    assert err.count("\n") == 1
+
+
+def test_arguments_that_lack_are_asked_for(root, capsys):
+    for arguments in (["show"], ["verify"], ["diff", "runs/a"], ["reshard", "runs/a", "x"], []):
+        with pytest.raises(SystemExit) as exited:
+            cli.main(["checkpoint", *arguments])
+        assert exited.value.code == 2
+        assert "required" in capsys.readouterr().err
+
+
+def test_show_needs_no_torch(root):
+    script = (
+        "import sys, shardwise.cli as cli; cli.main(['checkpoint', 'show', 'runs/a']); print('torch' in sys.modules)"
+    )
+    environ = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environ)
+    assert run.stdout.splitlines()[-1] == "False"
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def picture(renderable, width: int) -> list[str]:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(renderable)
+    return console.export_text().splitlines()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_pictures_fit_the_terminal(root, width):
+    manifest = read_manifest(root / "step-00000200")
+    names = [f"model.layers.{i}.post_attention_layernorm.weight" for i in range(300)]
+    values = tuple(ChangedValues(name, "exp_avg_sq", 10**8, 10**8, 1.5e-7 * i) for i, name in enumerate(names))
+    for renderable in (
+        show.render_checkpoint(root, manifest),
+        show.render_tensors(manifest.tensors),
+        show.render_difference(root, root, Difference(values=values, only_a=tuple(names))),
+        show.render_verification(root, Verification(manifest, (Damage("a" * 40, "b" * 90, names[0]),) * 30), 1.0),
+    ):
+        lines = picture(renderable, width)
+        assert max(len(line) for line in lines) <= width
+        assert not any("…" in line for line in lines)
+
+
+def rows_of(lines: list[str]) -> list[str]:
+    """The tensors t0, t1, ... in the order in which they are listed."""
+    return [line.split()[0] for line in lines if line.startswith("t") and " param " in line]
+
+
+def test_long_lists_end_unless_all_is_asked_for(root):
+    values = tuple(ChangedValues(f"t{i}", "param", 9, 1, float(i)) for i in range(50))
+    kinds = tuple(Changed(f"layers.{i}.weight/step", "1 (F32)", "2 (F32)") for i in range(30))
+    found = Difference(values=values, num_states=60, kinds=(*kinds, Changed("a.weight shape", (2,), (3,))))
+    lines = picture(show.render_difference(root, root, found), 80)
+    assert "and 30 more states" in lines
+    assert rows_of(lines) == [f"t{i}" for i in range(49, 29, -1)], "the largest first"
+    words = [line.split() for line in lines]
+    assert ["step", "of", "30", "tensors", "1", "(F32)", "2", "(F32)"] in words
+    assert ["a.weight", "shape", "(2,)", "(3,)"] in words
+    assert len(rows_of(picture(show.render_difference(root, root, found, True), 80))) == 50
+    lines = picture(show.render_verification(root, Verification(None, (Damage("a", "is torn"),) * 23), 1.0), 80)
+    assert lines[:20] == ["a: is torn"] * 20
+    assert lines[20] == "and 3 more damages"
+
+
+def test_many_files_and_sparse_manifests_are_shown():
+    files = {f"rank-{rank:05d}-of-00512.safetensors": 1000 for rank in range(512)}
+    piece = StoredPiece(Rect((0,), (2,)), "rank-00000-of-00512.safetensors", 80)
+    tensors = (StoredTensor("w", (), (2,), {"param": StoredState("BF16", (piece,))}, trainable=False),)
+    text = "\n".join(picture(show.render_checkpoint(Path("x"), Manifest(7, tensors, files)), 80))
+    assert "and 504 more" in text
+    assert "512.0 kB" in text
+    assert "an unknown layout" in text
+    assert "1 tensor, of which 1 frozen" in text
+    assert "saved at an unknown time" in text
