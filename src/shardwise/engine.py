@@ -92,7 +92,7 @@ class Engine(EngineCheckpoints):
         streams = Streams(device, config.zero.overlap)
         pool = self._pool = BufferPool(device, self.memory)
         self._network = network
-        self._is_closed = False
+        self._is_closed = self._is_broken = False
         self._away = None
         self._optimizer_plan = plan_optimizer(optimizer, config.optimizer, model)
         named_groups = self._optimizer_plan.groups_of(layout)
@@ -131,7 +131,6 @@ class Engine(EngineCheckpoints):
         self.num_steps = 0
         self._num_backwards = self._num_forwards = self._num_samples = 0
         self._syncs = True
-        self._is_broken = False
         self._undo += [self._sharded.close, self._books.clear, self._batches.clear]
 
     def _alter_modules(self) -> None:

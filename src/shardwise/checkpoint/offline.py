@@ -36,7 +36,7 @@ from shardwise.checkpoint.manifest import (
     StoredTensor,
 )
 from shardwise.checkpoint.reading import PieceReader
-from shardwise.checkpoint.tensor_files import Entry, FileTensor, encode_header, named_dtype, read_header
+from shardwise.checkpoint.tensor_files import Entry, FileTensor, encode_header, memory_of, named_dtype, read_header
 from shardwise.layout.pieces import Piece, Rect, Shape, flat_range_to_rects, overlap
 
 # Elements in memory at once: whole blocks of any dtype, and enough of them that what is done to each costs little.
@@ -382,7 +382,7 @@ def _write_file(
         for offset, entry in sorted(zip(offsets, wanted, strict=True), key=lambda pair: pair[0]):
             crcs: list[int] = []
             for values in read_chunks(reader, entry.tensor, entry.state, entry.piece.rect):
-                data = values.view(torch.uint8).numpy().data
+                data = memory_of(values)
                 crcs += [zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
                 stream.write(data)
                 meter.advance(len(data))

@@ -36,7 +36,7 @@ from shardwise.checkpoint.disk import check_room, named_errors, sync_folder
 from shardwise.checkpoint.huggingface.importing import INDEX_NAME, WEIGHTS_NAME
 from shardwise.checkpoint.huggingface.names import NameMap, Part
 from shardwise.checkpoint.manifest import ITEM_BYTES, CheckpointError
-from shardwise.checkpoint.tensor_files import Entry, encode_header, named_dtype
+from shardwise.checkpoint.tensor_files import Entry, encode_header, memory_of, named_dtype
 from shardwise.holdings import PARAM, Holding
 from shardwise.layout.pieces import Shape
 
@@ -328,7 +328,7 @@ def _write_chunk(writer: _RunWriter, chunk: Tensor, start: Shape, placed: Placed
     """Cast a chunk and write the runs of bytes that it is in its file."""
     values = torch.empty(chunk.numel(), dtype=named_dtype(placed.dtype))
     values.view(chunk.shape).copy_(chunk)
-    data = values.view(torch.uint8).numpy().data
+    data = memory_of(values)
     item_bytes = ITEM_BYTES[placed.dtype]
     # A run goes through the dims that the chunk has whole, and through the one before them.
     dim = len(placed.shape) - 1
