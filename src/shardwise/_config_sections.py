@@ -186,14 +186,14 @@ class CheckpointConfig(Section):
     """How `shardwise train` saves: every so many steps, and by default at its end, also where a signal ends it.
 
     `path` is a folder that all ranks share; left out, `checkpoints` in the run's folder. The newest `keep_last` are
-    kept, and those whose step is a multiple of `keep_every`. With `background` training goes on while files are
+    kept (0: all), and those whose step is a multiple of `keep_every`. With `background` training goes on while files are
     written.
     """
 
     path: str | None = None
     every: Positive | None = None
     at_end: bool = True
-    keep_last: Positive | None = 3
+    keep_last: NotNegative = 3
     keep_every: Positive | None = None
     background: bool = True
 

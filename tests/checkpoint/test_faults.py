@@ -216,7 +216,7 @@ def expected_loss(ranks: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -
     return ranks(NUM_RANKS).run(run_to_end, root, None, False)[0][1]
 
 
-@pytest.mark.parametrize("kill", campaign())
+@pytest.mark.parametrize("kill", list(campaign()))
 def test_a_killed_run_loses_only_what_came_after_its_last_save(
     ranks: WorkerPool, tmp_path: Path, expected_loss: float, kill: Kill
 ) -> None:

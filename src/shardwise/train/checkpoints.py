@@ -65,7 +65,7 @@ class RunCheckpoints:
             self.root,
             extra=self._trainer.position(),
             wait=wait,
-            keep_last=config.keep_last,
+            keep_last=config.keep_last or None,
             keep_every=config.keep_every,
         )
 
