@@ -185,9 +185,9 @@ class CompileConfig(Section):
 class CheckpointConfig(Section):
     """How `shardwise train` saves: every so many steps, and by default at its end, also where a signal ends it.
 
-    `path` is a folder that all ranks share; left out, `checkpoints` in the run's folder. The newest `keep_last` are
-    kept (0: all), and those whose step is a multiple of `keep_every`. With `background` training goes on while files are
-    written.
+    `path` is a folder that all ranks share; left out, `checkpoints` in the run's folder. Of the checkpoints there the
+    newest `keep_last` stay (0: all of them), and those whose step is a multiple of `keep_every`. With `background`
+    training goes on while files are written.
     """
 
     path: str | None = None
