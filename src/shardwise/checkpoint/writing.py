@@ -81,11 +81,7 @@ def write_holdings(
     Raises:
         CheckpointError: the file cannot be written, a dtype has no name in it, or a number is of no parameter held.
     """
-    jobs = [
-        _Job.of(holding, rect, pieces)
-        for holding in holdings
-        for rect, pieces in stack([piece for piece in holding.written if piece.rect.numel])
-    ]
+    jobs = [_Job.of(holding, rect, pieces) for holding in holdings for rect, pieces in stack(holding.written)]
     header, offsets = encode_header([job.entry for job in jobs])
     num_bytes = max((offset + job.num_bytes for job, offset in zip(jobs, offsets, strict=True)), default=0)
     if jobs:

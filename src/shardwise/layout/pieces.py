@@ -28,8 +28,8 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise, product
-from operator import add, gt, lt
+from itertools import accumulate, product
+from operator import add, gt, lt, sub
 from typing import Any, Protocol, Self
 
 Shape = tuple[int, ...]
@@ -62,12 +62,12 @@ class Rect:
     @property
     def shape(self) -> Shape:
         """Elements along each dim."""
-        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def numel(self) -> int:
         """Elements in all; 1 of a 0-d tensor."""
-        return math.prod(self.shape)
+        return math.prod(map(sub, self.stop, self.start))
 
     def intersect(self, other: Rect) -> Rect | None:
         """The elements in both, None where there are none.
@@ -289,7 +289,7 @@ def rect_to_flat_ranges(rect: Rect, within: Rect, max_gap: int = 0) -> Iterator[
     """The ranges [start, stop) of the row-major elements of `within` in which `rect` lies, in order.
 
     Ranges whose gap is at most `max_gap` elements come as one, so that who reads a few columns of a matrix from a file
-    may read all between them at once. Ranges nested more deeply may come apart although their gap is smaller.
+    may read all between them at once. Where the gaps between rows are larger, smaller ones between planes stay, too.
 
     >>> columns, matrix = Rect((1, 1), (3, 3)), Rect.whole((4, 4))
     >>> list(rect_to_flat_ranges(columns, matrix)), list(rect_to_flat_ranges(columns, matrix, max_gap=2))
@@ -303,7 +303,7 @@ def rect_to_flat_ranges(rect: Rect, within: Rect, max_gap: int = 0) -> Iterator[
         rect.start[::-1], rect.stop[::-1], within.start[::-1], within.stop[::-1], strict=True
     ):
         first += (low - start) * stride
-        if not loops and stride - length <= max_gap:
+        if stride - length <= max_gap:
             length += (high - low - 1) * stride
         elif high - low > 1:
             loops.insert(0, range(0, (high - low) * stride, stride))
@@ -331,36 +331,40 @@ def stack(pieces: Sequence[Piece]) -> tuple[Stack, ...]:
     Returns:
         Each rectangle with its pieces in order, sorted by where it starts.
     """
-    stacks: list[Stack] = [(piece.rect, (piece,)) for piece in pieces]
+    stacks = [_Open(piece.rect.start, piece.rect.stop, [piece]) for piece in pieces]
+    stacks.sort(key=lambda stack: stack.start)
     # Innermost first: pieces that fill a row together then stack with other rows.
-    for dim in reversed(range(len(pieces[0].rect.start) if pieces else 0)):
+    for dim in reversed(range(len(stacks[0].start) if stacks else 0)):
         stacks = _stacked_along(dim, stacks)
-    return tuple(sorted(stacks, key=lambda stack: stack[0].start))
+    return tuple((Rect(stack.start, stack.stop), tuple(stack.pieces)) for stack in stacks)
 
 
-def _stacked_along(dim: int, stacks: list[Stack]) -> list[Stack]:
-    """Join what follows one another along `dim`, has one index before it and the same bounds behind it."""
-    alike: dict[tuple[Any, ...], list[Stack]] = {}
-    for each in stacks:
-        rect = each[0]
-        alike.setdefault((rect.start[:dim], rect.stop[:dim], rect.start[dim + 1 :], rect.stop[dim + 1 :]), []).append(
-            each
-        )
-    joined: list[Stack] = []
-    for (lows, highs, *_), members in alike.items():
-        if any(high - low != 1 for low, high in zip(lows, highs, strict=True)):
-            joined += members
+@dataclass(slots=True)
+class _Open:
+    """A rectangle that may grow."""
+
+    start: Shape
+    stop: Shape
+    pieces: list[Piece]
+
+
+def _stacked_along(dim: int, stacks: list[_Open]) -> list[_Open]:
+    """Join what follows one another along `dim`, has one index before it and the same bounds behind it; keeps order."""
+    stacked, last = [], dict[tuple[Shape, ...], _Open]()
+    for stack in stacks:
+        start, stop = stack.start, stack.stop
+        if math.prod(map(sub, stop[:dim], start[:dim])) > 1:
+            stacked.append(stack)
             continue
-        members.sort(key=lambda member: member[0].start[dim])
-        bounds = [
-            place for place in range(1, len(members)) if members[place - 1][0].stop[dim] != members[place][0].start[dim]
-        ]
-        for first, last in pairwise([0, *bounds, len(members)]):
-            run = members[first:last]
-            joined.append(
-                (Rect(run[0][0].start, run[-1][0].stop), tuple(chain.from_iterable(parts for _, parts in run)))
-            )
-    return joined
+        key = (start[:dim], start[dim + 1 :], stop[dim + 1 :])
+        below = last.get(key)
+        if below is not None and below.stop[dim] == start[dim]:
+            below.stop = stop
+            below.pieces += stack.pieces
+        else:
+            last[key] = stack
+            stacked.append(stack)
+    return stacked
 
 
 class Buffer(Protocol):
