@@ -25,6 +25,7 @@ from shardwise.checkpoint.manifest import (
     StoredPiece,
     StoredState,
     StoredTensor,
+    entry_key,
 )
 from shardwise.checkpoint.offline import check_cover, cut, reshard, verify
 from shardwise.layout.pieces import Rect
@@ -93,7 +94,7 @@ def test_torn_and_missing_files_and_a_torn_manifest_are_named(tmp_path):
     first, second = sorted(folder.glob("*.safetensors"))
     num_bytes = first.stat().st_size
     last = max(
-        (piece.offset, offline.entry_key(tensor, name, piece.rect))
+        (piece.offset, entry_key(tensor.name, tensor.shape, name, piece.rect))
         for tensor in read_manifest(folder).tensors
         for name, state in tensor.states.items()
         for piece in state.pieces

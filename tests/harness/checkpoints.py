@@ -5,9 +5,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from shardwise.checkpoint import offline
 from shardwise.checkpoint.folder import begin, commit, read_manifest
-from shardwise.checkpoint.manifest import Manifest, merge_parts
+from shardwise.checkpoint.manifest import Manifest, entry_key, merge_parts
 from shardwise.checkpoint.writing import write_holdings
 from shardwise.holdings import HeldNumber, Holding
 from shardwise.layout.pieces import LocalTensor, Rect, flat_range_to_rects
@@ -60,7 +59,7 @@ def load(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
             for piece in state.pieces:
                 if piece.file not in files:
                     files[piece.file] = load_file(folder / piece.file)
-                part = files[piece.file][offline.entry_key(tensor, name, piece.rect)]
+                part = files[piece.file][entry_key(tensor.name, tensor.shape, name, piece.rect)]
                 target = whole.setdefault((tensor.name, name), torch.zeros(tensor.shape, dtype=part.dtype))
                 target[piece.rect.slices_in(Rect.whole(tensor.shape))] = part
     return whole

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Literal, Self
 
-from shardwise.holdings import Kind
+from shardwise.holdings import PARAM, Kind
 from shardwise.layout.pieces import Rect, Shape
 
 FORMAT: Final = "shardwise-checkpoint"
@@ -170,13 +170,22 @@ class Manifest:
         body = text[head : len(text) - len(_SUFFIX)]
         if text[:head] != f"{_PREFIX}{_crc_text(body)}{_MIDDLE}" or not text.endswith(_SUFFIX):
             raise DamagedError(f"{where} does not match its checksum; {cure}")
-        values = json.loads(body)
-        if values["format"] != FORMAT or values["version"] > VERSION:
+        try:
+            values = json.loads(body)
+            written_by = values["format"], int(values["version"])
+        except (ValueError, KeyError, TypeError):
+            raise DamagedError(f"{where} is no manifest of a {FORMAT}; {cure}") from None
+        if written_by[0] != FORMAT or written_by[1] > VERSION:
             raise CheckpointError(
-                f"{where} is of {values['format']} version {values['version']}, this library reads up to {VERSION}; "
+                f"{where} is of {written_by[0]} version {written_by[1]}, this library reads {FORMAT} up to {VERSION}; "
                 "install a newer shardwise"
             )
-        return _manifest_from_json(cls, values)
+        try:
+            return _manifest_from_json(cls, values)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedError(
+                f"{where} lacks what version {VERSION} has: {type(error).__name__} {error}; {cure}"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -202,6 +211,18 @@ class RankPart:
         """Read what `to_text` wrote."""
         file, num_bytes, tensors = json.loads(text)
         return cls(file, num_bytes, tuple(map(_tensor_from_json, tensors)))
+
+
+def entry_key(name: str, shape: Shape, state: str, rect: Rect) -> str:
+    """The name of an entry of a file: of the tensor, the state unless that is `param`, the rectangle unless it is all.
+
+    >>> entry_key("up.weight", (4, 3), "param", Rect((0, 0), (4, 3)))
+    'up.weight'
+    >>> entry_key("up.weight", (4, 3), "exp_avg", Rect((0, 0), (2, 3)))
+    'up.weight/exp_avg[0:2, 0:3]'
+    """
+    of_state = name if state == PARAM else f"{name}/{state}"
+    return of_state if rect == Rect.whole(shape) else f"{of_state}{rect}"
 
 
 def merge_parts(parts: Iterable[RankPart]) -> tuple[tuple[StoredTensor, ...], dict[str, int]]:

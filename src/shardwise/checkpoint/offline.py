@@ -34,6 +34,7 @@ from shardwise.checkpoint.manifest import (
     StoredPiece,
     StoredState,
     StoredTensor,
+    entry_key,
 )
 from shardwise.checkpoint.reading import PieceReader
 from shardwise.checkpoint.tensor_files import Entry, FileTensor, encode_header, memory_of, named_dtype, read_header
@@ -105,18 +106,7 @@ class NamedPiece:
 
     @property
     def key(self) -> str:
-        return entry_key(self.tensor, self.state, self.piece.rect)
-
-
-def entry_key(tensor: StoredTensor, state: str, rect: Rect) -> str:
-    """The name of an entry: of the tensor, the state unless that is `param`, the rectangle unless it is all.
-
-    >>> tensor = StoredTensor("up.weight", (), (4, 3), {})
-    >>> entry_key(tensor, "param", Rect((0, 0), (4, 3))), entry_key(tensor, "exp_avg", Rect((0, 0), (2, 3)))
-    ('up.weight', 'up.weight/exp_avg[0:2, 0:3]')
-    """
-    name = tensor.name if state == "param" else f"{tensor.name}/{state}"
-    return name if rect == Rect.whole(tensor.shape) else f"{name}{rect}"
+        return entry_key(self.tensor.name, self.tensor.shape, self.state, self.piece.rect)
 
 
 def entries_by_file(manifest: Manifest) -> dict[str, list[NamedPiece]]:
@@ -164,7 +154,7 @@ def check_cover(manifest: Manifest) -> Iterator[Damage]:
     for tensor in manifest.tensors:
         for name, state in tensor.states.items():
             if state.value is None and (what := _uncovered(tensor.shape, state)):
-                yield Damage(MANIFEST_NAME, what, entry_key(tensor, name, Rect.whole(tensor.shape)))
+                yield Damage(MANIFEST_NAME, what, entry_key(tensor.name, tensor.shape, name, Rect.whole(tensor.shape)))
 
 
 def _uncovered(shape: Shape, state: StoredState) -> str:

@@ -36,10 +36,11 @@ from shardwise.checkpoint.manifest import (
     StoredPiece,
     StoredState,
     StoredTensor,
+    entry_key,
     merge_parts,
 )
 from shardwise.checkpoint.tensor_files import Entry, dtype_name, encode_header, memory_of
-from shardwise.holdings import PARAM, HeldNumber, Holding
+from shardwise.holdings import HeldNumber, Holding
 from shardwise.layout.pieces import Piece, Rect, stack
 
 # What one call writes at most, in bytes and in buffers; the kernel takes 1024 buffers.
@@ -142,9 +143,7 @@ class _Job:
                 spans[-1] = (spans[-1][0], stop)
             else:
                 spans.append((start, stop))
-        key = holding.name if holding.state == PARAM else f"{holding.name}/{holding.state}"
-        if rect != Rect.whole(holding.global_shape):
-            key += str(rect)
+        key = entry_key(holding.name, holding.global_shape, holding.state, rect)
         entry = Entry(key, dtype_name(holding.tensor.dtype), rect.shape)
         return cls(holding, rect, entry, holding.tensor.detach().view(torch.uint8), tuple(spans))
 
