@@ -14,10 +14,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from shardwise.checkpoint.loading import LoadReport
+    from shardwise.checkpoint.manifest import CheckpointError, DamagedError
     from shardwise.comm import CommError
     from shardwise.config import Config, ConfigError
     from shardwise.deferred import init
     from shardwise.engine import Engine, backward
+    from shardwise.launch.group import LaunchError
     from shardwise.layout.layout import Layout, build_layout
     from shardwise.loss import NonFiniteLossError
     from shardwise.results import EvalResult, StepResult
@@ -28,12 +31,16 @@ if TYPE_CHECKING:
     from shardwise.wearing import ReleasedParameterError
 
 __all__ = [
+    "CheckpointError",
     "CommError",
     "Config",
     "ConfigError",
+    "DamagedError",
     "Engine",
     "EvalResult",
+    "LaunchError",
     "Layout",
+    "LoadReport",
     "NonFiniteLossError",
     "ReleasedParameterError",
     "Simulation",
@@ -48,12 +55,16 @@ __all__ = [
 ]
 
 _MODULES: Final[Mapping[str, str]] = {
+    "CheckpointError": "checkpoint.manifest",
     "CommError": "comm",
     "Config": "config",
     "ConfigError": "config",
+    "DamagedError": "checkpoint.manifest",
     "Engine": "engine",
     "EvalResult": "results",
+    "LaunchError": "launch.group",
     "Layout": "layout.layout",
+    "LoadReport": "checkpoint.loading",
     "NonFiniteLossError": "loss",
     "ReleasedParameterError": "wearing",
     "Simulation": "simulation",

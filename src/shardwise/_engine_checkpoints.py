@@ -1,11 +1,26 @@
-"""Saving and loading an engine's states: the methods; `Engine` has the attributes. See `shardwise.checkpoint`."""
+"""Saving and loading an engine's states: the methods; `Engine` has the attributes. See `shardwise.checkpoint`.
+
+>>> import tempfile
+>>> import shardwise
+>>> def make(stage: int) -> shardwise.Engine:
+...     config = {"zero": {"stage": stage}, "run": {"device": "cpu"}}
+...     return shardwise.initialize(nn.Linear(2, 1), config, loss_fn=lambda output, batch: output.sum())
+>>> with tempfile.TemporaryDirectory() as root, make(stage=3) as first, make(stage=1) as second:
+...     result = first.train_step([torch.ones(1, 2)])
+...     first.save(root, extra={"tokens": 512})
+...     report = second.load(root)
+...     report.path.name, report.extra, second.num_steps
+...     torch.equal(second.read("weight", "exp_avg"), first.read("weight", "exp_avg"))
+('step-00000001', {'tokens': 512}, 1)
+True
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -16,23 +31,26 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise._engine_states import EngineStates
-from shardwise._torch_private import version
 from shardwise.agreement import Meeting
 from shardwise.checkpoint import trajectory
-from shardwise.checkpoint.folder import candidates, read_manifest
+from shardwise.checkpoint.buffers import HeldBuffer, differing, digests, held_buffers, whole
+from shardwise.checkpoint.folder import candidates, read_manifest, steps_to_delete
 from shardwise.checkpoint.loading import LoadPlan, LoadReport, own_tensors, plan_load, rank_name
 from shardwise.checkpoint.manifest import CheckpointError, Contents, DamagedError, Manifest
 from shardwise.checkpoint.reading import PieceReader
 from shardwise.checkpoint.saver import Saver, SaveRequest
 from shardwise.comm import Network
+from shardwise.config import ConfigError
 from shardwise.holdings import PARAM, HeldNumber, Holding
 from shardwise.layout.pieces import LocalTensor
 from shardwise.zero import held
 
 log = logging.getLogger("shardwise")
 
-# The first letter of what a rank says of a load: all went well, the checkpoint is damaged, it does not fit.
+# The first letter of what a rank says of a save or a load: all went well, the checkpoint is damaged, it does not fit.
 _WELL, _DAMAGED, _UNFIT = "w", "d", "u"
+# What is one rank's alone, by the beginning of its name.
+_GENERATOR, _BUFFER = "generator.", "buffer."
 
 
 class EngineCheckpoints(EngineStates):
@@ -44,16 +62,18 @@ class EngineCheckpoints(EngineStates):
     _saver: Saver
     _num_backwards: int
     _num_agreements: int
-    _has_own_schedule: bool
-    _buffer_marks: Mapping[str, tuple[int, int]]
+    _follows_config: bool
     zero_grad: Callable[[], None]
+    _follow_freezing: Callable[[], None]
+    _has_warned: bool
 
-    def _prepare_checkpoints(self, has_own_schedule: bool) -> None:
+    def _prepare_checkpoints(self, follows_config: bool) -> None:
         network, timeout_s = self._network, self.config.run.timeout_s
         self._saver = Saver(network.store, network.rank, self.comm.world_size, timeout_s, self.device)
-        self._has_own_schedule = has_own_schedule
+        self._follows_config = follows_config
         self._num_agreements = 0
         self._is_half_loaded = False
+        self._has_warned = False
 
     def save(
         self,
@@ -82,31 +102,36 @@ class EngineCheckpoints(EngineStates):
         Raises:
             CheckpointError: it cannot be written, on every rank alike; or the checkpoint of that step is there.
             RuntimeError: gradients are accumulated, which a checkpoint does not keep.
+            ValueError: parameters were moved or written behind the engine's back; naming one, and the cure.
         """
         self._check_usable()
+        self._refuse_if_simulated()
+        steps_to_delete((), keep_last, keep_every)  # which refuses what they may not be
         if self._num_backwards > 0:
             raise RuntimeError(
                 "gradients since the last step are in no checkpoint; save after engine.step() or engine.zero_grad()"
             )
-        if self._network.store is None and self.comm.world_size > 1:
-            raise CheckpointError("a simulated rank has nothing to save; save on real ranks")
-        saved = list(self._saved(contents))
+        self._driver.check_model()
+        self._follow_freezing()
+        self._warn_of_extra_states()
+        saved: list[Holding | HeldNumber] = []
+        manifest = Manifest(self.num_steps, (), {})
+        note = _WELL
+        try:
+            manifest = self._manifest(contents, extra)
+            saved += self._saved(contents)
+            if self.comm.world_size > 1 and contents == "all":
+                note += json.dumps(digests(held_buffers(self.model, is_writer=True)) if self.comm.rank == 0 else {})
+        except (CheckpointError, ConfigError) as error:
+            note = f"{_UNFIT}{error}"
+        verdict = self._meet(note, _worst, "the save of a checkpoint")
+        if verdict.startswith(_UNFIT):
+            raise CheckpointError(verdict[1:])
+        saved += self._own(contents, json.loads(verdict[1:] or "{}"))
         holdings = tuple(each for each in saved if isinstance(each, Holding))
         written = {holding.name for holding in holdings if holding.written}
         numbers = tuple(each for each in saved if isinstance(each, HeldNumber) and each.name in written)
-        manifest = Manifest(
-            step=self.num_steps,
-            tensors=(),
-            files={},
-            contents=contents,
-            config=self.config.model_dump(mode="json"),
-            layout=self._described_layout(),
-            trajectory={} if contents == "weights" else self._trajectory(),
-            extra=_checked(extra),
-            model=_described_model(self.model),
-        )
-        request = SaveRequest(Path(path), manifest, holdings, numbers, keep_last, keep_every)
-        self._saver.start(request, wait)
+        self._saver.start(SaveRequest(Path(path), manifest, holdings, numbers, keep_last, keep_every), wait)
 
     def finish_saves(self) -> Path | None:
         """Wait until the save under way is written, and return the newest checkpoint of this engine, if there is one.
@@ -131,8 +156,10 @@ class EngineCheckpoints(EngineStates):
             DamagedError: no checkpoint there is whole, each named with what is wrong; the engine needs another load.
         """
         self._refuse_if_away()
+        self._refuse_if_simulated()
         self._saver.wait()
         self.zero_grad()
+        self._follow_freezing()
         folders = json.loads(self._meet(json.dumps(_names(path)), lambda notes: notes[0], "the load of a checkpoint"))
         if error := folders.get("error"):
             raise CheckpointError(error)
@@ -151,14 +178,15 @@ class EngineCheckpoints(EngineStates):
         plan: LoadPlan | None = None
         num_bytes = 0
         parameters = list(held.held_parameters(self._states()))
-        buffers = list(self._held_buffers())
+        buffers = held_buffers(self.model, is_writer=False)
+        targets = [*parameters, *(each.holding for each in buffers)]
 
         def make_plan() -> None:
             nonlocal plan
             manifest = read_manifest(folder)
-            kind = type(self.optimizer).__name__
-            targets = [*parameters, *(holding for holding, _ in buffers)]
-            plan = plan_load(manifest, targets, str(folder), kind, strict=strict, weights_only=weights_only)
+            takes_options = not self._follows_config
+            misfits = trajectory.misfits(manifest.trajectory, self.optimizer, self.scheduler, takes_options)
+            plan = plan_load(manifest, targets, str(folder), misfits, strict=strict, weights_only=weights_only)
 
         if not self._all_well(make_plan, damaged):
             return None
@@ -167,27 +195,24 @@ class EngineCheckpoints(EngineStates):
 
         def read() -> None:
             nonlocal num_bytes
-            targets = [*parameters, *(holding for holding, _ in buffers)]
+            states: list[Holding] = []
             if loaded.with_states:
                 held.prepare_optimizer_states(self._states(), loaded.optimizer_states())
-                states = held.held_optimizer_states(self._states())
-                targets += [each for each in states if isinstance(each, Holding)]
-            with torch.no_grad():
-                num_bytes = loaded.read(folder, targets)
-                self._read_own(folder, loaded)
+                all_states = held.held_optimizer_states(self._states())
+                states += [each for each in all_states if isinstance(each, Holding)]
+            num_bytes = loaded.read(folder, [*targets, *states])
+            for each in buffers:
+                each.settle()
+            self._read_own(folder, loaded, buffers)
 
         self._is_half_loaded = True
         if not self._all_well(read, damaged):
             return None
         with torch.no_grad():
-            for holding, buffer in buffers:
-                if buffer.data_ptr() != holding.tensor.data_ptr():
-                    buffer.copy_(holding.tensor.view(buffer.shape))
             held.adopt_masters(self._states())
         if loaded.with_states:
             self.num_steps = loaded.manifest.step
-            self._restore_trajectory(loaded.manifest.trajectory)
-        self._buffer_marks = self._mark_buffers()
+            self._restore_trajectory(loaded)
         self._is_half_loaded = False
         manifest, result = loaded.manifest, loaded.match
         return LoadReport(
@@ -200,14 +225,18 @@ class EngineCheckpoints(EngineStates):
         Raises:
             CheckpointError: it failed somewhere for another reason than damage; on every rank.
         """
-        note = _WELL
+        note, failure = _WELL, None
         try:
             work()
         except DamagedError as error:
             note = f"{_DAMAGED}{error}"
         except (CheckpointError, OSError) as error:
             note = f"{_UNFIT}{error}"
+        except Exception as error:  # nobody has foreseen it; the others must not wait all the same
+            note, failure = f"{_UNFIT}rank {self.comm.rank} failed: {type(error).__name__}: {error}", error
         verdict = self._meet(note, _worst, "the end of a load")
+        if failure is not None:
+            raise failure
         if verdict.startswith(_UNFIT):
             raise CheckpointError(verdict[1:])
         if verdict.startswith(_DAMAGED):
@@ -222,58 +251,69 @@ class EngineCheckpoints(EngineStates):
         meeting = Meeting(store, tuple(range(self.comm.world_size)), self.comm.rank, self.config.run.timeout_s)
         return meeting.verdict(f"checkpoint/{self._num_agreements}", note, judge, subject)
 
+    def _refuse_if_simulated(self) -> None:
+        if self._network.store is None and self.comm.world_size > 1:
+            raise CheckpointError("a simulated rank has no states to save or load; do so on real ranks")
+
+    def _warn_of_extra_states(self) -> None:
+        modules = self.model.named_modules() if self.comm.rank == 0 and not self._has_warned else ()
+        own = [name for name, each in modules if type(each).get_extra_state is not nn.Module.get_extra_state]
+        if own:
+            log.warning("get_extra_state of %s is in no checkpoint; give it to save(extra=...)", own[0] or "the model")
+        self._has_warned = True
+
     def _saved(self, contents: Contents) -> Iterator[Holding | HeldNumber]:
-        """All that this rank has of what is saved."""
+        """All that this rank has of what is saved, but for what is its alone."""
         states = self._states()
         is_partial = contents == "trainable"
         yield from (each for each in held.held_parameters(states) if each.trainable or not is_partial)
         if not is_partial:
-            yield from (holding for holding, _ in self._held_buffers())
+            yield from (each.holding for each in held_buffers(self.model, is_writer=self.comm.rank == 0))
+        if contents != "weights":
+            yield from held.held_optimizer_states(states)
+
+    def _own(self, contents: Contents, digests_of_first: Mapping[str, str]) -> Iterator[Holding]:
+        """What is this rank's alone: its generators, and the buffers in which it differs from rank 0."""
         if contents == "weights":
             return
-        yield from held.held_optimizer_states(states)
-        own = {f"generator.{name}": state for name, state in trajectory.generator_states(self.device).items()}
-        if self.comm.rank > 0 and not is_partial:  # such as batch statistics: each rank has its own
-            marks = self._mark_buffers()
-            touched = [name for name, mark in marks.items() if mark != self._buffer_marks.get(name)]
-            own |= {f"buffer.{name}": self.model.get_buffer(name) for name in touched}
-        for name, tensor in own.items():
-            yield _whole(rank_name(self.comm.rank, name), (), tensor, kind="rank", is_written=True)
+        rank = self.comm.rank
+        for name, state in trajectory.generator_states(self.device).items():
+            yield whole(rank_name(rank, _GENERATOR + name), state, kind="rank", is_written=True)
+        if rank > 0 and contents == "all":
+            for each in differing(held_buffers(self.model, is_writer=False), digests_of_first):
+                yield whole(rank_name(rank, _BUFFER + each.holding.name), each.buffer, kind="rank", is_written=True)
 
-    def _held_buffers(self) -> Iterator[tuple[Holding, Tensor]]:
-        """The persistent buffers, each with its holding; rank 0 writes them."""
-        aliases: dict[int, list[str]] = {}
-        named = dict(self.model.named_buffers(remove_duplicate=False))
-        saved = self.model.state_dict(keep_vars=True)
-        for name in named:
-            if name in saved:
-                aliases.setdefault(id(named[name]), []).append(name)
-        for first, *others in aliases.values():
-            buffer = named[first]
-            yield _whole(first, tuple(others), buffer, kind="buffer", is_written=self.comm.rank == 0), buffer
-
-    def _mark_buffers(self) -> dict[str, tuple[int, int]]:
-        """By which a buffer that somebody has written or replaced since is known."""
-        return {name: (id(buffer), version(buffer)) for name, buffer in self.model.named_buffers()}
-
-    def _read_own(self, folder: Path, plan: LoadPlan) -> None:
+    def _read_own(self, folder: Path, plan: LoadPlan, buffers: Sequence[HeldBuffer]) -> None:
         """Take over what was this rank's alone, where the ranks are as many as then."""
         if not plan.with_states or plan.manifest.trajectory.get("world_size") != self.comm.world_size:
             return
-        values: dict[str, Tensor] = {}
+        by_name = {name: each for each in buffers for name in (each.holding.name, *each.holding.aliases)}
+        generators: dict[str, Tensor] = {}
         with PieceReader(folder) as reader:
             for name, stored in own_tensors(plan.manifest, self.comm.rank).items():
-                kind, _, own_name = name.partition(".")
-                dtype = torch.uint8 if kind == "generator" else self.model.get_buffer(own_name).dtype
-                values[name] = torch.empty(stored.shape, dtype=dtype)
-                flat = values[name].view(-1)
-                reader.read(stored, PARAM, LocalTensor.whole(stored.shape).pieces, flat)
-        for name, value in values.items():
-            kind, _, own_name = name.partition(".")
-            if kind == "buffer":
-                self.model.get_buffer(own_name).copy_(value)
-        generators = {name.removeprefix("generator."): each for name, each in values.items() if "generator." in name}
+                pieces = LocalTensor.whole(stored.shape).pieces
+                buffer = by_name.get(name.removeprefix(_BUFFER))
+                if name.startswith(_GENERATOR):
+                    state = generators[name.removeprefix(_GENERATOR)] = torch.empty(stored.shape, dtype=torch.uint8)
+                    reader.read(stored, PARAM, pieces, state)
+                elif buffer is not None and buffer.holding.global_shape == stored.shape:
+                    reader.read(stored, PARAM, pieces, buffer.holding.tensor)
+                    buffer.settle()
         trajectory.restore_generators(generators, self.device)
+
+    def _manifest(self, contents: Contents, extra: Any) -> Manifest:
+        """Of this rank; that of rank 0 is written."""
+        return Manifest(
+            step=self.num_steps,
+            tensors=(),
+            files={},
+            contents=contents,
+            config=self.config.model_dump(mode="json"),
+            layout=self._described_layout(),
+            trajectory={} if contents == "weights" else self._trajectory(),
+            extra=_checked(extra),
+            model=_described_model(self.model),
+        )
 
     def _trajectory(self) -> dict[str, Any]:
         return {
@@ -285,14 +325,17 @@ class EngineCheckpoints(EngineStates):
             "scheduler": trajectory.scheduler_state(self.scheduler),
         }
 
-    def _restore_trajectory(self, saved: Mapping[str, Any]) -> None:
+    def _restore_trajectory(self, plan: LoadPlan) -> None:
+        saved = plan.manifest.trajectory
         self._books.normaliser = saved["normaliser"]
         self._scaler.load_state_dict(saved["scaler"])
-        if self._has_own_schedule and isinstance(self.scheduler, LambdaLR) and saved["scheduler"] is not None:
-            trajectory.advance_schedule(self.scheduler, saved["scheduler"])
+        if self._follows_config and isinstance(self.scheduler, LambdaLR):
+            trajectory.advance_schedule(self.scheduler, saved["scheduler"], plan.manifest.step)
             return
-        trajectory.restore_options(self.optimizer, saved["optimizer"])
-        trajectory.restore_scheduler(self.scheduler, saved["scheduler"])
+        if "options" not in plan.misfits:
+            trajectory.restore_options(self.optimizer, saved["optimizer"])
+        if "scheduler" not in plan.misfits:
+            trajectory.restore_scheduler(self.scheduler, saved["scheduler"])
 
     def _described_layout(self) -> dict[str, Any]:
         layout = self.layout
@@ -310,22 +353,18 @@ class EngineCheckpoints(EngineStates):
         }
 
 
-def _whole(name: str, aliases: tuple[str, ...], tensor: Tensor, *, kind: Any, is_written: bool) -> Holding:
-    shape = tuple(tensor.shape)
-    pieces = LocalTensor.whole(shape).pieces
-    flat = tensor.detach().reshape(-1)
-    return Holding(name, aliases, PARAM, shape, flat, pieces, pieces if is_written else (), kind, trainable=False)
-
-
 def _described_model(model: nn.Module) -> dict[str, Any]:
     """The model's class, and its config where it is a Hugging Face model's or a dataclass."""
     described: dict[str, Any] = {"class": type(model).__name__}
     config = getattr(model, "config", None)
     to_dict = getattr(config, "to_dict", None)
-    if callable(to_dict):
-        described["config"] = json.loads(json.dumps(to_dict(), default=str))
-    elif is_dataclass(config) and not isinstance(config, type):
-        described["config"] = json.loads(json.dumps(asdict(config), default=str))
+    try:
+        if callable(to_dict):
+            described["config"] = json.loads(json.dumps(to_dict(), default=str))
+        elif is_dataclass(config) and not isinstance(config, type):
+            described["config"] = json.loads(json.dumps(asdict(config), default=str))
+    except (TypeError, ValueError) as error:  # for the reader's eyes: no reason not to save
+        log.warning("the model's config is not in the checkpoint: %s", error)
     return described
 
 
@@ -345,9 +384,9 @@ def _names(path: str | Path) -> dict[str, Any]:
 
 
 def _worst(notes: Mapping[int, str]) -> str:
-    """Of the ranks' words on a load, the gravest; damage is named by the first rank that met it."""
+    """Of the ranks' words, the gravest, by the first rank that says so; rank 0's where all is well."""
     for kind in (_UNFIT, _DAMAGED):
         for note in notes.values():
             if note.startswith(kind):
                 return note
-    return _WELL
+    return notes[0]

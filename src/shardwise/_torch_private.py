@@ -220,3 +220,14 @@ def fake_copy(tensor: Tensor) -> Tensor:
 def parameter_class(parameter: nn.Parameter) -> type[nn.Parameter]:
     """What a parameter is when its data is present: a fake one must stay a `FakeTensor`, which dispatches for it."""
     return cast(type[nn.Parameter], FakeTensor if isinstance(parameter, FakeTensor) else type(parameter))
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that `state_dict` has, under all of their names.
+
+    Not by `state_dict`, which runs the user's hooks, and these may read parameters.
+    """
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer

@@ -100,7 +100,7 @@ class Engine(EngineCheckpoints):
         self.comm = self._comms.model
         self._timeline = Timeline(network.rank)
         self._watchdog = watch(network.store, self.comm.books, self._timeline, config.run)
-        self._prepare_checkpoints(has_own_schedule=optimizer is None and scheduler is None)
+        self._prepare_checkpoints(follows_config=optimizer is None and scheduler is None)
         tensor_ranks = layout.mesh.ranks_along(TENSOR_AXES, network.rank)
         self._check_batch = BatchCheck(network.store, tensor_ranks, network.rank, config.run)
         values = ValueSource(model, config.run.seed)
@@ -351,6 +351,10 @@ class Engine(EngineCheckpoints):
         if self._num_backwards > 0 or not torch.is_grad_enabled() or self._away is not None:
             return
         self._driver.check_model()
+        self._follow_freezing()
+
+    def _follow_freezing(self) -> None:
+        """Regroup where `requires_grad` has changed since the last step; all ranks do so alike."""
         if self._driver.is_as_trainable:
             return
         if self._books.has_open:
@@ -373,7 +377,6 @@ class Engine(EngineCheckpoints):
             self.memory.track(buffer, Category.OTHER)
             if self.comm.world_size > 1 and buffer.numel() > 0:
                 self.comm.broadcast(buffer.data, f"buffer {name}")
-        self._buffer_marks = self._mark_buffers()
 
     def _own_scheduler(self, is_given: bool) -> Scheduler:
         """The schedule that the config names; an optimizer of the user's keeps its rates unless a length is named."""

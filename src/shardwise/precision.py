@@ -122,10 +122,11 @@ class LossScaler:
             self._num_good_steps = 0
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs."""
-        return {"scale": self.scale, "num_good_steps": self._num_good_steps}
+        """What a resumed run needs; nothing where the config alone says the scale."""
+        return {"scale": self.scale, "num_good_steps": self._num_good_steps} if self.is_dynamic else {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore what `state_dict` returned."""
-        self.scale = state["scale"]
-        self._num_good_steps = int(state["num_good_steps"])
+        """Restore what `state_dict` returned, if both scales are dynamic: 1, of another precision, is none for fp16."""
+        if self.is_dynamic and state:
+            self.scale = state["scale"]
+            self._num_good_steps = int(state["num_good_steps"])

@@ -1,8 +1,28 @@
 """Reading a checkpoint into what a rank holds: first whether it fits, then the bytes.
 
-plan = plan_load(read_manifest(folder), holdings, strict=True, weights_only=False)   # nothing is changed yet
-num_bytes = plan.read(folder, holdings)                                              # only what this rank holds
+A layer of 2 x 4 whose rows lie over a mesh of 2 x 2, two ranks in each row: of a checkpoint that one rank has written,
+the second rank of a row reads what it holds, the row's last half.
 
+>>> import tempfile
+>>> from dataclasses import replace
+>>> from shardwise.checkpoint.manifest import merge_parts
+>>> from shardwise.checkpoint.writing import write_holdings
+>>> from shardwise.layout.pieces import Piece, Rect
+>>> whole = (Piece(Rect((0, 0), (2, 4)), 0),)
+>>> saved = Holding("up.weight", (), "param", (2, 4), torch.arange(8.0), whole, written=whole)
+>>> mine = Holding("up.weight", (), "param", (2, 4), torch.zeros(2), (Piece(Rect((1, 2), (2, 4)), 0),), written=())
+>>> with tempfile.TemporaryDirectory() as folder:
+...     tensors, files = merge_parts([write_holdings(Path(folder), "all.safetensors", [saved], [])])
+...     plan = plan_load(Manifest(3, tensors, files), [mine], folder, {}, strict=True, weights_only=False)
+...     num_bytes = plan.read(Path(folder), [mine])  # until now nothing was changed
+>>> mine.tensor, num_bytes
+(tensor([6., 7.]), 32)
+>>> other = replace(mine, name="up.wieght")
+>>> plan_load(Manifest(3, tensors, files), [other], "step-00000003", {}, strict=True, weights_only=False)
+Traceback (most recent call last):
+    ...
+shardwise.checkpoint.manifest.CheckpointError: step-00000003 does not fit the model: missing up.wieght (is up.weight \
+meant?); unexpected up.weight; load with strict=False to take what fits
 """
 
 from __future__ import annotations
@@ -12,7 +32,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.manifest import CheckpointError, Manifest, StoredState, StoredTensor
+import torch
+
+from shardwise.checkpoint.manifest import Manifest, StoredState, StoredTensor
 from shardwise.checkpoint.matching import Match, Wanted, match
 from shardwise.checkpoint.reading import PieceReader
 from shardwise.checkpoint.tensor_files import named_dtype
@@ -50,21 +72,23 @@ class LoadPlan:
         manifest: of the checkpoint.
         match: stored tensors by the model's names.
         with_states: whether the optimizer's states and the trajectory are taken over too.
-        skipped: what is left out, a line each.
+        misfits: what of the trajectory is left out, each with why; see `trajectory.misfits`.
+        skipped: all that is left out, a line each.
     """
 
     manifest: Manifest
     match: Match
     with_states: bool
+    misfits: Mapping[str, str]
     skipped: tuple[str, ...]
 
-    def optimizer_states(self) -> dict[str, dict[str, HeldNumber | None]]:
-        """By parameter and state: the number, or None for a tensor."""
+    def optimizer_states(self) -> dict[str, dict[str, HeldNumber | torch.dtype | None]]:
+        """By parameter and state: the number; or of a tensor its dtype, or None where that is the parameter's."""
         if not self.with_states:
             return {}
         return {
             name: {
-                state: None if stored.value is None else _number(name, state, stored)
+                state: _wanted(name, state, stored, tensor.states.get(PARAM))
                 for state, stored in tensor.states.items()
                 if state != PARAM
             }
@@ -89,7 +113,7 @@ def plan_load(
     manifest: Manifest,
     holdings: Sequence[Holding],
     where: str,
-    optimizer_kind: str,
+    misfits: Mapping[str, str],
     *,
     strict: bool,
     weights_only: bool,
@@ -100,42 +124,43 @@ def plan_load(
         manifest: of the checkpoint.
         holdings: this rank's parameters, all of the model's, and its buffers.
         where: the checkpoint, for messages.
-        optimizer_kind: class of the engine's optimizer.
+        misfits: what of the checkpoint's trajectory does not fit the engine's optimizer and schedule.
         strict: refuse what does not fit, instead of skipping it.
         weights_only: leave optimizer and trajectory alone.
 
     Raises:
         CheckpointError: it does not fit the model.
     """
+    stored = [tensor for tensor in manifest.tensors if tensor.kind != "rank"]
+    # Adapters alone may be loaded into a model that is frozen by now, such as one that only generates.
     is_partial = manifest.contents == "trainable"
+    there = {name for tensor in stored for name in (tensor.name, *tensor.aliases)} if is_partial else set()
     wanted = [
         Wanted(each.name, each.aliases, each.global_shape)
         for each in holdings
-        if each.kind != "rank" and each.state == PARAM and (each.trainable or not is_partial)
+        if each.kind != "rank"
+        and each.state == PARAM
+        and (each.trainable or not is_partial or not there.isdisjoint((each.name, *each.aliases)))
     ]
-    stored = [tensor for tensor in manifest.tensors if tensor.kind != "rank"]
     result = match(stored, wanted)
+    with_states = not weights_only and manifest.contents != "weights"
+    misfits = misfits if with_states else {}
     if strict:
-        result.check(where)
+        cure = "; weights_only=True takes no optimizer and no schedule" if misfits else ""
+        result.check(where, [*misfits.values()], cure)
     skipped = [f"unexpected {name}" for name in result.unexpected]
     skipped += [f"of another shape: {line}" for line in result.misshapen]
-    with_states = not weights_only and manifest.contents != "weights"
-    saved_kind = manifest.trajectory.get("optimizer", {}).get("kind", optimizer_kind)
-    if with_states and saved_kind != optimizer_kind:
-        if strict:
-            raise CheckpointError(
-                f"{where} has states of {saved_kind}, but the engine's optimizer is {optimizer_kind}; use that "
-                "optimizer, or load with weights_only=True"
-            )
-        with_states = False
-        skipped.append(f"the states of {saved_kind}, since the optimizer is {optimizer_kind}")
-    return LoadPlan(manifest, result, with_states, tuple(skipped))
+    skipped += misfits.values()
+    return LoadPlan(manifest, result, with_states and "states" not in misfits, misfits, tuple(skipped))
 
 
-def _number(name: str, state: str, stored: StoredState) -> HeldNumber:
+def _wanted(name: str, state: str, stored: StoredState, values: StoredState | None) -> HeldNumber | torch.dtype | None:
+    if stored.value is None:
+        # A state in the parameter's precision follows the precision; counts and the like stay what they are.
+        return None if values is not None and values.dtype == stored.dtype else named_dtype(stored.dtype)
     is_python = stored.dtype in ("int", "float")
     dtype = stored.dtype if is_python else str(named_dtype(stored.dtype)).removeprefix("torch.")
-    return HeldNumber(name, state, stored.value or 0.0, dtype)
+    return HeldNumber(name, state, stored.value, dtype)
 
 
 def own_tensors(manifest: Manifest, rank: int) -> Mapping[str, StoredTensor]:

@@ -1,7 +1,8 @@
 """Which stored tensors are which of a model's, before anything is read. Pure.
 
 Names are the unmodified model's, so matching is by name; a tied tensor answers to each of its names. What a checkpoint
-lacks, what it has too much and what has another shape is listed all at once.
+lacks, what it has too much and what has another shape is listed all at once. Of two tensors of a checkpoint that the
+model has tied, one is too much.
 
 >>> stored = [StoredTensor("up.weight", (), (3, 4), {}), StoredTensor("query.scale", (), (3,), {})]
 >>> wanted = [Wanted("up.weight", (), (3, 4)), Wanted("up.bias", (), (3,))]
@@ -42,7 +43,7 @@ class Match:
     Attributes:
         found: stored tensors by the model's name.
         missing: names of the model that the checkpoint has not.
-        unexpected: names of the checkpoint that the model has not.
+        unexpected: names of the checkpoint that the model has not, or has tied to another.
         misshapen: a line for each that both have in different shapes.
     """
 
@@ -51,8 +52,13 @@ class Match:
     unexpected: tuple[str, ...]
     misshapen: tuple[str, ...]
 
-    def check(self, where: str) -> None:
+    def check(self, where: str, others: Sequence[str] = (), cure: str = "") -> None:
         """Raise unless everything fits.
+
+        Args:
+            where: the checkpoint, for the message.
+            others: what else of it does not fit.
+            cure: for these.
 
         Raises:
             CheckpointError: listing what does not.
@@ -65,9 +71,10 @@ class Match:
             parts.append(f"unexpected {_listed(self.unexpected)}")
         if self.misshapen:
             parts.append(f"of another shape {_listed(self.misshapen)}")
+        parts += others
         if parts:
             raise CheckpointError(
-                f"{where} does not fit the model: {'; '.join(parts)}; load with strict=False to take what fits"
+                f"{where} does not fit the model: {'; '.join(parts)}; load with strict=False to take what fits{cure}"
             )
 
 
@@ -82,18 +89,24 @@ def match(stored: Sequence[StoredTensor], wanted: Sequence[Wanted]) -> Match:
     found: dict[str, StoredTensor] = {}
     missing, misshapen = [], []
     used: set[str] = set()
+    tied: dict[str, str] = {}
     for each in wanted:
-        names = [name for name in (each.name, *each.aliases) if name in by_name]
-        used.update(by_name[name].name for name in names)
-        if not names:
+        name = next((name for name in (each.name, *each.aliases) if name in by_name), None)
+        if name is None:
             missing.append(each.name)
             continue
-        tensor = by_name[names[0]]
+        tensor = by_name[name]
+        used.add(tensor.name)
+        tied.update(dict.fromkeys((each.name, *each.aliases), each.name))
         if tensor.shape == each.shape:
             found[each.name] = tensor
         else:
             misshapen.append(f"{each.name} ({tensor.shape} there, {each.shape} in the model)")
-    unexpected = tuple(tensor.name for tensor in stored if tensor.name not in used)
+    unexpected = tuple(
+        f"{tensor.name} (tied to {tied[tensor.name]} in the model)" if tensor.name in tied else tensor.name
+        for tensor in stored
+        if tensor.name not in used
+    )
     return Match(found, tuple(missing), unexpected, tuple(misshapen))
 
 

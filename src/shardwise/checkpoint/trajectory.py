@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import random
@@ -29,6 +30,8 @@ from shardwise.checkpoint.manifest import CheckpointError
 
 # How a step is computed, not what: the machine that goes on decides.
 _HINTS: Final = frozenset({"params", "fused", "foreach", "capturable", "differentiable"})
+# JSON has no keys but text: a dict with others is kept as its items.
+_ITEMS: Final = "__items__"
 
 log = logging.getLogger("shardwise")
 
@@ -43,23 +46,14 @@ def optimizer_options(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def restore_options(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Give the groups the options that `optimizer_options` returned.
-
-    Raises:
-        CheckpointError: there are not as many groups.
-    """
-    if len(saved["groups"]) != len(optimizer.param_groups):
-        raise CheckpointError(
-            f"the checkpoint has {len(saved['groups'])} parameter groups, the optimizer {len(optimizer.param_groups)}; "
-            "give the groups it was saved with, or load with weights_only=True"
-        )
+    """Give the groups, as many as there were, the options that `optimizer_options` returned."""
     for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
         for key, value in options.items():
             current = group.get(key)
-            if isinstance(current, Tensor):
+            if isinstance(current, Tensor):  # whoever recorded a graph with it reads it there
                 current.fill_(value)
             else:
-                group[key] = tuple(value) if isinstance(value, list) and isinstance(current, tuple) else value
+                group[key] = _like(current, value)
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any] | None:
@@ -69,36 +63,26 @@ def scheduler_state(scheduler: Any) -> dict[str, Any] | None:
         return None
     name = type(scheduler).__name__
     state = scheduler.state_dict()
-    # Functions are made anew by whoever makes the scheduler.
-    plain = {key: _plain(value, f"{key} of {name}") for key, value in state.items() if key != "lr_lambdas"}
-    return {"kind": name, "state": plain}
+    return {"kind": name, "state": {key: _plain(value, f"{key} of {name}") for key, value in state.items()}}
 
 
 def restore_scheduler(scheduler: Any, saved: Mapping[str, Any] | None) -> None:
-    """Give the schedule the state that `scheduler_state` returned.
-
-    Raises:
-        CheckpointError: it is of another class.
-    """
-    if saved is None:
-        return
-    _check_scheduler(scheduler, saved)
-    state = dict(saved["state"])
-    if isinstance(scheduler, LambdaLR):
-        state["lr_lambdas"] = [None] * len(scheduler.lr_lambdas)
-    scheduler.load_state_dict(state)
+    """Give the schedule, of the same class, the state that `scheduler_state` returned."""
+    if saved is not None:
+        scheduler.load_state_dict(_like(scheduler.state_dict(), saved["state"]))
 
 
-def advance_schedule(scheduler: LambdaLR, saved: Mapping[str, Any]) -> None:
+def advance_schedule(scheduler: LambdaLR, saved: Mapping[str, Any] | None, step: int) -> None:
     """Put a schedule that the config names at the saved step, and set the rates that it gives there.
 
     So a resumed run whose config has another rate, or another length, follows its own config.
 
-    Raises:
-        CheckpointError: the saved one is of another class.
+    Args:
+        scheduler: of the config.
+        saved: what `scheduler_state` returned, of any schedule; skipped steps do not count in it.
+        step: where it says nothing.
     """
-    _check_scheduler(scheduler, saved)
-    last_epoch = int(saved["state"]["last_epoch"])
+    last_epoch = int((saved or {}).get("state", {}).get("last_epoch", step))
     scheduler.load_state_dict({"last_epoch": last_epoch, "_step_count": last_epoch + 1, "lr_lambdas": [None]})
     rates = []
     for group, base, factor in zip(
@@ -110,6 +94,34 @@ def advance_schedule(scheduler: LambdaLR, saved: Mapping[str, Any]) -> None:
         else:
             group["lr"] = rates[-1]
     scheduler.load_state_dict({"_last_lr": rates, "lr_lambdas": [None]})
+
+
+def misfits(saved: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, takes_options: bool) -> dict[str, str]:
+    """What of a saved trajectory does not fit, each with why: its `states`, its `options`, its `scheduler`.
+
+    Args:
+        saved: with what `optimizer_options` and `scheduler_state` returned.
+        optimizer: that is to go on.
+        scheduler: likewise.
+        takes_options: whether options and schedule come from the checkpoint, and not from a config.
+    """
+    found: dict[str, str] = {}
+    kind, saved_optimizer = type(optimizer).__name__, saved.get("optimizer") or {}
+    if saved_optimizer.get("kind", kind) != kind:
+        found["states"] = f"states of {saved_optimizer['kind']}, but the optimizer is {kind}"
+    if not takes_options:
+        return found
+    num_groups = len(saved_optimizer.get("groups", optimizer.param_groups))
+    if num_groups != len(optimizer.param_groups):
+        there = len(optimizer.param_groups)
+        found["options"] = f"options of {num_groups} parameter groups, but the optimizer has {there}"
+    kind, saved_scheduler = type(scheduler).__name__, saved.get("scheduler") or {}
+    if saved_scheduler.get("kind", kind) != kind or not hasattr(scheduler, "load_state_dict"):
+        if saved_scheduler:
+            found["scheduler"] = f"a {saved_scheduler['kind']}, but the scheduler is {kind}"
+    elif "options" in found and saved_scheduler:
+        found["scheduler"] = f"a {kind} of {num_groups} parameter groups"
+    return found
 
 
 def generator_states(device: torch.device) -> dict[str, Tensor]:
@@ -140,22 +152,16 @@ def restore_generators(states: Mapping[str, Tensor], device: torch.device) -> No
         np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
 
 
-def _check_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> None:
-    if saved["kind"] != type(scheduler).__name__:
-        raise CheckpointError(
-            f"the checkpoint has a {saved['kind']}, the engine a {type(scheduler).__name__}; give that scheduler, or "
-            "load with weights_only=True"
-        )
-
-
 def _plain(value: Any, what: str) -> Any:
-    """A value as JSON gives it back, tuples as lists."""
+    """A value as JSON gives it back, tuples as lists; `_like` makes of it again what it was."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
-        return {str(key): _plain(each, what) for key, each in value.items()}
+        if not all(isinstance(key, str) for key in value):
+            return {_ITEMS: [[_plain(key, what), _plain(each, what)] for key, each in value.items()]}
+        return {key: _plain(each, what) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each, what) for each in value]
     if value is None or isinstance(value, bool | int | float | str):
@@ -164,6 +170,31 @@ def _plain(value: Any, what: str) -> Any:
         f"{what} is a {type(value).__name__}, but a checkpoint keeps numbers, text, lists and dicts of them; keep it "
         "out of the state, or save it by yourself"
     )
+
+
+def _like(current: Any, plain: Any) -> Any:
+    """A value that `_plain` returned, in the types of the one that is there.
+
+    >>> _like({"betas": (0.9, 0.5), "at": {3: 1}}, {"betas": [0.9, 0.99], "at": {"__items__": [[5, 1]]}})
+    {'betas': (0.9, 0.99), 'at': {5: 1}}
+    """
+    if isinstance(plain, dict):
+        pairs = dict(plain[_ITEMS]) if plain.keys() == {_ITEMS} else plain
+        known = current if isinstance(current, Mapping) else {}
+        values = {key: _like(known.get(key), value) for key, value in pairs.items()}
+        if not isinstance(current, dict) or type(current) is dict:
+            return values
+        same = copy.copy(current)  # such as the Counter of a MultiStepLR
+        same.clear()
+        same.update(values)
+        return same
+    if isinstance(plain, list):
+        is_alike = isinstance(current, list | tuple) and len(current) == len(plain)
+        members = [_like(current[at] if is_alike else None, value) for at, value in enumerate(plain)]
+        return tuple(members) if isinstance(current, tuple) else members
+    if isinstance(current, Tensor) and isinstance(plain, int | float):
+        return torch.full_like(current, plain)
+    return plain
 
 
 def _text_tensor(text: str) -> Tensor:

@@ -69,20 +69,29 @@ def held_optimizer_states(states: States) -> Iterator[Holding | HeldNumber]:
                 yield from _of_piece(states.sharded.optimizer.state.get(piece.view, {}), part)
 
 
-def prepare_optimizer_states(states: States, wanted: Mapping[str, Mapping[str, HeldNumber | None]]) -> None:
+Wanted = HeldNumber | torch.dtype | None
+
+
+def prepare_optimizer_states(states: States, wanted: Mapping[str, Mapping[str, Wanted]]) -> None:
     """Let the optimizer have, of what this rank holds, just the wanted states: numbers set, tensors to be filled.
+
+    Parameters of which none are wanted have those of an optimizer that has not stepped.
 
     Args:
         states: of the engine.
-        wanted: by parameter and state: its number, or None for a tensor as long as the parameter.
+        wanted: by parameter and state: its number; or for a tensor as long as the parameter a dtype of its own, or None
+            for the parameter's.
     """
-    for piece in states.sharded.pieces:
+    sharded = states.sharded
+    sharded.forget_states([piece for piece in sharded.pieces if not wanted.get(piece.name)])
+    for piece in sharded.pieces:
         names = wanted.get(piece.name, {})
-        kept = states.sharded.optimizer.state[piece.view]
+        kept = sharded.optimizer.state[piece.view] if names else {}
         for name in [name for name in kept if name not in names]:
             del kept[name]
-        for name, number in names.items():
-            _prepare(states, piece, name, number)
+        for name, each in names.items():
+            _prepare(states, piece, name, each)
+    sharded.track_states()
 
 
 def adopt_masters(states: States) -> None:
@@ -120,7 +129,7 @@ def _of_piece(values: Mapping[str, Any], part: _Part) -> Iterator[Holding | Held
         elif isinstance(value, Tensor) and value.dim() == 0:
             yield HeldNumber(name, state, value.item(), str(value.dtype).removeprefix("torch."))
         elif isinstance(value, int | float):
-            yield HeldNumber(name, state, value, type(value).__name__)
+            yield HeldNumber(name, state, value, "float" if isinstance(value, float) else "int")
         elif value is not None:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ConfigError(
@@ -129,13 +138,14 @@ def _of_piece(values: Mapping[str, Any], part: _Part) -> Iterator[Holding | Held
             )
 
 
-def _prepare(states: States, piece: Piece, name: str, number: HeldNumber | None) -> None:
+def _prepare(states: States, piece: Piece, name: str, wanted: Wanted) -> None:
     optimizer = states.sharded.optimizer
-    if number is not None:
-        kind = {"int": int, "float": float}.get(number.dtype)
-        value = torch.tensor(number.value, dtype=getattr(torch, number.dtype) if kind is None else None)
-        place_optimizer_state(optimizer, piece.view, name, kind(number.value) if kind is not None else value)
-        return
     current = optimizer.state[piece.view].get(name)
-    if not (isinstance(current, Tensor) and current.shape == piece.view.shape):
-        optimizer.state[piece.view][name] = torch.zeros_like(piece.view, requires_grad=False)
+    if isinstance(wanted, HeldNumber):
+        if isinstance(current, Tensor) and current.dim():
+            del optimizer.state[piece.view][name]
+        kind = {"int": int, "float": float}.get(wanted.dtype)
+        value = torch.tensor(wanted.value, dtype=getattr(torch, wanted.dtype) if kind is None else None)
+        place_optimizer_state(optimizer, piece.view, name, kind(wanted.value) if kind is not None else value)
+    elif not (isinstance(current, Tensor) and current.shape == piece.view.shape and wanted in (None, current.dtype)):
+        optimizer.state[piece.view][name] = torch.zeros_like(piece.view, dtype=wanted, requires_grad=False)

@@ -102,12 +102,17 @@ def _adopt(optimizer: Optimizer, model: nn.Module) -> OptimizerPlan:
             group["params"] = replacement["params"]
             group.pop("param_names", None)
         if optimizer.state:  # some, such as Adagrad, make it in their constructor
-            accepted = inspect.signature(type(optimizer)).parameters
-            options = {key: value for key, value in optimizer.defaults.items() if key in accepted}
-            optimizer.state = type(optimizer)(param_groups, **options).state
+            optimizer.state = fresh_states(optimizer, param_groups)
         return optimizer
 
     return OptimizerPlan(groups_of, replace_parameters)
+
+
+def fresh_states(optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> Any:
+    """The `state` that an optimizer of the same class and defaults has of these parameters before its first step."""
+    accepted = inspect.signature(type(optimizer)).parameters
+    options = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    return type(optimizer)(param_groups, **options).state
 
 
 def _trainable_names(layout: Layout) -> list[str]:

@@ -16,7 +16,7 @@ from shardwise.optim import refuse_unless_element_wise
 from shardwise.schedule.actions import Kind
 from shardwise.timeline import Timeline
 from shardwise.zero.group import ParamGroup
-from shardwise.zero.optimizer_plan import NamedGroup, OptimizerFactory
+from shardwise.zero.optimizer_plan import NamedGroup, OptimizerFactory, fresh_states
 from shardwise.zero.sharers import Sharing, square_sum, sum_over_sharers
 
 
@@ -69,6 +69,7 @@ class ShardedOptimizer:
         self._take(groups)
         self.optimizer = factory(self._param_groups(named_groups))
         refuse_unless_element_wise(self.optimizer)
+        self._has_states_at_once = bool(self.optimizer.state)  # such as Adagrad's
         self._is_stepping = False
         this = weakref.ref(self)
         self._step_guard = self.optimizer.register_step_pre_hook(lambda *_: _refuse_own_step(this()))
@@ -80,12 +81,34 @@ class ShardedOptimizer:
             groups: all of the engine's.
             named_groups: as many as before.
         """
+        before = {id(piece) for piece in self.pieces}
         self._take(groups)
         for options, group in zip(self.optimizer.param_groups, self._param_groups(named_groups), strict=True):
             options["params"] = group["params"]
         known = {id(piece.view) for piece in self.pieces} | {id(self._placeholder)}
         for view in [view for view in self.optimizer.state if id(view) not in known]:
             del self.optimizer.state[view]
+        self.forget_states([piece for piece in self.pieces if id(piece) not in before])
+
+    def forget_states(self, pieces: Sequence[Piece]) -> None:
+        """Let the optimizer have of these pieces what it has before its first step: mostly nothing."""
+        views = {id(piece.view) for piece in pieces}
+        for piece in pieces:
+            self.optimizer.state.pop(piece.view, None)
+        if self._has_states_at_once and views:
+            groups = [
+                {**group, "params": own}
+                for group in self.optimizer.param_groups
+                if (own := [view for view in group["params"] if id(view) in views])
+            ]
+            self.optimizer.state.update(fresh_states(self.optimizer, groups))
+
+    def track_states(self) -> None:
+        """Tell the ledger of states that are new."""
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    self._ledger.track(value, Category.OPTIMIZER)
 
     def _take(self, groups: Sequence[ParamGroup]) -> None:
         kept: dict[ParamGroup, list[Piece]] = {}
@@ -150,10 +173,7 @@ class ShardedOptimizer:
                 self._is_stepping = False
             for piece in self.pieces:
                 piece.view.grad = None
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    self._ledger.track(value, Category.OPTIMIZER)
+        self.track_states()
         self.clear()
         for group in self._groups:
             group.refresh()

@@ -1,0 +1,79 @@
+"""The buffers of a model in a checkpoint: rank 0 writes them, and each other rank those in which it differs.
+
+A rank differs where buffers are statistics of the batches that it has seen. Persistent buffers only, as in
+`state_dict`; a buffer that is tied is one, by its first name.
+
+>>> first, second = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+>>> _ = second(torch.eye(2))
+>>> there = digests(held_buffers(first, is_writer=True))
+>>> [held.holding.name for held in differing(held_buffers(second, is_writer=False), there)]
+['running_mean', 'running_var', 'num_batches_tracked']
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardwise._torch_private import persistent_buffers
+from shardwise.checkpoint.tensor_files import memory_of
+from shardwise.holdings import PARAM, Holding, Kind
+from shardwise.layout.pieces import LocalTensor
+
+
+@dataclass(frozen=True)
+class HeldBuffer:
+    """A buffer and its holding, whose tensor is the buffer's own memory where that is contiguous, else a copy."""
+
+    holding: Holding
+    buffer: Tensor
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Let the buffer have what was read into its holding."""
+        if self.buffer.data_ptr() != self.holding.tensor.data_ptr():
+            self.buffer.copy_(self.holding.tensor.view(self.buffer.shape))
+
+
+def held_buffers(model: nn.Module, is_writer: bool) -> list[HeldBuffer]:
+    """The persistent buffers of a model.
+
+    Args:
+        model: all of it.
+        is_writer: whether this rank writes them.
+    """
+    names: dict[int, list[str]] = {}
+    buffers: dict[int, Tensor] = {}
+    for name, buffer in persistent_buffers(model):
+        names.setdefault(id(buffer), []).append(name)
+        buffers[id(buffer)] = buffer
+    return [
+        HeldBuffer(whole(first, buffers[key], tuple(others), kind="buffer", is_written=is_writer), buffers[key])
+        for key, (first, *others) in names.items()
+    ]
+
+
+def digests(held: Sequence[HeldBuffer]) -> dict[str, str]:
+    """By name, what stands for the values of each buffer."""
+    return {
+        each.holding.name: hashlib.blake2b(memory_of(each.holding.tensor.cpu()), digest_size=16).hexdigest()
+        for each in held
+    }
+
+
+def differing(held: Sequence[HeldBuffer], others: Mapping[str, str]) -> list[HeldBuffer]:
+    """The buffers that are not as they were where `digests` returned `others`."""
+    own = digests(held)
+    return [each for each in held if own[each.holding.name] != others.get(each.holding.name)]
+
+
+def whole(name: str, tensor: Tensor, aliases: tuple[str, ...] = (), *, kind: Kind, is_written: bool) -> Holding:
+    """The holding of a tensor that this rank has all of."""
+    shape = tuple(tensor.shape)
+    pieces = LocalTensor.whole(shape).pieces
+    flat = tensor.detach().contiguous().view(-1)
+    return Holding(name, aliases, PARAM, shape, flat, pieces, pieces if is_written else (), kind, trainable=False)
