@@ -71,7 +71,7 @@ def assert_equal(got, expected) -> None:
         assert torch.equal(got[key], tensor), key
 
 
-def flip(path: Path, offset: int) -> None:
+def flip(path: Path, offset: int, bit: int = 0) -> None:
     data = bytearray(path.read_bytes())
-    data[offset] ^= 1
+    data[offset] ^= 1 << bit
     path.write_bytes(data)

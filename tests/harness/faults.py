@@ -108,17 +108,17 @@ class Ended:
     damaged: tuple[str, ...] = ()
 
 
-def run_to_end(rank: int, world_size: int, root: Path, is_background: bool, kill: Kill | None = None) -> Ended:
+def run_to_end(
+    rank: int, world_size: int, root: Path, is_background: bool, kill: Kill | None = None, last_step: int = NUM_STEPS
+) -> Ended:
     """Go on from what is there, if anything, as `shardwise train --resume auto` does, and save every second step."""
     engine = make_engine()
     damaged: tuple[str, ...] = ()
     if root.exists() and candidates(root):
-        damaged = engine.load(root).damaged
-        if rank == 0:
-            set_aside(root, engine.num_steps)
+        damaged = resume(engine, rank, root)
     first_step, loss = engine.num_steps, float("nan")
     with ExitStack() as stack:
-        for step in range(first_step + 1, NUM_STEPS + 1):
+        for step in range(first_step + 1, last_step + 1):
             if kill is not None and kill.step == step and kill.window == "step":
                 engine.finish_saves()  # else the disk would show the window of that save
                 stack.enter_context(awaiting(kill, rank, root))
@@ -130,6 +130,14 @@ def run_to_end(rank: int, world_size: int, root: Path, is_background: bool, kill
                 engine.save(root, wait=not is_background, keep_last=KEEP_LAST)
     engine.finish_saves()
     return Ended(first_step, loss, damaged)
+
+
+def resume(engine: Engine, rank: int, root: Path) -> tuple[str, ...]:
+    """Load the newest whole checkpoint and set later ones aside; returns what was said of these."""
+    report = engine.load(root)
+    if rank == 0:
+        set_aside(root, report.step)
+    return report.damaged
 
 
 def stored(root: Path) -> tuple[StoredTensor, ...]:
