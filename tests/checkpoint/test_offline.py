@@ -65,6 +65,13 @@ def test_every_damage_is_named_and_those_behind_it_are_found(tmp_path):
     ]
 
 
+def test_a_checkpoint_of_another_step_than_its_folders_name_is_named(tmp_path):
+    folder = save(tmp_path, values_of(), step=100)
+    assert messages(folder.rename(tmp_path / "step-00000200")) == [
+        "manifest.json: is of step 100, which is not what its folder's name says"
+    ]
+
+
 def test_neighbouring_damaged_blocks_are_one_damage(tmp_path):
     folder = save(tmp_path, values_of(), num_ranks=1)
     (piece,) = next(each for each in read_manifest(folder).tensors if each.name == "up.weight").states["param"].pieces

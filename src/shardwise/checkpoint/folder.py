@@ -194,7 +194,7 @@ def read_manifest(step_folder: Path) -> Manifest:
     """Read the manifest of a checkpoint, and check that each file it names is there with its size.
 
     Raises:
-        DamagedError: the manifest, or a file, is missing, torn or cannot be read from the disk.
+        DamagedError: the manifest, or a file, is missing, torn, cannot be read from the disk, or is another step's.
         CheckpointError: a newer version has written it, or this user may not read it.
     """
     path = step_folder / MANIFEST_NAME
@@ -212,6 +212,11 @@ def read_manifest(step_folder: Path) -> Manifest:
         wrong = where
     if wrong:
         raise DamagedError(f"{wrong}; use an older checkpoint")
+    if step_of(step_folder) not in (None, manifest.step):
+        raise DamagedError(
+            f"{path} is of step {manifest.step}, which is not what its folder's name says; name it "
+            f"{step_name(manifest.step)}, or use an older checkpoint"
+        )
     return manifest
 
 

@@ -23,7 +23,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.folder import begin, check_room, commit, discard, named_errors, read_manifest
+from shardwise.checkpoint.folder import begin, check_room, commit, discard, named_errors, read_manifest, step_of
 from shardwise.checkpoint.manifest import (
     BLOCK_BYTES,
     ITEM_BYTES,
@@ -142,6 +142,8 @@ def verify(folder: Path, progress: Progress | None = None) -> Verification:
         return Verification(None, (Damage(MANIFEST_NAME, f"cannot be read: {error.strerror}"),))
     meter = _Meter(sum(manifest.files.values()), progress)
     damages = list(check_cover(manifest))
+    if step_of(folder) not in (None, manifest.step):
+        damages.append(Damage(MANIFEST_NAME, f"is of step {manifest.step}, which is not what its folder's name says"))
     num_unchecked_bytes = 0
     for file, entries in entries_by_file(manifest).items():
         damages += _check_file(folder / file, manifest.files.get(file, 0), entries, meter)
