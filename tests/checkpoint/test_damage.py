@@ -276,8 +276,8 @@ def test_nothing_is_found_by_what_latest_says(ranks: WorkerPool, root: Path, mad
     check_tidy(root)
 
 
-@pytest.mark.parametrize("num_bits", [40, pytest.param(None, marks=pytest.mark.full)])
-def test_a_flipped_header_is_found_by_verify_or_changes_nothing(root: Path, num_bits: int | None) -> None:
+@pytest.mark.parametrize("num_bits", [30, pytest.param(600, marks=pytest.mark.full)])
+def test_a_flipped_header_is_found_by_verify_or_changes_nothing(root: Path, num_bits: int) -> None:
     """The loader reads by the manifest alone; the header of a file is for other readers."""
     folder = root / step_name(NEWEST)
     path = folder / FILES[1]
@@ -285,7 +285,7 @@ def test_a_flipped_header_is_found_by_verify_or_changes_nothing(root: Path, num_
     num_header_bytes = int.from_bytes(path.read_bytes()[:8], "little")
     bits = [(byte, bit) for byte in range(8 + num_header_bytes) for bit in range(8)]
     num_found = 0
-    chosen = random.Random(0).sample(bits, num_bits) if num_bits else bits
+    chosen = random.Random(num_bits).sample(bits, num_bits)
     for byte, bit in chosen:
         flip(path, byte, bit)
         read_manifest(folder)
