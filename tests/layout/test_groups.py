@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shardwise.layout.groups import ALIGNMENT_NUMEL, GroupSpec, ParamSpec, build_groups
 from shardwise.layout.skeleton import ROOT, ParamEntry
+from shardwise.layout.stages import Placement
 
 UNITS = ("blocks.0", "blocks.1")
 SHAPES = st.lists(st.integers(1, 7), max_size=3).map(tuple) | st.lists(st.integers(0, 3), max_size=3).map(tuple)
@@ -45,6 +46,21 @@ def test_shards_hold_each_element_of_each_parameter_exactly_once(group: GroupSpe
             ends.append(slot.offset + slot.stop - slot.start)
         assert ends[-1] <= stop - start
     assert all(np.all(times == 1) for times in owners.values())
+
+
+@given(groups())
+def test_ranks_write_the_whole_buffer_once_and_hold_what_they_write(group: GroupSpec) -> None:
+    times = np.zeros(group.padded_numel, dtype=int)
+    num_replicas = group.num_ranks // group.num_shards
+    for shard in range(group.num_shards):
+        ranges = [group.written_range(shard, replica) for replica in range(num_replicas)]
+        for start, stop in ranges:
+            times[start:stop] += 1
+            assert stop - start == group.padded_numel // group.num_ranks
+            for placement in Placement:
+                low, high = group.held_range(placement, shard)
+                assert low <= start <= stop <= high
+    assert np.all(times == 1)
 
 
 @given(groups())

@@ -105,3 +105,16 @@ def test_units_that_do_not_divide_are_refused_with_the_nearest_that_do(
 
 def test_nearest_legal_are_the_divisors_on_both_sides() -> None:
     assert (nearest_legal(32, 3), nearest_legal(7, 9), nearest_legal(6, 1)) == ("2, 4", "7", "2")
+
+
+@given(param_splits())
+def test_what_a_rank_owns_is_part_of_what_it_holds_and_all_ranks_own_each_element_once(split: ParamSplit) -> None:
+    owners = np.zeros(split.global_shape, dtype=int)
+    for rank in range(split.degree):
+        held, owned = split.local(rank), split.local(rank, owned_only=True)
+        assert set(owned.pieces) <= set(held.pieces)
+        assert owned.global_shape == held.global_shape
+        assert owned.numel == held.numel == math.prod(split.local_shape)
+        for piece in owned.pieces:
+            owners[piece.rect.slices_in(Rect.whole(split.global_shape))] += 1
+    assert (owners == 1).all()

@@ -16,10 +16,9 @@ from torch.nn import functional as F
 from harness.combinations import cover
 from harness.pool import WorkerPool
 from harness.random_models import NUM_WORDS, PLAN, LayoutSpec, ModelSpec, RandomModel, layouts, specs
+from harness.states import States, assert_same_bits, whole_states
 from shardwise import Engine, initialize
-from shardwise.zero.access import GRAD
 
-States = dict[tuple[str, str], Tensor]
 OPTIMIZERS = ("adamw", "sgd", "adagrad")
 LONE = LayoutSpec(1, 1, 1, 0)
 # Shrinking an example that fails would start processes for minutes.
@@ -63,18 +62,6 @@ def train(engine: Engine, num_steps: int) -> list[float]:
         own = [tokens[number] for number in range(index, 8, num_data_ranks)]
         losses.append(engine.train_step([(each[:, :-1], each[:, 1:]) for each in own]).loss)
     return losses
-
-
-def whole_states(engine: Engine) -> States:
-    """Every state of every parameter, and the buffers."""
-    names = [name for name, _ in engine.model.named_parameters()]
-    found: States = {}
-    for name in names:
-        for state in engine.states_of(name):
-            value = engine.read(name, state) if state != GRAD else None
-            if value is not None:
-                found[name, state] = value.clone()
-    return found | {(name, "buffer"): buffer.clone() for name, buffer in engine.model.named_buffers()}
 
 
 def save(rank: int, world_size: int, root: Path, make: Mapping[str, Any], num_steps: int, wait: bool) -> States:
@@ -123,13 +110,6 @@ def check_any_to_any(ranks: WorkerPool, root: Path, data: st.DataObject) -> None
     for loaded, step, extra in results:
         assert (step, extra) == (num_steps, {"note": "saved"})
         assert_same_bits(loaded, saved)
-
-
-def assert_same_bits(actual: States, expected: States) -> None:
-    assert actual.keys() == expected.keys()
-    for key, value in expected.items():
-        assert actual[key].dtype == value.dtype, key
-        assert torch.equal(actual[key], value), key
 
 
 def save_halfway(rank: int, world_size: int, root: Path, make: Mapping[str, Any]) -> tuple[list[float], States]:

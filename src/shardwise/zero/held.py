@@ -6,6 +6,20 @@ Ranks that hold the same range, as in stage 0 or in replicas, write a part of it
     ZeRO-2 over 2 ranks        rank 0 holds and writes the first half of a group, rank 1 the second
     stage 0 over 2 ranks       both hold all of it; rank 0 writes the first half, rank 1 the second
     2 replicas of 2 shards     ranks 0 and 2 hold the first half; rank 0 writes the first quarter, rank 2 the second
+
+A weight of 6 x 4 in ZeRO-3 over 2 ranks, each of which shares its columns with another: a mesh of 2 x 2, tp innermost.
+
+>>> from shardwise.layout.splits import ParamSplit, Part
+>>> split = ParamSplit((6, 4), degree=2, dim=1, parts=(Part(4),))
+>>> spec = ParamSpec("down.weight", (), split.local_shape, 0, split)
+>>> group = GroupSpec("root", "root", (spec,), True, num_ranks=2, num_shards=2)
+>>> for data, tp in ((0, 0), (0, 1), (1, 0), (1, 1)):
+...     (part,) = parts_of(group, group.shard_range(data), group.written_range(data, replica=0), tp)
+...     print(part.start, part.stop, [str(piece.rect) for piece in part.pieces], part.written == part.pieces)
+0 8 ['[0:4, 0:2]'] True
+0 8 ['[0:4, 2:4]'] True
+8 12 ['[4:6, 0:2]'] True
+8 12 ['[4:6, 2:4]'] True
 """
 
 from __future__ import annotations
@@ -19,32 +33,67 @@ from torch import Tensor
 
 from shardwise.config import ConfigError
 from shardwise.holdings import PARAM, HeldNumber, Holding
-from shardwise.layout.groups import ParamSpec
-from shardwise.layout.pieces import LocalTensor, intersect
+from shardwise.layout.groups import GroupSpec, ParamSpec
 from shardwise.layout.pieces import Piece as Rectangle
+from shardwise.layout.pieces import intersect
 from shardwise.zero.access import States, place_optimizer_state
 from shardwise.zero.group import ParamGroup
 from shardwise.zero.step import Piece
 
+Range = tuple[int, int]
+Wanted = HeldNumber | torch.dtype | None
+
 
 @dataclass(frozen=True)
-class _Part:
-    """A rank's range [start, stop) of one flattened local parameter, and that of it which the rank writes."""
+class HeldPart:
+    """What a rank holds of one parameter; nothing, where `start` is `stop`.
 
-    group: ParamGroup
+    Attributes:
+        spec: of the parameter.
+        trainable: whether it has gradients.
+        start: of the range of the flattened local parameter.
+        stop: likewise.
+        offset: of the range's first element in what the rank holds of the group.
+        pieces: the range as rectangles of the whole parameter, offsets counted from its first element.
+        written: those, or parts of them, that the rank writes.
+    """
+
     spec: ParamSpec
-    start: int
-    stop: int
-    offset: int
-    pieces: tuple[Rectangle, ...]
-    written: tuple[Rectangle, ...]
+    trainable: bool
+    start: int = 0
+    stop: int = 0
+    offset: int = 0
+    pieces: tuple[Rectangle, ...] = ()
+    written: tuple[Rectangle, ...] = ()
 
     def holding(self, state: str, tensor: Tensor) -> Holding:
-        spec = self.spec
-        is_trainable = self.group.spec.trainable
+        """A state of it, `tensor` being as long as the range."""
+        spec, trainable = self.spec, self.trainable
         return Holding(
-            spec.name, spec.aliases, state, spec.global_shape, tensor, self.pieces, self.written, trainable=is_trainable
+            spec.name, spec.aliases, state, spec.global_shape, tensor, self.pieces, self.written, trainable=trainable
         )
+
+
+def parts_of(group: GroupSpec, held: Range, written: Range, tp_index: int) -> Iterator[HeldPart]:
+    """What a rank holds of each parameter of a group, and writes.
+
+    Args:
+        group: of the parameters.
+        held: range of its flat buffer that the rank holds.
+        written: the part of that which it writes, as far as it is the owner there.
+        tp_index: of the rank in its tensor-parallel group.
+    """
+    slots = {slot.param.name: slot for slot in group.slots(*held)}
+    for spec in group.params:
+        slot = slots.get(spec.name)
+        if slot is None:
+            yield HeldPart(spec, group.trainable)
+            continue
+        low, high = max(slot.start, written[0] - spec.offset), min(slot.stop, written[1] - spec.offset)
+        owned = spec.split.local(tp_index, owned_only=True)
+        own = intersect(owned, low, high) if low < high else ()
+        mine = tuple(piece.shifted(low - slot.start) for piece in own)
+        yield HeldPart(spec, group.trainable, slot.start, slot.stop, slot.offset, slot.pieces(tp_index), mine)
 
 
 def held_parameters(states: States) -> Iterator[Holding]:
@@ -67,9 +116,6 @@ def held_optimizer_states(states: States) -> Iterator[Holding | HeldNumber]:
             piece = pieces.get((group, part.spec.name))
             if piece is not None:
                 yield from _of_piece(states.sharded.optimizer.state.get(piece.view, {}), part)
-
-
-Wanted = HeldNumber | torch.dtype | None
 
 
 def prepare_optimizer_states(states: States, wanted: Mapping[str, Mapping[str, Wanted]]) -> None:
@@ -100,28 +146,13 @@ def adopt_masters(states: States) -> None:
         group.adopt_master()
 
 
-def _parts(states: States, group: ParamGroup) -> Iterator[_Part]:
+def _parts(states: States, group: ParamGroup) -> Iterator[HeldPart]:
     comms, params = states.comms, group.params
-    first, last = group.spec.written_range(comms.shards.rank, comms.replicas.rank)
-    slots = {slot.param.name: slot for slot in group.spec.slots(params.shard_start, params.shard_stop)}
-    for spec in group.spec.params:
-        slot = slots.get(spec.name)
-        if slot is None:
-            yield _Part(group, spec, 0, 0, 0, (), ())
-            continue
-        held, owned = (spec.split.local(comms.tensor.rank, owned_only=only) for only in (False, True))
-        low = max(slot.start, first - spec.offset)
-        high = min(slot.stop, last - spec.offset)
-        written = tuple(piece.shifted(low - slot.start) for piece in _cut(owned, low, high))
-        pieces = intersect(held, slot.start, slot.stop)
-        yield _Part(group, spec, slot.start, slot.stop, slot.offset, pieces, written)
+    written = group.spec.written_range(comms.shards.rank, comms.replicas.rank)
+    return parts_of(group.spec, (params.shard_start, params.shard_stop), written, comms.tensor.rank)
 
 
-def _cut(local: LocalTensor, start: int, stop: int) -> tuple[Rectangle, ...]:
-    return intersect(local, start, stop) if start < stop else ()
-
-
-def _of_piece(values: Mapping[str, Any], part: _Part) -> Iterator[Holding | HeldNumber]:
+def _of_piece(values: Mapping[str, Any], part: HeldPart) -> Iterator[Holding | HeldNumber]:
     name, numel = part.spec.name, part.stop - part.start
     for state, value in values.items():
         if isinstance(value, Tensor) and value.dim() and value.numel() == numel:
@@ -144,8 +175,8 @@ def _prepare(states: States, piece: Piece, name: str, wanted: Wanted) -> None:
     if isinstance(wanted, HeldNumber):
         if isinstance(current, Tensor) and current.dim():
             del optimizer.state[piece.view][name]
-        kind = {"int": int, "float": float}.get(wanted.dtype)
-        value = torch.tensor(wanted.value, dtype=getattr(torch, wanted.dtype) if kind is None else None)
-        place_optimizer_state(optimizer, piece.view, name, kind(wanted.value) if kind is not None else value)
+        is_python = wanted.dtype in ("int", "float")
+        value = wanted.value if is_python else torch.tensor(wanted.value, dtype=getattr(torch, wanted.dtype))
+        place_optimizer_state(optimizer, piece.view, name, value)
     elif not (isinstance(current, Tensor) and current.shape == piece.view.shape and wanted in (None, current.dtype)):
         optimizer.state[piece.view][name] = torch.zeros_like(piece.view, dtype=wanted, requires_grad=False)
