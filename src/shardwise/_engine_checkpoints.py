@@ -23,7 +23,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,6 @@ from shardwise.checkpoint.manifest import CheckpointError, Contents, DamagedErro
 from shardwise.checkpoint.reading import PieceReader
 from shardwise.checkpoint.saver import Saver, SaveRequest
 from shardwise.comm import Network
-from shardwise.config import ConfigError
 from shardwise.holdings import PARAM, HeldNumber, Holding
 from shardwise.layout.pieces import LocalTensor
 from shardwise.zero import held
@@ -100,34 +99,33 @@ class EngineCheckpoints(EngineStates):
             keep_every: but never one whose step is a multiple of this.
 
         Raises:
-            CheckpointError: it cannot be written, on every rank alike; or the checkpoint of that step is there.
+            CheckpointError: it cannot be written, on every rank alike; the checkpoint of that step is there; or a
+                parameter was moved or written behind the engine's back.
             RuntimeError: gradients are accumulated, which a checkpoint does not keep.
-            ValueError: parameters were moved or written behind the engine's back; naming one, and the cure.
+            CommError: not all ranks call it within `run.timeout_s`; so too `load`.
         """
         self._check_usable()
         self._refuse_if_simulated()
-        steps_to_delete((), keep_last, keep_every)  # which refuses what they may not be
         if self._num_backwards > 0:
             raise RuntimeError(
                 "gradients since the last step are in no checkpoint; save after engine.step() or engine.zero_grad()"
             )
-        self._driver.check_model()
         self._follow_freezing()
         self._warn_of_extra_states()
         saved: list[Holding | HeldNumber] = []
         manifest = Manifest(self.num_steps, (), {})
-        note = _WELL
-        try:
+
+        def prepare() -> str:
+            nonlocal manifest
+            _check_choices(contents, keep_last, keep_every)
+            self._driver.check_model()
             manifest = self._manifest(contents, extra)
-            saved += self._saved(contents)
-            if self.comm.world_size > 1 and contents == "all":
-                note += json.dumps(digests(held_buffers(self.model, is_writer=True)) if self.comm.rank == 0 else {})
-        except (CheckpointError, ConfigError) as error:
-            note = f"{_UNFIT}{error}"
-        verdict = self._meet(note, _worst, "the save of a checkpoint")
-        if verdict.startswith(_UNFIT):
-            raise CheckpointError(verdict[1:])
-        saved += self._own(contents, json.loads(verdict[1:] or "{}"))
+            saved.extend(self._saved(contents))
+            is_compared = self.comm.world_size > 1 and self.comm.rank == 0 and contents == "all"
+            return json.dumps(digests(held_buffers(self.model, is_writer=True)) if is_compared else {})
+
+        digests_of_first = json.loads(self._do_on_all(prepare, "the save of a checkpoint")[1:])
+        saved += self._own(contents, digests_of_first)
         holdings = tuple(each for each in saved if isinstance(each, Holding))
         written = {holding.name for holding in holdings if holding.written}
         numbers = tuple(each for each in saved if isinstance(each, HeldNumber) and each.name in written)
@@ -225,23 +223,37 @@ class EngineCheckpoints(EngineStates):
         Raises:
             CheckpointError: it failed somewhere for another reason than damage; on every rank.
         """
-        note, failure = _WELL, None
-        try:
+
+        def do() -> str:
             work()
+            return ""
+
+        verdict = self._do_on_all(do, "the end of a load")
+        if verdict.startswith(_DAMAGED):
+            damaged.append(verdict[1:])
+        return verdict == _WELL
+
+    def _do_on_all(self, work: Callable[[], str], subject: str) -> str:
+        """Do something on every rank; return what it gave on rank 0 behind `_WELL`, or damage behind `_DAMAGED`.
+
+        Raises:
+            CheckpointError: it failed somewhere for another reason; on every rank, so that nobody waits for it.
+        """
+        failure: Exception | None = None
+        try:
+            note = _WELL + work()
         except DamagedError as error:
             note = f"{_DAMAGED}{error}"
-        except (CheckpointError, OSError) as error:
+        except (ValueError, OSError) as error:
             note = f"{_UNFIT}{error}"
-        except Exception as error:  # nobody has foreseen it; the others must not wait all the same
+        except Exception as error:  # nobody has foreseen it
             note, failure = f"{_UNFIT}rank {self.comm.rank} failed: {type(error).__name__}: {error}", error
-        verdict = self._meet(note, _worst, "the end of a load")
+        verdict = self._meet(note, _worst, subject)
         if failure is not None:
             raise failure
         if verdict.startswith(_UNFIT):
             raise CheckpointError(verdict[1:])
-        if verdict.startswith(_DAMAGED):
-            damaged.append(verdict[1:])
-        return verdict == _WELL
+        return verdict
 
     def _meet(self, note: str, judge: Callable[[Mapping[int, str]], str], subject: str) -> str:
         store = self._network.store
@@ -366,6 +378,12 @@ def _described_model(model: nn.Module) -> dict[str, Any]:
     except (TypeError, ValueError) as error:  # for the reader's eyes: no reason not to save
         log.warning("the model's config is not in the checkpoint: %s", error)
     return described
+
+
+def _check_choices(contents: str, keep_last: int | None, keep_every: int | None) -> None:
+    if contents not in (known := get_args(Contents)):
+        raise CheckpointError(f"contents={contents!r} is not known; choose one of {', '.join(known)}")
+    steps_to_delete((), keep_last, keep_every)  # which refuses what they may not be
 
 
 def _checked(extra: Any) -> Any:

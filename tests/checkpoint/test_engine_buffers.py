@@ -39,6 +39,7 @@ class Buffers(nn.Module):
         self.register_buffer("empty", torch.zeros(0, 3))
         self.register_buffer("turned", torch.arange(6.0).view(2, 3).t())
         self.register_buffer("every_other", torch.arange(8.0)[::2])
+        self.register_buffer("spread", torch.rand(1).expand(3))
         self.register_buffer("cache", torch.zeros(3), persistent=False)
         self.register_buffer("nothing", None)
 
@@ -62,9 +63,9 @@ def test_buffers_come_back_on_one_rank(tmp_path: Path) -> None:
     names = {tensor.name for tensor in manifest.tensors if tensor.kind == "buffer"}
     assert names == {
         *("generator.running_mean", "generator.running_var", "generator.num_batches_tracked"),
-        *("seen", "flags", "count", "empty", "turned", "every_other"),
+        *("seen", "flags", "count", "empty", "turned", "every_other", "spread"),
     }
-    with engine_of(Buffers) as engine:
+    with engine_of(Buffers, seed=1) as engine:
         take_steps(engine, 1)
         cache = engine.model.cache.clone()
         seen = engine.model.seen

@@ -436,7 +436,7 @@ def test_what_was_written_is_saved_or_refused(tmp_path: Path) -> None:
         engine.save(tmp_path)
         with torch.no_grad():
             engine.model.up.bias.zero_()  # behind the engine's back: its master knows nothing of it
-        with pytest.raises(ValueError, match=r"up\.bias was written after initialize"):
+        with refused("up.bias was written after initialize", "engine.gathered(write=True)"):
             engine.save(tmp_path / "other")
         engine.load(tmp_path)
         assert torch.equal(engine.read("down.weight", "master"), value)
@@ -464,11 +464,13 @@ def test_several_engines_keep_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [-1, 0])
-def test_numbers_of_checkpoints_to_keep_are_checked_before_anything_is_written(tmp_path: Path, number: int) -> None:
+def test_choices_are_checked_before_anything_is_written(tmp_path: Path, number: int) -> None:
     with engine_of() as engine:
         for name in ("keep_last", "keep_every"):
             with refused(f"{name}={number} is less than 1"):
                 engine.save(tmp_path / "root", **{name: number})
+        with refused("contents='weight' is not known; choose one of all, trainable, weights"):
+            engine.save(tmp_path / "root", contents="weight")
     assert not (tmp_path / "root").exists()
 
 

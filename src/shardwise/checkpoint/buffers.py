@@ -35,8 +35,11 @@ class HeldBuffer:
     @torch.no_grad()
     def settle(self) -> None:
         """Let the buffer have what was read into its holding."""
-        if self.buffer.data_ptr() != self.holding.tensor.data_ptr():
-            self.buffer.copy_(self.holding.tensor.view(self.buffer.shape))
+        values = self.holding.tensor.view(self.buffer.shape)
+        if any(not step and size > 1 for step, size in zip(self.buffer.stride(), self.buffer.shape, strict=True)):
+            self.buffer.data = values.clone()  # elements of an expanded one share memory: torch writes into none
+        elif self.buffer.data_ptr() != values.data_ptr():
+            self.buffer.copy_(values)
 
 
 def held_buffers(model: nn.Module, is_writer: bool) -> list[HeldBuffer]:
