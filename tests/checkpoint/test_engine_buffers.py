@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import pickletools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -218,14 +218,10 @@ def test_no_file_of_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
 
 
 def test_the_library_neither_pickles_nor_unpickles() -> None:
-    names = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
+    words = r"\b(pickle|cPickle|dill|cloudpickle|shelve|marshal|(torch|np)\.(load|save)|\w+_object(_list)?)\b"
+    lines = r"(?m)^[^#\n]*" + words + r"(\(| import|\n|$)"
+    assert re.search(lines, "    import pickle\n")
+    assert re.search(lines, "state = torch.load(path)\n")
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                imported = {alias.name.partition(".")[0] for alias in node.names}
-                assert not imported & names, path
-            elif isinstance(node, ast.ImportFrom):
-                assert (node.module or "").partition(".")[0] not in names, path
-            elif isinstance(node, ast.Attribute):
-                assert ast.unparse(node) not in ("torch.load", "torch.save", "np.load", "np.save"), path
-                assert node.attr not in ("all_gather_object", "broadcast_object_list", "gather_object"), path
+        found = re.search(lines, path.read_text())
+        assert found is None, f"{path}: {found[0]}"
