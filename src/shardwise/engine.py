@@ -184,9 +184,13 @@ class Engine(EngineCheckpoints):
 
         Raises:
             NonFiniteLossError: loss or gradients are not finite; parameters and optimizer stay as they were.
+            CheckpointError: a save in the background has failed; call it again to take the step.
         """
         self._check_usable()
         self._saver.poll()
+        return self._step()
+
+    def _step(self) -> StepResult:
         self._refuse_unless_trainable()
         self._driver.check_model()
         if self._driver.has_foreign_gradients:
@@ -235,7 +239,12 @@ class Engine(EngineCheckpoints):
 
         Args:
             batches: as many as `batch.accumulation`, each as for `engine(batch)`.
+
+        Raises:
+            CheckpointError: a save in the background has failed; nothing was done, call it again to take the step.
         """
+        self._check_usable()
+        self._saver.poll()
         expected = self.config.batch.accumulation
         if len(batches) != expected:
             raise ConfigError(
@@ -244,7 +253,9 @@ class Engine(EngineCheckpoints):
             )
         for batch in batches:
             self.backward(self(batch))
-        return self.step()
+        # Not `step`: an error of a save, raised there, would leave the gradients of these batches to the next step.
+        with self._memory_explained():
+            return self._step()
 
     def eval_step(self, batches: Sequence[Any]) -> EvalResult:
         """The mean loss over `batches` of all data ranks, forward only, in the model's eval mode."""
