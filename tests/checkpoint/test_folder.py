@@ -128,7 +128,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
 def test_a_checkpoint_under_another_steps_name_is_damage(tmp_path: Path) -> None:
     folder = save(tmp_path, 100)
     wrong = folder.rename(tmp_path / step_name(200))
-    with pytest.raises(DamagedError, match="step-00000200/manifest.json is of step 100, .* name it step-00000100, or"):
+    with pytest.raises(DamagedError, match=r"step-00000200/manifest.json is of step 100, .* name it step-00000100, or"):
         read_manifest(wrong)
     # A name that says no step may be any.
     assert read_manifest(wrong.rename(tmp_path / "best")).step == 100

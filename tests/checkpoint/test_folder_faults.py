@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness.checkpoint_folders import check_all, forked, latest, manifest_of, refused, save, steps_of, write_files
+from harness.small_disk import MS_RDONLY, MS_REMOUNT, mount, mount_alone
 from shardwise.checkpoint import folder
 from shardwise.checkpoint.folder import (
     begin,
@@ -197,31 +197,13 @@ def test_killed_at_any_moment(tmp_path: Path, num_kills: int) -> None:
 
 # Refused by the system.
 
-CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
-MS_RDONLY, MS_REMOUNT, MS_REC_PRIVATE = 1, 32, 0x4000 | (1 << 18)
-
-
-def mount(place: Path | str, kind: str, flags: int, options: str = "") -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"none", str(place).encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()):
-        raise OSError(ctypes.get_errno(), f"mount {kind}: {os.strerror(ctypes.get_errno())}")
-
 
 def on_small_disk(tmp_path: Path, num_bytes: int, function: Callable[[Path], object]) -> None:
     """Run this, in a forked process, with a file system of this size of its own; skip where one cannot be mounted."""
 
     def run() -> str:
-        libc = ctypes.CDLL(None, use_errno=True)
-        user, group = os.getuid(), os.getgid()
         try:
-            if libc.unshare(CLONE_NEWNS):
-                if libc.unshare(CLONE_NEWNS | CLONE_NEWUSER):
-                    raise OSError(ctypes.get_errno(), f"unshare: {os.strerror(ctypes.get_errno())}")
-                Path("/proc/self/setgroups").write_text("deny")
-                Path("/proc/self/uid_map").write_text(f"0 {user} 1")
-                Path("/proc/self/gid_map").write_text(f"0 {group} 1")
-            mount("/", "", MS_REC_PRIVATE)
-            mount(tmp_path, "tmpfs", 0, f"size={num_bytes}")
+            mount_alone(tmp_path, num_bytes)
         except OSError as error:
             return f"no file system can be mounted here: {error}"
         function(tmp_path)

@@ -1,0 +1,368 @@
+"""Full, read-only, broken disks; ranks that hang, disagree, or end: each is said on every rank, and nothing is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from harness.faults import (
+    KEEP_LAST,
+    NUM_RANKS,
+    NUM_STEPS,
+    SAVE_EVERY,
+    Ended,
+    Moment,
+    OnCall,
+    When,
+    check_tidy,
+    make_engine,
+    once_at,
+    run_to_end,
+    stored,
+    take_step,
+    watching,
+)
+from harness.pool import WorkerPool
+from harness.small_disk import SmallDisk, small_disk
+from shardwise.checkpoint.folder import read_manifest, step_folders, step_name, step_of
+from shardwise.checkpoint.manifest import CheckpointError, StoredTensor
+
+# The save that fails, and the one before it.
+STEP, BEFORE = 3 * SAVE_EVERY, 2 * SAVE_EVERY
+# A checkpoint has 1.4 MB.
+DISK_BYTES = 2**24
+
+FILE, MANIFEST, PARTIAL, FINAL = "rank-*", "manifest.json", "step-*.partial", "step-????????"
+ROOT = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A run to which nothing happens: its end, and what it has saved last."""
+
+    end: Ended
+    stored: tuple[StoredTensor, ...]
+
+
+@pytest.fixture(scope="module")
+def whole(ranks: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    root = tmp_path_factory.mktemp("whole") / ROOT
+    return Whole(ranks(NUM_RANKS).run(run_to_end, root, False)[0], stored(root))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong in a save.
+
+    Attributes:
+        kind: "full" or "read-only", the disk from the moment on; else the name of an error that the call raises.
+        moment: of the save; None is before it.
+        rank: at whose call.
+        said: a pattern of the message.
+        cure: likewise.
+        can_reserve: whether the file system gives files their blocks beforehand.
+    """
+
+    kind: str
+    moment: Moment | None
+    rank: int
+    said: str
+    cure: str
+    can_reserve: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.moment or 'before'}-rank{self.rank}{'' if self.can_reserve else '-unreserved'}"
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the checkpoint has its name by then."""
+        call = self.moment.call if self.moment else ""
+        return call == "replace" or (self.moment is not None and self.moment.target in (ROOT, "latest.partial"))
+
+
+def save_into(rank: int, world_size: int, root: Path, is_background: bool, fault: Fault, disk: SmallDisk | None) -> Any:
+    """Train up to the save that fails; mend what is wrong, and train on to the end with the same engine.
+
+    Returns:
+        What was said of the save, by which call, whether anything was said a second time; and the last loss.
+    """
+    engine = make_engine()
+    for _ in range(STEP):
+        take_step(engine, rank)
+        if engine.num_steps % SAVE_EVERY == 0 and engine.num_steps < STEP:
+            engine.save(root, wait=not is_background, keep_last=KEEP_LAST)
+    engine.finish_saves()
+    if fault.moment is None and rank == 0:
+        befall(fault, disk)
+    dist.barrier()
+    said = ("", "")
+    with watching(on_call_of(fault, rank, disk)):
+        try:
+            engine.save(root, wait=not is_background, keep_last=KEEP_LAST)
+            while engine._saver.is_saving:
+                time.sleep(0.01)
+        except CheckpointError as error:
+            said = ("save", str(error))
+    dist.barrier()
+    if is_background:
+        try:
+            take_step(engine, rank)
+        except CheckpointError as error:
+            said = ("step", str(error))
+    found = [step_of(each) for each in step_folders(root) if read_manifest(each)]
+    dist.barrier()
+    if disk is not None and rank == 0:
+        mend(fault, disk)
+    dist.barrier()
+    loss = 0.0
+    while engine.num_steps < NUM_STEPS:
+        loss = take_step(engine, rank)
+        if engine.num_steps % SAVE_EVERY == 0:
+            engine.save(root.with_name("later"), wait=not is_background, keep_last=KEEP_LAST)
+    engine.finish_saves()
+    return *said, found, loss
+
+
+def on_call_of(fault: Fault, rank: int, disk: SmallDisk | None) -> OnCall:
+    at = once_at(fault.moment, lambda: befall(fault, disk)) if fault.moment is not None else None
+
+    def on_call(call: str, target: str, when: When) -> None:
+        if call == "posix_fallocate" and not fault.can_reserve:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        if at is not None and rank == fault.rank:
+            at(call, target, when)
+
+    return on_call
+
+
+def befall(fault: Fault, disk: SmallDisk | None) -> None:
+    if disk is None:
+        number = getattr(errno, fault.kind)
+        raise OSError(number, os.strerror(number))
+    if fault.kind == "full":
+        disk.fill()
+    else:
+        disk.remount(read_only=True)
+
+
+def mend(fault: Fault, disk: SmallDisk) -> None:
+    if fault.kind == "full":
+        disk.make_room()
+    else:
+        disk.remount(read_only=False)
+
+
+def check_failed(
+    ranks: WorkerPool, root: Path, is_background: bool, fault: Fault, disk: SmallDisk | None, whole: Whole
+) -> None:
+    results = ranks(NUM_RANKS).run(save_into, root, is_background, fault, disk)
+    assert results[0] == results[1]
+    call, text, found, loss = results[0]
+    assert call == ("step" if is_background else "save")
+    assert re.fullmatch(
+        rf"checkpoint of step {STEP} failed on rank {fault.rank}: .*{fault.said}.*; .*{fault.cure}.*", text
+    )
+    expected = [STEP, BEFORE, BEFORE - SAVE_EVERY] if fault.is_named else [BEFORE, BEFORE - SAVE_EVERY]
+    assert found == expected
+    # The engine whose save has failed goes on, and so does another, from the checkpoint before.
+    assert loss == whole.end.loss
+    assert stored(root.with_name("later")) == whole.stored
+    assert not list(root.glob("*.partial")) or fault.kind == "read-only"
+    ended = ranks(NUM_RANKS).run(run_to_end, root, is_background)
+    assert ended == [Ended(expected[0], whole.end.loss)] * NUM_RANKS
+    assert stored(root) == whole.stored
+    check_tidy(root)
+
+
+ROOM = "free some room, keep fewer checkpoints"
+MOUNT = "mount it for writing"
+NO_SPACE, READ_ONLY = "No space left on device", "Read-only file system"
+FULL = [
+    Fault("full", None, 0, rf"{ROOT} has 0.000 GiB free and the checkpoint needs 0.001 GiB", ROOM),
+    Fault("full", Moment("posix_fallocate", FILE), 0, rf"/rank-00000-of-00002.\w+: {NO_SPACE}, after 0", "make room"),
+    Fault("full", Moment("posix_fallocate", FILE), 1, rf"/rank-00001-of-00002.\w+: {NO_SPACE}, after 0", "make room"),
+    Fault("full", Moment("writev", FILE, nth=4), 1, rf"{NO_SPACE}, after \d+ of the \d+ bytes", "make room", False),
+    Fault("full", Moment("writev", FILE), 0, rf"{NO_SPACE}, after \d+ of the \d+ bytes", "make room", False),
+    Fault("full", Moment("write_text", MANIFEST), 0, rf"cannot write .*/manifest.json: {NO_SPACE}", ROOM),
+    Fault("full", Moment("write_text", "latest.partial"), 0, rf"cannot name .* in .*latest: {NO_SPACE}", ROOM),
+    Fault("read-only", None, 0, rf"cannot make a folder in .*{ROOT}: {READ_ONLY}", MOUNT),
+    Fault("read-only", Moment("write_text", MANIFEST), 0, rf"cannot write .*/manifest.json: {READ_ONLY}", MOUNT),
+]
+
+
+def marked(faults: list[Fault], quick: tuple[int, ...]) -> list[Any]:
+    return [
+        pytest.param(fault, is_background, id=f"{fault}-{'background' if is_background else 'sync'}", marks=marks)
+        for number, fault in enumerate(faults)
+        for is_background in (False, True)
+        for marks in [() if number in quick and is_background == bool(number % 2) else pytest.mark.full]
+    ]
+
+
+@pytest.mark.parametrize(("fault", "is_background"), marked(FULL, quick=(0, 3)))
+def test_a_save_that_the_disk_refuses(
+    ranks: WorkerPool, tmp_path: Path, whole: Whole, fault: Fault, is_background: bool
+) -> None:
+    place = tmp_path / "disk"
+    place.mkdir()
+    with small_disk(place, DISK_BYTES) as disk:
+        check_failed(ranks, disk.root / ROOT, is_background, fault, disk, whole)
+
+
+IO = "Input/output error"
+BROKEN = [
+    Fault("EIO", Moment("fsync", FILE), 0, rf"/rank-00000-of-00002.safetensors: {IO}, after", "look at that disk"),
+    Fault("EIO", Moment("fsync", FILE), 1, rf"/rank-00001-of-00002.safetensors: {IO}, after", "look at that disk"),
+    Fault("EIO", Moment("fsync", MANIFEST), 0, rf"cannot write .*/manifest.json: {IO}", "check the disk"),
+    Fault("EIO", Moment("fsync", ROOT), 0, rf"cannot make .*/{step_name(STEP)}: {IO}", "check the disk"),
+    Fault("EIO", Moment("fsync", PARTIAL), 0, rf"cannot write .*/manifest.json: {IO}", "check the disk"),
+    Fault("EIO", Moment("fsync", "latest.partial"), 0, rf"cannot name .* in .*/latest: {IO}", "check the disk"),
+    Fault("EIO", Moment("fsync", ROOT, nth=1), 0, rf"cannot name .* in .*/latest: {IO}", "check the disk"),
+    Fault("EIO", Moment("writev", FILE, nth=3), 0, rf"{IO}, after \d+ of the \d+ bytes", "look at that disk"),
+    Fault("EIO", Moment("writev", FILE, nth=7), 1, rf"{IO}, after \d+ of the \d+ bytes", "look at that disk"),
+    Fault("EIO", Moment("posix_fallocate", FILE), 1, rf"/rank-00001-of-00002.safetensors: {IO}", "look at that disk"),
+    Fault("EIO", Moment("mkdir", PARTIAL), 0, rf"cannot make a folder in .*/{ROOT}: {IO}", "check the disk"),
+    Fault("EIO", Moment("rename", FINAL), 0, rf"cannot make .*/{step_name(STEP)}: {IO}", "check the disk"),
+    Fault("EIO", Moment("replace", "latest"), 0, rf"cannot name .* in .*/latest: {IO}", "check the disk"),
+    Fault("EDQUOT", Moment("writev", FILE, nth=2), 1, "Disk quota exceeded, after", "make room within the quota"),
+    Fault("ESTALE", Moment("fsync", FILE), 1, "Stale file handle, after", "look at that disk"),
+]
+
+
+@pytest.mark.parametrize(("fault", "is_background"), marked(BROKEN, quick=(1, 3)))
+def test_a_save_on_a_broken_disk(
+    ranks: WorkerPool, tmp_path: Path, whole: Whole, fault: Fault, is_background: bool
+) -> None:
+    check_failed(ranks, tmp_path / ROOT, is_background, fault, None, whole)
+
+
+DELETED = "step-*.deleted"
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(moment, id=str(moment), marks=() if moment.call == "unlink" else pytest.mark.full)
+        for moment in (
+            Moment("rename", DELETED), Moment("fsync", ROOT, nth=2), Moment("unlink", FILE), Moment("rmdir", DELETED)
+        )
+    ],
+)  # fmt: skip
+def test_a_deletion_on_a_broken_disk_leaves_the_new_checkpoint_whole(
+    ranks: WorkerPool, tmp_path: Path, whole: Whole, moment: Moment
+) -> None:
+    fault, root = Fault("EIO", moment, 0, "", ""), tmp_path / ROOT
+    for call, text, found, loss in ranks(NUM_RANKS).run(save_into, root, False, fault, None):
+        assert (call, text, loss) == ("", "", whole.end.loss)
+        assert found[:2] == [STEP, BEFORE]
+    assert ranks(NUM_RANKS).run(run_to_end, root, False) == [Ended(STEP, whole.end.loss)] * NUM_RANKS
+    assert stored(root) == whole.stored
+    check_tidy(root)
+
+
+# Ranks that hang, disagree, or end.
+
+
+def stop_in_save(rank: int, world_size: int, root: Path, stopped: int, place: Path) -> tuple[str, float]:
+    """A rank is stopped as a debugger or a hanging mount would, until the other has given it up."""
+    engine = make_engine(timeout_s=2.0)
+    take_step(engine, rank)
+    engine.save(root)
+    take_step(engine, rank)
+    if rank == stopped:
+        place.write_text(str(os.getpid()))
+    dist.barrier()
+    at = once_at(Moment("writev", FILE, nth=2), lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    with watching(at if rank == stopped else lambda *_: None):
+        said = ""
+        try:
+            engine.save(root)
+        except CheckpointError as error:
+            said = str(error)
+        finally:
+            if rank != stopped:
+                os.kill(int(place.read_text()), signal.SIGCONT)
+    dist.barrier()
+    loss = 0.0
+    while engine.num_steps < NUM_STEPS:
+        loss = take_step(engine, rank)
+    engine.save(root)
+    return said, loss
+
+
+@pytest.mark.parametrize("stopped", [1, pytest.param(0, marks=pytest.mark.full)])
+def test_a_rank_that_hangs_in_a_save_is_given_up_and_named(
+    ranks: WorkerPool, tmp_path: Path, whole: Whole, stopped: int
+) -> None:
+    root = tmp_path / ROOT
+    results = ranks(NUM_RANKS).run(stop_in_save, root, stopped, tmp_path / "pid")
+    said = f"checkpoint of step 2 failed on rank {stopped}: it has shown no progress for 2 s; see its log"
+    assert results[1 - stopped] == (said, whole.end.loss)
+    # Rank 0 decides what is a checkpoint: where it wakes up, and all have written, this one is.
+    assert results[stopped] == ("" if stopped == 0 else said, whole.end.loss)
+    steps = [step_of(each) for each in step_folders(root) if read_manifest(each)]
+    assert steps == ([NUM_STEPS, 2, 1] if stopped == 0 else [NUM_STEPS, 1])
+    assert stored(root) == whole.stored
+
+
+def save_two_engines(rank: int, world_size: int, root: Path) -> list[float]:
+    """Both save beside the training, at once; and both go on from what they have saved."""
+    engines = [make_engine(), make_engine()]
+    for step in range(NUM_STEPS - 1):
+        for number, engine in enumerate(engines):
+            if step >= number:
+                take_step(engine, rank)
+    for number, engine in enumerate(engines):
+        engine.save(root / str(number), wait=False)
+    losses = [take_step(engine, rank) for engine in engines]
+    for engine in engines:
+        engine.close()
+    for number, loss in enumerate(losses):
+        with make_engine() as engine:
+            assert engine.load(root / str(number)).step == NUM_STEPS - 1 - number
+            assert take_step(engine, rank) == loss
+    return losses
+
+
+def test_two_engines_save_at_once(ranks: WorkerPool, tmp_path: Path, whole: Whole) -> None:
+    results = ranks(NUM_RANKS).run(save_two_engines, tmp_path)
+    assert results[0] == results[1]
+    assert results[0][0] == whole.end.loss != results[0][1]
+
+
+def save_at_different_steps(rank: int, world_size: int, root: Path, is_background: bool) -> tuple[str, float]:
+    engine = make_engine()
+    take_step(engine, rank)
+    engine.num_steps += rank
+    said = ""
+    try:
+        engine.save(root, wait=not is_background)
+        engine.finish_saves()
+    except CheckpointError as error:
+        said = str(error)
+    engine.num_steps = 1
+    engine.save(root, wait=not is_background)
+    loss = 0.0
+    while engine.num_steps < NUM_STEPS:
+        loss = take_step(engine, rank)
+    engine.save(root)  # finishes the one before
+    return said, loss
+
+
+@pytest.mark.parametrize("is_background", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_ranks_that_save_different_steps(ranks: WorkerPool, tmp_path: Path, whole: Whole, is_background: bool) -> None:
+    results = ranks(NUM_RANKS).run(save_at_different_steps, tmp_path / ROOT, is_background)
+    assert results[0] == results[1]
+    said, loss = results[0]
+    assert re.fullmatch("checkpoint of step [12] failed on rank 0: rank 1 saves step 2, not 1; save on every .*", said)
+    assert loss == whole.end.loss
+    assert [step_of(each) for each in step_folders(tmp_path / ROOT)] == [NUM_STEPS, 1]
