@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from harness.faults import (
     NUM_STEPS,
     SAVE_EVERY,
     Ended,
+    Whole,
     check_tidy,
     make_engine,
     resume,
@@ -31,7 +31,7 @@ from harness.faults import (
 from harness.pool import WorkerPool
 from shardwise.checkpoint import offline
 from shardwise.checkpoint.folder import LATEST_NAME, read_manifest, step_folders, step_name
-from shardwise.checkpoint.manifest import MANIFEST_NAME, DamagedError, StoredTensor
+from shardwise.checkpoint.manifest import MANIFEST_NAME, DamagedError
 
 NEWEST, OLDER = NUM_STEPS - SAVE_EVERY, NUM_STEPS - 2 * SAVE_EVERY
 FILES = [f"rank-{rank:05d}-of-{NUM_RANKS:05d}.safetensors" for rank in range(NUM_RANKS)]
@@ -157,27 +157,18 @@ def cases() -> list[Any]:
     ]
 
 
-@dataclass(frozen=True)
-class Made:
-    """Runs to which nothing has happened: up to `NEWEST`, and to the end."""
-
-    root: Path
-    end: Ended
-    stored: tuple[StoredTensor, ...]
-
-
 @pytest.fixture(scope="module")
-def made(ranks: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    place = tmp_path_factory.mktemp("made")
-    end = ranks(NUM_RANKS).run(run_to_end, place / "whole", False)[0]
-    ranks(NUM_RANKS).run(run_to_end, place / "begun", False, None, NEWEST)
-    assert [each.name for each in step_folders(place / "begun")] == [step_name(NEWEST), step_name(OLDER)]
-    return Made(place / "begun", end, stored(place / "whole"))
+def begun(ranks: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run has left that came as far as `NEWEST`."""
+    root = tmp_path_factory.mktemp("begun") / "checkpoints"
+    ranks(NUM_RANKS).run(run_to_end, root, False, None, NEWEST)
+    assert [each.name for each in step_folders(root)] == [step_name(NEWEST), step_name(OLDER)]
+    return root
 
 
 @pytest.fixture
-def root(made: Made, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made.root, tmp_path / "checkpoints"))
+def root(begun: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(begun, tmp_path / "checkpoints"))
 
 
 def refused(call: Callable[[], object]) -> str:
@@ -208,7 +199,7 @@ def load_damaged(rank: int, world_size: int, root: Path) -> tuple[list[str], tup
 
 @pytest.mark.parametrize(("damage", "seed"), cases())
 def test_a_damaged_checkpoint_is_named_and_an_older_one_used(
-    ranks: WorkerPool, root: Path, made: Made, damage: Damage, seed: int
+    ranks: WorkerPool, root: Path, whole_run: Whole, damage: Damage, seed: int
 ) -> None:
     pattern = damage(root / step_name(NEWEST), random.Random(seed))
     ended = ranks(NUM_RANKS).run(run_to_end, root, bool(seed % 2))
@@ -217,8 +208,8 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_used(
     assert {each.damaged for each in ended} == {ended[0].damaged}
     assert re.search(pattern, ended[0].damaged[0])
     assert "\n" not in ended[0].damaged[0]
-    assert ended[0].loss == made.end.loss
-    assert stored(root) == made.stored
+    assert ended[0].loss == whole_run.end.loss
+    assert stored(root) == whole_run.stored
     check_tidy(root)
     assert [each.name for each in root.glob("*.aside-*")] == [f"{step_name(NEWEST)}.aside-1"]
 
@@ -265,14 +256,14 @@ LATESTS = {
 @pytest.mark.parametrize(
     "what", [pytest.param(each, marks=() if each in ("garbage",) else pytest.mark.full) for each in LATESTS]
 )
-def test_nothing_is_found_by_what_latest_says(ranks: WorkerPool, root: Path, made: Made, what: str) -> None:
+def test_nothing_is_found_by_what_latest_says(ranks: WorkerPool, root: Path, whole_run: Whole, what: str) -> None:
     text = LATESTS[what]
     (root / LATEST_NAME).unlink()
     if text is not None:
         (root / LATEST_NAME).write_bytes(text)
     ended = ranks(NUM_RANKS).run(run_to_end, root, False)
-    assert ended == [Ended(NEWEST, made.end.loss)] * NUM_RANKS
-    assert stored(root) == made.stored
+    assert ended == [Ended(NEWEST, whole_run.end.loss)] * NUM_RANKS
+    assert stored(root) == whole_run.stored
     check_tidy(root)
 
 
@@ -301,11 +292,11 @@ def test_a_flipped_header_is_found_by_verify_or_changes_nothing(root: Path, num_
     assert load_file(path).keys() == whole.keys()
 
 
-def test_a_run_goes_on_over_a_flipped_header(ranks: WorkerPool, root: Path, made: Made) -> None:
+def test_a_run_goes_on_over_a_flipped_header(ranks: WorkerPool, root: Path, whole_run: Whole) -> None:
     for name in FILES:
         flip(root / step_name(NEWEST) / name, 20, 3)
         with pytest.raises(SafetensorError):
             load_file(root / step_name(NEWEST) / name)
     ended = ranks(NUM_RANKS).run(run_to_end, root, False)
-    assert ended == [Ended(NEWEST, made.end.loss)] * NUM_RANKS
-    assert stored(root) == made.stored
+    assert ended == [Ended(NEWEST, whole_run.end.loss)] * NUM_RANKS
+    assert stored(root) == whole_run.stored

@@ -21,10 +21,10 @@ from harness.faults import (
     NUM_STEPS,
     SAVE_EVERY,
     WINDOWS,
-    Ended,
     Kill,
     Moment,
     Stage,
+    Whole,
     Window,
     check_tidy,
     run_to_end,
@@ -33,7 +33,6 @@ from harness.faults import (
 )
 from harness.pool import RankError, WorkerPool
 from shardwise.checkpoint.folder import step_folders, step_of
-from shardwise.checkpoint.manifest import StoredTensor
 
 NUM_POINTS = 16
 NUM_WRITES = 10
@@ -129,16 +128,9 @@ def campaign() -> Iterator[Any]:
             yield pytest.param(kill, stage, id=f"{number}-{kill}", marks=marks)
 
 
-@pytest.fixture(scope="module")
-def whole_run(ranks: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, tuple[StoredTensor, ...]]:
-    """Of a run to which nothing happens: its end, and what it has saved last."""
-    root = tmp_path_factory.mktemp("whole") / ROOT
-    return ranks(NUM_RANKS).run(run_to_end, root, False)[0], stored(root)
-
-
 @pytest.mark.parametrize(("kill", "stage"), list(campaign()))
 def test_a_killed_run_loses_only_what_came_after_its_last_save(
-    ranks: WorkerPool, tmp_path: Path, whole_run: tuple[Ended, tuple[StoredTensor, ...]], kill: Kill, stage: Stage
+    ranks: WorkerPool, tmp_path: Path, whole_run: Whole, kill: Kill, stage: Stage
 ) -> None:
     root = tmp_path / ROOT
     with pytest.raises(RankError, match="died"):
@@ -153,6 +145,6 @@ def test_a_killed_run_loses_only_what_came_after_its_last_save(
     assert committed >= (kill.step if kill.window == "latest" else last_save)
     ended = ranks(NUM_RANKS).run(run_to_end, root, kill.is_background)[0]
     assert (ended.first_step, ended.damaged) == (committed, ())
-    assert ended.loss == whole_run[0].loss
-    assert stored(root) == whole_run[1]
+    assert ended.loss == whole_run.end.loss
+    assert stored(root) == whole_run.stored
     check_tidy(root)

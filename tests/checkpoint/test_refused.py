@@ -1,11 +1,10 @@
-"""Full, read-only, broken disks; ranks that hang, disagree, or end: each is said on every rank, and nothing is lost."""
+"""Full, read-only and broken disks: each is said on every rank, with file, reason and cure, and nothing is lost."""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
-import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from harness.faults import (
     Moment,
     OnCall,
     When,
+    Whole,
     check_tidy,
     make_engine,
     once_at,
@@ -34,7 +34,7 @@ from harness.faults import (
 from harness.pool import WorkerPool
 from harness.small_disk import SmallDisk, small_disk
 from shardwise.checkpoint.folder import read_manifest, step_folders, step_name, step_of
-from shardwise.checkpoint.manifest import CheckpointError, StoredTensor
+from shardwise.checkpoint.manifest import CheckpointError
 
 # The save that fails, and the one before it.
 STEP, BEFORE = 3 * SAVE_EVERY, 2 * SAVE_EVERY
@@ -43,20 +43,6 @@ DISK_BYTES = 2**24
 
 FILE, MANIFEST, PARTIAL, FINAL = "rank-*", "manifest.json", "step-*.partial", "step-????????"
 ROOT = "checkpoints"
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A run to which nothing happens: its end, and what it has saved last."""
-
-    end: Ended
-    stored: tuple[StoredTensor, ...]
-
-
-@pytest.fixture(scope="module")
-def whole(ranks: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    root = tmp_path_factory.mktemp("whole") / ROOT
-    return Whole(ranks(NUM_RANKS).run(run_to_end, root, False)[0], stored(root))
 
 
 @dataclass(frozen=True)
@@ -162,7 +148,7 @@ def mend(fault: Fault, disk: SmallDisk) -> None:
 
 
 def check_failed(
-    ranks: WorkerPool, root: Path, is_background: bool, fault: Fault, disk: SmallDisk | None, whole: Whole
+    ranks: WorkerPool, root: Path, is_background: bool, fault: Fault, disk: SmallDisk | None, whole_run: Whole
 ) -> None:
     results = ranks(NUM_RANKS).run(save_into, root, is_background, fault, disk)
     assert results[0] == results[1]
@@ -174,12 +160,12 @@ def check_failed(
     expected = [STEP, BEFORE, BEFORE - SAVE_EVERY] if fault.is_named else [BEFORE, BEFORE - SAVE_EVERY]
     assert found == expected
     # The engine whose save has failed goes on, and so does another, from the checkpoint before.
-    assert loss == whole.end.loss
-    assert stored(root.with_name("later")) == whole.stored
+    assert loss == whole_run.end.loss
+    assert stored(root.with_name("later")) == whole_run.stored
     assert not list(root.glob("*.partial")) or fault.kind == "read-only"
     ended = ranks(NUM_RANKS).run(run_to_end, root, is_background)
-    assert ended == [Ended(expected[0], whole.end.loss)] * NUM_RANKS
-    assert stored(root) == whole.stored
+    assert ended == [Ended(expected[0], whole_run.end.loss)] * NUM_RANKS
+    assert stored(root) == whole_run.stored
     check_tidy(root)
 
 
@@ -210,12 +196,12 @@ def marked(faults: list[Fault], quick: tuple[int, ...]) -> list[Any]:
 
 @pytest.mark.parametrize(("fault", "is_background"), marked(FULL, quick=(0, 3)))
 def test_a_save_that_the_disk_refuses(
-    ranks: WorkerPool, tmp_path: Path, whole: Whole, fault: Fault, is_background: bool
+    ranks: WorkerPool, tmp_path: Path, whole_run: Whole, fault: Fault, is_background: bool
 ) -> None:
     place = tmp_path / "disk"
     place.mkdir()
     with small_disk(place, DISK_BYTES) as disk:
-        check_failed(ranks, disk.root / ROOT, is_background, fault, disk, whole)
+        check_failed(ranks, disk.root / ROOT, is_background, fault, disk, whole_run)
 
 
 IO = "Input/output error"
@@ -240,9 +226,9 @@ BROKEN = [
 
 @pytest.mark.parametrize(("fault", "is_background"), marked(BROKEN, quick=(1, 3)))
 def test_a_save_on_a_broken_disk(
-    ranks: WorkerPool, tmp_path: Path, whole: Whole, fault: Fault, is_background: bool
+    ranks: WorkerPool, tmp_path: Path, whole_run: Whole, fault: Fault, is_background: bool
 ) -> None:
-    check_failed(ranks, tmp_path / ROOT, is_background, fault, None, whole)
+    check_failed(ranks, tmp_path / ROOT, is_background, fault, None, whole_run)
 
 
 DELETED = "step-*.deleted"
@@ -258,111 +244,12 @@ DELETED = "step-*.deleted"
     ],
 )  # fmt: skip
 def test_a_deletion_on_a_broken_disk_leaves_the_new_checkpoint_whole(
-    ranks: WorkerPool, tmp_path: Path, whole: Whole, moment: Moment
+    ranks: WorkerPool, tmp_path: Path, whole_run: Whole, moment: Moment
 ) -> None:
     fault, root = Fault("EIO", moment, 0, "", ""), tmp_path / ROOT
     for call, text, found, loss in ranks(NUM_RANKS).run(save_into, root, False, fault, None):
-        assert (call, text, loss) == ("", "", whole.end.loss)
+        assert (call, text, loss) == ("", "", whole_run.end.loss)
         assert found[:2] == [STEP, BEFORE]
-    assert ranks(NUM_RANKS).run(run_to_end, root, False) == [Ended(STEP, whole.end.loss)] * NUM_RANKS
-    assert stored(root) == whole.stored
+    assert ranks(NUM_RANKS).run(run_to_end, root, False) == [Ended(STEP, whole_run.end.loss)] * NUM_RANKS
+    assert stored(root) == whole_run.stored
     check_tidy(root)
-
-
-# Ranks that hang, disagree, or end.
-
-
-def stop_in_save(rank: int, world_size: int, root: Path, stopped: int, place: Path) -> tuple[str, float]:
-    """A rank is stopped as a debugger or a hanging mount would, until the other has given it up."""
-    engine = make_engine(timeout_s=2.0)
-    take_step(engine, rank)
-    engine.save(root)
-    take_step(engine, rank)
-    if rank == stopped:
-        place.write_text(str(os.getpid()))
-    dist.barrier()
-    at = once_at(Moment("writev", FILE, nth=2), lambda: os.kill(os.getpid(), signal.SIGSTOP))
-    with watching(at if rank == stopped else lambda *_: None):
-        said = ""
-        try:
-            engine.save(root)
-        except CheckpointError as error:
-            said = str(error)
-        finally:
-            if rank != stopped:
-                os.kill(int(place.read_text()), signal.SIGCONT)
-    dist.barrier()
-    loss = 0.0
-    while engine.num_steps < NUM_STEPS:
-        loss = take_step(engine, rank)
-    engine.save(root)
-    return said, loss
-
-
-@pytest.mark.parametrize("stopped", [1, pytest.param(0, marks=pytest.mark.full)])
-def test_a_rank_that_hangs_in_a_save_is_given_up_and_named(
-    ranks: WorkerPool, tmp_path: Path, whole: Whole, stopped: int
-) -> None:
-    root = tmp_path / ROOT
-    results = ranks(NUM_RANKS).run(stop_in_save, root, stopped, tmp_path / "pid")
-    said = f"checkpoint of step 2 failed on rank {stopped}: it has shown no progress for 2 s; see its log"
-    assert results[1 - stopped] == (said, whole.end.loss)
-    # Rank 0 decides what is a checkpoint: where it wakes up, and all have written, this one is.
-    assert results[stopped] == ("" if stopped == 0 else said, whole.end.loss)
-    steps = [step_of(each) for each in step_folders(root) if read_manifest(each)]
-    assert steps == ([NUM_STEPS, 2, 1] if stopped == 0 else [NUM_STEPS, 1])
-    assert stored(root) == whole.stored
-
-
-def save_two_engines(rank: int, world_size: int, root: Path) -> list[float]:
-    """Both save beside the training, at once; and both go on from what they have saved."""
-    engines = [make_engine(), make_engine()]
-    for step in range(NUM_STEPS - 1):
-        for number, engine in enumerate(engines):
-            if step >= number:
-                take_step(engine, rank)
-    for number, engine in enumerate(engines):
-        engine.save(root / str(number), wait=False)
-    losses = [take_step(engine, rank) for engine in engines]
-    for engine in engines:
-        engine.close()
-    for number, loss in enumerate(losses):
-        with make_engine() as engine:
-            assert engine.load(root / str(number)).step == NUM_STEPS - 1 - number
-            assert take_step(engine, rank) == loss
-    return losses
-
-
-def test_two_engines_save_at_once(ranks: WorkerPool, tmp_path: Path, whole: Whole) -> None:
-    results = ranks(NUM_RANKS).run(save_two_engines, tmp_path)
-    assert results[0] == results[1]
-    assert results[0][0] == whole.end.loss != results[0][1]
-
-
-def save_at_different_steps(rank: int, world_size: int, root: Path, is_background: bool) -> tuple[str, float]:
-    engine = make_engine()
-    take_step(engine, rank)
-    engine.num_steps += rank
-    said = ""
-    try:
-        engine.save(root, wait=not is_background)
-        engine.finish_saves()
-    except CheckpointError as error:
-        said = str(error)
-    engine.num_steps = 1
-    engine.save(root, wait=not is_background)
-    loss = 0.0
-    while engine.num_steps < NUM_STEPS:
-        loss = take_step(engine, rank)
-    engine.save(root)  # finishes the one before
-    return said, loss
-
-
-@pytest.mark.parametrize("is_background", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_ranks_that_save_different_steps(ranks: WorkerPool, tmp_path: Path, whole: Whole, is_background: bool) -> None:
-    results = ranks(NUM_RANKS).run(save_at_different_steps, tmp_path / ROOT, is_background)
-    assert results[0] == results[1]
-    said, loss = results[0]
-    assert re.fullmatch("checkpoint of step [12] failed on rank 0: rank 1 saves step 2, not 1; save on every .*", said)
-    assert loss == whole.end.loss
-    assert [step_of(each) for each in step_folders(tmp_path / ROOT)] == [NUM_STEPS, 1]

@@ -108,6 +108,19 @@ class Ended:
     damaged: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A run to which nothing has happened.
+
+    Attributes:
+        end: of it.
+        stored: by its last save.
+    """
+
+    end: Ended
+    stored: tuple[StoredTensor, ...]
+
+
 def run_to_end(
     rank: int, world_size: int, root: Path, is_background: bool, kill: Kill | None = None, last_step: int = NUM_STEPS
 ) -> Ended:
