@@ -34,7 +34,7 @@ from shardwise._engine_states import EngineStates
 from shardwise.agreement import Meeting
 from shardwise.checkpoint import trajectory
 from shardwise.checkpoint.buffers import HeldBuffer, differing, digests, held_buffers, whole
-from shardwise.checkpoint.folder import candidates, read_manifest, steps_to_delete
+from shardwise.checkpoint.folder import candidates, read_manifest, step_of, steps_to_delete
 from shardwise.checkpoint.loading import LoadPlan, LoadReport, own_tensors, plan_load, rank_name
 from shardwise.checkpoint.manifest import CheckpointError, Contents, DamagedError, Manifest
 from shardwise.checkpoint.reading import PieceReader
@@ -73,6 +73,7 @@ class EngineCheckpoints(EngineStates):
         self._num_agreements = 0
         self._is_half_loaded = False
         self._has_warned = False
+        self._passed_over: list[Path] = []  # damaged checkpoints that an older one was loaded instead of
 
     def save(
         self,
@@ -86,7 +87,8 @@ class EngineCheckpoints(EngineStates):
     ) -> None:
         """Save into `path/step-<steps taken>`, from which any layout can load. All ranks call it alike, between steps.
 
-        The checkpoint appears whole or not at all, and never takes another's place. `path/latest` names the newest.
+        The checkpoint appears whole or not at all, and never takes another's place: one of this step that `load` found
+        damaged is renamed first. `path/latest` names the newest.
 
         Args:
             path: a folder that all ranks share; made where it is not there.
@@ -129,7 +131,10 @@ class EngineCheckpoints(EngineStates):
         holdings = tuple(each for each in saved if isinstance(each, Holding))
         written = {holding.name for holding in holdings if holding.written}
         numbers = tuple(each for each in saved if isinstance(each, HeldNumber) and each.name in written)
-        self._saver.start(SaveRequest(Path(path), manifest, holdings, numbers, keep_last, keep_every), wait)
+        root = Path(path)
+        steps = {step_of(each) for each in self._passed_over if each.parent == root.resolve()}
+        damaged = frozenset(step for step in steps if step is not None)
+        self._saver.start(SaveRequest(root, manifest, holdings, numbers, keep_last, keep_every, damaged), wait)
 
     def finish_saves(self) -> Path | None:
         """Wait until the save under way is written, and return the newest checkpoint of this engine, if there is one.
@@ -166,6 +171,7 @@ class EngineCheckpoints(EngineStates):
             report = self._load_one(folder, strict, weights_only, damaged)
             if report is not None:
                 return report
+            self._passed_over.append(folder.resolve())
             log.warning("%s", damaged[-1])
         if not damaged:
             raise CheckpointError(f"{path} holds no checkpoint; give a folder of step-... folders, or one of these")

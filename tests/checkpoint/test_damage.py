@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 from harness.checkpoints import flip
 from harness.faults import (
+    KEEP_LAST,
     NUM_RANKS,
     NUM_STEPS,
     SAVE_EVERY,
@@ -31,7 +32,7 @@ from harness.faults import (
 from harness.pool import WorkerPool
 from shardwise.checkpoint import offline
 from shardwise.checkpoint.folder import LATEST_NAME, read_manifest, step_folders, step_name
-from shardwise.checkpoint.manifest import MANIFEST_NAME, DamagedError
+from shardwise.checkpoint.manifest import MANIFEST_NAME, CheckpointError
 
 NEWEST, OLDER = NUM_STEPS - SAVE_EVERY, NUM_STEPS - 2 * SAVE_EVERY
 FILES = [f"rank-{rank:05d}-of-{NUM_RANKS:05d}.safetensors" for rank in range(NUM_RANKS)]
@@ -174,7 +175,7 @@ def root(begun: Path, tmp_path: Path) -> Path:
 def refused(call: Callable[[], object]) -> str:
     try:
         call()
-    except (DamagedError, RuntimeError) as error:
+    except (CheckpointError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -229,6 +230,31 @@ def test_a_damaged_checkpoint_that_is_asked_for(ranks: WorkerPool, root: Path, d
         mixed = "RuntimeError: the last load failed midway and left states mixed; load a checkpoint that is whole"
         assert (step, save) == (mixed, mixed)
         assert not root.with_name("mixed").exists()
+
+
+def load_and_save_again(rank: int, world_size: int, root: Path) -> list[str]:
+    """As a loop of one's own would, which knows nothing of setting checkpoints aside."""
+    engine = make_engine()
+    assert engine.load(root).step == OLDER
+    while engine.num_steps < NUM_STEPS:
+        take_step(engine, rank)
+        if engine.num_steps % SAVE_EVERY == 0:
+            engine.save(root, keep_last=KEEP_LAST)
+    other = make_engine()
+    other.load(root / step_name(NEWEST))
+    return [refused(lambda: other.save(root))]
+
+
+def test_a_damaged_checkpoint_makes_room_for_a_new_one_of_its_step_and_a_whole_one_does_not(
+    ranks: WorkerPool, root: Path, whole_run: Whole
+) -> None:
+    flip_data(root / step_name(NEWEST), random.Random(1))
+    said = ranks(NUM_RANKS).run(load_and_save_again, root)
+    assert said[0] == said[1]
+    assert re.match(rf"CheckpointError: .*{step_name(NEWEST)} exists and a checkpoint is never overwritten", said[0][0])
+    assert stored(root) == whole_run.stored
+    check_tidy(root)
+    assert [each.name for each in root.glob("*.aside-*")] == [f"{step_name(NEWEST)}.aside-1"]
 
 
 def test_all_checkpoints_damaged(ranks: WorkerPool, root: Path) -> None:

@@ -60,6 +60,7 @@ __all__ = [
     "read_manifest",
     "retain",
     "set_aside",
+    "set_aside_step",
     "step_folders",
     "step_name",
     "step_of",
@@ -296,6 +297,19 @@ def set_aside(root: Path, after_step: int) -> list[Path]:
             os.rename(folder, moved[-1])
         sync_folder(root)
     return moved
+
+
+def set_aside_step(root: Path, step: int) -> None:
+    """Rename the checkpoint of this step, if there is one: it is damaged, and is about to be saved again.
+
+    Raises:
+        CheckpointError: the system refuses.
+    """
+    folder = root / step_name(step)
+    with named_errors("rename", folder):
+        if folder.is_dir():
+            os.rename(folder, _next_aside(folder))
+            sync_folder(root)
 
 
 def _missing(path: Path) -> str:
