@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -49,38 +50,45 @@ class Turn:
     peak_bytes: int
 
 
-def run_rank(connection: Connection, system: str, workload: Workload, rank: int, folder: str) -> None:
-    """One rank of one system: build it, then run as many steps as is told, turn by turn, until told 0."""
+Serve = Callable[[Connection, str, Workload, int], None]
+"""What one rank of a system does, in a process group of its own: answer what it is sent, until it is sent 0."""
+
+
+def run_rank(
+    connection: Connection, system: str, workload: Workload, rank: int, folder: str, serve: Serve, num_ranks: int
+) -> None:
+    """One rank of one system: join the others, then serve."""
     log = os.open(f"{folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
-        _serve(connection, system, workload, rank, folder)
+        torch.set_num_threads(1)
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+        importlib.import_module(workload.peers[system].package)
+        workload.optimizer([torch.zeros(1)])  # the first one imports torch's compiler, whatever the system
+        serve(connection, system, workload, rank)
+        dist.barrier()
     except Exception:
         connection.send(SystemFailedError(f"rank {rank}: {traceback.format_exc()}"))
         os._exit(1)
     os._exit(0)  # gloo's threads sometimes abort a process that ends by itself
 
 
-def _serve(connection: Connection, system: str, workload: Workload, rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
-    importlib.import_module(workload.peers[system].package)
-    workload.optimizer([torch.zeros(1)])  # the first one imports torch's compiler, whatever the system
+def serve_steps(connection: Connection, system: str, workload: Workload, rank: int) -> None:
+    """Build the system, then run as many steps as is told, turn by turn."""
     model = workload.model()
     start = time.perf_counter()
     step = workload.peers[system].build(model, workload)
     connection.send(Ready(time.perf_counter() - start, peak_rss_bytes()))
     del model
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    forget_peak()
     next_step = 0
     while num_steps := connection.recv():
         batches = [workload.tokens(index, rank) for index in range(next_step, next_step + num_steps)]
         step_s, losses = _timed(step, batches)
         connection.send(Turn(next_step, step_s, losses, peak_rss_bytes()))
         next_step += num_steps
-    dist.barrier()
 
 
 def _timed(step: Step, batches: list[torch.Tensor]) -> tuple[list[float], list[float]]:
@@ -98,6 +106,16 @@ def peak_rss_bytes() -> int:
     return _kib_after("VmHWM:", "/proc/self/status") * 1024
 
 
+def rss_bytes() -> int:
+    """The memory that this process holds now."""
+    return _kib_after("VmRSS:", "/proc/self/status") * 1024
+
+
+def forget_peak() -> None:
+    """Let the peak start anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def available_bytes() -> int:
     """What the kernel reckons can be allocated without taking from those who use it."""
     return _kib_after("MemAvailable:", "/proc/meminfo") * 1024
@@ -110,32 +128,50 @@ def _kib_after(label: str, path: str) -> int:
 class Pair:
     """The processes of one system under one workload, from the start to `close`.
 
+    Args:
+        system: one of the workload's.
+        workload: what it trains on.
+        timeout_s: for how long a rank may be silent.
+        serve: what each rank does; it answers once when it is ready.
+        num_ranks: how many.
+
     Raises:
-        SystemFailedError: from the constructor and `take_turn`: a rank raised, died, or was silent too long.
+        SystemFailedError: from the constructor, `ask` and `take_turn`: a rank raised, died, or was silent too long.
     """
 
-    def __init__(self, system: str, workload: Workload, timeout_s: float) -> None:
+    def __init__(
+        self,
+        system: str,
+        workload: Workload,
+        timeout_s: float,
+        serve: Serve = serve_steps,
+        num_ranks: int = NUM_RANKS,
+    ) -> None:
         self.system = system
         self._timeout_s = timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix=f"{system}-")
         self._connections: list[Connection] = []
         self._processes = []
         context = multiprocessing.get_context("spawn")
-        for rank in range(NUM_RANKS):
+        for rank in range(num_ranks):
             self._log(rank).touch()
             here, there = context.Pipe()
-            arguments = (there, system, workload, rank, self._folder.name)
+            arguments = (there, system, workload, rank, self._folder.name, serve, num_ranks)
             process = context.Process(target=run_rank, args=arguments, daemon=True)
             process.start()
             there.close()
             self._connections.append(here)
             self._processes.append(process)
-        self.ready: list[Ready] = self._receive()
+        self.ready: list[Any] = self._receive()
+
+    def ask(self, what: Any) -> list[Any]:
+        """Send something to every rank; one answer a rank."""
+        self._send(what)
+        return self._receive()
 
     def take_turn(self, num_steps: int) -> list[Turn]:
         """Run steps; one result a rank."""
-        self._send(num_steps)
-        return self._receive()
+        return self.ask(num_steps)
 
     def close(self) -> None:
         """End the processes; one that does not end by itself is killed."""
@@ -145,13 +181,13 @@ class Pair:
             process.kill()
         self._folder.cleanup()
 
-    def _send(self, num_steps: int) -> None:
+    def _send(self, what: Any) -> None:
         for connection in self._connections:
             with contextlib.suppress(OSError):  # of a dead rank, which `_receive` reports
-                connection.send(num_steps)
+                connection.send(what)
 
     def _receive(self) -> list[Any]:
-        replies = [self._reply_of(rank) for rank in range(NUM_RANKS)]
+        replies = [self._reply_of(rank) for rank in range(len(self._connections))]
         failures = [str(reply) for reply in replies if isinstance(reply, SystemFailedError)]
         if failures:
             self.close()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -166,7 +166,7 @@ def ddp_wrap(model: nn.Module) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def build_fsdp2(model: Decoder, workload: Workload, reshard: bool, reduce_dtype: torch.dtype) -> Step:
+def shard_fsdp2(model: Decoder, workload: Workload, reshard: bool, reduce_dtype: torch.dtype) -> None:
     """A unit for each block and one for the rest; fp32 shards, gathered in bf16 under a bf16 workload."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -180,6 +180,11 @@ def build_fsdp2(model: Decoder, workload: Workload, reshard: bool, reduce_dtype:
     for block in model.blocks:
         fully_shard(block, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mp_policy=policy)  # the root never reshards after forward, which is its default
+
+
+def build_fsdp2(model: Decoder, workload: Workload, reshard: bool, reduce_dtype: torch.dtype) -> Step:
+    """Torch's own sharding, as `shard_fsdp2` has it."""
+    shard_fsdp2(model, workload, reshard, reduce_dtype)
     return torch_step(model, workload.optimizer(model.parameters()), workload)
 
 
@@ -206,7 +211,7 @@ def build_deepspeed(model: Decoder, workload: Workload, stage: int) -> Step:
     return step
 
 
-def build_shardwise(model: Decoder, workload: Workload, stage: int) -> Step:
+def shardwise_engine(model: Decoder, workload: Workload, stage: int) -> Any:
     """Shardwise with its defaults: the wire in the parameters' dtype, sums and accumulator in fp32."""
     import shardwise
 
@@ -225,7 +230,12 @@ def build_shardwise(model: Decoder, workload: Workload, stage: int) -> Step:
         "scheduler": {"name": "constant"},
         "run": {"device": "cpu"},
     }
-    engine = shardwise.initialize(model, config, loss_fn=language_loss)
+    return shardwise.initialize(model, config, loss_fn=language_loss)
+
+
+def build_shardwise(model: Decoder, workload: Workload, stage: int) -> Step:
+    """Whole steps of the engine."""
+    engine = shardwise_engine(model, workload, stage)
     return lambda tokens: float(engine.train_step([tokens]).loss)
 
 
