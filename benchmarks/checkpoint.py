@@ -2,8 +2,8 @@
 
 A decoder of 12 layers in fp32 with AdamW's states. For each operation the systems take turns in an order that rotates
 from round to round, and ratios are taken within a round, as in `step_time.py`. Every save ends on the disk (fsync).
-`warm`: the files are in the page cache; `cold`: they are not (the disk may have a cache of its own). `save aside` is the
-time that a save in the background holds up training.
+`warm`: the files are in the page cache; `cold`: they are not (the disk may have a cache of its own). `save aside`: how
+long a save in the background holds up training.
 
     python benchmarks/checkpoint.py --quick
     python benchmarks/checkpoint.py --folder /scratch --json checkpoint.json
@@ -31,7 +31,8 @@ from pairs import Pair, Record
 from peers import FP32
 from step_time import MB, machine, ratio
 
-SAVE, ASIDE, ALONE = "save", "save aside", "load from 1 rank"
+SAVE, ASIDE = "save", "save aside"
+WARM, COLD, ALONE = "load warm", "load cold", "load from 1 rank"
 UNABLE = {"raw": (ASIDE, ALONE), "dd": tuple(each for each in OPERATIONS if each != SAVE)}
 LARGE, SMALL = "12 x 768", "2 x 128"
 QUICK = {"model": SMALL, "rounds": 1}
@@ -139,10 +140,14 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = ", ".join(CHECKPOINT_PEERS)
+
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
     parser.add_argument("--quick", action="store_true", help="a small model, one round: does it run?")
     parser.add_argument("--model", default=LARGE, help="layers x hidden size")
-    parser.add_argument("--systems", type=lambda text: text.split(","), default=list(CHECKPOINT_PEERS), help=names)
+    for flag, known in (("--systems", CHECKPOINT_PEERS), ("--operations", OPERATIONS)):
+        parser.add_argument(flag, type=names, default=list(known), help=", ".join(known))
     parser.add_argument("--rounds", type=int, default=7, help="turns of each system, after one that warms up")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; the system's for temporary files if none")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds until a silent rank is given up")
@@ -150,17 +155,19 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     if parser.parse_args(arguments).quick:
         parser.set_defaults(**QUICK)
     options = parser.parse_args(arguments)
-    for system in options.systems:
-        if system not in CHECKPOINT_PEERS:
-            parser.error(f"{system} is not a system; systems are {names}")
+    for wanted, known in ((options.systems, CHECKPOINT_PEERS), (options.operations, OPERATIONS)):
+        if unknown := [name for name in wanted if name not in known]:
+            parser.error(f"{unknown[0]!r} is none of {', '.join(known)}")
+    if COLD in options.operations or WARM in options.operations:
+        options.operations = list(dict.fromkeys([SAVE, *options.operations]))  # which loads read
     return options
 
 
-def start(system: str, workload: CheckpointWorkload, timeout_s: float) -> Pair:
+def start(system: str, workload: CheckpointWorkload, options: argparse.Namespace) -> Pair:
     """The two ranks of a system, and what a single rank has saved for them to load."""
-    if able(system, ALONE):
-        Pair(system, workload, timeout_s, serve_alone, num_ranks=1).close()
-    return Pair(system, workload, timeout_s, serve)
+    if ALONE in options.operations and able(system, ALONE):
+        Pair(system, workload, options.timeout, serve_alone, num_ranks=1).close()
+    return Pair(system, workload, options.timeout, serve)
 
 
 def run(workload: CheckpointWorkload, systems: Sequence[str], options: argparse.Namespace, console: Console) -> None:
@@ -170,8 +177,9 @@ def run(workload: CheckpointWorkload, systems: Sequence[str], options: argparse.
     pairs: dict[str, Pair] = {}
     try:
         for system in systems:
-            pairs[system] = start(system, workload, options.timeout)
-        for operation in OPERATIONS:
+            if any(able(system, operation) for operation in options.operations):
+                pairs[system] = start(system, workload, options)
+        for operation in options.operations:
             rows = measure(pairs, operation, workload, options.rounds, console)
             console.print(results_table(operation, workload, rows))
             if (line := aim_line(operation, rows)) is not None:

@@ -1,4 +1,4 @@
-"""What `checkpoint.py` compares: the bare disk, Shardwise, and torch's distributed checkpoints, on one and the same state.
+"""What `checkpoint.py` compares on one and the same state: the bare disk, Shardwise, torch's distributed checkpoints.
 
 Each is a `Subject` of two ranks that saves, loads, and saves while it trains; the operations that are timed are below.
 
