@@ -90,10 +90,13 @@ def parts_of(group: GroupSpec, held: Range, written: Range, tp_index: int) -> It
             yield HeldPart(spec, group.trainable)
             continue
         low, high = max(slot.start, written[0] - spec.offset), min(slot.stop, written[1] - spec.offset)
-        owned = spec.split.local(tp_index, owned_only=True)
+        local = spec.split.local(tp_index)
+        owned = local if spec.split.degree == 1 else spec.split.local(tp_index, owned_only=True)
         own = intersect(owned, low, high) if low < high else ()
         mine = tuple(piece.shifted(low - slot.start) for piece in own)
-        yield HeldPart(spec, group.trainable, slot.start, slot.stop, slot.offset, slot.pieces(tp_index), mine)
+        yield HeldPart(
+            spec, group.trainable, slot.start, slot.stop, slot.offset, intersect(local, slot.start, slot.stop), mine
+        )
 
 
 def held_parameters(states: States) -> Iterator[Holding]:
