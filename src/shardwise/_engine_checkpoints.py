@@ -21,12 +21,12 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -35,6 +35,8 @@ from shardwise.agreement import Meeting
 from shardwise.checkpoint import trajectory
 from shardwise.checkpoint.buffers import HeldBuffer, differing, digests, held_buffers, whole
 from shardwise.checkpoint.folder import candidates, read_manifest, step_of, steps_to_delete
+from shardwise.checkpoint.folder import candidates, read_manifest
+from shardwise.checkpoint.huggingface import describe
 from shardwise.checkpoint.loading import LoadPlan, LoadReport, own_tensors, plan_load, rank_name
 from shardwise.checkpoint.manifest import CheckpointError, Contents, DamagedError, Manifest
 from shardwise.checkpoint.reading import PieceReader
@@ -168,7 +170,7 @@ class EngineCheckpoints(EngineStates):
             raise CheckpointError(error)
         damaged: list[str] = []
         for folder in (Path(path) / name for name in folders["names"]):
-            report = self._load_one(folder, strict, weights_only, damaged)
+            report = self._load_one(folder, read_manifest, damaged, strict=strict, weights_only=weights_only)
             if report is not None:
                 return report
             self._passed_over.append(folder.resolve())
@@ -177,8 +179,16 @@ class EngineCheckpoints(EngineStates):
             raise CheckpointError(f"{path} holds no checkpoint; give a folder of step-... folders, or one of these")
         raise DamagedError(f"no checkpoint in {path} is whole: {'; '.join(damaged)}")
 
-    def _load_one(self, folder: Path, strict: bool, weights_only: bool, damaged: list[str]) -> LoadReport | None:
-        """Load one checkpoint on all ranks; where it is damaged, add why to `damaged`."""
+    def _load_one(
+        self,
+        folder: Path,
+        describe_stored: Callable[[Path], Manifest],
+        damaged: list[str],
+        *,
+        strict: bool,
+        weights_only: bool,
+    ) -> LoadReport | None:
+        """Load one folder, of which a manifest can be had, on all ranks; where it is damaged, add why to `damaged`."""
         plan: LoadPlan | None = None
         num_bytes = 0
         parameters = list(held.held_parameters(self._states()))
@@ -187,7 +197,7 @@ class EngineCheckpoints(EngineStates):
 
         def make_plan() -> None:
             nonlocal plan
-            manifest = read_manifest(folder)
+            manifest = describe_stored(folder)
             takes_options = not self._follows_config
             misfits = trajectory.misfits(manifest.trajectory, self.optimizer, self.scheduler, takes_options)
             plan = plan_load(manifest, targets, str(folder), misfits, strict=strict, weights_only=weights_only)
@@ -260,7 +270,6 @@ class EngineCheckpoints(EngineStates):
         if verdict.startswith(_UNFIT):
             raise CheckpointError(verdict[1:])
         return verdict
-
     def _meet(self, note: str, judge: Callable[[Mapping[int, str]], str], subject: str) -> str:
         store = self._network.store
         if store is None:
@@ -330,7 +339,7 @@ class EngineCheckpoints(EngineStates):
             layout=self._described_layout(),
             trajectory={} if contents == "weights" else self._trajectory(),
             extra=_checked(extra),
-            model=_described_model(self.model),
+            model=describe(self.model),
         )
 
     def _trajectory(self) -> dict[str, Any]:
@@ -369,21 +378,6 @@ class EngineCheckpoints(EngineStates):
                 torch.Size(spec.global_shape).numel() for group in layout.groups for spec in group.params
             ),
         }
-
-
-def _described_model(model: nn.Module) -> dict[str, Any]:
-    """The model's class, and its config where it is a Hugging Face model's or a dataclass."""
-    described: dict[str, Any] = {"class": type(model).__name__}
-    config = getattr(model, "config", None)
-    to_dict = getattr(config, "to_dict", None)
-    try:
-        if callable(to_dict):
-            described["config"] = json.loads(json.dumps(to_dict(), default=str))
-        elif is_dataclass(config) and not isinstance(config, type):
-            described["config"] = json.loads(json.dumps(asdict(config), default=str))
-    except (TypeError, ValueError) as error:  # for the reader's eyes: no reason not to save
-        log.warning("the model's config is not in the checkpoint: %s", error)
-    return described
 
 
 def _check_choices(contents: str, keep_last: int | None, keep_every: int | None) -> None:

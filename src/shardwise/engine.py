@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise._engine_checkpoints import EngineCheckpoints
+from shardwise._engine_weights import EngineWeights
 from shardwise._torch_private import pytree
 from shardwise.agreement import BatchCheck, all_or_none
 from shardwise.comm import Network, connect
@@ -59,7 +59,7 @@ def _explained(method: Callable[Concatenate[Engine, Given], Result]) -> Callable
     return run
 
 
-class Engine(EngineCheckpoints):
+class Engine(EngineWeights):
     """Trains one model under one layout; made by `initialize`.
 
     Attributes:

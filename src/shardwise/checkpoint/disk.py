@@ -9,6 +9,7 @@ import errno
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Final
 
 from shardwise.checkpoint.manifest import CheckpointError
 
+_FOLDER_S: Final = 30.0
+_POLL_S: Final = 0.05
 ELSEWHERE: Final = "use another folder"
 _MORE_ROOM: Final = f"free some room, keep fewer checkpoints (keep_last), or {ELSEWHERE}"
 _CURES: Final[Mapping[int, str]] = MappingProxyType(
@@ -77,6 +80,23 @@ def write_text(path: Path, text: str) -> None:
 def name_beside(path: Path, ending: str) -> Path:
     """A name that nothing has, in the same folder, hence in the same file system, where a rename is atomic."""
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}{ending}")
+
+
+def await_folder(path: Path, timeout_s: float) -> None:
+    """Return once a folder that another rank has made is there; a network file system may show it late.
+
+    Args:
+        path: of the folder.
+        timeout_s: after which it will not come, or `_FOLDER_S`, if that is less.
+
+    Raises:
+        CheckpointError: it has not come.
+    """
+    deadline_s = time.monotonic() + min(_FOLDER_S, timeout_s)
+    while not path.is_dir():
+        if time.monotonic() > deadline_s:
+            raise CheckpointError(f"{path}, made by rank 0, is not there; save to a folder that all ranks share")
+        time.sleep(_POLL_S)
 
 
 def entries(root: Path) -> list[Path]:

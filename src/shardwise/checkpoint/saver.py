@@ -29,21 +29,17 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final
 
 import torch
 import torch.distributed as dist
 
 from shardwise.agreement import listed
 from shardwise.checkpoint import folder, writing
+from shardwise.checkpoint.disk import await_folder
 from shardwise.checkpoint.manifest import CheckpointError, Manifest, RankPart, merge_parts
 from shardwise.checkpoint.rounds import Rounds
 from shardwise.checkpoint.staging import Staging
 from shardwise.holdings import HeldNumber, Holding
-
-# A network file system may show a new folder late.
-_FOLDER_S: Final = 30.0
-_POLL_S: Final = 0.05
 
 log = logging.getLogger("shardwise")
 
@@ -269,7 +265,7 @@ class _Save:
         return folder.begin(root, step).name
 
     def _write(self, temporary: Path) -> str:
-        _await_folder(temporary, min(_FOLDER_S, self.timeout_s / 2))
+        await_folder(temporary, self.timeout_s / 2)
         file = f"rank-{self.rank:05d}-of-{self.world_size:05d}.safetensors"
         holdings, numbers = self.request.holdings, self.request.numbers
         part = writing.write_holdings(temporary, file, holdings, numbers, lambda _: self.rounds.show_progress())
@@ -300,14 +296,6 @@ def _copied(manifest: Manifest) -> Manifest:
             f"the manifest cannot be written as JSON: {error}; let `extra` be of numbers, texts, lists and dicts"
         ) from error
     return Manifest.from_text(text, "the manifest")
-
-
-def _await_folder(temporary: Path, timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not temporary.is_dir():
-        if time.monotonic() > deadline_s:
-            raise CheckpointError(f"{temporary}, made by rank 0, is not there; save to a folder that all ranks share")
-        time.sleep(_POLL_S)
 
 
 def _retain(request: SaveRequest) -> None:

@@ -1,5 +1,12 @@
 """Folders of Hugging Face: read straight into shards, written by all ranks together. See `importing`, `exporting`."""
 
+from shardwise.checkpoint.huggingface.describing import (
+    config_files,
+    decoder_config,
+    describe,
+    describe_decoder,
+    names_of,
+)
 from shardwise.checkpoint.huggingface.exporting import (
     ExportPlan,
     ExportTensor,
@@ -12,21 +19,31 @@ from shardwise.checkpoint.huggingface.exporting import (
 )
 from shardwise.checkpoint.huggingface.families import decoder_config_of, decoder_names, family_names, hf_config_of
 from shardwise.checkpoint.huggingface.importing import open_folder, read_config
+from shardwise.checkpoint.huggingface.jointly import ExportRequest, export_jointly, exported_dtype, in_order
 from shardwise.checkpoint.huggingface.names import NameMap, Part, Rule
 
 __all__ = [
     "ExportPlan",
+    "ExportRequest",
     "ExportTensor",
     "NameMap",
     "Part",
     "Rule",
     "begin_export",
+    "config_files",
+    "decoder_config",
     "decoder_config_of",
     "decoder_names",
+    "describe",
+    "describe_decoder",
     "discard_export",
+    "export_jointly",
+    "exported_dtype",
     "family_names",
     "finish_export",
     "hf_config_of",
+    "in_order",
+    "names_of",
     "open_folder",
     "plan_export",
     "read_config",

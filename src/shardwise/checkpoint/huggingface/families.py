@@ -67,7 +67,7 @@ _DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "mistral": {"max_position_embeddings": 4096 * 32, "num_key_value_heads": 8, "sliding_window": 4096},
     }
 )
-_TORCH_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+TORCH_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 )
 
@@ -112,7 +112,7 @@ def hf_config_of(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         # Which tokens these are is the tokenizer's to say; the family's own would be 1 and 2.
         "bos_token_id": None,
         "eos_token_id": None,
-        "torch_dtype": _TORCH_NAMES[dtype],
+        "torch_dtype": TORCH_NAMES[dtype],
     }
 
 

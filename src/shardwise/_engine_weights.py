@@ -1,0 +1,127 @@
+"""Weights from and to folders of Hugging Face: the methods; `Engine` has the attributes.
+
+See `shardwise.checkpoint.huggingface`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwise._engine_checkpoints import EngineCheckpoints
+from shardwise.checkpoint.huggingface import (
+    ExportRequest,
+    NameMap,
+    config_files,
+    describe,
+    export_jointly,
+    names_of,
+    open_folder,
+)
+from shardwise.checkpoint.loading import LoadReport
+from shardwise.checkpoint.manifest import CheckpointError, DamagedError, Manifest
+from shardwise.checkpoint.rounds import Rounds
+from shardwise.checkpoint.tensor_files import dtype_name
+from shardwise.config import Dtype
+from shardwise.holdings import Holding
+from shardwise.precision import TORCH_DTYPES
+from shardwise.zero import held
+
+# What a user may say of names: the model's pattern -> the folder's; see `NameMap.of`.
+Names = NameMap | Mapping[str, Any]
+
+
+class EngineWeights(EngineCheckpoints):
+    """The methods; `Engine` has the attributes, and makes them."""
+
+    def import_weights(self, folder: str | Path, *, names: Names | None = None, strict: bool = True) -> LoadReport:
+        """Read a Hugging Face folder straight into the shards: parameters and persistent buffers, and no more.
+
+        Each rank reads its slices alone. Masters get the folder's values, parameters these rounded. Optimizer states,
+        schedule and number of steps stay; gradients are dropped. All ranks call it alike.
+
+        Args:
+            folder: with `model.safetensors`, or the index and files of a sharded one.
+            names: what tensors are called in the folder, where not as in the model: the model's pattern -> the
+                folder's, such as `{"lm.**": "model.**"}`; see `shardwise.checkpoint.huggingface.names`. What
+                differs by the family, and the base model's prefix, is found without.
+            strict: everything must fit; otherwise what fits is taken, and the report says what was skipped. Adapters
+                beside an imported base are missing in its folder.
+
+        Raises:
+            CheckpointError: it does not fit the model, and nothing has been changed; or its weights are a pickle, or
+                quantized.
+            DamagedError: a file is missing or torn; if that showed only midway, the engine needs another load.
+        """
+        self._refuse_if_away()
+        self._saver.wait()
+        self.zero_grad()
+        rules = self._name_rules(names)
+
+        def describe_folder(path: Path) -> Manifest:
+            stored = open_folder(path, {each.name: each.aliases for each in self._weights()}, rules)
+            return Manifest(self.num_steps, stored, {}, "weights")
+
+        damaged: list[str] = []
+        report = self._load_one(Path(folder), describe_folder, damaged, strict=strict, weights_only=True)
+        if report is None:
+            raise DamagedError(damaged[0])
+        return report
+
+    def export_weights(
+        self,
+        folder: str | Path,
+        *,
+        dtype: Dtype | None = None,
+        names: Names | None = None,
+        files: Iterable[str | Path] = (),
+    ) -> Path:
+        """Write the weights as a Hugging Face folder, which `from_pretrained` loads: every rank its own in place.
+
+        The same bytes come of every layout. Nothing is gathered, and training goes on as if nothing had happened. The
+        folder appears whole or not at all, and none is written over. All ranks call it alike.
+
+        Args:
+            folder: that all ranks share; not there yet, or empty.
+            dtype: of the weights; None for that of the parameters, `precision.param`.
+            names: as in `import_weights`.
+            files: to be copied beside the weights, such as a tokenizer's; rank 0's. Those called as one that the
+                engine writes, such as config.json, take its place.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CheckpointError: it cannot be written, with the same words on every rank; nothing is left of it.
+        """
+        self._check_usable()
+        self._refuse_if_simulated()
+        stored_dtype = dtype_name(TORCH_DTYPES[_checked(dtype or self.config.precision.param)])
+        described = describe(self.model)
+        others: dict[str, bytes | Path] = dict(config_files(described, stored_dtype))
+        others |= {Path(file).name: Path(file) for file in files}
+        request = ExportRequest(Path(folder), self._weights(), stored_dtype, others, self._name_rules(names))
+        self._num_agreements += 1
+        store, world_size, timeout_s = self._network.store, self.comm.world_size, self.config.run.timeout_s
+        own_store = None if store is None else dist.PrefixStore("export", store)
+        rounds = Rounds(
+            own_store, self._num_agreements, self.comm.rank, world_size, timeout_s, f"the export to {request.folder}"
+        )
+        return export_jointly(request, rounds, self.comm.rank, timeout_s)
+
+    def _weights(self) -> tuple[Holding, ...]:
+        """Parameters and persistent buffers."""
+        buffers = (holding for holding, _ in self._held_buffers())
+        return (*held.held_parameters(self._states()), *buffers)
+
+    def _name_rules(self, names: Names | None) -> NameMap:
+        return NameMap.of(names).then(names_of(describe(self.model)))
+
+
+def _checked(dtype: str) -> str:
+    if dtype not in TORCH_DTYPES:
+        raise CheckpointError(f"dtype={dtype!r} is none of {', '.join(TORCH_DTYPES)}; give one of them")
+    return dtype

@@ -1,0 +1,105 @@
+"""What stands in a folder beside the weights: config.json, generation_config.json, by what is known of the model.
+
+The same from a live model and from a checkpoint's manifest, which keeps the description.
+
+>>> import json
+>>> from shardwise.models import Decoder, DecoderConfig
+>>> config = DecoderConfig(vocab_size=64, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2,
+...                        head_dim=4, ffn_size=48, max_seq_len=32)
+>>> described = describe(Decoder(config))
+>>> described["class"], described["config"]["num_kv_heads"]
+('Decoder', 2)
+>>> files = config_files(described, "BF16")
+>>> [(name, json.loads(text)["model_type"]) for name, text in files.items()]
+[('config.json', 'llama')]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
+from typing import Any, Final
+
+from torch import nn
+
+from shardwise.checkpoint.huggingface.families import TORCH_NAMES, decoder_names, family_names, hf_config_of
+from shardwise.checkpoint.huggingface.importing import CONFIG_NAME
+from shardwise.checkpoint.huggingface.names import NameMap
+from shardwise.models import Decoder, DecoderConfig
+
+GENERATION_NAME: Final = "generation_config.json"
+_DECODER: Final = Decoder.__name__
+_DTYPE_KEYS: Final = ("dtype", "torch_dtype")
+
+
+def describe(model: nn.Module) -> dict[str, Any]:
+    """A model's class, and its config where it is a Hugging Face model's or a dataclass; of what JSON keeps."""
+    described: dict[str, Any] = {"class": type(model).__name__}
+    config = getattr(model, "config", None)
+    if callable(getattr(config, "to_json_string", None)):
+        described["config"] = _values_of(config)
+        generation = getattr(model, "generation_config", None)
+        if callable(getattr(generation, "to_json_string", None)):
+            described["generation_config"] = _values_of(generation)
+    elif is_dataclass(config) and not isinstance(config, type):
+        described["config"] = json.loads(json.dumps(asdict(config), default=str))
+    return described
+
+
+def describe_decoder(config: DecoderConfig) -> dict[str, Any]:
+    """What `describe` says of our decoder."""
+    return {"class": _DECODER, "config": asdict(config)}
+
+
+def names_of(described: Mapping[str, Any]) -> NameMap:
+    """Rules for the names of a described model in a folder."""
+    if decoder_config(described) is not None:
+        return decoder_names()
+    return family_names(described.get("config", {}))
+
+
+def config_files(described: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
+    """The files of a folder that say what model it is of, by name; none for a model of which that is not known.
+
+    Args:
+        described: by `describe`.
+        dtype: safetensors' name of the weights' dtype.
+    """
+    decoder, values = decoder_config(described), described.get("config", {})
+    if decoder is not None:
+        return {CONFIG_NAME: _text(hf_config_of(decoder, dtype))}
+    if "model_type" not in values:
+        return {}
+    values = {**_without_dtype(values), "architectures": [described["class"]], "torch_dtype": TORCH_NAMES[dtype]}
+    files = {CONFIG_NAME: _text(values)}
+    if "generation_config" in described:
+        files[GENERATION_NAME] = _text(described["generation_config"])
+    return files
+
+
+def decoder_config(described: Mapping[str, Any]) -> DecoderConfig | None:
+    """The shape of our decoder, if it is one that is described."""
+    values = described.get("config", {})
+    if described.get("class") != _DECODER or values.keys() != {field.name for field in fields(DecoderConfig)}:
+        return None
+    return DecoderConfig(**values)
+
+
+def _values_of(config: Any) -> Any:
+    """What transformers would write into the file of a config, less what only concerns the process."""
+    values = json.loads(config.to_json_string())
+    return {key: value for key, value in values.items() if not key.startswith("_")}
+
+
+def _without_dtype(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what parts of a model were once loaded in, at any depth."""
+    return {
+        key: _without_dtype(value) if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if key not in _DTYPE_KEYS
+    }
+
+
+def _text(values: Mapping[str, Any]) -> bytes:
+    return f"{json.dumps(values, indent=2, sort_keys=True)}\n".encode()
