@@ -176,7 +176,8 @@ def begin_export(plan: ExportPlan, folder: Path, others: Mapping[str, bytes | Pa
                     f"{name} cannot stand beside the weights of {folder}; give another plain file name"
                 )
             if isinstance(content, Path):
-                shutil.copyfile(content, temporary / name)
+                with named_errors("copy", content):
+                    shutil.copyfile(content, temporary / name)
             else:
                 (temporary / name).write_bytes(content)
 

@@ -67,7 +67,9 @@ class ExportRequest:
     def plan(self) -> ExportPlan:
         """The same on all ranks."""
         tensors = [
-            ExportTensor(each.name, each.aliases, each.global_shape, exported_dtype(dtype_name(each.tensor.dtype), self.dtype))
+            ExportTensor(
+                each.name, each.aliases, each.global_shape, exported_dtype(dtype_name(each.tensor.dtype), self.dtype)
+            )
             for each in self.holdings
             if each.state == PARAM
         ]
@@ -86,12 +88,16 @@ def exported_dtype(dtype: str, wanted: str) -> str:
 def in_order(tensors: Iterable[ExportTensor]) -> list[ExportTensor]:
     """By name, numbers by value: an order that no layout and no checkpoint changes.
 
-    >>> [each.name for each in in_order(ExportTensor(name, (), (), "F32") for name in ("h.10.up", "h.9.up", "h.9.down"))]
+    >>> tensors = [ExportTensor(name, (), (), "F32") for name in ("h.10.up", "h.9.up", "h.9.down")]
+    >>> [tensor.name for tensor in in_order(tensors)]
     ['h.9.down', 'h.9.up', 'h.10.up']
     """
-    return sorted(tensors, key=lambda tensor: [
-        (0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"\.", tensor.name)
-    ])
+    return sorted(
+        tensors,
+        key=lambda tensor: [
+            (0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"\.", tensor.name)
+        ],
+    )
 
 
 def export_jointly(request: ExportRequest, rounds: Rounds, rank: int, timeout_s: float) -> Path:

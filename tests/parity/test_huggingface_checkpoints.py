@@ -1,0 +1,399 @@
+"""Hugging Face folders into and out of an engine that is split and sharded: the same bytes, values and logits.
+
+Oracles: folders that transformers saves, models that it loads, an engine of one process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.combinations import cover
+from harness.huggingface import VOCAB_SIZE, build_model, float64_throughout
+from harness.pool import WorkerPool
+from harness.random_models import LayoutSpec
+from shardwise import Engine, initialize
+from shardwise.checkpoint.loading import LoadReport
+from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.models import Decoder, DecoderConfig, lm_loss
+from shardwise.zero.access import GRAD
+
+pytest.importorskip("transformers")
+
+Options = Mapping[str, Any]
+Values = dict[str, Tensor]
+LONE = LayoutSpec(1, 1, 1, 0)
+TOKENS = torch.arange(20).view(2, 10)  # [B, S]
+DECODER = DecoderConfig(
+    vocab_size=VOCAB_SIZE,
+    num_layers=2,
+    hidden_size=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    ffn_size=24,
+    max_seq_len=32,
+)
+# Of query heads there are 4, of those of keys and values 2; 41 words are no multiple of 4.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
+    "mistral": ("mistral", {}),
+    "gpt2": ("gpt2", {}),
+    "gpt2 untied": ("gpt2", {"tie_word_embeddings": False}),
+    "decoder": ("decoder", {}),
+    "decoder tied": ("decoder", {"tie_embeddings": True}),
+}
+PRECISIONS = {"bf16": "BF16", "fp32": "F32", "fp64": "F64"}
+
+
+def make_model(name: str, seed: int = 0) -> nn.Module:
+    """Values far from what is drawn at first: norms of 1, biases of 0, logits near 0."""
+    family, options = MODELS[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        own = Decoder(DecoderConfig(**{**DECODER.__dict__, **options})) if family == "decoder" else None
+        model = own or build_model(family, **options)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, 0.1, 0.3)
+    return model.double()
+
+
+def make_engine(model: nn.Module, layout: LayoutSpec, precision: str) -> Engine:
+    config = {
+        **layout.sections(),
+        "precision": {"param": precision},
+        "optimizer": {"lr": 0.01},
+        "run": {"device": "cpu", "timeout_s": 30.0},
+    }
+    return initialize(model, config, loss_fn=lm_loss_of if isinstance(model, Decoder) else None)
+
+
+def lm_loss_of(logits: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    return lm_loss(logits, batch[1])
+
+
+def batch_of(engine: Engine) -> Any:
+    """Depends on the step and the data rank alone."""
+    rank = engine.layout.mesh.data_index(engine.comm.rank)
+    tokens = torch.randint(VOCAB_SIZE, (2, 8), generator=torch.Generator().manual_seed(10 * engine.num_steps + rank))
+    if isinstance(engine.model, Decoder):
+        return tokens[:, :-1], tokens[:, 1:].contiguous()
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def logits_of(engine: Engine) -> Tensor:
+    """Whole, on every rank."""
+    engine.model.eval()
+    is_wide = engine.config.precision.param == "fp64"
+    with torch.no_grad(), float64_throughout() if is_wide else nullcontext():
+        output = engine.model(TOKENS)
+        return (output if isinstance(output, Tensor) else output.logits) + 0  # [B, S, V]
+
+
+def parameters_of(engine: Engine, state: str = "param") -> Values:
+    return {name: engine.read(name, state).clone() for name, _ in engine.model.named_parameters()}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# Export
+
+
+def export(
+    rank: int, world_size: int, name: str, layout: LayoutSpec, precision: str, folder: Path, options: Options
+) -> Tensor:
+    with make_engine(make_model(name), layout, precision) as engine:
+        assert engine.export_weights(folder, **options) == folder
+        return logits_of(engine)
+
+
+SPLIT = LayoutSpec(1, 1, 4, 3)
+EXPORT_FACTORS = {
+    "model": [*MODELS],
+    "layout": [SPLIT, LayoutSpec(2, 1, 2, 3), LayoutSpec(2, 2, 1, 1), LayoutSpec(3, 1, 1, 2)],
+    "dtypes": [("bf16", None), ("bf16", "fp32"), ("fp64", None), ("fp64", "bf16")],
+}
+
+
+@pytest.mark.parametrize("run", cover(EXPORT_FACTORS))
+def test_every_layout_exports_the_folder_of_one_process(ranks: WorkerPool, run: Options, tmp_path: Path) -> None:
+    name, (precision, dtype), layout = run["model"], run["dtypes"], run["layout"]
+    options = {"dtype": dtype}
+    ranks(1).run(export, name, LONE, precision, tmp_path / "one", options)
+    ranks(layout.num_ranks).run(export, name, layout, precision, tmp_path / "many", options)
+    one = contents(tmp_path / "one")
+    assert contents(tmp_path / "many") == one
+    expected = {"model.safetensors", "config.json"} | (set() if "decoder" in name else {"generation_config.json"})
+    assert one.keys() == expected
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "many"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_loads_what_a_split_and_sharded_engine_exports(
+    ranks: WorkerPool, name: str, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    (logits, *_) = ranks(4).run(export, name, SPLIT, "fp64", tmp_path / "hf", {})
+    with float64_throughout():
+        loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+        assert not any(info.values())
+        assert loaded.dtype == torch.float64
+        assert type(loaded).__name__ == json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"][0]
+        theirs = loaded.eval()(TOKENS).logits  # [B, S, V]
+    assert logits.shape == theirs.shape
+    assert logits.abs().max() > 1
+    # Our decoder and transformers' turn positions into angles in fp64 and in fp32.
+    torch.testing.assert_close(logits, theirs, rtol=0, atol=1e-5 if "decoder" in name else 1e-9)
+
+
+def test_the_files_given_stand_beside_the_weights_and_large_weights_are_in_several_files(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text("mine")
+    files = [tmp_path / "tokenizer.json", str(tmp_path / "generation_config.json")]
+    with make_engine(make_model("llama"), LONE, "fp32") as engine:
+        engine.export_weights(str(tmp_path / "hf"), files=files)
+    found = contents(tmp_path / "hf")
+    assert found["tokenizer.json"] == b"{}"
+    assert found["generation_config.json"] == b"mine"
+    assert json.loads(found["config.json"])["torch_dtype"] == "float32"
+
+
+def train_and_export(
+    rank: int, world_size: int, layout: LayoutSpec, folder: Path | None
+) -> tuple[list[float], dict[Any, Tensor]]:
+    losses = []
+    with make_engine(make_model("llama"), layout, "bf16") as engine:
+        for step in range(4):
+            losses.append(engine.train_step([batch_of(engine)]).loss)
+            if folder is not None:
+                engine.export_weights(folder / str(step))
+        names = [name for name, _ in engine.model.named_parameters()]
+        return losses, {
+            (name, state): engine.read(name, state).clone()
+            for name in names
+            for state in engine.states_of(name)
+            if state != GRAD
+        }
+
+
+@pytest.mark.parametrize("layout", [LayoutSpec(2, 1, 1, 1), LayoutSpec(2, 1, 2, 3)], ids=str)
+def test_training_goes_on_bitwise_as_if_nothing_had_been_exported(
+    ranks: WorkerPool, layout: LayoutSpec, tmp_path: Path
+) -> None:
+    losses, states = ranks(layout.num_ranks).run(train_and_export, layout, None)[0]
+    exporting_losses, exporting_states = ranks(layout.num_ranks).run(train_and_export, layout, tmp_path)[0]
+    assert exporting_losses == losses
+    assert exporting_states.keys() == states.keys()
+    for key, value in states.items():
+        assert torch.equal(exporting_states[key], value), key
+    assert len({contents(tmp_path / str(step))["model.safetensors"] for step in range(4)}) == 4
+
+
+def fail_to_export(rank: int, world_size: int, folder: Path) -> list[str]:
+    """What ranks raise where one of them cannot write, asks for something else, or a folder is taken."""
+    said = []
+    with make_engine(make_model("llama"), LayoutSpec(2, 1, 1, 3), "bf16") as engine:
+        for options in (
+            {"dtype": "fp32" if rank else "bf16"},
+            {"folder": folder / "elsewhere" if rank else folder / "hf", "timeout_s": 0.5},
+            {"folder": folder},
+            {"files": [folder / "nowhere" / "tokenizer.json"]},
+            {"names": {"**.up_proj.weight": "**.down_proj.weight"}},
+        ):
+            given = {"folder": folder / "hf", **options}
+            with pytest.MonkeyPatch.context() as patch:
+                if "timeout_s" in given:
+                    patch.setattr("shardwise.checkpoint.disk._FOLDER_S", given.pop("timeout_s"))
+                try:
+                    engine.export_weights(given.pop("folder"), **given)
+                except CheckpointError as error:
+                    said.append(str(error))
+        engine.export_weights(folder / "hf")
+    return said
+
+
+def test_whatever_fails_fails_on_all_ranks_alike_and_leaves_nothing(ranks: WorkerPool, tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    first, second = ranks(2).run(fail_to_export, tmp_path)
+    # The subject names the folder as each rank was given it; what failed has the same words.
+    assert [text.partition(" failed on ")[2] for text in first] == [text.partition(" failed on ")[2] for text in second]
+    parts = [
+        "rank 1 would export other tensors than rank 0; call it with the same dtype and names on all",
+        "rank 1: ",
+        "is there already, and is not overwritten",
+        "tokenizer.json",
+        "mend the name rules",
+    ]
+    assert len(first) == len(parts)
+    for text, part in zip(first, parts, strict=True):
+        assert part in text
+        assert "\n" not in text
+    assert {path.name for path in tmp_path.iterdir()} == {"mine", "hf"}
+
+
+# Import
+
+
+def read_imported(
+    rank: int, world_size: int, name: str, layout: LayoutSpec, precision: str, folder: Path
+) -> tuple[LoadReport, dict[str, Values], Tensor]:
+    """Import after a step; the optimizer and the schedule stay. Returns values of parameters and of masters."""
+    with make_engine(make_model(name, seed=1), layout, precision) as engine:
+        engine.train_step([batch_of(engine)])
+        before = parameters_of(engine, "exp_avg")
+        report = engine.import_weights(folder)
+        after = parameters_of(engine, "exp_avg")
+        if engine.num_steps != 1 or any(not torch.equal(after[each], before[each]) for each in before):
+            raise RuntimeError("an import has changed more than weights")
+        states = ("param", "master") if precision == "bf16" else ("param",)
+        return report, {state: parameters_of(engine, state) for state in states}, logits_of(engine)
+
+
+IMPORT_FACTORS = {
+    "model": ["llama", "qwen2 tied", "gpt2", "gpt2 untied", "decoder"],
+    "layout": [
+        LayoutSpec(1, 1, 4, 3),
+        LayoutSpec(2, 1, 2, 1),
+        LayoutSpec(1, 2, 2, 2),
+        LayoutSpec(3, 1, 1, 3),
+        LayoutSpec(2, 1, 1, 0),
+    ],
+    "precision": ["bf16", "fp32"],
+    "stored": ["bf16", "fp32"],
+    "max_shard_size": ["5GB", "8KB"],
+}
+
+
+@pytest.mark.parametrize("run", cover(IMPORT_FACTORS))
+def test_every_layout_imports_just_the_values_of_the_folder(ranks: WorkerPool, run: Options, tmp_path: Path) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[run["stored"]]
+    model = make_model(run["model"]).to(dtype)
+    save_pretrained(model, tmp_path, run["max_shard_size"])
+    layout = run["layout"]
+    results = ranks(layout.num_ranks).run(read_imported, run["model"], layout, run["precision"], tmp_path)
+    dtypes = {"param": torch.bfloat16 if run["precision"] == "bf16" else torch.float32, "master": torch.float32}
+    for report, states, logits in results:
+        assert (report.missing, report.skipped, report.step) == ((), (), 1)
+        assert torch.equal(logits, results[0][2])
+        for state, values in states.items():
+            assert values.keys() == dict(model.named_parameters()).keys()
+            for key, parameter in model.named_parameters():
+                assert values[key].dtype == dtypes[state]
+                assert torch.equal(values[key], parameter.to(dtypes[state])), key
+    if run["precision"] == run["stored"] == "fp32":
+        with torch.no_grad():
+            output = model.eval()(TOKENS)
+        expected = output if isinstance(output, Tensor) else output.logits  # [B, S, V]
+        torch.testing.assert_close(results[0][2], expected, rtol=0, atol=1e-4)
+
+
+def save_pretrained(model: nn.Module, folder: Path, max_shard_size: str = "5GB") -> None:
+    """As transformers saves it; our decoder goes through its Llama."""
+    if not isinstance(model, Decoder):
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        return
+    from transformers import AutoModelForCausalLM
+
+    dtype = next(model.parameters()).dtype
+    config = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+    with make_engine(model, LONE, config) as engine:
+        engine.export_weights(folder / "own")
+    AutoModelForCausalLM.from_pretrained(folder / "own").save_pretrained(folder, max_shard_size=max_shard_size)
+
+
+ADAPTERS = {"**.base.weight": "**.weight"}
+
+
+def adapt(rank: int, world_size: int, layout: LayoutSpec, seed: int, base: Path, root: Path, is_saver: bool) -> Any:
+    torch.manual_seed(seed)
+    model = build_model("llama", has_adapters=True)
+    with make_engine(model, layout, "bf16") as engine:
+        with pytest.raises(CheckpointError, match=r"missing .*q_proj\.(up|down)"):
+            engine.import_weights(base, names=ADAPTERS)
+        report = engine.import_weights(base, names=ADAPTERS, strict=False)
+        if is_saver:
+            engine.train_step([batch_of(engine)])
+            engine.save(root, contents="trainable")
+        else:
+            engine.load(root)
+        return report, parameters_of(engine), logits_of(engine)
+
+
+def test_adapters_are_loaded_beside_an_imported_base(ranks: WorkerPool, tmp_path: Path) -> None:
+    base = build_model("llama").bfloat16()
+    base.save_pretrained(tmp_path / "base")
+    root = tmp_path / "adapters"
+    saved = ranks(2).run(adapt, LayoutSpec(2, 1, 1, 3), 1, tmp_path / "base", root, True)[0]
+    loaded = ranks(3).run(adapt, LayoutSpec(3, 1, 1, 2), 2, tmp_path / "base", root, False)[0]
+    adapters = {name for name in saved[1] if name.endswith((".up", ".down"))}
+    assert set(saved[0].missing) == set(loaded[0].missing) == adapters
+    assert saved[1].keys() == loaded[1].keys()
+    for name, value in saved[1].items():
+        assert torch.equal(loaded[1][name], value), name
+    for name, value in base.named_parameters():
+        own = name.replace(".q_proj.", ".q_proj.base.").replace(".v_proj.", ".v_proj.base.")
+        assert torch.equal(loaded[1][own].bfloat16(), value), name
+    torch.testing.assert_close(loaded[2], saved[2], rtol=0, atol=0.05)
+
+
+def fail_to_import(rank: int, world_size: int, folders: list[Path], whole: Path) -> list[str]:
+    said = []
+    with make_engine(make_model("llama"), LayoutSpec(2, 1, 1, 3), "bf16") as engine:
+        before = parameters_of(engine)
+        for folder in folders:
+            try:
+                engine.import_weights(folder if rank or folder.name != "nowhere" else whole)
+            except CheckpointError as error:
+                said.append(f"{type(error).__name__}: {error}")
+        after = parameters_of(engine)
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        report = engine.import_weights(folders[1], strict=False)
+        said.append(f"{len(report.missing)} missing, {report.skipped}")
+        engine.import_weights(whole)
+    return said
+
+
+def test_a_folder_that_does_not_fit_is_refused_on_all_ranks_alike(ranks: WorkerPool, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = make_model("llama").bfloat16()
+    folders = [tmp_path / name for name in ("nowhere", "lacks", "other", "pickle", "torn")]
+    for folder in (tmp_path / "whole", folders[1], folders[4]):
+        model.save_pretrained(folder)
+    make_model("gpt2").save_pretrained(folders[2])
+    path = folders[1] / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.norm.weight"]
+    save_file({**tensors, "model.more": torch.ones(1)}, path)
+    folders[3].mkdir()
+    (folders[3] / "pytorch_model.bin").touch()
+    torn = folders[4] / "model.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-8])
+    first, second = ranks(2).run(fail_to_import, folders, tmp_path / "whole")
+    assert first == second
+    parts = [
+        "CheckpointError: .*nowhere is no folder; give one with model.safetensors",
+        "CheckpointError: .*lacks does not fit the model: missing model.norm.weight, "
+        "model.layers.1.mlp.up_proj.weight.*; unexpected model.more; load with strict=False",
+        "CheckpointError: .*other does not fit the model: missing ",
+        "CheckpointError: .*pickle has its weights as a pickle alone",
+        "DamagedError: .*torn.model.safetensors has ",
+        r"2 missing, \('unexpected model.more',\)",
+    ]
+    assert len(first) == len(parts)
+    for text, part in zip(first, parts, strict=True):
+        assert re.match(part, text), text
