@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
-from harness.checkpoints import flip, load, save, values_of
+from harness.checkpoints import SHAPES, flip, load, save, values_of
 from shardwise import cli
 from shardwise.checkpoint import show
 from shardwise.checkpoint.comparing import Changed, ChangedValues, Difference
@@ -293,3 +295,80 @@ def test_many_files_and_sparse_manifests_are_shown():
     assert "an unknown layout" in text
     assert "1 tensor, of which 1 frozen" in text
     assert "saved at an unknown time" in text
+
+
+LLAMA = {"class": "LlamaForCausalLM", "config": {"model_type": "llama", "dtype": "float32", "hidden_size": 16}}
+
+
+def test_export_writes_a_folder_that_other_libraries_read(root, capsys):
+    save(Path("runs/b"), values_of(), 3, step=7, **ABOUT | {"model": LLAMA})
+    code, out, err = call(capsys, "export", "runs/b", "hf")
+    assert (code, err) == (0, "")
+    assert re.fullmatch(
+        r"hf has the weights of runs/b/step-00000007: 5 tensors, BF16, 1.2 MB written in [\d.]+ s \(.*/s\)\n", out
+    )
+    tensors, expected = load_file("hf/model.safetensors"), values_of()
+    assert sorted(tensors) == ["embed.weight", "positions", "scale", "up.bias", "up.weight"]
+    assert tensors["positions"].dtype == torch.int64
+    for name in SHAPES:
+        assert torch.equal(tensors[name], expected[name, "param"].bfloat16()), name
+    config = json.loads(Path("hf/config.json").read_text())
+    added = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"}
+    assert config == {"model_type": "llama", "hidden_size": 16} | added
+
+
+def test_export_says_what_is_wrong_and_leaves_nothing(root, capsys):
+    save(Path("runs/b"), values_of(), step=7, **ABOUT | {"model": LLAMA, "contents": "trainable"})
+    save(Path("runs/c"), values_of(), step=7, **ABOUT | {"model": LLAMA})
+    Path("torn.json").write_text("{")
+    Path("taken").mkdir()
+    Path("taken/mine").touch()
+    for arguments, parts in {
+        ("runs/a", "hf"): ("is of Decoder, and does not say how", "--hf-config"),
+        ("runs/b", "hf"): ("has the trainable parameters alone", "engine.export_weights"),
+        ("runs/c", "hf", "--hf-config", "torn.json"): ("torn.json is no JSON",),
+        ("runs/c", "taken"): ("taken is there already, and is not overwritten",),
+        ("runs/nowhere", "hf"): ("runs/nowhere",),
+    }.items():
+        code, out, err = call(capsys, "export", *arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1), arguments
+        assert all(part in err for part in parts), err
+    piece, *_ = read_manifest(Path("runs/c/step-00000007")).tensors[1].states["param"].pieces
+    flip(Path("runs/c/step-00000007") / piece.file, piece.offset)
+    code, _, err = call(capsys, "export", "runs/c", "hf")
+    assert code == 1
+    assert "does not match its checksum" in err
+    assert not list(Path().glob("*hf*"))
+
+
+def test_export_takes_the_config_of_another_folder(root, capsys):
+    Path("config.json").write_text(json.dumps({"model_type": "mine", "architectures": ["Mine"], "dtype": "float16"}))
+    code, _, err = call(capsys, "export", "runs/a", "hf", "--hf-config", "config.json", "--dtype", "fp32")
+    assert (code, err) == (0, "")
+    expected = {"model_type": "mine", "architectures": ["Mine"], "torch_dtype": "float32"}
+    assert json.loads(Path("hf/config.json").read_text()) == expected
+
+
+def test_import_says_what_is_wrong_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("pickle", "qwen"):
+        Path(name).mkdir()
+    Path("pickle/pytorch_model.bin").touch()
+    save_file({"lm_head.weight": torch.ones(2, 2)}, "qwen/model.safetensors")
+    Path("qwen/config.json").write_text('{"model_type": "qwen2"}')
+    for arguments, part in {
+        ("nowhere", "run"): "nowhere is no folder",
+        ("pickle", "run"): "has its weights as a pickle alone",
+        ("qwen", "run", "--decoder"): "is of a 'qwen2', which our decoder cannot be",
+        ("qwen", "run", "--files", "0"): "--files 0 is no number of files",
+    }.items():
+        code, out, err = call(capsys, "import", *arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1), arguments
+        assert part in err
+    assert not Path("run").exists()
+    code, out, _ = call(capsys, "import", "qwen", "run")
+    assert code == 0
+    assert out.startswith("run/step-00000000 has all of qwen: 1 file, ")
+    code, _, err = call(capsys, "import", "qwen", "run")
+    assert code == 2
+    assert "step-00000000" in err

@@ -1,4 +1,4 @@
-"""The commands `shardwise checkpoint show | verify | diff | reshard`.
+"""The commands `shardwise checkpoint show | verify | diff | reshard | export | import`.
 
 As in `shardwise.cli`, errors are one line and an exit code: 2 for what the user must mend first, 1 for a checkpoint
 that is damaged or a disk that fails, 130 for Ctrl-C; `diff` has the codes of diff(1). Only what reads tensors imports
@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from shardwise.config import Dtype
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.offline import Progress as Report
@@ -77,6 +79,28 @@ examples:
 
 exit code: 0; 1 if it is damaged or the disk fails; 2 if it cannot be done so
 """
+_EXPORT_EXAMPLES = """\
+from_pretrained of transformers loads the folder, vLLM and others serve it. The
+layout that has saved the checkpoint does not matter, nor does its optimizer.
+
+examples:
+  shardwise checkpoint export runs/a my-model
+  shardwise checkpoint export runs/a/step-00000100 my-model --dtype fp32
+  shardwise checkpoint export runs/a my-model --hf-config base/config.json
+
+exit code: 0; 1 if it is damaged or the disk fails; 2 if it cannot be done so
+"""
+_IMPORT_EXAMPLES = """\
+engine.load takes the checkpoint under any layout; engine.import_weights takes
+the folder as it is, without this command.
+
+examples:
+  shardwise checkpoint import base-model runs/base
+  shardwise checkpoint import base-model runs/base --decoder    for the model
+                                                   that `shardwise train` has
+
+exit code: 0; 1 if it is damaged or the disk fails; 2 if it cannot be done so
+"""
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -89,7 +113,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_verify(actions)
     _add_diff(actions)
     _add_reshard(actions)
-    # Commands to come, such as export and import, are added here.
+    _add_export(actions)
+    _add_import(actions)
 
 
 def _command(
@@ -136,6 +161,29 @@ def _add_reshard(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     reshard.add_argument("--step", type=int, metavar="N", help="this one of several; the newest whole one by default")
     reshard.set_defaults(run=_guarded(_reshard))
+
+
+def _add_export(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    export = _command(actions, "export", "write the weights of a checkpoint as a Hugging Face folder", _EXPORT_EXAMPLES)
+    export.add_argument("source", type=Path, metavar="SRC", help=_PATH_HELP)
+    export.add_argument("folder", type=Path, metavar="DST", help="the folder to be: not there yet, or empty")
+    export.add_argument(
+        "--dtype", choices=get_args(Dtype), help="of the weights; by default that of the run's parameters"
+    )
+    export.add_argument(
+        "--hf-config", type=Path, metavar="FILE", help="the config.json to put there; by default the checkpoint's own"
+    )
+    export.add_argument("--step", type=int, metavar="N", help="this one of several; the newest whole one by default")
+    export.set_defaults(run=_guarded(_export))
+
+
+def _add_import(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    import_ = _command(actions, "import", "write a Hugging Face folder as a checkpoint of weights", _IMPORT_EXAMPLES)
+    import_.add_argument("folder", type=Path, metavar="HF_FOLDER", help="with model.safetensors, or its index")
+    import_.add_argument("root", type=Path, metavar="DST", help="the folder in which step-00000000 is made")
+    import_.add_argument("--files", type=int, default=1, metavar="N", help="over which the tensors are spread evenly")
+    import_.add_argument("--decoder", action="store_true", help="name tensors as the decoder of `shardwise train` does")
+    import_.set_defaults(run=_guarded(_import))
 
 
 def _guarded(
@@ -227,10 +275,8 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 def _reshard(arguments: argparse.Namespace) -> int:
     from shardwise.checkpoint.finding import newest_whole
-    from shardwise.checkpoint.manifest import CheckpointError
 
-    if not 1 <= arguments.files <= _MAX_FILES:
-        raise CheckpointError(f"--files {arguments.files} is no number of files; give one from 1 to {_MAX_FILES}")
+    _check_files(arguments.files)
     source, _ = newest_whole(arguments.source, arguments.step)
     with _bar("writing") as report:
         from shardwise.checkpoint.offline import reshard
@@ -240,6 +286,42 @@ def _reshard(arguments: argparse.Namespace) -> int:
         folder, files = reshard(source, arguments.root, arguments.files, report)
     _print(render_resharded(source, folder, files, time.monotonic() - start_s))
     return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from shardwise.checkpoint.finding import newest_whole
+
+    source, _ = newest_whole(arguments.source, arguments.step)
+    with _bar("writing") as report:
+        from shardwise.checkpoint.converting import export_checkpoint
+        from shardwise.checkpoint.show import render_exported
+
+        start_s = time.monotonic()
+        dtype, hf_config = arguments.dtype, arguments.hf_config
+        exported = export_checkpoint(source, arguments.folder, dtype=dtype, hf_config=hf_config, progress=report)
+    _print(render_exported(source, exported, time.monotonic() - start_s))
+    return 0
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    _check_files(arguments.files)
+    with _bar("writing") as report:
+        from shardwise.checkpoint.converting import import_folder
+        from shardwise.checkpoint.show import render_resharded
+
+        start_s, is_decoder = time.monotonic(), arguments.decoder
+        folder, files = import_folder(
+            arguments.folder, arguments.root, arguments.files, is_decoder=is_decoder, progress=report
+        )
+    _print(render_resharded(arguments.folder, folder, files, time.monotonic() - start_s))
+    return 0
+
+
+def _check_files(num_files: int) -> None:
+    from shardwise.checkpoint.manifest import CheckpointError
+
+    if not 1 <= num_files <= _MAX_FILES:
+        raise CheckpointError(f"--files {num_files} is no number of files; give one from 1 to {_MAX_FILES}")
 
 
 def _print(*blocks: RenderableType) -> None:

@@ -324,7 +324,21 @@ def reshard(
         CheckpointError: the root has that step, or no room for it.
         DamagedError: the source is damaged.
     """
-    manifest = read_manifest(source)
+    return rewrite(read_manifest(source), source, root, num_files, progress)
+
+
+def rewrite(
+    manifest: Manifest, source: Path, root: Path, num_files: int, progress: Progress | None = None
+) -> tuple[Path, Mapping[str, int]]:
+    """`reshard`, of whatever a folder has that a manifest describes.
+
+    Args:
+        manifest: of the checkpoint to be, with the pieces where they lie in `source`.
+        source: the folder with these pieces.
+        root: as in `reshard`, and so all that follows.
+        num_files: likewise.
+        progress: likewise.
+    """
     shared = [tensor for tensor in manifest.tensors if tensor.kind != "rank"]
     parts: list[list[tuple[StoredTensor, Rect]]] = [
         [(shared[index], rect) for index, rect in part]
@@ -386,12 +400,20 @@ def _write_file(
 
 def read_chunks(reader: PieceReader, tensor: StoredTensor, state: str, rect: Rect) -> Iterator[Tensor]:
     """The elements of a rectangle, row-major, as 1-D tensors of `CHUNK_NUMEL` elements, the last of what is left."""
-    dtype = tensor.states[state].dtype
+    for _, values in read_pieces(reader, tensor, state, rect):
+        yield values
+
+
+def read_pieces(
+    reader: PieceReader, tensor: StoredTensor, state: str, rect: Rect
+) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:
+    """`read_chunks`, each with the rectangles that it is."""
+    dtype = named_dtype(tensor.states[state].dtype)
     for start in range(0, rect.numel, CHUNK_NUMEL):
         pieces = flat_range_to_rects(rect, start, min(start + CHUNK_NUMEL, rect.numel))
-        target = torch.empty(pieces[-1].local_stop, dtype=named_dtype(dtype))
+        target = torch.empty(pieces[-1].local_stop, dtype=dtype)
         reader.read(tensor, state, pieces, target)
-        yield target
+        yield tuple(pieces), target
 
 
 def _with_pieces(tensor: StoredTensor, pieces: Mapping[tuple[str, str], Sequence[StoredPiece]]) -> StoredTensor:

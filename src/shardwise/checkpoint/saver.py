@@ -275,7 +275,7 @@ class _Save:
         tensors, files = merge_parts(RankPart.from_text(said[rank]) for rank in sorted(said))
         saved_at = datetime.now(UTC).isoformat(timespec="seconds")
         manifest = replace(
-            self.request.manifest, tensors=tensors, files=files, saved_at=saved_at, library=_library_version()
+            self.request.manifest, tensors=tensors, files=files, saved_at=saved_at, library=library_version()
         )
         committed = folder.commit(temporary, self.request.root, manifest)
         took_s = time.monotonic() - self.start_s
@@ -306,7 +306,8 @@ def _retain(request: SaveRequest) -> None:
         log.warning("old checkpoints in %s stay: %s", request.root, error)
 
 
-def _library_version() -> str:
+def library_version() -> str:
+    """Of this library, as a manifest names it."""
     try:
         return version("shardwise")
     except PackageNotFoundError:

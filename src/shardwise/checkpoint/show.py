@@ -28,6 +28,7 @@ from shardwise.holdings import PARAM
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.comparing import Changed, ChangedValues, Difference
+    from shardwise.checkpoint.converting import Exported
     from shardwise.checkpoint.offline import Verification
 
 # What is listed of many things, unless all are asked for.
@@ -215,6 +216,14 @@ def render_resharded(source: Path, folder: Path, files: Mapping[str, int], took_
     each = f" of {' to '.join(sizes)}" if len(files) > 1 else ""
     what = f"{_count(len(files), 'file')}{each}, {_speed(num_bytes, took_s, 'written ')}"
     return Text(f"{folder} has all of {source}: {what}", style="green")
+
+
+def render_exported(source: Path, exported: Exported, took_s: float) -> RenderableType:
+    """What was written of a checkpoint's weights."""
+    what = (
+        f"{_count(exported.num_tensors, 'tensor')}, {exported.dtype}, {_speed(exported.num_bytes, took_s, 'written ')}"
+    )
+    return Text(f"{exported.folder} has the weights of {source}: {what}", style="green")
 
 
 @dataclass(frozen=True)

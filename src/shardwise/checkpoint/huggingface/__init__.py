@@ -1,6 +1,7 @@
 """Folders of Hugging Face: read straight into shards, written by all ranks together. See `importing`, `exporting`."""
 
 from shardwise.checkpoint.huggingface.describing import (
+    GENERATION_NAME,
     config_files,
     decoder_config,
     describe,
@@ -23,6 +24,7 @@ from shardwise.checkpoint.huggingface.jointly import ExportRequest, export_joint
 from shardwise.checkpoint.huggingface.names import NameMap, Part, Rule
 
 __all__ = [
+    "GENERATION_NAME",
     "ExportPlan",
     "ExportRequest",
     "ExportTensor",

@@ -89,13 +89,13 @@ def open_folder(
     return tuple(tensors)
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """What the folder's config.json says; nothing where it has none.
+def read_config(folder: Path, name: str = CONFIG_NAME) -> dict[str, Any]:
+    """What the folder's config.json, or another file of JSON, says; nothing where it has none.
 
     Raises:
         DamagedError: it is no JSON.
     """
-    path = folder / CONFIG_NAME
+    path = folder / name
     return _read_json(path) if path.is_file() else {}
 
 

@@ -109,6 +109,14 @@ class Rule:
             return None
         return tuple(_filled(pattern, match.groups()) for pattern in self.stored)
 
+    def model_name(self, stored_name: str) -> str | None:
+        """The model's tensor that one of the folder is, or is a part of; None where the rule is not of it."""
+        for pattern in self.stored:
+            match = re.fullmatch(_regex(pattern).replace(re.escape(_COUNTER), r"\d+"), stored_name)
+            if match is not None:
+                return _filled(self.model, match.groups())
+        return None
+
 
 @dataclass(frozen=True)
 class NameMap:
@@ -134,6 +142,16 @@ class NameMap:
     def stored_names(self, name: str) -> tuple[str, ...]:
         """The folder's names of a tensor of the model; a stack's have `#` for the number."""
         return self._find(name)[1]
+
+    def model_name(self, stored_name: str) -> str:
+        """The model's tensor that one of the folder is, or is a part of.
+
+        >>> rules = NameMap.of({"**.down": "**.#.w2", "blocks.*.norm": "h.*.ln"})
+        >>> [rules.model_name(name) for name in ("h.0.experts.12.w2", "h.3.ln", "norm")]
+        ['h.0.experts.down', 'blocks.3.norm', 'norm']
+        """
+        found = (rule.model_name(stored_name) for rule in self.rules)
+        return next((name for name in found if name is not None), stored_name)
 
     def split(self, name: str, shape: Shape) -> tuple[Part, ...]:
         """The parts that a tensor of the model is in a folder, in the folder's order.
