@@ -3,7 +3,8 @@
 Writes a Llama of random weights (bf16, never whole in memory), starts two ranks under ZeRO-3, and asks the kernel for
 the peak of the anonymous memory of each. `train` keeps fp32 masters and Adam states, which one tiny step allocates
 before the import; gradients accumulate in bf16, so that 1.1 B parameters fit into 24 GB. `evaluate` is bf16 alone, all
-frozen.
+frozen. In both `initialize` takes the folder and draws nothing (`--draw` shows what that saves); the import behind it
+comes into an engine that has all its states.
 
     python benchmarks/huggingface_load.py --params-like 150m
     python benchmarks/huggingface_load.py --folder /mnt/big/tiny-llama        # 1.1 B; the folder is kept for next time
@@ -126,7 +127,7 @@ class Phases:
 _STATUS = re.compile(r"(VmHWM|RssAnon|RssFile):\s+(\d+)")
 
 
-def run_rank(folder: Path, mode: str) -> None:
+def run_rank(folder: Path, mode: str, is_drawn: bool) -> None:
     """What each rank does; a line of JSON at the end."""
     import torch
     from transformers import LlamaForCausalLM  # noqa: F401
@@ -149,7 +150,7 @@ def run_rank(folder: Path, mode: str) -> None:
         "run": {"device": "cpu", "timeout_s": 600.0},
     }
     phases.begin("initialize")
-    engine = shardwise.initialize(model, config)
+    engine = shardwise.initialize(model, config, weights=None if is_drawn else folder)
     tokens = torch.arange(8).view(1, 8)  # [B, S]
     batch = {"input_ids": tokens, "labels": tokens, "use_cache": False}
     if is_training:
@@ -172,12 +173,12 @@ def run_rank(folder: Path, mode: str) -> None:
     print(json.dumps(facts), flush=True)
 
 
-def measure(folder: Path, mode: str) -> list[dict[str, Any]]:
+def measure(folder: Path, mode: str, is_drawn: bool) -> list[dict[str, Any]]:
     """Start the ranks; what each has found."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    command = [sys.executable, __file__, "--rank-of", mode, "--folder", str(folder)]
+    command = [sys.executable, __file__, "--rank-of", mode, "--folder", str(folder), *(["--draw"] if is_drawn else [])]
     ranks = []
     for rank in range(NUM_RANKS):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "LOCAL_WORLD_SIZE": NUM_RANKS}
@@ -190,9 +191,9 @@ def measure(folder: Path, mode: str) -> list[dict[str, Any]]:
     return [json.loads(text.splitlines()[-1]) for text in printed]
 
 
-def report(console: Console, folder: Path, mode: str) -> bool:
+def report(console: Console, folder: Path, mode: str, is_drawn: bool) -> bool:
     """Measure one mode and print it; whether loading keeps within its bound."""
-    ranks = measure(folder, mode)
+    ranks = measure(folder, mode, is_drawn)
     own = sum(each["phases"]["imports"]["peak_bytes"] for each in ranks)
     at_rest = sum(each["at_rest_bytes"] for each in ranks)
     extra = sum(each["group_bytes"] + BUFFER_BYTES for each in ranks)
@@ -218,10 +219,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--params-like", choices=SHAPES, default="1.1b", help="the shape of the model")
     parser.add_argument("--folder", type=Path, help="of the model: written if it is not there, and kept")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--draw", action="store_true", help="draw initial values before the import")
     parser.add_argument("--rank-of", choices=MODES, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rank_of:
-        run_rank(options.folder, options.rank_of)
+        run_rank(options.folder, options.rank_of, options.draw)
         return 0
     console = Console()
     console.print(", ".join(f"{key} {value}" for key, value in machine().items()), highlight=False)
@@ -229,7 +231,7 @@ def main(arguments: Sequence[str]) -> int:
         folder = options.folder or Path(place) / "llama"
         if not folder.exists():
             write_folder(folder, options.params_like)
-        kept = [report(console, folder, mode) for mode in options.modes]
+        kept = [report(console, folder, mode, options.draw) for mode in options.modes]
     return 0 if all(kept) else 1
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from shardwise._engine_checkpoints import EngineCheckpoints
 from shardwise.checkpoint.huggingface import (
@@ -20,9 +21,11 @@ from shardwise.checkpoint.huggingface import (
     export_jointly,
     names_of,
     open_folder,
+    wanted_of,
 )
 from shardwise.checkpoint.loading import LoadReport
 from shardwise.checkpoint.manifest import CheckpointError, DamagedError, Manifest
+from shardwise.checkpoint.matching import match
 from shardwise.checkpoint.rounds import Rounds
 from shardwise.checkpoint.tensor_files import dtype_name
 from shardwise.config import Dtype
@@ -118,7 +121,22 @@ class EngineWeights(EngineCheckpoints):
         return (*held.held_parameters(self._states()), *buffers)
 
     def _name_rules(self, names: Names | None) -> NameMap:
-        return NameMap.of(names).then(names_of(describe(self.model)))
+        return _rules(self.model, names)
+
+
+def check_folder(model: nn.Module, folder: Path, names: Names | None) -> None:
+    """Raise unless a folder has just what a model has; by names and shapes, before anything is done to the model.
+
+    Raises:
+        CheckpointError: as in `import_weights`.
+    """
+    wanted = wanted_of(model)
+    stored = open_folder(folder, {each.name: each.aliases for each in wanted}, _rules(model, names))
+    match(stored, wanted).check(str(folder))
+
+
+def _rules(model: nn.Module, names: Names | None) -> NameMap:
+    return NameMap.of(names).then(names_of(describe(model)))
 
 
 def _checked(dtype: str) -> str:

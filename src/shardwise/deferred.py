@@ -62,6 +62,7 @@ from shardwise.tape import (
 )
 
 _RECIPE: Final = "_shardwise_recipe"
+_BLANK: Final = "_shardwise_blank"
 
 
 @contextmanager
@@ -355,12 +356,19 @@ class ValueSource:
                     f"buffer {name} is on meta and its values are not known; build the model inside "
                     "`with shardwise.init():`, which keeps buffers real"
                 )
+        self._blank = {name for name, parameter in self._parameters.items() if hasattr(parameter, _BLANK)}
         for name, parameter in self._parameters.items():
             recipe = _find_recipe(parameter)
+            if name in self._blank:
+                continue
             if recipe is not None:
                 self._prepare(name, parameter, recipe)
             elif parameter.is_meta:
                 find_reset(model.get_submodule(name.rpartition(".")[0]), name)
+
+    def is_blank(self, name: str) -> bool:
+        """Whether a parameter's values come later, from elsewhere, so that none are needed."""
+        return name in self._blank
 
     def is_same_everywhere(self, name: str) -> bool:
         """Whether every rank reads the same values of a parameter, so that none needs to send them.
@@ -402,6 +410,24 @@ class ValueSource:
                 "what is written; write it inside the block"
             )
         name_draws(recipe.view, ((name, index) for index in count()))
+
+
+@contextmanager
+def left_blank(model: nn.Module) -> Iterator[None]:
+    """Inside, an engine of the model neither draws nor copies values for its parameters: something else gives them.
+
+    >>> model = torch.nn.Linear(2, 3, device="meta")
+    >>> with left_blank(model):
+    ...     ValueSource(model, seed=0).is_blank("weight")
+    True
+    """
+    for parameter in model.parameters():
+        setattr(parameter, _BLANK, True)
+    try:
+        yield
+    finally:
+        for parameter in model.parameters():
+            parameter.__dict__.pop(_BLANK, None)
 
 
 def drop_recipe(parameter: nn.Parameter) -> None:

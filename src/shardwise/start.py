@@ -13,6 +13,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,9 +22,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise._engine_weights import Names, check_folder
 from shardwise.agreement import Setup, agree_on_setup
 from shardwise.comm import MeshNetwork
 from shardwise.config import Config, ConfigError
+from shardwise.deferred import left_blank
 from shardwise.engine import Engine
 from shardwise.launch.group import ensure_process_group
 from shardwise.layout.tensor_plan import TensorPlan
@@ -41,6 +45,8 @@ def initialize(
     optimizer: Optimizer | OptimizerFactory | None = None,
     scheduler: Scheduler | None = None,
     plan: TensorPlan | Mapping[str, Any] | None = None,
+    weights: str | Path | None = None,
+    names: Names | None = None,
 ) -> Engine:
     """Shard a model's states over the ranks and return the engine that trains it; every rank calls it alike.
 
@@ -55,25 +61,40 @@ def initialize(
         scheduler: None for the one the config names, or a torch scheduler on the given optimizer.
         plan: how layers are split where `mesh.tp` is more than 1: a table of name patterns and styles, or what
             `shardwise.propose_plan` returned; None for the plan that the model brings, or its family has.
+        weights: a Hugging Face folder that the values come from: none are drawn first, and none of the model are used.
+            It must have all of the model; beside adapters use `engine.import_weights`, which is the same otherwise.
+        names: what tensors are called there; as in `engine.import_weights`.
 
     Raises:
         ConfigError: config, model or world size do not fit each other, or the ranks' models or configs differ.
         LaunchError: the launcher's ranks do not all come within `run.timeout_s`.
         CommError: not all ranks call it within `run.timeout_s`.
+        CheckpointError: the folder of `weights` does not fit the model, or cannot be read.
     """
     config = config if isinstance(config, Config) else Config.from_dict(config or {})
     device_kind = _device_kind(config)
     config = config.resolve(ensure_process_group(device_kind, config.run.timeout_s))
     device = torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else torch.device("cpu")
     layout = plan_layout(model, config, plan)
+    if weights is not None:
+        check_folder(model, Path(weights), names)
     store = open_store()
     agree_on_setup(store, dist.get_rank(), Setup.of(layout, config, model.named_buffers()), config.run.timeout_s)
     network = MeshNetwork(Mesh(layout.mesh, config.run.timeout_s), device, store)
+    options: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": optimizer, "scheduler": scheduler}
     try:
-        return Engine(model, config, layout, device, network, loss_fn=loss_fn, optimizer=optimizer, scheduler=scheduler)
+        with nullcontext() if weights is None else left_blank(model):
+            engine = Engine(model, config, layout, device, network, **options)
     except Exception:
         network.close()
         raise
+    if weights is not None:
+        try:
+            engine.import_weights(weights, names=names)
+        except Exception:
+            engine.close()
+            raise
+    return engine
 
 
 def _device_kind(config: Config) -> Literal["cpu", "cuda"]:

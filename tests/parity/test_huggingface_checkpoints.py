@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import shardwise
 from harness.combinations import cover
 from harness.huggingface import VOCAB_SIZE, build_model, float64_throughout
 from harness.pool import WorkerPool
@@ -23,6 +24,7 @@ from harness.random_models import LayoutSpec
 from shardwise import Engine, cli, initialize
 from shardwise.checkpoint.loading import LoadReport
 from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.deferred import ValueSource
 from shardwise.models import Decoder, DecoderConfig, lm_loss
 from shardwise.zero.access import GRAD
 
@@ -124,8 +126,8 @@ def export(
 SPLIT = LayoutSpec(1, 1, 4, 3)
 EXPORT_FACTORS = {
     "model": [each for each in MODELS if each != "mixtral"],
-    "layout": [SPLIT, LayoutSpec(2, 1, 2, 3), LayoutSpec(2, 2, 1, 1), LayoutSpec(3, 1, 1, 2)],
-    "dtypes": [("bf16", None), ("bf16", "fp32"), ("fp64", None), ("fp64", "bf16")],
+    "layout": [SPLIT, LayoutSpec(2, 1, 2, 2), LayoutSpec(3, 1, 1, 3)],
+    "dtypes": [("bf16", None), ("bf16", "fp32"), ("fp64", "bf16")],
 }
 
 
@@ -314,6 +316,42 @@ def save_pretrained(model: nn.Module, folder: Path, max_shard_size: str = "5GB")
     with make_engine(model, LONE, config) as engine:
         engine.export_weights(folder / "own")
     AutoModelForCausalLM.from_pretrained(folder / "own").save_pretrained(folder, max_shard_size=max_shard_size)
+
+
+def build_from(rank: int, world_size: int, layout: LayoutSpec, folder: Path, is_deferred: bool) -> tuple[Values, str]:
+    """An engine that has its values from a folder, and draws none; what one says that cannot have them there."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("values were read that nobody needs")
+
+    values, said = {}, ""
+    for weights in (folder, folder / "nowhere"):
+        with shardwise.init(seed=3) if is_deferred else nullcontext():
+            model = build_model("llama", tie_word_embeddings=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ValueSource, "read", refuse)
+            config = {**layout.sections(), "precision": {"param": "bf16"}, "run": {"device": "cpu"}}
+            try:
+                with initialize(model, config, weights=weights) as engine:
+                    values = parameters_of(engine, "master")
+                    engine.train_step([batch_of(engine)])
+            except CheckpointError as error:
+                said = str(error)
+    return values, said
+
+
+@pytest.mark.parametrize("is_deferred", [True, False])
+@pytest.mark.parametrize("layout", [LayoutSpec(2, 1, 1, 3), LayoutSpec(2, 1, 2, 1)], ids=str)
+def test_an_engine_starts_from_a_folder_without_drawing_values(
+    ranks: WorkerPool, layout: LayoutSpec, is_deferred: bool, tmp_path: Path
+) -> None:
+    model = make_model("llama tied").float()
+    model.save_pretrained(tmp_path)
+    for values, said in ranks(layout.num_ranks).run(build_from, layout, tmp_path, is_deferred):
+        assert values.keys() == dict(model.named_parameters()).keys()
+        for key, parameter in model.named_parameters():
+            assert torch.equal(values[key], parameter), key
+        assert "nowhere is no folder" in said
 
 
 ADAPTERS = {"**.base.weight": "**.weight"}

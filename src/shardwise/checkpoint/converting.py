@@ -44,10 +44,11 @@ from shardwise.checkpoint.huggingface import (
     open_folder,
     plan_export,
     read_config,
+    wanted_of,
     write_export,
 )
 from shardwise.checkpoint.manifest import CheckpointError, Manifest, StoredTensor
-from shardwise.checkpoint.matching import Wanted, match
+from shardwise.checkpoint.matching import match
 from shardwise.checkpoint.offline import Progress, read_pieces, rewrite
 from shardwise.checkpoint.reading import PieceReader
 from shardwise.checkpoint.saver import library_version
@@ -215,13 +216,7 @@ def _family_tensors(folder: Path) -> tuple[tuple[StoredTensor, ...], dict[str, A
 def _decoder_tensors(folder: Path) -> tuple[tuple[StoredTensor, ...], dict[str, Any]]:
     """A folder's tensors under the names of our decoder, all of which it must have."""
     config = decoder_config_of(read_config(folder), str(folder / "config.json"))
-    model = Decoder(config, device="meta")
-    aliases: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        aliases.setdefault(id(tensor), []).append(name)
-    wanted = [
-        Wanted(first, tuple(others), tuple(model.state_dict()[first].shape)) for first, *others in aliases.values()
-    ]
+    wanted = wanted_of(Decoder(config, device="meta"))
     stored = open_folder(folder, {each.name: each.aliases for each in wanted}, decoder_names())
     match(stored, wanted).check(str(folder))
     return stored, describe_decoder(config)

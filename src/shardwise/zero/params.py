@@ -96,7 +96,7 @@ class GroupParams:
         whole = self.spec.slots(0, self.spec.padded_numel)
         rest = (self.shard, own) if self.is_released_between_uses else (self.full, whole)
         targets = [rest] if self.master is self.shard else [rest, (self.master, own)]
-        for place in self.spec.params:
+        for place in (each for each in self.spec.params if not values.is_blank(each.name)):
             held = [(buffer, slot) for buffer, slots in targets for slot in slots if slot.param is place]
             initial = self._initial(place, values, dtype, is_held=bool(held))
             for buffer, slot in held:

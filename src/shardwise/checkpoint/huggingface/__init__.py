@@ -7,6 +7,7 @@ from shardwise.checkpoint.huggingface.describing import (
     describe,
     describe_decoder,
     names_of,
+    wanted_of,
 )
 from shardwise.checkpoint.huggingface.exporting import (
     ExportPlan,
@@ -50,5 +51,6 @@ __all__ = [
     "plan_export",
     "read_config",
     "temporary_folder",
+    "wanted_of",
     "write_export",
 ]

@@ -21,11 +21,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.checkpoint.huggingface.families import TORCH_NAMES, decoder_names, family_names, hf_config_of
 from shardwise.checkpoint.huggingface.importing import CONFIG_NAME
 from shardwise.checkpoint.huggingface.names import NameMap
+from shardwise.checkpoint.matching import Wanted
 from shardwise.models import Decoder, DecoderConfig
 
 GENERATION_NAME: Final = "generation_config.json"
@@ -57,6 +58,16 @@ def names_of(described: Mapping[str, Any]) -> NameMap:
     if decoder_config(described) is not None:
         return decoder_names()
     return family_names(described.get("config", {}))
+
+
+def wanted_of(model: nn.Module) -> list[Wanted]:
+    """A model's parameters and persistent buffers, which may be on meta: what a folder should have."""
+    named: dict[int, list[str]] = {}
+    tensors = model.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor):
+            named.setdefault(id(tensor), []).append(name)
+    return [Wanted(first, tuple(aliases), tuple(tensors[first].shape)) for first, *aliases in named.values()]
 
 
 def config_files(described: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
