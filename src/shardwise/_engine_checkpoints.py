@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -35,7 +35,6 @@ from shardwise.agreement import Meeting
 from shardwise.checkpoint import trajectory
 from shardwise.checkpoint.buffers import HeldBuffer, differing, digests, held_buffers, whole
 from shardwise.checkpoint.folder import candidates, read_manifest, step_of, steps_to_delete
-from shardwise.checkpoint.folder import candidates, read_manifest
 from shardwise.checkpoint.huggingface import describe
 from shardwise.checkpoint.loading import LoadPlan, LoadReport, own_tensors, plan_load, rank_name
 from shardwise.checkpoint.manifest import CheckpointError, Contents, DamagedError, Manifest
@@ -270,6 +269,7 @@ class EngineCheckpoints(EngineStates):
         if verdict.startswith(_UNFIT):
             raise CheckpointError(verdict[1:])
         return verdict
+
     def _meet(self, note: str, judge: Callable[[Mapping[int, str]], str], subject: str) -> str:
         store = self._network.store
         if store is None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise._engine_checkpoints import EngineCheckpoints
+from shardwise.checkpoint.buffers import held_buffers
 from shardwise.checkpoint.huggingface import (
     ExportRequest,
     NameMap,
@@ -117,7 +118,7 @@ class EngineWeights(EngineCheckpoints):
 
     def _weights(self) -> tuple[Holding, ...]:
         """Parameters and persistent buffers."""
-        buffers = (holding for holding, _ in self._held_buffers())
+        buffers = (each.holding for each in held_buffers(self.model, is_writer=self.comm.rank == 0))
         return (*held.held_parameters(self._states()), *buffers)
 
     def _name_rules(self, names: Names | None) -> NameMap:

@@ -17,17 +17,21 @@ The same from a live model and from a checkpoint's manifest, which keeps the des
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any, Final
 
-from torch import Tensor, nn
+from torch import nn
 
+from shardwise._torch_private import persistent_buffers
 from shardwise.checkpoint.huggingface.families import TORCH_NAMES, decoder_names, family_names, hf_config_of
 from shardwise.checkpoint.huggingface.importing import CONFIG_NAME
 from shardwise.checkpoint.huggingface.names import NameMap
 from shardwise.checkpoint.matching import Wanted
 from shardwise.models import Decoder, DecoderConfig
+
+log = logging.getLogger("shardwise")
 
 GENERATION_NAME: Final = "generation_config.json"
 _DECODER: Final = Decoder.__name__
@@ -35,16 +39,19 @@ _DTYPE_KEYS: Final = ("dtype", "torch_dtype")
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
-    """A model's class, and its config where it is a Hugging Face model's or a dataclass; of what JSON keeps."""
+    """A model's class, and its config where it is a Hugging Face model's or a dataclass, and JSON keeps it."""
     described: dict[str, Any] = {"class": type(model).__name__}
     config = getattr(model, "config", None)
-    if callable(getattr(config, "to_json_string", None)):
-        described["config"] = _values_of(config)
-        generation = getattr(model, "generation_config", None)
-        if callable(getattr(generation, "to_json_string", None)):
-            described["generation_config"] = _values_of(generation)
-    elif is_dataclass(config) and not isinstance(config, type):
-        described["config"] = json.loads(json.dumps(asdict(config), default=str))
+    try:
+        if callable(getattr(config, "to_json_string", None)):
+            described["config"] = _values_of(config)
+            generation = getattr(model, "generation_config", None)
+            if callable(getattr(generation, "to_json_string", None)):
+                described["generation_config"] = _values_of(generation)
+        elif is_dataclass(config) and not isinstance(config, type):
+            described["config"] = json.loads(json.dumps(asdict(config), default=str))
+    except (TypeError, ValueError) as error:  # no reason not to save
+        log.warning("the model's config is left out: %s", error)
     return described
 
 
@@ -62,11 +69,10 @@ def names_of(described: Mapping[str, Any]) -> NameMap:
 
 def wanted_of(model: nn.Module) -> list[Wanted]:
     """A model's parameters and persistent buffers, which may be on meta: what a folder should have."""
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(persistent_buffers(model))}
     named: dict[int, list[str]] = {}
-    tensors = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor):
-            named.setdefault(id(tensor), []).append(name)
+        named.setdefault(id(tensor), []).append(name)
     return [Wanted(first, tuple(aliases), tuple(tensors[first].shape)) for first, *aliases in named.values()]
 
 
