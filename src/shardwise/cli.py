@@ -125,22 +125,27 @@ def _start(arguments: argparse.Namespace) -> int:
     from shardwise.train.resume import keep_global_batch
     from shardwise.train.run import start
 
-    config, resume = _job(arguments)
+    console = Console()
+    config, resume = _job(arguments, console)
     if resume is not None:
         config = keep_global_batch(config, config.run.num_procs or default_num_ranks(config.run.device))
-    return start(config, Console(), resume)
+    return start(config, console, resume)
 
 
-def _job(arguments: argparse.Namespace) -> tuple[Config, Path | None]:
-    """The run's config, and the checkpoint that it goes on from."""
+def _job(arguments: argparse.Namespace, console: Console | None) -> tuple[Config, Path | None]:
+    """The run's config, and the checkpoint that it goes on from; on the console, that there is none."""
     from shardwise.train.job import job_config
 
     path, assignments = _split(arguments.settings)
     if arguments.resume is None:
         return job_config(path, assignments, arguments.data), None
-    from shardwise.train.resume import resumed_job
+    from shardwise.train.resume import auto_place, resumed_job
 
-    return resumed_job(path, assignments, arguments.data, arguments.resume)
+    config, source = resumed_job(path, assignments, arguments.data, arguments.resume)
+    if source is None and console is not None:
+        line = f"no checkpoint in {auto_place(config)} yet; the run starts afresh"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return config, source
 
 
 def _dry_run(arguments: argparse.Namespace) -> int:
@@ -170,7 +175,7 @@ def _be_rank(arguments: argparse.Namespace, env: RankEnv, stop: StopFlag) -> int
             past = None if arguments.resume is None else Path(arguments.resume)
             return run_prepared(folder, shard_path, env, stop, console, past)
         try:
-            config, resume = _job(arguments)
+            config, resume = _job(arguments, console if env.rank == 0 else None)
             if resume is not None:
                 config = keep_global_batch(config, env.world_size)
             config = resolve_job(config, env.world_size, num_local_ranks=env.local_world_size)

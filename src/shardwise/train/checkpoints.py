@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.checkpoint.folder import candidates, clean, set_aside
-from shardwise.checkpoint.loading import LoadReport
+from shardwise.checkpoint.folder import clean, set_aside, step_folders, step_of
 from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.config import Config, ConfigError
 from shardwise.train.loop import Trainer
 from shardwise.train.resume import FOLDER_NAME
 
 log = logging.getLogger("shardwise")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on from.
+
+    Attributes:
+        path: the checkpoint.
+        step: its own.
+        notes: what a user should know of it, a line each.
+    """
+
+    path: Path
+    step: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What checkpoints a run leaves behind.
+
+    Attributes:
+        root: the folder that they are in.
+        num_checkpoints: in it, of earlier runs too.
+        newest: of this run.
+        num_bytes: of the newest.
+    """
+
+    root: Path
+    num_checkpoints: int
+    newest: Path
+    num_bytes: int
 
 
 class RunCheckpoints:
@@ -29,7 +61,7 @@ class RunCheckpoints:
         self._config = trainer.config.checkpoint
         self._saved_step: int | None = None
 
-    def resume(self, source: Path) -> LoadReport:
+    def resume(self, source: Path) -> Resumed:
         """Go on from the newest whole checkpoint in `source`; later ones in this run's folder are set aside.
 
         Raises:
@@ -37,37 +69,57 @@ class RunCheckpoints:
         """
         report = self._trainer.engine.load(source)
         self._trainer.go_on_from(report.extra or {})
-        self._saved_step = report.step if report.path.parent.resolve() == self.root.resolve() else None
+        self._saved_step = report.step
+        notes = [f"not whole, so not used: {line}" for line in report.damaged]
         if self._trainer.engine.comm.rank == 0 and self.root.is_dir():
             clean(self.root)
-            for folder in set_aside(self.root, report.step):
-                log.warning("set aside %s: the run goes on from step %d", folder.name, report.step)
-        return report
+            notes += [f"set aside {folder}, of a later step" for folder in set_aside(self.root, report.step)]
+        for note in notes:
+            log.warning("%s", note)
+        return Resumed(report.path, report.step, tuple(notes))
 
-    def after_step(self, step: int) -> None:
-        """Save where it is due; training goes on meanwhile where the config says so."""
-        if self._config.every is not None and step % self._config.every == 0:
-            self._save(step, wait=not self._config.background)
-
-    def at_end(self) -> Path | None:
-        """Save the last step, unless that is done or not wanted, and return the newest checkpoint."""
-        step = self._trainer.engine.num_steps
-        if (self._config.at_end or self._config.every is not None) and step > 0:
-            self._save(step, wait=True)
-        return self._trainer.engine.finish_saves()
-
-    def _save(self, step: int, wait: bool) -> None:
+    def is_due(self, step: int) -> bool:
+        """Whether this step, just taken, is saved."""
         if step == self._saved_step:
-            return
-        self._saved_step = step
+            return False
+        every = self._config.every
+        return (every is not None and step % every == 0) or (self._config.at_end and self.is_last(step))
+
+    def is_last(self, step: int) -> bool:
+        """Whether no other step follows."""
+        return self._trainer.was_stopped or step >= self._trainer.config.run.steps
+
+    def waits(self, step: int) -> bool:
+        """Whether the save of this step holds the run up. The last is written straight from the states, uncopied."""
+        return self.is_last(step) or not self._config.background
+
+    def save(self, step: int) -> None:
+        """Save this step, the engine's present one.
+
+        Raises:
+            CheckpointError: as `Engine.save`.
+        """
         config = self._config
+        self._saved_step = step
         self._trainer.engine.save(
             self.root,
             extra=self._trainer.position(),
-            wait=wait,
+            wait=self.waits(step),
             keep_last=config.keep_last or None,
             keep_every=config.keep_every,
         )
+
+    def finish(self) -> Saved | None:
+        """Wait for the save under way, and say what this run has left; None where it has saved nothing.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        newest = self._trainer.engine.finish_saves()
+        if newest is None:
+            return None
+        num_bytes = sum(file.stat().st_size for file in newest.iterdir())
+        return Saved(self.root, len(step_folders(self.root)), newest, num_bytes)
 
 
 def checkpoint_root(config: Config, folder: Path) -> Path:
@@ -76,19 +128,29 @@ def checkpoint_root(config: Config, folder: Path) -> Path:
     return folder / FOLDER_NAME if path is None else Path(path).expanduser()
 
 
-def refuse_foreign_checkpoints(config: Config) -> None:
-    """Raise where a run that starts afresh would save among another's checkpoints.
+def refuse_foreign_checkpoints(config: Config, source: Path | None) -> None:
+    """Raise where a run would save among the checkpoints of another, which it does not go on from.
+
+    Args:
+        config: of the run.
+        source: the checkpoint that it goes on from, or the folder of some; None where it starts afresh.
 
     Raises:
         ConfigError: naming the newest of them.
     """
     path = config.checkpoint.path
-    if path is None or not Path(path).expanduser().exists():
+    if path is None:
+        return
+    root = Path(path).expanduser()
+    own = None if source is None else source.parent if step_of(source) is not None else source
+    if own is not None and own.resolve() == root.resolve():
         return
     try:
-        found = candidates(Path(path).expanduser())
+        if root.exists() and not root.is_dir():
+            raise ConfigError(f"checkpoint.path={path} is a file; give a folder")
+        found = step_folders(root)
     except CheckpointError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"checkpoint.path={path}: {error}") from None
     if found:
         raise ConfigError(
             f"checkpoint.path={path} holds {found[0].name} of another run; go on from it with --resume auto, or choose "

@@ -108,12 +108,23 @@ class Trainer:
         """Whether the ranks agreed to stop before the last step."""
         return self._was_stopped
 
-    def steps(self, should_stop: Callable[[], bool], announce: Callable[[str], None]) -> Iterator[StepRecord]:
+    @property
+    def first_step(self) -> int:
+        """How many steps were taken before this run: 0, or those of the checkpoint that it goes on from."""
+        return self._first_step
+
+    def steps(
+        self,
+        should_stop: Callable[[], bool],
+        announce: Callable[[str], None],
+        after_step: Callable[[int], None] = lambda step: None,
+    ) -> Iterator[StepRecord]:
         """Take the steps that are left and yield a record of each, until the last one or until some rank should stop.
 
         Args:
             should_stop: asked on every rank after each step.
             announce: told what is done besides steps.
+            after_step: called on every rank with the number of a step that was taken, before anything is evaluated.
 
         Raises:
             NonFiniteLossError: as `Engine.step`.
@@ -123,6 +134,7 @@ class Trainer:
         while self.engine.num_steps < run.steps and not self._was_stopped:
             record = self._take_step()
             self._was_stopped = self._any_rank(should_stop()) and record.step < run.steps
+            after_step(record.step)
             is_due = record.step == run.steps or (run.eval_every is not None and record.step % run.eval_every == 0)
             eval_loss = None
             if is_due and not self._was_stopped:
@@ -144,8 +156,9 @@ class Trainer:
         own_hash = self.data.train.index.tokens_hash
         if position.get("tokens_hash") != own_hash:
             raise CheckpointError(
-                f"the checkpoint is of a run on tokens {position.get('tokens_hash')}, here are {own_hash}; give the "
-                "same data.path and data.tokenizer, or load its weights in a script of your own"
+                f"the checkpoint is of a run on other tokens ({position.get('tokens_hash')}) than these of "
+                f"{self.data.source} ({own_hash}); give the same data.path and data.tokenizer, or load its weights in "
+                "a script of your own"
             )
         self._first_step, self._num_samples_before = self.engine.num_steps, int(position["num_samples"])
 
@@ -200,7 +213,7 @@ class Trainer:
 
     def _take_step(self) -> StepRecord:
         number = self.engine.num_steps + 1
-        is_metered = number <= NUM_FIRST_METERED or number % METER_EVERY == 0
+        is_metered = number - self._first_step <= NUM_FIRST_METERED or number % METER_EVERY == 0
         memory = self.engine.memory
         if is_metered:
             memory.reset_peak()

@@ -14,11 +14,12 @@ from rich.console import Console
 from shardwise.config import batch_equation
 from shardwise.launch.rank import StopFlag
 from shardwise.models import num_params
+from shardwise.train.checkpoints import Resumed
 from shardwise.train.job import layout_line
-from shardwise.train.loop import Sample, Trainer
+from shardwise.train.loop import Trainer
 from shardwise.train.metrics import MetricsWriter, StepRecord
 from shardwise.train.progress import Display, Header, Progress, short_count
-from shardwise.train.summary import Outcome
+from shardwise.train.summary import Ending, Outcome
 
 
 class Observer:
@@ -29,12 +30,18 @@ class Observer:
         folder: of the run.
         console: where it is shown.
         stop: once it is set, the terminal belongs to those who say so.
+        resumed: where the run goes on from; None where it starts afresh.
     """
 
-    def __init__(self, trainer: Trainer, folder: Path, console: Console, stop: StopFlag) -> None:
+    def __init__(
+        self, trainer: Trainer, folder: Path, console: Console, stop: StopFlag, resumed: Resumed | None = None
+    ) -> None:
         self._trainer = trainer
         self._stop = stop
-        self._state = Progress(_header(trainer), trainer.config.run.steps)
+        first_step = trainer.first_step
+        self._state = Progress(
+            _header(trainer, resumed), trainer.config.run.steps, step=first_step, first_step=first_step
+        )
         self._display = Display(console, self._state)
         self._writer = MetricsWriter(folder)
         self._folder = folder
@@ -68,23 +75,25 @@ class Observer:
         if not self._stop:
             self._display.close()
 
-    def outcome(self, stopped_by: str | None, sample: Sample | None) -> Outcome:
+    def outcome(self, ending: Ending, stopped_by: str | None) -> Outcome:
         """What is to be said in the end."""
-        eval_loss = self._last.eval_loss if self._last is not None else None
+        eval_loss = self._last.eval_loss if self._last is not None else ending.eval_loss
         elapsed_s = self._state.elapsed_s
         return Outcome(
             folder=self._folder,
             num_steps=self._state.step,
+            num_taken=self._state.num_taken,
             total_steps=self._state.total_steps,
             elapsed_s=elapsed_s,
             tokens_per_s=self._num_tokens / elapsed_s if elapsed_s else 0.0,
             at_rest=self._trainer.at_rest(),
             peak=self._trainer.peak,
             stopped_by=stopped_by,
-            train_loss=self._state.loss if self._state.step else None,
+            train_loss=self._state.loss if self._state.num_taken else None,
             eval_loss=eval_loss,
             unigram_loss=self._trainer.unigram_loss() if eval_loss is not None else None,
-            sample=sample,
+            sample=ending.sample,
+            saved=ending.saved,
         )
 
     def _show(self, state: Progress) -> None:
@@ -93,7 +102,7 @@ class Observer:
             self._display.show(state)
 
 
-def _header(trainer: Trainer) -> Header:
+def _header(trainer: Trainer, resumed: Resumed | None) -> Header:
     config, shape, engine = trainer.config, trainer.decoder.config, trainer.engine
     is_half = config.precision.param in ("bf16", "fp16")
     device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
@@ -104,4 +113,5 @@ def _header(trainer: Trainer) -> Header:
         layout=f"{layout}, {device}, {config.precision.param}{' with fp32 master' if is_half else ''}",
         batch=f"{batch_equation(config.batch, engine.layout.mesh.num_data_ranks)}, {config.data.seq_len} tokens each",
         data=f"{trainer.data.source}, {short_count(trainer.data.num_tokens)} tokens",
+        resumed="" if resumed is None else f"from step {resumed.step} of {resumed.path.parent}",
     )

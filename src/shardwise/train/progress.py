@@ -38,12 +38,13 @@ _REFRESH_S = 0.25
 
 @dataclass(frozen=True)
 class Header:
-    """What does not change during a run, a line each."""
+    """What does not change during a run, a line each; `resumed` is empty where it started afresh."""
 
     model: str
     layout: str
     batch: str
     data: str
+    resumed: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,10 @@ class Progress:
     """A run after some step.
 
     Attributes:
-        step: the last one taken, 0 before the first.
+        step: the last one taken, `first_step` before that.
+        first_step: how many were taken before this run.
         loss: smoothed over about ten steps.
-        losses: the smoothed loss at even intervals of the whole run so far, at most SPARK_POINTS.
+        losses: the smoothed loss at even intervals of this run so far, at most SPARK_POINTS.
         tokens_per_s: of all ranks together, smoothed.
         mfu: share of the devices' peak, where that is known.
         peak_step: at which step the memory was measured.
@@ -64,6 +66,7 @@ class Progress:
     header: Header
     total_steps: int
     step: int = 0
+    first_step: int = 0
     loss: float = math.nan
     losses: tuple[float, ...] = ()
     lr: float = 0.0
@@ -77,6 +80,11 @@ class Progress:
     activity: str = ""
 
     @property
+    def num_taken(self) -> int:
+        """Steps of this run."""
+        return self.step - self.first_step
+
+    @property
     def eta_s(self) -> float:
         """Seconds that the steps to come take at the present rate."""
         return (self.total_steps - self.step) * self.step_s
@@ -85,9 +93,10 @@ class Progress:
         self, *, step: int, loss: float, lr: float, grad_norm: float, step_s: float, tokens_per_s: float
     ) -> Self:
         """The state after one more step."""
+        number, num_steps = step - self.first_step, self.total_steps - self.first_step
         # A loss that an fp16 overflow left infinite would stay in the average for ever.
-        smooth = _smoothed(self.loss, loss, step) if math.isfinite(loss) else self.loss
-        point = (step - 1) * SPARK_POINTS // max(self.total_steps, SPARK_POINTS)
+        smooth = _smoothed(self.loss, loss, number) if math.isfinite(loss) else self.loss
+        point = (number - 1) * SPARK_POINTS // max(num_steps, SPARK_POINTS)
         return replace(
             self,
             step=step,
@@ -95,8 +104,8 @@ class Progress:
             losses=(*self.losses[:point], smooth),
             lr=lr,
             grad_norm=grad_norm,
-            step_s=_smoothed(self.step_s, step_s, step),
-            tokens_per_s=_smoothed(self.tokens_per_s, tokens_per_s, step),
+            step_s=_smoothed(self.step_s, step_s, number),
+            tokens_per_s=_smoothed(self.tokens_per_s, tokens_per_s, number),
             elapsed_s=self.elapsed_s + step_s,
             activity="",
         )
@@ -106,9 +115,9 @@ class Progress:
         return replace(self, peak_step=self.step, peak_bytes=peak_bytes)
 
 
-def _smoothed(average: float, value: float, step: int) -> float:
-    """An average over about ten steps, over fewer at the start."""
-    weight = min(_SMOOTHING, 1.0 - 1.0 / step)
+def _smoothed(average: float, value: float, number: int) -> float:
+    """An average over about ten values, over fewer at the start; `number` is this one's, from 1."""
+    weight = min(_SMOOTHING, 1.0 - 1.0 / number)
     return value if weight == 0.0 or math.isnan(average) else weight * average + (1.0 - weight) * value
 
 
@@ -144,12 +153,14 @@ def _header(header: Header) -> Table:
     grid.add_row("layout", Text(header.layout))
     grid.add_row("batch", Text(header.batch))
     grid.add_row("data", Text(header.data))
+    if header.resumed:
+        grid.add_row("resumed", Text(header.resumed))
     return grid
 
 
 def _bar_line(state: Progress, width: int) -> Text:
     left = f"step {state.step}/{state.total_steps} "
-    right = f" {clock(state.elapsed_s)} gone, {clock(state.eta_s)} to go" if state.step else " starting"
+    right = f" {clock(state.elapsed_s)} gone, {clock(state.eta_s)} to go" if state.num_taken else " starting"
     right = f" {state.activity}" if state.activity else right
     bar = max(10, width - len(left) - len(right))
     done = bar * state.step // max(1, state.total_steps)
@@ -158,7 +169,7 @@ def _bar_line(state: Progress, width: int) -> Text:
 
 def _figures(state: Progress) -> Table:
     grid = _grid()
-    if state.step == 0:
+    if state.num_taken == 0:
         for label in ("loss", "lr", "grad norm", "speed"):
             grid.add_row(label, "")
         return grid
@@ -261,7 +272,8 @@ class Display:
         self._drawn_at_s = -math.inf
         if self._is_plain:
             header = state.header
-            for line in (header.model, header.layout, header.batch, header.data):
+            resumed = [f"resumed {header.resumed}"] if header.resumed else []
+            for line in (header.model, header.layout, header.batch, header.data, *resumed):
                 self._print(line)
         else:
             self._draw()
@@ -275,7 +287,7 @@ class Display:
                 self._draw()
         elif state.activity:
             self._print(state.activity)
-        elif is_last or state.step == 1 or state.step % max(1, state.total_steps // _NUM_PLAIN_LINES) == 0:
+        elif is_last or state.num_taken == 1 or state.step % max(1, state.total_steps // _NUM_PLAIN_LINES) == 0:
             self._print(plain_line(state))
 
     def close(self) -> None:

@@ -9,23 +9,25 @@ machines of then (world size, devices, folders) is not taken over, and the globa
 >>> fit_micro_size(batch, num_data_ranks=5)
 Traceback (most recent call last):
     ...
-shardwise.config.ConfigError: 5 data-parallel ranks do not divide the saved run's global batch of 24; nearest legal: \
-4, 6; or set batch.global_size
+shardwise.config.ConfigError: 5 data-parallel ranks do not divide the global batch of 24; nearest legal: 4, 6; or set \
+batch.global_size
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from shardwise.checkpoint.folder import candidates, read_manifest
+from shardwise.checkpoint.finding import newest_whole
+from shardwise.checkpoint.folder import step_folders, step_of
 from shardwise.checkpoint.manifest import CheckpointError, DamagedError, Manifest
 from shardwise.config import BatchConfig, Config, ConfigError, read_toml
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.splits import nearest_legal
-from shardwise.train.job import job_config
+from shardwise.train.job import CONFIG_NAME, job_config
 
 AUTO: Final = "auto"
 FOLDER_NAME: Final = "checkpoints"
@@ -34,6 +36,7 @@ _NOT_TAKEN_OVER: Final = frozenset(
     {"batch.accumulation", "checkpoint.path", "mesh.dp_shard", "mesh.dp_replicate", "run.device", "run.dir",
      "run.num_procs", "run.num_threads"}
 )  # fmt: skip
+_RUN_NAME: Final = re.compile(r"(\d{8}-\d{6})-(.+)")
 
 
 def resumed_job(
@@ -45,27 +48,36 @@ def resumed_job(
         path: a TOML file, or None; it and the next two as for `job_config`.
         assignments: of the user.
         data_path: `data.path`, given by itself.
-        resume: a checkpoint, a folder of some, or "auto": the newest in `checkpoint.path`, or without one, the newest
-            that a run of this name has left in `run.dir`; where there is none, the run starts afresh.
+        resume: a checkpoint, a folder of some, or a run's folder; or "auto": the newest in `checkpoint.path`, or
+            without one, the newest that a run of this name has left in `run.dir`; where there is none, the run starts
+            afresh.
 
     Raises:
-        ConfigError: a key or a value is wrong, or there is no checkpoint where `resume` says.
+        ConfigError: a key or a value is wrong, there is no checkpoint where `resume` says, or none there is whole.
     """
     config = job_config(path, assignments, data_path)
-    source = _newest_root(config) if resume == AUTO else Path(resume)
-    manifest = None if source is None else _newest_manifest(source)
-    if source is None or manifest is None:
-        if resume != AUTO:
-            raise ConfigError(f"--resume {resume}: no checkpoint there; give a step-... folder or a folder of these")
+    source = _newest_root(config) if resume == AUTO else _root_of(Path(resume).expanduser())
+    if source is None:
         return config, None
-    saved = _taken_over(manifest.config)
-    config = job_config(path, assignments, data_path, base=saved)
+    try:
+        newest, manifest = newest_whole(source)
+    except DamagedError as error:
+        raise ConfigError(
+            f"no checkpoint in {source} is whole; of the newest: {error}, given to --resume, or move them away"
+        ) from None
+    except CheckpointError as error:
+        raise ConfigError(f"--resume {resume}: {error}") from None
+    _refuse_unless_of_a_run(newest, manifest)
+    config = job_config(path, assignments, data_path, base=_taken_over(manifest.config))
     given = Config.from_dict(read_toml(path) if path is not None else {}).override(assignments)
-    if given.batch.global_size is None:
-        global_size = manifest.config["batch"]["global_size"]
-        batch = BatchConfig(global_size=global_size, micro_size=config.batch.micro_size)
-        config = config.model_copy(update={"batch": batch})
-    return config, source
+    return config.model_copy(update={"batch": _resumed_batch(given.batch, manifest.config["batch"])}), source
+
+
+def auto_place(config: Config) -> str:
+    """Where `--resume auto` looks, in words."""
+    if config.checkpoint.path is not None:
+        return config.checkpoint.path
+    return f"{config.run.dir} of a run named {config.run.name or config.model.preset}"
 
 
 def keep_global_batch(config: Config, world_size: int) -> Config:
@@ -91,37 +103,75 @@ def fit_micro_size(batch: BatchConfig, num_data_ranks: int) -> BatchConfig:
     per_rank, rest = divmod(total, num_data_ranks)
     if rest:
         raise ConfigError(
-            f"{num_data_ranks} data-parallel ranks do not divide the saved run's global batch of {total}; nearest "
-            f"legal: {nearest_legal(total, num_data_ranks)}; or set batch.global_size"
+            f"{num_data_ranks} data-parallel ranks do not divide the global batch of {total}; nearest legal: "
+            f"{nearest_legal(total, num_data_ranks)}; or set batch.global_size"
         )
     fitting = next(size for size in range(min(micro or per_rank, per_rank), 0, -1) if per_rank % size == 0)
     return BatchConfig(global_size=total, micro_size=fitting)
 
 
+def _resumed_batch(given: BatchConfig, saved: Mapping[str, Any]) -> BatchConfig:
+    """The saved global batch unless the user gives another, or the two numbers that make one up."""
+    total, micro, accumulation = given.global_size, given.micro_size, given.accumulation
+    if micro is None or accumulation is None:
+        total = total or saved["global_size"]
+    if micro is None and accumulation is None:
+        micro = saved["micro_size"]
+    return BatchConfig(global_size=total, micro_size=micro, accumulation=accumulation)
+
+
+def _root_of(path: Path) -> Path:
+    """The folder of checkpoints that a user means, who may name their run's folder instead."""
+    inner = path / FOLDER_NAME
+    try:
+        is_run = step_of(path) is None and inner.is_dir() and not step_folders(path)
+    except CheckpointError:  # to be said by who reads it
+        return path
+    if is_run:
+        return inner
+    if path.is_dir() and step_of(path) is None and not step_folders(path) and (runs := _runs(path)):
+        raise ConfigError(f"--resume {path}: {path} has runs, not checkpoints; did you mean {runs[0]}?")
+    return path
+
+
 def _newest_root(config: Config) -> Path | None:
     """Where a run of this config has left checkpoints."""
-    if config.checkpoint.path is not None:
-        root = Path(config.checkpoint.path).expanduser()
-        return root if root.is_dir() else None
-    runs = Path(config.run.dir).expanduser()
-    name = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(config.run.name or config.model.preset)}(-\d+)?")
-    folders = [folder for folder in runs.iterdir() if name.fullmatch(folder.name)] if runs.is_dir() else []
-    # Their names begin with the time.
-    roots = [folder / FOLDER_NAME for folder in sorted(folders, reverse=True)]
-    return next((root for root in roots if root.is_dir() and _newest_manifest(root) is not None), None)
-
-
-def _newest_manifest(source: Path) -> Manifest | None:
     try:
-        found = candidates(source)
+        if config.checkpoint.path is not None:
+            root = Path(config.checkpoint.path).expanduser()
+            return root if step_folders(root) else None
+        name = config.run.name or config.model.preset
+        runs = _runs(Path(config.run.dir).expanduser())
+        return next((run / FOLDER_NAME for run in runs if _name_of(run) == name), None)
     except CheckpointError as error:
-        raise ConfigError(str(error)) from None
-    for folder in found:
-        try:
-            return read_manifest(folder)
-        except DamagedError:  # the load says so
-            continue
-    return None
+        raise ConfigError(f"--resume {AUTO}: {error}") from None
+
+
+def _runs(folder: Path) -> list[Path]:
+    """The folders of runs in this one that have checkpoints, newest first."""
+    found = [each for each in folder.iterdir() if _RUN_NAME.fullmatch(each.name)] if folder.is_dir() else []
+    with_checkpoints = [each for each in found if step_folders(each / FOLDER_NAME)]
+    # Their names begin with the time; of those of one second, the later ones end in -2, -3, ...
+    return sorted(with_checkpoints, key=lambda each: (each.name[:15], len(each.name), each.name), reverse=True)
+
+
+def _name_of(run: Path) -> str:
+    """The name that a run was given, or has from its model."""
+    try:
+        config = json.loads((run / CONFIG_NAME).read_text(encoding="utf-8"))
+        return str(config["run"]["name"] or config["model"]["preset"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _refuse_unless_of_a_run(newest: Path, manifest: Manifest) -> None:
+    extra = manifest.extra if isinstance(manifest.extra, Mapping) else {}
+    if manifest.contents != "all":
+        raise ConfigError(f"{newest} has {manifest.contents} only, so a run cannot go on from it; give one with all")
+    if "tokens_hash" not in extra or "batch" not in manifest.config:
+        raise ConfigError(
+            f"{newest} is not of shardwise train: where its data ended is unknown; load it in a script (engine.load)"
+        )
 
 
 def _taken_over(saved: Mapping[str, Any]) -> dict[str, Any]:

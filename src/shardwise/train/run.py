@@ -11,8 +11,9 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -35,14 +36,14 @@ from shardwise.loss import NonFiniteLossError
 from shardwise.memory import format_bytes
 from shardwise.train.checkpoints import RunCheckpoints, checkpoint_root, refuse_foreign_checkpoints
 from shardwise.train.job import CONFIG_NAME, create_folder, device_kind, prepare_job_data, resolve_job
-from shardwise.train.loop import Sample, Trainer, build_trainer
+from shardwise.train.loop import Trainer, build_trainer
 from shardwise.train.metrics import write_timeline
 from shardwise.train.observer import Observer
 from shardwise.train.prepare import PreparedData, open_data
-from shardwise.train.summary import render_outcome
+from shardwise.train.summary import Ending, render_outcome
 
-# A rank that is asked to stop may be in the middle of a long step.
-STOP_GRACE_S = 60.0
+# A rank that is asked to stop may be in the middle of a long step, and then it saves.
+STOP_GRACE_S = 1800.0
 # The ranks that join wait for rank 0 to tokenize, which takes hours for terabytes.
 PREPARE_TIMEOUT_S = 24 * 3600.0
 _STOPPED_BY: Final[Mapping[int, str]] = MappingProxyType(
@@ -80,8 +81,7 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
     if device_kind(config) == "cuda" and num_ranks > num_gpus:
         raise ConfigError(f"run.num_procs={num_ranks} but torch sees {num_gpus} GPUs; use at most one rank a GPU")
     config = config.model_copy(update={"run": config.run.model_copy(update={"num_procs": num_ranks})})
-    if resume is None:
-        refuse_foreign_checkpoints(config)
+    refuse_foreign_checkpoints(config, resume)
     resolved = resolve_job(config, num_ranks, num_local_ranks=num_ranks)
     data = _prepare(resolved, console)
     folder = create_folder(resolved, time.localtime())
@@ -103,21 +103,22 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
 def join(config: Config, env: RankEnv, stop: StopFlag, console: Console, resume: Path | None = None) -> int:
     """Be one of the ranks that torchrun or srun started, and return the exit code.
 
-    Rank 0 prepares the data and makes the folder, and tells the others through the store where they are.
+    Rank 0 prepares the data and makes the folder, and tells the others through the store where they are. Of a
+    run that is resumed it tells its config, too, which follows from the checkpoint: they may have found another one.
 
     Args:
         config: resolved.
         env: which rank this is.
         stop: asked after each step.
         console: rank 0 shows the run there.
-        resume: the checkpoint to go on from, or a folder of some; rank 0's counts.
+        resume: the checkpoint to go on from, or a folder of some.
 
     Raises:
         ConfigError: this rank has no GPU, or rank 0 could not prepare the run.
         LaunchError: the ranks did not meet.
     """
     start_process_group(env, device_kind(config), config.run.timeout_s)
-    folder, shard_path, resume = _agree_on_place(config, env, console, resume)
+    config, folder, shard_path, resume = _agree_on_place(config, env, console, resume)
     return run_rank(config, folder, shard_path, env=env, stop=stop, console=console, resume=resume)
 
 
@@ -151,6 +152,7 @@ def run_rank(
         console: rank 0 shows the run there.
         resume: the checkpoint to go on from, or a folder of some.
     """
+    trainer: Trainer | None = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _log_to(folder, env)
@@ -159,30 +161,58 @@ def run_rank(
         trainer = build_trainer(config, open_data(shard_path, config))
         log.info("%s", trainer.engine.layout.mesh)
         checkpoints = RunCheckpoints(trainer, checkpoint_root(config, folder))
-        if resume is not None:
-            report = checkpoints.resume(resume)
-            log.info("resumed from %s at step %d", report.path, report.step)
-        observer = Observer(trainer, folder, console, stop) if env.rank == 0 else None
+        resumed = None if resume is None else checkpoints.resume(resume)
+        if resumed is not None:
+            log.info("resumed from %s at step %d", resumed.path, resumed.step)
+        observer = None
+        if env.rank == 0:
+            for note in resumed.notes if resumed is not None else ():
+                _say(console, note)
+            observer = Observer(trainer, folder, console, stop, resumed)
         with stop.armed():
-            sample = _train(trainer, checkpoints, observer, stop)
+            ending = _train(trainer, checkpoints, observer, stop, console)
         write_timeline(folder / f"timeline-{env.rank}.jsonl", trainer.engine.timeline)
         if observer is not None:
             stopped_by = _stopped_by(stop, env) if trainer.was_stopped else None
-            console.print(render_outcome(observer.outcome(stopped_by, sample)))
+            console.print(render_outcome(observer.outcome(ending, stopped_by)), crop=False)
+        if ending.failure is not None:
+            raise ending.failure
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        if trainer is not None:
+            _finish_save_unless_alone(trainer, error)
         return _fail(error, folder, env)
     if not trainer.was_stopped:
         return 0
     return 128 + signal.Signals[stop.signal_name or "SIGTERM"]
 
 
-def _train(trainer: Trainer, checkpoints: RunCheckpoints, observer: Observer | None, stop: StopFlag) -> Sample | None:
+def _train(
+    trainer: Trainer, checkpoints: RunCheckpoints, observer: Observer | None, stop: StopFlag, console: Console
+) -> Ending:
     """Take the steps, save, and write the sample; on every rank alike."""
     announce = observer.announce if observer is not None else log.info
+    failure: CheckpointError | None = None
+
+    def save(step: int) -> None:
+        nonlocal failure
+        if not checkpoints.is_due(step):
+            return
+        doing = f"saving step {step}"
+        if checkpoints.waits(step):
+            announce(doing)
+        if trainer.was_stopped and observer is not None:
+            _say(console, f"{doing} into {checkpoints.root}")
+        try:
+            checkpoints.save(step)
+        except CheckpointError as error:
+            if not checkpoints.is_last(step):
+                raise
+            failure = error  # what was learned is still to be evaluated and told
+
     with closing(observer) if observer is not None else nullcontext():
-        for record in trainer.steps(stop.__bool__, announce):
+        for record in trainer.steps(stop.__bool__, announce, save):
             if observer is not None:
                 observer.see(record)
             if record.skipped:
@@ -190,13 +220,37 @@ def _train(trainer: Trainer, checkpoints: RunCheckpoints, observer: Observer | N
             if record.peak_bytes is not None:
                 peak = format_bytes(sum(record.peak_bytes.values()))
                 log.info("step %d: loss %.4f, %.3f s, peak %s", record.step, record.loss, record.step_s, peak)
-            checkpoints.after_step(record.step)
-        announce("saving")
-        checkpoints.at_end()
-        if trainer.was_stopped or not trainer.config.run.sample_tokens:
-            return None
+        ending = Ending() if trainer.was_stopped else _evaluate_and_sample(trainer, announce)
+        try:
+            saved = checkpoints.finish()
+        except CheckpointError as error:
+            saved, failure = None, failure or error
+    return replace(ending, saved=saved, failure=failure)
+
+
+def _evaluate_and_sample(trainer: Trainer, announce: Callable[[str], None]) -> Ending:
+    eval_loss = sample = None
+    if trainer.engine.num_steps == trainer.first_step:  # else the last step has been evaluated
+        announce("evaluating on held-out data")
+        eval_loss = trainer.evaluate()
+    if trainer.config.run.sample_tokens:
         announce("writing a sample")
-        return trainer.sample()
+        sample = trainer.sample()
+    return Ending(eval_loss, sample)
+
+
+def _finish_save_unless_alone(trainer: Trainer, error: Exception) -> None:
+    """Let the save under way come to its end before this rank does, unless it would wait for a rank that is gone.
+
+    Where the ranks fail alike (the loss is not finite) all wait here; where one fails alone, the others' saves go on
+    while they wait for it in a collective.
+    """
+    if isinstance(error, CommError):
+        return
+    try:
+        trainer.engine.finish_saves()
+    except CheckpointError as failure:
+        log.error("%s", failure)
 
 
 def _prepare(config: Config, console: Console) -> PreparedData:
@@ -222,29 +276,30 @@ def _say(console: Console, line: str) -> None:
 
 def _agree_on_place(
     config: Config, env: RankEnv, console: Console, resume: Path | None
-) -> tuple[Path, Path, Path | None]:
-    """Where the run's folder, its tokens and its past are: rank 0 makes the first two, the others wait for its word."""
+) -> tuple[Config, Path, Path, Path | None]:
+    """The config, and where the run's folder, its tokens and its past are: as rank 0 has it, which the others ask."""
     group = dist.group.WORLD
     assert group is not None, "the process group stands by now"
     store = group.get_group_store()
     if env.rank == 0:
         try:
-            if resume is None:
-                refuse_foreign_checkpoints(config)
+            refuse_foreign_checkpoints(config, resume)
             shard_path = _prepare(config, console).path
             folder = create_folder(config, time.localtime()).absolute()
         except Exception:
             store.set(_PLACE_KEY, _FAILED)
             raise
         past = None if resume is None else str(resume.absolute())
-        store.set(_PLACE_KEY, json.dumps([str(folder), str(shard_path), past]))
-        return folder, shard_path, resume
+        store.set(_PLACE_KEY, json.dumps([config.to_json(), str(folder), str(shard_path), past]))
+        return config, folder, shard_path, resume
     store.wait([_PLACE_KEY], timedelta(seconds=PREPARE_TIMEOUT_S))
     word = store.get(_PLACE_KEY).decode()
     if word == _FAILED:
         raise ConfigError(f"rank {env.rank} ends because rank 0 could not prepare the run; see what rank 0 says")
-    folder_text, shard_text, past = json.loads(word)
-    return Path(folder_text), Path(shard_text), None if past is None else Path(past)
+    config_text, folder_text, shard_text, past = json.loads(word)
+    if past is not None or resume is not None:
+        config = Config.from_json(config_text)
+    return config, Path(folder_text), Path(shard_text), None if past is None else Path(past)
 
 
 def _log_to(folder: Path, env: RankEnv) -> None:

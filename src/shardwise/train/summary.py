@@ -5,6 +5,7 @@ Pure: an `Outcome` and a width give the text. Not here: the display while it tra
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.memory import MemorySnapshot, format_bytes
+from shardwise.train.checkpoints import Saved
 from shardwise.train.loop import AtRest, Sample
 from shardwise.train.progress import clock
 
@@ -22,22 +25,40 @@ _LABEL_WIDTH = 13
 
 
 @dataclass(frozen=True)
+class Ending:
+    """What came after the last step.
+
+    Attributes:
+        eval_loss: of a run that had no step left to take, on held-out data.
+        saved: the checkpoints.
+        failure: of the last save.
+    """
+
+    eval_loss: float | None = None
+    sample: Sample | None = None
+    saved: Saved | None = None
+    failure: CheckpointError | None = None
+
+
+@dataclass(frozen=True)
 class Outcome:
     """How a run ended.
 
     Attributes:
-        num_steps: taken, of `total_steps`.
+        num_steps: taken, of `total_steps`, those of the run that was resumed included.
+        num_taken: by this run.
         stopped_by: what asked it to stop before the last step, "" where that is not known, None where nothing did.
         train_loss: smoothed, of the last step; None before the first.
         eval_loss: on held-out data, nats a token; None where it was not evaluated.
         unigram_loss: on the same tokens.
         elapsed_s: of the steps.
-        tokens_per_s: of all ranks, over all steps.
+        tokens_per_s: of all ranks, over all steps of this run.
         peak: of the last step whose memory was measured.
     """
 
     folder: Path
     num_steps: int
+    num_taken: int
     total_steps: int
     elapsed_s: float
     tokens_per_s: float
@@ -48,38 +69,57 @@ class Outcome:
     eval_loss: float | None = None
     unigram_loss: float | None = None
     sample: Sample | None = None
+    saved: Saved | None = None
 
 
 def render_outcome(outcome: Outcome) -> RenderableType:
-    """The summary, at whatever width it is printed."""
+    """The summary, at whatever width it is printed; uncropped, since paths and commands are for copying."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", width=_LABEL_WIDTH)
     for name, value in _rows(outcome):
         grid.add_row(name, value)
-    # A path is for copying: it must not be broken into lines.
-    label = ("run folder".ljust(_LABEL_WIDTH + 2), "dim")
-    folder = Text.assemble(label, (str(outcome.folder), "bold"), no_wrap=True, overflow="ignore")
-    return Group("", Padding(grid, (0, 1), expand=False), "", Padding(folder, (0, 1), expand=False))
+    lines = [
+        Text.assemble(" ", (label.ljust(_LABEL_WIDTH + 2), "dim"), (text, "bold"), no_wrap=True, overflow="ignore")
+        for label, text in _to_copy(outcome)
+    ]
+    return Group("", Padding(grid, (0, 1), expand=False), "", *lines)
+
+
+def _to_copy(outcome: Outcome) -> Iterator[tuple[str, str]]:
+    saved = outcome.saved
+    if saved is not None:
+        # The folder of a run is shorter than that of its checkpoints, and does as well.
+        place = str(outcome.folder if saved.root.parent == outcome.folder else saved.root)
+        more = f" run.steps={2 * outcome.num_steps}" if outcome.num_steps >= outcome.total_steps else ""
+        yield "to go on", f"shardwise train --resume {shlex.quote(place)}{more}"
+        yield "to export", f"shardwise checkpoint export {shlex.quote(str(saved.root))} hf"
+    yield "run folder", str(outcome.folder)
 
 
 def _rows(outcome: Outcome) -> Iterator[tuple[str, RenderableType]]:
     if outcome.stopped_by is not None:
         by = f" by {outcome.stopped_by}" if outcome.stopped_by else ""
         yield "stopped", f"at step {outcome.num_steps} of {outcome.total_steps}{by}"
+    elif outcome.num_taken == 0:
+        yield "steps", f"all {outcome.num_steps} were taken before; a larger run.steps takes more"
     if outcome.eval_loss is not None:
         yield "held-out loss", Text.assemble((f"{outcome.eval_loss:.3f}", "bold"), " nats a token")
         if outcome.unigram_loss is not None:
             yield "to compare", f"{outcome.unigram_loss:.3f} for token frequencies alone, on the same tokens"
     elif outcome.train_loss is not None:
         yield "train loss", f"{outcome.train_loss:.3f} nats a token"
-    if outcome.num_steps:
-        steps = f"{outcome.num_steps} steps in {clock(outcome.elapsed_s)}"
+    if outcome.num_taken:
+        steps = f"{outcome.num_taken} steps in {clock(outcome.elapsed_s)}"
         yield "speed", f"{outcome.tokens_per_s:,.0f} tokens/s, {steps}"
         yield "at rest", _at_rest_table(outcome.at_rest)
     if outcome.peak is not None:
         by_size = sorted(((size, name) for name, size in outcome.peak.peak_live_bytes.items() if size), reverse=True)
         parts = ", ".join(f"{name} {format_bytes(size)}" for size, name in by_size)
         yield "peak", f"{format_bytes(outcome.peak.peak_bytes)}: {parts}"
+    if outcome.saved is not None:
+        saved = outcome.saved
+        others = f", {saved.num_checkpoints} kept" if saved.num_checkpoints > 1 else ""
+        yield "checkpoints", f"{saved.newest.name}, {format_bytes(saved.num_bytes)}{others}"
     if outcome.sample is not None:
         yield "", ""
         yield "prompt", Text(outcome.sample.prompt)
