@@ -1,0 +1,222 @@
+"""Which checkpoint a run goes on from, and under which config: decided before anything starts, refused in one line."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from shardwise.checkpoint.folder import begin, commit
+from shardwise.checkpoint.manifest import MANIFEST_NAME, Manifest
+from shardwise.config import BatchConfig, Config, ConfigError
+from shardwise.train.checkpoints import refuse_foreign_checkpoints
+from shardwise.train.resume import FOLDER_NAME, fit_micro_size, keep_global_batch, resumed_job
+
+SAVED = {
+    "model": {"preset": "25m"},
+    "batch": {"global_size": 16, "micro_size": 4},
+    "optimizer": {"lr": 0.5},
+    "run": {"steps": 100, "device": "cpu", "num_procs": 2, "seed": 7},
+    "checkpoint": {"every": 5, "path": "elsewhere"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write(root: Path, *steps: int, extra: dict | None = None, **fields) -> Path:
+    """A root with checkpoints of these steps, by a run of two ranks."""
+    config = Config.from_dict(SAVED).resolve(2).model_dump(mode="json")
+    position = {"num_samples": 0, "tokens_hash": "abc"} if extra is None else extra
+    for step in steps:
+        manifest = Manifest(
+            **({"step": step, "tensors": (), "files": {}, "config": config, "extra": position} | fields)
+        )
+        commit(begin(root, step), root, manifest)
+    return root
+
+
+def write_run(name: str, *steps: int, run_name: str | None = None) -> Path:
+    """A run's folder in `runs`."""
+    folder = Path("runs", name)
+    folder.mkdir(parents=True)
+    write(folder / FOLDER_NAME, *steps)
+    values = SAVED | {"run": SAVED["run"] | {"name": run_name}}
+    (folder / "config.json").write_text(Config.from_dict(values).to_json())
+    return folder
+
+
+def resumed(resume, *assignments: str, path: Path | None = None) -> tuple[Config, Path | None]:
+    return resumed_job(path, assignments, None, str(resume))
+
+
+def tear(folder: Path) -> None:
+    (folder / MANIFEST_NAME).write_text("torn")
+
+
+def test_what_the_user_gives_counts_over_the_saved_config_and_this_over_the_defaults(tmp_path):
+    root = write(Path("ck"), 10)
+    (tmp_path / "my.toml").write_text("[optimizer]\nlr = 0.25\neps = 1e-6\n")
+    config, source = resumed(root, "optimizer.eps=1e-5", "run.steps=300", path=tmp_path / "my.toml")
+    assert source == root
+    assert (config.optimizer.lr, config.optimizer.eps, config.run.steps) == (0.25, 1e-5, 300)
+    assert (config.model.preset, config.run.seed, config.checkpoint.every) == ("25m", 7, 5)
+    assert config.scheduler.warmup_steps == Config.from_dict(SAVED).scheduler.warmup_steps, "as the saved run had it"
+    assert resumed(root)[0].optimizer.lr == 0.5
+
+
+def test_what_belonged_to_the_machines_is_not_taken_over():
+    config, _ = resumed(write(Path("ck"), 10))
+    assert (config.run.num_procs, config.mesh.dp_shard, config.checkpoint.path) == (None, None, None)
+    assert config.run.device == "auto"
+
+
+@pytest.mark.parametrize("place", ["ck", "ck/step-00000010", "mine", "mine/checkpoints"])
+def test_a_checkpoint_a_root_and_a_runs_folder_are_all_taken(place):
+    write(Path("ck"), 10)
+    write(Path("mine/checkpoints"), 10)
+    source = resumed(place)[1]
+    assert source == Path("mine/checkpoints") if place == "mine" else source == Path(place)
+
+
+def test_a_users_home_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "ck", 10)
+    assert resumed("~/ck")[1] == tmp_path / "ck"
+    assert resumed("auto", "checkpoint.path=~/ck")[1] == tmp_path / "ck"
+
+
+def test_auto_takes_the_folder_that_is_given_and_starts_afresh_where_there_is_nothing():
+    assert resumed("auto", "checkpoint.path=ck", "run.steps=3")[1] is None
+    Path("ck").mkdir()
+    config, source = resumed("auto", "checkpoint.path=ck", "run.steps=3")
+    assert (source, config.run.steps, config.model.preset) == (None, 3, "tiny")
+    write(Path("ck"), 5)
+    config, source = resumed("auto", "checkpoint.path=ck", "run.steps=3")
+    assert (source, config.run.steps, config.model.preset, config.checkpoint.path) == (Path("ck"), 3, "25m", "ck")
+
+
+def test_auto_takes_the_newest_run_of_that_name_that_has_saved():
+    assert resumed("auto")[1] is None
+    write_run("20250101-000000-mine", 30, run_name="mine")
+    write_run("20250102-000000-mine-2", 10, run_name="mine")
+    newest = write_run("20250102-000000-mine-10", 10, run_name="mine")
+    write_run("20250102-000001-mine", run_name="mine")  # killed before its first save
+    write_run("20250103-000000-mine-2", 10, run_name="mine-2")
+    by_preset = write_run("20250104-000000-25m", 10)
+    assert resumed("auto", "run.name=mine")[1] == newest / FOLDER_NAME
+    assert resumed("auto", "model.preset=25m")[1] == by_preset / FOLDER_NAME
+    assert resumed("auto")[1] is None, "there is no run of the tiny preset"
+
+
+def test_a_damaged_newest_checkpoint_leaves_the_older_ones_config_and_the_choice_to_the_load():
+    root = write(Path("ck"), 5, 10)
+    tear(root / "step-00000010")
+    assert resumed(root)[1] == root
+    assert resumed("auto", "checkpoint.path=ck")[1] == root
+
+
+@pytest.mark.parametrize("resume", ["ck", "ck/step-00000005", "auto"])
+def test_where_nothing_is_whole_no_run_starts_from_nothing_in_silence(resume):
+    root = write(Path("ck"), 5)
+    tear(root / "step-00000005")
+    with pytest.raises(ConfigError, match=r"^no checkpoint in ck\S* is whole; .*ck/step-00000005/manifest.json.*"):
+        resumed(resume, "checkpoint.path=ck")
+
+
+@pytest.mark.parametrize(
+    ("resume", "message"),
+    [
+        ("chk", r"--resume chk: chk does not exist, .* has ck, .*; did you mean ck\?"),
+        ("ck/step-00000006", r"ck has step-00000005.*; did you mean step-00000005\?"),
+        ("ck/step-00000005/manifest.json", "is a file; give the folder of a checkpoint"),
+        ("empty", "empty has no checkpoint, a folder such as step-00000100; it is empty"),
+        ("runs", r"runs has runs, not checkpoints; did you mean runs/20250101-000000-25m\?"),
+        ("weights", r"weights/step-00000001 has weights only, so a run cannot go on from it"),
+        ("scripts", r"scripts/step-00000001 is not of shardwise train: .*; load it in a script \(engine.load\)"),
+    ],
+)
+def test_what_cannot_be_gone_on_from_is_refused_in_one_line(resume, message):
+    write(Path("ck"), 5)
+    Path("empty").mkdir()
+    write_run("20250101-000000-25m", 10)
+    write(Path("weights"), 1, contents="weights")
+    write(Path("scripts"), 1, extra={"epoch": 3})
+    with pytest.raises(ConfigError, match=message) as raised:
+        resumed(resume)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_that_may_not_be_read_is_refused():
+    root = write(Path("ck"), 5)
+    root.chmod(0)
+    try:
+        for resume in ("ck", "auto"):
+            with pytest.raises(ConfigError, match="Permission denied"):
+                resumed(resume, "checkpoint.path=ck")
+    finally:
+        root.chmod(0o755)
+
+
+def batch_of(*assignments: str, world_size: int) -> tuple:
+    config, _ = resumed(write(Path("ck", str(world_size), *assignments), 5), *assignments)
+    batch = keep_global_batch(config, world_size).resolve(world_size).batch
+    return batch.global_size, batch.micro_size, batch.accumulation
+
+
+@pytest.mark.parametrize(
+    ("assignments", "world_size", "expected"),
+    [
+        ((), 1, (16, 4, 4)),
+        ((), 2, (16, 4, 2)),
+        ((), 4, (16, 4, 1)),
+        ((), 8, (16, 2, 1)),
+        (("mesh.tp=2",), 4, (16, 4, 2)),
+        (("batch.micro_size=8",), 1, (16, 8, 2)),
+        (("batch.micro_size=3",), 2, (16, 2, 4)),
+        (("batch.accumulation=8",), 2, (16, 1, 8)),
+        (("batch.global_size=24",), 2, (24, 4, 3)),
+        (("batch.global_size=24", "batch.accumulation=2"), 2, (24, 6, 2)),
+        (("batch.micro_size=2", "batch.accumulation=2"), 2, (8, 2, 2)),
+    ],
+)
+def test_the_global_batch_is_kept_on_any_number_of_ranks_unless_the_user_says_otherwise(
+    assignments, world_size, expected
+):
+    assert batch_of(*assignments, world_size=world_size) == expected
+
+
+def test_ranks_that_cannot_make_up_the_batch_are_refused():
+    with pytest.raises(
+        ConfigError, match="3 data-parallel ranks do not divide the global batch of 16; nearest legal: "
+    ):
+        batch_of(world_size=3)
+
+
+def test_a_batch_without_a_total_is_left_alone():
+    batch = BatchConfig(micro_size=3, accumulation=2)
+    assert fit_micro_size(batch, 5) is batch
+
+
+def job(path: str | None) -> Config:
+    return Config.from_dict({"checkpoint": {"path": path}})
+
+
+def test_a_run_saves_only_where_it_starts_afresh_or_goes_on(tmp_path):
+    ours, theirs = write(Path("ours"), 5), write(Path("theirs"), 5)
+    Path("empty").mkdir()
+    for source in (None, theirs):
+        for path in (None, "new", "empty"):
+            refuse_foreign_checkpoints(job(path), source)
+    for source in (ours, ours / "step-00000005", tmp_path / "ours"):
+        refuse_foreign_checkpoints(job("ours"), source)
+    for source in (None, theirs, theirs / "step-00000005"):
+        with pytest.raises(
+            ConfigError, match=r"^checkpoint.path=ours holds step-00000005 of another run; go on .*auto"
+        ):
+            refuse_foreign_checkpoints(job("ours"), source)
+    Path("file").touch()
+    with pytest.raises(ConfigError, match=r"checkpoint\.path=file is a file"):
+        refuse_foreign_checkpoints(job("file"), None)
