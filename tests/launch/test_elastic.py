@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -52,6 +53,28 @@ os._exit = lambda code: (Path(f"exit-{os.environ['RANK']}").write_text(str(code)
 sys.exit(cli.main(["train", *sys.argv[1:]]))
 """
 
+# `shardwise train`, in which rank VICTIM dies before a step; arguments as above, and how many steps it has taken then.
+MORTAL_TRAIN_SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+from shardwise import Engine, cli
+
+how, num_deaths, victim, num_steps = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+train_step = Engine.train_step
+
+def die_or_train(engine, batches):
+    is_its_turn = os.environ["RANK"] == victim and engine.num_steps >= num_steps
+    if is_its_turn and len(list(Path().glob("death-*"))) < num_deaths:
+        Path(f"death-{time.time_ns()}").touch()
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+    return train_step(engine, batches)
+
+Engine.train_step = die_or_train
+sys.exit(cli.main(["train", *sys.argv[5:]]))
+"""
+
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,6 +84,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "script.py").write_text(USER_SCRIPT)
     (tmp_path / "train.py").write_text(TRAIN_SCRIPT)
+    (tmp_path / "mortal_train.py").write_text(MORTAL_TRAIN_SCRIPT)
     (tmp_path / "text.txt").write_text(TEXT)
 
 
@@ -158,6 +182,86 @@ def wait_for_step(number: int, timeout_s: float = 60.0) -> None:
     pytest.fail(f"no step {number} within {timeout_s} s")
 
 
+def taken_steps() -> list[tuple[int, float]]:
+    """Step and loss, of one run after the other."""
+    lines = [line for path in sorted(Path("runs").glob("2*/metrics.jsonl")) for line in path.open()]
+    return [(record["step"], record["loss"]) for record in map(json.loads, lines)]
+
+
+def saving(every: int, *more: str) -> list[str]:
+    return ["--resume", "auto", "checkpoint.path=ck", f"checkpoint.every={every}", "checkpoint.background=false", *more]
+
+
+def run_mortal(*how: str, num_steps: int, more: list[str], nproc: int = 2, max_restarts: int = 3) -> str:
+    (written,) = finish(
+        [
+            torchrun(
+                "--standalone",
+                f"--nproc-per-node={nproc}",
+                f"--max-restarts={max_restarts}",
+                *("mortal_train.py", *how, *train_settings(num_steps), *more),
+            )
+        ]
+    )
+    return written
+
+
+def test_a_killed_rank_costs_the_steps_since_the_last_save() -> None:
+    written = run_mortal("kill", "1", "1", "8", num_steps=12, more=saving(5))
+    assert "no checkpoint in ck yet; the run starts afresh" in written
+    assert "resumed from step 5 of ck" in written
+    steps = taken_steps()
+    assert [step for step, _ in steps] == [*range(1, 9), *range(6, 13)]
+    assert dict(steps[:8]) | dict(steps[8:]) == dict(steps[8:]) | dict(steps[:8]), "what was taken twice came out alike"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", ["0", "1"])
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_a_run_that_is_killed_three_times_ends_like_one_that_is_not(victim: str, background: str) -> None:
+    """Each attempt dies at its first step beyond the eighth, however much of it was saved by then."""
+    more = ["checkpoint.every=3", f"checkpoint.background={background}"]
+    run_mortal("kill", "0", victim, "8", num_steps=12, more=[*more, "checkpoint.path=whole", "run.dir=whole-runs"])
+    (path,) = Path("whole-runs").glob("2*/metrics.jsonl")
+    whole = {record["step"]: record["loss"] for record in map(json.loads, path.open())}
+    run_mortal("kill", "3", victim, "8", num_steps=12, more=[*more, "checkpoint.path=ck", "--resume", "auto"])
+    steps = taken_steps()
+    assert len(list(Path().glob("death-*"))) == 3
+    assert all(whole[step] == loss for step, loss in steps)
+    assert steps[-1][0] == 12
+    assert {step for step, _ in steps} == set(range(1, 13))
+
+
+@pytest.mark.full
+def test_a_hung_rank_costs_the_time_out_and_the_steps_since_the_last_save() -> None:
+    start_s = time.monotonic()
+    patience = ["run.timeout_s=8", "run.watchdog_s=2"]
+    written = run_mortal("sleep", "1", "1", "8", num_steps=12, more=[*saving(5), *patience])
+    assert "resumed from step 5 of ck" in written
+    assert [step for step, _ in taken_steps()] == [*range(1, 9), *range(6, 13)]
+    assert time.monotonic() - start_s < 80, "no save that cannot finish is waited for"
+
+
+@pytest.mark.full
+def test_fewer_ranks_go_on_with_the_same_global_batch() -> None:
+    fp64 = ["precision.param=fp64"]
+    run_mortal("kill", "0", "1", "8", num_steps=12, more=[*fp64, "run.dir=whole-runs"])
+    (path,) = Path("whole-runs").glob("2*/metrics.jsonl")
+    whole = {record["step"]: record["loss"] for record in map(json.loads, path.open())}
+    agent = torchrun(
+        *("--standalone", "--nproc-per-node=2", "--max-restarts=0", "mortal_train.py", "kill", "1", "1", "8"),
+        *(*train_settings(12), *saving(5), *fp64),
+    )
+    agent.communicate(timeout=90)
+    assert agent.returncode == 1
+    written = run_mortal("kill", "1", "1", "8", num_steps=12, more=[*saving(5), *fp64], nproc=1)
+    assert "resumed from step 5 of ck" in written
+    assert "global batch 16 = 8 samples a micro-batch x 2 accumulation x 1 data-parallel ranks" in written
+    assert [step for step, _ in taken_steps()] == [*range(1, 9), *range(6, 13)]
+    for step, loss in taken_steps():
+        assert loss == pytest.approx(whole[step], rel=1e-9)
+
+
 def test_sigterm_to_the_agent_ends_all_ranks_after_the_same_step() -> None:
     agent = torchrun("--standalone", "--nproc-per-node=2", "train.py", *train_settings(100_000))
     try:
@@ -170,6 +274,7 @@ def test_sigterm_to_the_agent_ends_all_ranks_after_the_same_step() -> None:
     (folder,) = Path("runs").glob("2*")
     steps = [(folder / f"timeline-{rank}.jsonl").read_text().count('"0STEP"') for rank in range(2)]
     assert steps[0] == steps[1] > 0
+    assert [path.name for path in (folder / "checkpoints").glob("step-*")] == [f"step-{len(taken_steps()):08d}"]
 
 
 def test_sigterm_ends_a_rank_that_waits_for_one_that_never_comes() -> None:
