@@ -3,6 +3,7 @@
 import io
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from rich.cells import cell_len
@@ -136,3 +137,39 @@ def test_a_picture_higher_than_the_terminal_is_cut(monkeypatch):
     display = Display(Console(file=file, width=80, height=10, force_terminal=True), after(1))
     display.show(after(400))
     assert max(int(count) for count in re.findall(r"\x1b\[(\d+)F", file.getvalue())) <= 9
+
+
+def resumed_after(num_taken: int, first_step: int = 100, total_steps: int = 400) -> Progress:
+    header = replace(HEADER, resumed="from step 100 of /shared/runs/20250101-000000-tiny/checkpoints")
+    state = Progress(header, total_steps, step=first_step, first_step=first_step)
+    for step in range(first_step + 1, first_step + num_taken + 1):
+        state = state.after_step(step=step, loss=8.0, lr=1e-3, grad_norm=1.0, step_s=0.5, tokens_per_s=8192.0)
+    return state
+
+
+def test_a_resumed_run_starts_where_it_goes_on_with_the_speed_it_has():
+    text = "\n".join(picture(resumed_after(0), 80))
+    assert "step 100/400" in text
+    assert "starting" in text
+    assert "from step 100 of /shared" in text
+    state = resumed_after(1)
+    assert (state.step_s, state.tokens_per_s, state.loss) == (0.5, 8192.0, 8.0)
+    assert "0:00 gone, 2:30 to go" in "\n".join(picture(state, 80))
+    assert len(resumed_after(300).losses) == SPARK_POINTS
+    assert len(resumed_after(150).losses) == SPARK_POINTS // 2, "even intervals, from where this run began"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_resumed_run_fits_the_terminal(width):
+    state = resumed_after(5).with_memory({name: 2**30 * (index + 1) for index, name in enumerate(ALL_CATEGORIES)})
+    lines = picture(state, width)
+    assert max(map(cell_len, lines)) <= width
+    assert len(lines) <= 23
+
+
+def test_a_log_begins_with_the_step_a_run_goes_on_from():
+    shown = io.StringIO()
+    display = Display(Console(file=shown, width=80), resumed_after(0))
+    display.show(resumed_after(1))
+    assert "resumed from step 100 of /shared" in shown.getvalue()
+    assert "step 101/400" in shown.getvalue()

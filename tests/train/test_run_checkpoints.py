@@ -478,7 +478,7 @@ def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(signum, cod
 @pytest.mark.full
 @pytest.mark.usefixtures("_own_folder")
 def test_a_second_ctrl_c_leaves_what_was_saved_before_whole():
-    large = ["model.num_layers=16", "model.hidden_size=512", "model.ffn_size=2048"]  # takes a while to save
+    large = ["model.num_layers=8", "model.hidden_size=512", "model.ffn_size=2048"]  # takes a while to save
     process = command_line(*settings(100_000), *large, "run.num_procs=2", "checkpoint.every=2")
     wait_for_step(6)
     process.send_signal(signal.SIGINT)
