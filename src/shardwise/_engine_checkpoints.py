@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise._engine_states import EngineStates
-from shardwise.agreement import Meeting
 from shardwise.checkpoint import trajectory
 from shardwise.checkpoint.buffers import HeldBuffer, differing, digests, held_buffers, whole
 from shardwise.checkpoint.folder import candidates, read_manifest, step_of, steps_to_delete
@@ -39,6 +39,7 @@ from shardwise.checkpoint.huggingface import describe
 from shardwise.checkpoint.loading import LoadPlan, LoadReport, own_tensors, plan_load, rank_name
 from shardwise.checkpoint.manifest import CheckpointError, Contents, DamagedError, Manifest
 from shardwise.checkpoint.reading import PieceReader
+from shardwise.checkpoint.rounds import Rounds
 from shardwise.checkpoint.saver import Saver, SaveRequest
 from shardwise.comm import Network
 from shardwise.holdings import PARAM, HeldNumber, Holding
@@ -46,6 +47,9 @@ from shardwise.layout.pieces import LocalTensor
 from shardwise.zero import held
 
 log = logging.getLogger("shardwise")
+
+# Called where work gets on, so that the other ranks go on waiting.
+Progress = Callable[[], None]
 
 # The first letter of what a rank says of a save or a load: all went well, the checkpoint is damaged, it does not fit.
 _WELL, _DAMAGED, _UNFIT = "w", "d", "u"
@@ -63,6 +67,7 @@ class EngineCheckpoints(EngineStates):
     _num_backwards: int
     _num_agreements: int
     _follows_config: bool
+    _has_mixed_states: bool  # half loaded, and no load of weights alone can mend that
     zero_grad: Callable[[], None]
     _follow_freezing: Callable[[], None]
     _has_warned: bool
@@ -72,7 +77,7 @@ class EngineCheckpoints(EngineStates):
         self._saver = Saver(network.store, network.rank, self.comm.world_size, timeout_s, self.device)
         self._follows_config = follows_config
         self._num_agreements = 0
-        self._is_half_loaded = False
+        self._is_half_loaded = self._has_mixed_states = False
         self._has_warned = False
         self._passed_over: list[Path] = []  # damaged checkpoints that an older one was loaded instead of
 
@@ -118,7 +123,7 @@ class EngineCheckpoints(EngineStates):
         saved: list[Holding | HeldNumber] = []
         manifest = Manifest(self.num_steps, (), {})
 
-        def prepare() -> str:
+        def prepare(_: Progress) -> str:
             nonlocal manifest
             _check_choices(contents, keep_last, keep_every)
             self._driver.check_model()
@@ -164,11 +169,9 @@ class EngineCheckpoints(EngineStates):
         self._saver.wait()
         self.zero_grad()
         self._follow_freezing()
-        folders = json.loads(self._meet(json.dumps(_names(path)), lambda notes: notes[0], "the load of a checkpoint"))
-        if error := folders.get("error"):
-            raise CheckpointError(error)
+        verdict = self._do_on_all(lambda _: json.dumps(_names(path)), "the load of a checkpoint")
         damaged: list[str] = []
-        for folder in (Path(path) / name for name in folders["names"]):
+        for folder in (Path(path) / name for name in json.loads(verdict[1:])):
             report = self._load_one(folder, read_manifest, damaged, strict=strict, weights_only=weights_only)
             if report is not None:
                 return report
@@ -194,7 +197,7 @@ class EngineCheckpoints(EngineStates):
         buffers = held_buffers(self.model, is_writer=False)
         targets = [*parameters, *(each.holding for each in buffers)]
 
-        def make_plan() -> None:
+        def make_plan(_: Progress) -> None:
             nonlocal plan
             manifest = describe_stored(folder)
             takes_options = not self._follows_config
@@ -206,19 +209,20 @@ class EngineCheckpoints(EngineStates):
         assert plan is not None, "made on every rank"
         loaded = plan
 
-        def read() -> None:
+        def read(progress: Progress) -> None:
             nonlocal num_bytes
             states: list[Holding] = []
             if loaded.with_states:
                 held.prepare_optimizer_states(self._states(), loaded.optimizer_states())
                 all_states = held.held_optimizer_states(self._states())
                 states += [each for each in all_states if isinstance(each, Holding)]
-            num_bytes = loaded.read(folder, [*targets, *states])
+            num_bytes = loaded.read(folder, [*targets, *states], progress)
             for each in buffers:
                 each.settle()
             self._read_own(folder, loaded, buffers)
 
         self._is_half_loaded = True
+        self._has_mixed_states |= loaded.with_states
         if not self._all_well(read, damaged):
             return None
         with torch.no_grad():
@@ -226,21 +230,22 @@ class EngineCheckpoints(EngineStates):
         if loaded.with_states:
             self.num_steps = loaded.manifest.step
             self._restore_trajectory(loaded)
-        self._is_half_loaded = False
+            self._has_mixed_states = False
+        self._is_half_loaded = self._has_mixed_states
         manifest, result = loaded.manifest, loaded.match
         return LoadReport(
             folder, manifest.step, result.missing, loaded.skipped, tuple(damaged), manifest.extra, num_bytes
         )
 
-    def _all_well(self, work: Callable[[], None], damaged: list[str]) -> bool:
+    def _all_well(self, work: Callable[[Progress], None], damaged: list[str]) -> bool:
         """Do something on every rank; say whether it went well on all, else add to `damaged` what did not.
 
         Raises:
             CheckpointError: it failed somewhere for another reason than damage; on every rank.
         """
 
-        def do() -> str:
-            work()
+        def do(progress: Progress) -> str:
+            work(progress)
             return ""
 
         verdict = self._do_on_all(do, "the end of a load")
@@ -248,35 +253,37 @@ class EngineCheckpoints(EngineStates):
             damaged.append(verdict[1:])
         return verdict == _WELL
 
-    def _do_on_all(self, work: Callable[[], str], subject: str) -> str:
+    def _do_on_all(self, work: Callable[[Progress], str], subject: str) -> str:
         """Do something on every rank; return what it gave on rank 0 behind `_WELL`, or damage behind `_DAMAGED`.
 
         Raises:
             CheckpointError: it failed somewhere for another reason; on every rank, so that nobody waits for it.
         """
         failure: Exception | None = None
-        try:
-            note = _WELL + work()
-        except DamagedError as error:
-            note = f"{_DAMAGED}{error}"
-        except (ValueError, OSError) as error:
-            note = f"{_UNFIT}{error}"
-        except Exception as error:  # nobody has foreseen it
-            note, failure = f"{_UNFIT}rank {self.comm.rank} failed: {type(error).__name__}: {error}", error
-        verdict = self._meet(note, _worst, subject)
+        self._num_agreements += 1
+        store, world_size, timeout_s = self._network.store, self.comm.world_size, self.config.run.timeout_s
+        own_store = None if store is None else dist.PrefixStore("agreement", store)
+        rounds = Rounds(own_store, self._num_agreements, self.comm.rank, world_size, timeout_s, subject)
+
+        def attempt() -> str:
+            nonlocal failure
+            try:
+                return _WELL + work(rounds.show_progress)
+            except DamagedError as error:
+                return f"{_DAMAGED}{error}"
+            except (ValueError, OSError) as error:
+                return f"{_UNFIT}{error}"
+            except Exception as error:  # nobody has foreseen it
+                failure = error
+                return f"{_UNFIT}rank {self.comm.rank} failed: {type(error).__name__}: {error}"
+
+        verdict = rounds.run("outcome", attempt, _worst)
+        rounds.finish()
         if failure is not None:
             raise failure
         if verdict.startswith(_UNFIT):
             raise CheckpointError(verdict[1:])
         return verdict
-
-    def _meet(self, note: str, judge: Callable[[Mapping[int, str]], str], subject: str) -> str:
-        store = self._network.store
-        if store is None:
-            return judge({0: note})
-        self._num_agreements += 1
-        meeting = Meeting(store, tuple(range(self.comm.world_size)), self.comm.rank, self.config.run.timeout_s)
-        return meeting.verdict(f"checkpoint/{self._num_agreements}", note, judge, subject)
 
     def _refuse_if_simulated(self) -> None:
         if self._network.store is None and self.comm.world_size > 1:
@@ -393,12 +400,9 @@ def _checked(extra: Any) -> Any:
         raise CheckpointError(f"extra must be what JSON keeps: {error}; give numbers, text, lists and dicts") from None
 
 
-def _names(path: str | Path) -> dict[str, Any]:
+def _names(path: str | Path) -> list[str]:
     """The checkpoints at `path`, relative to it: each rank may have its own way there."""
-    try:
-        return {"names": [os.path.relpath(folder, path) for folder in candidates(Path(path))]}
-    except CheckpointError as error:
-        return {"error": str(error)}
+    return [os.path.relpath(folder, path) for folder in candidates(Path(path))]
 
 
 def _worst(notes: Mapping[int, str]) -> str:

@@ -27,7 +27,7 @@ meant?); unexpected up.weight; load with strict=False to take what fits
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ class LoadPlan:
             for name, tensor in self.match.found.items()
         }
 
-    def read(self, folder: Path, holdings: Iterable[Holding]) -> int:
+    def read(self, folder: Path, holdings: Iterable[Holding], progress: Callable[[], None] = lambda: None) -> int:
         """Fill the holdings that the checkpoint has, and return the bytes that were read.
 
         Raises:
@@ -103,6 +103,7 @@ class LoadPlan:
         """
         with PieceReader(folder) as reader:
             for holding in holdings:
+                progress()
                 tensor = self.match.found.get(holding.name)
                 if tensor is not None and holding.state in tensor.states and holding.pieces:
                     reader.read(tensor, holding.state, holding.pieces, holding.tensor)

@@ -44,6 +44,8 @@ from shardwise.checkpoint.manifest import (
 from shardwise.checkpoint.tensor_files import memory_of, named_dtype
 from shardwise.layout.pieces import Piece, Rect, flat_range_to_rects, overlap, rect_to_flat_ranges, stack
 
+# The file may also be of others, such as a download.
+_CURE: Final = "use an older checkpoint, or get the file again"
 # What is read by one call, and the size of the buffer.
 _CHUNK_BYTES: Final = 4 * BLOCK_BYTES
 # Without checksums, gaps between wanted bytes are read over rather than jumped over if they are not larger.
@@ -181,12 +183,12 @@ class PieceReader:
                 num_more = os.preadv(descriptor, [memory[num_read:]], at)
             except OSError as error:
                 raise DamagedError(
-                    f"{where}: {source.label} cannot be read at byte {at}: {error.strerror}; use an older checkpoint"
+                    f"{where}: {source.label} cannot be read at byte {at}: {error.strerror}; {_CURE}"
                 ) from error
             if not num_more:
                 raise DamagedError(
                     f"{where} ends at byte {at}, within {source.label}, which goes on to byte "
-                    f"{source.piece.offset + source.num_bytes}; use an older checkpoint"
+                    f"{source.piece.offset + source.num_bytes}; {_CURE}"
                 )
             num_read += num_more
         self.num_read_bytes += num_read
@@ -197,8 +199,7 @@ class PieceReader:
             if zlib.crc32(block) != source.piece.crcs[(start + low) // BLOCK_BYTES]:
                 at = source.piece.offset + start + low
                 raise DamagedError(
-                    f"{where}: {source.label} does not match its checksum at bytes {at} to {at + len(block)}; "
-                    "use an older checkpoint"
+                    f"{where}: {source.label} does not match its checksum at bytes {at} to {at + len(block)}; {_CURE}"
                 )
 
     def _open(self, file: str) -> int:
@@ -208,9 +209,7 @@ class PieceReader:
             try:
                 self._files[file] = os.open(self._folder / file, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
-                raise DamagedError(
-                    f"{self._folder.name}/{file} cannot be opened: {error.strerror}; use an older checkpoint"
-                ) from error
+                raise DamagedError(f"{self._folder.name}/{file} cannot be opened: {error.strerror}; {_CURE}") from error
         return self._files[file]
 
 
@@ -259,8 +258,7 @@ class _Source:
         source = cls(piece, rect, named_dtype(dtype), label)
         if piece.crcs and len(piece.crcs) != -(-source.num_bytes // BLOCK_BYTES):
             raise DamagedError(
-                f"{piece.file}: {label} has {len(piece.crcs)} checksums for {source.num_bytes} bytes; "
-                "use an older checkpoint"
+                f"{piece.file}: {label} has {len(piece.crcs)} checksums for {source.num_bytes} bytes; {_CURE}"
             )
         return source
 
