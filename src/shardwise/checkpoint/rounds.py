@@ -157,7 +157,7 @@ class Rounds:
                 self.show_progress()
                 if absent := [rank for rank, key in keys.items() if self._is_absent(rank, key, seen, now_s)]:
                     return absent
-            time.sleep(min(_MAX_SLEEP_S, max(_MIN_SLEEP_S, (now_s - start_s) / 4)))
+            time.sleep(min(_MAX_SLEEP_S, max(_MIN_SLEEP_S, (now_s - start_s) / 16)))
         return []
 
     def _is_absent(self, rank: int, key: str, seen: dict[int, tuple[int, float]], now_s: float) -> bool:
