@@ -179,9 +179,11 @@ def _check_layout(tensors: Sequence[FileTensor], data_start: int, num_bytes: int
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, to read or to write, which the caller keeps alive.
+    """The bytes of a contiguous tensor on the CPU, to read or to write; they keep the tensor alive.
 
     Not by `Tensor.numpy`: torch never again resizes a storage that NumPy has seen, and so no parameter's is released.
     """
     num_bytes = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr())).cast("B")
+    memory: Any = (ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # else a copy made for the call, such as of what is on a GPU, is gone before it is read
+    return memoryview(memory).cast("B")
