@@ -280,6 +280,14 @@ def test_close_says_what_nobody_has_heard_and_nothing_twice(tmp_path: Path) -> N
     saver.close()
 
 
+def test_close_gives_the_memory_of_copies_back(tmp_path: Path) -> None:
+    saver = make_saver(0, 1)
+    saver.start(make_request(0, 1, tmp_path), wait=False)
+    num_bytes = saver._staging.num_bytes
+    saver.close()
+    assert (num_bytes > 0, saver._staging.num_bytes) == (True, 0)
+
+
 def hang(rank: int, world_size: int, root: Path) -> tuple[str, list[str]]:
     """Rank 1 is stuck in its write for as long as rank 0 waits for it."""
     saver, store = make_saver(rank, world_size, timeout_s=1.0), open_store()

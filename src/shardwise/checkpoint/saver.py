@@ -175,12 +175,17 @@ class Saver:
         return self.last_committed
 
     def close(self) -> None:
-        """Finish the save under way. It ends at the latest when the others have shown no progress for `timeout_s`.
+        """Finish the save under way, and give the memory of copies back.
+
+        It ends at the latest when the others have shown no progress for `timeout_s`.
 
         Raises:
             CheckpointError: as in `wait`; this is the last moment to say so.
         """
-        self.wait()
+        try:
+            self.wait()
+        finally:
+            self._staging.release()
 
     def _clean(self, root: Path) -> None:
         """Before the first save into a root, remove what dead runs have left there: nobody else saves there now."""

@@ -34,7 +34,7 @@ log = logging.getLogger("shardwise")
 
 
 class Staging:
-    """Host memory for the pieces that one rank writes; it grows, and never shrinks.
+    """Host memory for the pieces that one rank writes; it grows, and never shrinks until it is released.
 
     Args:
         device: of the engine; the memory is pinned if it is a GPU.
@@ -64,12 +64,16 @@ class Staging:
         """
         num_bytes = sum(holding.num_written_bytes for holding in holdings)
         if num_bytes > self.num_bytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old memory goes first
+            self.release()  # the old memory goes first
             self._buffer = self._make(num_bytes)
         copies = [_copy(holding, place) for holding, place in zip(holdings, self._places(holdings), strict=True)]
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return tuple(copies)
+
+    def release(self) -> None:
+        """Give the memory back; the next copy makes it anew. No copy may be in use."""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def _places(self, holdings: Sequence[Holding]) -> Iterator[Tensor]:
         """A part of the memory for each; the widest elements lie in front, so that all are aligned without gaps."""
