@@ -260,10 +260,7 @@ class EngineCheckpoints(EngineStates):
             CheckpointError: it failed somewhere for another reason; on every rank, so that nobody waits for it.
         """
         failure: Exception | None = None
-        self._num_agreements += 1
-        store, world_size, timeout_s = self._network.store, self.comm.world_size, self.config.run.timeout_s
-        own_store = None if store is None else dist.PrefixStore("agreement", store)
-        rounds = Rounds(own_store, self._num_agreements, self.comm.rank, world_size, timeout_s, subject)
+        rounds = self._new_rounds(subject)
 
         def attempt() -> str:
             nonlocal failure
@@ -284,6 +281,13 @@ class EngineCheckpoints(EngineStates):
         if verdict.startswith(_UNFIT):
             raise CheckpointError(verdict[1:])
         return verdict
+
+    def _new_rounds(self, subject: str) -> Rounds:
+        """For something that all ranks do now, and that is no save."""
+        self._num_agreements += 1
+        store, world_size, timeout_s = self._network.store, self.comm.world_size, self.config.run.timeout_s
+        own_store = None if store is None else dist.PrefixStore("agreement", store)
+        return Rounds(own_store, self._num_agreements, self.comm.rank, world_size, timeout_s, subject)
 
     def _refuse_if_simulated(self) -> None:
         if self._network.store is None and self.comm.world_size > 1:

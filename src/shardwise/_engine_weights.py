@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from shardwise._engine_checkpoints import EngineCheckpoints
@@ -27,7 +26,6 @@ from shardwise.checkpoint.huggingface import (
 from shardwise.checkpoint.loading import LoadReport
 from shardwise.checkpoint.manifest import CheckpointError, DamagedError, Manifest
 from shardwise.checkpoint.matching import match
-from shardwise.checkpoint.rounds import Rounds
 from shardwise.checkpoint.tensor_files import dtype_name
 from shardwise.config import Dtype
 from shardwise.holdings import Holding
@@ -108,13 +106,8 @@ class EngineWeights(EngineCheckpoints):
         others: dict[str, bytes | Path] = dict(config_files(described, stored_dtype))
         others |= {Path(file).name: Path(file) for file in files}
         request = ExportRequest(Path(folder), self._weights(), stored_dtype, others, self._name_rules(names))
-        self._num_agreements += 1
-        store, world_size, timeout_s = self._network.store, self.comm.world_size, self.config.run.timeout_s
-        own_store = None if store is None else dist.PrefixStore("export", store)
-        rounds = Rounds(
-            own_store, self._num_agreements, self.comm.rank, world_size, timeout_s, f"the export to {request.folder}"
-        )
-        return export_jointly(request, rounds, self.comm.rank, timeout_s)
+        rounds = self._new_rounds(f"the export to {request.folder}")
+        return export_jointly(request, rounds, self.comm.rank, self.config.run.timeout_s)
 
     def _weights(self) -> tuple[Holding, ...]:
         """Parameters and persistent buffers."""

@@ -105,9 +105,7 @@ exit code: 0; 1 if it is damaged or the disk fails; 2 if it cannot be done so
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `checkpoint` to the commands of `shardwise`."""
-    description = "Look at checkpoints, check, compare and rewrite them."
     parser = _command(commands, "checkpoint", "look at checkpoints, check, compare and rewrite them", _OVERVIEW)
-    parser.description = description
     actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_show(actions)
     _add_verify(actions)

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from shardwise.checkpoint.folder import LATEST_NAME, candidates, read_manifest, step_folders, step_of
 from shardwise.checkpoint.manifest import MANIFEST_NAME, CheckpointError, DamagedError, Manifest
-
-_NUM_NAMED = 5
+from shardwise.checkpoint.matching import listed_names
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def find(path: Path, step: int | None = None) -> list[Path]:
     wanted = [folder for folder in folders if step_of(folder) == step]
     if not wanted:
         steps = [str(step_of(folder)) for folder in folders]
-        raise CheckpointError(f"{path} has no step {step}; it has {_some(steps)}")
+        raise CheckpointError(f"{path} has no step {step}; it has {listed_names(steps)}")
     return wanted
 
 
@@ -103,11 +102,6 @@ def survey(root: Path) -> list[Found]:
 def _without_checkpoints(path: Path) -> str:
     names = sorted(each.name for each in path.iterdir())
     below = [str(path / name) for name in names if (path / name).is_dir() and step_folders(path / name)]
-    there = f"it has {_some(names)}" if names else "it is empty"
+    there = f"it has {listed_names(names)}" if names else "it is empty"
     cure = f"; did you mean {' or '.join(below[:3])}?" if below else ""
     return f"{path} has no checkpoint, a folder such as step-00000100; {there}{cure}"
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-    return ", ".join(names[:_NUM_NAMED]) + more

@@ -66,11 +66,11 @@ class Match:
         parts = []
         if self.missing:
             close = difflib.get_close_matches(self.missing[0], self.unexpected, n=1)
-            parts.append(f"missing {_listed(self.missing)}" + (f" (is {close[0]} meant?)" if close else ""))
+            parts.append(f"missing {listed_names(self.missing)}" + (f" (is {close[0]} meant?)" if close else ""))
         if self.unexpected:
-            parts.append(f"unexpected {_listed(self.unexpected)}")
+            parts.append(f"unexpected {listed_names(self.unexpected)}")
         if self.misshapen:
-            parts.append(f"of another shape {_listed(self.misshapen)}")
+            parts.append(f"of another shape {listed_names(self.misshapen)}")
         parts += others
         if parts:
             raise CheckpointError(
@@ -110,6 +110,11 @@ def match(stored: Sequence[StoredTensor], wanted: Sequence[Wanted]) -> Match:
     return Match(found, tuple(missing), unexpected, tuple(misshapen))
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed_names(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are.
+
+    >>> listed_names(["up", "down"])
+    'up, down'
+    """
     more = len(names) - _NUM_NAMED
     return ", ".join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")

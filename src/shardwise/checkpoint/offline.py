@@ -23,7 +23,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.folder import begin, check_room, commit, discard, named_errors, read_manifest, step_of
+from shardwise.checkpoint.disk import check_room, named_errors
+from shardwise.checkpoint.folder import begin, commit, discard, read_manifest, step_of
 from shardwise.checkpoint.manifest import (
     BLOCK_BYTES,
     ITEM_BYTES,
