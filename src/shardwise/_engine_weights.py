@@ -59,6 +59,7 @@ class EngineWeights(EngineCheckpoints):
             DamagedError: a file is missing or torn; if that showed only midway, the engine needs another load.
         """
         self._refuse_if_away()
+        self._refuse_if_simulated()
         self._saver.wait()
         self.zero_grad()
         rules = self._name_rules(names)

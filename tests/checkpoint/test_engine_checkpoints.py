@@ -479,7 +479,7 @@ def test_a_simulated_rank_has_nothing_to_save_or_load(tmp_path: Path, monkeypatc
         engine.save(tmp_path)
         monkeypatch.setattr(engine.comm, "world_size", 4)
         monkeypatch.setattr(engine._network, "store", None)
-        for act in (engine.save, engine.load):
+        for act in (engine.save, engine.load, engine.import_weights, engine.export_weights):
             with refused("a simulated rank has no states", "do so on real ranks"):
                 act(tmp_path)
         monkeypatch.undo()
