@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.checkpoint.folder import clean, set_aside, step_folders, step_of
+from shardwise.checkpoint.folder import set_aside, step_folders, step_of
 from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.config import Config, ConfigError
 from shardwise.train.loop import Trainer
@@ -72,7 +72,6 @@ class RunCheckpoints:
         self._saved_step = report.step
         notes = [f"not whole, so not used: {line}" for line in report.damaged]
         if self._trainer.engine.comm.rank == 0 and self.root.is_dir():
-            clean(self.root)
             notes += [f"set aside {folder}, of a later step" for folder in set_aside(self.root, report.step)]
         for note in notes:
             log.warning("%s", note)
@@ -110,13 +109,14 @@ class RunCheckpoints:
         )
 
     def finish(self) -> Saved | None:
-        """Wait for the save under way, and say what this run has left; None where it has saved nothing.
+        """Wait for the save under way, and say on rank 0 what this run has left; None where it has saved nothing.
 
         Raises:
             CheckpointError: it could not be written.
         """
         newest = self._trainer.engine.finish_saves()
-        if newest is None:
+        # The others need not know, and a network file system may show them the folder late.
+        if newest is None or self._trainer.engine.comm.rank:
             return None
         num_bytes = sum(file.stat().st_size for file in newest.iterdir())
         return Saved(self.root, len(step_folders(self.root)), newest, num_bytes)

@@ -30,7 +30,7 @@ class Ending:
 
     Attributes:
         eval_loss: of a run that had no step left to take, on held-out data.
-        saved: the checkpoints.
+        saved: the checkpoints; told to rank 0 alone.
         failure: of the last save.
     """
 
