@@ -32,7 +32,7 @@ import difflib
 import errno
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -169,12 +169,11 @@ def discard(temporary: Path) -> None:
         remove(temporary)
 
 
-def clean(root: Path, keep: Collection[Path] = ()) -> list[Path]:
+def clean(root: Path) -> list[Path]:
     """Remove what dead runs have left: folders half written and half deleted.
 
     Args:
         root: of one run at a time; another that is saving there loses what it is writing.
-        keep: temporary folders that this run is writing.
 
     Returns:
         What is gone.
@@ -182,7 +181,7 @@ def clean(root: Path, keep: Collection[Path] = ()) -> list[Path]:
     Raises:
         CheckpointError: the system refuses.
     """
-    leftovers = [each for each in entries(root) if _LEFTOVER.fullmatch(each.name) and each not in keep]
+    leftovers = [each for each in entries(root) if _LEFTOVER.fullmatch(each.name)]
     gone = []
     for each in leftovers:
         with named_errors("remove", each):

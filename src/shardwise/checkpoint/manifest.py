@@ -263,7 +263,8 @@ def merge_parts(parts: Iterable[RankPart]) -> tuple[tuple[StoredTensor, ...], di
 def _without_collection() -> Iterator[None]:
     """Let Python not look for garbage inside: it would go through a million new values again and again, and find none.
 
-    Manifests of hundreds of ranks are read, made and merged in a quarter of the time.
+    Manifests of hundreds of ranks are read, made and merged in a quarter of the time. Threads may do so at once, and
+    beside training: only who found it enabled enables it again.
     """
     was_enabled = gc.isenabled()
     gc.disable()
