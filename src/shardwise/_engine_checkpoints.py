@@ -34,7 +34,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from shardwise._engine_states import EngineStates
 from shardwise.checkpoint import trajectory
 from shardwise.checkpoint.buffers import HeldBuffer, differing, digests, held_buffers, whole
-from shardwise.checkpoint.folder import candidates, read_manifest, step_of, steps_to_delete
+from shardwise.checkpoint.folder import candidates, read_manifest, step_name, steps_to_delete
 from shardwise.checkpoint.huggingface import describe
 from shardwise.checkpoint.loading import LoadPlan, LoadReport, own_tensors, plan_load, rank_name
 from shardwise.checkpoint.manifest import CheckpointError, Contents, DamagedError, Manifest
@@ -79,7 +79,7 @@ class EngineCheckpoints(EngineStates):
         self._num_agreements = 0
         self._is_half_loaded = self._has_mixed_states = False
         self._has_warned = False
-        self._passed_over: list[Path] = []  # damaged checkpoints that an older one was loaded instead of
+        self._passed_over: set[Path] = set()  # damaged checkpoints that an older one was loaded instead of
 
     def save(
         self,
@@ -137,10 +137,10 @@ class EngineCheckpoints(EngineStates):
         holdings = tuple(each for each in saved if isinstance(each, Holding))
         written = {holding.name for holding in holdings if holding.written}
         numbers = tuple(each for each in saved if isinstance(each, HeldNumber) and each.name in written)
-        root = Path(path)
-        steps = {step_of(each) for each in self._passed_over if each.parent == root.resolve()}
-        damaged = frozenset(step for step in steps if step is not None)
-        self._saver.start(SaveRequest(root, manifest, holdings, numbers, keep_last, keep_every, damaged), wait)
+        own = Path(path).resolve() / step_name(self.num_steps)
+        kept = keep_last, keep_every
+        self._saver.start(SaveRequest(Path(path), manifest, holdings, numbers, *kept, own in self._passed_over), wait)
+        self._passed_over.discard(own)  # what is there from now on is whole
 
     def finish_saves(self) -> Path | None:
         """Wait until the save under way is written, and return the newest checkpoint of this engine, if there is one.
@@ -174,8 +174,9 @@ class EngineCheckpoints(EngineStates):
         for folder in (Path(path) / name for name in json.loads(verdict[1:])):
             report = self._load_one(folder, read_manifest, damaged, strict=strict, weights_only=weights_only)
             if report is not None:
+                self._passed_over.discard(folder.resolve())
                 return report
-            self._passed_over.append(folder.resolve())
+            self._passed_over.add(folder.resolve())
             log.warning("%s", damaged[-1])
         if not damaged:
             raise CheckpointError(f"{path} holds no checkpoint; give a folder of step-... folders, or one of these")

@@ -55,7 +55,7 @@ class SaveRequest:
         numbers: of this rank.
         keep_last: as in `folder.retain`.
         keep_every: likewise.
-        damaged: steps whose checkpoints in `root` are known to be damaged, and are set aside for new ones.
+        is_damaged: the checkpoint that `root` has of this step is known to be damaged, and is set aside for this one.
     """
 
     root: Path
@@ -64,7 +64,7 @@ class SaveRequest:
     numbers: tuple[HeldNumber, ...] = ()
     keep_last: int | None = None
     keep_every: int | None = None
-    damaged: frozenset[int] = frozenset()
+    is_damaged: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -265,7 +265,7 @@ class _Save:
                 f"{listed(odd)} saves step {plans[odd[0]][0]}, not {step}; save on every rank at the same step"
             )
         folder.check_room(root, sum(num_bytes for _, num_bytes in plans.values()))
-        if step in self.request.damaged:
+        if self.request.is_damaged:
             folder.set_aside_step(root, step)
         return folder.begin(root, step).name
 
