@@ -139,5 +139,10 @@ def check_room(root: Path, num_bytes: int) -> None:
     free_bytes = room.f_bavail * room.f_frsize
     # A file system without blocks does not know.
     if room.f_blocks and num_bytes > free_bytes:
-        needed, free = (f"{each / 2**30:.3f} GiB" for each in (num_bytes, free_bytes))
+        needed, free = _in_words(num_bytes), _in_words(free_bytes)
         raise CheckpointError(f"{root} has {free} free and the checkpoint needs {needed}; {_MORE_ROOM}")
+
+
+def _in_words(num_bytes: int) -> str:
+    unit, unit_bytes = ("GiB", 2**30) if num_bytes >= 2**30 else ("MiB", 2**20)
+    return f"{num_bytes / unit_bytes:.2f} {unit}"
