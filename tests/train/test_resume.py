@@ -8,7 +8,8 @@ import pytest
 from shardwise.checkpoint.folder import begin, commit
 from shardwise.checkpoint.manifest import MANIFEST_NAME, Manifest
 from shardwise.config import BatchConfig, Config, ConfigError
-from shardwise.train.checkpoints import refuse_foreign_checkpoints
+from shardwise.models import decoder_config
+from shardwise.train.checkpoints import make_root, refuse_foreign_checkpoints
 from shardwise.train.resume import FOLDER_NAME, fit_micro_size, keep_global_batch, resumed_job
 
 SAVED = {
@@ -108,6 +109,24 @@ def test_auto_takes_the_newest_run_of_that_name_that_has_saved():
     assert resumed("auto", "run.name=mine")[1] == newest / FOLDER_NAME
     assert resumed("auto", "model.preset=25m")[1] == by_preset / FOLDER_NAME
     assert resumed("auto")[1] is None, "there is no run of the tiny preset"
+
+
+def test_auto_finds_what_the_newest_run_of_that_name_has_saved_elsewhere():
+    write_run("20250101-000000-mine", 30, run_name="mine")
+    newest = write_run("20250102-000000-mine", run_name="mine")
+    assert resumed("auto", "run.name=mine")[1] == Path("runs/20250101-000000-mine", FOLDER_NAME)
+    elsewhere = write(Path("elsewhere"), 10)  # the checkpoint.path that its config names
+    assert resumed("auto", "run.name=mine")[1] == elsewhere
+    assert resumed(newest)[1] == elsewhere
+
+
+def test_another_model_is_refused_before_anything_starts():
+    root = write(Path("ck"), 10)
+    message = r"^ck/step-00000010 is of another model: it has model.num_layers=its default, and you give .*=3; leave"
+    with pytest.raises(ConfigError, match=message):
+        resumed(root, "model.num_layers=3")
+    hidden_size = decoder_config(Config.from_dict(SAVED).model).hidden_size
+    assert resumed(root, f"model.hidden_size={hidden_size}")[1] == root, "the same, said in other words"
 
 
 def test_a_damaged_newest_checkpoint_leaves_the_older_ones_config_and_the_choice_to_the_load():
@@ -220,3 +239,12 @@ def test_a_run_saves_only_where_it_starts_afresh_or_goes_on(tmp_path):
     Path("file").touch()
     with pytest.raises(ConfigError, match=r"checkpoint\.path=file is a file"):
         refuse_foreign_checkpoints(job("file"), None)
+
+
+def test_a_folder_that_cannot_be_saved_to_is_refused_before_anything_starts(tmp_path):
+    make_root(job("new/deep"), None)
+    assert Path("new/deep").is_dir()
+    assert not list(Path("new/deep").iterdir())
+    with pytest.raises(ConfigError, match=r"^cannot write checkpoint.path=/proc/ck: No such .*; set checkpoint.path"):
+        make_root(job("/proc/ck"), None)
+    make_root(Config.from_dict({"checkpoint": {"path": "/proc/ck", "at_end": False}}), None)

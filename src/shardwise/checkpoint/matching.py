@@ -21,9 +21,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from shardwise.checkpoint.manifest import CheckpointError, StoredTensor
 
+# How a caller of `Engine.load` goes on; `shardwise train` says what its user can do instead.
+LENIENT_CURE: Final = "; load with strict=False to take what fits"
 _NUM_NAMED = 8
 
 
@@ -73,9 +76,7 @@ class Match:
             parts.append(f"of another shape {listed_names(self.misshapen)}")
         parts += others
         if parts:
-            raise CheckpointError(
-                f"{where} does not fit the model: {'; '.join(parts)}; load with strict=False to take what fits{cure}"
-            )
+            raise CheckpointError(f"{where} does not fit the model: {'; '.join(parts)}{LENIENT_CURE}{cure}")
 
 
 def match(stored: Sequence[StoredTensor], wanted: Sequence[Wanted]) -> Match:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.checkpoint.folder import set_aside, step_folders, step_of
 from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.checkpoint.matching import LENIENT_CURE
 from shardwise.config import Config, ConfigError
 from shardwise.train.loop import Trainer
 from shardwise.train.resume import FOLDER_NAME
@@ -67,7 +69,15 @@ class RunCheckpoints:
         Raises:
             CheckpointError: none is whole, it does not fit, or it was trained on other data.
         """
-        report = self._trainer.engine.load(source)
+        try:
+            report = self._trainer.engine.load(source)
+        except CheckpointError as error:
+            what, is_misfit, _ = str(error).partition(LENIENT_CURE)
+            if not is_misfit:
+                raise
+            raise CheckpointError(
+                f"{what}; give the model, data and optimizer of the saved run, or start afresh without --resume"
+            ) from None
         self._trainer.go_on_from(report.extra or {})
         self._saved_step = report.step
         notes = [f"not whole, so not used: {line}" for line in report.damaged]
@@ -126,6 +136,32 @@ def checkpoint_root(config: Config, folder: Path) -> Path:
     """Where the checkpoints of a run in `folder` are."""
     path = config.checkpoint.path
     return folder / FOLDER_NAME if path is None else Path(path).expanduser()
+
+
+def make_root(config: Config, source: Path | None) -> None:
+    """Make the folder that `checkpoint.path` names, so that a run that could not save does not start.
+
+    Args:
+        config: of the run.
+        source: as for `refuse_foreign_checkpoints`.
+
+    Raises:
+        ConfigError: it holds checkpoints of another run, or it cannot be made or written to.
+    """
+    refuse_foreign_checkpoints(config, source)
+    path = config.checkpoint.path
+    if path is None or (config.checkpoint.every is None and not config.checkpoint.at_end):
+        return
+    root = Path(path).expanduser()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write checkpoint.path={path}: {error.strerror}; set checkpoint.path to a folder that you may "
+            "write to"
+        ) from None
 
 
 def refuse_foreign_checkpoints(config: Config, source: Path | None) -> None:

@@ -105,8 +105,9 @@ def open_corpus(data: DataConfig, exclude: Collection[Path] = ()) -> Corpus:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
+        here = "" if Path(data.path).expanduser().is_absolute() else f" in {Path.cwd()}"
         raise ConfigError(
-            f"data.path={data.path} does not exist; give a text file, a folder or a .jsonl file"
+            f"data.path={data.path} does not exist{here}; give a text file, a folder or a .jsonl file"
         ) from None
     except OSError as error:
         _refuse_unreadable(path, error)

@@ -15,6 +15,7 @@ batch.global_size
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from shardwise.checkpoint.manifest import CheckpointError, DamagedError, Manifes
 from shardwise.config import BatchConfig, Config, ConfigError, read_toml
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.splits import nearest_legal
+from shardwise.models import decoder_config
 from shardwise.train.job import CONFIG_NAME, job_config
 
 AUTO: Final = "auto"
@@ -49,11 +51,12 @@ def resumed_job(
         assignments: of the user.
         data_path: `data.path`, given by itself.
         resume: a checkpoint, a folder of some, or a run's folder; or "auto": the newest in `checkpoint.path`, or
-            without one, the newest that a run of this name has left in `run.dir`; where there is none, the run starts
-            afresh.
+            without one, that of the newest run of this name in `run.dir` that has saved; where there is none, the run
+            starts afresh.
 
     Raises:
-        ConfigError: a key or a value is wrong, there is no checkpoint where `resume` says, or none there is whole.
+        ConfigError: a key or a value is wrong, there is no checkpoint where `resume` says, none there is whole, or it
+            is of another model.
     """
     config = job_config(path, assignments, data_path)
     source = _newest_root(config) if resume == AUTO else _root_of(Path(resume).expanduser())
@@ -66,9 +69,11 @@ def resumed_job(
             f"no checkpoint in {source} is whole; of the newest: {error}, given to --resume, or move them away"
         ) from None
     except CheckpointError as error:
-        raise ConfigError(f"--resume {resume}: {error}") from None
+        cure = f"; did you mean --resume {AUTO}?" if difflib.get_close_matches(resume.lower(), [AUTO]) else ""
+        raise ConfigError(f"--resume {resume}: {error}{cure}") from None
     _refuse_unless_of_a_run(newest, manifest)
     config = job_config(path, assignments, data_path, base=_taken_over(manifest.config))
+    _refuse_another_model(newest, manifest, config)
     given = Config.from_dict(read_toml(path) if path is not None else {}).override(assignments)
     return config.model_copy(update={"batch": _resumed_batch(given.batch, manifest.config["batch"])}), source
 
@@ -129,8 +134,12 @@ def _root_of(path: Path) -> Path:
         return path
     if is_run:
         return inner
-    if path.is_dir() and step_of(path) is None and not step_folders(path) and (runs := _runs(path)):
-        raise ConfigError(f"--resume {path}: {path} has runs, not checkpoints; did you mean {runs[0]}?")
+    if path.is_dir() and step_of(path) is None and not step_folders(path):
+        runs = [run for run in _runs(path) if step_folders(run / FOLDER_NAME)]
+        if runs:
+            raise ConfigError(f"--resume {path}: {path} has runs, not checkpoints; did you mean {runs[0]}?")
+        if (root := _saved_to(path)) != inner and step_folders(root):
+            return root
     return path
 
 
@@ -142,26 +151,44 @@ def _newest_root(config: Config) -> Path | None:
             return root if step_folders(root) else None
         name = config.run.name or config.model.preset
         runs = _runs(Path(config.run.dir).expanduser())
-        return next((run / FOLDER_NAME for run in runs if _name_of(run) == name), None)
+        roots = (_saved_to(run) for run in runs if _name_of(run) == name)
+        return next((root for root in roots if step_folders(root)), None)
     except CheckpointError as error:
         raise ConfigError(f"--resume {AUTO}: {error}") from None
 
 
 def _runs(folder: Path) -> list[Path]:
-    """The folders of runs in this one that have checkpoints, newest first."""
+    """The folders of runs in this one, newest first."""
     found = [each for each in folder.iterdir() if _RUN_NAME.fullmatch(each.name)] if folder.is_dir() else []
-    with_checkpoints = [each for each in found if step_folders(each / FOLDER_NAME)]
     # Their names begin with the time; of those of one second, the later ones end in -2, -3, ...
-    return sorted(with_checkpoints, key=lambda each: (each.name[:15], len(each.name), each.name), reverse=True)
+    return sorted(found, key=lambda each: (each.name[:15], len(each.name), each.name), reverse=True)
 
 
 def _name_of(run: Path) -> str:
     """The name that a run was given, or has from its model."""
     try:
-        config = json.loads((run / CONFIG_NAME).read_text(encoding="utf-8"))
+        config = _config_of(run)
         return str(config["run"]["name"] or config["model"]["preset"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return ""
+
+
+def _saved_to(run: Path) -> Path:
+    """Where a run has saved; its own folder, if there is anything in it."""
+    inner = run / FOLDER_NAME
+    try:
+        path = _config_of(run)["checkpoint"]["path"]
+    except (KeyError, TypeError):
+        path = None
+    return inner if path is None or step_folders(inner) else Path(path).expanduser()
+
+
+def _config_of(run: Path) -> Any:
+    """What a run's folder says of its config; nothing where that cannot be read."""
+    try:
+        return json.loads((run / CONFIG_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
 
 
 def _refuse_unless_of_a_run(newest: Path, manifest: Manifest) -> None:
@@ -172,6 +199,20 @@ def _refuse_unless_of_a_run(newest: Path, manifest: Manifest) -> None:
         raise ConfigError(
             f"{newest} is not of shardwise train: where its data ended is unknown; load it in a script (engine.load)"
         )
+
+
+def _refuse_another_model(newest: Path, manifest: Manifest, config: Config) -> None:
+    saved, given = Config.from_dict({"model": manifest.config["model"]}).model, config.model
+    if decoder_config(saved) == decoder_config(given):
+        return
+    now = given.model_dump()
+    keys = [(f"model.{key}", value, now[key]) for key, value in saved.model_dump().items() if value != now[key]]
+    was = ", ".join(f"{key}={'its default' if value is None else value}" for key, value, _ in keys)
+    wanted = ", ".join(f"{key}={'its default' if value is None else value}" for key, _, value in keys)
+    raise ConfigError(
+        f"{newest} is of another model: it has {was}, and you give {wanted}; leave that out, or start afresh without "
+        "--resume"
+    )
 
 
 def _taken_over(saved: Mapping[str, Any]) -> dict[str, Any]:

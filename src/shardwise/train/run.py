@@ -34,7 +34,7 @@ from shardwise.launch.local import default_num_ranks, launch_local
 from shardwise.launch.rank import StopFlag
 from shardwise.loss import NonFiniteLossError
 from shardwise.memory import format_bytes
-from shardwise.train.checkpoints import RunCheckpoints, checkpoint_root, refuse_foreign_checkpoints
+from shardwise.train.checkpoints import RunCheckpoints, checkpoint_root, make_root
 from shardwise.train.job import CONFIG_NAME, create_folder, device_kind, prepare_job_data, resolve_job
 from shardwise.train.loop import Trainer, build_trainer
 from shardwise.train.metrics import write_timeline
@@ -81,8 +81,8 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
     if device_kind(config) == "cuda" and num_ranks > num_gpus:
         raise ConfigError(f"run.num_procs={num_ranks} but torch sees {num_gpus} GPUs; use at most one rank a GPU")
     config = config.model_copy(update={"run": config.run.model_copy(update={"num_procs": num_ranks})})
-    refuse_foreign_checkpoints(config, resume)
     resolved = resolve_job(config, num_ranks, num_local_ranks=num_ranks)
+    make_root(config, resume)
     data = _prepare(resolved, console)
     folder = create_folder(resolved, time.localtime())
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
@@ -283,7 +283,7 @@ def _agree_on_place(
     store = group.get_group_store()
     if env.rank == 0:
         try:
-            refuse_foreign_checkpoints(config, resume)
+            make_root(config, resume)
             shard_path = _prepare(config, console).path
             folder = create_folder(config, time.localtime()).absolute()
         except Exception:
