@@ -182,11 +182,21 @@ def test_a_dry_run_says_what_a_rank_would_hold_and_starts_nothing(settings, caps
     assert max(map(len, lines)) <= 80
     words = [line.split() for line in lines]
     assert any("ZeRO-3 over 64 ranks, 8 replicas of 8 shards" in line for line in lines)
+    assert any(row[:1] == ["checkpoint"] and row[3:] == ["by", "all", "ranks", "together"] for row in words)
     # The one block and the root: gathered once each, since the backward begins with them, and reduced once each.
     assert ["dp_shard", "all-gather", "2"] in [row[:3] for row in words]
     assert ["dp_shard", "reduce-scatter", "2"] in [row[:3] for row in words]
     assert ["dp_replicate+dp_shard", "all-reduce-scalars", "1"] in [row[:3] for row in words]
     assert list(Path().iterdir()) == [Path("text.txt")], "no folder, no cache"
+
+
+def test_a_reader_that_has_seen_enough_ends_the_output_without_a_traceback():
+    script = "from shardwise.cli import main; raise SystemExit(main(['config']))"
+    writer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    writer.stdout.close()
+    _, err = writer.communicate(timeout=60)
+    assert (writer.returncode, err) == (141, "")
 
 
 def test_a_dry_run_of_split_layers_shows_what_crosses_the_tp_axis(settings, capsys):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A sample may hold any character, and a terminal may not know it.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    exit_code: int = arguments.run(arguments)
+    try:
+        exit_code: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     return exit_code
 
 
@@ -151,13 +157,14 @@ def _job(arguments: argparse.Namespace, console: Console | None) -> tuple[Config
 def _dry_run(arguments: argparse.Namespace) -> int:
     from shardwise.launch.local import default_num_ranks
     from shardwise.train.dry_run import dry_run, render
-    from shardwise.train.job import job_config
+    from shardwise.train.resume import keep_global_batch
 
-    path, assignments = _split(arguments.settings)
-    config = job_config(path, assignments, arguments.data)
+    config, resume = _job(arguments, None)
     num_ranks = config.run.num_procs if arguments.world_size is None else arguments.world_size
     if num_ranks is None:
         num_ranks = default_num_ranks(config.run.device)
+    if resume is not None:
+        config = keep_global_batch(config, num_ranks)
     Console().print(render(dry_run(config, num_ranks)))
     return 0
 

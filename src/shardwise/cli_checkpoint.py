@@ -125,6 +125,7 @@ def _command(
 
 def _add_show(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     show = _command(actions, "show", "say what a checkpoint holds", _SHOW_EXAMPLES)
+    show.usage = f"{show.prog} [-h] [--step N] [--tensors [PATTERN]] [--json] PATH"
     show.add_argument("path", nargs="?", type=Path, metavar="PATH", help=_PATH_HELP)
     show.add_argument("--step", type=int, metavar="N", help=_STEP_HELP)
     show.add_argument(
@@ -272,10 +273,8 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _reshard(arguments: argparse.Namespace) -> int:
-    from shardwise.checkpoint.finding import newest_whole
-
     _check_files(arguments.files)
-    source, _ = newest_whole(arguments.source, arguments.step)
+    source = _newest_whole(arguments.source, arguments.step)
     with _bar("writing") as report:
         from shardwise.checkpoint.offline import reshard
         from shardwise.checkpoint.show import render_resharded
@@ -287,9 +286,7 @@ def _reshard(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from shardwise.checkpoint.finding import newest_whole
-
-    source, _ = newest_whole(arguments.source, arguments.step)
+    source = _newest_whole(arguments.source, arguments.step)
     with _bar("writing") as report:
         from shardwise.checkpoint.converting import export_checkpoint
         from shardwise.checkpoint.show import render_exported
@@ -313,6 +310,16 @@ def _import(arguments: argparse.Namespace) -> int:
         )
     _print(render_resharded(arguments.folder, folder, files, time.monotonic() - start_s))
     return 0
+
+
+def _newest_whole(path: Path, step: int | None) -> Path:
+    """The newest whole checkpoint there; a line on stderr where newer ones are damaged."""
+    from shardwise.checkpoint.finding import find, newest_whole
+
+    source, _ = newest_whole(path, step)
+    if (newest := find(path, step)[0]) != source:
+        print(f"shardwise: {newest.name} is damaged (see checkpoint verify); taking {source.name}", file=sys.stderr)
+    return source
 
 
 def _check_files(num_files: int) -> None:

@@ -15,6 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.config import Config, batch_equation
+from shardwise.layout.layout import OPTIMIZER_STATES
+from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.memory import Category, format_bytes
 from shardwise.models import Decoder, DecoderConfig, decoder_config, lm_loss, num_params
 from shardwise.simulation import Simulation, simulate
@@ -87,8 +89,22 @@ def _header_lines(run: DryRun) -> Iterator[tuple[str, str]]:
     recompute = "nothing" if config.recompute.mode == "none" else config.recompute.mode
     yield "layout", f"{layout_line(config, mesh)}, {config.precision.param}, recompute {recompute}"
     yield "batch", f"{batch_equation(config.batch, mesh.num_data_ranks)}, {config.data.seq_len:,} tokens each"
+    if num_bytes := _checkpoint_bytes(run):
+        yield "checkpoint", f"{format_bytes(num_bytes)} by all ranks together"
     is_cuda = wanted_device(config) == "cuda"
     yield "device", "cuda: NCCL's collectives" if is_cuda else "cpu: gloo's collectives; run.device=cuda for NCCL's"
+
+
+def _checkpoint_bytes(run: DryRun) -> int:
+    """Of what a checkpoint has of each parameter, once; 0 for an optimizer whose states are known only when it runs."""
+    if run.config.optimizer.name.lower() not in OPTIMIZER_STATES:
+        return 0
+    layout = run.simulation.layout
+    has_master = any(state.name == "master" for state in layout.states)
+    saved = [
+        state for state in layout.states if state.role == "optimizer" or (state.name == "param" and not has_master)
+    ]
+    return num_params(run.shape) * sum(DTYPE_BYTES[state.dtype] for state in saved)
 
 
 def _memory_table(simulation: Simulation) -> Table:
