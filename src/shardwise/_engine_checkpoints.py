@@ -179,7 +179,11 @@ class EngineCheckpoints(EngineStates):
             self._passed_over.add(folder.resolve())
             log.warning("%s", damaged[-1])
         if not damaged:
-            raise CheckpointError(f"{path} holds no checkpoint; give a folder of step-... folders, or one of these")
+            is_hf = any(Path(path).glob("*.safetensors"))
+            cure = "; engine.import_weights takes the weights of a Hugging Face folder" if is_hf else ""
+            raise CheckpointError(
+                f"{path} holds no checkpoint; give a folder of step-... folders, or one of these{cure}"
+            )
         raise DamagedError(f"no checkpoint in {path} is whole: {'; '.join(damaged)}")
 
     def _load_one(
