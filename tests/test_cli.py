@@ -190,6 +190,13 @@ def test_a_dry_run_says_what_a_rank_would_hold_and_starts_nothing(settings, caps
     assert list(Path().iterdir()) == [Path("text.txt")], "no folder, no cache"
 
 
+def test_a_dry_run_is_of_the_run_that_is_resumed(settings, capsys):
+    assert cli.main(["train", "--dry-run", *settings, "--resume=auto", "--world-size=2"]) == 0
+    assert "layers of" in capsys.readouterr().out
+    assert cli.main(["train", "--dry-run", *settings, "--resume=nowhere"]) == 2
+    assert "--resume nowhere: nowhere does not exist" in capsys.readouterr().err
+
+
 def test_a_reader_that_has_seen_enough_ends_the_output_without_a_traceback():
     script = "from shardwise.cli import main; raise SystemExit(main(['config']))"
     writer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
