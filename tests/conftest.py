@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from harness.faults import NUM_RANKS, Whole, run_to_end, stored
 from harness.pool import WorkerPool
 
 torch.set_num_threads(1)
@@ -43,3 +44,10 @@ def ranks() -> Iterator[WorkerPool]:
     pool = WorkerPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def whole_run(ranks: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """A run to which nothing happens, for the campaigns of faults to compare with."""
+    root = tmp_path_factory.mktemp("whole") / "checkpoints"
+    return Whole(ranks(NUM_RANKS).run(run_to_end, root, False)[0], stored(root))
