@@ -2,7 +2,7 @@
 
 >>> model = RandomModel(ModelSpec(width=3, num_blocks=2, is_tied=True, has_frozen=False, has_buffer=True))
 >>> len(list(model.parameters())), [name for name, _ in model.named_buffers()]
-(10, ['count'])
+(12, ['count'])
 """
 
 from __future__ import annotations
