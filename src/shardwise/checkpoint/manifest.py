@@ -28,7 +28,7 @@ from __future__ import annotations
 import gc
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -209,7 +209,8 @@ class RankPart:
     def to_text(self) -> str:
         """As JSON."""
         with _without_collection():
-            return json.dumps([self.file, self.num_bytes, [_tensor_to_json(tensor) for tensor in self.tensors]])
+            tensors = [tensor_to_json(tensor, _state_to_json) for tensor in self.tensors]
+            return json.dumps([self.file, self.num_bytes, tensors])
 
     @classmethod
     def from_text(cls, text: str) -> Self:
@@ -299,7 +300,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "layout": dict(manifest.layout),
         "trajectory": dict(manifest.trajectory),
         "extra": manifest.extra,
-        "tensors": [_tensor_to_json(tensor) for tensor in manifest.tensors],
+        "tensors": [tensor_to_json(tensor, _state_to_json) for tensor in manifest.tensors],
     }
 
 
@@ -310,14 +311,15 @@ def _manifest_from_json(cls: type[Manifest], values: Mapping[str, Any]) -> Any:
     return cls(tensors=tensors, **{key: values[key] for key in keys})
 
 
-def _tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
+def tensor_to_json(tensor: StoredTensor, state_to_json: Callable[[StoredState], dict[str, Any]]) -> dict[str, Any]:
+    """A tensor as JSON, its states as `state_to_json` says."""
     return {
         "name": tensor.name,
         "aliases": list(tensor.aliases),
         "kind": tensor.kind,
         "trainable": tensor.trainable,
         "shape": list(tensor.shape),
-        "states": {name: _state_to_json(state) for name, state in tensor.states.items()},
+        "states": {name: state_to_json(state) for name, state in tensor.states.items()},
     }
 
 

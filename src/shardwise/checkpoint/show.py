@@ -23,7 +23,14 @@ from rich.text import Text
 
 from shardwise.checkpoint.finding import Found
 from shardwise.checkpoint.folder import step_of
-from shardwise.checkpoint.manifest import ITEM_BYTES, CheckpointError, Manifest, StoredTensor
+from shardwise.checkpoint.manifest import (
+    ITEM_BYTES,
+    CheckpointError,
+    Manifest,
+    StoredState,
+    StoredTensor,
+    tensor_to_json,
+)
 from shardwise.holdings import PARAM
 
 if TYPE_CHECKING:
@@ -123,7 +130,7 @@ def to_json(folder: Path, manifest: Manifest, tensors: Sequence[StoredTensor] = 
             for row in _state_rows(manifest)
         ],
         "files": dict(manifest.files),
-    } | ({"tensors": [_tensor_json(tensor) for tensor in tensors]} if tensors else {})
+    } | ({"tensors": [tensor_to_json(tensor, _state_json) for tensor in tensors]} if tensors else {})
 
 
 def root_to_json(root: Path, found: Sequence[Found]) -> dict[str, Any]:
@@ -324,19 +331,10 @@ def _num_pieces(tensor: StoredTensor) -> str:
     return " ".join(map(str, numbers if len(set(numbers)) > 1 else numbers[:1]))
 
 
-def _tensor_json(tensor: StoredTensor) -> dict[str, Any]:
-    return {
-        "name": tensor.name,
-        "aliases": list(tensor.aliases),
-        "kind": tensor.kind,
-        "trainable": tensor.trainable,
-        "shape": list(tensor.shape),
-        "states": {
-            name: {"dtype": state.dtype}
-            | ({"num_pieces": len(state.pieces)} if state.value is None else {"value": state.value})
-            for name, state in tensor.states.items()
-        },
-    }
+def _state_json(state: StoredState) -> dict[str, Any]:
+    """With how many pieces it has, instead of where they are."""
+    extent = {"num_pieces": len(state.pieces)} if state.value is None else {"value": state.value}
+    return {"dtype": state.dtype} | extent
 
 
 def _alike(changes: Sequence[Changed]) -> list[Changed]:
