@@ -112,28 +112,25 @@ class EngineCheckpoints(EngineStates):
             RuntimeError: gradients are accumulated, which a checkpoint does not keep.
             CommError: not all ranks call it within `run.timeout_s`; so too `load`.
         """
-        self._check_usable()
-        self._refuse_if_simulated()
-        if self._num_backwards > 0:
-            raise RuntimeError(
-                "gradients since the last step are in no checkpoint; save after engine.step() or engine.zero_grad()"
-            )
+        self._check_can_save()
         self._follow_freezing()
         self._warn_of_extra_states()
         saved: list[Holding | HeldNumber] = []
+        buffers: list[HeldBuffer] = []
         manifest = Manifest(self.num_steps, (), {})
 
         def prepare(_: Progress) -> str:
-            nonlocal manifest
+            nonlocal manifest, buffers
             _check_choices(contents, keep_last, keep_every)
             self._driver.check_model()
             manifest = self._manifest(contents, extra)
-            saved.extend(self._saved(contents))
+            buffers = held_buffers(self.model, is_writer=self.comm.rank == 0) if contents != "trainable" else []
+            saved.extend(self._saved(contents, buffers))
             is_compared = self.comm.world_size > 1 and self.comm.rank == 0 and contents == "all"
-            return json.dumps(digests(held_buffers(self.model, is_writer=True)) if is_compared else {})
+            return json.dumps(digests(buffers) if is_compared else {})
 
         digests_of_first = json.loads(self._do_on_all(prepare, "the save of a checkpoint")[1:])
-        saved += self._own(contents, digests_of_first)
+        saved += self._own(contents, buffers, digests_of_first)
         holdings = tuple(each for each in saved if isinstance(each, Holding))
         written = {holding.name for holding in holdings if holding.written}
         numbers = tuple(each for each in saved if isinstance(each, HeldNumber) and each.name in written)
@@ -294,6 +291,14 @@ class EngineCheckpoints(EngineStates):
         own_store = None if store is None else dist.PrefixStore("agreement", store)
         return Rounds(own_store, self._num_agreements, self.comm.rank, world_size, timeout_s, subject)
 
+    def _check_can_save(self) -> None:
+        self._check_usable()
+        self._refuse_if_simulated()
+        if self._num_backwards > 0:
+            raise RuntimeError(
+                "gradients since the last step are in no checkpoint; save after engine.step() or engine.zero_grad()"
+            )
+
     def _refuse_if_simulated(self) -> None:
         if self._network.store is None and self.comm.world_size > 1:
             raise CheckpointError("a simulated rank has no states to save or load; do so on real ranks")
@@ -305,17 +310,18 @@ class EngineCheckpoints(EngineStates):
             log.warning("get_extra_state of %s is in no checkpoint; give it to save(extra=...)", own[0] or "the model")
         self._has_warned = True
 
-    def _saved(self, contents: Contents) -> Iterator[Holding | HeldNumber]:
+    def _saved(self, contents: Contents, buffers: Sequence[HeldBuffer]) -> Iterator[Holding | HeldNumber]:
         """All that this rank has of what is saved, but for what is its alone."""
         states = self._states()
         is_partial = contents == "trainable"
         yield from (each for each in held.held_parameters(states) if each.trainable or not is_partial)
-        if not is_partial:
-            yield from (each.holding for each in held_buffers(self.model, is_writer=self.comm.rank == 0))
+        yield from (each.holding for each in buffers)
         if contents != "weights":
             yield from held.held_optimizer_states(states)
 
-    def _own(self, contents: Contents, digests_of_first: Mapping[str, str]) -> Iterator[Holding]:
+    def _own(
+        self, contents: Contents, buffers: Sequence[HeldBuffer], digests_of_first: Mapping[str, str]
+    ) -> Iterator[Holding]:
         """What is this rank's alone: its generators, and the buffers in which it differs from rank 0."""
         if contents == "weights":
             return
@@ -323,7 +329,7 @@ class EngineCheckpoints(EngineStates):
         for name, state in trajectory.generator_states(self.device).items():
             yield whole(rank_name(rank, _GENERATOR + name), state, kind="rank", is_written=True)
         if rank > 0 and contents == "all":
-            for each in differing(held_buffers(self.model, is_writer=False), digests_of_first):
+            for each in differing(buffers, digests_of_first):
                 yield whole(rank_name(rank, _BUFFER + each.holding.name), each.buffer, kind="rank", is_written=True)
 
     def _read_own(self, folder: Path, plan: LoadPlan, buffers: Sequence[HeldBuffer]) -> None:
