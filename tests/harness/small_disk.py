@@ -1,7 +1,7 @@
 """A small file system of its own for a test, which any process of the machine can write to.
 
 It is mounted by a forked process in a mount namespace of its own, as root or as any user who may make one. Others come
-to it through that process: `/proc/<its id>/root/...`.
+to it through that process, as whose root the kernel shows it.
 """
 
 from __future__ import annotations
