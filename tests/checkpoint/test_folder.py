@@ -22,6 +22,7 @@ from harness.checkpoint_folders import (
     steps_of,
     write_files,
 )
+from shardwise.checkpoint.disk import sync_folder
 from shardwise.checkpoint.folder import (
     begin,
     candidates,
@@ -35,7 +36,6 @@ from shardwise.checkpoint.folder import (
     step_folders,
     step_name,
     steps_to_delete,
-    sync_folder,
 )
 from shardwise.checkpoint.manifest import (
     CheckpointError,

@@ -65,7 +65,6 @@ __all__ = [
     "step_name",
     "step_of",
     "steps_to_delete",
-    "sync_folder",
 ]
 
 LATEST_NAME: Final = "latest"
