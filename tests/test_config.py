@@ -439,10 +439,6 @@ def test_resolve_fills_mesh_and_batch_once(world_size: int, micro: int, accumula
 UNBUILT = {
     "mesh.pp=2": "pipeline parallelism",
     "mesh.cp=2": "context parallelism",
-    'tiers.params="host"': "offload",
-    'tiers.grads="host"': "offload",
-    'tiers.optimizer="nvme"': "offload",
-    'tiers.nvme_path="/NVMe"': "offload",
     'pipeline.schedule="gpipe"': "pipeline parallelism",
     "pipeline.virtual_stages=2": "pipeline parallelism",
     'context.transport="ulysses"': "context parallelism",
@@ -465,6 +461,6 @@ def test_features_not_built_yet_are_refused_by_name(assignment: str, feature: st
 
 def test_every_key_of_an_unbuilt_section_is_refused() -> None:
     """A key that is read by nothing must not be taken silently."""
-    unbuilt = ("tiers", "pipeline", "context", "attention")
+    unbuilt = ("pipeline", "context", "attention")
     keys = {key for key in all_keys() if key.partition(".")[0] in unbuilt}
     assert keys <= {assignment.partition("=")[0] for assignment in UNBUILT}

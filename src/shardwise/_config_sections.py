@@ -27,6 +27,7 @@ PositiveFloat = Annotated[float, Field(gt=0.0)]
 # Strict would refuse lists, but TOML and JSON know no tuples.
 Betas = Annotated[tuple[Fraction, Fraction], Field(strict=False)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]
+Cores = Annotated[tuple[NotNegative, ...], Field(strict=False)]
 
 
 class ModelConfig(Section):
@@ -106,12 +107,26 @@ class ZeroConfig(Section):
 
 
 class TiersConfig(Section):
-    """The memory in which each state rests."""
+    """The memory in which each state rests.
+
+    `..._on_device`: the share of a state that stays on the device although the rest is elsewhere; whole groups, those
+    that run first in the forward. `activations`: the inputs of recomputed blocks. `step_in_backward`: without clipping,
+    groups are stepped as soon as their gradients are there. `cores`: that the step on the host keeps to;
+    `bind_cores` makes them this rank's share of the machine's.
+    """
 
     params: Tier = "device"
     grads: Tier = "device"
     optimizer: Tier = "device"
+    params_on_device: Fraction = 0.0
+    grads_on_device: Fraction = 0.0
+    optimizer_on_device: Fraction = 0.0
+    activations: Literal["device", "host"] = "device"
     nvme_path: str | None = None
+    step_in_backward: bool = True
+    pin_memory: bool = True
+    bind_cores: bool = False
+    cores: Cores | None = None
 
 
 class TensorConfig(Section):

@@ -392,10 +392,8 @@ class EngineCheckpoints(EngineStates):
             "mesh": asdict(layout.mesh),
             "stage": self.config.zero.stage,
             "precision": asdict(layout.precision),
-            "states": [
-                {"name": state.name, "dtype": state.dtype, "tier": state.tier, "codec": state.codec}
-                for state in layout.states
-            ],
+            "states": [{"name": state.name, "dtype": state.dtype, "codec": state.codec} for state in layout.states],
+            "tiers": {role: getattr(self.config.tiers, role) for role in ("params", "grads", "optimizer")},
             "num_params": sum(
                 torch.Size(spec.global_shape).numel() for group in layout.groups for spec in group.params
             ),

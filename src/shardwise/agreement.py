@@ -42,6 +42,7 @@ _OWN_KEYS: Final = frozenset(
         "data.tokenizer",
         "checkpoint.path",
         "tiers.nvme_path",
+        "tiers.cores",
     }
 )
 # The first rank finds out who is missing; the others wait this much longer, to hear it from there.

@@ -24,6 +24,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Final
 
+from shardwise.config import Tier
 from shardwise.layout.pieces import Piece, intersect
 from shardwise.layout.skeleton import ROOT, ParamEntry
 from shardwise.layout.splits import ParamSplit
@@ -83,6 +84,20 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class GroupTiers:
+    """The memory in which a group's states rest."""
+
+    params: Tier = "device"
+    grads: Tier = "device"
+    optimizer: Tier = "device"
+
+    @property
+    def are_away(self) -> bool:
+        """Whether any state rests off the device."""
+        return not self.params == self.grads == self.optimizer == "device"
+
+
+@dataclass(frozen=True)
 class GroupSpec:
     """A group of parameters that are gathered and reduced together.
 
@@ -94,6 +109,7 @@ class GroupSpec:
         num_ranks: ranks that average the gradients; the flat buffer divides evenly among them in every stage.
         num_shards: ranks that share the sharded states.
         is_replicated: every rank holds the parameters whole in every stage; of frozen groups only.
+        tiers: where its states rest.
     """
 
     name: str
@@ -103,6 +119,12 @@ class GroupSpec:
     num_ranks: int
     num_shards: int
     is_replicated: bool = False
+    tiers: GroupTiers = GroupTiers()
+
+    @property
+    def rests_whole(self) -> bool:
+        """Whether the parameters rest whole on the device whatever the stage: nothing else holds a part of them."""
+        return self.is_replicated or (self.num_shards == 1 and self.tiers.params == "device")
 
     @cached_property
     def numel(self) -> int:

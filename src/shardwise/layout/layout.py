@@ -21,8 +21,10 @@ The engine executes it, the planner prices it, a checkpoint records it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Final
 
@@ -35,6 +37,7 @@ from shardwise.layout.precision import DTYPE_BYTES, PrecisionPolicy, precision_p
 from shardwise.layout.skeleton import ROOT, find_units, read_parameters
 from shardwise.layout.stages import Placement, ZeroStage, effective_stage
 from shardwise.layout.tensor_plan import TensorLayout
+from shardwise.layout.tiers import assign_tiers
 
 # The tensors, each as long as the parameter, that torch's optimizers of these names keep beside the master.
 OPTIMIZER_STATES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -50,6 +53,7 @@ OPTIMIZER_STATES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "adagrad": ("sum",),
         "rmsprop": ("square_avg", "momentum_buffer"),
         "sgd": ("momentum_buffer",),
+        "lion": ("exp_avg",),
     }
 )
 
@@ -58,6 +62,9 @@ def optimizer_states(config: OptimizerConfig) -> tuple[str, ...]:
     """The tensors that the optimizer keeps for each parameter beside the master; none are known of other names."""
     names = OPTIMIZER_STATES.get(config.name.lower(), ())
     return tuple(name for name in names if name != "momentum_buffer" or config.momentum > 0)
+
+
+TIERS: Final[tuple[Tier, ...]] = ("device", "host", "nvme")
 
 
 @dataclass(frozen=True)
@@ -69,8 +76,9 @@ class StateSpec:
         role: param, grad or optimizer.
         dtype: of each element.
         placement: over the shard group.
-        is_flat: one flat buffer a group, padding included; otherwise a tensor for each parameter piece.
-        tier: the memory in which it rests.
+        is_flat: one flat buffer a group, padding included; otherwise a tensor for each parameter piece, where it rests
+            on the device.
+        is_copy_of_param: kept only by groups whose optimizer rests in another memory than their parameters.
         codec: how it is encoded.
     """
 
@@ -79,15 +87,26 @@ class StateSpec:
     dtype: Dtype
     placement: Placement
     is_flat: bool = True
-    tier: Tier = "device"
+    is_copy_of_param: bool = False
     codec: str = "identity"
+
+    def tier_in(self, group: GroupSpec) -> Tier:
+        """The memory in which it rests for `group`."""
+        tiers = group.tiers
+        return {"param": tiers.params, "grad": tiers.grads, "optimizer": tiers.optimizer}[self.role]
+
+    def is_kept_by(self, group: GroupSpec) -> bool:
+        """Whether `group` has it."""
+        is_missing = self.is_copy_of_param and group.tiers.params == group.tiers.optimizer
+        return not is_missing and (group.trainable or self.role == "param")
 
     def bytes_at_rest(self, group: GroupSpec, shard: int) -> int:
         """Bytes that the holder of shard `shard` has for `group`."""
-        if not group.trainable and self.role != "param":
+        if not self.is_kept_by(group):
             return 0
         start, stop = group.held_range(self.placement, shard)
-        numel = stop - start if self.is_flat else sum(slot.stop - slot.start for slot in group.slots(start, stop))
+        is_flat = self.is_flat or self.tier_in(group) != "device"
+        numel = stop - start if is_flat else sum(slot.stop - slot.start for slot in group.slots(start, stop))
         return numel * DTYPE_BYTES[self.dtype]
 
 
@@ -123,7 +142,7 @@ class Layout:
         """Elements of the flat buffers that belong to no parameter."""
         return sum(group.padded_numel for group in self.groups) - self.numel
 
-    def bytes_at_rest(self, shard: int = 0) -> dict[str, int]:
+    def bytes_at_rest(self, shard: int = 0, tier: Tier | None = None) -> dict[str, int]:
         """Bytes after the last backward and before the step, by role (param, grad, optimizer).
 
         For N elements, n ranks and P, G, K bytes an element of the three roles: stage 0 N(P+G+K), 1 N(P+G)+NK/n,
@@ -131,11 +150,18 @@ class Layout:
 
         Args:
             shard: the rank's index in the shard group; padding may make the last ranks' optimizer states smaller.
+            tier: count what rests there alone; None for all.
         """
         totals = {"param": 0, "grad": 0, "optimizer": 0}
         for state in self.states:
-            totals[state.role] += sum(state.bytes_at_rest(group, shard) for group in self.groups)
+            groups = (group for group in self.groups if tier in (None, state.tier_in(group)))
+            totals[state.role] += sum(state.bytes_at_rest(group, shard) for group in groups)
         return totals
+
+    def bytes_by_tier(self, shard: int = 0) -> dict[Tier, dict[str, int]]:
+        """`bytes_at_rest` of each tier that holds anything."""
+        by_tier = {tier: self.bytes_at_rest(shard, tier) for tier in TIERS}
+        return {tier: totals for tier, totals in by_tier.items() if any(totals.values())}
 
     def bytes_on_wire(self, num_micro_batches: int) -> dict[str, int]:
         """Bytes a rank sends in one optimizer step, by collective, as a ring would: the scalars of the step excepted.
@@ -145,13 +171,11 @@ class Layout:
         the last micro-batch.
         """
         num_replicas = self.mesh.size_along(REPLICA_AXES)
-        once = {ROOT, self.units[-1] if self.units else ROOT}
         wire = {"all_reduce": 0, "reduce_scatter": 0, "all_gather": 0}
         for group in self.groups:
             ring_numel = group.shard_numel * (group.num_shards - 1)
-            if self.stage.unshard_for_use and not group.is_replicated:
-                unshards = num_micro_batches * (1 if group.unit in once else 2)
-                wire["all_gather"] += unshards * ring_numel * DTYPE_BYTES[self.precision.param]
+            unshards = self.num_unshards(group, num_micro_batches)
+            wire["all_gather"] += unshards * ring_numel * DTYPE_BYTES[self.precision.param]
             if not group.trainable:
                 continue
             if self.stage.unshard_after_step:
@@ -165,6 +189,46 @@ class Layout:
                 replica_numel = group.shard_numel * (num_replicas - 1) // num_replicas
                 wire["all_reduce"] += 2 * replica_numel * DTYPE_BYTES[self.precision.reduce]
         return wire
+
+    def num_unshards(self, group: GroupSpec, num_micro_batches: int) -> int:
+        """How often a step gathers a group for use; the root's and the last block's stay between their two uses."""
+        if not self.stage.unshard_for_use or group.rests_whole:
+            return 0
+        once = {ROOT, self.units[-1] if self.units else ROOT}
+        return num_micro_batches * (1 if group.unit in once else 2)
+
+    def bytes_across(self, num_micro_batches: int) -> dict[tuple[Tier, Tier], int]:
+        """Bytes that one optimizer step moves between tiers on one rank, by (from, to).
+
+        With S elements in this rank's slice of a group, and P, G, K bytes an element of parameter, gradient and all of
+        the optimizer's states (Rajbhandari et al. 2021, arXiv 2104.07857, section 4, gives the same terms): a gather
+        brings S*P, a reduction takes S*G away, the step takes a gradient from where it rests to where the optimizer
+        does, reads and writes S*K of an optimizer on NVMe, and writes S*P to where the parameters rest.
+        """
+        across: Counter[tuple[Tier, Tier]] = Counter()
+        for group in (each for each in self.groups if each.tiers.are_away):
+            tiers, numel = group.tiers, group.shard_numel
+            param_bytes = numel * DTYPE_BYTES[self.precision.param]
+            grad_bytes = numel * DTYPE_BYTES[self.precision.accumulate]
+            for _ in range(self.num_unshards(group, num_micro_batches)):
+                _cross(across, tiers.params, "device", param_bytes)
+            if not group.trainable:
+                continue
+            num_reduced = num_micro_batches if self.stage.reduce_each_backward else 1
+            for index in range(num_reduced):
+                _cross(across, "device", tiers.grads, grad_bytes)
+                if index > 0 and tiers.grads == "nvme":
+                    _cross(across, "nvme", "host", grad_bytes)
+            steps_on: Tier = "device" if tiers.optimizer == "device" else "host"
+            _cross(across, tiers.grads, steps_on, grad_bytes)
+            kept = [each for each in self.states if each.role == "optimizer" and each.is_kept_by(group)]
+            kept_bytes = numel * sum(DTYPE_BYTES[each.dtype] for each in kept)
+            _cross(across, tiers.optimizer, steps_on, kept_bytes)
+            _cross(across, steps_on, tiers.optimizer, kept_bytes)
+            if not any(each.name == "master" for each in kept):  # the parameters are what is stepped
+                _cross(across, tiers.params, steps_on, param_bytes)
+            _cross(across, steps_on, tiers.params, param_bytes)
+        return dict(across)
 
 
 def build_layout(model: nn.Module, config: Config, tensor: TensorLayout | None = None) -> Layout:
@@ -186,22 +250,32 @@ def build_layout(model: nn.Module, config: Config, tensor: TensorLayout | None =
     if not entries:
         raise ConfigError(f"{type(model).__name__} has no parameters; there is nothing to train or shard")
     num_ranks, num_shards = mesh.size_along(GRADIENT_AXES), mesh.size_along(SHARD_AXES)
-    stage = effective_stage(config.zero.stage, num_shards)
+    stage = effective_stage(config.zero.stage, num_shards, config.tiers)
     policy = precision_policy(config.precision)
     splits = None if tensor is None else tensor.splits
     groups = build_groups(entries, units, num_ranks, num_shards, config.zero.replicate_frozen, splits)
-    return Layout(mesh, units, groups, stage, policy, _states(stage, policy, config.optimizer), tensor)
+    groups = assign_tiers(groups, config.tiers)
+    return Layout(mesh, units, groups, stage, policy, _states(stage, policy, config), tensor)
 
 
-def _states(stage: ZeroStage, policy: PrecisionPolicy, optimizer: OptimizerConfig) -> tuple[StateSpec, ...]:
+def _states(stage: ZeroStage, policy: PrecisionPolicy, config: Config) -> tuple[StateSpec, ...]:
     states = [
         StateSpec("param", "param", policy.param, stage.params),
         StateSpec("grad", "grad", policy.accumulate, stage.grads),
     ]
-    if policy.keeps_master:
-        states.append(StateSpec("master", "optimizer", policy.master, stage.optimizer))
+    if policy.keeps_master or config.tiers.params != config.tiers.optimizer:
+        is_copy = not policy.keeps_master
+        states.append(StateSpec("master", "optimizer", policy.master, stage.optimizer, is_copy_of_param=is_copy))
     states += [
         StateSpec(name, "optimizer", policy.master, stage.optimizer, is_flat=False)
-        for name in optimizer_states(optimizer)
+        for name in optimizer_states(config.optimizer)
     ]
     return tuple(states)
+
+
+def _cross(across: Counter[tuple[Tier, Tier]], source: Tier, target: Tier, num_bytes: int) -> None:
+    """Count one way from tier to tier; between device and NVMe it leads through the host."""
+    way = TIERS[min(map(TIERS.index, (source, target))) : max(map(TIERS.index, (source, target))) + 1]
+    if source != way[0]:
+        way = way[::-1]
+    across.update(dict.fromkeys(pairwise(way), num_bytes))

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from shardwise.config import TiersConfig
+
 
 class Placement(Enum):
     """How a tensor lies on the ranks of one mesh axis."""
@@ -64,6 +66,18 @@ STAGES: Final[tuple[ZeroStage, ...]] = (
 )
 
 
-def effective_stage(stage: int, num_shards: int) -> ZeroStage:
-    """The table's row, or stage 0's where one rank holds everything and there is nothing to shard."""
-    return STAGES[stage if num_shards > 1 else 0]
+def effective_stage(stage: int, num_shards: int, tiers: TiersConfig | None = None) -> ZeroStage:
+    """The table's row; stage 0's where one rank holds everything on its device and there is nothing to shard.
+
+    Gradients that rest off the device are shards, in stage 1 too: whole ones would be n times the bytes to move.
+
+    >>> effective_stage(1, 4, TiersConfig(grads="host")) == STAGES[2]
+    True
+    >>> effective_stage(3, 1) == STAGES[0], effective_stage(3, 1, TiersConfig(params="host")) == STAGES[3]
+    (True, True)
+    """
+    tiers = tiers or TiersConfig()
+    if tiers.grads != "device" and stage == 1:
+        return STAGES[2]
+    is_away = {tiers.params, tiers.grads, tiers.optimizer} != {"device"}
+    return STAGES[stage if num_shards > 1 or is_away else 0]
