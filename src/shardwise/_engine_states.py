@@ -130,6 +130,7 @@ class EngineStates:
         return explain_out_of_memory(self.memory, self.config, f"on rank {self.comm.rank} in step {self.num_steps + 1}")
 
     def _states(self) -> access.States:
+        self._driver.settle()
         return access.States(self._driver, self._sharded, self._comms, self._books, self._scaler.scale)
 
     def _refuse_if_away(self, params_suffice: bool = False) -> None:

@@ -36,12 +36,13 @@ from shardwise.streams import Streams
 from shardwise.tensor.explain import explain_shapes
 from shardwise.tensor.layout import dropout_zones
 from shardwise.tensor.surgery import split_model
+from shardwise.tiers.tiers import Tiers
 from shardwise.timeline import Timeline
 from shardwise.watchdog import watch
 from shardwise.zero.driver import ZeroDriver
-from shardwise.zero.group import Resources
 from shardwise.zero.optimizer_plan import OptimizerFactory, plan_optimizer
 from shardwise.zero.regroup import regroup
+from shardwise.zero.resources import Resources
 from shardwise.zero.step import ShardedOptimizer
 
 Given = ParamSpec("Given")
@@ -107,8 +108,10 @@ class Engine(EngineWeights):
         self._adopt_buffers()
         self._undo: list[Callable[[], None]] = []
         self._draws = KeyedDraws(config.run.seed, device)
+        self.tiers = Tiers(config.tiers, layout, streams, self.memory, network.rank, self.comm.is_simulated)
+        zero = config.zero
         resources = Resources(
-            self._comms, pool, self.memory, self._timeline, values, config.zero.overlap, config.zero.lockstep
+            self._comms, pool, self.memory, self._timeline, values, self.tiers, zero.overlap, zero.lockstep
         )
         self._driver = ZeroDriver(model, layout, resources)
         self._driver.before_model = weakref.WeakMethod(self._before_model)
@@ -117,7 +120,7 @@ class Engine(EngineWeights):
             with all_or_none(network.store, network.rank, config.run.timeout_s):
                 self._alter_modules()
                 self._sharded = ShardedOptimizer(
-                    self._driver.groups, named_groups, self._optimizer_plan.factory, self.memory, self._comms.tensor
+                    self._driver.groups, named_groups, self._optimizer_plan.factory, resources
                 )
                 self.optimizer = self._sharded.optimizer
                 self.scheduler = scheduler or self._own_scheduler(is_given=isinstance(optimizer, Optimizer))
@@ -203,9 +206,7 @@ class Engine(EngineWeights):
         if self._num_backwards == 0:
             raise RuntimeError("engine.step() without a backward since the last step; call engine.backward(loss) first")
         self._driver.finish()
-        gradients = self._sharded.gradients()
-        self._sharded.sum_over_sharers(gradients)
-        loss_sum, count, square_sum, used = self._agree(gradients)
+        loss_sum, count, square_sum, used = self._agree(self._sharded.square_sums())
         scale = self._scaler.scale
         to_mean = self._books.normaliser / ((count or 1.0) * scale)
         grad_norm = math.sqrt(square_sum) * to_mean if square_sum >= 0 else math.nan
@@ -220,7 +221,7 @@ class Engine(EngineWeights):
             limit = self.config.optimizer.clip_norm
             # The term keeps the factor finite at a zero norm, as in torch's clip_grad_norm_.
             clip = min(1.0, limit / (grad_norm + 1e-6)) if limit is not None else 1.0
-            self._sharded.step(gradients, to_mean * clip, used, self._timeline)
+            self._driver.refresh(self._sharded.step(to_mean * clip, used, self._timeline))
             self.scheduler.step()
         self._scaler.update(overflowed)
         self._end_step()
@@ -302,6 +303,7 @@ class Engine(EngineWeights):
             for undo in reversed(self._undo):
                 undo()
             self._undo.clear()
+            self.tiers.close()
             self._pool.trim()
             if self._watchdog is not None:
                 self._watchdog.close()
@@ -396,9 +398,8 @@ class Engine(EngineWeights):
             config = SchedulerConfig(name="constant", warmup_steps=config.warmup_steps)
         return build_scheduler(config, self.optimizer, self.config.run.steps)
 
-    def _agree(self, gradients: Mapping[Any, Tensor]) -> tuple[float, float, float, dict[str, bool]]:
+    def _agree(self, squares: Sequence[Tensor]) -> tuple[float, float, float, dict[str, bool]]:
         """Sum over the ranks what all must know alike: loss, count, squared norm, and which parameters were used."""
-        squares = self._sharded.square_sums(gradients)
         own_square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
         is_whole = self.layout.stage.optimizer is Placement.REPLICATE
         if (self._comms.data if is_whole else self._comms.replicas).rank > 0:

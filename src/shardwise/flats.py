@@ -13,7 +13,7 @@ Checkpoints, reads and writes by name go through `Flat`, so that they need not k
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 if TYPE_CHECKING:
     import torch
@@ -45,11 +45,11 @@ class Flat(Protocol):
         """The elements [start, stop) as a flat state of their own, without a copy."""
 
 
-@dataclass(frozen=True)
 class MemoryFlat:
     """A 1-D tensor as a `Flat`."""
 
-    tensor: Tensor
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
     @property
     def numel(self) -> int:
@@ -109,3 +109,8 @@ class FlatPart:
     def part(self, start: int, stop: int) -> Flat:
         """The elements [start, stop) of the part."""
         return FlatPart(self.whole, self.start + start, self.start + stop)
+
+
+def is_flat(value: object) -> TypeGuard[Flat]:
+    """Whether a state is flat: neither a number nor a plain tensor."""
+    return isinstance(value, MemoryFlat | FlatPart)

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-LaneName = Literal["gather", "reduce", "tensor"]
+LaneName = Literal["gather", "reduce", "tensor", "offload"]
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,18 @@ class Event:
         if self.cuda_event is not None:
             self.cuda_event.wait()
 
+    def wait_on_host(self) -> None:
+        """Hold up the calling thread until the device has come there."""
+        if self.cuda_event is not None:
+            self.cuda_event.synchronize()
+
     def is_reached(self) -> bool:
         """Whether the device has come there; never waits."""
         return self.cuda_event is None or self.cuda_event.query()
 
 
 class Streams:
-    """An engine's side streams: for gathers, for reductions, and for what runs beside a split layer; on the CPU none.
+    """An engine's side streams: for gathers, reductions, what runs beside a split layer, and offload; on the CPU none.
 
     Args:
         device: of the engine.
@@ -55,15 +60,24 @@ class Streams:
                 "gather": torch.cuda.Stream(device, priority=-1),
                 "reduce": torch.cuda.Stream(device),
                 "tensor": torch.cuda.Stream(device, priority=-1),
+                "offload": torch.cuda.Stream(device),
             }
 
     @contextmanager
-    def lane(self, name: LaneName | None) -> Iterator[None]:
-        """Enqueue what follows on the named stream, behind all that the current one holds so far; on that for None."""
+    def lane(self, name: LaneName | None, after: Event | None = None) -> Iterator[None]:
+        """Enqueue what follows on the named stream, or on the current one for None.
+
+        It runs behind all that the current stream holds so far; or behind `after`, where that is given.
+        """
         stream = None if name is None else self._lanes.get(name)
         if stream is None:
+            if after is not None:
+                after.wait()
             yield
             return
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if after is None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        elif after.cuda_event is not None:
+            stream.wait_event(after.cuda_event)
         with torch.cuda.stream(stream):
             yield

@@ -32,17 +32,19 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from shardwise.comm import Comm, Comms
 from shardwise.config import ConfigError
+from shardwise.flats import Flat, is_flat
 from shardwise.layout.groups import ParamSpec, Slot
 from shardwise.loss import LossBooks
+from shardwise.tiers.sweep import CHUNK_NUMEL
 from shardwise.zero.driver import ZeroDriver
 from shardwise.zero.group import ParamGroup
 from shardwise.zero.params import ParamState
-from shardwise.zero.step import Piece, ShardedOptimizer
+from shardwise.zero.step import ShardedOptimizer
+from shardwise.zero.streamed import Piece
 from shardwise.zero.tensor_parts import cut, join, owned_part, settle
 
 PARAM: Final = "param"
@@ -88,10 +90,10 @@ class Place:
         params = self.group.params
         return params.shard_stop - params.shard_start == self.group.spec.padded_numel
 
-    def own_part(self, held: Tensor) -> Tensor | None:
-        """The view of the parameter's part in what this rank holds of the group, 1-D."""
+    def own_part(self, held: Flat) -> Flat | None:
+        """The parameter's part in what this rank holds of the group."""
         slot = self.slot
-        return None if slot is None else held[slot.offset : slot.offset + slot.stop - slot.start]
+        return None if slot is None else held.part(slot.offset, slot.offset + slot.stop - slot.start)
 
 
 @dataclass(frozen=True)
@@ -244,11 +246,14 @@ def take_over(states: States) -> None:
             written = params.full[place.offset : place.offset + place.numel].view(place.shape)
             settle(place.split, written, states.comms.tensor, f"written {place.name}")
         own = params.full[params.shard_start : params.shard_stop]
-        if params.master is not params.shard:
-            is_changed = own != params.master.to(own.dtype)
-            params.master.copy_(torch.where(is_changed, own.to(params.master.dtype), params.master))
+        for start in range(0, own.numel(), CHUNK_NUMEL) if params.master is not params.shard else ():
+            written = own[start : start + CHUNK_NUMEL]
+            master = params.master.read(start, start + written.numel()).to(own.device)
+            is_changed = written != master.to(own.dtype)
+            params.master.write(start, torch.where(is_changed, written.to(master.dtype), master))
         if params.is_released_between_uses:
-            params.shard.copy_(own)
+            params.shard.forget()
+            params.shard.write(0, own)
         for index in range(len(params.parameters)):
             params.accept_written(index)
 
@@ -294,6 +299,7 @@ def _write_param(place: Place, flat: Tensor) -> None:
         place.group.wait()
         params.parameters[place.index].copy_(rounded.view(place.spec.shape))
         params.accept_written(place.index)
+    params.shard.forget()
     _copy_range(place.own_part(params.shard), rounded, place)
     if params.master is not params.shard:
         _copy_range(place.own_part(params.master), wide, place)
@@ -314,25 +320,7 @@ def _write_optimizer_state(states: States, place: Place, value: Tensor, state: s
     piece, slot = _own_piece(states, place), place.slot
     if piece is None or slot is None:
         return
-    part = value[slot.start : slot.stop] if value.dim() else value
-    place_optimizer_state(states.sharded.optimizer, piece.view, state, part)
-
-
-def place_optimizer_state(optimizer: Optimizer, view: nn.Parameter, state: str, value: Tensor | float) -> None:
-    """Write one state of what the optimizer sees as `view`, a number or as long as that; make it if it is not there."""
-    of_piece = optimizer.state[view]
-    current = of_piece.get(state)
-    if isinstance(current, Tensor):
-        current.copy_(torch.as_tensor(value))
-    elif current is not None:
-        of_piece[state] = type(current)(value.item() if isinstance(value, Tensor) else value)
-    elif isinstance(value, Tensor):
-        options = next(group for group in optimizer.param_groups if any(each is view for each in group["params"]))
-        # torch keeps step counts on the host, except for kernels that read them on the device.
-        is_on_host = not value.dim() and not (options.get("fused") or options.get("capturable"))
-        of_piece[state] = value.detach().to("cpu" if is_on_host else view.device, copy=True)
-    else:
-        of_piece[state] = value
+    states.sharded.write_state(piece, state, value[slot.start : slot.stop] if value.dim() else value)
 
 
 def _own_piece(states: States, place: Place) -> Piece | None:
@@ -342,7 +330,7 @@ def _own_piece(states: States, place: Place) -> Piece | None:
 
 def _own_states(states: States, place: Place) -> Mapping[str, Any]:
     piece = _own_piece(states, place)
-    return states.sharded.optimizer.state.get(piece.view, {}) if piece is not None else {}
+    return states.sharded.states_of(piece) if piece is not None else {}
 
 
 def _kinds(states: States, place: Place) -> dict[str, _Kind]:
@@ -350,9 +338,9 @@ def _kinds(states: States, place: Place) -> dict[str, _Kind]:
     own: dict[str, tuple[str, float | None]] = {}
     for key, value in _own_states(states, place).items():
         if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
-            own[key] = (_dtype_name(torch.as_tensor(value)), float(value))
-        elif isinstance(value, Tensor) and place.slot and value.shape == (place.slot.stop - place.slot.start,):
-            own[key] = (_dtype_name(value), None)
+            own[key] = (_dtype_name(torch.as_tensor(value).dtype), float(value))
+        elif is_flat(value) and place.slot and value.numel == place.slot.stop - place.slot.start:
+            own[key] = (_dtype_name(value.dtype), None)
     if place.is_whole:
         return {key: _Kind(*kind) for key, kind in own.items()}
     texts = _exchange(states.comms.shards, json.dumps(own), f"optimizer states of {place.spec.name}")
@@ -371,13 +359,14 @@ def _fixed(place: Place) -> tuple[str, ...]:
     return (PARAM, MASTER, GRAD) if place.group.grads is not None else (PARAM, MASTER)
 
 
-def _assemble(states: States, place: Place, part: Tensor | None, dtype: torch.dtype, state: str) -> Tensor:
-    """The full tensor, 1-D, of which each rank of the shard group has a part, or all of it."""
+def _assemble(states: States, place: Place, part: Flat | None, dtype: torch.dtype, state: str) -> Tensor:
+    """The full tensor, 1-D and on the device, of which each rank of the shard group has a part, or all of it."""
     spec, shards = place.spec, states.comms.shards
-    if place.is_whole and part is not None:
-        return part.clone()
+    own = None if part is None else part.read(0, part.numel).detach()
+    if place.is_whole and own is not None:
+        return own.to(shards.device, copy=True)
     start = place.slot.start if place.slot is not None else 0
-    return _merge(shards, part, start, spec.numel, dtype, f"{state} of {spec.name}")
+    return _merge(shards, own, start, spec.numel, dtype, f"{state} of {spec.name}")
 
 
 def _merge(comm: Comm, part: Tensor | None, start: int, numel: int, dtype: torch.dtype, name: str) -> Tensor:
@@ -432,13 +421,13 @@ def _receive(
     return _merge(ranks, part, 0, shape.numel(), dtype, what).view(shape)
 
 
-def _copy_range(target: Tensor | None, flat: Tensor, place: Place) -> None:
+def _copy_range(target: Flat | None, flat: Tensor, place: Place) -> None:
     if target is not None and place.slot is not None:
-        target.copy_(flat[place.slot.start : place.slot.stop])
+        target.write(0, flat[place.slot.start : place.slot.stop])
 
 
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_rank(states: States, argument: str, rank: int | None) -> None:

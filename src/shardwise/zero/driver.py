@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
+from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +23,16 @@ from shardwise.hooks import claim, hook_gradient, hook_unit
 from shardwise.layout.groups import GroupSpec
 from shardwise.layout.layout import Layout
 from shardwise.layout.skeleton import ROOT
+from shardwise.tiers.lane import Task
 from shardwise.wearing import ReleasedParameterError, released_type
-from shardwise.zero.group import ParamGroup, Resources
+from shardwise.zero.group import ParamGroup
+from shardwise.zero.resources import Resources
 from shardwise.zero.order import LearntOrder, LockstepOrder, Names, Order
 from shardwise.zero.unit import Unit
+
+
+# A disk needs more time than a gather: so many blocks beyond the one that is gathered ahead are read.
+_NUM_PREFETCHED: Final = 2
 
 
 class ZeroDriver:
@@ -66,6 +74,8 @@ class ZeroDriver:
         self._holds_unreduced = False
         self._is_held = False
         self._reducing: deque[ParamGroup] = deque()
+        self._behind: deque[ParamGroup] = deque()  # whose last update is yet to be gathered, in all ranks' order
+        self.on_reduced: Callable[[ParamGroup], None] | None = None
         self._handles: list[RemovableHandle] = []
         self._gradient_handles: dict[ParamGroup, list[RemovableHandle]] = {}
         try:
@@ -87,7 +97,7 @@ class ZeroDriver:
             if group.spec not in kept:
                 for handle in self._gradient_handles.pop(group, ()):
                     handle.remove()
-                group.params.release()
+                group.release()
                 self._unannounced = [other for other in self._unannounced if other is not group]
         unit.groups = tuple(kept.get(spec) or self._make_group(spec, layout) for spec in specs)
         self.groups = [group for each in self.units for group in each.groups]
@@ -155,6 +165,7 @@ class ZeroDriver:
     def on_forward_end(self, unit: Unit, backward_follows: bool | None) -> None:
         """A unit's forward has ended; release what is not needed before its backward."""
         if unit is self.units[0]:
+            self._catch_up()  # before the backward's reductions, whose place among the gathers is the same on all ranks
             for name in self._order.unused():
                 self._unit_of[name].reshard()
             self._pass(self._order.end_forward())
@@ -204,6 +215,30 @@ class ZeroDriver:
                 group.reduce_replicas()
                 self._track_reduce(group)
         self._finish_reduce()
+
+    def refresh(self, stepping: Mapping[ParamGroup, Task]) -> None:
+        """Have every group take over its update.
+
+        Args:
+            stepping: the updates that are under way on the host.
+        """
+        for group in self.groups:
+            if group in stepping:
+                self._behind.append(group)
+                group.refresh_behind(stepping[group], partial(self._catch_up, group))
+            elif group.grads is not None:
+                group.refresh()
+
+    def _catch_up(self, last: ParamGroup | None = None) -> None:
+        """Gather what updates on the host have changed, in the order of all ranks, up to `last` or all."""
+        while self._behind and (last is None or last in self._behind):
+            self._behind.popleft().gather_update()
+
+    def settle(self) -> None:
+        """Return once no update is under way, and every rank has it."""
+        self._catch_up()
+        for group in self.groups:
+            group.await_step()
 
     def prepare_backward(self) -> None:
         """Have present what no hook asks for in the backward: an evaluation in between may have released it."""
@@ -275,7 +310,7 @@ class ZeroDriver:
                 handle.remove()
         for unit in self.units:
             for group in unit.groups:
-                group.params.release()
+                group.release()
             unit.groups = ()
         self.groups.clear()
         self._reduce_order.clear()
@@ -288,6 +323,8 @@ class ZeroDriver:
     def _unshard_ahead(self) -> None:
         for name in self._order.ahead():
             self._unit_of[name].unshard()
+        for name in self._order.upcoming(_NUM_PREFETCHED):
+            self._unit_of[name].prefetch()
 
     def _pass(self, names: Names) -> None:
         """Take part in the gathers of blocks that run on other ranks only."""
@@ -369,14 +406,20 @@ class ZeroDriver:
     def _track_reduce(self, group: ParamGroup) -> None:
         """Leave two reductions under way: one may wait for its second collective while the next one starts."""
         while len(self._reducing) > 1:
-            self._reducing.popleft().finish_reduce()
+            self._end_reduce()
         for other in self._reducing:
             other.advance_reduce()
         self._reducing.append(group)
 
     def _finish_reduce(self) -> None:
         while self._reducing:
-            self._reducing.popleft().finish_reduce()
+            self._end_reduce()
+
+    def _end_reduce(self) -> None:
+        group = self._reducing.popleft()
+        group.finish_reduce()
+        if self.on_reduced is not None:
+            self.on_reduced(group)
 
     def _end_backward(self) -> None:
         self._pass(self._order.end_backward())

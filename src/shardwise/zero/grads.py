@@ -6,6 +6,9 @@ Where they rest as shards, each backward takes a bucket from the pool, and reduc
 
 Under hybrid sharding the reduction is hierarchical: a reduce-scatter over the shard group in every backward that
 reduces, and once a step an all-reduce of the accumulator over the replicas, which carries 1/n of the bytes.
+
+Gradients that rest off the device leave it as each reduction ends; their sum over the replicas comes before that, so it
+runs in every backward.
 """
 
 from __future__ import annotations
@@ -13,13 +16,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.comm import Comms, Pending
+from shardwise.comm import Pending
+from shardwise.flats import Flat
 from shardwise.layout.groups import GroupSpec
-from shardwise.layout.precision import PrecisionPolicy
-from shardwise.layout.stages import Placement, ZeroStage
-from shardwise.memory import Category, Ledger
-from shardwise.pool import BufferPool
+from shardwise.layout.layout import Layout
+from shardwise.layout.stages import Placement
+from shardwise.memory import Category
 from shardwise.precision import add_widened, torch_dtype
+from shardwise.tiers.lane import Task
+from shardwise.tiers.rests import Rest
+from shardwise.zero.resources import Resources
+from shardwise.zero.sharers import Sharing, square_sum
 
 
 class GroupGrads:
@@ -27,33 +34,32 @@ class GroupGrads:
 
     Args:
         spec: of the group.
-        stage: placements over the shard group.
-        policy: dtypes.
-        comms: the shard group, and the ranks that average gradients.
-        pool: buckets and wire buffers come from here.
-        ledger: learns of every buffer that rests.
+        layout: stage and precision.
+        resources: shared by the engine's groups.
     """
 
-    def __init__(
-        self,
-        spec: GroupSpec,
-        stage: ZeroStage,
-        policy: PrecisionPolicy,
-        comms: Comms,
-        pool: BufferPool,
-        ledger: Ledger,
-    ) -> None:
+    def __init__(self, spec: GroupSpec, layout: Layout, resources: Resources) -> None:
+        stage, policy, comms = layout.stage, layout.precision, resources.comms
         self.spec = spec
         self._comms = comms
         self._device = comms.data.device
-        self._pool = pool
-        self._ledger = ledger
+        self._pool = resources.pool
+        self._ledger = resources.ledger
+        self._tiers = resources.tiers
         self._rests_whole = stage.grads is Placement.PARTIAL
         self._is_replicated = stage.optimizer is Placement.REPLICATE
         self._wire_dtype = torch_dtype(policy.reduce)
         self._dtype = torch_dtype(policy.accumulate)
         self._master_dtype = torch_dtype(policy.master)
         self._own = slice(*spec.held_range(stage.optimizer, comms.shards.rank))
+        self._sharing = Sharing.of(spec, self._own, comms.tensor.rank, comms.tensor.world_size)
+        self._away: Rest | None = None
+        if spec.tiers.grads != "device":
+            self._away = self._tiers.place(
+                spec.tiers.grads, f"{spec.name}.grad", spec.shard_numel, self._dtype, Category.GRADIENTS
+            )
+        self._taking: Task | None = None  # the end of the last gradient's way to where they rest
+        self._square: Tensor | None = None
         self._bucket: Tensor | None = None
         self._accumulator: Tensor | None = None
         self._carried: Tensor | None = None
@@ -137,6 +143,9 @@ class GroupGrads:
             wire.copy_(bucket)
             borrowed.append(wire)
         has_replicas = self._comms.replicas.world_size > 1
+        if self._away is not None:
+            self._pending = self._reduce_away(wire, borrowed, is_last)
+            return
         if has_replicas and self._holds_sum and not self._is_partial:
             self._carry(self._open_accumulator())
         accumulate = self._holds_sum and not self._rests_whole
@@ -148,6 +157,72 @@ class GroupGrads:
                 self._pool.release(buffer)
 
         self._pending = Pending(settle, self._sum_replicas if has_replicas and is_last else None)
+
+    def _reduce_away(self, wire: Tensor, borrowed: list[Tensor], is_last: bool) -> Pending:
+        """Sum over the shard group, then over the replicas, and let the sum leave the device."""
+        name, replicas = f"reduce {self.spec.name}", self._comms.replicas
+        landing = self._pool.acquire(self.spec.shard_numel, self._dtype)
+        summed = self._comms.reductions.reduce_scatter(wire, landing, accumulate=False, name=name)
+
+        def leave() -> None:
+            summed.wait()
+            for buffer in borrowed:
+                self._pool.release(buffer)
+
+        def sum_replicas() -> Pending:
+            total = replicas.all_reduce(landing, self._wire_dtype, f"{name} over replicas")
+            return Pending(total.advance, lambda: Pending(lambda: self._evict(total, landing, is_last)))
+
+        return Pending(leave, sum_replicas)
+
+    def _evict(self, total: Pending, landing: Tensor, is_last: bool) -> None:
+        total.wait()
+        adds, self._holds_sum, self._square = self._holds_sum, True, None
+        if self._away is None:
+            return
+
+        def note(gradient: Tensor) -> None:
+            self._square = square_sum(self._sharing, gradient.to(self._master_dtype))
+
+        # What ranks share is summed before it counts in the norm.
+        is_counted = is_last and not self._sharing.summed
+        if is_counted and not adds:
+            note(landing)
+        self._taking = self._away.take(landing, self._pool, note if is_counted else None, adds)
+
+    @property
+    def rest(self) -> Rest:
+        """This rank's summed gradients, 1-D, where they rest."""
+        return self._away or self._tiers.on_device(self._open_accumulator())
+
+    @property
+    def is_away(self) -> bool:
+        """Whether they rest off the device."""
+        return self._away is not None
+
+    @property
+    def holds_sum(self) -> bool:
+        """Whether a reduction has reached them since the last step."""
+        return self._holds_sum
+
+    @property
+    def sharing(self) -> Sharing:
+        """What this rank's slice has in common with its tensor-parallel group."""
+        return self._sharing
+
+    def await_taken(self) -> None:
+        """Return once they are where they rest."""
+        taking, self._taking = self._taking, None
+        if taking is not None:
+            taking.wait()
+
+    def square(self) -> Tensor:
+        """The sum of the squares of what the step will use, fp64 and 0-d."""
+        self.await_taken()
+        if self._square is None:
+            with self.rest.loaded() as gradient:
+                self._square = square_sum(self._sharing, gradient.to(self._master_dtype))
+        return self._square
 
     def reduce_replicas(self) -> None:
         """Start to sum over the replicas what no last reduction has."""
@@ -166,12 +241,24 @@ class GroupGrads:
             self._pending = None
 
     def gradient(self) -> Tensor | None:
-        """This rank's summed gradients, 1-D, in the master's dtype; None where no backward has reached the group."""
-        return self._open_accumulator().to(self._master_dtype) if self._holds_sum else None
+        """This rank's summed gradients, 1-D, in the master's dtype; None where no backward has reached the group.
 
-    def accumulated(self) -> Tensor | None:
-        """As `gradient`, but the accumulator itself in its own dtype; what is written there counts at the step."""
-        return self._open_accumulator() if self._holds_sum else None
+        Those that rest off the device are brought there.
+        """
+        if not self._holds_sum:
+            return None
+        if self._away is None:
+            return self._open_accumulator().to(self._master_dtype)
+        self.await_taken()
+        brought = torch.empty(self._away.numel, dtype=self._dtype, device=self._device)
+        self._away.fetch(brought).wait()
+        return brought.to(self._master_dtype)
+
+    def accumulated(self) -> Flat | None:
+        """As `gradient`, but the accumulator itself, in its own dtype; what is written there counts at the step."""
+        self.await_taken()
+        self._square = None
+        return self.rest if self._holds_sum else None
 
     def mark_used(self, index: int) -> None:
         """Count a parameter as one that got a gradient."""
@@ -196,12 +283,17 @@ class GroupGrads:
         """Forget the gradients, after the step; buffers that rest stay allocated."""
         self.finish_reduce()
         self._holds_sum = self._is_partial = False
-        self._carried = None
+        self._carried = self._square = None
         self._is_written = [False] * len(self.spec.params)
         self._was_used = [False] * len(self.spec.params)
         if not self._rests_whole and self._bucket is not None:
             self._pool.release(self._bucket)
             self._bucket = None
+
+    def close(self) -> None:
+        """Give up what rests off the device."""
+        if self._away is not None:
+            self._away.close()
 
     def _sum_replicas(self) -> Pending:
         name = f"reduce {self.spec.name} over replicas"

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from shardwise.comm import Comms
-from shardwise.deferred import ValueSource
 from shardwise.layout.groups import GroupSpec
 from shardwise.layout.layout import Layout
-from shardwise.memory import Ledger
-from shardwise.pool import BufferPool
 from shardwise.schedule.actions import Kind
-from shardwise.timeline import Timeline
+from shardwise.tiers.lane import Task
 from shardwise.zero.grads import GroupGrads
 from shardwise.zero.params import GroupParams
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What all groups of an engine share."""
-
-    comms: Comms
-    pool: BufferPool
-    ledger: Ledger
-    timeline: Timeline
-    values: ValueSource
-    overlap: bool
-    lockstep: bool = False
+from shardwise.zero.resources import Resources
 
 
 class ParamGroup:
@@ -51,15 +34,12 @@ class ParamGroup:
         resources: Resources,
         released: type[nn.Parameter],
     ) -> None:
-        comms, ledger = resources.comms, resources.ledger
         self.spec = spec
-        self.params = GroupParams(
-            spec, layout.stage, layout.precision, parameters, comms, ledger, released, resources.values
-        )
-        self.grads: GroupGrads | None = None
-        if spec.trainable:
-            self.grads = GroupGrads(spec, layout.stage, layout.precision, comms, resources.pool, ledger)
+        self.params = GroupParams(spec, layout, parameters, resources, released)
+        self.grads = GroupGrads(spec, layout, resources) if spec.trainable else None
         self.is_pinned = False
+        self._stepping: Task | None = None
+        self._catch_up: Callable[[], None] | None = None
         self._overlap = resources.overlap
         self._timeline = resources.timeline
         self._unshard_start_s = 0.0
@@ -67,6 +47,7 @@ class ParamGroup:
 
     def unshard(self) -> None:
         """Start to gather the parameters where they are sharded."""
+        self.catch_up()
         self._unshard_start_s = self._timeline.now()
         self.params.unshard()
         if not self._overlap:
@@ -74,6 +55,7 @@ class ParamGroup:
 
     def wait(self) -> None:
         """Have the parameters present; what nobody unsharded ahead is unsharded now."""
+        self.catch_up()
         start_s = self._unshard_start_s if self.params.is_unsharding else self._timeline.now()
         if self.params.wait():
             self._timeline.add(Kind.UNSHARD, self.spec.name, start_s)
@@ -94,20 +76,59 @@ class ParamGroup:
         if not self.is_pinned and self.params.reshard():
             self._timeline.add(Kind.RESHARD, self.spec.name, start_s)
 
+    def prefetch(self) -> None:
+        """Start what `unshard` would have to wait for on the host, if the last step is over."""
+        if self._stepping is None or self._stepping.is_done:
+            self.params.prefetch()
+
     def refresh(self) -> None:
         """Take over the optimizer's update; where parameters rest whole, start to gather the other ranks'."""
-        self._unshard_start_s = self._timeline.now()
-        self.params.refresh()
+        if self.params.refresh():
+            self.unshard()
+        self._show_if_pinned()
+
+    def refresh_behind(self, stepping: Task, catch_up: Callable[[], None] | None) -> None:
+        """As `refresh`, for an update that is under way on the host; whoever needs the parameters first waits for it.
+
+        Args:
+            stepping: the update.
+            catch_up: called before the parameters are used, if they rest whole: gathers those of all groups in the
+                order that all ranks have in common, as far as this one.
+        """
+        self._stepping = stepping
+        if self.params.refresh(is_narrowed=True):
+            self._catch_up = catch_up
+        self._show_if_pinned()
+
+    def await_step(self) -> None:
+        """Return once no update of the group is under way on the host."""
+        stepping, self._stepping = self._stepping, None
+        if stepping is not None:
+            stepping.wait()
+
+    def gather_update(self) -> None:
+        """Start to gather an update from the host; does nothing where parameters do not rest whole."""
+        self.await_step()
+        if self._catch_up is not None:
+            self._catch_up = None
+            self.unshard()
+
+    def catch_up(self) -> None:
+        """Have the last update of the parameters done, and its gather begun where they rest whole."""
+        if self._catch_up is not None:
+            self._catch_up()
+        self.await_step()
+
+    def _show_if_pinned(self) -> None:
         if self.is_pinned:  # inside `gathered`
             self.wait()
             self.expose()
 
     def adopt_master(self) -> None:
         """Take over values that were written into the master on every rank. All ranks call it."""
+        self.catch_up()
         self.params.adopt_master()
-        if self.is_pinned:
-            self.wait()
-            self.expose()
+        self._show_if_pinned()
 
     def add_gradient(self, index: int, gradient: Tensor, will_reduce: bool) -> bool:
         """Take one parameter's gradient; say whether the current backward has now given all of the group's."""
@@ -120,6 +141,7 @@ class ParamGroup:
         """Start to reduce the gradients of the bucket; over the replicas too where this is the last before the step."""
         if self.grads is not None:
             self._reduce_start_s = self._timeline.now()
+            self.await_step()  # which reads the gradients where these are to come
             self.grads.reduce(is_last)
             if not self._overlap:
                 self.finish_reduce()
@@ -151,3 +173,10 @@ class ParamGroup:
         """Expect every parameter's gradient anew."""
         if self.grads is not None:
             self.grads.end_backward()
+
+    def release(self) -> None:
+        """Give the parameters plain tensors of their own again, whole; the group is of no use afterwards."""
+        self.catch_up()
+        self.params.release()
+        if self.grads is not None:
+            self.grads.close()

@@ -136,6 +136,7 @@ class Handover:
 
     def _settle(self) -> None:
         """End what is under way, and leave of the parameters only what rests."""
+        self._driver.settle()
         self._driver.reshard_all()
         for group in self._driver.groups:
             group.finish_reduce()
@@ -146,11 +147,15 @@ class Handover:
 
     def _tensors(self, name: str) -> Iterator[Tensor]:
         for group in self._driver.groups:
-            params = group.params
+            params, tiers = group.params, group.spec.tiers
+            master, shard = params.master.tensor, params.shard.tensor
             if name == "params":
-                yield from (params.full, params.shard)
-            elif name == "master" and params.master is not params.shard:
-                yield params.master
+                yield params.full
+                if tiers.params == "device" and shard is not None:
+                    yield shard
+            elif name == "master" and master is not None and params.master is not params.shard:
+                if tiers.optimizer == "device":
+                    yield master
             elif name == "grads" and group.grads is not None and group.grads.is_holding:
                 yield from group.grads.buffers()
         if name == "optimizer":

@@ -53,6 +53,9 @@ class Order(Protocol):
     def ahead(self) -> Names:
         """What is likely to be needed next."""
 
+    def upcoming(self, count: int) -> Names:
+        """What is likely to be needed behind that."""
+
     def is_last(self, name: str) -> bool:
         """Whether the backward is likely to begin with this block, so that it need not be released before."""
 
@@ -72,17 +75,18 @@ class LearntOrder:
         self._order: Names = self._names
         self._seen: list[str] = []
         self._ahead: Names = ()
+        self._beyond: Names = ()
 
     def start_forward(self) -> Names:
         """Learn anew."""
         self._seen = []
-        self._ahead = self._order[:1]
+        self._ahead, self._beyond = self._order[:1], self._order[1:]
         return ()
 
     def enter_forward(self, name: str) -> Names:
         """Note the block; no other is concerned."""
         self._seen.append(name)
-        self._ahead = _after(name, self._order)
+        self._look_ahead(name, self._order)
         return ()
 
     def end_forward(self) -> Names:
@@ -92,12 +96,12 @@ class LearntOrder:
 
     def start_backward(self) -> Names:
         """The backward takes the forward's order in reverse."""
-        self._ahead = self._order[-1:]
+        self._ahead, self._beyond = self._order[-1:], self._order[-2::-1]
         return ()
 
     def enter_backward(self, name: str) -> Names:
         """Note where the backward is."""
-        self._ahead = _after(name, self._order[::-1])
+        self._look_ahead(name, self._order[::-1])
         return ()
 
     def end_backward(self) -> Names:
@@ -109,6 +113,10 @@ class LearntOrder:
         ahead, self._ahead = self._ahead, ()
         return ahead
 
+    def upcoming(self, count: int) -> Names:
+        """The blocks that followed that one."""
+        return self._beyond[:count]
+
     def is_last(self, name: str) -> bool:
         """Whether the block was the last one."""
         return bool(self._order) and name == self._order[-1]
@@ -116,6 +124,10 @@ class LearntOrder:
     def unused(self) -> Names:
         """The blocks that the current forward has not run."""
         return [name for name in self._names if name not in self._seen]
+
+    def _look_ahead(self, name: str, order: Names) -> None:
+        position = order.index(name) + 1 if name in order else len(order)
+        self._ahead, self._beyond = order[position : position + 1], order[position + 1 :]
 
 
 class LockstepOrder:
@@ -168,6 +180,10 @@ class LockstepOrder:
         has_ahead, self._has_ahead = self._has_ahead, False
         return self._path[self._position : self._position + 1] if has_ahead else ()
 
+    def upcoming(self, count: int) -> Names:
+        """The blocks behind the next one in module order."""
+        return self._path[self._position + 1 : self._position + 1 + count]
+
     def is_last(self, name: str) -> bool:
         """Whether the block is the last in module order."""
         return name == self._names[-1]
@@ -196,10 +212,3 @@ class LockstepOrder:
         skipped = self._path[self._position :]
         self._position, self._has_ahead = len(self._path), False
         return skipped
-
-
-def _after(name: str, order: Names) -> Names:
-    if name not in order:
-        return ()
-    position = order.index(name)
-    return order[position + 1 : position + 2]

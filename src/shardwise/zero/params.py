@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
 from shardwise._torch_private import parameter_class, plain_torch_functions, set_data, version
-from shardwise.comm import Comms, Pending
+from shardwise.comm import Pending
 from shardwise.deferred import ValueSource
 from shardwise.layout.groups import GroupSpec, ParamSpec
-from shardwise.layout.precision import PrecisionPolicy
-from shardwise.layout.stages import ZeroStage
-from shardwise.memory import Category, Ledger, trim_host_memory
+from shardwise.layout.layout import Layout
+from shardwise.memory import Category, trim_host_memory
 from shardwise.precision import torch_dtype
+from shardwise.tiers.rests import Rest
+from shardwise.tiers.sweep import CHUNK_NUMEL
 from shardwise.wearing import ReleasedParameterError, wear
+from shardwise.zero.resources import Resources
 from shardwise.zero.tensor_parts import cut, join
 
 
@@ -34,29 +37,30 @@ class GroupParams:
 
     Args:
         spec: of the group.
-        stage: placements over the shard group.
-        policy: dtypes.
+        layout: stage and precision.
         parameters: the module's parameters in the order of `spec.params`; their data moves into `full`.
-        comms: the shard group, and the ranks that start from the same values.
-        ledger: learns of every buffer.
+        resources: shared by the engine's groups.
         released: the class of a parameter whose storage is freed.
-        values: where the parameters' initial values come from.
+
+    Attributes:
+        full: the whole group, of which the parameters are views.
+        shard: this rank's slice as it is computed with, where it rests.
+        master: the slice in the optimizer's precision, and its memory; `shard` itself where these are the same.
     """
 
     def __init__(
         self,
         spec: GroupSpec,
-        stage: ZeroStage,
-        policy: PrecisionPolicy,
+        layout: Layout,
         parameters: Sequence[nn.Parameter],
-        comms: Comms,
-        ledger: Ledger,
+        resources: Resources,
         released: type[nn.Parameter],
-        values: ValueSource,
     ) -> None:
+        stage, policy, comms, tiers = layout.stage, layout.precision, resources.comms, resources.tiers
+        ledger = resources.ledger
         self.spec = spec
         self.parameters = tuple(parameters)
-        self.is_released_between_uses = stage.unshard_for_use and not spec.is_replicated
+        self.is_released_between_uses = stage.unshard_for_use and not spec.rests_whole
         self.state = ParamState.UNSHARDED
         self._is_gathered_after_step = stage.unshard_after_step and spec.trainable
         self._comms = comms
@@ -72,17 +76,16 @@ class GroupParams:
         self._full_bytes = self.full.untyped_storage().nbytes()
         ledger.track(self.full, Category.GATHERED if self.is_released_between_uses else Category.PARAMETERS)
         views = [self.full[place.offset : place.offset + place.numel].view(place.shape) for place in spec.params]
-        held_numel = self.shard_stop - self.shard_start
-        self.shard = self.full[self.shard_start : self.shard_stop]
+        numel, where = self.shard_stop - self.shard_start, spec.tiers
+        self.shard: Rest = tiers.on_device(self.full[self.shard_start : self.shard_stop])
         if self.is_released_between_uses:
             ledger.resize(self.full, 0)  # before the values come: they go into the shard, never into all of the group
-            self.shard = torch.zeros(held_numel, dtype=dtype, device=device)
-            ledger.track(self.shard, Category.PARAMETERS)
+            self.shard = tiers.place(where.params, f"{spec.name}.param", numel, dtype, Category.PARAMETERS)
         self.master = self.shard
-        if policy.keeps_master and spec.trainable:
-            self.master = torch.zeros(held_numel, dtype=torch_dtype(policy.master), device=device)
-            ledger.track(self.master, Category.OPTIMIZER)
-        self._fill(values, torch_dtype(policy.master))
+        master_dtype = torch_dtype(policy.master)
+        if spec.trainable and (policy.keeps_master or where.params != where.optimizer):
+            self.master = tiers.place(where.optimizer, f"{spec.name}.master", numel, master_dtype, Category.OPTIMIZER)
+        self._fill(resources.values, master_dtype)
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.grad = None
             set_data(parameter, view)
@@ -93,14 +96,19 @@ class GroupParams:
     def _fill(self, values: ValueSource, dtype: torch.dtype) -> None:
         """Copy the initial values, one parameter's at a time and rounded to `dtype` first, to where they rest."""
         own = self.spec.slots(self.shard_start, self.shard_stop)
-        whole = self.spec.slots(0, self.spec.padded_numel)
-        rest = (self.shard, own) if self.is_released_between_uses else (self.full, whole)
-        targets = [rest] if self.master is self.shard else [rest, (self.master, own)]
-        for place in (each for each in self.spec.params if not values.is_blank(each.name)):
-            held = [(buffer, slot) for buffer, slots in targets for slot in slots if slot.param is place]
-            initial = self._initial(place, values, dtype, is_held=bool(held))
-            for buffer, slot in held:
-                buffer[slot.offset : slot.offset + slot.stop - slot.start].copy_(initial[slot.start : slot.stop])
+        with ExitStack() as stack:
+            if self.is_released_between_uses:
+                rest = stack.enter_context(self.shard.loaded(write=True)), own
+            else:
+                rest = self.full, self.spec.slots(0, self.spec.padded_numel)
+            targets = [rest]
+            if self.master is not self.shard:
+                targets.append((stack.enter_context(self.master.loaded(write=True)), own))
+            for place in (each for each in self.spec.params if not values.is_blank(each.name)):
+                held = [(buffer, slot) for buffer, slots in targets for slot in slots if slot.param is place]
+                initial = self._initial(place, values, dtype, is_held=bool(held))
+                for buffer, slot in held:
+                    buffer[slot.offset : slot.offset + slot.stop - slot.start].copy_(initial[slot.start : slot.stop])
 
     def _initial(self, place: ParamSpec, values: ValueSource, dtype: torch.dtype, is_held: bool) -> Tensor:
         """A parameter's local values, flat: rank 0's, unless all ranks have the same; nothing where none are needed."""
@@ -177,8 +185,11 @@ class GroupParams:
             return
         if self.is_released_between_uses:
             self._ledger.resize(self.full, self._full_bytes)
-            self.full[self.shard_start : self.shard_stop].copy_(self.shard)
-        self._pending = self._comms.shards.all_gather(self.full, f"unshard {self.spec.name}")
+            fetched = self.shard.fetch(self.full[self.shard_start : self.shard_stop])
+            gathered = self._comms.shards.all_gather(self.full, f"unshard {self.spec.name}")
+            self._pending = Pending(fetched.wait, lambda: gathered)
+        else:
+            self._pending = self._comms.shards.all_gather(self.full, f"unshard {self.spec.name}")
         self.state = ParamState.UNSHARDING
 
     def wait(self) -> bool:
@@ -196,31 +207,55 @@ class GroupParams:
             return False
         self._pending.wait()
         self._ledger.resize(self.full, 0)
+        for rest in {self.shard, self.master}:
+            rest.close()
         self._enter(ParamState.SHARDED)
         return True
 
-    def refresh(self) -> None:
-        """Take over what the optimizer has written into `master`; the other ranks' slices are stale from now on."""
+    def prefetch(self) -> None:
+        """Start what gathering the parameters will have to wait for on the host."""
+        if self.is_released:
+            self.shard.prefetch()
+
+    def refresh(self, is_narrowed: bool = False) -> bool:
+        """Take over what the optimizer has written into `master`; the other ranks' slices are stale from now on.
+
+        Args:
+            is_narrowed: the optimizer writes the shard itself, and has perhaps not done so yet.
+
+        Returns:
+            whether the parameters, which rest whole, are to be gathered from the ranks.
+        """
         self._pending.wait()  # of a gather that no forward has waited for
-        if self.master is not self.shard:
-            self.shard.copy_(self.master)
+        if self.master is not self.shard and not is_narrowed:
+            self._narrow()
         self.reshard()
-        if self._is_gathered_after_step:
+        if self._is_gathered_after_step or (is_narrowed and not self.is_released_between_uses):
             self._enter(ParamState.SHARDED)
-            self.unshard()
+        return self.state is ParamState.SHARDED and not self.is_released_between_uses
 
     def adopt_master(self) -> None:
         """Take over values that were written into `master` on every rank, frozen or not. All ranks call it."""
         self._pending.wait()
         if self.master is not self.shard:
-            self.shard.copy_(self.master)
+            self._narrow()
         self.reshard()
         if not self.is_released_between_uses:
-            if self.shard.numel() < self.full.numel():
+            if self.shard.numel < self.full.numel():
                 self._enter(ParamState.SHARDED)
                 self.wait()
             for index in range(len(self.parameters)):
                 self.accept_written(index)
+
+    def _narrow(self) -> None:
+        """Round the master to the shard."""
+        self.shard.forget()
+        master = self.master.tensor
+        if self.spec.tiers.optimizer == "device" and master is not None:
+            self.shard.put(master)
+            return
+        for start in range(0, self.master.numel, CHUNK_NUMEL):
+            self.shard.write(start, self.master.read(start, min(start + CHUNK_NUMEL, self.master.numel)))
 
     def expose(self) -> None:
         """Let the parameters be plain: who uses them from now on is known to need them."""
@@ -246,3 +281,5 @@ class GroupParams:
         for parameter, place in zip(self.parameters, self.spec.params, strict=True):
             parameter.data = join(place.split, parameter.detach(), self._comms.tensor, f"whole {place.name}")
         self._ledger.resize(self.full, 0)
+        for rest in {self.shard, self.master}:
+            rest.close()

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Comm
+from shardwise.flats import Flat
 from shardwise.layout.groups import GroupSpec
 from shardwise.layout.splits import Share
-from shardwise.zero.group import ParamGroup
 
 Range = tuple[int, int]
 
@@ -38,48 +38,51 @@ class Sharing:
     owned: tuple[Range, ...] | None
 
     @classmethod
-    def of(cls, group: ParamGroup, tp_index: int, degree: int) -> Self:
-        """The sharing of a rank's slice of a group."""
+    def of(cls, spec: GroupSpec, held: slice, tp_index: int, degree: int) -> Self:
+        """The sharing of a rank's slice of a group, the range `held` of its flat buffer."""
         if degree == 1:
             return cls({}, None)
-        start, stop = group.params.shard_start, group.params.shard_stop
+        start, stop = held.start, held.stop
         summed: dict[int, list[Range]] = {}
         owned: list[Range] = []
         position = 0
-        for low, high, share in _shared(group.spec, tp_index):
+        for low, high, share in _shared(spec, tp_index):
             if share.is_summed:
                 summed.setdefault(share.num_sharers, []).append((low, high))
             if not share.is_owned_by(tp_index):
                 owned.append((position, low))
                 position = high
-        owned.append((position, group.spec.padded_numel))
+        owned.append((position, spec.padded_numel))
         within = {num_sharers: tuple(_within(ranges, start, stop)) for num_sharers, ranges in summed.items()}
         return cls(within, tuple(_within(owned, start, stop)))
 
 
-def sum_over_sharers(gradients: Sequence[tuple[Sharing, Tensor]], comm: Comm) -> None:
+def sum_over_sharers(gradients: Sequence[tuple[Sharing, Flat]], comm: Comm) -> None:
     """Sum, in place, the gradients of which each rank has a part: one collective for each number of sharers.
 
     Neighbours that share heads take one row of a table of which the other rows are other neighbours'.
 
     Args:
-        gradients: of each group what this rank shares, and its slice, 1-D.
+        gradients: of each group what this rank shares, and its slice.
         comm: the tensor-parallel group.
     """
-    by_sharers: dict[int, list[Tensor]] = {}
+    by_sharers: dict[int, list[Flat]] = {}
     for sharing, gradient in gradients:
         for num_sharers, ranges in sharing.summed.items():
-            by_sharers.setdefault(num_sharers, []).extend(gradient[low:high] for low, high in ranges)
-    for num_sharers, views in sorted(by_sharers.items()):
-        numels = [view.numel() for view in views]
-        if not views:
+            by_sharers.setdefault(num_sharers, []).extend(gradient.part(low, high) for low, high in ranges)
+    for num_sharers, parts in sorted(by_sharers.items()):
+        numels = [part.numel for part in parts]
+        if not parts:
             continue
-        table = views[0].new_zeros(comm.world_size // num_sharers, sum(numels))  # [neighbourhoods, elements]
+        dtype = max((part.dtype for part in parts), key=lambda each: each.itemsize)
+        shape = comm.world_size // num_sharers, sum(numels)
+        table = torch.zeros(shape, dtype=dtype, device=comm.device)  # [neighbourhoods, elements]
         own = table[comm.rank // num_sharers]
-        torch.cat(views, out=own)
+        for part, place in zip(parts, own.split(numels), strict=True):
+            place.copy_(part.read(0, part.numel))
         comm.sum_in_place(table.view(-1), f"gradients that {num_sharers} ranks share")
-        for view, summed in zip(views, own.split(numels), strict=True):
-            view.copy_(summed)
+        for part, summed in zip(parts, own.split(numels), strict=True):
+            part.write(0, summed)
 
 
 def square_sum(sharing: Sharing, gradient: Tensor) -> Tensor:

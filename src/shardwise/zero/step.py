@@ -4,39 +4,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from shardwise.comm import Comm
-from shardwise.memory import Category, Ledger
+from shardwise.flats import Flat, MemoryFlat
+from shardwise.memory import Category
 from shardwise.optim import refuse_unless_element_wise
 from shardwise.schedule.actions import Kind
+from shardwise.tiers.lane import Task
+from shardwise.tiers.rules import rule_of
 from shardwise.timeline import Timeline
 from shardwise.zero.group import ParamGroup
 from shardwise.zero.optimizer_plan import NamedGroup, OptimizerFactory, fresh_states
+from shardwise.zero.resources import Resources
 from shardwise.zero.sharers import Sharing, square_sum, sum_over_sharers
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A parameter's part in this rank's slice of a group.
-
-    Attributes:
-        name: of the parameter.
-        group: that it belongs to.
-        view: of the master, 1-D: what the optimizer sees.
-        start: of the view, in the slice.
-        stop: likewise.
-    """
-
-    name: str
-    group: ParamGroup
-    view: nn.Parameter
-    start: int
-    stop: int
+from shardwise.zero.streamed import Piece, StreamedGroup
 
 
 class ShardedOptimizer:
@@ -46,8 +31,12 @@ class ShardedOptimizer:
         groups: all of the engine's.
         named_groups: which parameters share which options.
         factory: makes the optimizer from parameter groups, or adopts a given one.
-        ledger: learns of the optimizer's states.
-        tensor: the tensor-parallel group.
+        resources: shared by the engine's groups.
+
+    Attributes:
+        pieces: what this rank has of each parameter that is trained.
+        names: of all parameters that are trained, whoever holds them.
+        optimizer: over the pieces' views.
     """
 
     def __init__(
@@ -55,12 +44,15 @@ class ShardedOptimizer:
         groups: Sequence[ParamGroup],
         named_groups: Sequence[NamedGroup],
         factory: OptimizerFactory,
-        ledger: Ledger,
-        tensor: Comm,
+        resources: Resources,
     ) -> None:
-        self._ledger = ledger
-        self._tensor = tensor
-        self._sharing: dict[ParamGroup, Sharing] = {}
+        self._ledger = resources.ledger
+        self._tensor = resources.comms.tensor
+        self._tiers = resources.tiers
+        self._options_of: dict[int, int] = {}  # the index of the optimizer's group, by a view's identity
+        self._streamed: dict[ParamGroup, StreamedGroup] = {}
+        self._stepped: dict[ParamGroup, Task] = {}  # ahead of `step`
+        self._gradients: dict[ParamGroup, Tensor] = {}
         self._groups: list[ParamGroup] = []
         self.pieces: list[Piece] = []
         # torch refuses an optimizer without parameters, but a rank may own nothing except padding.
@@ -69,6 +61,7 @@ class ShardedOptimizer:
         self._take(groups)
         self.optimizer = factory(self._param_groups(named_groups))
         refuse_unless_element_wise(self.optimizer)
+        self._take_streamed()
         self._has_states_at_once = bool(self.optimizer.state)  # such as Adagrad's
         self._is_stepping = False
         this = weakref.ref(self)
@@ -85,6 +78,7 @@ class ShardedOptimizer:
         self._take(groups)
         for options, group in zip(self.optimizer.param_groups, self._param_groups(named_groups), strict=True):
             options["params"] = group["params"]
+        self._take_streamed()
         known = {id(piece.view) for piece in self.pieces} | {id(self._placeholder)}
         for view in [view for view in self.optimizer.state if id(view) not in known]:
             del self.optimizer.state[view]
@@ -92,7 +86,10 @@ class ShardedOptimizer:
 
     def forget_states(self, pieces: Sequence[Piece]) -> None:
         """Let the optimizer have of these pieces what it has before its first step: mostly nothing."""
-        views = {id(piece.view) for piece in pieces}
+        for piece in pieces:
+            if piece.group in self._streamed:
+                self._streamed[piece.group].forget_states(piece)
+        views = {id(piece.view) for piece in pieces if piece.group not in self._streamed}
         for piece in pieces:
             self.optimizer.state.pop(piece.view, None)
         if self._has_states_at_once and views:
@@ -102,6 +99,26 @@ class ShardedOptimizer:
                 if (own := [view for view in group["params"] if id(view) in views])
             ]
             self.optimizer.state.update(fresh_states(self.optimizer, groups))
+
+    def states_of(self, piece: Piece) -> Mapping[str, Any]:
+        """What the optimizer keeps of a piece now, by name: flat states, and numbers."""
+        if piece.group in self._streamed:
+            return self._streamed[piece.group].states_of(piece)
+        return {
+            name: MemoryFlat(value.detach().view(-1)) if isinstance(value, Tensor) and value.dim() else value
+            for name, value in self.optimizer.state.get(piece.view, {}).items()
+        }
+
+    def write_state(self, piece: Piece, state: str, value: Tensor | float) -> None:
+        """Write one state of a piece, a number or as long as that; make it if it is not there."""
+        if piece.group in self._streamed:
+            self._streamed[piece.group].write_state(piece, state, value)
+        else:
+            _place_state(self.optimizer, piece.view, state, value)
+
+    def is_streamed(self, piece: Piece) -> bool:
+        """Whether the piece's optimizer rests off the device."""
+        return piece.group in self._streamed
 
     def track_states(self) -> None:
         """Tell the ledger of states that are new."""
@@ -117,7 +134,23 @@ class ShardedOptimizer:
         self._groups = [group for group in groups if group.grads is not None]
         self.names = [place.name for group in self._groups for place in group.spec.params]
         self.pieces = [piece for group in self._groups for piece in kept.get(group) or _pieces(group)]
-        self._sharing = {group: Sharing.of(group, self._tensor.rank, self._tensor.world_size) for group in self._groups}
+
+    def _take_streamed(self) -> None:
+        """Make room for the states of groups whose optimizer rests off the device."""
+        streamed = [group for group in self._groups if group.spec.tiers.optimizer != "device"]
+        for group in [group for group in self._streamed if group not in streamed]:
+            self._streamed.pop(group).close()
+        for group in streamed:
+            pieces = [piece for piece in self.pieces if piece.group is group]
+            if group not in self._streamed:
+                self._streamed[group] = StreamedGroup(group, pieces, rule_of(self.optimizer), self._tiers)
+            self._streamed[group].prepare(self.options_of)
+            for piece in pieces:  # such as Adagrad's, made in its constructor
+                self.optimizer.state.pop(piece.view, None)
+
+    def options_of(self, piece: Piece) -> Mapping[str, Any]:
+        """The optimizer's parameter group that a piece is in."""
+        return self.optimizer.param_groups[self._options_of[id(piece.view)]]
 
     def _param_groups(self, named_groups: Sequence[NamedGroup]) -> list[dict[str, Any]]:
         self._named_groups = tuple(named_groups)
@@ -128,6 +161,7 @@ class ShardedOptimizer:
             {**named.options, "params": [view for name in named.names for view in by_name.get(name, [])]}
             for named in named_groups
         ]
+        self._options_of = {id(view): index for index, group in enumerate(param_groups) for view in group["params"]}
         if not any(group["params"] for group in param_groups):
             param_groups[0]["params"] = [self._placeholder]
         return param_groups
@@ -136,50 +170,94 @@ class ShardedOptimizer:
         """For each of `names`, whether it has got a gradient on this rank since the last step."""
         return [flag for group in self._groups if group.grads for flag in group.grads.was_used]
 
-    def gradients(self) -> dict[ParamGroup, Tensor]:
-        """This rank's gradient slices, 1-D, in the master's dtype, of the groups that have any."""
-        found = {group: group.grads.gradient() for group in self._groups if group.grads is not None}
-        return {group: gradient for group, gradient in found.items() if gradient is not None}
+    def square_sums(self) -> list[Tensor]:
+        """Have the gradients as the step will use them, and return for each group's slice the sum of its squares.
 
-    def sum_over_sharers(self, gradients: Mapping[ParamGroup, Tensor]) -> None:
-        """Make the gradients of what ranks of the tensor-parallel group share theirs in common, in place."""
-        sum_over_sharers([(self._sharing[group], gradient) for group, gradient in gradients.items()], self._tensor)
+        Fp64 and 0-d, on the device; what ranks of the tensor-parallel group share counts on one of them.
+        """
+        held = [(group, group.grads) for group in self._groups if group.grads is not None and group.grads.holds_sum]
+        for group, grads in held:
+            if group not in self._streamed and not grads.is_away and (gradient := grads.gradient()) is not None:
+                self._gradients[group] = gradient
+        shared: list[tuple[Sharing, Flat]] = []
+        for group, grads in held:
+            if grads.sharing.summed:
+                grads.await_taken()
+                whole = self._gradients.get(group)
+                shared.append((grads.sharing, grads.rest if whole is None else MemoryFlat(whole)))
+        sum_over_sharers(shared, self._tensor)
+        squares = []
+        for group, grads in held:
+            whole = self._gradients.get(group)
+            square = grads.square() if whole is None else square_sum(grads.sharing, whole)
+            squares.append(square.to(self._tensor.device, non_blocking=True))
+        return squares
 
-    def square_sums(self, gradients: Mapping[ParamGroup, Tensor]) -> list[Tensor]:
-        """For each slice the sum of its squares, fp64 and 0-d; what such ranks share counts on one of them."""
-        return [square_sum(self._sharing[group], gradient) for group, gradient in gradients.items()]
-
-    def step(
-        self, gradients: Mapping[ParamGroup, Tensor], factor: float, used: Mapping[str, bool], timeline: Timeline
-    ) -> None:
-        """Update the masters with `factor` times the gradients, and the parameters after them.
+    def step(self, factor: float, used: Mapping[str, bool], timeline: Timeline) -> dict[ParamGroup, Task]:
+        """Update the masters with `factor` times the gradients; what rests off the device is updated in the background.
 
         Args:
-            gradients: as `gradients` returned them; they are scaled in place.
             factor: what turns accumulated sums into the clipped mean gradient.
             used: parameters that got a gradient on some rank; the others are left alone, as in plain torch.
             timeline: where the step is recorded.
+
+        Returns:
+            the groups whose update is under way.
         """
+        stepping: dict[ParamGroup, Task] = {}
         with timeline.span(Kind.STEP, None):
-            for gradient in gradients.values():
+            for gradient in self._gradients.values():
                 gradient.mul_(factor)
-            for piece in self.pieces:
-                slices = gradients.get(piece.group) if used[piece.name] else None
-                piece.view.grad = slices[piece.start : piece.stop] if slices is not None else None
-            self._is_stepping = True
-            try:
-                self.optimizer.step()
-            finally:
-                self._is_stepping = False
-            for piece in self.pieces:
-                piece.view.grad = None
+            self._step_on_device(self._gradients, used)
+            self._gradients.clear()
+            for group in self._groups:
+                grads = group.grads
+                if group in self._streamed:
+                    stepping[group] = self._stepped.pop(group, None) or self._start(group, factor, used)
+                elif grads is not None and grads.is_away and (brought := grads.gradient()) is not None:
+                    self._step_on_device({group: brought.mul_(factor)}, used)
         self.track_states()
-        self.clear()
-        for group in self._groups:
-            group.refresh()
+        self._clear_gradients()
+        return stepping
+
+    def step_ahead(self, group: ParamGroup, factor: float) -> None:
+        """Start to update a group whose gradients are final before the others' are; all its parameters were used."""
+        if group in self._streamed:
+            names = (place.name for place in group.spec.params)
+            self._stepped[group] = self._start(group, factor, dict.fromkeys(names, True))
+
+    @property
+    def stepped_ahead(self) -> tuple[ParamGroup, ...]:
+        """The groups that are stepped, or being stepped, before `step`."""
+        return tuple(self._stepped)
+
+    def _start(self, group: ParamGroup, factor: float, used: Mapping[str, bool]) -> Task:
+        grads = group.grads
+        holds = grads is not None and grads.holds_sum
+        task = self._streamed[group].step(factor, used, self.options_of) if holds else None
+        return task or self._tiers.lane.submit(lambda: None)
+
+    def _step_on_device(self, gradients: Mapping[ParamGroup, Tensor], used: Mapping[str, bool]) -> None:
+        for piece in self.pieces:
+            slices = gradients.get(piece.group) if used[piece.name] else None
+            piece.view.grad = slices[piece.start : piece.stop] if slices is not None else None
+        self._is_stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._is_stepping = False
+        for piece in self.pieces:
+            piece.view.grad = None
 
     def clear(self) -> None:
         """Forget the gradients."""
+        for task in self._stepped.values():
+            task.wait()
+        self._stepped.clear()
+        self._gradients.clear()
+        self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
         for group in self._groups:
             if group.grads is not None:
                 group.grads.clear()
@@ -200,7 +278,9 @@ class ShardedOptimizer:
         self.optimizer.state.clear()
         self.pieces.clear()
         self._groups.clear()
-        self._sharing.clear()
+        for streamed in self._streamed.values():
+            streamed.close()
+        self._streamed.clear()
 
 
 def _refuse_own_step(sharded: ShardedOptimizer | None) -> None:
@@ -210,13 +290,27 @@ def _refuse_own_step(sharded: ShardedOptimizer | None) -> None:
 
 def _pieces(group: ParamGroup) -> list[Piece]:
     params = group.params
-    return [
-        Piece(
-            name=slot.param.name,
-            group=group,
-            view=nn.Parameter(params.master[slot.offset : slot.offset + slot.stop - slot.start]),
-            start=slot.offset,
-            stop=slot.offset + slot.stop - slot.start,
-        )
-        for slot in group.spec.slots(params.shard_start, params.shard_stop)
-    ]
+    master = params.master.tensor
+    pieces = []
+    for slot in group.spec.slots(params.shard_start, params.shard_stop):
+        start, stop = slot.offset, slot.offset + slot.stop - slot.start
+        is_on_device = group.spec.tiers.optimizer == "device" and master is not None
+        view = master[start:stop] if is_on_device else torch.empty(0, dtype=params.master.dtype)
+        pieces.append(Piece(slot.param.name, group, nn.Parameter(view), start, stop))
+    return pieces
+
+
+def _place_state(optimizer: Optimizer, view: nn.Parameter, state: str, value: Tensor | float) -> None:
+    of_piece = optimizer.state[view]
+    current = of_piece.get(state)
+    if isinstance(current, Tensor):
+        current.copy_(torch.as_tensor(value))
+    elif current is not None:
+        of_piece[state] = type(current)(value.item() if isinstance(value, Tensor) else value)
+    elif isinstance(value, Tensor):
+        options = next(group for group in optimizer.param_groups if any(each is view for each in group["params"]))
+        # torch keeps step counts on the host, except for kernels that read them on the device.
+        is_on_host = not value.dim() and not (options.get("fused") or options.get("capturable"))
+        of_piece[state] = value.detach().to("cpu" if is_on_host else view.device, copy=True)
+    else:
+        of_piece[state] = value

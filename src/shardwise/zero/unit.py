@@ -50,6 +50,11 @@ class Unit:
         for group in self.groups:
             group.unshard()
 
+    def prefetch(self) -> None:
+        """Start what gathering the parameters would have to wait for on the host."""
+        for group in self.groups:
+            group.prefetch()
+
     def reshard(self) -> None:
         """Release the parameters where they rest as shards."""
         for group in self.groups:

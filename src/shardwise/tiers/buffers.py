@@ -1,0 +1,76 @@
+"""Pooled host memory for what moves between device, host and files.
+
+>>> buffers = HostBuffers()
+>>> first = buffers.acquire(100_000)
+>>> buffers.release(first)
+>>> again = buffers.acquire(99_000)
+>>> again.data_ptr() == first.data_ptr(), buffers.live_bytes, buffers.reserved_bytes
+(True, 99000, 106496)
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shardwise.host_memory import host_pages
+from shardwise.memory import Ledger
+from shardwise.pool import BufferPool
+
+
+class HostBuffers:
+    """Buffers of host memory, each in pages of its own, as many as are asked for; for any thread.
+
+    An idle buffer of about the size is used again, as in `BufferPool`; at most what was once in use at the same time is
+    kept, until `trim`.
+
+    Args:
+        pin_memory: for copies from and to a CUDA device beside its work.
+        ledger: of host memory; books every buffer under BUCKETS, and idle bytes as fragments.
+    """
+
+    def __init__(self, pin_memory: bool = False, ledger: Ledger | None = None) -> None:
+        self._lock = threading.Lock()
+        self._pool = BufferPool("cpu", ledger, allocate=partial(host_pages, pin_memory=pin_memory))
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Of all buffers, in use and idle."""
+        return self._pool.reserved_bytes
+
+    @property
+    def live_bytes(self) -> int:
+        """What was asked for of the buffers in use."""
+        return self._pool.live_bytes
+
+    def acquire(self, num_bytes: int) -> Tensor:
+        """Lease a buffer with undefined content, until `release`.
+
+        Args:
+            num_bytes: at least 0.
+
+        Returns:
+            1-D uint8 of so many bytes, whose address is a multiple of `ALIGNMENT_BYTES`; under fake tensors a fake.
+
+        Raises:
+            MemoryError: the host has no more, or lets no more be pinned.
+        """
+        with self._lock:
+            return self._pool.acquire(num_bytes, torch.uint8)
+
+    def release(self, tensor: Tensor) -> None:
+        """Give back what `acquire` returned, once no copy, read or write of it is under way.
+
+        Raises:
+            ValueError: it is not on lease: released already, a view of it, or from elsewhere.
+        """
+        with self._lock:
+            self._pool.release(tensor)
+
+    def trim(self) -> None:
+        """Give idle buffers back to the system, and keep no more from now on than is in use now."""
+        with self._lock:
+            self._pool.trim()

@@ -1,0 +1,343 @@
+"""A state that rests in a swap file.
+
+Parts are read into pooled buffers and written from them, in the background. A part that has been written stays in its
+buffer for as long as the pool of kept ones allows: a sweep that turns back begins with what it ended with, unread.
+
+Reads wait for writes of the same bytes that are under way, and buffers are used again only once their write has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.config import Tier
+from shardwise.flats import Flat, FlatPart
+from shardwise.pool import BufferPool
+from shardwise.precision import add_widened
+from shardwise.streams import Event
+from shardwise.tiers.lane import Task
+from shardwise.tiers.rests import Means, Window
+
+ALIGNMENT_BYTES: Final = 4096
+
+
+class File(Protocol):
+    """What a `FileRest` needs of a swap file; offsets and lengths in bytes, tensors 1-D uint8 on the host."""
+
+    def read(self, offset_bytes: int, target: Tensor) -> Future[None]:
+        """Start to fill `target`."""
+
+    def write(self, offset_bytes: int, source: Tensor) -> Future[None]:
+        """Start to write `source`."""
+
+    def free(self) -> None:
+        """Remove the file."""
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """The bytes [start, stop) of the file in memory, valid once `ready`; not to be changed before `written`."""
+
+    start: int
+    stop: int
+    memory: Tensor
+    ready: Future[None] | None = None
+    written: Future[None] | None = None
+
+
+class KeptBuffers:
+    """The buffers of an engine's swap files that are kept in case that their part is opened again; the oldest go.
+
+    Args:
+        most_bytes: that are kept.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+        self._buffers: OrderedDict[_Buffer, Callable[[_Buffer], None]] = OrderedDict()
+
+    def keep(self, buffer: _Buffer, release: Callable[[_Buffer], None]) -> None:
+        """Keep a buffer; `release` is called once it is not kept any more."""
+        with self._lock:
+            self._buffers[buffer] = release
+            self._num_bytes += buffer.memory.numel()
+            gone = []
+            while self._num_bytes > self._most_bytes:
+                oldest, release_oldest = self._buffers.popitem(last=False)
+                self._num_bytes -= oldest.memory.numel()
+                gone.append((oldest, release_oldest))
+        for oldest, release_oldest in gone:
+            release_oldest(oldest)
+
+    def take(self, buffer: _Buffer) -> bool:
+        """Have a buffer back, if it is kept still."""
+        with self._lock:
+            if self._buffers.pop(buffer, None) is None:
+                return False
+            self._num_bytes -= buffer.memory.numel()
+            return True
+
+    def clear(self) -> None:
+        """Give all up."""
+        with self._lock:
+            gone, self._buffers, self._num_bytes = self._buffers, OrderedDict(), 0
+        for buffer, release in gone.items():
+            release(buffer)
+
+
+class FileRest:
+    """A flat state in a file of its own.
+
+    Args:
+        file: at least `padded_bytes(numel, dtype)` long.
+        numel: elements.
+        dtype: of them.
+        means: what moves.
+        kept: buffers that are kept after their use.
+    """
+
+    tier: Tier = "nvme"
+    tensor: None = None
+
+    def __init__(self, file: File, numel: int, dtype: torch.dtype, means: Means, kept: KeptBuffers) -> None:
+        self.numel = numel
+        self.dtype = dtype
+        self._file = file
+        self._means = means
+        self._kept = kept
+        self._lock = threading.Lock()
+        self._under_way: list[_Buffer] = []  # being written
+        self._idle: list[_Buffer] = []  # kept
+        self._prefetched: _FileWindow | None = None
+        self._leaving: list[tuple[Event, _FileWindow]] = []  # whose copy to the device may be under way
+
+    def open(self, start: int, stop: int, read: bool = True, after: Event | None = None) -> Window:
+        """Start to read the part into a buffer, unless it is in one still."""
+        return self._open(start, stop, read)
+
+    def _open(self, start: int, stop: int, read: bool) -> _FileWindow:
+        item = self.dtype.itemsize
+        first = start * item // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        last = padded_bytes(stop, self.dtype)
+        # Other elements beside the part share its first and last block; behind the state there are none.
+        shares = first < start * item or (stop < self.numel and last > stop * item)
+        buffer = self._take_kept(first, last) or self._load(first, last, read or shares)
+        return _FileWindow(self, buffer, start * item - first, (stop - start) * item)
+
+    def fetch(self, target: Tensor) -> Event:
+        """Copy on the gathers' stream, once the file is read; waits for that here if nobody has prefetched it."""
+        self._let_go()
+        window = self._prefetched or self._open(0, self.numel, read=True)
+        self._prefetched = None
+        memory = window.wait()
+        with self._means.streams.lane("gather"):
+            target.copy_(memory, non_blocking=True)
+            copied = Event.record(self._means.streams.device)
+        self._means.traffic.add("host", "device", memory.numel() * memory.element_size())
+        self._leaving.append((copied, window))
+        self._let_go()
+        return copied
+
+    def prefetch(self) -> None:
+        """Start to read all of it."""
+        self._let_go()
+        if self._prefetched is None:
+            self._prefetched = self._open(0, self.numel, read=True)
+
+    def forget(self) -> None:
+        """Give up what was prefetched: it is about to be written."""
+        if self._prefetched is not None:
+            window, self._prefetched = self._prefetched, None
+            window.wait()
+            window.close()
+
+    def put(self, source: Tensor) -> None:
+        """Copy to a buffer on the stream of offloads, and write that on the lane."""
+        self.forget()
+        with self._means.streams.lane("offload"):
+            memory, there = self._means.stage(source, self.dtype)
+        self._means.work_off(lambda: self._write_staged(memory, there))
+
+    def take(self, source: Tensor, pool: BufferPool, then: Callable[[Tensor], None] | None, add: bool) -> Task | None:
+        """Copy to a buffer on the stream of offloads; add and write on the lane."""
+        with self._means.streams.lane("offload"):
+            memory, there = self._means.stage(source, source.dtype)
+            pool.release(source)
+        if not add:
+            return self._means.work_off(lambda: self._write_staged(memory, there))
+
+        def add_on_host() -> None:
+            there.wait_on_host()
+            with self.loaded(write=True) as total:
+                add_widened(total, memory.view(source.dtype))
+                self._means.buffers.release(memory)
+                if then is not None:
+                    then(total)
+
+        return self._means.work_off(add_on_host)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """A copy of the elements [start, stop)."""
+        window = self._open(start, stop, read=True)
+        try:
+            return window.wait().clone()
+        finally:
+            window.close()
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Replace the elements from `start` on; when it returns they are on their way to the file."""
+        window = self._open(start, start + values.numel(), read=False)
+        try:
+            window.wait().copy_(values)
+        finally:
+            window.close(write=True)
+
+    def part(self, start: int, stop: int) -> Flat:
+        """The elements [start, stop)."""
+        return FlatPart(self, start, stop)
+
+    @contextmanager
+    def loaded(self, read: bool = True, write: bool = False) -> Iterator[Tensor]:
+        """All of it in a buffer."""
+        window = self._open(0, self.numel, read)
+        try:
+            yield window.wait()
+        finally:
+            window.close(write)
+
+    def flush(self) -> None:
+        """Return once the file has all that was written, and raise what hindered it."""
+        with self._lock:
+            writing = list(self._under_way)
+        for buffer in writing:
+            _end(buffer)
+
+    def close(self) -> None:
+        """Remove the file."""
+        self.forget()
+        for event, window in self._leaving:
+            event.wait_on_host()
+            window.close()
+        self._leaving.clear()
+        with suppress(Exception):  # nobody wants what was written
+            self.flush()
+        for buffer in list(self._idle):
+            if self._kept.take(buffer):
+                self._release(buffer)
+        self._file.free()
+
+    def _load(self, first: int, last: int, is_read: bool) -> _Buffer:
+        buffer = _Buffer(first, last, self._means.buffers.acquire(last - first))
+        self._await_writes(first, last)
+        if is_read:
+            buffer.ready = self._file.read(first, buffer.memory)
+            self._means.traffic.add("nvme", "host", last - first)
+        return buffer
+
+    def _take_kept(self, first: int, last: int) -> _Buffer | None:
+        with self._lock:
+            found = [buffer for buffer in self._idle if buffer.start == first and buffer.stop == last]
+        for buffer in found:
+            if self._kept.take(buffer):
+                with self._lock:
+                    self._idle.remove(buffer)
+                _end(buffer)
+                self._means.traffic.keep(last - first)
+                return buffer
+        return None
+
+    def _await_writes(self, first: int, last: int) -> None:
+        with self._lock:
+            writing = [each for each in self._under_way if each.start < last and first < each.stop]
+        for buffer in writing:
+            _end(buffer)
+
+    def _write_back(self, buffer: _Buffer) -> None:
+        self._drop_kept(buffer.start, buffer.stop)
+        self._await_writes(buffer.start, buffer.stop)
+        self._means.traffic.add("host", "nvme", buffer.stop - buffer.start)
+        with self._lock:
+            self._under_way = [each for each in self._under_way if not _has_ended_well(each)]
+            buffer.written = self._file.write(buffer.start, buffer.memory)
+            self._under_way.append(buffer)
+            self._idle.append(buffer)
+        self._kept.keep(buffer, self._release_kept)
+
+    def _drop_kept(self, first: int, last: int) -> None:
+        """Give up buffers of bytes that are written from another one."""
+        with self._lock:
+            stale = [each for each in self._idle if each.start < last and first < each.stop]
+        for buffer in stale:
+            if self._kept.take(buffer):
+                self._release_kept(buffer)
+
+    def _release_kept(self, buffer: _Buffer) -> None:
+        with self._lock:
+            self._idle.remove(buffer)
+        self._release(buffer)
+
+    def _release(self, buffer: _Buffer) -> None:
+        with suppress(Exception):  # whoever wrote is told by `flush`, or by the next read
+            _end(buffer)
+        self._means.buffers.release(buffer.memory)
+
+    def _write_staged(self, memory: Tensor, there: Event) -> None:
+        there.wait_on_host()
+        with self.loaded(read=False, write=True) as whole:
+            whole.copy_(memory.view(self.dtype))
+        self._means.buffers.release(memory)
+
+    def _let_go(self) -> None:
+        """Close the windows whose copies to the device have ended."""
+        while self._leaving and self._leaving[0][0].is_reached():
+            self._leaving.pop(0)[1].close()
+
+
+class _FileWindow:
+    def __init__(self, rest: FileRest, buffer: _Buffer, offset_bytes: int, num_bytes: int) -> None:
+        self._rest = rest
+        self._buffer = buffer
+        self._offset_bytes = offset_bytes
+        self._num_bytes = num_bytes
+
+    def wait(self) -> Tensor:
+        if self._buffer.ready is not None:
+            self._buffer.ready.result()
+            self._buffer.ready = None
+        own = self._buffer.memory[self._offset_bytes : self._offset_bytes + self._num_bytes]
+        return own.view(self._rest.dtype)
+
+    def close(self, write: bool = False) -> None:
+        if self._buffer.ready is not None:  # nobody has waited
+            with suppress(Exception):
+                self._buffer.ready.result()
+        if write:
+            self._rest._write_back(self._buffer)
+        else:
+            self._rest._release(self._buffer)
+
+
+def padded_bytes(numel: int, dtype: torch.dtype) -> int:
+    """Bytes of a file for a state: whole blocks."""
+    return -(-numel * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _end(buffer: _Buffer) -> None:
+    if buffer.written is not None:
+        buffer.written.result()
+
+
+def _has_ended_well(buffer: _Buffer) -> bool:
+    written = buffer.written
+    return written is not None and written.done() and written.exception() is None

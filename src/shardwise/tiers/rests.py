@@ -1,0 +1,295 @@
+"""Where a state of a parameter group rests: on the device, in host memory, in a swap file. One class for each.
+
+A `Rest` is a `Flat`, so it is read and written by ranges. Beside that it moves:
+
+    fetch   all of it to the device, to be gathered
+    put     all of it from the device
+    take    a gradient from the device, to be kept or added
+    open    a part of it into host memory for the step there, and `close` writes it back
+
+On the CPU device and host are one memory, but what rests on the host has storage and books of its own, so that what
+crosses is copied and counted as elsewhere.
+
+Threads: `fetch`, `put` and `take` belong to the engine's thread, `open` and `close` to its lane; `read` and `write` to
+either, once the lane is settled.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.config import Tier
+from shardwise.flats import Flat, MemoryFlat
+from shardwise.pool import BufferPool
+from shardwise.precision import add_widened
+from shardwise.streams import Event, Streams
+from shardwise.tiers.buffers import HostBuffers
+from shardwise.tiers.lane import HostLane, Task
+from shardwise.tiers.traffic import Traffic
+
+
+# What leaves the device faster than the host takes it up would fill the host's memory.
+_MOST_STAGED: Final = 3
+
+
+class Window(Protocol):
+    """A part of a state in host memory, until `close`."""
+
+    def wait(self) -> Tensor:
+        """The part, 1-D, once it is there."""
+
+    def close(self, write: bool = False) -> None:
+        """Give the memory back; what was written into it counts where `write` is set."""
+
+
+class Rest(Flat, Protocol):
+    """A flat state in one tier."""
+
+    @property
+    def tier(self) -> Tier:
+        """The memory."""
+
+    def fetch(self, target: Tensor) -> Event:
+        """Start to fill `target`, as long as the state and on the device; wait for the event before it is used."""
+
+    def prefetch(self) -> None:
+        """Start what `fetch` would have to wait for on the host."""
+
+    def forget(self) -> None:
+        """Give up what was prefetched: it is about to be written."""
+
+    def put(self, source: Tensor) -> None:
+        """Start to replace all of it by `source`, a tensor of the device."""
+
+    def take(self, source: Tensor, pool: BufferPool, then: Callable[[Tensor], None] | None, add: bool) -> Task | None:
+        """Start to replace all of it by `source`, or to add that, in the dtype of the state.
+
+        Args:
+            source: leased from `pool`, of the device; given back.
+            pool: of the device.
+            then: is called on the lane with the sum, in host memory, where one is made.
+            add: whether there is something to add to.
+
+        Returns:
+            the part that the lane does; None where the device does all.
+        """
+
+    def open(self, start: int, stop: int, read: bool = True, after: Event | None = None) -> Window:
+        """Start to load the elements [start, stop) into host memory.
+
+        Args:
+            start: of the part.
+            stop: likewise.
+            read: False where all of them will be written.
+            after: the point in the device's work at which they are valid there.
+        """
+
+    def loaded(self, read: bool = True, write: bool = False) -> AbstractContextManager[Tensor]:
+        """All of it as one tensor, where it lies or in host memory; what is written there counts if `write` is set."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+class Means:
+    """What all rests of an engine move by.
+
+    Args:
+        streams: of the engine's device.
+        buffers: host memory for what is on its way.
+        lane: does what must wait.
+        traffic: counts.
+    """
+
+    def __init__(self, streams: Streams, buffers: HostBuffers, lane: HostLane, traffic: Traffic) -> None:
+        self.streams = streams
+        self.buffers = buffers
+        self.lane = lane
+        self.traffic = traffic
+        self._staged: deque[Task] = deque()
+
+    def stage(self, source: Tensor, dtype: torch.dtype) -> tuple[Tensor, Event]:
+        """Start to copy a tensor of the device into a buffer of the host; the buffer's bytes, and when they are there.
+
+        The caller's stream may reuse `source` at once.
+        """
+        memory = self.buffers.acquire(source.numel() * dtype.itemsize)
+        memory.view(dtype).copy_(source, non_blocking=True)
+        self.traffic.add("device", "host", memory.numel())
+        return memory, Event.record(self.streams.device)
+
+    def work_off(self, work: Callable[[], object]) -> Task:
+        """Have the lane use up what was staged; where it is far behind, wait until it has caught up."""
+        task = self.lane.submit(work)
+        self._staged.append(task)
+        while len(self._staged) > _MOST_STAGED:
+            self._staged.popleft().wait()
+        return task
+
+
+class DeviceRest(MemoryFlat):
+    """A state on the engine's device."""
+
+    tier: Tier = "device"
+
+    def __init__(self, tensor: Tensor, means: Means) -> None:
+        super().__init__(tensor)
+        self._means = means
+
+    def fetch(self, target: Tensor) -> Event:
+        """Copy on the current stream."""
+        target.copy_(self.tensor)
+        return Event(None)
+
+    def prefetch(self) -> None:
+        """There is nothing to wait for."""
+
+    def forget(self) -> None:
+        """There is nothing to give up."""
+
+    def put(self, source: Tensor) -> None:
+        """Copy on the current stream."""
+        self.tensor.copy_(source)
+
+    def take(self, source: Tensor, pool: BufferPool, then: Callable[[Tensor], None] | None, add: bool) -> Task | None:
+        """Copy or add on the current stream."""
+        (add_widened if add else Tensor.copy_)(self.tensor, source)
+        pool.release(source)
+        return None
+
+    def open(self, start: int, stop: int, read: bool = True, after: Event | None = None) -> Window:
+        """Start to copy a part to the host."""
+        return _DeviceWindow(self.tensor[start:stop], self._means, read, after)
+
+    @contextmanager
+    def loaded(self, read: bool = True, write: bool = False) -> Iterator[Tensor]:
+        """The tensor itself."""
+        yield self.tensor
+
+    def close(self) -> None:
+        """The memory is whose tensor it was."""
+
+
+class _DeviceWindow:
+    def __init__(self, tensor: Tensor, means: Means, read: bool, after: Event | None) -> None:
+        self._tensor = tensor
+        self._means = means
+        self._after = after
+        self._memory = means.buffers.acquire(tensor.numel() * tensor.element_size())
+        self._there: Event | None = None
+        if read:
+            with means.streams.lane("offload", after):
+                self._memory.view(tensor.dtype).copy_(tensor, non_blocking=True)
+                self._there = Event.record(means.streams.device)
+            means.traffic.add("device", "host", self._memory.numel())
+
+    def wait(self) -> Tensor:
+        if self._there is not None:
+            self._there.wait_on_host()
+        return self._memory.view(self._tensor.dtype)
+
+    def close(self, write: bool = False) -> None:
+        if write:
+            with self._means.streams.lane("offload", self._after):
+                self._tensor.copy_(self._memory.view(self._tensor.dtype), non_blocking=True)
+                Event.record(self._means.streams.device).wait_on_host()
+            self._means.traffic.add("host", "device", self._memory.numel())
+        self._means.buffers.release(self._memory)
+
+
+class HostRest(MemoryFlat):
+    """A state in host memory, pinned where the device is a GPU and the state goes there."""
+
+    tier: Tier = "host"
+
+    def __init__(self, tensor: Tensor, means: Means) -> None:
+        super().__init__(tensor)
+        self._means = means
+        self._moved = Event(None)  # the end of the last copy from or to the device
+
+    def fetch(self, target: Tensor) -> Event:
+        """Copy on the gathers' stream, so that a gather comes behind it."""
+        with self._means.streams.lane("gather"):
+            self._moved.wait()
+            target.copy_(self.tensor, non_blocking=True)
+            return self._note("host", "device")
+
+    def prefetch(self) -> None:
+        """There is nothing to wait for."""
+
+    def forget(self) -> None:
+        """There is nothing to give up."""
+
+    def put(self, source: Tensor) -> None:
+        """Copy on the stream of offloads."""
+        with self._means.streams.lane("offload"):
+            self.tensor.copy_(source, non_blocking=True)
+            self._note("device", "host")
+
+    def take(self, source: Tensor, pool: BufferPool, then: Callable[[Tensor], None] | None, add: bool) -> Task | None:
+        """Copy on the stream of offloads; add on the lane."""
+        with self._means.streams.lane("offload"):
+            if not add:
+                self.tensor.copy_(source, non_blocking=True)
+                self._note("device", "host")
+                pool.release(source)
+                return None
+            memory, there = self._means.stage(source, source.dtype)
+            pool.release(source)
+
+        def add_on_host() -> None:
+            there.wait_on_host()
+            self._moved.wait_on_host()
+            add_widened(self.tensor, memory.view(source.dtype))
+            self._means.buffers.release(memory)
+            if then is not None:
+                then(self.tensor)
+
+        return self._means.work_off(add_on_host)
+
+    def open(self, start: int, stop: int, read: bool = True, after: Event | None = None) -> Window:
+        """A view, once no copy is under way."""
+        return _View(self.tensor[start:stop], self._moved)
+
+    @contextmanager
+    def loaded(self, read: bool = True, write: bool = False) -> Iterator[Tensor]:
+        """The tensor itself, once no copy is under way."""
+        self._moved.wait_on_host()
+        yield self.tensor
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """The elements [start, stop), a view, once no copy is under way."""
+        self._moved.wait_on_host()
+        return super().read(start, stop)
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Replace the elements from `start` on, once no copy is under way."""
+        self._moved.wait_on_host()
+        super().write(start, values)
+
+    def close(self) -> None:
+        """The memory is gone with the tensor."""
+
+    def _note(self, source: Tier, target: Tier) -> Event:
+        self._means.traffic.add(source, target, self.tensor.numel() * self.tensor.element_size())
+        self._moved = Event.record(self._means.streams.device)
+        return self._moved
+
+
+class _View:
+    def __init__(self, tensor: Tensor, moved: Event) -> None:
+        self._tensor = tensor
+        self._moved = moved
+
+    def wait(self) -> Tensor:
+        self._moved.wait_on_host()
+        return self._tensor
+
+    def close(self, write: bool = False) -> None:
+        pass

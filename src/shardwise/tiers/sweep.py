@@ -1,0 +1,95 @@
+"""The step on the host as a pipeline of chunks: chunk i + 1 is read while chunk i is stepped and i - 1 is written.
+
+A chunk opens windows into the states of one range of one group. What rests in host memory is there at once, what rests
+in files or on the device comes in the background, and so goes what was written.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor
+
+from shardwise.streams import Event
+from shardwise.tiers.lane import HostLane, Task
+from shardwise.tiers.rests import Rest, Window
+
+# A chunk of Adam's states on NVMe is then 48 MiB: large enough for a disk, and for the cost of a call to vanish.
+CHUNK_NUMEL: Final = 4 * 2**20
+# Chunks that are open at a time: the one that is stepped, and those that are read meanwhile.
+DEPTH: Final = 3
+
+
+@dataclass(frozen=True)
+class Part:
+    """A state's part in a chunk: what is done with it there."""
+
+    rest: Rest
+    is_read: bool = True
+    is_written: bool = True
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The range [start, stop) of a group's states.
+
+    Attributes:
+        parts: by name of the state.
+        start: of the range.
+        stop: likewise.
+        work: gets the states, 1-D and as long as the range.
+        after: the point of the device's work at which what rests there is valid.
+    """
+
+    parts: Mapping[str, Part]
+    start: int
+    stop: int
+    work: Callable[[Mapping[str, Tensor]], None]
+    after: Event
+
+
+class Sweep:
+    """Steps chunks on a lane, in the order in which they are given.
+
+    Args:
+        lane: of the engine.
+    """
+
+    def __init__(self, lane: HostLane) -> None:
+        self._lane = lane
+        self._lock = threading.Lock()
+        self._waiting: deque[Chunk] = deque()
+        self._open: deque[tuple[Chunk, dict[str, Window]]] = deque()
+
+    def submit(self, chunk: Chunk) -> Task:
+        """Have a chunk stepped."""
+        with self._lock:
+            self._waiting.append(chunk)
+        return self._lane.submit(self._step_next)
+
+    def _step_next(self) -> None:
+        self._open_ahead()
+        chunk, windows = self._open.popleft()
+        is_done = False
+        try:
+            chunk.work({name: window.wait() for name, window in windows.items()})
+            is_done = True
+        finally:
+            for name, window in windows.items():
+                window.close(write=is_done and chunk.parts[name].is_written)
+
+    def _open_ahead(self) -> None:
+        while len(self._open) < DEPTH:
+            with self._lock:
+                if not self._waiting:
+                    return
+                chunk = self._waiting.popleft()
+            windows = {
+                name: part.rest.open(chunk.start, chunk.stop, part.is_read, chunk.after)
+                for name, part in chunk.parts.items()
+            }
+            self._open.append((chunk, windows))

@@ -1,0 +1,132 @@
+"""The tiers of one engine: gives each state a place, and has the memory, the files and the thread for all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from shardwise.config import Tier, TiersConfig
+from shardwise.layout.layout import Layout
+from shardwise.memory import Category, Ledger
+from shardwise.precision import torch_dtype
+from shardwise.streams import Streams
+from shardwise.tiers.buffers import HostBuffers
+from shardwise.tiers.file_rest import File, FileRest, KeptBuffers, padded_bytes
+from shardwise.tiers.files import SwapFolder
+from shardwise.tiers.lane import HostLane
+from shardwise.tiers.rests import DeviceRest, HostRest, Means, Rest
+from shardwise.tiers.simulated import SimulatedFile
+from shardwise.tiers.sweep import CHUNK_NUMEL, Sweep
+from shardwise.tiers.traffic import Traffic
+from shardwise._torch_private import unseen_by_op_modes
+
+# Chunks of the optimizer's states that stay in memory between two sweeps; and parameters or gradients on their way.
+_KEPT_CHUNKS: Final = 2
+
+
+class Tiers:
+    """Places for states, from the engine's start to its end.
+
+    Args:
+        config: of the engine.
+        layout: buffers are sized by it.
+        streams: of the engine's device.
+        ledger: of the device.
+        rank: of this process.
+        is_simulated: nothing is real: there is no file and no thread.
+
+    Attributes:
+        memory: the ledger of the host tier.
+        traffic: bytes that have moved between tiers.
+    """
+
+    def __init__(
+        self, config: TiersConfig, layout: Layout, streams: Streams, ledger: Ledger, rank: int, is_simulated: bool
+    ) -> None:
+        self.memory = Ledger("cpu")
+        self.traffic = Traffic()
+        self.lane = HostLane(streams.device, config.cores, is_inline=is_simulated)
+        self.sweep = Sweep(self.lane)
+        self._streams = streams
+        self._ledger = ledger
+        self._rank = rank
+        self._is_simulated = is_simulated
+        self._pins = config.pin_memory and streams.device.type == "cuda"
+        self._path = config.nvme_path
+        self.buffers = HostBuffers(self._pins, self.memory)
+        self._means = Means(streams, self.buffers, self.lane, self.traffic)
+        self._folder: SwapFolder | None = None
+        self._kept = KeptBuffers(_KEPT_CHUNKS * _chunk_bytes(layout))
+        self._passing = KeptBuffers(_KEPT_CHUNKS * _largest_bytes(layout))
+
+    @property
+    def device(self) -> torch.device:
+        """Of the engine."""
+        return self._streams.device
+
+    def place(self, tier: Tier, name: str, numel: int, dtype: torch.dtype, category: Category) -> Rest:
+        """Room for a state, zeros at first.
+
+        Args:
+            tier: where.
+            name: of the group and the state; files are called so.
+            numel: elements.
+            dtype: of them.
+            category: in the books.
+
+        Raises:
+            SwapError: a file cannot be made.
+        """
+        if tier == "device":
+            tensor = torch.zeros(numel, dtype=dtype, device=self.device)
+            self._ledger.track(tensor, category)
+            return DeviceRest(tensor, self._means)
+        if tier == "host":
+            with unseen_by_op_modes():
+                tensor = torch.zeros(numel, dtype=dtype, pin_memory=self._pins)
+            self.memory.track(tensor, category)
+            return HostRest(tensor, self._means)
+        kept = self._kept if category is Category.OPTIMIZER else self._passing
+        return FileRest(self._file(name, padded_bytes(numel, dtype)), numel, dtype, self._means, kept)
+
+    def on_device(self, tensor: torch.Tensor) -> DeviceRest:
+        """A tensor of the device that somebody else has made and booked."""
+        return DeviceRest(tensor, self._means)
+
+    def settle(self) -> None:
+        """Return once nothing is under way on the host.
+
+        Raises:
+            LaneError: something has failed there.
+        """
+        self.lane.settle()
+
+    def close(self) -> None:
+        """Give up threads, files and buffers."""
+        self.lane.close()
+        self._kept.clear()
+        self._passing.clear()
+        self.buffers.trim()
+        if self._folder is not None:
+            self._folder.close()
+
+    def _file(self, name: str, num_bytes: int) -> File:
+        if self._is_simulated or self._path is None:
+            return SimulatedFile(num_bytes)
+        if self._folder is None:
+            self._folder = SwapFolder.open(Path(self._path), self._rank)
+        return self._folder.allocate(name, num_bytes)
+
+
+def _chunk_bytes(layout: Layout) -> int:
+    """Bytes of an optimizer's states in one chunk."""
+    largest = max((group.shard_numel for group in layout.groups if group.tiers.optimizer == "nvme"), default=0)
+    item_bytes = sum(torch_dtype(state.dtype).itemsize for state in layout.states if state.role == "optimizer")
+    return min(CHUNK_NUMEL, largest) * item_bytes
+
+
+def _largest_bytes(layout: Layout) -> int:
+    """Bytes of the largest slice of parameters or gradients that rests on NVMe."""
+    return max((group.shard_numel * 4 for group in layout.groups if "nvme" in (group.tiers.params, group.tiers.grads)), default=0)

@@ -1,0 +1,206 @@
+"""A group whose optimizer rests on the host or on NVMe: its states, and its step there, chunk by chunk.
+
+Each state is one flat tensor over the rank's slice of the group. A chunk brings together what its step needs, from
+wherever it rests: gradient, master, the optimizer's states; and what it makes: the parameters, narrowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.config import ConfigError
+from shardwise.flats import Flat
+from shardwise.memory import Category
+from shardwise.streams import Event
+from shardwise.tiers.blocks import StepPiece, step_pieces
+from shardwise.tiers.lane import Task
+from shardwise.tiers.rests import Rest
+from shardwise.tiers.rules import StepRule
+from shardwise.tiers.sweep import CHUNK_NUMEL, Chunk, Part
+from shardwise.tiers.tiers import Tiers
+from shardwise.zero.group import ParamGroup
+
+_GRAD: Final = "grad"
+_MASTER: Final = "master"
+_PARAM: Final = "param"
+
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A parameter's part in this rank's slice of a group.
+
+    Attributes:
+        name: of the parameter.
+        group: that it belongs to.
+        view: of the master, 1-D: what the optimizer sees; empty where the optimizer rests off the device.
+        start: of the part, in the slice.
+        stop: likewise.
+    """
+
+    name: str
+    group: ParamGroup
+    view: nn.Parameter
+    start: int
+    stop: int
+
+
+@dataclass
+class _Counts:
+    """How often a piece has been stepped, and whether it has states."""
+
+    num_steps: float = 0.0
+    is_present: bool = False
+
+
+@dataclass(eq=False)
+class StreamedGroup:
+    """The optimizer's states of one group off the device.
+
+    Attributes:
+        group: whose.
+        pieces: of the parameters in this rank's slice.
+        rule: of the optimizer.
+        tiers: of the engine.
+        states: by the optimizer's name.
+    """
+
+    group: ParamGroup
+    pieces: Sequence[Piece]
+    rule: StepRule
+    tiers: Tiers
+    states: dict[str, Rest] = field(default_factory=dict)
+    _counts: dict[str, _Counts] = field(default_factory=dict)
+    _initial: dict[str, float] = field(default_factory=dict)
+
+    def prepare(self, options_of: Callable[[Piece], Options]) -> None:
+        """Make room for the states that the optimizer's options ask for."""
+        for piece in self.pieces:
+            self._counts.setdefault(piece.name, _Counts())
+            self._initial |= self.rule.tensor_states(options_of(piece))
+        master, spec = self.group.params.master, self.group.spec
+        for name, value in self._initial.items():
+            if name not in self.states:
+                where = f"{spec.name}.{name}"
+                self.states[name] = self.tiers.place(
+                    spec.tiers.optimizer, where, master.numel, master.dtype, Category.OPTIMIZER
+                )
+                self._fill(self.states[name], 0, master.numel, value, is_new=True)
+
+    def step(self, factor: float, used: Mapping[str, bool], options_of: Callable[[Piece], Options]) -> Task | None:
+        """Have the lane update the masters with `factor` times the gradients, and the parameters after them.
+
+        Args:
+            factor: what turns accumulated sums into the clipped mean gradient.
+            used: parameters that got a gradient; the others are left alone.
+            options_of: the optimizer's options of a piece, as they are now.
+
+        Returns:
+            the last chunk; None where there is nothing to step.
+        """
+        pieces = [piece for piece in self.pieces if used[piece.name]]
+        grads = self.group.grads
+        if grads is None or not pieces:
+            return None
+        params = self.group.params
+        params.shard.forget()
+        # Options of now: the schedule goes on before the lane comes to them.
+        options: dict[int, Options] = {}
+        plans = []
+        for piece in pieces:
+            current = options_of(piece)
+            snapshot = options.setdefault(id(current), {key: value for key, value in current.items() if key != "params"})
+            counts = self._counts[piece.name]
+            plans.append((piece, snapshot, counts.num_steps, not counts.is_present))
+            counts.num_steps, counts.is_present = counts.num_steps + 1, True
+        parts = {_GRAD: Part(grads.rest, is_written=False), _MASTER: Part(params.master)}
+        if params.master is not params.shard:
+            parts[_PARAM] = Part(params.shard, is_read=False)
+        parts |= {name: Part(rest) for name, rest in self.states.items()}
+        after = Event.record(self.tiers.device)
+        task: Task | None = None
+        for start in self._starts():
+            stop = min(start + CHUNK_NUMEL, params.master.numel)
+            work = partial(self._step_chunk, plans, factor, start, stop)
+            task = self.tiers.sweep.submit(Chunk(parts, start, stop, work, after))
+        return task
+
+    def states_of(self, piece: Piece) -> dict[str, Flat | Tensor]:
+        """What there is of a piece: flat states, and the number of steps; nothing before the first step."""
+        counts = self._counts[piece.name]
+        if not counts.is_present:
+            return {}
+        found: dict[str, Flat | Tensor] = {"step": torch.tensor(counts.num_steps)} if self.rule.has_counter else {}
+        return found | {name: rest.part(piece.start, piece.stop) for name, rest in self.states.items()}
+
+    def write_state(self, piece: Piece, state: str, value: Tensor | float) -> None:
+        """Write one state of a piece, which has states from then on.
+
+        Raises:
+            ConfigError: the optimizer keeps no such state.
+        """
+        counts = self._counts[piece.name]
+        if state == "step":
+            counts.num_steps = float(value)
+        elif state in self.states:
+            self.states[state].write(piece.start, torch.as_tensor(value))
+        else:
+            known = ", ".join(["step", *self.states])
+            raise ConfigError(f"{self.rule.name} keeps no state {state} of {piece.name}; there are {known}")
+        counts.is_present = True
+
+    def forget_states(self, piece: Piece) -> None:
+        """Let a piece have what it has before the first step."""
+        self._counts[piece.name] = _Counts()
+        for name, rest in self.states.items():
+            self._fill(rest, piece.start, piece.stop, self._initial[name])
+
+    def close(self) -> None:
+        """Give the states up."""
+        for rest in self.states.values():
+            rest.close()
+        self.states.clear()
+
+    def _starts(self) -> list[int]:
+        return list(range(0, self.group.params.master.numel, CHUNK_NUMEL))
+
+    def _step_chunk(
+        self,
+        plans: Sequence[tuple[Piece, Options, float, bool]],
+        factor: float,
+        start: int,
+        stop: int,
+        tensors: Mapping[str, Tensor],
+    ) -> None:
+        found, end = [], 0
+        for piece, options, num_steps, is_first in plans:
+            low, high = max(piece.start, start) - start, min(piece.stop, stop) - start
+            if low < high:
+                self._narrow(tensors, end, low)
+                end = high
+                states = {name: tensors[name][low:high] for name in self.states}
+                param = tensors[_PARAM][low:high] if _PARAM in tensors else None
+                master, grad = tensors[_MASTER][low:high], tensors[_GRAD][low:high]
+                found.append(StepPiece(options, master, grad, states, num_steps, is_first, param))
+        self._narrow(tensors, end, stop - start)
+        step_pieces(self.rule, found, factor)
+
+    @staticmethod
+    def _narrow(tensors: Mapping[str, Tensor], low: int, high: int) -> None:
+        """Give parameters that are not stepped, and padding, what they have: their part is written but was not read."""
+        if _PARAM in tensors and low < high:
+            tensors[_PARAM][low:high].copy_(tensors[_MASTER][low:high])
+
+    def _fill(self, rest: Rest, start: int, stop: int, value: float, is_new: bool = False) -> None:
+        if value == 0 and is_new:
+            return
+        for low in range(start, stop, CHUNK_NUMEL):
+            high = min(low + CHUNK_NUMEL, stop)
+            rest.write(low, torch.full((high - low,), value, dtype=rest.dtype))
