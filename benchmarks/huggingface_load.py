@@ -78,6 +78,7 @@ def write_folder(folder: Path, shape: str) -> None:
 
     import shardwise
     from shardwise.checkpoint import huggingface as hf
+    from shardwise.flats import MemoryFlat
     from shardwise.holdings import Holding
     from shardwise.layout.pieces import Rect, flat_range_to_rects
     from shardwise.models import Decoder
@@ -94,7 +95,7 @@ def write_folder(folder: Path, shape: str) -> None:
             for start in range(0, rect.numel, CHUNK_NUMEL):
                 pieces = flat_range_to_rects(rect, start, min(start + CHUNK_NUMEL, rect.numel))
                 values = torch.randn(pieces[-1].local_stop, generator=generator).mul_(0.02)
-                yield Holding(name, (), "param", shape, values, pieces, pieces)
+                yield Holding(name, (), "param", shape, MemoryFlat(values), pieces, pieces)
 
     plan = hf.plan_export(
         [hf.ExportTensor(name, (), shape, "BF16") for name, shape in shapes.items()], hf.decoder_names()

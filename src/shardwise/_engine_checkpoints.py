@@ -102,7 +102,8 @@ class EngineCheckpoints(EngineStates):
                 "weights", parameters and buffers only.
             extra: anything that JSON keeps, rank 0's; `load` gives it back.
             wait: until it is written. Otherwise the states are copied, and written while training goes on; an error
-                there is raised by the next `step`, `save` or `finish_saves`.
+                there is raised by the next `step`, `save` or `finish_saves`. Where states rest on NVMe, as memory for a
+                copy is what there is too little of, it always waits.
             keep_last: delete all but so many of the newest checkpoints in `path`, once this one is there.
             keep_every: but never one whose step is a multiple of this.
 
@@ -346,7 +347,7 @@ class EngineCheckpoints(EngineStates):
                     state = generators[name.removeprefix(_GENERATOR)] = torch.empty(stored.shape, dtype=torch.uint8)
                     reader.read(stored, PARAM, pieces, state)
                 elif buffer is not None and buffer.holding.global_shape == stored.shape:
-                    reader.read(stored, PARAM, pieces, buffer.holding.tensor)
+                    reader.read(stored, PARAM, pieces, buffer.values)
                     buffer.settle()
         trajectory.restore_generators(generators, self.device)
 

@@ -5,9 +5,10 @@ The engine lists its holdings; a checkpoint writes from them and reads into them
 A weight of 3 x 4 under ZeRO-3 over two ranks: rank 1 holds, and writes, its last 4 elements.
 
 >>> import torch
+>>> from shardwise.flats import MemoryFlat
 >>> from shardwise.layout.pieces import Piece, Rect
 >>> pieces = (Piece(Rect((2, 0), (3, 4)), 0),)
->>> held = Holding("weight", (), "param", (3, 4), torch.zeros(4), pieces, written=pieces)
+>>> held = Holding("weight", (), "param", (3, 4), MemoryFlat(torch.zeros(4)), pieces, written=pieces)
 >>> held.num_written_bytes
 16
 """
@@ -21,7 +22,7 @@ from shardwise.layout.pieces import Piece
 
 if TYPE_CHECKING:
     # Whoever reads a manifest needs no torch.
-    from torch import Tensor
+    from shardwise.flats import Flat
 
 # The state that every parameter has: its values, in the most precise dtype that the rank keeps them in.
 PARAM: Final = "param"
@@ -38,8 +39,8 @@ class Holding:
         aliases: the others, where it is tied.
         state: `param`, or the optimizer's name of it, such as `exp_avg`.
         global_shape: of the whole tensor.
-        tensor: where it rests, 1-D, on any device; a load writes into it.
-        pieces: rectangles of the whole tensor in `tensor`; what no piece covers is padding.
+        flat: the state where it rests, on any device, in the memory of the host or in a file; a load writes into it.
+        pieces: rectangles of the whole tensor in `flat`; what no piece covers is padding.
         written: the pieces that this rank writes in a save. Over all ranks they cover the whole tensor once.
         kind: a parameter; a buffer of the model; or what is this rank's alone, such as the state of its generators.
         trainable: whether the parameter has gradients.
@@ -49,7 +50,7 @@ class Holding:
     aliases: tuple[str, ...]
     state: str
     global_shape: tuple[int, ...]
-    tensor: Tensor
+    flat: Flat
     pieces: tuple[Piece, ...]
     written: tuple[Piece, ...]
     kind: Kind = "parameter"
@@ -58,7 +59,7 @@ class Holding:
     @property
     def num_written_bytes(self) -> int:
         """Bytes that this rank writes of it."""
-        return sum(piece.rect.numel for piece in self.written) * self.tensor.element_size()
+        return sum(piece.rect.numel for piece in self.written) * self.flat.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from shardwise.checkpoint.huggingface import (
 )
 from shardwise.checkpoint.manifest import CheckpointError, DamagedError, StoredTensor
 from shardwise.checkpoint.tensor_files import dtype_name, named_dtype
+from shardwise.flats import MemoryFlat
 from shardwise.holdings import Holding
 from shardwise.layout.pieces import Piece, Rect
 from shardwise.models import Decoder, DecoderConfig
@@ -84,7 +85,7 @@ def held_whole(model: nn.Module) -> list[Holding]:
     """What one rank holds, and writes, that has all of a model."""
     state = model.state_dict()
     return [
-        Holding(name, aliases, "param", tuple(state[name].shape), state[name].flatten(), whole, whole)
+        Holding(name, aliases, "param", tuple(state[name].shape), MemoryFlat(state[name].flatten()), whole, whole)
         for name, aliases in names_of(model).items()
         for whole in [(Piece(Rect.whole(tuple(state[name].shape)), 0),)]
     ]
@@ -96,7 +97,7 @@ def export(
     """A folder of what these ranks hold, in the dtypes that they hold it in."""
     held = {holding.name: holding for holdings in ranks for holding in holdings}
     tensors = [
-        ExportTensor(name, held[name].aliases, held[name].global_shape, dtype_name(held[name].tensor.dtype))
+        ExportTensor(name, held[name].aliases, held[name].global_shape, dtype_name(held[name].flat.dtype))
         for name in sorted(held)
     ]
     plan = plan_export(tensors, names, **options)
@@ -363,7 +364,9 @@ def spread(tensors: Mapping[str, Tensor], num_ranks: int, rng: random.Random) ->
                     pieces.append(piece)
                     written += [piece] if rank == writer else []
                     buffer += [values[rect.slices_in(Rect.whole(shape))].reshape(-1), buffer[0][:1]]
-            ranks[rank].append(Holding(name, (), "param", shape, torch.cat(buffer), tuple(pieces), tuple(written)))
+            ranks[rank].append(
+                Holding(name, (), "param", shape, MemoryFlat(torch.cat(buffer)), tuple(pieces), tuple(written))
+            )
     return ranks
 
 
@@ -420,9 +423,9 @@ def test_values_are_cast_to_the_dtype_of_the_plan(tmp_path: Path) -> None:
     whole = (Piece(Rect.whole((6, 4)), 0),)
     plan = plan_export([ExportTensor("w", (), (6, 4), "BF16")])
     begin_export(plan, tmp_path / "out")
-    optimizer = Holding("w", (), "exp_avg", (6, 4), torch.zeros(24), whole, whole)
-    other = Holding("v", (), "param", (6, 4), torch.zeros(24), whole, whole)
-    held = Holding("w", (), "param", (6, 4), master.flatten(), whole, whole)
+    optimizer = Holding("w", (), "exp_avg", (6, 4), MemoryFlat(torch.zeros(24)), whole, whole)
+    other = Holding("v", (), "param", (6, 4), MemoryFlat(torch.zeros(24)), whole, whole)
+    held = Holding("w", (), "param", (6, 4), MemoryFlat(master.flatten()), whole, whole)
     seen: list[int] = []
     assert write_export(plan, tmp_path / "out", [held, optimizer, other], seen.append) == 48 == sum(seen)
     finish_export(tmp_path / "out")

@@ -25,6 +25,7 @@ from shardwise.checkpoint import folder, writing
 from shardwise.checkpoint.folder import read_manifest, step_folders
 from shardwise.checkpoint.manifest import CheckpointError, Manifest
 from shardwise.checkpoint.saver import Saver, SaveRequest
+from shardwise.flats import MemoryFlat
 from shardwise.holdings import HeldNumber, Holding
 from shardwise.layout.pieces import LocalTensor, intersect
 from shardwise.mesh import open_store
@@ -43,8 +44,8 @@ def make_request(rank: int, world_size: int, root: Path, step: int = 100) -> Sav
     pieces = intersect(LocalTensor.whole(SHAPE), start, stop)
     bias = LocalTensor.whole((3,)).pieces
     holdings = (
-        Holding("up.weight", (), "param", SHAPE, torch.arange(float(start), float(stop)), pieces, written=pieces),
-        Holding("up.bias", (), "param", (3,), torch.ones(3), bias, written=bias if rank == 0 else ()),
+        Holding("up.weight", (), "param", SHAPE, MemoryFlat(torch.arange(float(start), float(stop))), pieces, pieces),
+        Holding("up.bias", (), "param", (3,), MemoryFlat(torch.ones(3)), bias, written=bias if rank == 0 else ()),
     )
     manifest = Manifest(step=step, tensors=(), files={}, extra={"epochs": [1]})
     return SaveRequest(root, manifest, holdings, (HeldNumber("up.weight", "step", 3.0, "float32"),))
@@ -131,11 +132,11 @@ def save_and_train_on(rank: int, world_size: int, root: Path) -> tuple[int, int,
         saver.start(request, wait=False)
         is_saving = saver.is_saving
         for holding in request.holdings:
-            holding.tensor.fill_(-1.0)
+            holding.flat.write(0, torch.full((holding.flat.numel,), -1.0))
         request.manifest.extra["epochs"].append(2)
         gate.set()
         saver.wait()
-    num_bytes = sum(holding.tensor.untyped_storage().nbytes() for holding in written[0][:1])
+    num_bytes = written[0][0].flat.tensor.untyped_storage().nbytes()
     return num_bytes, request.num_bytes, is_saving and not saver.is_saving
 
 
@@ -207,7 +208,7 @@ def fail_to_begin(rank: int, world_size: int, root: Path, what: str) -> str:
         request = replace(request, manifest=replace(request.manifest, step=90))
     elif what == "no room" and rank == 1:
         elements = LocalTensor.whole((2**58,)).pieces
-        huge = Holding("up", (), "param", (2**58,), torch.ones(1).expand(2**58), elements, elements)
+        huge = Holding("up", (), "param", (2**58,), MemoryFlat(torch.ones(1).expand(2**58)), elements, elements)
         request = replace(request, holdings=(huge,))
     elif what == "no JSON" and rank == 0:
         request = replace(request, manifest=replace(request.manifest, extra=torch.ones(1)))
@@ -342,6 +343,7 @@ torch.set_num_threads(1)
 from shardwise.checkpoint import writing
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.saver import Saver, SaveRequest
+from shardwise.flats import MemoryFlat
 from shardwise.holdings import Holding
 from shardwise.layout.pieces import LocalTensor
 
@@ -352,7 +354,7 @@ def slow(*args, **kwargs):
     return write(*args, **kwargs)
 writing.write_holdings = slow
 pieces = LocalTensor.whole((3,)).pieces
-held = Holding("up.bias", (), "param", (3,), torch.ones(3), pieces, pieces)
+held = Holding("up.bias", (), "param", (3,), MemoryFlat(torch.ones(3)), pieces, pieces)
 saver = Saver(None, 0, 1, 20.0, torch.device("cpu"))
 saver.start(SaveRequest(Path(sys.argv[1]), Manifest(7, (), {}), (held,)), wait=False)
 """

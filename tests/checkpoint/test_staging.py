@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.checkpoint.staging import Staging
+from shardwise.flats import MemoryFlat
 from shardwise.holdings import Holding
 from shardwise.layout.pieces import LocalTensor, Piece, Rect, intersect
 
@@ -26,11 +27,11 @@ def holdings(draw: st.DrawFn) -> Holding:
     pieces = [piece.shifted(padding) for piece in intersect(whole, start, stop)]
     values = torch.randint(0, 100, (padding + stop - start + 2,)).to(draw(st.sampled_from(DTYPES)))
     written = tuple(piece for piece in pieces if draw(st.booleans()))
-    return Holding("up", ("tied",), "param", shape, values, tuple(pieces), written)
+    return Holding("up", ("tied",), "param", shape, MemoryFlat(values), tuple(pieces), written)
 
 
 def values_of(holding: Holding, piece: Piece) -> torch.Tensor:
-    return holding.tensor[piece.local_offset : piece.local_stop]
+    return holding.flat.read(piece.local_offset, piece.local_stop)
 
 
 @given(st.lists(holdings(), max_size=5))
@@ -40,8 +41,8 @@ def test_copies_have_what_is_written_and_nothing_else(held: list[Holding]) -> No
     assert staging.num_bytes == sum(holding.num_written_bytes for holding in held)
     assert len(copies) == len(held)
     for copy, holding in zip(copies, held, strict=True):
-        assert copy.tensor.dtype == holding.tensor.dtype
-        assert copy.tensor.numel() == sum(piece.rect.numel for piece in holding.written)
+        assert copy.flat.dtype == holding.flat.dtype
+        assert copy.flat.numel == sum(piece.rect.numel for piece in holding.written)
         assert copy.pieces == copy.written
         assert [piece.rect for piece in copy.written] == [piece.rect for piece in holding.written]
         for piece, original in zip(copy.written, holding.written, strict=True):
@@ -50,12 +51,13 @@ def test_copies_have_what_is_written_and_nothing_else(held: list[Holding]) -> No
 
 def make_holding(numel: int) -> Holding:
     pieces = (Piece(Rect((0,), (numel,)), 0),)
-    return Holding("up", (), "param", (numel,), torch.ones(numel), pieces, written=pieces)
+    return Holding("up", (), "param", (numel,), MemoryFlat(torch.ones(numel)), pieces, written=pieces)
 
 
 def test_memory_is_used_again() -> None:
     staging = Staging(CPU)
-    places = [staging.copy([make_holding(numel)])[0].tensor.data_ptr() for numel in (1000, 1000, 10)]
+    copies = (staging.copy([make_holding(numel)])[0] for numel in (1000, 1000, 10))
+    places = [copy.flat.read(0, 1).data_ptr() for copy in copies]
     assert len(set(places)) == 1
     assert staging.num_bytes == 4000
     staging.copy([make_holding(1001)])
@@ -64,13 +66,13 @@ def test_memory_is_used_again() -> None:
 
 def test_parameters_are_copied_without_a_graph() -> None:
     pieces = LocalTensor.whole((3,)).pieces
-    held = Holding("up", (), "param", (3,), torch.ones(3, requires_grad=True), pieces, pieces)
+    held = Holding("up", (), "param", (3,), MemoryFlat(torch.ones(3, requires_grad=True)), pieces, pieces)
     (copy,) = Staging(CPU).copy([held])
-    assert not copy.tensor.requires_grad
+    assert not copy.flat.read(0, 3).requires_grad
 
 
 def test_too_little_memory_has_a_cure() -> None:
     pieces = (Piece(Rect((0,), (2**58,)), 0),)
-    held = Holding("up", (), "param", (2**58,), torch.ones(1).expand(2**58), pieces, pieces)
+    held = Holding("up", (), "param", (2**58,), MemoryFlat(torch.ones(1).expand(2**58)), pieces, pieces)
     with pytest.raises(CheckpointError, match=f"no host memory for a copy of the {2**60} bytes .* wait for the save"):
         Staging(CPU).copy([held])

@@ -33,6 +33,7 @@ from shardwise.checkpoint.manifest import (
 from shardwise.checkpoint.reading import PieceReader
 from shardwise.checkpoint.tensor_files import dtype_name, read_header
 from shardwise.checkpoint.writing import write_holdings
+from shardwise.flats import MemoryFlat
 from shardwise.holdings import HeldNumber, Holding
 from shardwise.layout.pieces import LocalTensor, Piece, Rect, flat_range_to_rects, fuse, overlap
 
@@ -122,7 +123,7 @@ def save(folder: Path, values: Tensor, held: Sequence[Sequence[Piece]], name: st
     parts = []
     for rank, pieces in enumerate(held):
         holding = Holding(
-            name, (), "param", tuple(values.shape), buffer_of(values, pieces), tuple(pieces), tuple(pieces)
+            name, (), "param", tuple(values.shape), MemoryFlat(buffer_of(values, pieces)), tuple(pieces), tuple(pieces)
         )
         parts.append(write_holdings(folder, f"rank-{rank:05d}.safetensors", [holding], []))
     (tensor,), files = merge_parts(parts)
@@ -242,7 +243,7 @@ def test_a_fused_matrix_is_one_entry_a_part_and_is_read_back(tmp_path: Path) -> 
         buffer = sum(buffer_of(value, part.pieces, part.numel) for value, part in zip(values, parts, strict=True))
         assert len(parts[0].pieces) == 64
         holdings = [
-            Holding(name, (), "param", (64, 48), buffer, part.pieces, part.pieces)
+            Holding(name, (), "param", (64, 48), MemoryFlat(buffer), part.pieces, part.pieces)
             for name, part in zip(names, parts, strict=True)
         ]
         written = write_holdings(tmp_path, f"rank-{rank}.safetensors", holdings, [])
@@ -260,11 +261,14 @@ def test_a_fused_matrix_is_one_entry_a_part_and_is_read_back(tmp_path: Path) -> 
 
 def test_names_say_state_and_rectangle_and_numbers_lie_in_the_result_alone(tmp_path: Path) -> None:
     whole, half = (Piece(Rect.whole((4, 2)), 0),), (Piece(Rect((2, 0), (4, 2)), 0),)
-    parameter = Holding("up.weight", ("tied.weight",), "param", (4, 2), torch.arange(8.0), whole, whole)
-    average = Holding("up.weight", ("tied.weight",), "exp_avg", (4, 2), torch.arange(10, 14).half(), half, half)
-    scalar = Holding("scale", (), "param", (), torch.tensor([3]), (Piece(Rect((), ()), 0),), (Piece(Rect((), ()), 0),))
-    empty = Holding("none", (), "param", (0, 4), torch.zeros(0), (), (), kind="buffer", trainable=False)
-    others = Holding("others", (), "param", (4, 2), torch.ones(8), whole, ())
+    parameter = Holding("up.weight", ("tied.weight",), "param", (4, 2), MemoryFlat(torch.arange(8.0)), whole, whole)
+    average = Holding(
+        "up.weight", ("tied.weight",), "exp_avg", (4, 2), MemoryFlat(torch.arange(10, 14).half()), half, half
+    )
+    one = (Piece(Rect((), ()), 0),)
+    scalar = Holding("scale", (), "param", (), MemoryFlat(torch.tensor([3])), one, one)
+    empty = Holding("none", (), "param", (0, 4), MemoryFlat(torch.zeros(0)), (), (), kind="buffer", trainable=False)
+    others = Holding("others", (), "param", (4, 2), MemoryFlat(torch.ones(8)), whole, ())
     numbers = [HeldNumber("up.weight", "step", 5.0, "float32"), HeldNumber("others", "count", 7, "int")]
     seen: list[int] = []
     part = write_holdings(tmp_path, "a.safetensors", [parameter, average, scalar, empty, others], numbers, seen.append)
@@ -298,7 +302,7 @@ def test_names_say_state_and_rectangle_and_numbers_lie_in_the_result_alone(tmp_p
 
 def test_a_rank_with_nothing_to_write_makes_no_file(tmp_path: Path) -> None:
     whole = (Piece(Rect.whole((4,)), 0),)
-    held = Holding("w", (), "param", (4,), torch.ones(4), whole, ())
+    held = Holding("w", (), "param", (4,), MemoryFlat(torch.ones(4)), whole, ())
     part = write_holdings(tmp_path, "a.safetensors", [held], [HeldNumber("w", "step", 2.0, "int64")])
     states = {"step": StoredState("I64", value=2.0)}
     assert part == RankPart("", 0, (StoredTensor("w", (), (4,), states),))

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from shardwise.checkpoint.folder import begin, commit, read_manifest
 from shardwise.checkpoint.manifest import Manifest, entry_key, merge_parts
 from shardwise.checkpoint.writing import write_holdings
+from shardwise.flats import MemoryFlat
 from shardwise.holdings import HeldNumber, Holding
 from shardwise.layout.pieces import LocalTensor, Rect, flat_range_to_rects
 
@@ -43,7 +44,7 @@ def save(root: Path, values, num_ranks: int = 2, step: int = 100, **attributes) 
             pieces = flat_range_to_rects(Rect.whole(tuple(tensor.shape)), *bounds)
             aliases = ("head.weight",) if name == "embed.weight" else ()
             flat = tensor.reshape(-1)[slice(*bounds)].clone()
-            holdings.append(Holding(name, aliases, state, tuple(tensor.shape), flat, pieces, pieces, kind))
+            holdings.append(Holding(name, aliases, state, tuple(tensor.shape), MemoryFlat(flat), pieces, pieces, kind))
             if pieces and kind == "parameter" and state == "param":
                 numbers.append(HeldNumber(name, "step", float(step), "float32"))
         parts.append(write_holdings(temporary, f"rank-{rank:05d}-of-{num_ranks:05d}.safetensors", holdings, numbers))

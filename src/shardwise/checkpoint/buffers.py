@@ -21,21 +21,27 @@ from torch import Tensor, nn
 
 from shardwise._torch_private import persistent_buffers
 from shardwise.checkpoint.tensor_files import memory_of
+from shardwise.flats import MemoryFlat
 from shardwise.holdings import PARAM, Holding, Kind
 from shardwise.layout.pieces import LocalTensor
 
 
 @dataclass(frozen=True)
 class HeldBuffer:
-    """A buffer and its holding, whose tensor is the buffer's own memory where that is contiguous, else a copy."""
+    """A buffer and its holding, whose values are the buffer's own memory where that is contiguous, else a copy."""
 
     holding: Holding
     buffer: Tensor
 
+    @property
+    def values(self) -> Tensor:
+        """What the holding has, 1-D, its own memory."""
+        return self.holding.flat.read(0, self.holding.flat.numel)
+
     @torch.no_grad()
     def settle(self) -> None:
         """Let the buffer have what was read into its holding."""
-        values = self.holding.tensor.view(self.buffer.shape)
+        values = self.values.view(self.buffer.shape)
         if any(not step and size > 1 for step, size in zip(self.buffer.stride(), self.buffer.shape, strict=True)):
             self.buffer.data = values.clone()  # elements of an expanded one share memory: torch writes into none
         elif self.buffer.data_ptr() != values.data_ptr():
@@ -63,8 +69,7 @@ def held_buffers(model: nn.Module, is_writer: bool) -> list[HeldBuffer]:
 def digests(held: Sequence[HeldBuffer]) -> dict[str, str]:
     """By name, what stands for the values of each buffer."""
     return {
-        each.holding.name: hashlib.blake2b(memory_of(each.holding.tensor.cpu()), digest_size=16).hexdigest()
-        for each in held
+        each.holding.name: hashlib.blake2b(memory_of(each.values.cpu()), digest_size=16).hexdigest() for each in held
     }
 
 
@@ -78,5 +83,5 @@ def whole(name: str, tensor: Tensor, aliases: tuple[str, ...] = (), *, kind: Kin
     """The holding of a tensor that this rank has all of."""
     shape = tuple(tensor.shape)
     pieces = LocalTensor.whole(shape).pieces
-    flat = tensor.detach().contiguous().view(-1)
+    flat = MemoryFlat(tensor.detach().contiguous().view(-1))
     return Holding(name, aliases, PARAM, shape, flat, pieces, pieces if is_written else (), kind, trainable=False)

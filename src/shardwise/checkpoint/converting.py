@@ -54,6 +54,7 @@ from shardwise.checkpoint.reading import PieceReader
 from shardwise.checkpoint.saver import library_version
 from shardwise.checkpoint.tensor_files import dtype_name
 from shardwise.config import Dtype
+from shardwise.flats import MemoryFlat
 from shardwise.holdings import PARAM, Holding
 from shardwise.layout.pieces import Rect
 from shardwise.models import Decoder
@@ -198,7 +199,7 @@ def _parts(reader: PieceReader, tensors: list[StoredTensor]) -> Iterator[Holding
     """The values of all tensors, some of them at a time."""
     for tensor in tensors:
         for pieces, values in read_pieces(reader, tensor, PARAM, Rect.whole(tensor.shape)):
-            yield Holding(tensor.name, tensor.aliases, PARAM, tensor.shape, values, pieces, pieces)
+            yield Holding(tensor.name, tensor.aliases, PARAM, tensor.shape, MemoryFlat(values), pieces, pieces)
 
 
 def _family_tensors(folder: Path) -> tuple[tuple[StoredTensor, ...], dict[str, Any]]:

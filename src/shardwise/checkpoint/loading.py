@@ -7,15 +7,17 @@ the second rank of a row reads what it holds, the row's last half.
 >>> from dataclasses import replace
 >>> from shardwise.checkpoint.manifest import merge_parts
 >>> from shardwise.checkpoint.writing import write_holdings
+>>> from shardwise.flats import MemoryFlat
 >>> from shardwise.layout.pieces import Piece, Rect
 >>> whole = (Piece(Rect((0, 0), (2, 4)), 0),)
->>> saved = Holding("up.weight", (), "param", (2, 4), torch.arange(8.0), whole, written=whole)
->>> mine = Holding("up.weight", (), "param", (2, 4), torch.zeros(2), (Piece(Rect((1, 2), (2, 4)), 0),), written=())
+>>> saved = Holding("up.weight", (), "param", (2, 4), MemoryFlat(torch.arange(8.0)), whole, written=whole)
+>>> half = (Piece(Rect((1, 2), (2, 4)), 0),)
+>>> mine = Holding("up.weight", (), "param", (2, 4), MemoryFlat(torch.zeros(2)), half, written=())
 >>> with tempfile.TemporaryDirectory() as folder:
 ...     tensors, files = merge_parts([write_holdings(Path(folder), "all.safetensors", [saved], [])])
 ...     plan = plan_load(Manifest(3, tensors, files), [mine], folder, {}, strict=True, weights_only=False)
 ...     num_bytes = plan.read(Path(folder), [mine])  # until now nothing was changed
->>> mine.tensor, num_bytes
+>>> mine.flat.tensor, num_bytes
 (tensor([6., 7.]), 32)
 >>> other = replace(mine, name="up.wieght")
 >>> plan_load(Manifest(3, tensors, files), [other], "step-00000003", {}, strict=True, weights_only=False)
@@ -37,6 +39,7 @@ import torch
 from shardwise.checkpoint.manifest import Manifest, StoredState, StoredTensor
 from shardwise.checkpoint.matching import Match, Wanted, match
 from shardwise.checkpoint.reading import PieceReader
+from shardwise.checkpoint.spans import windows_of
 from shardwise.checkpoint.tensor_files import named_dtype
 from shardwise.holdings import PARAM, HeldNumber, Holding
 
@@ -100,14 +103,32 @@ class LoadPlan:
 
         Raises:
             DamagedError: a file is not what was written; some holdings may have been filled by then.
+            OSError: a state that lies in a file cannot be written.
         """
         with PieceReader(folder) as reader:
             for holding in holdings:
                 progress()
                 tensor = self.match.found.get(holding.name)
                 if tensor is not None and holding.state in tensor.states and holding.pieces:
-                    reader.read(tensor, holding.state, holding.pieces, holding.tensor)
+                    _fill(reader, tensor, holding, progress)
             return reader.num_read_bytes
+
+
+def _fill(reader: PieceReader, stored: StoredTensor, holding: Holding, progress: Callable[[], None]) -> None:
+    """Read a state to where it rests; where that is a file, through a buffer of at most `WINDOW_BYTES`."""
+    flat = holding.flat
+    if flat.tensor is not None:
+        reader.read(stored, holding.state, holding.pieces, flat.tensor)
+        return
+    found = list(windows_of(flat, holding.pieces))
+    buffer = torch.empty(max(window.stop - window.start for window in found), dtype=flat.dtype)
+    for window in found:
+        values = buffer[: window.stop - window.start]
+        if window.has_gaps:
+            values.copy_(flat.read(window.start, window.stop))
+        reader.read(stored, holding.state, window.pieces, values)
+        flat.write(window.start, values)
+        progress()
 
 
 def plan_load(

@@ -5,9 +5,10 @@ each once, and checked; where a block is wanted whole and as it is, it is read s
 
 >>> import tempfile, torch
 >>> from shardwise.checkpoint.writing import write_holdings
+>>> from shardwise.flats import MemoryFlat
 >>> from shardwise.holdings import Holding
 >>> whole = (Piece(Rect.whole((2, 3)), 0),)
->>> held = Holding("up.weight", (), "param", (2, 3), torch.arange(6.0), whole, whole)
+>>> held = Holding("up.weight", (), "param", (2, 3), MemoryFlat(torch.arange(6.0)), whole, whole)
 >>> with tempfile.TemporaryDirectory() as folder:
 ...     part = write_holdings(Path(folder), "rank-00000-of-00001.safetensors", [held], [])
 ...     column = torch.zeros(2, dtype=torch.bfloat16)

@@ -6,10 +6,11 @@ there; rank 0 puts the parts together and commits. What the ranks say to each ot
 disk and when in `folder`.
 
 >>> import tempfile
+>>> from shardwise.flats import MemoryFlat
 >>> from shardwise.layout.pieces import LocalTensor
 >>> saver = Saver(None, rank=0, world_size=1, timeout_s=60.0, device=torch.device("cpu"))
 >>> pieces = LocalTensor.whole((2, 3)).pieces
->>> held = Holding("up", (), "param", (2, 3), torch.arange(6.0), pieces, written=pieces)
+>>> held = Holding("up", (), "param", (2, 3), MemoryFlat(torch.arange(6.0)), pieces, written=pieces)
 >>> with tempfile.TemporaryDirectory() as root:
 ...     request = SaveRequest(Path(root), Manifest(step=3, tensors=(), files={}), (held,))
 ...     saver.start(request, wait=False)
@@ -38,6 +39,7 @@ from shardwise.checkpoint import folder, writing
 from shardwise.checkpoint.disk import await_folder
 from shardwise.checkpoint.manifest import CheckpointError, Manifest, RankPart, merge_parts
 from shardwise.checkpoint.rounds import Rounds
+from shardwise.checkpoint.spans import in_file
 from shardwise.checkpoint.staging import Staging
 from shardwise.holdings import HeldNumber, Holding
 
@@ -115,6 +117,7 @@ class Saver:
         self._background = _Background()
         self._num_saves = 0
         self._cleaned: set[Path] = set()
+        self._has_said_so = False
         self.blocked_s = 0.0
         self.last_committed: Path | None = None
         # A run that ends has its checkpoint; and a daemon thread inside the store's C++ would abort the process then.
@@ -132,7 +135,8 @@ class Saver:
         Args:
             request: of the same step on all ranks.
             wait: True writes straight from the states, without a copy, and returns when the checkpoint is committed.
-                False returns when what this rank writes has been copied to host memory.
+                False returns when what this rank writes has been copied to host memory; but where states lie in files,
+                for want of memory, it is as True.
 
         Raises:
             CheckpointError: an earlier save has failed and nobody knows yet; nothing is saved then. Or, with `wait`,
@@ -142,6 +146,7 @@ class Saver:
         try:
             self.wait()
             self._clean(request.root)
+            wait = wait or self._must_wait(request)
             number, self._num_saves = self._num_saves, self._num_saves + 1
             prepared = self._prepare(request, stage=not wait)
             if wait:
@@ -195,6 +200,15 @@ class Saver:
                 folder.clean(root)
             except CheckpointError as error:
                 log.warning("%s", error)
+
+    def _must_wait(self, request: SaveRequest) -> bool:
+        """Whether no copy can be made of what is saved. Every rank has a part, if an empty one, of each state."""
+        if not any(map(in_file, request.holdings)):
+            return False
+        if not self._has_said_so:
+            self._has_said_so = True
+            log.warning("states rest on NVMe, and host memory for a copy is not assumed: every save holds up training")
+        return True
 
     def _prepare(self, request: SaveRequest, stage: bool) -> tuple[SaveRequest, Exception | None]:
         """The request as it is written, over copies if so asked. A failure is told to all ranks in the first round."""

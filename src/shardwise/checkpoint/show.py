@@ -44,6 +44,9 @@ _MAX_FILES: Final = 8
 _MAX_VALUE: Final = 60
 _LABEL_WIDTH: Final = 10
 _KIND_LABELS: Final[Mapping[str, str]] = MappingProxyType({"buffer": "buffers", "rank": "of ranks"})
+# Of a layout's tiers, those that are worth a word.
+_ROLES: Final = MappingProxyType({"params": "parameters", "grads": "gradients", "optimizer": "optimizer states"})
+_TIERS: Final = MappingProxyType({"host": "in host memory", "nvme": "on NVMe"})
 _CONTENTS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "all": "all that a run needs to go on",
@@ -166,6 +169,8 @@ def describe_layout(manifest: Manifest) -> str:
     if "param" in precision:
         master = precision.get("master", precision["param"])
         parts.append(precision["param"] + (f" with {master} master" if master != precision["param"] else ""))
+    tiers = manifest.layout.get("tiers") or {}
+    parts += [f"{name} {_TIERS[tiers[role]]}" for role, name in _ROLES.items() if tiers.get(role) in _TIERS]
     return ", ".join(parts) or "an unknown layout"
 
 

@@ -5,11 +5,11 @@ the states rest on a GPU, and used again by later saves.
 
 >>> from shardwise.layout.pieces import LocalTensor
 >>> pieces = LocalTensor.whole((2, 3)).pieces
->>> held = Holding("up", (), "param", (2, 3), torch.arange(6.0), pieces, written=pieces)
+>>> held = Holding("up", (), "param", (2, 3), MemoryFlat(torch.arange(6.0)), pieces, written=pieces)
 >>> staging = Staging(torch.device("cpu"))
 >>> (copy,) = staging.copy([held])
->>> _ = held.tensor.zero_()
->>> copy.tensor.tolist(), staging.num_bytes
+>>> _ = held.flat.tensor.zero_()
+>>> copy.flat.tensor.tolist(), staging.num_bytes
 ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], 24)
 """
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.flats import MemoryFlat
 from shardwise.holdings import Holding
 from shardwise.layout.pieces import Piece
 
@@ -78,12 +79,12 @@ class Staging:
     def _places(self, holdings: Sequence[Holding]) -> Iterator[Tensor]:
         """A part of the memory for each; the widest elements lie in front, so that all are aligned without gaps."""
         offset_bytes, starts = 0, {}
-        for index in sorted(range(len(holdings)), key=lambda index: -holdings[index].tensor.element_size()):
+        for index in sorted(range(len(holdings)), key=lambda index: -holdings[index].flat.dtype.itemsize):
             starts[index] = offset_bytes
             offset_bytes += holdings[index].num_written_bytes
         for index, holding in enumerate(holdings):
             part = self._buffer[starts[index] : starts[index] + holding.num_written_bytes]
-            yield part.view(holding.tensor.dtype)
+            yield part.view(holding.flat.dtype)
 
     def _make(self, num_bytes: int) -> Tensor:
         """New memory. torch's own pinned memory comes in powers of two: up to twice of what is needed here."""
@@ -111,9 +112,9 @@ def _copy(holding: Holding, place: Tensor) -> Holding:
         offset += piece.rect.numel
     offset = 0
     for start, stop in _runs(holding.written):
-        place[offset : offset + stop - start].copy_(holding.tensor[start:stop], non_blocking=True)
+        place[offset : offset + stop - start].copy_(holding.flat.read(start, stop), non_blocking=True)
         offset += stop - start
-    return replace(holding, tensor=place, pieces=tuple(pieces), written=tuple(pieces))
+    return replace(holding, flat=MemoryFlat(place), pieces=tuple(pieces), written=tuple(pieces))
 
 
 def _runs(pieces: Sequence[Piece]) -> Iterator[tuple[int, int]]:

@@ -1,12 +1,14 @@
 """Writes what a rank has to save into one safetensors file, straight from where it rests.
 
-On the CPU the file is written from the tensors' own memory, on a GPU through one small pinned buffer; nothing is ever
-copied whole. Checksums are taken beside the writing, by a helper thread.
+On the CPU the file is written from the tensors' own memory, on a GPU through one small pinned buffer, of a state that
+lies in a file in reads of a few MiB; nothing is ever copied whole. Checksums are taken beside the writing, by a helper
+thread.
 
 >>> import tempfile, torch
+>>> from shardwise.flats import MemoryFlat
 >>> from shardwise.layout.pieces import Piece, Rect
 >>> half = (Piece(Rect((2, 0), (4, 3)), 0),)
->>> held = Holding("up.weight", (), "exp_avg", (4, 3), torch.zeros(6), half, half)
+>>> held = Holding("up.weight", (), "exp_avg", (4, 3), MemoryFlat(torch.zeros(6)), half, half)
 >>> with tempfile.TemporaryDirectory() as folder:
 ...     part = write_holdings(Path(folder), "rank-00001-of-00002.safetensors", [held], [])
 >>> part.num_bytes, part.tensors[0].states["exp_avg"].pieces[0].rect == half[0].rect
@@ -21,6 +23,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import MappingProxyType
@@ -39,6 +42,7 @@ from shardwise.checkpoint.manifest import (
     entry_key,
     merge_parts,
 )
+from shardwise.checkpoint.spans import read_spans
 from shardwise.checkpoint.tensor_files import Entry, dtype_name, encode_header, memory_of
 from shardwise.holdings import HeldNumber, Holding
 from shardwise.layout.pieces import Piece, Rect, stack
@@ -92,7 +96,7 @@ def write_holdings(
     for job, offset in zip(jobs, offsets, strict=True):
         pieces_of.setdefault(id(job.holding), []).append(StoredPiece(job.rect, file, offset, tuple(job.crcs)))
     tensors = [
-        _stored(holding, {holding.state: StoredState(dtype_name(holding.tensor.dtype), tuple(pieces))})
+        _stored(holding, {holding.state: StoredState(dtype_name(holding.flat.dtype), tuple(pieces))})
         for holding in holdings
         # A tensor of no elements has no pieces, and must be in the manifest all the same.
         if (pieces := pieces_of.get(id(holding), [])) or not math.prod(holding.global_shape)
@@ -121,21 +125,21 @@ def _stored_numbers(holdings: Sequence[Holding], numbers: Sequence[HeldNumber]) 
 
 @dataclass
 class _Job:
-    """One entry of the file: a rectangle, and the spans of bytes of `source`, 1-D uint8, that are it row-major.
+    """One entry of the file: a rectangle, and the spans of bytes of the holding's state that are it row-major.
 
-    `crcs` fills as its blocks are written.
+    `source` is the state's memory, 1-D uint8; None where it lies in a file. `crcs` fills as its blocks are written.
     """
 
     holding: Holding
     rect: Rect
     entry: Entry
-    source: Tensor
+    source: Tensor | None
     spans: tuple[tuple[int, int], ...]
     crcs: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, holding: Holding, rect: Rect, pieces: Sequence[Piece]) -> _Job:
-        item = holding.tensor.element_size()
+        item, tensor = holding.flat.dtype.itemsize, holding.flat.tensor
         spans: list[tuple[int, int]] = []
         for piece in pieces:
             start, stop = piece.local_offset * item, piece.local_stop * item
@@ -144,8 +148,9 @@ class _Job:
             else:
                 spans.append((start, stop))
         key = entry_key(holding.name, holding.global_shape, holding.state, rect)
-        entry = Entry(key, dtype_name(holding.tensor.dtype), rect.shape)
-        return cls(holding, rect, entry, holding.tensor.detach().view(torch.uint8), tuple(spans))
+        entry = Entry(key, dtype_name(holding.flat.dtype), rect.shape)
+        source = None if tensor is None else tensor.detach().view(torch.uint8)
+        return cls(holding, rect, entry, source, tuple(spans))
 
     @property
     def num_bytes(self) -> int:
@@ -188,33 +193,52 @@ def _batches(jobs: Sequence[_Job]) -> Iterator[list[_Block]]:
 
 
 class _Staging:
-    """Brings blocks where the host can read them: nothing to do for memory of the host in one stretch."""
+    """Brings blocks where the host can write them from: nothing to do for memory of the host in one stretch."""
 
     def __init__(self) -> None:
         self._pinned: Tensor | None = None
 
     def load(self, batch: Sequence[_Block]) -> list[memoryview]:
         """The bytes of each block, good until the next call."""
-        found, place = [], 0
-        for block in batch:
-            if block.job.source.device.type == "cpu":
-                found.append(_in_host_memory(block))
-                continue
-            if self._pinned is None:
-                self._pinned = torch.empty(_BATCH_BYTES, dtype=torch.uint8, pin_memory=True)
-            staged = self._pinned[place : place + block.num_bytes]
-            parts = [block.job.source[start:stop] for start, stop in block.spans]
-            staged.copy_(parts[0] if len(parts) == 1 else torch.cat(parts))
-            found.append(memory_of(staged))
-            place += block.num_bytes
+        found: list[memoryview] = []
+        place = 0
+        for _, same_job in groupby(batch, key=lambda block: id(block.job)):
+            blocks = list(same_job)
+            source = blocks[0].job.source
+            if source is None:
+                found += _from_file(blocks)
+            elif source.device.type == "cpu":
+                found += [_in_host_memory(source, block.spans) for block in blocks]
+            else:
+                for block in blocks:
+                    found.append(self._pin(source, block, place))
+                    place += block.num_bytes
         return found
 
+    def _pin(self, source: Tensor, block: _Block, place: int) -> memoryview:
+        """The bytes of a block of a GPU, copied to a place of the pinned buffer."""
+        if self._pinned is None:
+            self._pinned = torch.empty(_BATCH_BYTES, dtype=torch.uint8, pin_memory=True)
+        staged = self._pinned[place : place + block.num_bytes]
+        parts = [source[start:stop] for start, stop in block.spans]
+        staged.copy_(parts[0] if len(parts) == 1 else torch.cat(parts))
+        return memory_of(staged)
 
-def _in_host_memory(block: _Block) -> memoryview:
-    view = memory_of(block.job.source)
-    if len(block.spans) == 1:
-        return view[slice(*block.spans[0])]
-    return memoryview(b"".join([view[start:stop] for start, stop in block.spans]))
+
+def _in_host_memory(source: Tensor, spans: Sequence[tuple[int, int]]) -> memoryview:
+    view = memory_of(source)
+    if len(spans) == 1:
+        return view[slice(*spans[0])]
+    return memoryview(b"".join([view[start:stop] for start, stop in spans]))
+
+
+def _from_file(blocks: Sequence[_Block]) -> Iterator[memoryview]:
+    """The bytes of blocks that follow one another in one entry, in as few reads as they can be had."""
+    memory = read_spans(blocks[0].job.holding.flat, [span for block in blocks for span in block.spans])
+    place = 0
+    for block in blocks:
+        yield memory[place : place + block.num_bytes]
+        place += block.num_bytes
 
 
 def _write_file(

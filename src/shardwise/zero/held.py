@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from shardwise.config import ConfigError
+from shardwise.flats import Flat, MemoryFlat
 from shardwise.holdings import PARAM, HeldNumber, Holding
 from shardwise.layout.groups import GroupSpec, ParamSpec
 from shardwise.layout.pieces import Piece as Rectangle
@@ -66,11 +67,11 @@ class HeldPart:
     pieces: tuple[Rectangle, ...] = ()
     written: tuple[Rectangle, ...] = ()
 
-    def holding(self, state: str, tensor: Tensor) -> Holding:
-        """A state of it, `tensor` being as long as the range."""
+    def holding(self, state: str, flat: Flat) -> Holding:
+        """A state of it, `flat` being as long as the range."""
         spec, trainable = self.spec, self.trainable
         return Holding(
-            spec.name, spec.aliases, state, spec.global_shape, tensor, self.pieces, self.written, trainable=trainable
+            spec.name, spec.aliases, state, spec.global_shape, flat, self.pieces, self.written, trainable=trainable
         )
 
 
@@ -102,9 +103,9 @@ def parts_of(group: GroupSpec, held: Range, written: Range, tp_index: int) -> It
 def held_parameters(states: States) -> Iterator[Holding]:
     """Every parameter of the model, those too of which this rank holds nothing."""
     for group in states.driver.groups:
-        master = group.params.master
+        master = MemoryFlat(group.params.master)
         for part in _parts(states, group):
-            yield part.holding(PARAM, master[part.offset : part.offset + part.stop - part.start])
+            yield part.holding(PARAM, master.part(part.offset, part.offset + part.stop - part.start))
 
 
 def held_optimizer_states(states: States) -> Iterator[Holding | HeldNumber]:
@@ -118,7 +119,8 @@ def held_optimizer_states(states: States) -> Iterator[Holding | HeldNumber]:
         for part in _parts(states, group) if group.grads is not None else ():
             piece = pieces.get((group, part.spec.name))
             if piece is not None:
-                yield from _of_piece(states.sharded.optimizer.state.get(piece.view, {}), part)
+                values = states.sharded.optimizer.state.get(piece.view, {})
+                yield from _of_piece(_in_flats(values, part), part)
 
 
 def prepare_optimizer_states(states: States, wanted: Mapping[str, Mapping[str, Wanted]]) -> None:
@@ -155,21 +157,29 @@ def _parts(states: States, group: ParamGroup) -> Iterator[HeldPart]:
     return parts_of(group.spec, (params.shard_start, params.shard_stop), written, comms.tensor.rank)
 
 
-def _of_piece(values: Mapping[str, Any], part: HeldPart) -> Iterator[Holding | HeldNumber]:
+def _of_piece(values: Mapping[str, Flat | HeldNumber], part: HeldPart) -> Iterator[Holding | HeldNumber]:
+    for state, value in values.items():
+        yield value if isinstance(value, HeldNumber) else part.holding(state, value)
+
+
+def _in_flats(values: Mapping[str, Any], part: HeldPart) -> dict[str, Flat | HeldNumber]:
+    """The states that torch's optimizer has of a piece, those that are None left out."""
     name, numel = part.spec.name, part.stop - part.start
+    flats: dict[str, Flat | HeldNumber] = {}
     for state, value in values.items():
         if isinstance(value, Tensor) and value.dim() and value.numel() == numel:
-            yield part.holding(state, value.detach().view(-1))
+            flats[state] = MemoryFlat(value.detach().view(-1))
         elif isinstance(value, Tensor) and value.dim() == 0:
-            yield HeldNumber(name, state, value.item(), str(value.dtype).removeprefix("torch."))
+            flats[state] = HeldNumber(name, state, value.item(), str(value.dtype).removeprefix("torch."))
         elif isinstance(value, int | float):
-            yield HeldNumber(name, state, value, "float" if isinstance(value, float) else "int")
+            flats[state] = HeldNumber(name, state, value, "float" if isinstance(value, float) else "int")
         elif value is not None:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ConfigError(
                 f"the optimizer's state {state} of {name} is {found}; a checkpoint keeps numbers, and tensors as long "
                 "as the parameter: use an element-wise optimizer"
             )
+    return flats
 
 
 def _prepare(states: States, piece: Piece, name: str, wanted: Wanted) -> None:

@@ -36,6 +36,7 @@ from shardwise.checkpoint.disk import check_room, named_errors, sync_folder
 from shardwise.checkpoint.huggingface.importing import INDEX_NAME, WEIGHTS_NAME
 from shardwise.checkpoint.huggingface.names import NameMap, Part
 from shardwise.checkpoint.manifest import ITEM_BYTES, CheckpointError
+from shardwise.checkpoint.spans import written_parts
 from shardwise.checkpoint.tensor_files import Entry, encode_header, memory_of, named_dtype
 from shardwise.holdings import PARAM, Holding
 from shardwise.layout.pieces import Shape
@@ -187,7 +188,7 @@ def write_export(
 ) -> int:
     """Write what this rank writes of the parameters and buffers in the plan; returns when it is on disk.
 
-    At most a few MiB beside the holdings are taken up at any time.
+    At most a few MiB beside the holdings are taken up at any time; some 40 MiB where these lie in files.
 
     Args:
         plan: of the export.
@@ -295,13 +296,14 @@ def _index(tensors: Sequence[PlacedTensor]) -> str:
 
 
 def _blocks(plan: ExportPlan, holding: Holding) -> Iterator[tuple[Tensor, Shape, PlacedTensor]]:
-    """What this rank writes of one holding: views, each with its first index in a tensor of the folder."""
-    for part, placed in plan.parts[holding.name]:
-        for piece in holding.written:
+    """What this rank writes of one holding, as views, each with its first index in a tensor of the folder."""
+    for held in written_parts(holding):
+        pairs = ((*each, piece) for each in plan.parts[held.name] for piece in held.written)
+        for part, placed, piece in pairs:
             rect = part.rect.intersect(piece.rect)
             if rect is None:
                 continue
-            values = holding.tensor[piece.local_offset : piece.local_stop].view(piece.rect.shape)
+            values = held.flat.read(piece.local_offset, piece.local_stop).view(piece.rect.shape)
             block = values[rect.slices_in(piece.rect)]
             start = rect.slices_in(part.rect)
             first = tuple(each.start for each in start)

@@ -1,9 +1,10 @@
 """An export that all ranks make together: rank 0 begins, every rank writes its own, rank 0 finishes; or nobody has it.
 
 >>> import tempfile, torch
+>>> from shardwise.flats import MemoryFlat
 >>> from shardwise.layout.pieces import LocalTensor
 >>> pieces = LocalTensor.whole((2, 3)).pieces
->>> held = Holding("up", (), "param", (2, 3), torch.arange(6.0), pieces, written=pieces)
+>>> held = Holding("up", (), "param", (2, 3), MemoryFlat(torch.arange(6.0)), pieces, written=pieces)
 >>> with tempfile.TemporaryDirectory() as place:
 ...     request = ExportRequest(Path(place) / "hf", [held], "BF16", {"config.json": b"{}"})
 ...     folder = export_jointly(request, Rounds(None, 0, 0, 1, 60.0, "export"), rank=0, timeout_s=60.0)
@@ -68,7 +69,7 @@ class ExportRequest:
         """The same on all ranks."""
         tensors = [
             ExportTensor(
-                each.name, each.aliases, each.global_shape, exported_dtype(dtype_name(each.tensor.dtype), self.dtype)
+                each.name, each.aliases, each.global_shape, exported_dtype(dtype_name(each.flat.dtype), self.dtype)
             )
             for each in self.holdings
             if each.state == PARAM
