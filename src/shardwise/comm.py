@@ -163,6 +163,8 @@ class Comm:
             name: for counts and messages.
             lane: where it runs on NCCL; None for the current stream, where nothing is done before it is waited for.
         """
+        if self.world_size == 1:
+            return Pending(None)
         call = self._count("all_gather", name, full, passes=1)
         start = partial(self._links.all_gather, full)
         return self._start(call, start) if self._links.waits_on_host else self._enqueue(lane, call, start)
@@ -176,6 +178,10 @@ class Comm:
             accumulate: add to what `out` holds.
             name: for counts and messages.
         """
+        if self.world_size == 1:
+            if out.untyped_storage() is not source.untyped_storage():
+                sum_chunks(out, source.unsqueeze(0), accumulate)
+            return Pending(None)
         call = self._count("reduce_scatter", name, source, passes=1)
         if not self._links.waits_on_host:
             return self._enqueue("reduce", call, lambda: self._native_reduce_scatter(source, out, accumulate))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from types import TracebackType
@@ -398,7 +398,7 @@ class Engine(EngineWeights):
             config = SchedulerConfig(name="constant", warmup_steps=config.warmup_steps)
         return build_scheduler(config, self.optimizer, self.config.run.steps)
 
-    def _agree(self, squares: Sequence[Tensor]) -> tuple[float, float, float, dict[str, bool]]:
+    def _agree(self, squares: list[Tensor]) -> tuple[float, float, float, dict[str, bool]]:
         """Sum over the ranks what all must know alike: loss, count, squared norm, and which parameters were used."""
         own_square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
         is_whole = self.layout.stage.optimizer is Placement.REPLICATE

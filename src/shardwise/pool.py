@@ -25,8 +25,10 @@ False
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol, cast
 
 import torch
@@ -66,12 +68,18 @@ class BufferPool:
         device: where the buffers lie.
         ledger: books every buffer under BUCKETS, and the pool's idle bytes as fragments.
         home: the stream in whose order storage is allocated and freed; by default the current one on CUDA.
+        allocate: makes the memory of a buffer, 1-D uint8 of at least so many bytes on the device; by default torch.
     """
 
     def __init__(
-        self, device: torch.device | str = "cpu", ledger: Ledger | None = None, home: Stream | None = None
+        self,
+        device: torch.device | str = "cpu",
+        ledger: Ledger | None = None,
+        home: Stream | None = None,
+        allocate: Callable[[int], Tensor] | None = None,
     ) -> None:
         self.device = torch.device(device)
+        self._empty = allocate or partial(torch.empty, dtype=torch.uint8, device=self.device)
         self._ledger = ledger
         self._home = self._current_stream() if home is None else home
         self._leased: dict[torch.UntypedStorage, _Buffer] = {}
@@ -159,7 +167,7 @@ class BufferPool:
         in_use_bytes = self._leased_bytes + capacity_bytes
         self._free_idle_until(max(in_use_bytes, self._peak_leased_bytes) - capacity_bytes)
         with self._on_home():
-            memory = torch.empty(capacity_bytes, dtype=torch.uint8, device=self.device)
+            memory = self._empty(capacity_bytes)
         if self._ledger is not None:
             self._ledger.track(memory, Category.BUCKETS)
         self.reserved_bytes += capacity_bytes

@@ -119,6 +119,7 @@ class FileRest:
         self._lock = threading.Lock()
         self._under_way: list[_Buffer] = []  # being written
         self._idle: list[_Buffer] = []  # kept
+        self._putting: Task | None = None
         self._prefetched: _FileWindow | None = None
         self._leaving: list[tuple[Event, _FileWindow]] = []  # whose copy to the device may be under way
 
@@ -137,9 +138,8 @@ class FileRest:
 
     def fetch(self, target: Tensor) -> Event:
         """Copy on the gathers' stream, once the file is read; waits for that here if nobody has prefetched it."""
-        self._let_go()
-        window = self._prefetched or self._open(0, self.numel, read=True)
-        self._prefetched = None
+        self.prefetch()
+        window, self._prefetched = self._prefetched or self._open(0, self.numel, read=True), None
         memory = window.wait()
         with self._means.streams.lane("gather"):
             target.copy_(memory, non_blocking=True)
@@ -153,6 +153,7 @@ class FileRest:
         """Start to read all of it."""
         self._let_go()
         if self._prefetched is None:
+            self._await_put()
             self._prefetched = self._open(0, self.numel, read=True)
 
     def forget(self) -> None:
@@ -167,7 +168,7 @@ class FileRest:
         self.forget()
         with self._means.streams.lane("offload"):
             memory, there = self._means.stage(source, self.dtype)
-        self._means.work_off(lambda: self._write_staged(memory, there))
+        self._putting = self._means.work_off(lambda: self._write_staged(memory, there))
 
     def take(self, source: Tensor, pool: BufferPool, then: Callable[[Tensor], None] | None, add: bool) -> Task | None:
         """Copy to a buffer on the stream of offloads; add and write on the lane."""
@@ -189,6 +190,7 @@ class FileRest:
 
     def read(self, start: int, stop: int) -> Tensor:
         """A copy of the elements [start, stop)."""
+        self._await_put()
         window = self._open(start, stop, read=True)
         try:
             return window.wait().clone()
@@ -197,6 +199,7 @@ class FileRest:
 
     def write(self, start: int, values: Tensor) -> None:
         """Replace the elements from `start` on; when it returns they are on their way to the file."""
+        self._await_put()
         window = self._open(start, start + values.numel(), read=False)
         try:
             window.wait().copy_(values)
@@ -236,6 +239,11 @@ class FileRest:
             if self._kept.take(buffer):
                 self._release(buffer)
         self._file.free()
+
+    def _await_put(self) -> None:
+        putting, self._putting = self._putting, None
+        if putting is not None:
+            putting.wait()
 
     def _load(self, first: int, last: int, is_read: bool) -> _Buffer:
         buffer = _Buffer(first, last, self._means.buffers.acquire(last - first))

@@ -33,7 +33,6 @@ from shardwise.tiers.buffers import HostBuffers
 from shardwise.tiers.lane import HostLane, Task
 from shardwise.tiers.traffic import Traffic
 
-
 # What leaves the device faster than the host takes it up would fill the host's memory.
 _MOST_STAGED: Final = 3
 

@@ -7,6 +7,7 @@ from typing import Final
 
 import torch
 
+from shardwise._torch_private import unseen_by_op_modes
 from shardwise.config import Tier, TiersConfig
 from shardwise.layout.layout import Layout
 from shardwise.memory import Category, Ledger
@@ -20,7 +21,6 @@ from shardwise.tiers.rests import DeviceRest, HostRest, Means, Rest
 from shardwise.tiers.simulated import SimulatedFile
 from shardwise.tiers.sweep import CHUNK_NUMEL, Sweep
 from shardwise.tiers.traffic import Traffic
-from shardwise._torch_private import unseen_by_op_modes
 
 # Chunks of the optimizer's states that stay in memory between two sweeps; and parameters or gradients on their way.
 _KEPT_CHUNKS: Final = 2
@@ -129,4 +129,7 @@ def _chunk_bytes(layout: Layout) -> int:
 
 def _largest_bytes(layout: Layout) -> int:
     """Bytes of the largest slice of parameters or gradients that rests on NVMe."""
-    return max((group.shard_numel * 4 for group in layout.groups if "nvme" in (group.tiers.params, group.tiers.grads)), default=0)
+    return max(
+        (group.shard_numel * 4 for group in layout.groups if "nvme" in (group.tiers.params, group.tiers.grads)),
+        default=0,
+    )

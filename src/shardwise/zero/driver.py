@@ -26,10 +26,9 @@ from shardwise.layout.skeleton import ROOT
 from shardwise.tiers.lane import Task
 from shardwise.wearing import ReleasedParameterError, released_type
 from shardwise.zero.group import ParamGroup
-from shardwise.zero.resources import Resources
 from shardwise.zero.order import LearntOrder, LockstepOrder, Names, Order
+from shardwise.zero.resources import Resources
 from shardwise.zero.unit import Unit
-
 
 # A disk needs more time than a gather: so many blocks beyond the one that is gathered ahead are read.
 _NUM_PREFETCHED: Final = 2

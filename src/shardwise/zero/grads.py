@@ -138,7 +138,7 @@ class GroupGrads:
             self._bucket = None
             borrowed.append(bucket)
         wire = bucket
-        if bucket.dtype != self._wire_dtype:
+        if bucket.dtype != self._wire_dtype and self._comms.reductions.world_size > 1:
             wire = self._pool.acquire(bucket.numel(), self._wire_dtype)
             wire.copy_(bucket)
             borrowed.append(wire)

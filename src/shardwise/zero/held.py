@@ -32,14 +32,14 @@ import torch
 from torch import Tensor
 
 from shardwise.config import ConfigError
-from shardwise.flats import Flat, MemoryFlat
+from shardwise.flats import Flat, is_flat
 from shardwise.holdings import PARAM, HeldNumber, Holding
 from shardwise.layout.groups import GroupSpec, ParamSpec
 from shardwise.layout.pieces import Piece as Rectangle
 from shardwise.layout.pieces import intersect
-from shardwise.zero.access import States, place_optimizer_state
+from shardwise.zero.access import States
 from shardwise.zero.group import ParamGroup
-from shardwise.zero.step import Piece
+from shardwise.zero.streamed import Piece
 
 Range = tuple[int, int]
 Wanted = HeldNumber | torch.dtype | None
@@ -103,7 +103,7 @@ def parts_of(group: GroupSpec, held: Range, written: Range, tp_index: int) -> It
 def held_parameters(states: States) -> Iterator[Holding]:
     """Every parameter of the model, those too of which this rank holds nothing."""
     for group in states.driver.groups:
-        master = MemoryFlat(group.params.master)
+        master = group.params.master
         for part in _parts(states, group):
             yield part.holding(PARAM, master.part(part.offset, part.offset + part.stop - part.start))
 
@@ -119,8 +119,7 @@ def held_optimizer_states(states: States) -> Iterator[Holding | HeldNumber]:
         for part in _parts(states, group) if group.grads is not None else ():
             piece = pieces.get((group, part.spec.name))
             if piece is not None:
-                values = states.sharded.optimizer.state.get(piece.view, {})
-                yield from _of_piece(_in_flats(values, part), part)
+                yield from _of_piece(_in_flats(states.sharded.states_of(piece), part), part)
 
 
 def prepare_optimizer_states(states: States, wanted: Mapping[str, Mapping[str, Wanted]]) -> None:
@@ -134,9 +133,14 @@ def prepare_optimizer_states(states: States, wanted: Mapping[str, Mapping[str, W
             for the parameter's.
     """
     sharded = states.sharded
-    sharded.forget_states([piece for piece in sharded.pieces if not wanted.get(piece.name)])
+    sharded.forget_states([each for each in sharded.pieces if sharded.is_streamed(each) or not wanted.get(each.name)])
     for piece in sharded.pieces:
         names = wanted.get(piece.name, {})
+        if sharded.is_streamed(piece):  # they are there, and wait to be filled
+            numbers = {name: each.value for name, each in names.items() if isinstance(each, HeldNumber)}
+            if names:
+                sharded.expect_states(piece, numbers)
+            continue
         kept = sharded.optimizer.state[piece.view] if names else {}
         for name in [name for name in kept if name not in names]:
             del kept[name]
@@ -167,14 +171,14 @@ def _in_flats(values: Mapping[str, Any], part: HeldPart) -> dict[str, Flat | Hel
     name, numel = part.spec.name, part.stop - part.start
     flats: dict[str, Flat | HeldNumber] = {}
     for state, value in values.items():
-        if isinstance(value, Tensor) and value.dim() and value.numel() == numel:
-            flats[state] = MemoryFlat(value.detach().view(-1))
+        if is_flat(value) and value.numel == numel:
+            flats[state] = value
         elif isinstance(value, Tensor) and value.dim() == 0:
             flats[state] = HeldNumber(name, state, value.item(), str(value.dtype).removeprefix("torch."))
         elif isinstance(value, int | float):
             flats[state] = HeldNumber(name, state, value, "float" if isinstance(value, float) else "int")
         elif value is not None:
-            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            found = f"{value.numel} elements" if is_flat(value) else type(value).__name__
             raise ConfigError(
                 f"the optimizer's state {state} of {name} is {found}; a checkpoint keeps numbers, and tensors as long "
                 "as the parameter: use an element-wise optimizer"
@@ -190,6 +194,6 @@ def _prepare(states: States, piece: Piece, name: str, wanted: Wanted) -> None:
             del optimizer.state[piece.view][name]
         is_python = wanted.dtype in ("int", "float")
         value = wanted.value if is_python else torch.tensor(wanted.value, dtype=getattr(torch, wanted.dtype))
-        place_optimizer_state(optimizer, piece.view, name, value)
+        states.sharded.write_state(piece, name, value)
     elif not (isinstance(current, Tensor) and current.shape == piece.view.shape and wanted in (None, current.dtype)):
         optimizer.state[piece.view][name] = torch.zeros_like(piece.view, dtype=wanted, requires_grad=False)

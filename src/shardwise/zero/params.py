@@ -207,8 +207,6 @@ class GroupParams:
             return False
         self._pending.wait()
         self._ledger.resize(self.full, 0)
-        for rest in {self.shard, self.master}:
-            rest.close()
         self._enter(ParamState.SHARDED)
         return True
 

@@ -116,6 +116,10 @@ class ShardedOptimizer:
         else:
             _place_state(self.optimizer, piece.view, state, value)
 
+    def expect_states(self, piece: Piece, numbers: Mapping[str, float]) -> None:
+        """Let a piece whose optimizer rests off the device have states, whose tensors somebody will fill."""
+        self._streamed[piece.group].expect_states(piece, numbers)
+
     def is_streamed(self, piece: Piece) -> bool:
         """Whether the piece's optimizer rests off the device."""
         return piece.group in self._streamed
@@ -213,10 +217,11 @@ class ShardedOptimizer:
             for group in self._groups:
                 grads = group.grads
                 if group in self._streamed:
-                    stepping[group] = self._stepped.pop(group, None) or self._start(group, factor, used)
+                    stepping[group] = self._stepped.get(group) or self._start(group, factor, used)
                 elif grads is not None and grads.is_away and (brought := grads.gradient()) is not None:
                     self._step_on_device({group: brought.mul_(factor)}, used)
         self.track_states()
+        self._stepped.clear()
         self._clear_gradients()
         return stepping
 
@@ -290,12 +295,12 @@ def _refuse_own_step(sharded: ShardedOptimizer | None) -> None:
 
 def _pieces(group: ParamGroup) -> list[Piece]:
     params = group.params
-    master = params.master.tensor
     pieces = []
     for slot in group.spec.slots(params.shard_start, params.shard_stop):
         start, stop = slot.offset, slot.offset + slot.stop - slot.start
-        is_on_device = group.spec.tiers.optimizer == "device" and master is not None
-        view = master[start:stop] if is_on_device else torch.empty(0, dtype=params.master.dtype)
+        view = torch.empty(0, dtype=params.master.dtype)
+        if group.spec.tiers.optimizer == "device":
+            view = params.master.read(start, stop)
         pieces.append(Piece(slot.param.name, group, nn.Parameter(view), start, stop))
     return pieces
 

@@ -116,7 +116,9 @@ class StreamedGroup:
         plans = []
         for piece in pieces:
             current = options_of(piece)
-            snapshot = options.setdefault(id(current), {key: value for key, value in current.items() if key != "params"})
+            snapshot = options.setdefault(
+                id(current), {key: value for key, value in current.items() if key != "params"}
+            )
             counts = self._counts[piece.name]
             plans.append((piece, snapshot, counts.num_steps, not counts.is_present))
             counts.num_steps, counts.is_present = counts.num_steps + 1, True
@@ -146,15 +148,17 @@ class StreamedGroup:
         Raises:
             ConfigError: the optimizer keeps no such state.
         """
-        counts = self._counts[piece.name]
-        if state == "step":
-            counts.num_steps = float(value)
-        elif state in self.states:
+        if state in self.states:
             self.states[state].write(piece.start, torch.as_tensor(value))
-        else:
+        elif state != "step":
             known = ", ".join(["step", *self.states])
             raise ConfigError(f"{self.rule.name} keeps no state {state} of {piece.name}; there are {known}")
-        counts.is_present = True
+        self.expect_states(piece, {state: float(value)} if state == "step" else {})
+
+    def expect_states(self, piece: Piece, numbers: Mapping[str, float]) -> None:
+        """Let a piece have states from now on, whose tensors somebody fills."""
+        counts = self._counts[piece.name]
+        counts.is_present, counts.num_steps = True, numbers.get("step", counts.num_steps)
 
     def forget_states(self, piece: Piece) -> None:
         """Let a piece have what it has before the first step."""
