@@ -76,7 +76,10 @@ def own_gradients(engine: Engine) -> dict[str, Tensor]:
     """This rank's slices of the summed gradients, in tensors of the parameters' shapes that are zero elsewhere."""
     engine._driver.finish()
     found: dict[str, Tensor] = {}
-    for group, gradient in engine._sharded.gradients().items():
+    for group in engine._driver.groups:
+        gradient = None if group.grads is None else group.grads.gradient()
+        if gradient is None:
+            continue
         found.update({place.name: gradient.new_zeros(0) for place in group.spec.params if place.numel == 0})
         for slot in group.spec.slots(group.params.shard_start, group.params.shard_stop):
             flat = found.setdefault(slot.param.name, gradient.new_zeros(slot.param.numel))

@@ -533,17 +533,18 @@ def test_ranks_stay_alike_when_they_write_unlike(ranks: WorkerPool, layout: str)
 def overflow_on_one_rank(rank: int, world_size: int) -> list[tuple[bool, float]]:
     found = []
     with make_engine("decoder", "tp4", precision={"param": "fp16"}) as engine:
-        own = engine._sharded.gradients
+        grads = next(group.grads for group in engine._driver.groups if group.grads is not None)
+        own = grads.gradient
         for step in range(3):
-            engine._sharded.gradients = own if rank != 3 or step != 1 else lambda: with_overflow(own())
+            grads.gradient = own if rank != 3 or step != 1 else lambda: with_overflow(own())
             result = engine.train_step(batches_of("decoder", "tp4", step, rank))
             found.append((result.skipped, result.loss_scale))
     return found
 
 
-def with_overflow(gradients: dict[Any, Tensor]) -> dict[Any, Tensor]:
-    next(iter(gradients.values()))[0] = torch.inf
-    return gradients
+def with_overflow(gradient: Tensor) -> Tensor:
+    gradient[0] = torch.inf
+    return gradient
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: WorkerPool) -> None:

@@ -64,7 +64,10 @@ def train(rank: int, world_size: int, stage: int, param: str, hands_over: bool) 
             found["freed"].append(sum(freed_bytes.values()) == live_bytes - device_bytes(engine))
             if include == handover.STATES:
                 found["empty"].append(device_bytes(engine))
-                storages = [*(p.master.tensor for p in parameter_groups(engine)), *(p.full for p in parameter_groups(engine))]
+                storages = [
+                    *(p.master.tensor for p in parameter_groups(engine)),
+                    *(p.full for p in parameter_groups(engine)),
+                ]
                 found["released"].append(storage_bytes(storages))
         after = tensors_of(engine)
         found["same"].append(len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True)))

@@ -168,17 +168,17 @@ def _of_piece(values: Mapping[str, Flat | HeldNumber], part: HeldPart) -> Iterat
 
 def _in_flats(values: Mapping[str, Any], part: HeldPart) -> dict[str, Flat | HeldNumber]:
     """The states that torch's optimizer has of a piece, those that are None left out."""
-    name, numel = part.spec.name, part.stop - part.start
+    name = part.spec.name
     flats: dict[str, Flat | HeldNumber] = {}
     for state, value in values.items():
-        if is_flat(value) and value.numel == numel:
+        if is_flat(value):
             flats[state] = value
         elif isinstance(value, Tensor) and value.dim() == 0:
             flats[state] = HeldNumber(name, state, value.item(), str(value.dtype).removeprefix("torch."))
         elif isinstance(value, int | float):
             flats[state] = HeldNumber(name, state, value, "float" if isinstance(value, float) else "int")
         elif value is not None:
-            found = f"{value.numel} elements" if is_flat(value) else type(value).__name__
+            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ConfigError(
                 f"the optimizer's state {state} of {name} is {found}; a checkpoint keeps numbers, and tensors as long "
                 "as the parameter: use an element-wise optimizer"

@@ -101,12 +101,15 @@ class ShardedOptimizer:
             self.optimizer.state.update(fresh_states(self.optimizer, groups))
 
     def states_of(self, piece: Piece) -> Mapping[str, Any]:
-        """What the optimizer keeps of a piece now, by name: flat states, and numbers."""
+        """What the optimizer keeps of a piece now, by name: flat states as long as the piece, numbers, and others."""
         if piece.group in self._streamed:
             return self._streamed[piece.group].states_of(piece)
+        numel, states = piece.view.numel(), self.optimizer.state.get(piece.view, {})
         return {
-            name: MemoryFlat(value.detach().view(-1)) if isinstance(value, Tensor) and value.dim() else value
-            for name, value in self.optimizer.state.get(piece.view, {}).items()
+            name: MemoryFlat(value.detach().view(-1))
+            if isinstance(value, Tensor) and value.dim() and value.numel() == numel
+            else value
+            for name, value in states.items()
         }
 
     def write_state(self, piece: Piece, state: str, value: Tensor | float) -> None:
