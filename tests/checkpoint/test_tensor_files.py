@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import weakref
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from shardwise.checkpoint.tensor_files import (
     FileTensor,
     dtype_name,
     encode_header,
-    memory_of,
     named_dtype,
     read_header,
 )
@@ -164,14 +162,3 @@ def test_a_missing_file_and_unknown_dtypes_are_named(tmp_path: Path) -> None:
 def test_a_name_stands_once() -> None:
     with pytest.raises(CheckpointError, match="a would stand twice"):
         encode_header([Entry("a", "U8", ()), Entry("a", "F32", (2,))])
-
-
-def test_memory_keeps_its_tensor() -> None:
-    tensor = torch.arange(4, dtype=torch.uint8)
-    alive = weakref.ref(tensor)
-    memory = memory_of(tensor)[1:]
-    del tensor
-    assert alive() is not None
-    assert memory.tolist() == [1, 2, 3]
-    del memory
-    assert alive() is None

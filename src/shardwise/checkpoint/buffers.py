@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._torch_private import persistent_buffers
-from shardwise.checkpoint.tensor_files import memory_of
 from shardwise.flats import MemoryFlat
 from shardwise.holdings import PARAM, Holding, Kind
+from shardwise.host_memory import memory_of
 from shardwise.layout.pieces import LocalTensor
 
 

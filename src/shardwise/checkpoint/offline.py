@@ -38,7 +38,8 @@ from shardwise.checkpoint.manifest import (
     entry_key,
 )
 from shardwise.checkpoint.reading import PieceReader
-from shardwise.checkpoint.tensor_files import Entry, FileTensor, encode_header, memory_of, named_dtype, read_header
+from shardwise.checkpoint.tensor_files import Entry, FileTensor, encode_header, named_dtype, read_header
+from shardwise.host_memory import memory_of
 from shardwise.layout.pieces import Piece, Rect, Shape, flat_range_to_rects, overlap
 
 # Elements in memory at once: whole blocks of any dtype, and enough of them that what is done to each costs little.

@@ -42,7 +42,8 @@ from shardwise.checkpoint.manifest import (
     StoredState,
     StoredTensor,
 )
-from shardwise.checkpoint.tensor_files import memory_of, named_dtype
+from shardwise.checkpoint.tensor_files import named_dtype
+from shardwise.host_memory import memory_of
 from shardwise.layout.pieces import Piece, Rect, flat_range_to_rects, overlap, rect_to_flat_ranges, stack
 
 # The file may also be of others, such as a download.

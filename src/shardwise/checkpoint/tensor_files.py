@@ -11,7 +11,6 @@ of its element's size: who maps the file into memory may use them where they are
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -22,7 +21,6 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
 
 from shardwise.checkpoint.manifest import ITEM_BYTES, CheckpointError, DamagedError
 from shardwise.layout.pieces import Shape
@@ -176,14 +174,3 @@ def _check_layout(tensors: Sequence[FileTensor], data_start: int, num_bytes: int
         end = tensor.stop
     if end != num_bytes:
         raise DamagedError(f"{where} has {num_bytes} bytes, its header says {end}; fetch or write it anew")
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, to read or to write; they keep the tensor alive.
-
-    Not by `Tensor.numpy`: torch never again resizes a storage that NumPy has seen, and so no parameter's is released.
-    """
-    num_bytes = tensor.numel() * tensor.element_size()
-    memory: Any = (ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr())
-    memory.owner = tensor  # else a copy made for the call, such as of what is on a GPU, is gone before it is read
-    return memoryview(memory).cast("B")

@@ -43,8 +43,9 @@ from shardwise.checkpoint.manifest import (
     merge_parts,
 )
 from shardwise.checkpoint.spans import read_spans
-from shardwise.checkpoint.tensor_files import Entry, dtype_name, encode_header, memory_of
+from shardwise.checkpoint.tensor_files import Entry, dtype_name, encode_header
 from shardwise.holdings import HeldNumber, Holding
+from shardwise.host_memory import memory_of
 from shardwise.layout.pieces import Piece, Rect, stack
 
 # What one call writes at most, in bytes and in buffers; the kernel takes 1024 buffers.

@@ -37,8 +37,9 @@ from shardwise.checkpoint.huggingface.importing import INDEX_NAME, WEIGHTS_NAME
 from shardwise.checkpoint.huggingface.names import NameMap, Part
 from shardwise.checkpoint.manifest import ITEM_BYTES, CheckpointError
 from shardwise.checkpoint.spans import written_parts
-from shardwise.checkpoint.tensor_files import Entry, encode_header, memory_of, named_dtype
+from shardwise.checkpoint.tensor_files import Entry, encode_header, named_dtype
 from shardwise.holdings import PARAM, Holding
+from shardwise.host_memory import memory_of
 from shardwise.layout.pieces import Shape
 
 # What is cast, copied from a device and written at once.
