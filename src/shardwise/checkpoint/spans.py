@@ -5,7 +5,8 @@ read one by one: what lies between them is read too, and left out.
 
 >>> import torch
 >>> from shardwise.layout.pieces import Rect
->>> bytes(read_spans(MemoryFlat(torch.arange(8, dtype=torch.uint8)), [(1, 3), (5, 6), (6, 8)])).hex()
+>>> held = Holding("up", (), "param", (8,), MemoryFlat(torch.arange(8, dtype=torch.uint8)), (), ())
+>>> bytes(read_spans(held, [(1, 3), (5, 6), (6, 8)])).hex()
 '0102050607'
 >>> rows = [Piece(Rect((row, 4), (row + 1, 8)), 12 * row) for row in range(3)]
 >>> for window in windows(rows, max_numel=20, max_gap=8):
@@ -21,8 +22,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
+from torch import Tensor
 
-from shardwise.checkpoint.manifest import BLOCK_BYTES
+from shardwise.checkpoint.manifest import BLOCK_BYTES, CheckpointError
 from shardwise.checkpoint.tensor_files import memory_of
 from shardwise.flats import Flat, MemoryFlat
 from shardwise.holdings import Holding
@@ -44,23 +46,36 @@ def in_file(holding: Holding) -> bool:
     return holding.flat.tensor is None
 
 
-def read_spans(flat: Flat, spans: Sequence[Span]) -> memoryview:
+def read_spans(holding: Holding, spans: Sequence[Span]) -> memoryview:
     """The bytes of some spans of a state, one span behind the other.
 
     Args:
-        flat: the state, in a file.
+        holding: the state, in a file.
         spans: as bytes from its start, each at the bounds of elements and of at most `RUN_BYTES`.
+
+    Raises:
+        CheckpointError: that file cannot be read.
     """
-    item_bytes = flat.dtype.itemsize
+    item_bytes = holding.flat.dtype.itemsize
     found: list[memoryview | bytes] = []
     for run in _runs(spans):
         first, last = run[0][0], run[-1][1]
-        memory = memory_of(flat.read(first // item_bytes, last // item_bytes).view(torch.uint8))
+        memory = memory_of(_read(holding, first // item_bytes, last // item_bytes).view(torch.uint8))
         if sum(stop - start for start, stop in run) < last - first:
             found.append(b"".join([memory[start - first : stop - first] for start, stop in run]))
         else:
             found.append(memory)
     return memoryview(found[0] if len(found) == 1 else b"".join(found))
+
+
+def _read(holding: Holding, start: int, stop: int) -> Tensor:
+    try:
+        return holding.flat.read(start, stop)
+    except OSError as error:  # else it would pass for one of the disk that is written to
+        raise CheckpointError(
+            f"{holding.name} {holding.state} cannot be read from the file that it rests in: {error}; go on from the "
+            "last checkpoint"
+        ) from error
 
 
 def _runs(spans: Sequence[Span]) -> Iterator[list[Span]]:
@@ -121,10 +136,14 @@ def windows_of(flat: Flat, pieces: Sequence[Piece]) -> Iterator[Window]:
 
 
 def written_parts(holding: Holding) -> Iterator[Holding]:
-    """What this rank writes of a state: all at once where it lies in memory, else by parts, each read into memory."""
+    """What this rank writes of a state: all at once where it lies in memory, else by parts, each read into memory.
+
+    Raises:
+        CheckpointError: a file that it lies in cannot be read.
+    """
     if not in_file(holding):
         yield holding
         return
     for window in windows_of(holding.flat, holding.written):
-        values = MemoryFlat(holding.flat.read(window.start, window.stop))
+        values = MemoryFlat(_read(holding, window.start, window.stop))
         yield replace(holding, flat=values, pieces=window.pieces, written=window.pieces)

@@ -2,7 +2,7 @@
 
 On the CPU the file is written from the tensors' own memory, on a GPU through one small pinned buffer, of a state that
 lies in a file in reads of a few MiB; nothing is ever copied whole. Checksums are taken beside the writing, by a helper
-thread.
+thread, and another one reads such files ahead.
 
 >>> import tempfile, torch
 >>> from shardwise.flats import MemoryFlat
@@ -23,8 +23,8 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from multiprocessing.pool import ThreadPool
+from itertools import chain, groupby, pairwise
+from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -235,26 +235,36 @@ def _in_host_memory(source: Tensor, spans: Sequence[tuple[int, int]]) -> memoryv
 
 def _from_file(blocks: Sequence[_Block]) -> Iterator[memoryview]:
     """The bytes of blocks that follow one another in one entry, in as few reads as they can be had."""
-    memory = read_spans(blocks[0].job.holding.flat, [span for block in blocks for span in block.spans])
+    memory = read_spans(blocks[0].job.holding, [span for block in blocks for span in block.spans])
     place = 0
     for block in blocks:
         yield memory[place : place + block.num_bytes]
         place += block.num_bytes
 
 
+def _loaded(jobs: Sequence[_Job], helpers: ThreadPool) -> Iterator[tuple[list[_Block], list[memoryview]]]:
+    """The batches with their bytes, good until the next one; files are read while the batch before is written."""
+    staging = _Staging()
+    ahead: AsyncResult[list[memoryview]] | None = None
+    for batch, following in pairwise(chain(_batches(jobs), [[]])):
+        buffers = staging.load(batch) if ahead is None else ahead.get()
+        is_in_files = bool(following) and all(block.job.source is None for block in following)
+        ahead = helpers.apply_async(staging.load, (following,)) if is_in_files else None
+        yield batch, buffers
+
+
 def _write_file(
     path: Path, header: bytes, jobs: Sequence[_Job], num_bytes: int, progress: Callable[[int], None]
 ) -> None:
-    staging, end, written_back = _Staging(), 0, 0
+    end = written_back = 0
     try:
         # No executor of `concurrent.futures`: it takes no work once the main thread has ended, while a save goes on.
-        with path.open("xb", buffering=0) as file, ThreadPool(1) as helper:
+        with path.open("xb", buffering=0) as file, ThreadPool(2) as helpers:
             descriptor = file.fileno()
             _reserve(descriptor, num_bytes)
             end += _write(descriptor, [memoryview(header)])
-            for batch in _batches(jobs):
-                buffers = staging.load(batch)
-                crcs = helper.apply_async(lambda buffers: [zlib.crc32(buffer) for buffer in buffers], (buffers,))
+            for batch, buffers in _loaded(jobs, helpers):
+                crcs = helpers.apply_async(lambda buffers: [zlib.crc32(buffer) for buffer in buffers], (buffers,))
                 written = _write(descriptor, buffers)
                 for block, crc in zip(batch, crcs.get(), strict=True):
                     block.job.crcs.append(crc)
