@@ -202,7 +202,7 @@ class Saver:
                 log.warning("%s", error)
 
     def _must_wait(self, request: SaveRequest) -> bool:
-        """Whether no copy can be made of what is saved. Every rank has a part, if an empty one, of each state."""
+        """Whether no copy can be made of what is saved; all ranks say the same, since they share groups and tiers."""
         if not any(map(in_file, request.holdings)):
             return False
         if not self._has_said_so:

@@ -153,7 +153,12 @@ def root_to_json(root: Path, found: Sequence[Found]) -> dict[str, Any]:
 
 
 def describe_layout(manifest: Manifest) -> str:
-    """The layout that wrote a checkpoint, as far as it says so."""
+    """The layout that wrote a checkpoint, as far as it says so.
+
+    >>> tiers = {"params": "device", "grads": "host", "optimizer": "nvme"}
+    >>> describe_layout(Manifest(1, (), {}, layout={"mesh": {}, "stage": 2, "tiers": tiers}))
+    'ZeRO-2 over 1 rank, gradients in host memory, optimizer states on NVMe'
+    """
     mesh = manifest.layout.get("mesh") or manifest.config.get("mesh") or {}
     axes = {name: size for name, size in mesh.items() if isinstance(size, int) and size > 1}
     parts = []
