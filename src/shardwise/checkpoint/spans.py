@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.manifest import BLOCK_BYTES, CheckpointError
-from shardwise.checkpoint.tensor_files import memory_of
 from shardwise.flats import Flat, MemoryFlat
 from shardwise.holdings import Holding
+from shardwise.host_memory import memory_of
 from shardwise.layout.pieces import Piece, flat_range_to_rects
 
 # What one read for a save takes at most.
