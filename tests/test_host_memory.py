@@ -1,0 +1,80 @@
+"""Pages of host memory: aligned, zero, pinned and given back; and a tensor's raw bytes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.host_memory import ALIGNMENT_BYTES, host_pages, memory_of
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4096, 4097, 5 * 2**20 + 1])
+def test_pages_are_aligned_and_zero(num_bytes: int) -> None:
+    pages = host_pages(num_bytes)
+    assert (pages.dtype, pages.dim(), pages.data_ptr() % ALIGNMENT_BYTES) == (torch.uint8, 1, 0)
+    assert pages.numel() == max(1, -(-num_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+    assert not pages.any()
+
+
+def test_a_host_without_room() -> None:
+    with pytest.raises(
+        MemoryError, match=r"the host gives no 1125899906842624 bytes: Cannot allocate memory; let fewer"
+    ):
+        host_pages(2**50)
+
+
+class Runtime:
+    """CUDA's runtime, as far as pages need it."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        assert flags == 1
+        self.pinned[address] = num_bytes
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        assert is_mapped(address)  # as CUDA demands
+        del self.pinned[address]
+        return 0
+
+
+def is_mapped(address: int) -> bool:
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(start, 16) <= address < int(stop, 16) for start, stop in ranges)
+
+
+def test_pinned_pages_are_let_go_before_they_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    pages = host_pages(5000, pin_memory=True)
+    view, address = pages[10:20], pages.data_ptr()
+    assert runtime.pinned == {address: 8192}
+    del pages
+    gc.collect()
+    assert runtime.pinned == {address: 8192}
+    del view
+    assert runtime.pinned == {}
+
+
+def test_pages_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(error=2))
+    with pytest.raises(MemoryError, match=r"CUDA pins no 8192 bytes of the host \(error 2\); let fewer"):
+        host_pages(5000, pin_memory=True)
+
+
+def test_memory_keeps_its_tensor() -> None:
+    tensor = torch.arange(4, dtype=torch.uint8)
+    alive = weakref.ref(tensor)
+    memory = memory_of(tensor)[1:]
+    del tensor
+    assert alive() is not None
+    assert memory.tolist() == [1, 2, 3]
+    del memory
+    assert alive() is None

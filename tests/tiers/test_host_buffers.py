@@ -1,0 +1,104 @@
+"""Host buffers: aligned, reused, given back, booked; for any thread, and under fake tensors."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise._torch_private import fake_tensors
+from shardwise.host_memory import ALIGNMENT_BYTES
+from shardwise.memory import Category, Ledger
+from shardwise.tiers.buffers import HostBuffers
+
+
+@given(sizes=st.lists(st.integers(0, 300_000), min_size=1, max_size=8))
+def test_buffers_are_aligned_disjoint_and_of_the_size(sizes: list[int]) -> None:
+    ledger = Ledger()
+    buffers = HostBuffers(ledger=ledger)
+    leased = [buffers.acquire(size) for size in sizes]
+    ranges = sorted((each.data_ptr(), each.data_ptr() + each.numel()) for each in leased)
+    assert [each.shape for each in leased] == [(size,) for size in sizes]
+    assert {(each.dtype, each.device.type) for each in leased} == {(torch.uint8, "cpu")}
+    assert all(start % ALIGNMENT_BYTES == 0 for start, _ in ranges)
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))
+    assert buffers.live_bytes == sum(sizes) <= buffers.reserved_bytes
+    assert ledger.snapshot().live_bytes[Category.BUCKETS] >= buffers.reserved_bytes
+    for each in leased:
+        buffers.release(each)
+    buffers.trim()
+    del each, leased
+    assert (buffers.live_bytes, buffers.reserved_bytes, ledger.snapshot().total_bytes) == (0, 0, 0)
+
+
+def test_an_idle_buffer_of_about_the_size_is_used_again() -> None:
+    buffers = HostBuffers()
+    first = buffers.acquire(2**20)
+    address = first.data_ptr()
+    buffers.release(first)
+    again = buffers.acquire(2**20 - 5)
+    other = buffers.acquire(2**20 - 5)
+    assert again.data_ptr() == address != other.data_ptr()
+    buffers.release(again)
+    assert buffers.acquire(2**19).data_ptr() != address
+    with pytest.raises(ValueError, match="is not on lease"):
+        buffers.release(again)
+
+
+def test_the_system_gets_what_is_trimmed() -> None:
+    def resident_bytes() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * ALIGNMENT_BYTES
+
+    buffers = HostBuffers()
+    before = resident_bytes()
+    for size in (2**20, 2**24):  # the C library maps neither on its own once it has freed one of 32 MiB
+        leased = [buffers.acquire(size).fill_(1) for _ in range(2**25 // size)]
+        assert resident_bytes() > before + 2**24
+        for each in leased:
+            buffers.release(each)
+        del each, leased
+        buffers.trim()
+        assert resident_bytes() < before + 2**23
+
+
+def test_any_thread_may_take_and_give() -> None:
+    ledger = Ledger()
+    buffers = HostBuffers(ledger=ledger)
+    failed: list[str] = []
+
+    def work(index: int) -> None:
+        draw = random.Random(index)
+        for _ in range(150):
+            leased = buffers.acquire(draw.choice([1000, 8192, 70_000])).fill_(index)
+            other = buffers.acquire(5000).fill_(index + 100)
+            if not ((leased == index).all() and (other == index + 100).all()):
+                failed.append(f"thread {index} shares its buffer")
+            buffers.release(leased)
+            buffers.release(other)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert buffers.live_bytes == 0
+    buffers.trim()
+    assert (buffers.reserved_bytes, ledger.snapshot().total_bytes) == (0, 0)
+
+
+def test_fake_tensors_need_no_memory() -> None:
+    ledger = Ledger()
+    with fake_tensors():
+        buffers = HostBuffers(pin_memory=True, ledger=ledger)
+        leased = buffers.acquire(2**44)
+        assert (leased.shape, leased.dtype, leased.device.type) == ((2**44,), torch.uint8, "cpu")
+        assert ledger.snapshot().live_bytes[Category.BUCKETS] == 2**44
+        buffers.release(leased)
+        assert buffers.acquire(2**44).untyped_storage() is leased.untyped_storage()
