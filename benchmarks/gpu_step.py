@@ -32,6 +32,7 @@ from shardwise.engine import Engine
 from shardwise.launch.group import ensure_process_group
 from shardwise.layout.layout import build_layout
 from shardwise.layout.stages import STAGES
+from shardwise.memory import Ledger
 from shardwise.mesh import Mesh
 from shardwise.models.decoder import Decoder, DecoderConfig, flops_per_token, lm_loss
 from shardwise.models.presets import preset
@@ -118,7 +119,7 @@ def ours(stage: int) -> Callable[..., tuple[Step, Callable[[], None]]]:
             model,
             resolved,
             layout,
-            DEVICE,
+            Ledger(DEVICE),
             MeshNetwork(Mesh(layout.mesh, resolved.run.timeout_s), DEVICE),
             loss_fn=lambda output, batch: lm_loss(output, batch[1]),
             optimizer=None,
@@ -160,7 +161,7 @@ def split(sequence_parallel: bool) -> Callable[..., tuple[Step, Callable[[], Non
             model,
             resolved,
             layout,
-            DEVICE,
+            Ledger(DEVICE),
             SilentNetwork(layout.mesh, 0, "nccl"),
             loss_fn=lambda output, batch: lm_loss(output, batch[1]),
             optimizer=None,

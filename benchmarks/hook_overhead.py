@@ -41,6 +41,7 @@ from shardwise.engine import Engine
 from shardwise.hooks import hook_gradient, hook_unit
 from shardwise.layout.layout import build_layout
 from shardwise.layout.stages import STAGES
+from shardwise.memory import Ledger
 
 WIDTH = 8
 DEPTHS = (8, 40)
@@ -163,7 +164,7 @@ def engine(stage: int, num_blocks: int, num_params: int) -> System:
         model,
         config,
         layout,
-        DEVICE,
+        Ledger(DEVICE),
         FreeNetwork(),
         loss_fn=lambda output, batch: (output.sum(), 1),
         optimizer=None,

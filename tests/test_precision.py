@@ -1,6 +1,7 @@
 """Sums that lose nothing, casts of nested data, and the loss scaler's rule."""
 
 from collections import UserDict
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -8,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise._torch_private import fake_tensors
 from shardwise.config import PrecisionConfig
+from shardwise.memory import Ledger
 from shardwise.precision import (
     _BLOCK_NUMEL,
     TORCH_DTYPES,
@@ -50,6 +53,21 @@ def test_add_widened_writes_into_a_slice_and_nothing_beside_it() -> None:
     buffer = torch.zeros(10)
     add_widened(buffer[2:5], torch.ones(8, dtype=torch.bfloat16)[1:4])
     assert buffer.tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 0]
+
+
+def test_add_widened_of_fake_tensors_has_the_scratch_of_real_ones() -> None:
+    """A simulation's ledger counts it, and sees two ops rather than two for every block."""
+    numels = (7, _BLOCK_NUMEL, 64 * _BLOCK_NUMEL)
+    peaks: dict[bool, list[int]] = {}
+    for is_simulated in (False, True):
+        with fake_tensors() if is_simulated else nullcontext():
+            pairs = [(torch.zeros(numel), torch.ones(numel, dtype=torch.bfloat16)) for numel in numels]
+            for total, addend in pairs:
+                ledger = Ledger()
+                with ledger.meter():
+                    add_widened(total, addend)
+                peaks.setdefault(is_simulated, []).append(ledger.snapshot().peak_bytes)
+    assert peaks[True] == peaks[False] == [4 * min(numel, _BLOCK_NUMEL) for numel in numels]
 
 
 def test_add_widened_refuses_other_sizes() -> None:

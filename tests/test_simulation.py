@@ -214,14 +214,13 @@ def test_nccl_receives_nothing_beside_what_it_sums() -> None:
     gloo, nccl = (
         simulate(
             lambda: nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)]),
-            {"zero": {"stage": 3}, "precision": {"param": "fp32"}},
+            {"zero": {"stage": 3}, "precision": {"param": "fp32"}, "run": {"device": device}},
             lambda: torch.zeros(1, 256),
             loss_fn=lambda output, batch: output.sum(),
             rank=0,
             world_size=64,
-            backend=backend,
         )
-        for backend in ("gloo", "nccl")
+        for device in ("cpu", "cuda")
     )
     assert nccl.calls == gloo.calls
     # Two reductions may be under way: of each the bucket, and on gloo what is received.

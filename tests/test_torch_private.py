@@ -16,6 +16,7 @@ from shardwise._torch_private import (
     fake_tensors,
     in_backward,
     in_op_mode,
+    is_fake,
     named_arguments,
     num_recorded,
     on_backward_end,
@@ -298,6 +299,12 @@ def test_fake_tensors_have_storages_that_are_one_object_and_resize() -> None:
         storage = weakref.ref(full.untyped_storage())
         del full, view
         assert storage() is None
+
+
+def test_only_fake_tensors_and_their_views_are_fake() -> None:
+    assert not any(map(is_fake, (torch.empty(1), torch.empty(1, device="meta"), nn.Parameter(torch.empty(1)))))
+    with fake_tensors():
+        assert all(map(is_fake, (torch.empty(2), torch.empty(2)[:1], nn.Parameter(torch.empty(1)))))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -30,6 +30,7 @@ __all__ = [
     "fake_tensors",
     "in_backward",
     "in_op_mode",
+    "is_fake",
     "named_arguments",
     "num_recorded",
     "on_backward_end",
@@ -215,6 +216,11 @@ def fake_copy(tensor: Tensor) -> Tensor:
         return tensor
     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape but no memory: then one op says as much as many over its parts."""
+    return isinstance(tensor, FakeTensor)
 
 
 def parameter_class(parameter: nn.Parameter) -> type[nn.Parameter]:

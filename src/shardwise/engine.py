@@ -68,7 +68,7 @@ class Engine(EngineWeights):
         config: resolved.
         layout: what each rank holds.
         comm: over all ranks that take the same optimizer step.
-        memory: the ledger of live bytes.
+        memory: the ledger of live bytes, of the device on which the engine computes.
         num_steps: optimizer steps taken, skipped ones included.
         optimizer: the torch optimizer over this rank's pieces.
     """
@@ -78,7 +78,7 @@ class Engine(EngineWeights):
         model: nn.Module,
         config: Config,
         layout: Layout,
-        device: torch.device,
+        memory: Ledger,
         network: Network,
         *,
         loss_fn: LossFn | None,
@@ -88,8 +88,8 @@ class Engine(EngineWeights):
         self.model = model
         self.config = config
         self.layout = layout
-        self.device = device
-        self.memory = Ledger(device)
+        self.memory = memory
+        device = self.device = memory.device
         streams = Streams(device, config.zero.overlap)
         pool = self._pool = BufferPool(device, self.memory)
         self._network = network

@@ -131,10 +131,18 @@ class Ledger:
     Args:
         device: whose memory is booked; tensors elsewhere are left out, such as AdamW's step counts.
         allocator: the source of totals; by default torch's on CUDA, none on the CPU.
+        limit_bytes: what the device is to hold, for simulations: a storage that would bring the booked ones above it
+            is not booked, and raises `torch.OutOfMemoryError`.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", allocator: Allocator | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        allocator: Allocator | None = None,
+        limit_bytes: int | None = None,
+    ) -> None:
         self.device = torch.device(device)
+        self._limit_bytes = limit_bytes
         if allocator is None and self.device.type == "cuda":
             allocator = CudaAllocator(self.device)
         self._allocator = allocator
@@ -177,6 +185,7 @@ class Ledger:
             record = self._records.get(id(storage))
             if record is None:
                 raise ValueError(f"a storage of {storage.nbytes()} bytes is not in the ledger; track it first")
+            self._refuse_above_limit(num_bytes - record.num_bytes)
             set_unsharded_storage(storage, num_bytes)
             self._book(record, record.category, num_bytes)
             self._end(before)
@@ -260,6 +269,7 @@ class Ledger:
             if record is not None:
                 if record.num_bytes == storage.nbytes():
                     return
+                self._refuse_above_limit(storage.nbytes() - record.num_bytes)
                 self._book(record, record.category, storage.nbytes())
             elif any(storage is tensor.untyped_storage() for tensor in _strided(inputs)):
                 return
@@ -282,6 +292,7 @@ class Ledger:
             self._note_allocator_peak(self._allocator.stats(), before)
 
     def _open(self, storage: torch.UntypedStorage, category: Category) -> None:
+        self._refuse_above_limit(storage.nbytes())
         record = _Record(storage, self._dead.append)
         record.key, record.category, record.num_bytes = id(storage), category, 0
         self._records[record.key] = record
@@ -292,6 +303,14 @@ class Ledger:
         self._live_bytes[category] += num_bytes
         self._total_bytes += num_bytes - record.num_bytes
         record.category, record.num_bytes = category, num_bytes
+
+    def _refuse_above_limit(self, more_bytes: int) -> None:
+        if self._limit_bytes is None or more_bytes <= 0 or self._total_bytes + more_bytes <= self._limit_bytes:
+            return
+        raise torch.OutOfMemoryError(
+            f"{self.device.type} would hold {format_bytes(self._total_bytes)} + {format_bytes(more_bytes)}, "
+            f"of {format_bytes(self._limit_bytes)}"
+        )
 
     def _settle(self) -> None:
         while self._dead:

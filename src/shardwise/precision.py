@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardwise._torch_private import pytree
+from shardwise._torch_private import is_fake, pytree
 from shardwise.config import Dtype, PrecisionConfig
 
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
@@ -41,6 +41,9 @@ def add_widened(total: Tensor, addend: Tensor) -> None:
         total.add_(addend)
         return
     scratch = torch.empty(min(_BLOCK_NUMEL, total.numel()), dtype=total.dtype)
+    if is_fake(total):
+        total.add_(addend)  # beside the scratch that a ledger sees: thousands of blocks would be all of a simulation
+        return
     for total_block, addend_block in zip(total.split(_BLOCK_NUMEL), addend.split(_BLOCK_NUMEL), strict=True):
         widened = scratch[: total_block.numel()]
         widened.copy_(addend_block)

@@ -28,7 +28,8 @@ from __future__ import annotations
 import copy
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,7 +44,7 @@ from shardwise.engine import Engine
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.loss import LossFn
-from shardwise.memory import Category, MemorySnapshot
+from shardwise.memory import Category, Ledger, MemorySnapshot, explain_out_of_memory
 from shardwise.schedule.actions import TimedAction
 from shardwise.tensor.layout import plan_layout
 from shardwise.zero.optimizer_plan import OptimizerFactory
@@ -165,21 +166,23 @@ def simulate(
     world_size: int,
     loss_fn: LossFn | None = None,
     optimizer: OptimizerFactory | None = None,
-    backend: Backend = "gloo",
+    device_gib: float | None = None,
 ) -> Simulation:
     """Take two optimizer steps of one rank of a world that is not there, and say what the second one held and sent.
 
     Args:
         model: a module, on meta or anywhere, of which shapes are read only; or what makes one, in no memory.
-        config: as for `initialize`; `run.device` plays no part.
+        config: as for `initialize`; no GPU is needed for `run.device=cuda`, which has native collectives and side
+            streams, and otherwise slices are received and summed on the host, as on gloo.
         make_batch: makes one micro-batch, as for `Engine.train_step`, in no memory; values play no part.
         rank: to simulate.
         world_size: of its world.
         loss_fn: as there.
         optimizer: as for `initialize`, but not one over the model's own parameters.
-        backend: gloo receives slices and sums them on the host; nccl has native collectives and side streams.
+        device_gib: of memory, within which the rank must stay; no limit when left out.
 
     Raises:
+        torch.OutOfMemoryError: the rank needs more than `device_gib`; with the table of what holds it.
         ConfigError: config, model, rank or world size do not fit each other, or model, loss or optimizer decide on
             values.
     """
@@ -189,23 +192,19 @@ def simulate(
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} is not in a world of {world_size}; give 0 to {world_size - 1}")
     made = model if isinstance(model, nn.Module) else _make_on_meta(model)
-    device = torch.device("cpu")
-    with fake_tensors():
+    memory = Ledger("cpu", limit_bytes=None if device_gib is None else int(device_gib * 2**30))
+    with fake_tensors(), _values_refused():
         model = _without_memory(made)
         layout = plan_layout(model, config)
-        network = SimulatedNetwork(layout.mesh, rank, backend)
-        try:
+        network = SimulatedNetwork(layout.mesh, rank, "nccl" if config.run.device == "cuda" else "gloo")
+        with explain_out_of_memory(memory, config, f"on rank {rank} while its engine is made"):
             engine = Engine(
-                model, config, layout, device, network, loss_fn=loss_fn, optimizer=optimizer, scheduler=None
+                model, config, layout, memory, network, loss_fn=loss_fn, optimizer=optimizer, scheduler=None
             )
-            # The first step makes the optimizer's states and learns the order of the blocks.
+        # The first step makes the optimizer's states and learns the order of the blocks.
+        with nullcontext() if device_gib is None else memory.meter():
             _take_step(engine, _make_batches(config, make_batch))
-            at_rest = _watch_step(engine, _make_batches(config, make_batch))
-        except NO_VALUE_ERRORS as error:
-            raise ConfigError(
-                f"model, loss or optimizer reads the values of a tensor ({_reason(error)}), and a simulated one has "
-                "none; simulate what does not decide on values, and an optimizer such as adamw"
-            ) from error
+        at_rest = _watch_step(engine, _make_batches(config, make_batch))
     return Simulation(
         rank=rank,
         layout=layout,
@@ -216,6 +215,17 @@ def simulate(
         actions=engine.timeline,
         elapsed_s=time.perf_counter() - start_s,
     )
+
+
+@contextmanager
+def _values_refused() -> Iterator[None]:
+    try:
+        yield
+    except NO_VALUE_ERRORS as error:
+        raise ConfigError(
+            f"model, loss or optimizer reads the values of a tensor ({_reason(error)}), and a simulated one has "
+            "none; simulate what does not decide on values, and an optimizer such as adamw"
+        ) from error
 
 
 def _make_on_meta(make_model: Callable[[], nn.Module]) -> nn.Module:

@@ -31,6 +31,7 @@ from shardwise.engine import Engine
 from shardwise.launch.group import ensure_process_group
 from shardwise.layout.tensor_plan import TensorPlan
 from shardwise.loss import LossFn
+from shardwise.memory import Ledger
 from shardwise.mesh import Mesh, open_store
 from shardwise.results import Scheduler
 from shardwise.tensor.layout import plan_layout
@@ -84,7 +85,7 @@ def initialize(
     options: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": optimizer, "scheduler": scheduler}
     try:
         with nullcontext() if weights is None else left_blank(model):
-            engine = Engine(model, config, layout, device, network, **options)
+            engine = Engine(model, config, layout, Ledger(device), network, **options)
     except Exception:
         network.close()
         raise

@@ -21,7 +21,7 @@ from shardwise import Engine, build_layout
 from shardwise.comm import MeshNetwork
 from shardwise.launch.group import ensure_process_group
 from shardwise.layout.stages import STAGES
-from shardwise.memory import Category
+from shardwise.memory import Category, Ledger
 from shardwise.mesh import Mesh
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -42,7 +42,7 @@ def make_engine(case: ModelCase, stage: int, num_micro_batches: int, **sections:
     model = case.build(torch.float64)
     layout = replace(build_layout(model, config), stage=STAGES[stage])
     network = MeshNetwork(Mesh(layout.mesh, config.run.timeout_s), DEVICE)
-    return Engine(model, config, layout, DEVICE, network, loss_fn=case.loss, optimizer=None, scheduler=None)
+    return Engine(model, config, layout, Ledger(DEVICE), network, loss_fn=case.loss, optimizer=None, scheduler=None)
 
 
 def train(

@@ -21,6 +21,7 @@ from harness.training import make_config
 from shardwise.dropout.bits import Samples, Zone, grid_of, keyed_mask
 from shardwise.engine import Engine
 from shardwise.layout.mesh_shape import MeshShape
+from shardwise.memory import Ledger
 from shardwise.tensor.cross_entropy import Terms, Vocab, cross_entropy, cross_entropy_sum
 from shardwise.tensor.layout import plan_layout
 
@@ -96,7 +97,7 @@ def train(device: torch.device, world_size: int, **sections: dict[str, Any]) -> 
     model = case.build(torch.float64)
     layout = plan_layout(model, config)
     network = EchoNetwork(layout.mesh, rank=0)  # the rank whose weights are everybody's
-    engine = Engine(model, config, layout, device, network, loss_fn=case.loss, optimizer=None, scheduler=None)
+    engine = Engine(model, config, layout, Ledger(device), network, loss_fn=case.loss, optimizer=None, scheduler=None)
     trace = []
     for step in make_batches(case, num_steps=3, world_size=1, num_micro_batches=2):
         result = engine.train_step(step[0])

@@ -46,6 +46,7 @@ def dry_run(config: Config, world_size: int) -> DryRun:
         ConfigError: what is wrong with the config, as for a run, or that its optimizer cannot be simulated.
     """
     config, _ = check_job(config, world_size)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"device": wanted_device(config)})})
     shape = decoder_config(config.model, max_seq_len=config.data.seq_len)
 
     def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,7 +60,6 @@ def dry_run(config: Config, world_size: int) -> DryRun:
         loss_fn=lambda logits, batch: lm_loss(logits, batch[1]),
         rank=0,
         world_size=world_size,
-        backend="nccl" if wanted_device(config) == "cuda" else "gloo",
     )
     return DryRun(config, shape, simulation)
 
@@ -91,7 +91,7 @@ def _header_lines(run: DryRun) -> Iterator[tuple[str, str]]:
     yield "batch", f"{batch_equation(config.batch, mesh.num_data_ranks)}, {config.data.seq_len:,} tokens each"
     if num_bytes := _checkpoint_bytes(run):
         yield "checkpoint", f"{format_bytes(num_bytes)} by all ranks together"
-    is_cuda = wanted_device(config) == "cuda"
+    is_cuda = config.run.device == "cuda"
     yield "device", "cuda: NCCL's collectives" if is_cuda else "cpu: gloo's collectives; run.device=cuda for NCCL's"
 
 
