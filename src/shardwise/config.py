@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ValidationError
 
+from shardwise._config_checks import wrong_tiers
 from shardwise._config_sections import (
     AttentionConfig,
     BatchConfig,
@@ -153,10 +154,12 @@ class Config(Section):
         return self.from_dict(values)
 
     def resolve(self, world_size: int) -> Self:
-        """Fill in what follows from the world size: the mesh, then the batch; refuse what is not built yet."""
+        """Fill in what follows from the world size: the mesh, then the batch; refuse what cannot be."""
         if world_size < 1:
             raise ConfigError(f"world size {world_size} holds no rank; start at least 1")
         _refuse_unbuilt(self)
+        for message in wrong_tiers(self.tiers, self.zero, self.recompute):
+            raise ConfigError(message)
         mesh = _resolve_mesh(self.mesh, world_size)
         num_data_ranks = _known(mesh.dp_replicate) * _known(mesh.dp_shard)
         return self.model_copy(update={"mesh": mesh, "batch": resolve_batch(self.batch, num_data_ranks)})

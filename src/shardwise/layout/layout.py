@@ -22,7 +22,7 @@ The engine executes it, the planner prices it, a checkpoint records it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
@@ -202,8 +202,10 @@ class Layout:
 
         With S elements in this rank's slice of a group, and P, G, K bytes an element of parameter, gradient and all of
         the optimizer's states (Rajbhandari et al. 2021, arXiv 2104.07857, section 4, gives the same terms): a gather
-        brings S*P, a reduction takes S*G away, the step takes a gradient from where it rests to where the optimizer
-        does, reads and writes S*K of an optimizer on NVMe, and writes S*P to where the parameters rest.
+        brings S*P to the device; a reduction takes S*G away, and one that is not a step's first reads S*G of a
+        gradient on NVMe, to add to it. The step runs on the device or the host: it takes S*G from where the gradient
+        rests, reads and writes S*K of an optimizer on NVMe, and writes S*P to where the parameters rest; without a
+        master it reads them there too. What goes from device to NVMe or back crosses twice, through the host.
         """
         across: Counter[tuple[Tier, Tier]] = Counter()
         for group in (each for each in self.groups if each.tiers.are_away):
@@ -255,20 +257,23 @@ def build_layout(model: nn.Module, config: Config, tensor: TensorLayout | None =
     splits = None if tensor is None else tensor.splits
     groups = build_groups(entries, units, num_ranks, num_shards, config.zero.replicate_frozen, splits)
     groups = assign_tiers(groups, config.tiers)
-    return Layout(mesh, units, groups, stage, policy, _states(stage, policy, config), tensor)
+    return Layout(mesh, units, groups, stage, policy, _states(stage, policy, config.optimizer, groups), tensor)
 
 
-def _states(stage: ZeroStage, policy: PrecisionPolicy, config: Config) -> tuple[StateSpec, ...]:
+def _states(
+    stage: ZeroStage, policy: PrecisionPolicy, optimizer: OptimizerConfig, groups: Sequence[GroupSpec]
+) -> tuple[StateSpec, ...]:
     states = [
         StateSpec("param", "param", policy.param, stage.params),
         StateSpec("grad", "grad", policy.accumulate, stage.grads),
     ]
-    if policy.keeps_master or config.tiers.params != config.tiers.optimizer:
+    # Shares on the device may part a group's parameters from its optimizer though both name the same memory.
+    if policy.keeps_master or any(each.trainable and each.tiers.params != each.tiers.optimizer for each in groups):
         is_copy = not policy.keeps_master
         states.append(StateSpec("master", "optimizer", policy.master, stage.optimizer, is_copy_of_param=is_copy))
     states += [
         StateSpec(name, "optimizer", policy.master, stage.optimizer, is_flat=False)
-        for name in optimizer_states(config.optimizer)
+        for name in optimizer_states(optimizer)
     ]
     return tuple(states)
 

@@ -1,7 +1,7 @@
 """Which memory each group's states rest in: device, host or NVMe, as the config says, with a share kept on the device.
 
-A share is whole groups, taken in the order in which the forward runs them: their gradients come last in the backward
-and their parameters are needed first in the next forward, so they are the ones that could hide the least.
+A share is whole groups, taken in the order in which the forward runs them, as they fit: their gradients come last in
+the backward and their parameters are needed first in the next forward, so they are the ones that could hide the least.
 
 >>> from shardwise.layout.groups import GroupSpec, ParamSpec
 >>> groups = [GroupSpec(name, name, (ParamSpec("w", (), (8,), 0),), True, 1, 1) for name in ("root", "0", "1", "2")]
@@ -36,7 +36,7 @@ def assign_tiers(groups: Sequence[GroupSpec], config: TiersConfig) -> tuple[Grou
 
 def _chosen(groups: Sequence[GroupSpec], tier: Tier, share: float) -> Callable[[GroupSpec], Tier]:
     away: set[str] = set()
-    room = share * sum(group.padded_numel for group in groups)
+    room = round(share * sum(group.padded_numel for group in groups))
     for group in groups:
         if group.padded_numel <= room:
             room -= group.padded_numel

@@ -1,0 +1,47 @@
+"""What sections of a config mean together: which values do not go with each other. Messages, for `shardwise.config`.
+
+>>> from shardwise._config_sections import RecomputeConfig, TiersConfig, ZeroConfig
+>>> list(wrong_tiers(TiersConfig(optimizer="host"), ZeroConfig(stage=2), RecomputeConfig()))
+[]
+>>> for message in wrong_tiers(TiersConfig(params="host"), ZeroConfig(stage=2), RecomputeConfig()):
+...     print(message)
+tiers.params=host needs zero.stage=3, which gathers parameters for their use, not 2; set zero.stage=3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwise._config_sections import RecomputeConfig, TiersConfig, ZeroConfig
+
+
+def wrong_tiers(tiers: TiersConfig, zero: ZeroConfig, recompute: RecomputeConfig) -> Iterator[str]:
+    """What cannot be, or would do nothing, in where states rest: value, rule and cure, on one line each."""
+    states = {"params": tiers.params, "grads": tiers.grads, "optimizer": tiers.optimizer}
+    shares = {
+        "params": tiers.params_on_device,
+        "grads": tiers.grads_on_device,
+        "optimizer": tiers.optimizer_on_device,
+    }
+    away = {state: tier for state, tier in states.items() if tier != "device"}
+    for state, tier in away.items():
+        if zero.stage == 0:
+            rule = "needs zero.stage=1 or more, in which each rank has a slice to move, not 0"
+            yield f"tiers.{state}={tier} {rule}; set zero.stage={3 if 'params' in away else 2}"
+    if "params" in away and zero.stage in (1, 2):
+        rule = f"needs zero.stage=3, which gathers parameters for their use, not {zero.stage}"
+        yield f"tiers.params={tiers.params} {rule}; set zero.stage=3"
+    for state, share in shares.items():
+        if share > 0 and state not in away:
+            rule = f"is a share of what rests elsewhere, and all {state} rest on the device"
+            yield f"tiers.{state}_on_device={share} {rule}; set tiers.{state}=host or leave the share out"
+    on_nvme = [state for state, tier in away.items() if tier == "nvme"]
+    if on_nvme and not tiers.nvme_path:
+        cure = "set tiers.nvme_path to one on a local disk"
+        yield f"tiers.{on_nvme[0]}=nvme needs a folder for the files that states rest in; {cure}"
+    if tiers.nvme_path is not None and not on_nvme:
+        cure = "set tiers.optimizer=nvme or leave the path out"
+        yield f"tiers.nvme_path={tiers.nvme_path} is the folder of states on NVMe, and none rest there; {cure}"
+    if tiers.activations != "device" and recompute.mode == "none":
+        rule = "moves the inputs of recomputed blocks, and recompute.mode=none recomputes none"
+        yield f"tiers.activations={tiers.activations} {rule}; set recompute.mode=full"
