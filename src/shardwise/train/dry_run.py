@@ -5,8 +5,10 @@ The data are not read, so the vocabulary is the preset's where the config gives 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
 
 import torch
 from rich.console import Group, RenderableType
@@ -14,8 +16,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.config import Config, batch_equation
+from shardwise.config import Config, Tier, batch_equation
 from shardwise.layout.layout import OPTIMIZER_STATES
+from shardwise.layout.mesh_shape import SHARD_AXES
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.memory import Category, format_bytes
 from shardwise.models import Decoder, DecoderConfig, decoder_config, lm_loss, num_params
@@ -70,8 +73,9 @@ def render(run: DryRun) -> RenderableType:
     footer = Text(
         f"rank 0 simulated in {simulation.elapsed_s:.1f} s; nothing was started and no data read", style="dim"
     )
-    tables = ("", _header(run), "", _memory_table(simulation), "", _wire_table(simulation), "", footer)
-    return Padding(Group(*tables), (0, 1), expand=False)
+    tables: list[Table | Text] = [_header(run), _memory_table(simulation), *_tier_tables(run), _wire_table(simulation)]
+    parts = [Padding(table, (1, 1, 0, 1), expand=False) for table in (*tables, footer)]
+    return Group(*parts)
 
 
 def _header(run: DryRun) -> Table:
@@ -108,13 +112,36 @@ def _checkpoint_bytes(run: DryRun) -> int:
 
 
 def _memory_table(simulation: Simulation) -> Table:
-    table = _table("rank 0 holds", "at rest", "at the peak")
+    table = _table("rank 0's device", "at rest", "at the peak")
     at_rest, peak = simulation.at_rest.live_bytes, simulation.peak.peak_live_bytes
     for category in Category:
         if at_rest[category] or peak[category]:
             table.add_row(category.value, _bytes(at_rest[category]), _bytes(peak[category]))
     table.add_row("total", _bytes(sum(at_rest.values())), _bytes(sum(peak.values())), style="bold")
     return table
+
+
+def _tier_tables(run: DryRun) -> Iterator[Table]:
+    """Where states rest and what moves in a step; nothing where all rest on the device."""
+    layout = run.simulation.layout
+    by_tier = layout.bytes_by_tier(layout.mesh.index_along(SHARD_AXES, run.simulation.rank))
+    if set(by_tier) == {"device"}:
+        return
+    rests = _table("at rest in", *_ROLES.values(), "total")
+    for tier, totals in by_tier.items():
+        row_bytes = [*(totals[role] for role in _ROLES), sum(totals.values())]
+        rests.add_row(_TIER_NAMES[tier], *map(_bytes, row_bytes))
+    yield rests
+    moves = _table("a step moves from", "to", "bytes")
+    for (source, target), num_bytes in layout.bytes_across(run.config.batch.accumulation or 1).items():
+        moves.add_row(_TIER_NAMES[source], _TIER_NAMES[target], _bytes(num_bytes))
+    yield moves
+
+
+_ROLES: Final[Mapping[str, str]] = MappingProxyType(
+    {"param": "parameters", "grad": "gradients", "optimizer": "optimizer"}
+)
+_TIER_NAMES: Final[Mapping[Tier, str]] = MappingProxyType({"device": "device", "host": "host", "nvme": "NVMe"})
 
 
 def _wire_table(simulation: Simulation) -> Table:
@@ -130,7 +157,7 @@ def _wire_table(simulation: Simulation) -> Table:
 def _table(*columns: str) -> Table:
     table = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False, header_style="dim")
     for column in columns:
-        is_text = column in (columns[0], "collective")
+        is_text = column in (columns[0], "collective", "to")
         table.add_column(column, justify="left" if is_text else "right", min_width=12, no_wrap=True)
     return table
 

@@ -1,0 +1,58 @@
+"""What a dry run shows of the memories in which states rest."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+from rich.console import Console
+
+from shardwise.config import Config
+from shardwise.memory import format_bytes
+from shardwise.train.dry_run import DryRun, dry_run, render
+
+SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 96, "vocab_size": 64}
+NAMES = {"device": "device", "host": "host", "nvme": "NVMe"}
+
+
+def run_with(**tiers: object) -> DryRun:
+    config = {
+        "model": SMALL,
+        "data": {"seq_len": 16},
+        "batch": {"micro_size": 2, "accumulation": 3},
+        "precision": {"param": "bf16"},
+        "zero": {"stage": 3},
+        "tiers": tiers,
+        "run": {"device": "cpu"},
+    }
+    return dry_run(Config.from_dict(config), world_size=2)
+
+
+def shown(run: DryRun) -> list[list[str]]:
+    """The words of each line, at 80 columns."""
+    console = Console(width=80, file=StringIO(), record=True)
+    console.print(render(run))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    return [line.split() for line in lines]
+
+
+def test_where_states_rest_and_what_a_step_moves() -> None:
+    run = run_with(params="host", params_on_device=0.4, grads="host", optimizer="nvme", nvme_path="swap")
+    layout, rows = run.simulation.layout, shown(run)
+    by_tier = layout.bytes_by_tier()
+    assert set(by_tier) == {"device", "host", "nvme"}
+    for tier, totals in by_tier.items():
+        cells = [
+            format_bytes(num_bytes) if num_bytes else "-" for num_bytes in (*totals.values(), sum(totals.values()))
+        ]
+        assert [NAMES[tier], *" ".join(cells).split()] in rows
+    across = layout.bytes_across(num_micro_batches=3)
+    assert len(across) == 4
+    for (source, target), num_bytes in across.items():
+        assert [NAMES[source], NAMES[target], *format_bytes(num_bytes).split()] in rows
+
+
+def test_what_rests_on_the_device_needs_no_tables_of_memories() -> None:
+    rows = shown(run_with(activations="device"))
+    assert not any(row[:2] in (["at", "rest"], ["a", "step", "moves"]) for row in rows)
+    assert any(row[:3] == ["a", "step", "sends"] for row in rows)
