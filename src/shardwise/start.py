@@ -28,6 +28,8 @@ from shardwise.comm import MeshNetwork
 from shardwise.config import Config, ConfigError
 from shardwise.deferred import left_blank
 from shardwise.engine import Engine
+from shardwise.launch.binding import with_own_cores
+from shardwise.launch.cores import check_cores, quota_cores, usable_cores
 from shardwise.launch.group import ensure_process_group
 from shardwise.layout.tensor_plan import TensorPlan
 from shardwise.loss import LossFn
@@ -75,12 +77,16 @@ def initialize(
     config = config if isinstance(config, Config) else Config.from_dict(config or {})
     device_kind = _device_kind(config)
     config = config.resolve(ensure_process_group(device_kind, config.run.timeout_s))
+    if config.tiers.cores is not None:
+        check_cores(config.tiers.cores, usable_cores())
     device = torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else torch.device("cpu")
     layout = plan_layout(model, config, plan)
     if weights is not None:
         check_folder(model, Path(weights), names)
     store = open_store()
     agree_on_setup(store, dist.get_rank(), Setup.of(layout, config, model.named_buffers()), config.run.timeout_s)
+    if config.tiers.bind_cores:
+        config = with_own_cores(config, store, dist.get_rank(), usable_cores(), quota_cores())
     network = MeshNetwork(Mesh(layout.mesh, config.run.timeout_s), device, store)
     options: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": optimizer, "scheduler": scheduler}
     try:

@@ -82,7 +82,12 @@ def test_nothing_is_said_of_a_sound_machine(changes) -> None:
         ({"disk.free_bytes": GIB // 2}, "disk-full", "error", "/data/runs has 512.00 MiB free"),
         ({"disk.free_bytes": 5 * GIB}, "disk-full", "warning", "/data/runs has 5.00 GiB free"),
         ({"disk.filesystem": "nfs4"}, "disk-on-network", "note", "data.cache_dir"),
-        ({"cpu.quota_cores": 3.5}, "cores-throttled", "warning", "3.5 cores' time to 8 cores"),
+        (
+            {"cpu.quota_cores": 3.5} | environ(OMP_NUM_THREADS="1"),
+            "cores-throttled",
+            "warning",
+            "3.5 cores' time to 8 cores; more threads are stalled; raise the CPU limit, or start no more than 3",
+        ),
         ({"cpu.num_usable": 8, "cpu.num_machine": 64}, "cores-limited", "note", "8 of 64 cores"),
         ({"cpu.load": 7.0}, "machine-busy", "note", "is 7.0 on 8 cores"),
         ({"cpu_has_fast_bf16": False}, "cpu-without-bf16", "note", "leave precision.param=fp32"),

@@ -76,7 +76,7 @@ def list_findings(facts: Facts, measured: Measurements | None) -> list[Finding]:
 
 def num_train_ranks(facts: Facts) -> int:
     """How many ranks `shardwise train` starts here."""
-    return len(facts.gpus) or min(2, facts.cpu.num_usable)
+    return len(facts.gpus) or min(2, facts.cpu.num_at_once)
 
 
 def _on_software(facts: Facts) -> Iterator[Finding]:
@@ -153,17 +153,17 @@ def _on_gpu(index: int, gpu: Gpu) -> Iterator[Finding]:
 def _on_environ(facts: Facts) -> Iterator[Finding]:
     environ, num_ranks = facts.environ, num_train_ranks(facts)
     yield from _on_rank_environ(environ)
-    share = max(1, facts.cpu.num_usable // num_ranks)
+    share = max(1, facts.cpu.num_at_once // num_ranks)
     num_threads = environ.get("OMP_NUM_THREADS")
     if num_threads is None:
         if not facts.gpus and share > 1:
             what = f"OMP_NUM_THREADS is not set: `shardwise train` gives each rank {share}, but torchrun 1"
             yield Finding("note", "threads-not-set", what, f"set OMP_NUM_THREADS={share} where you start with torchrun")
     elif num_threads.isdigit() and int(num_threads) > share:
-        what = f"OMP_NUM_THREADS={num_threads} times {num_ranks} ranks is more than {facts.cpu.num_usable} cores"
+        what = f"OMP_NUM_THREADS={num_threads} times {num_ranks} ranks is more than {facts.cpu.num_at_once} cores"
         yield Finding("warning", "threads-oversubscribed", what, f"unset it, or set it to {share}")
     elif num_threads.isdigit() and int(num_threads) * 2 <= share and not facts.gpus:
-        what = f"OMP_NUM_THREADS={num_threads} times {num_ranks} ranks leaves most of {facts.cpu.num_usable} cores idle"
+        what = f"OMP_NUM_THREADS={num_threads} times {num_ranks} ranks leaves most of {facts.cpu.num_at_once} cores idle"
         yield Finding("warning", "threads-too-few", what, f"unset it, or set it to {share}")
     if facts.gpus:
         yield from _on_alloc_conf(environ)
@@ -235,9 +235,9 @@ def _on_host(facts: Facts) -> Iterator[Finding]:
 def _on_cores(facts: Facts) -> Iterator[Finding]:
     cpu = facts.cpu
     if cpu.quota_cores is not None and cpu.quota_cores < cpu.num_usable:
-        num_threads = max(1, int(cpu.quota_cores / num_train_ranks(facts)))
         what = f"this cgroup gives {cpu.quota_cores:g} cores' time to {cpu.num_usable} cores; more threads are stalled"
-        yield Finding("warning", "cores-throttled", what, f"set run.num_threads={num_threads}, or raise the CPU limit")
+        cure = f"raise the CPU limit, or start no more than {cpu.num_at_once} threads, as `shardwise train` does"
+        yield Finding("warning", "cores-throttled", what, cure)
     if cpu.num_usable < cpu.num_machine:
         what = f"this process may run on {cpu.num_usable} of {cpu.num_machine} cores"
         yield Finding("note", "cores-limited", what, "ask the scheduler, taskset or the container for more")

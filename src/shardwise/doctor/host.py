@@ -16,11 +16,10 @@ import resource
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.launch.local import num_cores
+from shardwise.launch.cores import cgroup_folders, quota_cores, usable_cores
 
 RESOLVE_TIMEOUT_S = 2.0
 _ROOT = Path("/")
@@ -40,6 +39,11 @@ class Cpu:
     num_usable: int
     quota_cores: float | None
     load: float
+
+    @property
+    def num_at_once(self) -> int:
+        """How many cores a process may keep busy all the time; what `shardwise train` goes by."""
+        return self.num_usable if self.quota_cores is None else max(1, min(self.num_usable, int(self.quota_cores)))
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ def read_cpu(root: Path = _ROOT) -> Cpu:
     num_machine = os.cpu_count() or 1
     match = re.search(r"^model name\s*:\s*(.+)$", _text(root / "proc/cpuinfo") or "", re.MULTILINE)
     name = match[1] if match else platform.processor() or platform.machine()
-    return Cpu(name, num_machine, min(num_cores(), num_machine), _quota_cores(root), os.getloadavg()[0])
+    return Cpu(name, num_machine, min(len(usable_cores()), num_machine), quota_cores(root), os.getloadavg()[0])
 
 
 def read_memory(root: Path = _ROOT) -> Memory:
@@ -133,39 +137,11 @@ def open_files_limit() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _quota_cores(root: Path) -> float | None:
-    quotas = []
-    for folder in _cgroup_folders(root, "cpu"):
-        quota, _, period = (_text(folder / "cpu.max") or "").partition(" ")
-        if not quota:
-            quota, period = _text(folder / "cpu.cfs_quota_us") or "", _text(folder / "cpu.cfs_period_us") or ""
-        if quota.isdigit() and period.strip().isdigit():
-            quotas.append(int(quota) / int(period))
-    return min(quotas, default=None)
-
-
 def _limit_bytes(root: Path) -> int | None:
     names = ("memory.max", "memory.limit_in_bytes")
-    texts = (_text(folder / name) or "" for folder in _cgroup_folders(root, "memory") for name in names)
+    texts = (_text(folder / name) or "" for folder in cgroup_folders(root, "memory") for name in names)
     limits = [int(text) for text in texts if text.isdigit()]
     return min((limit for limit in limits if limit < _NO_LIMIT_BYTES), default=None)
-
-
-def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's cgroup and of all above it; those that a container does not show are left out."""
-    mount = root / "sys/fs/cgroup"
-    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        top = mount / controllers if controllers else mount
-        if controllers and not top.is_dir():
-            top = mount / controller
-        folder = top / path.lstrip("/")
-        while folder != top:
-            yield folder
-            folder = folder.parent
-        yield top
 
 
 def _filesystem(path: Path, root: Path) -> str | None:

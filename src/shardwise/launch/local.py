@@ -26,6 +26,7 @@ from types import FrameType
 from typing import Literal
 
 from shardwise.config import ConfigError
+from shardwise.launch.cores import num_cores
 from shardwise.launch.environment import LAUNCHER_FD, STORE_FD
 from shardwise.launch.failure import RankExit, exit_code, first_cause, lost_peer, report
 
@@ -79,11 +80,6 @@ def default_num_ranks(device: Literal["auto", "cpu", "cuda"]) -> int:
     if device == "cuda" and num_gpus == 0:
         raise ConfigError("device cuda: torch sees 0 GPUs; use device cpu, or check the driver and torch's build")
     return num_gpus or min(2, num_cores())
-
-
-def num_cores() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def launch_local(

@@ -64,10 +64,9 @@ class HostLane:
         self._is_inline = is_inline
         self._failure: Exception | None = None
         self._last: Task | None = None
-        num_threads = torch.get_num_threads()
 
         def begin() -> None:
-            bind_this_thread(cores, num_threads)
+            bind_this_thread(cores)
             if device.type == "cuda":
                 torch.cuda.set_device(device)
 
