@@ -95,7 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--quick", action="store_true", help="look only, measure nothing")
     doctor.add_argument("--json", action="store_true", help="print all of it as JSON")
-    doctor.add_argument("--dir", type=Path, default=Path("runs"), help="whose disk is measured (default: %(default)s)")
+    doctor.add_argument("settings", nargs="*", metavar="config.toml | key=value", help="a job to look at, as for train")
+    doctor.add_argument("--dir", type=Path, help="whose disk is measured (default: run.dir)")
+    doctor.add_argument("--nvme-path", type=Path, help="the folder for states on NVMe (default: tiers.nvme_path)")
     # How the doctor starts the processes between which it measures collectives: a launcher, and its ranks.
     doctor.add_argument("--launch-peers", nargs=3, help=argparse.SUPPRESS)
     doctor.add_argument("--be-peer", nargs=2, help=argparse.SUPPRESS)
@@ -250,11 +252,19 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return _be_peer(*arguments.be_peer)
     try:
         with Console(stderr=True).status("starting torch") as status:
-            from shardwise.doctor import diagnose
+            from shardwise.doctor import diagnose, read_swap
+            from shardwise.train.job import job_config
 
+            config = job_config(*_split(arguments.settings)) if arguments.settings else None
             diagnosis = diagnose(
-                os.environ, arguments.dir, quick=arguments.quick, announce=lambda doing: status.update(doing)
+                os.environ,
+                arguments.dir or Path((config or Config()).run.dir),
+                swap=read_swap(arguments.nvme_path, config),
+                quick=arguments.quick,
+                announce=lambda doing: status.update(doing),
             )
+    except ConfigError as error:
+        return _refuse(error)
     except KeyboardInterrupt:
         print("shardwise: stopped by Ctrl-C", file=sys.stderr)
         return 130

@@ -12,7 +12,9 @@ import pytest
 from harness.machines import FAST, GIB, GPU, ON_GPUS, SOUND, SOUND_ENVIRON, changed
 from shardwise.doctor import Diagnosis
 from shardwise.doctor.advice import MIN_TORCH, list_findings
+from shardwise.doctor.facts import Swap
 from shardwise.doctor.measure import Collective, Copy, DiskSpeed, Failure, Matmul
+from shardwise.tiers.speed import SwapSpeed
 
 
 def environ(**variables: str) -> dict[str, Any]:
@@ -21,6 +23,10 @@ def environ(**variables: str) -> dict[str, Any]:
 
 def gpu(**fields: Any) -> dict[str, Any]:
     return ON_GPUS | {"gpus": (replace(GPU, **fields),)}
+
+
+def swap(needed_bytes: int | None = None, **fields: Any) -> dict[str, Any]:
+    return {"swap": Swap(replace(SOUND.disk, path="/nvme", **fields), needed_bytes)}
 
 
 @pytest.mark.parametrize("changes", [{}, ON_GPUS], ids=["cpu", "gpus"])
@@ -82,6 +88,11 @@ def test_nothing_is_said_of_a_sound_machine(changes) -> None:
         ({"disk.free_bytes": GIB // 2}, "disk-full", "error", "/data/runs has 512.00 MiB free"),
         ({"disk.free_bytes": 5 * GIB}, "disk-full", "warning", "/data/runs has 5.00 GiB free"),
         ({"disk.filesystem": "nfs4"}, "disk-on-network", "note", "data.cache_dir"),
+        (swap(writable=False), "swap-not-writable", "error", "/nvme cannot be written to, and states on NVMe rest"),
+        (swap(900 * GIB), "swap-full", "error", "/nvme has 500.00 GiB free and the states on NVMe need 900.00 GiB"),
+        (swap(free_bytes=5 * GIB), "swap-full", "warning", "/nvme has 5.00 GiB free for states on NVMe"),
+        (swap(filesystem="tmpfs"), "swap-in-memory", "warning", "/nvme is in memory (tmpfs)"),
+        (swap(filesystem="lustre"), "swap-on-network", "warning", "--nvme-path, to a folder on a local NVMe disk"),
         (
             {"cpu.quota_cores": 3.5} | environ(OMP_NUM_THREADS="1"),
             "cores-throttled",
@@ -119,6 +130,8 @@ def test_a_fault_is_found_by_itself(changes, name, level, part) -> None:
         ON_GPUS | environ(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:512, expandable_segments: True"),
         {"memory.limit_bytes": 64 * GIB, "cpu.quota_cores": 8.0, "open_files_limit": None},
         gpu(total_bytes=4 * GIB, free_bytes=3.5 * GIB),
+        swap(499 * GIB),
+        swap(4 * GIB, free_bytes=5 * GIB),
         {"memory.swap_used_bytes": None, "memory.shm_bytes": None, "memory.available_bytes": None},
     ],
 )
@@ -147,6 +160,15 @@ def test_what_is_right_or_not_known_is_no_fault(changes) -> None:
         ({"collectives": (Collective("gloo", 2, "all_reduce", 4096, 0.04, 1),)}, {}, "gloo-slow", "warning", "40.0 ms"),
         ({"disk": DiskSpeed("/d", 1, True, 3e7, 1e9, 1e-4)}, {}, "disk-slow", "warning", "/d takes 30 MB/s"),
         ({"disk": DiskSpeed("/d", 1, True, 1e9, 1e9, 0.2)}, {}, "disk-sync-slow", "warning", "takes 200 ms"),
+        (
+            {"swap": SwapSpeed("/nvme", 1, True, 9e9, 5.9e9)},
+            ON_GPUS,
+            "swap-slow",
+            "warning",
+            "/nvme moves 5.90 GB/s, less than 6 GB/s (3 a GPU); steps with NVMe wait for it",
+        ),
+        ({"swap": SwapSpeed("/nvme", 1, True, 9e7, 1e9)}, {}, "swap-slow", "warning", "less than 0.1 GB/s; steps"),
+        ({"swap": SwapSpeed("/nvme", 1, False, 9e9, 9e9)}, {}, "swap-through-cache", "note", "O_DIRECT: ext4, xfs"),
         (
             {"failures": (Failure("gloo between 2 processes", "did not end within 60 s"),)},
             {},

@@ -19,14 +19,20 @@ from harness.machines import FAST, GPU, ON_GPUS, SOUND, changed
 from shardwise import cli
 from shardwise.doctor import Diagnosis
 from shardwise.doctor.advice import list_findings
+from shardwise.doctor.facts import Swap
 from shardwise.doctor.measure import Failure, Matmul
 from shardwise.doctor.show import render
+from shardwise.models import PRESETS, Decoder
+from shardwise.tensor.layout import plan_layout
+from shardwise.tiers.speed import SwapSpeed
+from shardwise.train.job import job_config
 
 COLLECTIVES = tuple(
     replace(FAST.collectives[0], op=op, num_bytes=num_bytes)
     for num_bytes in (4096, 2**18, 2**24)
     for op in ("all_gather", "reduce_scatter", "all_reduce")
 )
+SWAP_SPEED = SwapSpeed("/nvme", 2**27, True, 7e9, 6e9)
 KEYS = {
     "schema": None,
     "facts": {
@@ -46,6 +52,7 @@ KEYS = {
         "network": {"hostname", "addresses", "error", "interfaces"},
         "disk": {"path", "writable", "free_bytes", "total_bytes", "filesystem"},
         "open_files_limit": None,
+        "swap": {"disk": {"path", "writable", "free_bytes", "total_bytes", "filesystem"}, "needed_bytes": None},
         "environ": {"OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF"},
     },
     "measurements": {
@@ -54,6 +61,7 @@ KEYS = {
         "collectives": {"backend", "num_ranks", "op", "num_bytes", "call_s", "bus_bytes_per_s"},
         "disk": {"path", "num_bytes", "direct", "write_bytes_per_s", "read_bytes_per_s", "sync_s"},
         "failures": {"probe", "reason"},
+        "swap": {"path", "num_bytes", "direct", "read_bytes_per_s", "write_bytes_per_s"},
     },
     "findings": {"level", "name", "what", "cure"},
 }
@@ -71,8 +79,9 @@ def keys_of(value: object) -> object:
 
 def sick() -> Diagnosis:
     """A machine with GPUs and a finding, everything measured, one failure."""
-    facts = changed(ON_GPUS)
-    measured = replace(FAST, collectives=COLLECTIVES, failures=(Failure("nccl between 2 processes", "hung"),))
+    facts = changed(ON_GPUS | {"swap": Swap(SOUND.disk, 2**30)})
+    failures = (Failure("nccl between 2 processes", "hung"),)
+    measured = replace(FAST, collectives=COLLECTIVES, failures=failures, swap=SWAP_SPEED)
     return Diagnosis(facts, measured, tuple(list_findings(facts, measured)))
 
 
@@ -96,18 +105,36 @@ def test_quick_looks_and_measures_nothing(capsys, monkeypatch) -> None:
 
 @pytest.mark.parametrize(("variable", "exit_code"), [("WORLD_SIZE", 1), ("MASTER_ADDR", 0)])
 def test_an_error_is_exit_code_1_and_a_warning_0(capsys, monkeypatch, tmp_path, variable, exit_code) -> None:
-    monkeypatch.setattr("shardwise.doctor.gather_facts", lambda environ, folder: replace(SOUND, environ=environ))
+    monkeypatch.setattr("shardwise.doctor.gather_facts", lambda environ, folder, swap: replace(SOUND, environ=environ))
     monkeypatch.setattr(cli.os, "environ", {variable: "2"})
     assert cli.main(["doctor", "--quick", "--dir", str(tmp_path)]) == exit_code
     assert variable in capsys.readouterr().out
 
 
+def test_a_job_says_which_folder_is_looked_at_and_what_it_needs(capsys, tmp_path) -> None:
+    job = ["model.preset=tiny", "run.device=cpu", "run.num_procs=2", f"run.dir={tmp_path / 'runs'}"]
+    nvme = ["tiers.optimizer=nvme", f"tiers.nvme_path={tmp_path / 'nvme'}"]
+    cli.main(["doctor", "--quick", "--json", *job, *nvme])
+    facts = json.loads(capsys.readouterr().out)["facts"]
+    assert facts["swap"]["disk"]["path"] == facts["disk"]["path"] == str(tmp_path)
+    layout = plan_layout(Decoder(PRESETS["tiny"], device="meta"), job_config(None, [*job, *nvme]).resolve(2))
+    expected = 2 * layout.bytes_by_tier()["nvme"]["optimizer"]
+    assert abs(facts["swap"]["needed_bytes"] / expected - 1) < 0.05, "but for the length of positions"
+    cli.main(["doctor", "--quick", "--json", *job])
+    assert json.loads(capsys.readouterr().out)["facts"]["swap"] is None
+    cli.main(["doctor", "--quick", "--json", "--nvme-path", str(tmp_path)])
+    assert json.loads(capsys.readouterr().out)["facts"]["swap"]["needed_bytes"] is None
+    assert cli.main(["doctor", "--quick", "zero.stge=1"]) == 2
+    assert capsys.readouterr().err == "shardwise: zero.stge is not a config key; did you mean zero.stage?\n"
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_text_fits_its_width_and_says_all(width) -> None:
     console = Console(width=width, record=True, file=io.StringIO())
-    facts = changed(ON_GPUS | {"gpus": (GPU,), "memory.shm_bytes": 2**26})
+    nvme = Swap(replace(SOUND.disk, path="/nvme"), 90 * 2**30)
+    facts = changed(ON_GPUS | {"gpus": (GPU,), "memory.shm_bytes": 2**26, "swap": nvme})
     matmuls = (*FAST.matmuls, Matmul("cuda:0", "bfloat16", 8192, 1, 7e14, 9.89e14))
-    measured = replace(FAST, collectives=COLLECTIVES, matmuls=matmuls)
+    measured = replace(FAST, collectives=COLLECTIVES, matmuls=matmuls, swap=SWAP_SPEED)
     console.print(render(Diagnosis(facts, measured, tuple(list_findings(facts, measured)))))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= width
@@ -119,6 +146,8 @@ def test_the_text_fits_its_width_and_says_all(width) -> None:
         "bfloat16 700 TFLOP/s (71% of the data sheet's)",
         "within cpu: 20 GB/s, that is 40 GB/s read and written",
         "write 2.00 GB/s, read 3.00 GB/s, past the page cache; a synced write of 4 KiB takes 100 µs",
+        "NVMe 500.00 GiB free at /nvme, ext4, 90.00 GiB needed",
+        "NVMe write 6.00 GB/s, read 7.00 GB/s, past the page cache",
         "gloo × 2 all-gather 200 µs 0.020",
         "reduce-scatter",
         "warning /dev/shm has 64.00 MiB",

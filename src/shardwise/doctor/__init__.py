@@ -17,8 +17,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardwise.config import Config
 from shardwise.doctor.advice import Finding, list_findings
-from shardwise.doctor.facts import Facts, gather_facts
+from shardwise.doctor.facts import Facts, Swap, gather_facts
+from shardwise.doctor.host import read_disk
 from shardwise.doctor.measure import (
     MATMUL_DTYPES,
     Collective,
@@ -32,9 +34,12 @@ from shardwise.doctor.measure import (
     measure_matmul,
 )
 from shardwise.doctor.peers import DeviceKind, measure_collectives
+from shardwise.launch.local import default_num_ranks
 from shardwise.memory import first_line
+from shardwise.tiers.speed import measure_swap
+from shardwise.train.job import check_job
 
-__all__ = ["Diagnosis", "diagnose"]
+__all__ = ["Diagnosis", "Swap", "diagnose", "read_swap"]
 
 SCHEMA = 1
 _GPU_BUDGET_S = 0.5
@@ -62,20 +67,46 @@ class Diagnosis:
 
 
 def diagnose(
-    environ: Mapping[str, str], folder: Path, *, quick: bool = False, announce: Announce = lambda doing: None
+    environ: Mapping[str, str],
+    folder: Path,
+    *,
+    swap: Swap | None = None,
+    quick: bool = False,
+    announce: Announce = lambda doing: None,
 ) -> Diagnosis:
     """Look at this machine, measure it and say what is wrong.
 
     Args:
         environ: of the process.
         folder: of the runs.
+        swap: what `read_swap` knows of the folder for states on NVMe.
         quick: measure nothing.
         announce: told what is done.
     """
     announce("looking at the machine")
-    facts = gather_facts(environ, folder)
+    facts = gather_facts(environ, folder, swap)
     measurements = None if quick else _measure(facts, environ, announce)
     return Diagnosis(facts, measurements, tuple(list_findings(facts, measurements)))
+
+
+def read_swap(nvme_path: Path | None, config: Config | None) -> Swap | None:
+    """Look at the folder in which states of a job would rest on NVMe; None where none would.
+
+    Args:
+        nvme_path: None for that of the config.
+        config: of the job, which says how much room it needs; None where there is none.
+
+    Raises:
+        ConfigError: what is wrong with the config, as for a run.
+    """
+    needed_bytes = None
+    if config is not None:
+        num_ranks = config.run.num_procs or default_num_ranks(config.run.device)
+        _, layout = check_job(config, num_ranks)
+        needed_bytes = num_ranks * sum(layout.bytes_at_rest(tier="nvme").values()) or None
+        if needed_bytes is not None and nvme_path is None and config.tiers.nvme_path is not None:
+            nvme_path = Path(config.tiers.nvme_path)
+    return None if nvme_path is None else Swap(read_disk(nvme_path), needed_bytes)
 
 
 class _Probes:
@@ -107,6 +138,10 @@ def _measure(facts: Facts, environ: Mapping[str, str], announce: Announce) -> Me
             copies += probes.run(f"copies to {device}", partial(measure_device_copies, device, budget_s / 2)) or []
     host_copy = probes.run("copies in the host's memory", measure_host_copy)
     disk = probes.run("disk", partial(measure_disk, Path(facts.disk.path))) if facts.disk.writable else None
+    swap_disk = facts.swap.disk if facts.swap is not None else None
+    swap = None
+    if swap_disk is not None and swap_disk.writable:
+        swap = probes.run("swap files", partial(measure_swap, Path(swap_disk.path)))
     collectives: list[Collective] = []
     for backend, device_kind, num_ranks in _groups(facts):
         name = f"{backend} between {num_ranks} processes"
@@ -115,7 +150,7 @@ def _measure(facts: Facts, environ: Mapping[str, str], announce: Announce) -> Me
         collectives += found
         probes.failures += [Failure(name, failure)] if failure else []
     copies += [host_copy] if host_copy else []
-    return Measurements(tuple(matmuls), tuple(copies), tuple(collectives), disk, tuple(probes.failures))
+    return Measurements(tuple(matmuls), tuple(copies), tuple(collectives), disk, tuple(probes.failures), swap)
 
 
 def _devices(num_gpus: int) -> Iterator[tuple[torch.device, float]]:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.config import ConfigError
-from shardwise.doctor.facts import RANK_NAMES, Facts, Gpu
+from shardwise.doctor.facts import RANK_NAMES, Facts, Gpu, Swap
 from shardwise.doctor.measure import Matmul, Measurements
 from shardwise.launch.environment import detect
 from shardwise.launch.local import ALLOC_CONF_NAMES, EXPANDABLE_SEGMENTS
 from shardwise.memory import format_bytes
+from shardwise.tiers.speed import SwapSpeed
 
 Level = Literal["error", "warning", "note"]
 
@@ -37,7 +38,12 @@ _MIN_PINNED_BYTES_PER_S = 6e9
 _MIN_DISK_BYTES_PER_S = 100e6
 _MAX_SYNC_S = 0.05
 _MAX_SMALL_CALL_S = 2e-3
-_NETWORK_FILESYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p"})
+_NETWORK_FILESYSTEMS = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "lustre", "beegfs", "ceph", "gpfs"}
+)
+_MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
+# Of a GPU, in each direction: with less, steps with states on NVMe wait for the disk (DeepSpeed's issue 998).
+_MIN_SWAP_BYTES_PER_S = 3e9
 # Debugging switches that people forget, and what each costs.
 _SLOW_SETTINGS: Mapping[str, tuple[str, str]] = {
     "CUDA_LAUNCH_BLOCKING": ("1", "the host waits for every kernel"),
@@ -69,6 +75,7 @@ def list_findings(facts: Facts, measured: Measurements | None) -> list[Finding]:
         measured: None where nothing was.
     """
     findings = [*_on_software(facts), *_on_gpus(facts), *_on_environ(facts), *_on_host(facts), *_on_network(facts)]
+    findings += _on_swap(facts.swap) if facts.swap is not None else []
     if measured is not None:
         findings += [*_on_failures(measured), *_on_speed(facts, measured)]
     return sorted(findings, key=lambda finding: _LEVELS.index(finding.level))
@@ -151,19 +158,19 @@ def _on_gpu(index: int, gpu: Gpu) -> Iterator[Finding]:
 
 
 def _on_environ(facts: Facts) -> Iterator[Finding]:
-    environ, num_ranks = facts.environ, num_train_ranks(facts)
+    environ, num_ranks, num_cores = facts.environ, num_train_ranks(facts), facts.cpu.num_at_once
     yield from _on_rank_environ(environ)
-    share = max(1, facts.cpu.num_at_once // num_ranks)
+    share = max(1, num_cores // num_ranks)
     num_threads = environ.get("OMP_NUM_THREADS")
     if num_threads is None:
         if not facts.gpus and share > 1:
             what = f"OMP_NUM_THREADS is not set: `shardwise train` gives each rank {share}, but torchrun 1"
             yield Finding("note", "threads-not-set", what, f"set OMP_NUM_THREADS={share} where you start with torchrun")
     elif num_threads.isdigit() and int(num_threads) > share:
-        what = f"OMP_NUM_THREADS={num_threads} times {num_ranks} ranks is more than {facts.cpu.num_at_once} cores"
+        what = f"OMP_NUM_THREADS={num_threads} times {num_ranks} ranks is more than {num_cores} cores"
         yield Finding("warning", "threads-oversubscribed", what, f"unset it, or set it to {share}")
     elif num_threads.isdigit() and int(num_threads) * 2 <= share and not facts.gpus:
-        what = f"OMP_NUM_THREADS={num_threads} times {num_ranks} ranks leaves most of {facts.cpu.num_at_once} cores idle"
+        what = f"OMP_NUM_THREADS={num_threads} times {num_ranks} ranks leaves most of {num_cores} cores idle"
         yield Finding("warning", "threads-too-few", what, f"unset it, or set it to {share}")
     if facts.gpus:
         yield from _on_alloc_conf(environ)
@@ -232,6 +239,27 @@ def _on_host(facts: Facts) -> Iterator[Finding]:
         yield Finding("note", "disk-on-network", what, "keep data.cache_dir on a local disk")
 
 
+def _on_swap(swap: Swap) -> Iterator[Finding]:
+    disk = swap.disk
+    elsewhere = "set tiers.nvme_path, or give --nvme-path, to a folder"
+    if not disk.writable:
+        what = f"{disk.path} cannot be written to, and states on NVMe rest there"
+        yield Finding("error", "swap-not-writable", what, f"{elsewhere} you may write to")
+    elif swap.needed_bytes is not None and disk.free_bytes < swap.needed_bytes:
+        needed, free = format_bytes(swap.needed_bytes), format_bytes(disk.free_bytes)
+        what = f"{disk.path} has {free} free and the states on NVMe need {needed}"
+        yield Finding("error", "swap-full", what, f"free some, or {elsewhere} on another disk")
+    elif swap.needed_bytes is None and disk.free_bytes < _LOW_FREE_BYTES:
+        what = f"{disk.path} has {format_bytes(disk.free_bytes)} free for states on NVMe"
+        yield Finding("warning", "swap-full", what, f"free some, or {elsewhere} on another disk")
+    if disk.filesystem in _MEMORY_FILESYSTEMS:
+        what = f"{disk.path} is in memory ({disk.filesystem}), so states on NVMe take what the host has"
+        yield Finding("warning", "swap-in-memory", what, f"{elsewhere} on a disk, or use the host tier")
+    elif disk.filesystem in _NETWORK_FILESYSTEMS:
+        what = f"{disk.path} is on a network file system ({disk.filesystem}), and every step reads and writes it"
+        yield Finding("warning", "swap-on-network", what, f"{elsewhere} on a local NVMe disk")
+
+
 def _on_cores(facts: Facts) -> Iterator[Finding]:
     cpu = facts.cpu
     if cpu.quota_cores is not None and cpu.quota_cores < cpu.num_usable:
@@ -288,6 +316,7 @@ def _on_failures(measured: Measurements) -> Iterator[Finding]:
     cures = {
         "gloo": "if this machine has several networks, name one that is up in GLOO_SOCKET_IFNAME",
         "nccl": "run with NCCL_DEBUG=WARN to see why, and name the network in NCCL_SOCKET_IFNAME",
+        "swap": "set tiers.nvme_path, or give --nvme-path, to a folder with room that you may write to",
         "disk": "set run.dir, or give --dir, to a folder with room that you may write to",
     }
     for failure in measured.failures:
@@ -319,6 +348,8 @@ def _on_speed(facts: Facts, measured: Measurements) -> Iterator[Finding]:
                 "warning", "gloo-slow", what, "see what else uses the cores; set GLOO_SOCKET_IFNAME=lo to compare"
             )
     yield from _on_disk_speed(measured)
+    if measured.swap is not None:
+        yield from _on_swap_speed(measured.swap, len(facts.gpus))
 
 
 def _on_cpu_dtypes(by_dtype: Mapping[str, Matmul]) -> Iterator[Finding]:
@@ -327,6 +358,24 @@ def _on_cpu_dtypes(by_dtype: Mapping[str, Matmul]) -> Iterator[Finding]:
         if ratio < 1:
             what = f"bf16 runs at {ratio:.2f} of fp32's speed here, though the CPU has it in hardware"
             yield Finding("warning", "cpu-bf16-slow", what, "use precision.param=fp32")
+
+
+def _on_swap_speed(speed: SwapSpeed, num_gpus: int) -> Iterator[Finding]:
+    slowest_bytes_per_s = min(speed.read_bytes_per_s, speed.write_bytes_per_s)
+    # A CPU takes so long for a step that a disk keeps up.
+    least_bytes_per_s = num_gpus * _MIN_SWAP_BYTES_PER_S if num_gpus else _MIN_DISK_BYTES_PER_S
+    if slowest_bytes_per_s < least_bytes_per_s:
+        wanted = f"{least_bytes_per_s / 1e9:g} GB/s" + (f" ({_MIN_SWAP_BYTES_PER_S / 1e9:g} a GPU)" if num_gpus else "")
+        what = (
+            f"{speed.path} moves {slowest_bytes_per_s / 1e9:.2f} GB/s, less than {wanted}; steps with NVMe wait for it"
+        )
+        cure = "set tiers.nvme_path to a faster disk or several as one (RAID 0), or rest states on the host"
+        yield Finding("warning", "swap-slow", what, cure)
+    if not speed.direct:
+        what = f"files in {speed.path} go through the page cache, which is memory that states on NVMe should not take"
+        yield Finding(
+            "note", "swap-through-cache", what, "set tiers.nvme_path to a file system with O_DIRECT: ext4, xfs"
+        )
 
 
 def _on_disk_speed(measured: Measurements) -> Iterator[Finding]:

@@ -91,8 +91,16 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class Swap:
+    """The disk of a folder for states on NVMe, and what the ranks of this machine need there, if that is known."""
+
+    disk: Disk
+    needed_bytes: int | None = None
+
+
+@dataclass(frozen=True)
 class Facts:
-    """All that is known of this machine without measuring."""
+    """All that is known of this machine without measuring; `swap` where states are to rest on NVMe."""
 
     software: Software
     cpu: Cpu
@@ -104,14 +112,16 @@ class Facts:
     disk: Disk
     open_files_limit: int | None
     environ: Mapping[str, str]
+    swap: Swap | None = None
 
 
-def gather_facts(environ: Mapping[str, str], folder: Path) -> Facts:
+def gather_facts(environ: Mapping[str, str], folder: Path, swap: Swap | None = None) -> Facts:
     """Look at this machine.
 
     Args:
         environ: of the process; only `ENVIRON_NAMES` are kept.
         folder: of the runs, there already or not.
+        swap: what is known of the folder for states on NVMe.
     """
     gpus = _gpus()
     return Facts(
@@ -125,6 +135,7 @@ def gather_facts(environ: Mapping[str, str], folder: Path) -> Facts:
         disk=read_disk(folder),
         open_files_limit=open_files_limit(),
         environ={name: environ[name] for name in ENVIRON_NAMES if name in environ},
+        swap=swap,
     )
 
 

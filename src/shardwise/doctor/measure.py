@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shardwise.tiers.speed import SwapSpeed
 from shardwise.train.loop import peak_flops
 
 MATMUL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -107,6 +108,7 @@ class Measurements:
     collectives: tuple[Collective, ...] = ()
     disk: DiskSpeed | None = None
     failures: tuple[Failure, ...] = ()
+    swap: SwapSpeed | None = None
 
 
 def call_times_s(

@@ -18,9 +18,10 @@ from rich.text import Text
 
 from shardwise.doctor import Diagnosis
 from shardwise.doctor.advice import Finding, num_train_ranks
-from shardwise.doctor.facts import Facts
+from shardwise.doctor.facts import Facts, Swap
 from shardwise.doctor.measure import Collective, Copy, DiskSpeed, Matmul, Measurements
 from shardwise.memory import format_bytes
+from shardwise.tiers.speed import SwapSpeed
 
 _LABEL_WIDTH = 10
 _STYLES: Mapping[str, str] = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -93,6 +94,8 @@ def _fact_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "memory", f"{available}{format_bytes(memory.total_bytes)}{shm}"
     filesystem = f", {disk.filesystem}" if disk.filesystem else ""
     yield "disk", f"{format_bytes(disk.free_bytes)} free at {disk.path}{filesystem}"
+    if facts.swap is not None:
+        yield "NVMe", _swap_text(facts.swap)
     addresses = ", ".join(facts.network.addresses) or "nothing"
     yield "network", f"{facts.network.hostname} is {addresses}; interfaces {', '.join(facts.network.interfaces)}"
     num_ranks = num_train_ranks(facts)
@@ -108,6 +111,8 @@ def _measurement_rows(measured: Measurements) -> Iterator[tuple[str, str]]:
         yield "copy", _copy_text(copy)
     if measured.disk is not None:
         yield "disk", _disk_text(measured.disk)
+    if measured.swap is not None:
+        yield "NVMe", _speeds(measured.swap)
 
 
 def _matmul_text(matmul: Matmul) -> str:
@@ -125,10 +130,19 @@ def _copy_text(copy: Copy) -> str:
     return f"{copy.source} to {copy.target}, {'pinned' if copy.pinned else 'pageable'}: {speed}"
 
 
+def _swap_text(swap: Swap) -> str:
+    filesystem = f", {swap.disk.filesystem}" if swap.disk.filesystem else ""
+    needed = f", {format_bytes(swap.needed_bytes)} needed" if swap.needed_bytes is not None else ""
+    return f"{format_bytes(swap.disk.free_bytes)} free at {swap.disk.path}{filesystem}{needed}"
+
+
 def _disk_text(disk: DiskSpeed) -> str:
+    return f"{_speeds(disk)}; a synced write of 4 KiB takes {_duration(disk.sync_s)}"
+
+
+def _speeds(disk: DiskSpeed | SwapSpeed) -> str:
     cache = "past the page cache" if disk.direct else "through the page cache"
-    speeds = f"write {_gb(disk.write_bytes_per_s)}, read {_gb(disk.read_bytes_per_s)}, {cache}"
-    return f"{speeds}; a synced write of 4 KiB takes {_duration(disk.sync_s)}"
+    return f"write {_gb(disk.write_bytes_per_s)}, read {_gb(disk.read_bytes_per_s)}, {cache}"
 
 
 def _collective_table(collectives: Sequence[Collective]) -> Table:

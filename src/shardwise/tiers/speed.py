@@ -1,0 +1,95 @@
+"""How fast a folder's disk is, for what rests there: measured through swap files, as the tier uses them.
+
+>>> import tempfile
+>>> from pathlib import Path
+>>> with tempfile.TemporaryDirectory() as folder:
+...     speed = measure_swap(Path(folder), budget_s=0.03, num_bytes=2**20)
+...     left = list(Path(folder).iterdir())
+>>> speed.num_bytes, min(speed.read_bytes_per_s, speed.write_bytes_per_s) > 0, left
+(1048576, True, [])
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shardwise.host_memory import host_pages
+from shardwise.tiers.files import SwapFolder
+
+_CHUNK_BYTES: Final = 8 * 2**20
+_FILE_BYTES: Final = 128 * 2**20
+_NUM_IN_FLIGHT: Final = 2
+
+
+@dataclass(frozen=True)
+class SwapSpeed:
+    """What one process reads and writes a second in a folder.
+
+    Attributes:
+        path: of the folder.
+        num_bytes: of the file that was read and written.
+        direct: whether the page cache was passed by; otherwise it may be the memory that was measured.
+        read_bytes_per_s: by itself.
+        write_bytes_per_s: by itself, into room that the file had already.
+    """
+
+    path: str
+    num_bytes: int
+    direct: bool
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+
+
+def measure_swap(root: Path, rank: int = 0, budget_s: float = 0.6, num_bytes: int = _FILE_BYTES) -> SwapSpeed:
+    """Write and read a swap file in a folder; nothing stays behind.
+
+    Args:
+        root: the user's folder, `tiers.nvme_path`.
+        rank: of this process; those that share a disk measure at the same time, to find each its part.
+        budget_s: a third each for filling the file, writing it again and reading it; a slow disk takes longer.
+        num_bytes: of the file, at most; less where the disk is slow or nearly full.
+
+    Raises:
+        SwapError: nothing can be made, written or read there.
+    """
+    folder = SwapFolder.open(root, rank)
+    try:
+        room_bytes = shutil.disk_usage(folder.path).free // 10
+        num_bytes = max(min(num_bytes, _CHUNK_BYTES), min(num_bytes, room_bytes // _CHUNK_BYTES * _CHUNK_BYTES))
+        file = folder.allocate("speed", num_bytes)
+        chunk = host_pages(min(num_bytes, _CHUNK_BYTES))
+        chunk.view(torch.int64).random_(generator=torch.Generator())  # no file system makes it shorter
+        # Not counted: where nothing was written yet, writing takes longer.
+        filled_bytes, _ = _move(file.write, chunk, num_bytes, budget_s / 3, is_once=True)
+        written_bytes, write_s = _move(file.write, chunk, filled_bytes, budget_s / 3)
+        read_bytes, read_s = _move(file.read, chunk, filled_bytes, budget_s / 3)
+        return SwapSpeed(str(root), filled_bytes, folder.is_direct, read_bytes / read_s, written_bytes / write_s)
+    finally:
+        folder.close()
+
+
+def _move(
+    move: Callable[[int, Tensor], Future[None]], chunk: Tensor, num_bytes: int, budget_s: float, is_once: bool = False
+) -> tuple[int, float]:
+    """(bytes moved, seconds): from start to end of the file, again and again unless `is_once`, until the time is up."""
+    start_s = time.perf_counter()
+    moved_bytes = 0
+    under_way: deque[Future[None]] = deque()
+    while not moved_bytes or (time.perf_counter() - start_s < budget_s and not (is_once and moved_bytes == num_bytes)):
+        if len(under_way) == _NUM_IN_FLIGHT:
+            under_way.popleft().result()
+        under_way.append(move(moved_bytes % num_bytes, chunk))
+        moved_bytes += chunk.numel()
+    for each in under_way:
+        each.result()
+    return moved_bytes, time.perf_counter() - start_s
