@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from shardwise._engine_weights import Names, check_folder
 from shardwise.agreement import Setup, agree_on_setup
 from shardwise.comm import MeshNetwork
-from shardwise.config import Config, ConfigError
+from shardwise.config import Config, ConfigError, TiersConfig
 from shardwise.deferred import left_blank
 from shardwise.engine import Engine
 from shardwise.launch.binding import with_own_cores
@@ -77,6 +77,7 @@ def initialize(
     config = config if isinstance(config, Config) else Config.from_dict(config or {})
     device_kind = _device_kind(config)
     config = config.resolve(ensure_process_group(device_kind, config.run.timeout_s))
+    check_nvme_path(config.tiers)
     if config.tiers.cores is not None:
         check_cores(config.tiers.cores, usable_cores())
     device = torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else torch.device("cpu")
@@ -102,6 +103,17 @@ def initialize(
             engine.close()
             raise
     return engine
+
+
+def check_nvme_path(tiers: TiersConfig) -> None:
+    """Refuse states on NVMe without a folder for them.
+
+    Raises:
+        ConfigError: it names the state.
+    """
+    for state in ("params", "grads", "optimizer"):
+        if getattr(tiers, state) == "nvme" and tiers.nvme_path is None:
+            raise ConfigError(f"tiers.{state}=nvme needs a folder; set tiers.nvme_path to one on a local NVMe disk")
 
 
 def _device_kind(config: Config) -> Literal["cpu", "cuda"]:

@@ -47,6 +47,16 @@ def test_it_fits_the_terminal(width, num_steps):
         assert len(lines) <= 23, "it must fit a terminal of 24 lines, or it cannot be redrawn in place"
 
 
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_states_off_the_device_take_a_line_and_others_none(width):
+    away = replace(HEADER, tiers="device: parameters 6.96 MiB; host: gradients 6.96 MiB, optimizer 20.87 MiB")
+    lines = picture(Progress(away, 400), width)
+    assert max(map(cell_len, lines)) <= width
+    assert " at rest " in "\n".join(lines)
+    assert away.tiers in " ".join(" ".join(lines).split())
+    assert "at rest" not in "\n".join(picture(Progress(HEADER, 400), width))
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_it_says_what_the_state_says(width):
     state = after(100).with_memory({"activations": 3 * 2**20, "parameters": 2**20, "gathered": 0})

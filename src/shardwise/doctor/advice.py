@@ -18,7 +18,7 @@ from shardwise.doctor.measure import Matmul, Measurements
 from shardwise.launch.environment import detect
 from shardwise.launch.local import ALLOC_CONF_NAMES, EXPANDABLE_SEGMENTS
 from shardwise.memory import format_bytes
-from shardwise.tiers.speed import SwapSpeed
+from shardwise.tiers.speed import USEFUL_BYTES_PER_S, SwapSpeed
 
 Level = Literal["error", "warning", "note"]
 
@@ -42,8 +42,6 @@ _NETWORK_FILESYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "lustre", "beegfs", "ceph", "gpfs"}
 )
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
-# Of a GPU, in each direction: with less, steps with states on NVMe wait for the disk (DeepSpeed's issue 998).
-_MIN_SWAP_BYTES_PER_S = 3e9
 # Debugging switches that people forget, and what each costs.
 _SLOW_SETTINGS: Mapping[str, tuple[str, str]] = {
     "CUDA_LAUNCH_BLOCKING": ("1", "the host waits for every kernel"),
@@ -363,9 +361,9 @@ def _on_cpu_dtypes(by_dtype: Mapping[str, Matmul]) -> Iterator[Finding]:
 def _on_swap_speed(speed: SwapSpeed, num_gpus: int) -> Iterator[Finding]:
     slowest_bytes_per_s = min(speed.read_bytes_per_s, speed.write_bytes_per_s)
     # A CPU takes so long for a step that a disk keeps up.
-    least_bytes_per_s = num_gpus * _MIN_SWAP_BYTES_PER_S if num_gpus else _MIN_DISK_BYTES_PER_S
+    least_bytes_per_s = num_gpus * USEFUL_BYTES_PER_S if num_gpus else _MIN_DISK_BYTES_PER_S
     if slowest_bytes_per_s < least_bytes_per_s:
-        wanted = f"{least_bytes_per_s / 1e9:g} GB/s" + (f" ({_MIN_SWAP_BYTES_PER_S / 1e9:g} a GPU)" if num_gpus else "")
+        wanted = f"{least_bytes_per_s / 1e9:g} GB/s" + (f" ({USEFUL_BYTES_PER_S / 1e9:g} a GPU)" if num_gpus else "")
         what = (
             f"{speed.path} moves {slowest_bytes_per_s / 1e9:.2f} GB/s, less than {wanted}; steps with NVMe wait for it"
         )

@@ -26,6 +26,8 @@ from torch import Tensor
 from shardwise.host_memory import host_pages
 from shardwise.tiers.files import SwapFolder
 
+# Of a GPU, in each direction: with less, steps with states on NVMe wait for the disk (DeepSpeed's issue 998).
+USEFUL_BYTES_PER_S: Final = 3e9
 _CHUNK_BYTES: Final = 8 * 2**20
 _FILE_BYTES: Final = 128 * 2**20
 _NUM_IN_FLIGHT: Final = 2

@@ -25,6 +25,7 @@ from shardwise.models import Decoder, DecoderConfig, decoder_config, lm_loss, nu
 from shardwise.simulation import Simulation, simulate
 from shardwise.train.job import check_job, layout_line, wanted_device
 from shardwise.train.progress import short_count
+from shardwise.train.tiers import tiers_line
 
 _LABEL_WIDTH = 11
 
@@ -92,6 +93,8 @@ def _header_lines(run: DryRun) -> Iterator[tuple[str, str]]:
     yield "model", f"{config.model.preset}, {params} parameters, {layers}, {run.shape.vocab_size:,} tokens"
     recompute = "nothing" if config.recompute.mode == "none" else config.recompute.mode
     yield "layout", f"{layout_line(config, mesh)}, {config.precision.param}, recompute {recompute}"
+    if tiers := tiers_line(run.simulation.layout):
+        yield "at rest", tiers
     yield "batch", f"{batch_equation(config.batch, mesh.num_data_ranks)}, {config.data.seq_len:,} tokens each"
     if num_bytes := _checkpoint_bytes(run):
         yield "checkpoint", f"{format_bytes(num_bytes)} by all ranks together"

@@ -22,13 +22,15 @@ from typing import Any, Final, Literal
 import torch
 
 from shardwise.config import Config, ConfigError, read_toml, set_key
-from shardwise.layout.layout import Layout
+from shardwise.layout.layout import TIERS, Layout
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.splits import check_length
 from shardwise.memory import format_bytes
 from shardwise.models import Decoder, decoder_config
 from shardwise.optim import build_optimizer, optimizer_names
+from shardwise.start import check_nvme_path
 from shardwise.tensor.layout import plan_layout
+from shardwise.tiers.files import SwapError, SwapFolder
 from shardwise.train.prepare import PreparedData, Progress, prepare_data
 
 CONFIG_NAME = "config.json"
@@ -99,6 +101,7 @@ def resolve_job(config: Config, world_size: int, num_local_ranks: int) -> Config
         ConfigError: mesh, batch, model, layout, optimizer or device do not fit, or the states are larger than memory.
     """
     run = config.run.model_copy(update={"device": device_kind(config)})
+    check_nvme_path(config.tiers)
     resolved, layout = check_job(config.model_copy(update={"run": run}), world_size)
     _refuse_too_large(layout, resolved, num_local_ranks)
     return resolved
@@ -123,18 +126,30 @@ def check_job(config: Config, world_size: int) -> tuple[Config, Layout]:
 
 
 def _refuse_too_large(layout: Layout, config: Config, num_local_ranks: int) -> None:
-    """Refuse states that the memory cannot hold even without activations."""
-    needed_bytes = sum(layout.bytes_at_rest().values())
+    """Refuse states that the memories in which they rest cannot hold even without activations."""
+    device_bytes, host_bytes, nvme_bytes = (sum(layout.bytes_at_rest(tier=tier).values()) for tier in TIERS)
+    host_bytes *= num_local_ranks
     if config.run.device == "cuda":
-        held_bytes, what = torch.cuda.get_device_properties(0).total_memory, "a GPU"
+        held_bytes = torch.cuda.get_device_properties(0).total_memory
+        _refuse_if_larger(device_bytes, held_bytes, "a GPU", layout, config)
     else:
-        needed_bytes *= num_local_ranks
-        held_bytes, what = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
+        host_bytes += num_local_ranks * device_bytes
+    _refuse_if_larger(
+        host_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine", layout, config
+    )
+    if config.tiers.nvme_path is not None and nvme_bytes:
+        try:
+            SwapFolder.check_room(Path(config.tiers.nvme_path), num_local_ranks * nvme_bytes)
+        except SwapError as error:
+            raise ConfigError(str(error)) from None
+
+
+def _refuse_if_larger(needed_bytes: int, held_bytes: int, what: str, layout: Layout, config: Config) -> None:
     if needed_bytes > held_bytes:
         raise ConfigError(
             f"model.preset={config.model.preset} needs {format_bytes(needed_bytes)} for its states under "
             f"zero.stage={config.zero.stage} over {layout.mesh.world_size} ranks, but {what} has "
-            f"{format_bytes(held_bytes)}; use a smaller preset, zero.stage=3 or more ranks"
+            f"{format_bytes(held_bytes)}; use a smaller preset, zero.stage=3, more ranks, or rest states in tiers"
         )
 
 

@@ -68,11 +68,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class AtRest:
-    """Bytes of one state between steps on rank 0: as the Layout predicts them, and as the ledger found them."""
+    """Bytes of one state between steps on rank 0: as the Layout predicts them, and as the ledger found them.
+
+    On NVMe no ledger counts them.
+    """
 
     name: str
     predicted_bytes: int
-    measured_bytes: int
+    measured_bytes: int | None
 
 
 class Trainer:
@@ -198,10 +201,26 @@ class Trainer:
 
     def at_rest(self) -> list[AtRest]:
         """The states between steps, predicted and measured."""
-        predicted = self.engine.layout.bytes_at_rest()
-        live = self.engine.memory.snapshot().live_bytes
+        by_tier = self.engine.layout.bytes_by_tier()
+        live = {
+            "device": self.engine.memory.snapshot().live_bytes,
+            "host": self.engine.tiers.memory.snapshot().live_bytes,
+        }
         roles = (("param", Category.PARAMETERS), ("grad", Category.GRADIENTS), ("optimizer", Category.OPTIMIZER))
-        return [AtRest(category.value, predicted[role], live[category]) for role, category in roles]
+        states = []
+        for role, category in roles:
+            for tier, predicted in by_tier.items():
+                if predicted[role] or len(by_tier) == 1:
+                    where = "" if len(by_tier) == 1 else f" ({'NVMe' if tier == 'nvme' else tier})"
+                    measured_bytes = live[tier][category] if tier in live else None
+                    states.append(AtRest(category.value + where, predicted[role], measured_bytes))
+        return states
+
+    @property
+    def host(self) -> MemorySnapshot | None:
+        """Of the host tier until now; None where nothing rests off the device."""
+        is_away = self.engine.layout.bytes_by_tier().keys() - {"device"}
+        return self.engine.tiers.memory.snapshot() if is_away else None
 
     def mfu(self, tokens_per_s: float) -> float | None:
         """Model FLOPs utilisation: the share of the devices' dense peak; None where that is not known."""

@@ -20,6 +20,7 @@ from shardwise.train.loop import Trainer
 from shardwise.train.metrics import MetricsWriter, StepRecord
 from shardwise.train.progress import Display, Header, Progress, short_count
 from shardwise.train.summary import Ending, Outcome
+from shardwise.train.tiers import tiers_line
 
 
 class Observer:
@@ -88,6 +89,7 @@ class Observer:
             tokens_per_s=self._num_tokens / elapsed_s if elapsed_s else 0.0,
             at_rest=self._trainer.at_rest(),
             peak=self._trainer.peak,
+            host=self._trainer.host,
             stopped_by=stopped_by,
             train_loss=self._state.loss if self._state.num_taken else None,
             eval_loss=eval_loss,
@@ -113,5 +115,6 @@ def _header(trainer: Trainer, resumed: Resumed | None) -> Header:
         layout=f"{layout}, {device}, {config.precision.param}{' with fp32 master' if is_half else ''}",
         batch=f"{batch_equation(config.batch, engine.layout.mesh.num_data_ranks)}, {config.data.seq_len} tokens each",
         data=f"{trainer.data.source}, {short_count(trainer.data.num_tokens)} tokens",
+        tiers=tiers_line(engine.layout),
         resumed="" if resumed is None else f"from step {resumed.step} of {resumed.path.parent}",
     )

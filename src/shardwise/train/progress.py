@@ -38,13 +38,17 @@ _REFRESH_S = 0.25
 
 @dataclass(frozen=True)
 class Header:
-    """What does not change during a run, a line each; `resumed` is empty where it started afresh."""
+    """What does not change during a run, a line each.
+
+    `resumed` is empty where it started afresh, `tiers` where all states rest on the device.
+    """
 
     model: str
     layout: str
     batch: str
     data: str
     resumed: str = ""
+    tiers: str = ""
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,8 @@ def _header(header: Header) -> Table:
     grid = _grid()
     grid.add_row("model", Text(header.model, style="bold"))
     grid.add_row("layout", Text(header.layout))
+    if header.tiers:
+        grid.add_row("at rest", Text(header.tiers))
     grid.add_row("batch", Text(header.batch))
     grid.add_row("data", Text(header.data))
     if header.resumed:
@@ -272,8 +278,9 @@ class Display:
         self._drawn_at_s = -math.inf
         if self._is_plain:
             header = state.header
+            tiers = [f"at rest: {header.tiers}"] if header.tiers else []
             resumed = [f"resumed {header.resumed}"] if header.resumed else []
-            for line in (header.model, header.layout, header.batch, header.data, *resumed):
+            for line in (header.model, header.layout, *tiers, header.batch, header.data, *resumed):
                 self._print(line)
         else:
             self._draw()

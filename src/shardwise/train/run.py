@@ -34,6 +34,8 @@ from shardwise.launch.local import default_num_ranks, launch_local
 from shardwise.launch.rank import StopFlag
 from shardwise.loss import NonFiniteLossError
 from shardwise.memory import format_bytes
+from shardwise.tiers.files import SwapError
+from shardwise.tiers.lane import LaneError
 from shardwise.train.checkpoints import RunCheckpoints, checkpoint_root, make_root
 from shardwise.train.job import CONFIG_NAME, create_folder, device_kind, prepare_job_data, resolve_job
 from shardwise.train.loop import Trainer, build_trainer
@@ -41,6 +43,7 @@ from shardwise.train.metrics import write_timeline
 from shardwise.train.observer import Observer
 from shardwise.train.prepare import PreparedData, open_data
 from shardwise.train.summary import Ending, render_outcome
+from shardwise.train.tiers import measure_disk
 
 # A rank that is asked to stop may be in the middle of a long step, and then it saves.
 STOP_GRACE_S = 1800.0
@@ -60,6 +63,8 @@ _EXPECTED = (
     MemoryError,
     CommError,
     LaunchError,
+    SwapError,
+    LaneError,
 )
 
 log = logging.getLogger("shardwise")
@@ -160,6 +165,9 @@ def run_rank(
             torch.set_num_threads(config.run.num_threads)
         trainer = build_trainer(config, open_data(shard_path, config))
         log.info("%s", trainer.engine.layout.mesh)
+        speed = measure_disk(trainer.engine, env.rank)
+        if speed and env.rank == 0:
+            _say(console, speed)
         checkpoints = RunCheckpoints(trainer, checkpoint_root(config, folder))
         resumed = None if resume is None else checkpoints.resume(resume)
         if resumed is not None:

@@ -54,6 +54,7 @@ class Outcome:
         elapsed_s: of the steps.
         tokens_per_s: of all ranks, over all steps of this run.
         peak: of the last step whose memory was measured.
+        host: of the host tier; None where nothing rests off the device.
     """
 
     folder: Path
@@ -64,6 +65,7 @@ class Outcome:
     tokens_per_s: float
     at_rest: Sequence[AtRest]
     peak: MemorySnapshot | None = None
+    host: MemorySnapshot | None = None
     stopped_by: str | None = None
     train_loss: float | None = None
     eval_loss: float | None = None
@@ -113,9 +115,9 @@ def _rows(outcome: Outcome) -> Iterator[tuple[str, RenderableType]]:
         yield "speed", f"{outcome.tokens_per_s:,.0f} tokens/s, {steps}"
         yield "at rest", _at_rest_table(outcome.at_rest)
     if outcome.peak is not None:
-        by_size = sorted(((size, name) for name, size in outcome.peak.peak_live_bytes.items() if size), reverse=True)
-        parts = ", ".join(f"{name} {format_bytes(size)}" for size, name in by_size)
-        yield "peak", f"{format_bytes(outcome.peak.peak_bytes)}: {parts}"
+        yield "peak", _peak_text(outcome.peak)
+    if outcome.host is not None:
+        yield "host's peak", _peak_text(outcome.host)
     if outcome.saved is not None:
         saved = outcome.saved
         others = f", {saved.num_checkpoints} kept" if saved.num_checkpoints > 1 else ""
@@ -126,11 +128,18 @@ def _rows(outcome: Outcome) -> Iterator[tuple[str, RenderableType]]:
         yield "sample", Text(outcome.sample.text)
 
 
+def _peak_text(peak: MemorySnapshot) -> str:
+    by_size = sorted(((size, name) for name, size in peak.peak_live_bytes.items() if size), reverse=True)
+    parts = ", ".join(f"{name} {format_bytes(size)}" for size, name in by_size)
+    return f"{format_bytes(peak.peak_bytes)}: {parts}"
+
+
 def _at_rest_table(states: Sequence[AtRest]) -> Table:
     table = Table.grid(padding=(0, 3))
     for justify in ("left", "right", "right"):
         table.add_column(justify=justify)
     table.add_row("on rank 0", "predicted", "measured", style="dim")
     for state in states:
-        table.add_row(state.name, format_bytes(state.predicted_bytes), format_bytes(state.measured_bytes))
+        measured = "-" if state.measured_bytes is None else format_bytes(state.measured_bytes)
+        table.add_row(state.name, format_bytes(state.predicted_bytes), measured)
     return table

@@ -1,0 +1,24 @@
+"""The configs in `examples/`: each key is known, the job is one that this machine can start, and the docs name them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.train.job import check_job, job_config
+from shardwise.train.tiers import tiers_line
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_is_a_job(path: Path) -> None:
+    assert f"shardwise train examples/{path.name}" in path.read_text()
+    _, layout = check_job(job_config(path, ["run.device=cpu"]), world_size=2)
+    assert tiers_line(layout), "these show states off the device"
+
+
+def test_there_are_some() -> None:
+    assert {"offload.toml", "nvme.toml"} <= {path.name for path in EXAMPLES}

@@ -1,0 +1,121 @@
+"""What `shardwise train` says and refuses where states rest off the device: before, at the start, in the end."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from shardwise.config import Config, ConfigError
+from shardwise.memory import Category
+from shardwise.tiers.files import SwapError
+from shardwise.tiers.speed import SwapSpeed
+from shardwise.train import job, tiers
+from shardwise.train.job import check_job, resolve_job
+from shardwise.train.loop import Trainer, build_trainer
+from shardwise.train.prepare import prepare_data
+from shardwise.train.summary import Outcome, render_outcome
+from shardwise.train.tiers import measure_disk, tiers_line
+
+MODEL = {"preset": "tiny", "num_layers": 2, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 2, "vocab_size": 257}
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    """A trainer with the given tiers that has taken its steps."""
+    (tmp_path / "text.txt").write_text("Some words that come again and again. " * 200)
+    made: list[Trainer] = []
+
+    def make(**tiers: object) -> Trainer:
+        values = {
+            "model": MODEL,
+            "data": {"path": str(tmp_path / "text.txt"), "seq_len": 16, "tokenizer": "bytes"},
+            "batch": {"global_size": 4},
+            "tiers": tiers,
+            "run": {"steps": 2, "device": "cpu", "eval_batches": 1},
+        }
+        config = Config.from_dict(values)
+        trainer = build_trainer(config, prepare_data(config, tmp_path / "cache"))
+        made.append(trainer)
+        assert len(list(trainer.steps(lambda: False, lambda activity: None))) == 2
+        return trainer
+
+    yield make
+    for each in made:
+        each.engine.close()
+
+
+def test_states_on_the_host_are_measured_there(trainer) -> None:
+    at_host = trainer(optimizer="host", grads="host")
+    states = {state.name: state for state in at_host.at_rest()}
+    assert list(states) == ["parameters (device)", "gradients (host)", "optimizer (host)"]
+    assert all(state.measured_bytes == state.predicted_bytes > 0 for state in states.values())
+    assert at_host.host is not None
+    assert at_host.host.live_bytes[Category.OPTIMIZER] == states["optimizer (host)"].predicted_bytes
+
+
+def test_states_on_nvme_are_predicted_and_the_disk_is_measured(trainer, tmp_path, monkeypatch) -> None:
+    speed = SwapSpeed(str(tmp_path), 2**20, True, 1e8, 1e8)
+    monkeypatch.setattr(tiers, "measure_swap", lambda path, rank: speed)
+    at_disk = trainer(optimizer="nvme", nvme_path=str(tmp_path / "nvme"))
+    optimizer = next(state for state in at_disk.at_rest() if state.name == "optimizer (NVMe)")
+    assert optimizer.measured_bytes is None
+    line = measure_disk(at_disk.engine, rank=0)
+    found = re.search(r"reads 0\.10 GB/s .*the disk works at most (\d+) ms for the optimizer$", line)
+    assert found is not None, line
+    assert int(found[1]) == round(2e3 * optimizer.predicted_bytes / 1e8)
+    text = Console(width=100, file=io.StringIO(), record=True)
+    text.print(render_outcome(Outcome(Path("runs/a"), 2, 2, 2, 1.0, 1.0, at_disk.at_rest(), None, at_disk.host)))
+    assert re.search(r"optimizer \(NVMe\) +[\d.]+ \w+ +-", text.export_text())
+
+
+def test_a_disk_that_cannot_be_measured_does_not_end_the_run(trainer, tmp_path, monkeypatch) -> None:
+    def refuse(path: Path, rank: int) -> None:
+        raise SwapError(f"cannot write {path}: no space left")
+
+    monkeypatch.setattr(tiers, "measure_swap", refuse)
+    at_disk = trainer(grads="nvme", optimizer="host", nvme_path=str(tmp_path))
+    assert measure_disk(at_disk.engine, rank=0).endswith(f"was not measured: cannot write {tmp_path}: no space left")
+    monkeypatch.undo()
+    monkeypatch.setattr(tiers, "measure_swap", lambda path, rank: pytest.fail("nothing rests there"))
+    engine = SimpleNamespace(config=at_disk.engine.config, layout=SimpleNamespace(bytes_by_tier=lambda: {"device": {}}))
+    assert measure_disk(engine, rank=0) == ""
+
+
+def resolved(num_local_ranks: int = 2, **tiers: object) -> Config:
+    config = Config.from_dict({"tiers": tiers, "run": {"device": "cpu"}, "optimizer": {"name": "adam"}})
+    return resolve_job(config, world_size=2, num_local_ranks=num_local_ranks)
+
+
+def test_memory_and_disk_are_each_asked_for_what_rests_there(tmp_path, monkeypatch) -> None:
+    asked: list[tuple[Path, int]] = []
+    monkeypatch.setattr(job.SwapFolder, "check_room", lambda root, num_bytes: asked.append((root, num_bytes)))
+    nvme = {"optimizer": "nvme", "nvme_path": str(tmp_path)}
+    by_tier = check_job(resolved(**nvme), 2)[1].bytes_by_tier()
+    assert asked == [(tmp_path, 2 * sum(by_tier["nvme"].values()))]
+    num_pages = 2 * sum(by_tier["device"].values()) // 4096 + 1
+    monkeypatch.setattr(job.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": num_pages}[name])
+    resolved(**nvme)
+    for optimizer in ("device", "host"):
+        with pytest.raises(
+            ConfigError, match=r"but this machine has .*; use a smaller preset, .* or rest states in tie"
+        ):
+            resolved(optimizer=optimizer)
+
+
+def test_nvme_needs_a_folder_with_room(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"^tiers\.grads=nvme needs a folder; set tiers\.nvme_path to one"):
+        resolved(grads="nvme")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"Not a directory.*set tiers\.nvme_path to another folder"):
+        resolved(grads="nvme", nvme_path=str(tmp_path / "file" / "x"))
+
+
+def test_the_line_of_the_tiers_adds_up_and_is_empty_where_nothing_is_away() -> None:
+    layout = check_job(resolved(optimizer="host", optimizer_on_device=0.5), 2)[1]
+    assert re.fullmatch(r"device: parameters .*, gradients .*, optimizer .*; host: optimizer .*", tiers_line(layout))
+    assert tiers_line(check_job(resolved(), 2)[1]) == ""
