@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.config import ConfigError, OptimizerConfig, SchedulerConfig
+from shardwise.lion import Lion
 
 # What torch's own classes do to a whole matrix, or need a closure for; on pieces they would be silently wrong.
 _NOT_ELEMENT_WISE: Final = frozenset({"lbfgs", "adafactor", "muon", "sparseadam"})
@@ -28,9 +29,9 @@ ParamGroups = Sequence[dict[str, Any]]
 
 
 def optimizer_names() -> Mapping[str, type[Optimizer]]:
-    """The element-wise optimizers of `torch.optim`, by lower-case name."""
+    """The element-wise optimizers of `torch.optim`, and Lion, by lower-case name."""
     classes = inspect.getmembers(torch.optim, lambda value: inspect.isclass(value) and issubclass(value, Optimizer))
-    names = {name.lower(): kind for name, kind in classes if kind is not Optimizer}
+    names = {"lion": Lion} | {name.lower(): kind for name, kind in classes if kind is not Optimizer}
     return MappingProxyType({name: kind for name, kind in names.items() if name not in _NOT_ELEMENT_WISE})
 
 
@@ -52,7 +53,7 @@ def build_optimizer(config: OptimizerConfig, groups: ParamGroups) -> Optimizer:
     kinds = optimizer_names()
     kind = kinds.get(config.name.lower())
     if kind is None:
-        rule = "is not element-wise" if config.name.lower() in _NOT_ELEMENT_WISE else "is not in torch.optim"
+        rule = "is not element-wise" if config.name.lower() in _NOT_ELEMENT_WISE else "is unknown"
         raise ConfigError(f"optimizer.name={config.name!r} {rule}; choose one of {', '.join(sorted(kinds))}")
     accepted = inspect.signature(kind).parameters
     wanted: dict[str, Any] = {

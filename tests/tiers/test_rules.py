@@ -1,0 +1,280 @@
+"""The step on the host has the bits of the optimizer's own step, for every optimizer, option, dtype and cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer
+
+from shardwise.config import ConfigError, OptimizerConfig
+from shardwise.layout.layout import optimizer_states
+from shardwise.lion import Lion
+from shardwise.optim import build_optimizer
+from shardwise.tiers import blocks
+from shardwise.tiers.blocks import CUT_NUMEL, StepPiece, step_pieces
+from shardwise.tiers.rules import rule_of
+
+NAMES = ("adam", "adamw", "sgd", "adagrad", "lion")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+NUM_STEPS = 3
+
+# Options beyond the config's: each is followed, whichever of torch's implementations the optimizer chose.
+OPTIONS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "adam-amsgrad": (Adam, {"amsgrad": True, "weight_decay": 0.1, "fused": True}),
+    "adam-decoupled": (Adam, {"decoupled_weight_decay": True, "weight_decay": 0.1, "fused": True}),
+    "adam-single": (Adam, {"fused": False, "foreach": False, "weight_decay": 0.1}),
+    "adamw-amsgrad-maximize": (AdamW, {"amsgrad": True, "maximize": True, "fused": True}),
+    "adamw-foreach": (AdamW, {"foreach": True, "maximize": True}),
+    "adamw-not-fused": (AdamW, {"fused": False}),
+    "adamw-tensor-lr": (AdamW, {"lr": torch.tensor(0.03), "fused": True}),
+    "adamw-tensor-lr-single": (AdamW, {"lr": torch.tensor(0.03), "fused": False}),
+    "adamw-tensor-betas": (AdamW, {"betas": (torch.tensor(0.8), torch.tensor(0.9)), "fused": True}),
+    "sgd-plain": (SGD, {"fused": True}),
+    "sgd-dampening": (SGD, {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1, "fused": True}),
+    "sgd-nesterov": (SGD, {"momentum": 0.9, "nesterov": True, "maximize": True, "fused": True}),
+    "sgd-nesterov-foreach": (SGD, {"momentum": 0.9, "nesterov": True, "foreach": True}),
+    "sgd-momentum-single": (SGD, {"momentum": 0.9, "fused": False}),
+    "sgd-tensor-lr": (SGD, {"lr": torch.tensor(0.03), "momentum": 0.5, "fused": True}),
+    "adagrad-decay": (Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.2, "fused": True}),
+    "adagrad-maximize": (Adagrad, {"maximize": True, "weight_decay": 0.1, "foreach": True}),
+    "adagrad-single": (Adagrad, {"lr_decay": 0.1, "fused": False}),
+    "lion-maximize": (Lion, {"maximize": True, "weight_decay": 0.1}),
+    "lion-tensor-lr": (Lion, {"lr": torch.tensor(0.03)}),
+}
+
+
+class Host:
+    """Masters and states as they rest on the host, stepped in parts by the rule of an optimizer."""
+
+    def __init__(self, optimizer: Optimizer, masters: Sequence[Tensor], param_dtype: torch.dtype) -> None:
+        self.rule = rule_of(optimizer)
+        self.masters = [master.clone() for master in masters]
+        self.params = [torch.zeros_like(master, dtype=param_dtype) for master in masters]
+        self.states = [
+            {name: torch.full_like(master, value) for name, value in self.rule.tensor_states(options).items()}
+            for master, options in zip(masters, self._options(optimizer), strict=True)
+        ]
+        self.num_steps = 0
+
+    def step(self, optimizer: Optimizer, grads: Sequence[Tensor], factor: float, cut: int | None = None) -> None:
+        """Step under the options that the optimizer has now; pieces are parts of `cut` elements."""
+        pieces = []
+        for index, options in enumerate(self._options(optimizer)):
+            is_copied = self.params[index].dtype != self.masters[index].dtype
+            whole = StepPiece(
+                options=options,
+                master=self.masters[index],
+                grad=grads[index],
+                states=self.states[index],
+                step=self.num_steps,
+                is_first=self.num_steps == 0,
+                param=self.params[index] if is_copied else None,
+            )
+            numel = whole.master.numel()
+            pieces += [whole.part(at, min(numel, at + (cut or numel))) for at in range(0, numel, cut or max(1, numel))]
+        step_pieces(self.rule, pieces, factor)
+        self.num_steps += 1
+
+    @staticmethod
+    def _options(optimizer: Optimizer) -> list[Mapping[str, Any]]:
+        return [group for group in optimizer.param_groups for _ in group["params"]]
+
+    def assert_equals(self, optimizer: Optimizer) -> None:
+        """To the last bit, states and counters too."""
+        kept = [each for group in optimizer.param_groups for each in group["params"]]
+        for master, param, states, expected in zip(self.masters, self.params, self.states, kept, strict=True):
+            assert torch.equal(master, expected)
+            if param.dtype != master.dtype:
+                assert torch.equal(param, expected.to(param.dtype))
+            if master.numel() == 0:
+                continue
+            of_torch = dict(optimizer.state[expected])
+            counter = of_torch.pop("step", None)
+            assert self.rule.has_counter == (counter is not None)
+            if counter is not None:
+                assert counter.item() == self.num_steps
+                assert counter.dtype == torch.float32
+            assert set(of_torch) == set(states)
+            for name, state in states.items():
+                assert torch.equal(state, of_torch[name]), name
+
+
+def groups_of(masters: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """Parameter groups with options of their own, two where there are two parameters."""
+    half = (len(masters) + 1) // 2
+    params = [nn.Parameter(master.clone()) for master in masters]
+    return [{"params": params[:half]}, {"params": params[half:], "lr": 0.02, "weight_decay": 0.0}][: len(masters)]
+
+
+def take_step(optimizer: Optimizer, grads: Sequence[Tensor], factor: float) -> None:
+    kept = [each for group in optimizer.param_groups for each in group["params"]]
+    for param, grad in zip(kept, grads, strict=True):
+        param.grad = grad.to(param.dtype).mul_(factor)
+    optimizer.step()
+
+
+def tensors(lengths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(length, dtype=torch.float64).to(dtype) for length in lengths]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of which a few thousand elements make many."""
+    monkeypatch.setattr(blocks, "BLOCK_NUMEL", 4 * CUT_NUMEL)
+
+
+@pytest.fixture(params=[1, 2], ids=lambda num: f"threads{num}")
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("small_blocks", "num_threads")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("master_dtype", [torch.float32, torch.float64])
+@given(data=st.data())
+def test_steps_have_the_bits_of_the_optimizer(name: str, master_dtype: torch.dtype, data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(0, 1500), min_size=1, max_size=5))
+    grad_dtype, param_dtype = data.draw(st.sampled_from(FLOATS)), data.draw(st.sampled_from(FLOATS))
+    cut = data.draw(st.none() | st.integers(1, 10).map(lambda num: num * CUT_NUMEL))
+    factor = data.draw(st.sampled_from([1.0, 0.3, 2.0**-7]))
+    torch.manual_seed(data.draw(st.integers(0, 2**31)))
+    masters = tensors(lengths, master_dtype)
+    optimizer = build_optimizer(OptimizerConfig(name=name, lr=0.1), groups_of(masters))
+    host = Host(optimizer, masters, param_dtype)
+    for number in range(NUM_STEPS):
+        grads = tensors(lengths, grad_dtype)
+        before = [grad.clone() for grad in grads]
+        for group in optimizer.param_groups:  # as a schedule does
+            group["lr"] *= 0.7**number
+        host.step(optimizer, grads, factor, cut)
+        assert all(map(torch.equal, grads, before))
+        take_step(optimizer, grads, factor)
+        host.assert_equals(optimizer)
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("name", NAMES)
+def test_pieces_of_many_blocks_have_the_bits_of_the_optimizer(name: str) -> None:
+    torch.manual_seed(0)
+    lengths = [2 * blocks.BLOCK_NUMEL + 77, 5]
+    masters = tensors(lengths, torch.float32)
+    optimizer = build_optimizer(OptimizerConfig(name=name), groups_of(masters))
+    host = Host(optimizer, masters, torch.bfloat16)
+    for _ in range(2):
+        grads = tensors(lengths, torch.bfloat16)
+        host.step(optimizer, grads, 0.3)
+        take_step(optimizer, grads, 0.3)
+    host.assert_equals(optimizer)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("master_dtype", [torch.float32, torch.float64])
+def test_options_keep_their_meaning(case: str, master_dtype: torch.dtype) -> None:
+    kind, options = OPTIONS[case]
+    torch.manual_seed(0)
+    lengths = [1, 64, 999]
+    masters = tensors(lengths, master_dtype)
+    optimizer = kind(groups_of(masters), **options)
+    host = Host(optimizer, masters, torch.bfloat16)
+    for _ in range(NUM_STEPS):
+        grads = tensors(lengths, torch.float32)
+        before = [grad.clone() for grad in grads]
+        host.step(optimizer, grads, 0.3)
+        assert all(map(torch.equal, grads, before))
+        take_step(optimizer, grads, 0.3)
+        host.assert_equals(optimizer)
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd", "adagrad"])
+def test_without_the_users_choice_the_step_is_fused(name: str) -> None:
+    """Where `fused` is not given, torch leaves the implementation open, and on the host the fused one is fastest."""
+    torch.manual_seed(0)
+    masters, grads = tensors([999], torch.float32), tensors([999], torch.float32)
+    fused = build_optimizer(OptimizerConfig(name=name), groups_of(masters))
+    chosen = {key: value for key, value in fused.defaults.items() if key in ("lr", "betas", "eps", "momentum")}
+    unsaid = type(fused)(groups_of(masters), **chosen, weight_decay=0.1)
+    host = Host(unsaid, masters, torch.float32)
+    host.step(unsaid, grads, 0.3)
+    take_step(fused, grads, 0.3)
+    host.assert_equals(fused)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pieces_may_have_taken_different_numbers_of_steps(name: str) -> None:
+    """A parameter that got no gradient is behind the others, or has not begun."""
+    torch.manual_seed(0)
+    masters = tensors([70, 80], torch.float32)
+    params = [nn.Parameter(master.clone()) for master in masters]
+    optimizer = build_optimizer(OptimizerConfig(name=name), [{"params": params}])
+    (group,) = optimizer.param_groups
+    rule, counts = rule_of(optimizer), [0, 0]
+    first_values = rule.tensor_states(group)
+    states = [{key: torch.full_like(each, value) for key, value in first_values.items()} for each in masters]
+    for used in ([1], [0, 1], [0, 1], [0]):
+        grads = tensors([70, 80], torch.float32)
+        pieces = [StepPiece(group, masters[i], grads[i], states[i], counts[i], counts[i] == 0, None) for i in used]
+        step_pieces(rule, pieces, 1.0)
+        for index in used:  # one by one: torch's fused SGD cannot take a first step beside a later one
+            for param in params:
+                param.grad = None
+            params[index].grad = grads[index]
+            optimizer.step()
+            counts[index] += 1
+    assert all(map(torch.equal, masters, params))
+
+
+def test_steps_leave_what_lies_beside_a_piece_alone() -> None:
+    buffers = {name: torch.full((300,), 7.0) for name in ("master", "param", "exp_avg")}
+    options = Lion([torch.zeros(1)], lr=1.0).param_groups[0]
+    inside = slice(10, 210)
+    piece = StepPiece(
+        options,
+        buffers["master"][inside],
+        torch.ones(200),
+        {"exp_avg": buffers["exp_avg"][inside]},
+        0,
+        True,
+        buffers["param"][inside],
+    )
+    step_pieces(rule_of(Lion([torch.zeros(1)])), [piece], 1.0)
+    for name, buffer in buffers.items():
+        assert (buffer[inside] != 7.0).all(), name
+        assert (torch.cat([buffer[:10], buffer[210:]]) == 7.0).all(), name
+
+
+def test_masters_that_record_gradients_are_stepped_too() -> None:
+    optimizer = SGD([nn.Parameter(torch.ones(3))], lr=0.5)
+    (group,) = optimizer.param_groups
+    step_pieces(rule_of(optimizer), [StepPiece(group, group["params"][0], torch.ones(3), {}, 0, True, None)], 2.0)
+    assert group["params"][0].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_states_are_the_layouts(name: str) -> None:
+    config = OptimizerConfig(name=name)
+    optimizer = build_optimizer(config, [{"params": [torch.ones(1)]}])
+    assert tuple(rule_of(optimizer).tensor_states(optimizer.param_groups[0])) == optimizer_states(config)
+
+
+class OwnAdamW(AdamW):
+    """May step otherwise."""
+
+
+@pytest.mark.parametrize("kind", [NAdam, OwnAdamW])
+def test_other_optimizers_are_refused(kind: type[Optimizer]) -> None:
+    message = (
+        rf"^tiers\.optimizer off the device steps Adam, AdamW, SGD, Adagrad and Lion; got {kind.__name__}; "
+        r"use one of these, or tiers\.optimizer=device$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        rule_of(kind([torch.ones(1)]))
