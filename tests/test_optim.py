@@ -65,9 +65,7 @@ def test_every_optimizer_of_torch_is_taken_or_refused_by_name() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^optimizer\.name='adamm' is unknown; choose one of .*adamw"
-    ):
+    with pytest.raises(ConfigError, match=r"^optimizer\.name='adamm' is unknown; choose one of .*adamw"):
         build_optimizer(OptimizerConfig(name="adamm"), [])
 
 

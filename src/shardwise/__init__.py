@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from shardwise.comm import CommError
     from shardwise.config import Config, ConfigError
     from shardwise.deferred import init
-    from shardwise.engine import Engine, backward
+    from shardwise.engine import Engine
+    from shardwise.joint_backward import backward
     from shardwise.launch.group import LaunchError
     from shardwise.layout.layout import Layout, build_layout
     from shardwise.loss import NonFiniteLossError
@@ -69,7 +70,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "ReleasedParameterError": "wearing",
     "Simulation": "simulation",
     "StepResult": "results",
-    "backward": "engine",
+    "backward": "joint_backward",
     "build_layout": "layout.layout",
     "init": "deferred",
     "initialize": "start",

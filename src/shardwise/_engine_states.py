@@ -144,7 +144,9 @@ class EngineStates:
         if self._is_broken:
             raise RuntimeError("the last backward raised and left gradients incomplete; call engine.zero_grad() first")
         if self._is_half_loaded:
-            raise RuntimeError("the last load failed midway and left states mixed; load a checkpoint that is whole")
+            raise RuntimeError(
+                "states are mixed, since the last load or step was cut off midway; load a checkpoint that is whole"
+            )
 
     def _check_room_to_gather(self) -> None:
         if self.device.type != "cuda" or not self.layout.stage.unshard_for_use:

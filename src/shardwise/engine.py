@@ -39,6 +39,7 @@ from shardwise.tensor.surgery import split_model
 from shardwise.tiers.tiers import Tiers
 from shardwise.timeline import Timeline
 from shardwise.watchdog import watch
+from shardwise.zero.ahead import StepAhead, may_step_ahead
 from shardwise.zero.driver import ZeroDriver
 from shardwise.zero.optimizer_plan import OptimizerFactory, plan_optimizer
 from shardwise.zero.regroup import regroup
@@ -127,6 +128,7 @@ class Engine(EngineWeights):
         except Exception:
             self.close()
             raise
+        self._ahead = StepAhead(self._driver, self._sharded, may_step_ahead(config, layout))
         self._scaler = LossScaler(config.precision)
         self._books = LossBooks(self._comms)
         self._loss_fn = loss_fn
@@ -179,7 +181,7 @@ class Engine(EngineWeights):
         """
         self._check_usable()
         self._refuse_unless_trainable()
-        _backpropagate([self], loss, self._books.close(loss) * self._scaler.scale)
+        backpropagate([self], loss, self._books.close(loss) * self._scaler.scale)
 
     @_explained
     def step(self) -> StepResult:
@@ -206,9 +208,10 @@ class Engine(EngineWeights):
         if self._num_backwards == 0:
             raise RuntimeError("engine.step() without a backward since the last step; call engine.backward(loss) first")
         self._driver.finish()
+        self._ahead.end()
         loss_sum, count, square_sum, used = self._agree(self._sharded.square_sums())
         scale = self._scaler.scale
-        to_mean = self._books.normaliser / ((count or 1.0) * scale)
+        to_mean = self._to_mean(count)
         grad_norm = math.sqrt(square_sum) * to_mean if square_sum >= 0 else math.nan
         overflowed = not math.isfinite(grad_norm)
         skipped = overflowed and math.isfinite(loss_sum) and self._scaler.can_shrink
@@ -231,6 +234,9 @@ class Engine(EngineWeights):
         """Forget the gradients since the last step, and a backward that an exception ended. All ranks call it."""
         self._refuse_if_away()
         self._driver.abandon()
+        self._ahead.end()
+        if self._sharded.has_stepped_ahead:
+            self._is_half_loaded = self._has_mixed_states = True
         self._sharded.clear()
         self._is_broken = False
         self._end_step(is_taken=False)
@@ -252,8 +258,10 @@ class Engine(EngineWeights):
                 f"train_step got {len(batches)} micro-batches but batch.accumulation={expected}; "
                 f"give {expected} or set batch.accumulation={len(batches)}"
             )
-        for batch in batches:
-            self.backward(self(batch))
+        for index, batch in enumerate(batches, 1):
+            loss = self(batch)
+            self._ahead.is_armed = index == len(batches)
+            self.backward(loss)
         # Not `step`: an error of a save, raised there, would leave the gradients of these batches to the next step.
         with self._memory_explained():
             return self._step()
@@ -358,6 +366,14 @@ class Engine(EngineWeights):
         self._driver.is_last = self._syncs and is_boundary
         self._driver.will_reduce = self._syncs and (self.layout.stage.reduce_each_backward or is_boundary)
         self._driver.prepare_backward()
+        if self._ahead.is_armed and self._ahead.is_allowed and self._driver.is_last:
+            loss_sum, count = self._books.sum_over_ranks("count of the step")
+            if math.isfinite(loss_sum):
+                self._ahead.begin(self._to_mean(count))
+
+    def _to_mean(self, count: float) -> float:
+        """What turns accumulated sums of gradients into the mean over all that counts."""
+        return self._books.normaliser / ((count or 1.0) * self._scaler.scale)
 
     def _before_model(self) -> None:
         """Follow what the user has done to the model since the last step; its forward is about to begin."""
@@ -420,56 +436,16 @@ class Engine(EngineWeights):
         self._timeline.close_step()
 
     def _fail_nonfinite(self, loss_sum: float, grad_norm: float) -> None:
-        module = first_nonfinite_module(self.model, self._batches, self._forward, self.comm)
+        if self._sharded.has_stepped_ahead:
+            left = "some parameters were stepped before that was known: load a checkpoint, tiers.step_in_backward=false"
+        else:
+            module = first_nonfinite_module(self.model, self._batches, self._forward, self.comm)
+            left = f"{module}; parameters and optimizer are as before the step"
         self.zero_grad()
         raise NonFiniteLossError(
-            f"step {self.num_steps + 1}: loss {loss_sum} and gradient norm {grad_norm} must be finite; {module}; "
-            "parameters and optimizer are as before the step: lower optimizer.lr, clip (optimizer.clip_norm) or drop "
-            "the batch"
+            f"step {self.num_steps + 1}: loss {loss_sum} and gradient norm {grad_norm} must be finite; {left}: "
+            "lower optimizer.lr, clip (optimizer.clip_norm) or drop the batch"
         )
-
-
-def backward(loss: Tensor, engines: Sequence[Engine], *, count: float = 1.0) -> None:
-    """Add the gradients of one loss, computed from the models of several engines, to what each has accumulated.
-
-    Each engine counts it as a loss of mean `loss` over `count`, and each takes its own `step`. The models are called
-    directly, or through `engine(batch)`; a frozen engine may take part, such as a teacher's.
-
-    >>> from shardwise import initialize
-    >>> config = {"run": {"device": "cpu"}}
-    >>> with initialize(nn.Linear(4, 3), config) as encoder, initialize(nn.Linear(3, 1), config) as decoder:
-    ...     backward(decoder.model(encoder.model(torch.ones(2, 4))).square().mean(), [encoder, decoder])
-    ...     encoder.step().loss == decoder.step().loss
-    True
-
-    Args:
-        loss: a scalar.
-        engines: all whose models took part and that are to learn from it.
-        count: what `loss` is the mean of, such as target tokens, against the step's other losses.
-
-    Raises:
-        ValueError: `loss` is no scalar, no engine is given, or one scales its gradients otherwise than the others.
-    """
-    if loss.numel() != 1 or not engines or len(set(map(id, engines))) < len(engines):
-        raise ValueError(
-            f"backward takes a scalar loss and engines, each once; got shape {tuple(loss.shape)} and {len(engines)}"
-        )
-    for engine in engines:
-        engine._check_usable()
-    # Who has no gradients yet can still take the others' normaliser.
-    taken = {engine._books.normaliser for engine in engines if not engine._books.is_empty}
-    if len(taken) > 1 or len({engine._scaler.scale for engine in engines}) > 1:
-        raise ValueError(
-            "the engines scale their gradients differently, so one backward cannot serve them; let each take its step "
-            "before the common loss, and under fp16 set precision.loss_scale to one number"
-        )
-    total = Total(loss.detach().reshape(()) * count, torch.tensor(count, device=loss.device))
-    normaliser = next(iter(taken or {engine._books.normaliser for engine in engines}))
-    for engine in engines:
-        engine._books.normaliser = normaliser
-        weight = engine._books.count_in(total) * engine._scaler.scale
-        normaliser = engine._books.normaliser
-    _backpropagate(engines, loss, weight)
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
@@ -478,7 +454,8 @@ def _call(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
 
 
-def _backpropagate(engines: Sequence[Engine], loss: Tensor, weight: Tensor) -> None:
+def backpropagate(engines: Sequence[Engine], loss: Tensor, weight: Tensor) -> None:
+    """Run the backward of a loss through the models of engines; `weight` is that of its gradient, 0-d."""
     for engine in engines:
         engine._begin_backward()
     torch.autograd.backward(loss, weight.to(loss.dtype).reshape(loss.shape))

@@ -43,6 +43,7 @@ class Chunk:
         stop: likewise.
         work: gets the states, 1-D and as long as the range.
         after: the point of the device's work at which what rests there is valid.
+        needs: what the lane does before that, such as writing the gradient to its file.
     """
 
     parts: Mapping[str, Part]
@@ -50,6 +51,7 @@ class Chunk:
     stop: int
     work: Callable[[Mapping[str, Tensor]], None]
     after: Event
+    needs: Task | None = None
 
 
 class Sweep:
@@ -86,6 +88,9 @@ class Sweep:
         while len(self._open) < DEPTH:
             with self._lock:
                 if not self._waiting:
+                    return
+                needs = self._waiting[0].needs
+                if self._open and needs is not None and not needs.is_done:
                     return
                 chunk = self._waiting.popleft()
             windows = {

@@ -75,6 +75,7 @@ class ZeroDriver:
         self._reducing: deque[ParamGroup] = deque()
         self._behind: deque[ParamGroup] = deque()  # whose last update is yet to be gathered, in all ranks' order
         self.on_reduced: Callable[[ParamGroup], None] | None = None
+        self.ever_late: set[ParamGroup] = set()
         self._handles: list[RemovableHandle] = []
         self._gradient_handles: dict[ParamGroup, list[RemovableHandle]] = {}
         try:
@@ -321,7 +322,7 @@ class ZeroDriver:
 
     def _unshard_ahead(self) -> None:
         for name in self._order.ahead():
-            self._unit_of[name].unshard()
+            self._unit_of[name].unshard_ahead()
         for name in self._order.upcoming(_NUM_PREFETCHED):
             self._unit_of[name].prefetch()
 
@@ -364,6 +365,12 @@ class ZeroDriver:
         if self._reduce_position[group] < self._num_reduced and group not in self._late:
             # Used outside its unit, before it: what comes now is reduced at the end, once more.
             self._late.append(group)
+            self.ever_late.add(group)
+            if group.is_ahead:
+                raise RuntimeError(
+                    f"a parameter of {group.spec.name} got a gradient after its step in this backward, because it is "
+                    "used outside its block; set tiers.step_in_backward=false"
+                )
         if group.add_gradient(index, gradient, self.will_reduce):
             unit.close_if_done()
             self._done.add(id(group))

@@ -58,7 +58,7 @@ class GroupGrads:
             self._away = self._tiers.place(
                 spec.tiers.grads, f"{spec.name}.grad", spec.shard_numel, self._dtype, Category.GRADIENTS
             )
-        self._taking: Task | None = None  # the end of the last gradient's way to where they rest
+        self.taking: Task | None = None  # the end of the last gradient's way to where they rest
         self._square: Tensor | None = None
         self._bucket: Tensor | None = None
         self._accumulator: Tensor | None = None
@@ -188,7 +188,7 @@ class GroupGrads:
         is_counted = is_last and not self._sharing.summed
         if is_counted and not adds:
             note(landing)
-        self._taking = self._away.take(landing, self._pool, note if is_counted else None, adds)
+        self.taking = self._away.take(landing, self._pool, note if is_counted else None, adds)
 
     @property
     def rest(self) -> Rest:
@@ -212,7 +212,7 @@ class GroupGrads:
 
     def await_taken(self) -> None:
         """Return once they are where they rest."""
-        taking, self._taking = self._taking, None
+        taking, self.taking = self.taking, None
         if taking is not None:
             taking.wait()
 

@@ -38,6 +38,7 @@ class ParamGroup:
         self.params = GroupParams(spec, layout, parameters, resources, released)
         self.grads = GroupGrads(spec, layout, resources) if spec.trainable else None
         self.is_pinned = False
+        self.is_ahead = False  # stepped in the backward that is under way
         self._stepping: Task | None = None
         self._catch_up: Callable[[], None] | None = None
         self._overlap = resources.overlap
@@ -48,6 +49,7 @@ class ParamGroup:
     def unshard(self) -> None:
         """Start to gather the parameters where they are sharded."""
         self.catch_up()
+        self._refuse_if_ahead()
         self._unshard_start_s = self._timeline.now()
         self.params.unshard()
         if not self._overlap:
@@ -56,6 +58,7 @@ class ParamGroup:
     def wait(self) -> None:
         """Have the parameters present; what nobody unsharded ahead is unsharded now."""
         self.catch_up()
+        self._refuse_if_ahead()
         start_s = self._unshard_start_s if self.params.is_unsharding else self._timeline.now()
         if self.params.wait():
             self._timeline.add(Kind.UNSHARD, self.spec.name, start_s)
@@ -95,7 +98,7 @@ class ParamGroup:
             catch_up: called before the parameters are used, if they rest whole: gathers those of all groups in the
                 order that all ranks have in common, as far as this one.
         """
-        self._stepping = stepping
+        self._stepping, self.is_ahead = stepping, False
         if self.params.refresh(is_narrowed=True):
             self._catch_up = catch_up
         self._show_if_pinned()
@@ -118,6 +121,13 @@ class ParamGroup:
         if self._catch_up is not None:
             self._catch_up()
         self.await_step()
+
+    def _refuse_if_ahead(self) -> None:
+        if self.is_ahead and self.params.is_released:
+            raise RuntimeError(
+                f"the parameters of {self.spec.name} are needed again in a backward that has stepped them already; "
+                "set tiers.step_in_backward=false"
+            )
 
     def _show_if_pinned(self) -> None:
         if self.is_pinned:  # inside `gathered`

@@ -235,9 +235,9 @@ class ShardedOptimizer:
             self._stepped[group] = self._start(group, factor, dict.fromkeys(names, True))
 
     @property
-    def stepped_ahead(self) -> tuple[ParamGroup, ...]:
-        """The groups that are stepped, or being stepped, before `step`."""
-        return tuple(self._stepped)
+    def has_stepped_ahead(self) -> bool:
+        """Whether groups are stepped, or being stepped, before `step`."""
+        return bool(self._stepped)
 
     def _start(self, group: ParamGroup, factor: float, used: Mapping[str, bool]) -> Task:
         grads = group.grads
@@ -259,8 +259,9 @@ class ShardedOptimizer:
 
     def clear(self) -> None:
         """Forget the gradients."""
-        for task in self._stepped.values():
+        for group, task in self._stepped.items():
             task.wait()
+            group.is_ahead = False
         self._stepped.clear()
         self._gradients.clear()
         self._clear_gradients()

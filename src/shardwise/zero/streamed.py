@@ -131,7 +131,7 @@ class StreamedGroup:
         for start in self._starts():
             stop = min(start + CHUNK_NUMEL, params.master.numel)
             work = partial(self._step_chunk, plans, factor, start, stop)
-            task = self.tiers.sweep.submit(Chunk(parts, start, stop, work, after))
+            task = self.tiers.sweep.submit(Chunk(parts, start, stop, work, after, grads.taking))
         return task
 
     def states_of(self, piece: Piece) -> dict[str, Flat | Tensor]:

@@ -45,10 +45,11 @@ class Unit:
         for group in self.groups:
             group.wait()
 
-    def unshard(self) -> None:
-        """Start to gather the parameters."""
+    def unshard_ahead(self) -> None:
+        """Start to gather the parameters, which are likely to be needed next."""
         for group in self.groups:
-            group.unshard()
+            if not group.is_ahead:
+                group.unshard()
 
     def prefetch(self) -> None:
         """Start what gathering the parameters would have to wait for on the host."""

@@ -1,0 +1,70 @@
+"""Stepping groups on the host while the backward of the others goes on.
+
+That is possible where nothing of the step depends on gradients to come: without clipping, which needs the norm of all
+of them, without a loss scale that an overflow would change, and with a tensor-parallel group of one. What gradients are
+divided by is summed over the ranks before the last backward begins.
+
+A group is stepped so from its second step on, and only if all its parameters have had gradients so far, from nowhere
+but its unit. A gradient that comes later still, or a gather of what has been stepped, is an error.
+"""
+
+from __future__ import annotations
+
+from shardwise.config import Config
+from shardwise.layout.layout import Layout
+from shardwise.zero.driver import ZeroDriver
+from shardwise.zero.group import ParamGroup
+from shardwise.zero.step import ShardedOptimizer
+
+
+def may_step_ahead(config: Config, layout: Layout) -> bool:
+    """Whether the config lets groups be stepped before the backward has ended, and any can be."""
+    is_streamed = any(group.tiers.optimizer != "device" for group in layout.groups if group.trainable)
+    is_scaled = config.precision.param == "fp16" and config.precision.loss_scale == "dynamic"
+    is_split = layout.tensor is not None
+    clips = config.optimizer.clip_norm is not None
+    return config.tiers.step_in_backward and is_streamed and not (clips or is_scaled or is_split)
+
+
+class StepAhead:
+    """Steps groups as soon as their last reduction has ended, from `begin` to `end` of a backward.
+
+    Args:
+        driver: tells of reductions.
+        sharded: steps.
+        is_allowed: whether `begin` may be called at all.
+    """
+
+    def __init__(self, driver: ZeroDriver, sharded: ShardedOptimizer, is_allowed: bool) -> None:
+        self.is_allowed = is_allowed
+        self.is_armed = False
+        self._driver = driver
+        self._sharded = sharded
+        self._steady: set[ParamGroup] = set()
+        self._factor = 0.0
+
+    def begin(self, factor: float) -> None:
+        """Step groups from now on.
+
+        Args:
+            factor: what turns accumulated sums into the mean gradient.
+        """
+        self._factor = factor
+        self._driver.on_reduced = self._step
+
+    def end(self) -> None:
+        """Leave the rest to the step, and learn which groups can be stepped so the next time."""
+        self._driver.on_reduced = None
+        self.is_armed = False
+        groups = [group for group in self._driver.groups if group.grads is not None and group.grads.holds_sum]
+        self._steady = {group for group in groups if _is_complete(group) and group not in self._driver.ever_late}
+
+    def _step(self, group: ParamGroup) -> None:
+        if group in self._steady and _is_complete(group) and not group.awaits_replicas:
+            group.is_ahead = True
+            self._sharded.step_ahead(group, self._factor)
+
+
+def _is_complete(group: ParamGroup) -> bool:
+    """Whether every parameter has got a gradient here: then no other rank is needed to know that it was used."""
+    return group.grads is not None and all(group.grads.was_used)
