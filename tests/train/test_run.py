@@ -29,8 +29,8 @@ def train(tmp_path):
         "run": {"steps": 3, "device": "cpu", "eval_batches": 1, "sample_tokens": 4},
     }
 
-    def start(stop: StopFlag | None = None, **run_values) -> tuple[int, str]:
-        config = Config.from_dict(values | {"run": values["run"] | run_values})
+    def start(stop: StopFlag | None = None, tiers: dict | None = None, **run_values) -> tuple[int, str]:
+        config = Config.from_dict(values | {"run": values["run"] | run_values, "tiers": tiers or {}})
         config = resolve_job(config, world_size=1, num_local_ranks=1)
         shard_path = prepare_data(config, tmp_path / "cache").path
         shown = io.StringIO()
@@ -57,6 +57,19 @@ def test_the_summary_sets_every_figure_beside_another(train, capsys):
     assert len(re.findall(r"^step [123]/3 .* [1-9][\d,]* tokens/s", shown, re.MULTILINE)) == 3
     assert shown.rstrip().endswith("/run"), "the last line is the path of the run's folder"
     assert capsys.readouterr().err == ""
+
+
+def test_a_run_with_nvme_says_what_its_disk_takes_and_leaves_no_swap_file(train, tmp_path, monkeypatch):
+    tiers = {"optimizer": "nvme", "nvme_path": str(tmp_path / "nvme")}
+    code, shown = train(tiers=tiers)
+    assert code == 0
+    assert re.match(r".*/nvme reads \d.* GB/s a rank; of each step the disk works at most \d+ ms for the opt", shown)
+    assert "at rest: device: parameters" in shown
+    assert list((tmp_path / "nvme").iterdir()) == []
+    fail_with(monkeypatch, ValueError("a bug"))
+    code, _ = train(tiers=tiers)
+    assert code == 1
+    assert list((tmp_path / "nvme").iterdir()) == []
 
 
 def test_a_signal_ends_it_after_the_step(train):

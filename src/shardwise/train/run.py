@@ -191,6 +191,9 @@ def run_rank(
         if trainer is not None:
             _finish_save_unless_alone(trainer, error)
         return _fail(error, folder, env)
+    finally:
+        if trainer is not None:
+            trainer.engine.tiers.close()  # ranks end without the interpreter's own end, which would remove swap files
     if not trainer.was_stopped:
         return 0
     return 128 + signal.Signals[stop.signal_name or "SIGTERM"]
