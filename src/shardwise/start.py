@@ -77,17 +77,14 @@ def initialize(
     config = config if isinstance(config, Config) else Config.from_dict(config or {})
     device_kind = _device_kind(config)
     config = config.resolve(ensure_process_group(device_kind, config.run.timeout_s))
-    check_nvme_path(config.tiers)
-    if config.tiers.cores is not None:
-        check_cores(config.tiers.cores, usable_cores())
+    _check_tiers(config.tiers)
     device = torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else torch.device("cpu")
     layout = plan_layout(model, config, plan)
     if weights is not None:
         check_folder(model, Path(weights), names)
     store = open_store()
     agree_on_setup(store, dist.get_rank(), Setup.of(layout, config, model.named_buffers()), config.run.timeout_s)
-    if config.tiers.bind_cores:
-        config = with_own_cores(config, store, dist.get_rank(), usable_cores(), quota_cores())
+    config = with_own_cores(config, store, dist.get_rank(), usable_cores(), quota_cores())
     network = MeshNetwork(Mesh(layout.mesh, config.run.timeout_s), device, store)
     options: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": optimizer, "scheduler": scheduler}
     try:
@@ -103,6 +100,12 @@ def initialize(
             engine.close()
             raise
     return engine
+
+
+def _check_tiers(tiers: TiersConfig) -> None:
+    check_nvme_path(tiers)
+    if tiers.cores is not None:
+        check_cores(tiers.cores, usable_cores())
 
 
 def check_nvme_path(tiers: TiersConfig) -> None:

@@ -23,10 +23,10 @@ from shardwise.launch.cores import machine_name, read_places, share_of_cores, sh
 def with_own_cores(
     config: Config, store: dist.Store | None, rank: int, usable: Sequence[int], quota: float | None
 ) -> Config:
-    """The config with this rank's `tiers.cores` filled in, unless they are given; every rank calls it.
+    """The config with this rank's `tiers.cores` filled in, if `tiers.bind_cores` is set; every rank calls it.
 
     Args:
-        config: of the run.
+        config: of the run; `tiers.cores` that are given stay.
         store: of the engine; None where there is one rank.
         rank: of this process in the world.
         usable: cores that this process may run on.
@@ -36,6 +36,8 @@ def with_own_cores(
         CommError: not all ranks have come in time.
     """
     tiers = config.tiers
+    if not tiers.bind_cores:
+        return config
     place, num_sharing = _meet(config, store, rank, usable)
     if tiers.cores is not None:  # the others have met this rank all the same
         return config

@@ -165,16 +165,14 @@ def run_rank(
             torch.set_num_threads(config.run.num_threads)
         trainer = build_trainer(config, open_data(shard_path, config))
         log.info("%s", trainer.engine.layout.mesh)
-        speed = measure_disk(trainer.engine, env.rank)
-        if speed and env.rank == 0:
-            _say(console, speed)
         checkpoints = RunCheckpoints(trainer, checkpoint_root(config, folder))
         resumed = None if resume is None else checkpoints.resume(resume)
         if resumed is not None:
             log.info("resumed from %s at step %d", resumed.path, resumed.step)
+        notes = [measure_disk(trainer.engine, env.rank), *(resumed.notes if resumed is not None else ())]
         observer = None
         if env.rank == 0:
-            for note in resumed.notes if resumed is not None else ():
+            for note in filter(None, notes):
                 _say(console, note)
             observer = Observer(trainer, folder, console, stop, resumed)
         with stop.armed():
@@ -191,9 +189,9 @@ def run_rank(
         if trainer is not None:
             _finish_save_unless_alone(trainer, error)
         return _fail(error, folder, env)
-    finally:
+    finally:  # ranks end without the interpreter's own end, which would remove swap files
         if trainer is not None:
-            trainer.engine.tiers.close()  # ranks end without the interpreter's own end, which would remove swap files
+            trainer.engine.tiers.close()
     if not trainer.was_stopped:
         return 0
     return 128 + signal.Signals[stop.signal_name or "SIGTERM"]
