@@ -108,6 +108,13 @@ def test_tracking_again_moves_the_bytes() -> None:
     assert snapshot.peak_live_bytes[Category.GRADIENTS] == snapshot.peak_bytes == 20
 
 
+def test_the_books_say_what_a_storage_is() -> None:
+    ledger, weight = Ledger(), torch.zeros(4)
+    ledger.track(weight, Category.PARAMETERS)
+    assert ledger.category_of(weight[1:].untyped_storage()) is Category.PARAMETERS
+    assert ledger.category_of(torch.zeros(4).untyped_storage()) is None
+
+
 def test_tensors_of_another_device_are_left_out() -> None:
     ledger = Ledger()
     elsewhere = torch.zeros(5, device="meta")

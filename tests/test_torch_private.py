@@ -17,6 +17,7 @@ from shardwise._torch_private import (
     in_backward,
     in_op_mode,
     is_fake,
+    is_plain,
     named_arguments,
     num_recorded,
     on_backward_end,
@@ -339,3 +340,16 @@ def test_a_wrapper_has_what_it_is_told_and_no_data() -> None:
         *((2, 3), torch.bfloat16, "meta"),
         False,
     )
+
+
+def test_what_is_plain_is_memory_and_no_more() -> None:
+    x = torch.ones(2, 4)
+    with fake_tensors():
+        assert is_plain(torch.ones(2))
+    assert is_plain(x)
+    assert is_plain(x.t()[:2])
+    assert not is_plain(nn.Parameter(x))
+    assert not is_plain(x.to_sparse())
+    assert not is_plain(torch.complex(x, x).conj())
+    assert not is_plain(torch.complex(x, x).conj().imag)
+    assert not is_plain(x.as_subclass(type("Subclass", (Tensor,), {})))

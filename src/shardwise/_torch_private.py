@@ -31,6 +31,7 @@ __all__ = [
     "in_backward",
     "in_op_mode",
     "is_fake",
+    "is_plain",
     "named_arguments",
     "num_recorded",
     "on_backward_end",
@@ -221,6 +222,12 @@ def fake_copy(tensor: Tensor) -> Tensor:
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has a shape but no memory: then one op says as much as many over its parts."""
     return isinstance(tensor, FakeTensor)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is memory of its shape and strides and no more: no parameter, no subclass, nothing lazy."""
+    is_strided = type(tensor) in (Tensor, FakeTensor) and tensor.layout is torch.strided
+    return is_strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def parameter_class(parameter: nn.Parameter) -> type[nn.Parameter]:

@@ -36,6 +36,7 @@ from shardwise.streams import Streams
 from shardwise.tensor.explain import explain_shapes
 from shardwise.tensor.layout import dropout_zones
 from shardwise.tensor.surgery import split_model
+from shardwise.tiers.activations import build_store
 from shardwise.tiers.tiers import Tiers
 from shardwise.timeline import Timeline
 from shardwise.watchdog import watch
@@ -92,13 +93,13 @@ class Engine(EngineWeights):
         self.memory = memory
         device = self.device = memory.device
         streams = Streams(device, config.zero.overlap)
-        pool = self._pool = BufferPool(device, self.memory)
+        self._pool = BufferPool(device, self.memory)
         self._network = network
         self._is_closed = self._is_broken = False
         self._away = None
         self._optimizer_plan = plan_optimizer(optimizer, config.optimizer, model)
         named_groups = self._optimizer_plan.groups_of(layout)
-        self._comms = connect(network, layout.mesh, config, device, streams, pool)
+        self._comms = connect(network, layout.mesh, config, device, streams, self._pool)
         self.comm = self._comms.model
         self._timeline = Timeline(network.rank)
         self._watchdog = watch(network.store, self.comm.books, self._timeline, config.run)
@@ -109,11 +110,7 @@ class Engine(EngineWeights):
         self._adopt_buffers()
         self._undo: list[Callable[[], None]] = []
         self._draws = KeyedDraws(config.run.seed, device)
-        self.tiers = Tiers(config.tiers, layout, streams, self.memory, network.rank, self.comm.is_simulated)
-        zero = config.zero
-        resources = Resources(
-            self._comms, pool, self.memory, self._timeline, values, self.tiers, zero.overlap, zero.lockstep
-        )
+        resources = self._open_tiers(streams, values)
         self._driver = ZeroDriver(model, layout, resources)
         self._driver.before_model = weakref.WeakMethod(self._before_model)
         values.close()
@@ -138,6 +135,22 @@ class Engine(EngineWeights):
         self._syncs = True
         self._undo += [self._sharded.close, self._books.clear, self._batches.clear]
 
+    def _open_tiers(self, streams: Streams, values: ValueSource) -> Resources:
+        """Make room on the host and on NVMe, on all ranks or none, and put together what groups need."""
+        network, config = self._network, self.config
+        self.tiers = Tiers(config.tiers, self.layout, streams, self.memory, network.rank, self.comm.is_simulated)
+        if "nvme" in (config.tiers.params, config.tiers.grads, config.tiers.optimizer):
+            try:
+                with all_or_none(network.store, network.rank, config.run.timeout_s):
+                    self.tiers.reserve()
+            except BaseException:
+                self.tiers.close()
+                raise
+        zero, comms = config.zero, self._comms
+        return Resources(
+            comms, self._pool, self.memory, self._timeline, values, self.tiers, zero.overlap, zero.lockstep
+        )
+
     def _alter_modules(self) -> None:
         """Split layers, key dropouts, recompute and compile blocks; in this order, each inside the next."""
         tensor, tp = self.layout.tensor, self._comms.tensor
@@ -148,7 +161,9 @@ class Engine(EngineWeights):
         # Other random operations agree over tensor-parallel ranks too.
         self._draws_numbers = bool(keyed) or tensor is not None
         self._undo += keyed
-        self._undo += replace_forwards(self.model, self.layout, self.config)
+        tiers = self.tiers
+        self._activations = build_store(self.config, tiers.streams, tiers.buffers, tiers.traffic, self.memory)
+        self._undo += replace_forwards(self.model, self.layout, self.config, self._activations)
 
     @property
     def timeline(self) -> tuple[Any, ...]:

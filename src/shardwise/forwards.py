@@ -23,7 +23,7 @@ from torch import nn
 
 from shardwise._torch_private import compiler_errors, in_op_mode
 from shardwise.config import CompileConfig, Config, ConfigError
-from shardwise.hooks import recompute_forward, replace_forward, run_forward
+from shardwise.hooks import InputStore, recompute_forward, replace_forward, run_forward, run_stored
 from shardwise.layout.layout import Layout
 
 Run = Callable[..., Any]
@@ -33,8 +33,16 @@ class CompileError(RuntimeError):
     """A block cannot be compiled as one graph; the message names it and the reason."""
 
 
-def replace_forwards(model: nn.Module, layout: Layout, config: Config) -> list[Callable[[], None]]:
+def replace_forwards(
+    model: nn.Module, layout: Layout, config: Config, store: InputStore | None = None
+) -> list[Callable[[], None]]:
     """Recompute and compile the forwards of a model's blocks as the config says.
+
+    Args:
+        model: whose forwards are replaced.
+        layout: names its blocks.
+        config: the sections `recompute` and `compile`.
+        store: keeps the inputs of recomputed blocks; None leaves them where they are.
 
     Returns:
         what puts their own back; to be called in reverse order.
@@ -42,7 +50,7 @@ def replace_forwards(model: nn.Module, layout: Layout, config: Config) -> list[C
     Raises:
         ConfigError: torch has no such backend, or it cannot work in this mode.
     """
-    compiler = _BlockCompiler(config.compile, layout) if config.compile.enabled else None
+    compiler = _BlockCompiler(config.compile, layout, store) if config.compile.enabled else None
     undo = []
     for index, unit in enumerate(layout.units):
         module = model.get_submodule(unit)
@@ -51,7 +59,7 @@ def replace_forwards(model: nn.Module, layout: Layout, config: Config) -> list[C
         if compiler is not None:
             undo.append(replace_forward(module, compiler.compiled(unit, module, recompute)))
         elif recompute != "none":
-            undo.append(recompute_forward(module, recompute))
+            undo.append(recompute_forward(module, recompute, store))
         if recompute != "none" and (names := _cache_arguments(plain)):
             undo.append(_leave_out_cache(module, plain, names))
     return undo
@@ -113,11 +121,13 @@ class _BlockCompiler:
     Args:
         config: the section.
         layout: of the model.
+        store: keeps the inputs of recomputed blocks, from outside the compiled code.
     """
 
-    def __init__(self, config: CompileConfig, layout: Layout) -> None:
+    def __init__(self, config: CompileConfig, layout: Layout, store: InputStore | None) -> None:
         _check(config, layout)
         self._config = config
+        self._store = store
         self._shared: dict[Hashable, Run] = {}
         self._num_compiled = 0
 
@@ -137,9 +147,9 @@ class _BlockCompiler:
         def compiled(*args: Any, **kwargs: Any) -> Any:
             nonlocal run, is_shared
             if in_op_mode():
-                return run_forward(forward, recompute, args, kwargs)
+                return run_stored(run_forward, forward, recompute, args, kwargs, self._store)
             try:
-                return run(forward, recompute, args, kwargs)
+                return run_stored(run, forward, recompute, args, kwargs, self._store)
             except (cannot_compile, compiled_too_often) as error:
                 failure = error
             if is_shared and isinstance(failure, compiled_too_often):

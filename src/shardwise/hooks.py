@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import Any, Final, Protocol, cast
 
@@ -138,8 +138,15 @@ def claim(module: nn.Module) -> Callable[[], None]:
 _CLAIMED: Final = "_shardwise_is_claimed"
 
 
-def recompute_forward(module: nn.Module, mode: str) -> Callable[[], None]:
-    """Checkpoint a module's forward; `mode` is as for `run_forward`.
+class InputStore(Protocol):
+    """Keeps the inputs of recomputed blocks elsewhere; `shardwise.tiers.activations.ActivationStore`."""
+
+    def saving(self, inputs: Sequence[object]) -> AbstractContextManager[None]:
+        """Inside, what autograd saves of a block's inputs is kept there."""
+
+
+def recompute_forward(module: nn.Module, mode: str, store: InputStore | None = None) -> Callable[[], None]:
+    """Checkpoint a module's forward; `mode` is as for `run_forward`, and `store` keeps the inputs if it is given.
 
     Returns:
         what puts the module's own forward back.
@@ -147,16 +154,43 @@ def recompute_forward(module: nn.Module, mode: str) -> Callable[[], None]:
     forward = module.forward
     if inspect.ismethod(forward) and forward.__self__ is module:
         # A method follows a copy of the module: the copy computes with its own parameters.
-        return replace_forward(module, MethodType(_checkpointed(forward.__func__, mode), module))
-    return replace_forward(module, _checkpointed(forward, mode))
+        return replace_forward(module, MethodType(_checkpointed(forward.__func__, mode, store), module))
+    return replace_forward(module, _checkpointed(forward, mode, store))
 
 
-def _checkpointed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
+def _checkpointed(forward: Callable[..., Any], mode: str, store: InputStore | None) -> Callable[..., Any]:
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return run_forward(forward, mode, args, kwargs)
+        return run_stored(run_forward, forward, mode, args, kwargs, store)
 
     return recomputed
+
+
+def run_stored(
+    run: Callable[..., Any],
+    forward: Callable[..., Any],
+    recompute: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    store: InputStore | None,
+) -> Any:
+    """Run `run_forward`, or what it was compiled to, with `store` for the inputs that the block keeps."""
+    if store is None or recompute == "none" or not torch.is_grad_enabled():
+        return run(forward, recompute, args, kwargs)
+    inputs, structure = pytree.tree_flatten((args, kwargs), is_leaf=lambda node: type(node) not in (tuple, list, dict))
+    if run is not run_forward:  # compiled code saves all tensors alike
+        with store.saving(inputs):
+            return run(forward, recompute, args, kwargs)
+    # A checkpoint saves tensors that are arguments, but holds those in keywords, tuples and dicts as they are.
+    # What a block writes into a list or dict that it is given shall be found there; a recomputation's is of no use.
+    given = [(args, kwargs)]
+
+    def spread(*leaves: Any) -> Any:
+        own_args, own_kwargs = given.pop() if given else pytree.tree_unflatten(leaves, structure)
+        return forward(*own_args, **own_kwargs)
+
+    with store.saving(inputs):
+        return run(spread, recompute, tuple(inputs), {})
 
 
 def run_forward(forward: Callable[..., Any], recompute: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -190,6 +190,11 @@ class Ledger:
             self._book(record, record.category, num_bytes)
             self._end(before)
 
+    def category_of(self, storage: torch.UntypedStorage) -> Category | None:
+        """What a storage is booked as; None if it is not in the books."""
+        record = self._records.get(id(storage))
+        return record.category if record is not None and record() is storage else None
+
     @contextmanager
     def meter(self, category: Category = Category.ACTIVATIONS) -> Iterator[None]:
         """Book every storage that ops make on this thread, or in backwards started from it, until it dies.

@@ -77,3 +77,20 @@ def activation_bytes_per_layer(
         return seq_len * micro_size * (element_bytes * (4 * stream + attention + 4 * ffn) + log_sum_exp + scales)
     sums = 2 * stream  # what the two row layers give
     return seq_len * micro_size * (element_bytes * (stream + attention + 2 * ffn + sums) + log_sum_exp)
+
+
+def offloaded_bytes(input_bytes: float, num_layers: int, every: int = 1) -> float:
+    """Bytes that one micro-batch's forward moves to host memory with `tiers.activations`, and its backward back.
+
+    The inputs of all recomputed layers but the last, whose are needed first and stay; what all layers are given stays
+    too. At the peak, the device holds the inputs of two or three layers.
+
+    Args:
+        input_bytes: of a layer: `activation_bytes_per_layer` with recompute "full".
+        num_layers: of the model.
+        every: as `RecomputeConfig.every`.
+
+    >>> offloaded_bytes(1024, num_layers=8), offloaded_bytes(1024, num_layers=8, every=3)
+    (7168, 2048)
+    """
+    return (-(-num_layers // every) - 1) * input_bytes

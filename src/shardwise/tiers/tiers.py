@@ -49,7 +49,9 @@ class Tiers:
         self.traffic = Traffic()
         self.lane = HostLane(streams.device, config.cores, is_inline=is_simulated)
         self.sweep = Sweep(self.lane)
-        self._streams = streams
+        self.streams = streams
+        self._layout = layout
+        self._reserved: dict[str, File] = {}
         self._ledger = ledger
         self._rank = rank
         self._is_simulated = is_simulated
@@ -64,7 +66,20 @@ class Tiers:
     @property
     def device(self) -> torch.device:
         """Of the engine."""
-        return self._streams.device
+        return self.streams.device
+
+    def reserve(self) -> None:
+        """Make the files for all that the layout puts on NVMe, so that too little room is known before training.
+
+        Raises:
+            SwapError: a file cannot be made.
+        """
+        for state in self._layout.states:
+            for group in self._layout.groups:
+                if state.tier_in(group) == "nvme" and state.is_kept_by(group):
+                    name = f"{group.name}.{state.name}"
+                    num_bytes = padded_bytes(group.shard_numel, torch_dtype(state.dtype))
+                    self._reserved[name] = self._make_file(name, num_bytes)
 
     def place(self, tier: Tier, name: str, numel: int, dtype: torch.dtype, category: Category) -> Rest:
         """Room for a state, zeros at first.
@@ -113,6 +128,11 @@ class Tiers:
             self._folder.close()
 
     def _file(self, name: str, num_bytes: int) -> File:
+        """The file that was reserved for a state; of another one, such as an optimizer of the user's keeps, a new one."""
+        reserved = self._reserved.pop(name, None)
+        return reserved or self._make_file(name, num_bytes)
+
+    def _make_file(self, name: str, num_bytes: int) -> File:
         if self._is_simulated or self._path is None:
             return SimulatedFile(num_bytes)
         if self._folder is None:
