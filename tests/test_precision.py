@@ -92,7 +92,8 @@ def test_sum_chunks_sums_in_rank_order(
     chunks = (torch.randn(num_ranks, 33) * 10.0 ** torch.randint(-3, 3, (num_ranks, 33))).to(chunk_dtype)
     total = torch.randn(33).to(total_dtype) if accumulate else torch.full((33,), torch.nan, dtype=total_dtype)
     wide = total_dtype if total_dtype.itemsize >= 4 else torch.float32
-    expected = in_rank_order([*([total] if accumulate else []), *chunks.unbind()], wide).to(total_dtype)
+    expected = in_rank_order(list(chunks.unbind()), wide)
+    expected = (total.to(wide) + expected if accumulate else expected).to(total_dtype)
     sum_chunks(total, chunks, accumulate)
     assert torch.equal(total, expected)
 

@@ -51,26 +51,44 @@ def add_widened(total: Tensor, addend: Tensor) -> None:
 
 
 def sum_chunks(total: Tensor, chunks: Tensor, accumulate: bool) -> None:
-    """Sum the rows of `chunks` [n, s] into `total` [s] in fp32 or wider, whatever the dtypes; the order is the same in
-    every call, and that of the ranks where these are few.
+    """Sum the rows of `chunks` [n, s] into `total` [s] in fp32 or wider, whatever the dtypes.
+
+    The order is the same in every call, and that of the ranks where these are few. The rows are summed before what
+    `total` held is added: so the bits are those of a sum that is made here and added elsewhere.
 
     Args:
         total: the sum, in place; what it held before is added too where `accumulate` is set.
         chunks: one row a rank.
         accumulate: whether `total` holds a sum already.
     """
-    wide = total if total.dtype.itemsize >= 4 else total.to(torch.float32)
-    if chunks.shape[0] > _MAX_ROWS:
-        summed = chunks.sum(0, dtype=wide.dtype)
-        (wide.add_ if accumulate else wide.copy_)(summed)
+    wide = total.dtype if total.dtype.itemsize >= 4 else torch.float32
+    if total.device.type != "cpu" or chunks.shape[0] > _MAX_ROWS:
+        summed = chunks[0] if chunks.shape[0] == 1 else chunks.sum(0, dtype=wide)
+        _put(summed, total, accumulate)
+        return
+    scratch = torch.empty(min(_BLOCK_NUMEL, total.numel()), dtype=wide)
+    if is_fake(total):  # as in `add_widened`
+        total.copy_(chunks[0])
+        return
+    for start in range(0, total.numel(), _BLOCK_NUMEL):
+        block = total[start : start + _BLOCK_NUMEL]
+        rows = chunks[:, start : start + block.numel()].unbind(0)
+        summed = block if total.dtype == wide and not accumulate else scratch[: block.numel()]
+        summed.copy_(rows[0])
+        for row in rows[1:]:
+            summed.add_(row)
+        if summed is not block:
+            _put(summed, block, accumulate)
+
+
+def _put(summed: Tensor, total: Tensor, accumulate: bool) -> None:
+    """Replace `total` by a sum, or add that in its dtype, the wider or equal one, and round once."""
+    if accumulate and summed.dtype.itemsize > total.dtype.itemsize:
+        total.copy_(summed + total)
+    elif accumulate:
+        total.add_(summed)
     else:
-        rows = list(chunks.unbind(0))
-        if not accumulate:
-            wide.copy_(rows.pop(0))
-        for row in rows:
-            add_widened(wide, row)
-    if wide is not total:
-        total.copy_(wide)
+        total.copy_(summed)
 
 
 def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:

@@ -13,8 +13,7 @@ from harness.pool import WorkerPool
 from harness.reference import Trace
 from harness.tensor import make_case, step_batches
 from harness.training import make_config, own_gradients
-from shardwise import ConfigError, initialize
-from shardwise.config import Config
+from shardwise import initialize
 
 pytest.importorskip("transformers")
 
@@ -97,11 +96,3 @@ def test_offload_is_bitwise_no_offload(ranks: WorkerPool, options: dict[str, Any
 def test_compiled_blocks_too(ranks: WorkerPool, recompute: str) -> None:
     options = {"model": "decoder", "stage": 3, "recompute": recompute, "accumulation": 2, "tp": 1, "every": 1}
     check(ranks, {**options, "compile": True})
-
-
-def test_without_recomputation_it_is_refused() -> None:
-    config = Config.from_dict({"tiers": {"activations": "host"}})
-    with pytest.raises(
-        ConfigError, match=r'tiers.activations="host" .*recompute.mode="none".*use recompute.mode="full"'
-    ):
-        config.resolve(1)

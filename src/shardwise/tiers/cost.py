@@ -3,7 +3,7 @@
 >>> from torch import nn
 >>> from shardwise.config import Config
 >>> from shardwise.layout.layout import build_layout
->>> config = Config.from_dict({"tiers": {"optimizer": "nvme", "grads": "host"}})
+>>> config = Config.from_dict({"tiers": {"optimizer": "nvme", "grads": "host", "nvme_path": "swap"}})
 >>> layout = build_layout(nn.Linear(1000, 1000, bias=False), config.resolve(world_size=1))   # fp32: 2 moments, 1 copy
 >>> sweep_s(layout, read_bytes_s=12e6, write_bytes_s=6e6), passes_s(layout, 1, 12e6, 6e6)
 (3.0, 0.0)

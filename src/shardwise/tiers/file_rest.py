@@ -14,20 +14,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shardwise.config import Tier
 from shardwise.flats import Flat, FlatPart
+from shardwise.host_memory import ALIGNMENT_BYTES
 from shardwise.pool import BufferPool
 from shardwise.precision import add_widened
 from shardwise.streams import Event
 from shardwise.tiers.lane import Task
 from shardwise.tiers.rests import Means, Window
-
-ALIGNMENT_BYTES: Final = 4096
 
 
 class File(Protocol):

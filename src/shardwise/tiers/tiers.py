@@ -128,7 +128,7 @@ class Tiers:
             self._folder.close()
 
     def _file(self, name: str, num_bytes: int) -> File:
-        """The file that was reserved for a state; of another one, such as an optimizer of the user's keeps, a new one."""
+        """The file that was reserved for a state; a new one for what the layout does not know, or is made anew."""
         reserved = self._reserved.pop(name, None)
         return reserved or self._make_file(name, num_bytes)
 

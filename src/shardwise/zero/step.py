@@ -61,8 +61,8 @@ class ShardedOptimizer:
         self._take(groups)
         self.optimizer = factory(self._param_groups(named_groups))
         refuse_unless_element_wise(self.optimizer)
-        self._take_streamed()
         self._has_states_at_once = bool(self.optimizer.state)  # such as Adagrad's
+        self._take_streamed()
         self._is_stepping = False
         this = weakref.ref(self)
         self._step_guard = self.optimizer.register_step_pre_hook(lambda *_: _refuse_own_step(this()))
@@ -150,7 +150,8 @@ class ShardedOptimizer:
         for group in streamed:
             pieces = [piece for piece in self.pieces if piece.group is group]
             if group not in self._streamed:
-                self._streamed[group] = StreamedGroup(group, pieces, rule_of(self.optimizer), self._tiers)
+                rule, at_once = rule_of(self.optimizer), self._has_states_at_once
+                self._streamed[group] = StreamedGroup(group, pieces, rule, self._tiers, at_once)
             self._streamed[group].prepare(self.options_of)
             for piece in pieces:  # such as Adagrad's, made in its constructor
                 self.optimizer.state.pop(piece.view, None)

@@ -69,6 +69,7 @@ class StreamedGroup:
         pieces: of the parameters in this rank's slice.
         rule: of the optimizer.
         tiers: of the engine.
+        has_states_at_once: before the first step.
         states: by the optimizer's name.
     """
 
@@ -76,6 +77,7 @@ class StreamedGroup:
     pieces: Sequence[Piece]
     rule: StepRule
     tiers: Tiers
+    has_states_at_once: bool
     states: dict[str, Rest] = field(default_factory=dict)
     _counts: dict[str, _Counts] = field(default_factory=dict)
     _initial: dict[str, float] = field(default_factory=dict)
@@ -83,7 +85,7 @@ class StreamedGroup:
     def prepare(self, options_of: Callable[[Piece], Options]) -> None:
         """Make room for the states that the optimizer's options ask for."""
         for piece in self.pieces:
-            self._counts.setdefault(piece.name, _Counts())
+            self._counts.setdefault(piece.name, _Counts(is_present=self.has_states_at_once))
             self._initial |= self.rule.tensor_states(options_of(piece))
         master, spec = self.group.params.master, self.group.spec
         for name, value in self._initial.items():
@@ -162,7 +164,7 @@ class StreamedGroup:
 
     def forget_states(self, piece: Piece) -> None:
         """Let a piece have what it has before the first step."""
-        self._counts[piece.name] = _Counts()
+        self._counts[piece.name] = _Counts(is_present=self.has_states_at_once)
         for name, rest in self.states.items():
             self._fill(rest, piece.start, piece.stop, self._initial[name])
 

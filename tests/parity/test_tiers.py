@@ -1,0 +1,134 @@
+"""Wherever states rest, training computes the same bits as on the device alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.combinations import cover, pairwise
+from harness.models import CASES, make_batches
+from harness.pool import WorkerPool
+from harness.training import make_config
+from shardwise import Engine, initialize
+
+NUM_STEPS = 4
+PRECISIONS = {
+    "fp64": {"param": "fp64"},
+    "fp32": {"param": "fp32"},
+    "bf16": {"param": "bf16"},
+    "bf16-thin": {"param": "bf16", "accumulate": "param", "reduce": "param"},
+    "fp16": {"param": "fp16"},
+}
+OPTIMIZERS = {
+    "adamw": {"name": "adamw"},
+    "adam": {"name": "adam", "weight_decay": 0.1},
+    "sgd": {"name": "sgd", "momentum": 0.9},
+    "plain sgd": {"name": "sgd"},
+    "adagrad": {"name": "adagrad"},
+    "lion": {"name": "lion"},
+}
+TIERS = ["device", "host", "nvme"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank has seen: losses and norms of every step, and all states at the end."""
+
+    results: list[tuple[float, float, bool]]
+    states: dict[tuple[str, str], Tensor | None]
+
+
+def train(rank: int, world_size: int, case_name: str, overrides: Mapping[str, Mapping[str, Any]]) -> Outcome:
+    case = CASES[case_name]
+    config = make_config(overrides.get("batch", {}).get("accumulation", 1), overrides)
+    dtype = torch.float64 if config.precision.param == "fp64" else torch.float32
+    batches = make_batches(
+        case, num_steps=NUM_STEPS, world_size=world_size, num_micro_batches=config.batch.accumulation or 1
+    )
+    with initialize(case.build(dtype), config, loss_fn=case.loss) as engine:
+        results = []
+        for step in batches:
+            result = engine.train_step(step[rank])
+            results.append((result.loss, result.grad_norm, result.skipped))
+        return Outcome(results, all_states(engine))
+
+
+def all_states(engine: Engine) -> dict[tuple[str, str], Tensor | None]:
+    names = [place.name for group in engine.layout.groups for place in group.params]
+    kept = {name: [state for state in engine.states_of(name) if state != "grad"] for name in names}
+    return {(name, state): engine.read(name, state) for name in names for state in kept[name]}
+
+
+def check_bitwise(actual: Outcome, expected: Outcome) -> None:
+    assert repr(actual.results) == repr(expected.results)  # where a nan is one, too
+    assert actual.states.keys() == expected.states.keys()
+    for key, value in expected.states.items():
+        found = actual.states[key]
+        assert found is not None, key
+        assert value is not None, key
+        assert torch.equal(found, value), key
+
+
+WHERE = cover(
+    {
+        "params": TIERS,
+        "grads": TIERS,
+        "optimizer": TIERS,
+        "stage": [1, 2, 3],
+        "ranks": [1, 2, 3],
+        "method": list(OPTIMIZERS),
+    }
+)
+# The full product of all would be millions: what else there is goes along in turn.
+HOW = pairwise(
+    {
+        "precision": list(PRECISIONS),
+        "accumulation": [1, 3],
+        "clip": [None, 0.05],
+        "case": ["odd-shapes", "transformer", "frozen-parameters", "unused-parameters", "reused-blocks"],
+        "overlap": [True, False],
+        "share": [0.0, 0.4],
+    }
+)
+
+
+def with_turns(where: list[Any]) -> list[Any]:
+    """Each combination with the next of `HOW`, those of `make test` and the others counted apart."""
+    turns = {is_full: itertools.cycle(HOW) for is_full in (True, False)}
+    return [
+        pytest.param({**each.values[0], **next(turns[bool(each.marks)])}, id=each.id, marks=each.marks)
+        for each in where
+    ]
+
+
+@pytest.mark.parametrize("options", with_turns(WHERE))
+def test_every_tier_computes_the_same_bits(ranks: WorkerPool, tmp_path: Path, options: dict[str, Any]) -> None:
+    stage = 3 if options["params"] != "device" else options["stage"]
+    tiers = {state: options[state] for state in ("params", "grads", "optimizer")}
+    tiers |= {f"{state}_on_device": options["share"] for state, tier in list(tiers.items()) if tier != "device"}
+    if "nvme" in tiers.values():
+        tiers["nvme_path"] = str(tmp_path)
+    precision, accumulation = options["precision"], options["accumulation"]
+    if precision == "bf16-thin" and tiers["grads"] != "device":
+        accumulation = 1  # with more, a sum is rounded on its way to the host, and once more where it is added
+    common = {
+        "precision": PRECISIONS[precision],
+        "batch": {"accumulation": accumulation},
+        "optimizer": {**OPTIMIZERS[options["method"]], "clip_norm": options["clip"]},
+    }
+    # Gradients off the device are reduced in each backward.
+    plain_stage = 2 if stage == 1 and tiers["grads"] != "device" else stage
+    zero = {"overlap": options["overlap"]}
+    pool = ranks(options["ranks"])
+    expected = pool.run(train, options["case"], {**common, "zero": {**zero, "stage": plain_stage}})
+    actual = pool.run(train, options["case"], {**common, "zero": {**zero, "stage": stage}, "tiers": tiers})
+    for found, wanted in zip(actual, expected, strict=True):
+        check_bitwise(found, wanted)
+    assert not list(tmp_path.iterdir())
