@@ -1,4 +1,4 @@
-"""The benchmark of checkpoints runs, each operation, and writes what it has measured; how fast is not asked."""
+"""The benchmarks of checkpoints and of the step on the host run and write what they measured, not asked how fast."""
 
 from __future__ import annotations
 
@@ -36,3 +36,14 @@ def test_checkpoints_are_measured(tmp_path: Path) -> None:
             assert len(row["rounds"]) == 1
             assert min(row["rounds"][0][0]) > 0
     assert "throughput / raw" in finished.stdout
+
+
+def test_the_step_on_the_host_is_measured(tmp_path: Path) -> None:
+    kept = tmp_path / "measured.json"
+    options = ["--numel", "100000", "--rounds", "2", "--no-deepspeed", "--json", str(kept)]
+    command = [sys.executable, str(BENCHMARKS / "cpu_step.py"), *options]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-2000:]
+    seconds = json.loads(kept.read_text())["seconds"]
+    assert {"fused alone", "shardwise", "passes", "copy", "triad"} <= set(seconds)
+    assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in seconds.values())
