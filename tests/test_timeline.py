@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,23 +15,27 @@ from harness.pool import WorkerPool
 from harness.training import make_config
 from shardwise import initialize
 from shardwise.layout.stages import STAGES, ZeroStage
-from shardwise.schedule import Action, Kind, TimedAction, data_parallel_step
+from shardwise.schedule import Action, Kind, TimedAction, data_parallel_step, insert_offload, verify
 
 CASE = "untied-transformer"
 GROUPS = ("root", "blocks.0", "blocks.1", "blocks.2")
 
 
-def record(rank: int, world_size: int, stage: int, num_micro_batches: int) -> tuple[TimedAction, ...]:
+def record(
+    rank: int, world_size: int, stage: int, num_micro_batches: int, tiers: dict[str, Any] | None = None
+) -> tuple[TimedAction, ...]:
     case = CASES[CASE]
     batches = make_batches(case, num_steps=2, world_size=world_size, num_micro_batches=num_micro_batches)
-    config = make_config(num_micro_batches, {"zero": {"stage": stage}})
+    config = make_config(num_micro_batches, {"zero": {"stage": stage}, "tiers": tiers or {}})
     engine = initialize(case.build(torch.float64), config, loss_fn=case.loss)
     for step in batches:
         engine.train_step(step[rank])
     return engine.timeline
 
 
-def generated(stage: ZeroStage, num_micro_batches: int) -> Counter[Action]:
+def generated(
+    stage: ZeroStage, num_micro_batches: int, fetched: Sequence[str] = (), evicted: Sequence[str] = ()
+) -> Counter[Action]:
     schedule = data_parallel_step(
         GROUPS,
         num_micro_batches,
@@ -36,6 +43,8 @@ def generated(stage: ZeroStage, num_micro_batches: int) -> Counter[Action]:
         reduce_each_backward=stage.reduce_each_backward,
         unshard_after_step=stage.unshard_after_step,
     )
+    schedule = insert_offload(schedule, fetched, evicted)
+    verify(schedule)
     # The optimizer steps all groups in one action.
     steps = {Action(Kind.STEP, group=group) for group in GROUPS}
     return Counter([action for action in schedule.ranks[0] if action not in steps] + [Action(Kind.STEP)])
@@ -47,6 +56,17 @@ def test_run_takes_the_actions_of_the_schedule(ranks: WorkerPool, stage: int, nu
     for timeline in ranks(2).run(record, stage, num_micro_batches):
         assert Counter(timed.action for timed in timeline) == generated(STAGES[stage], num_micro_batches)
         assert all(timed.start_s <= timed.end_s for timed in timeline)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_a_run_with_tiers_takes_the_actions_of_the_lowered_schedule(
+    ranks: WorkerPool, tmp_path: Path, num_micro_batches: int
+) -> None:
+    tiers = {"params": "host", "grads": "nvme", "optimizer": "host", "nvme_path": str(tmp_path)}
+    expected = generated(STAGES[3], num_micro_batches, GROUPS, GROUPS)
+    assert expected[Action(Kind.FETCH, group="blocks.0")] == 2 * num_micro_batches
+    for timeline in ranks(2).run(record, 3, num_micro_batches, tiers):
+        assert Counter(timed.action for timed in timeline) == expected
 
 
 def test_communication_is_issued_ahead(ranks: WorkerPool) -> None:

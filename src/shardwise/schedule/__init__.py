@@ -24,6 +24,7 @@ from shardwise.schedule.actions import (
 )
 from shardwise.schedule.dependencies import Position, dependencies
 from shardwise.schedule.generators import data_parallel_step, forward_only
+from shardwise.schedule.passes import insert_offload
 from shardwise.schedule.simulator import Cost, bubble_fraction, makespan_s, simulate
 from shardwise.schedule.verifier import verify
 
@@ -44,6 +45,7 @@ __all__ = [
     "data_parallel_step",
     "dependencies",
     "forward_only",
+    "insert_offload",
     "makespan_s",
     "simulate",
     "verify",

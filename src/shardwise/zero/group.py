@@ -61,6 +61,8 @@ class ParamGroup:
         self._refuse_if_ahead()
         start_s = self._unshard_start_s if self.params.is_unsharding else self._timeline.now()
         if self.params.wait():
+            if self.params.is_released_between_uses and self.params.shard.tier != "device":
+                self._timeline.add(Kind.FETCH, self.spec.name, start_s)
             self._timeline.add(Kind.UNSHARD, self.spec.name, start_s)
 
     def expose(self) -> None:
@@ -177,6 +179,8 @@ class ParamGroup:
         if self.grads is not None and self._reduce_start_s is not None:
             self.grads.finish_reduce()
             self._timeline.add(Kind.REDUCE, self.spec.name, self._reduce_start_s)
+            if self.grads.is_away:
+                self._timeline.add(Kind.EVICT, self.spec.name, self._reduce_start_s)
             self._reduce_start_s = None
 
     def end_backward(self) -> None:
