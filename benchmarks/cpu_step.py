@@ -3,8 +3,9 @@
 All ways step the same AdamW over so many parameters, in one process, in an order that rotates from round to round:
 
 - `fused alone`: torch's fused AdamW of fp32 parameters and gradients; nothing is cast or scaled.
-- `shardwise`: bf16 gradients widened and scaled, the step, the bf16 parameters narrowed. `shardwise, fp32 grads` widens
-  none; `shardwise, factor 1` has nothing to scale.
+- `shardwise`: bf16 gradients widened and scaled, the step, the bf16 parameters narrowed, in threads of its own.
+  `shardwise, fp32 grads` widens none; `shardwise, factor 1` has nothing to scale; `shardwise, torch's threads` shares
+  each operation instead of the blocks.
 - `passes`: the same with torch's fused AdamW, each in a pass over all parameters.
 - `deepspeed`: the same with DeepSpeed's CPUAdam, which is compiled at first use and skipped with a word where it
   cannot be.
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 
 from shardwise.tiers.blocks import StepPiece, step_pieces
 from shardwise.tiers.rules import rule_of
+from shardwise.tiers.threads import StepThreads
 from step_time import machine
 
 STEP_BYTES = 28  # a parameter of an fp32 step: master and two moments read and written, gradient read
@@ -64,13 +66,13 @@ class Tensors:
         )
 
 
-def shardwise_way(tensors: Tensors, grad: Tensor, factor: float = FACTOR) -> Way:
-    """The step in blocks."""
+def shardwise_way(tensors: Tensors, grad: Tensor, factor: float = FACTOR, threads: StepThreads | None = None) -> Way:
+    """The step in blocks, shared by `threads`."""
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], fused=True, **OPTIONS)
     states = {"exp_avg": tensors.exp_avg, "exp_avg_sq": tensors.exp_avg_sq}
     (group,) = optimizer.param_groups
     piece = StepPiece(group, tensors.master, grad, states, 10, False, tensors.param)
-    return lambda: step_pieces(rule_of(optimizer), [piece], factor)
+    return lambda: step_pieces(rule_of(optimizer), [piece], factor, threads)
 
 
 def fused_way(tensors: Tensors) -> Way:
@@ -115,12 +117,14 @@ def _parameter(tensors: Tensors, grad: Tensor) -> tuple[nn.Parameter, Tensor]:
 def ways(numel: int, console: Console, *, with_deepspeed: bool = True) -> dict[str, Way]:
     """All that can be measured here, by name."""
     tensors = Tensors.of(numel)
+    threads = StepThreads()
     other, wide = torch.zeros_like(tensors.grad), torch.zeros_like(tensors.grad)
     found: dict[str, Way] = {
         FUSED: fused_way(tensors),
-        SHARDWISE: shardwise_way(tensors, tensors.bf16_grad),
-        "shardwise, factor 1": shardwise_way(tensors, tensors.bf16_grad, 1.0),
-        "shardwise, fp32 grads": shardwise_way(tensors, tensors.grad),
+        SHARDWISE: shardwise_way(tensors, tensors.bf16_grad, threads=threads),
+        "shardwise, factor 1": shardwise_way(tensors, tensors.bf16_grad, 1.0, threads),
+        "shardwise, fp32 grads": shardwise_way(tensors, tensors.grad, threads=threads),
+        "shardwise, torch's threads": shardwise_way(tensors, tensors.bf16_grad),
         "passes": passes_way(tensors, _stepping(tensors, wide), wide),
         "copy": lambda: other.copy_(tensors.grad),
         "triad": lambda: torch.add(tensors.grad, tensors.exp_avg_sq, alpha=2.0, out=other),

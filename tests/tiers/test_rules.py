@@ -19,6 +19,7 @@ from shardwise.optim import build_optimizer
 from shardwise.tiers import blocks
 from shardwise.tiers.blocks import CUT_NUMEL, StepPiece, step_pieces
 from shardwise.tiers.rules import rule_of
+from shardwise.tiers.threads import StepThreads
 
 NAMES = ("adam", "adamw", "sgd", "adagrad", "lion")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -52,7 +53,14 @@ OPTIONS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 class Host:
     """Masters and states as they rest on the host, stepped in parts by the rule of an optimizer."""
 
-    def __init__(self, optimizer: Optimizer, masters: Sequence[Tensor], param_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        masters: Sequence[Tensor],
+        param_dtype: torch.dtype,
+        threads: StepThreads | None = None,
+    ) -> None:
+        self.threads = threads
         self.rule = rule_of(optimizer)
         self.masters = [master.clone() for master in masters]
         self.params = [torch.zeros_like(master, dtype=param_dtype) for master in masters]
@@ -78,7 +86,7 @@ class Host:
             )
             numel = whole.master.numel()
             pieces += [whole.part(at, min(numel, at + (cut or numel))) for at in range(0, numel, cut or max(1, numel))]
-        step_pieces(self.rule, pieces, factor)
+        step_pieces(self.rule, pieces, factor, self.threads)
         self.num_steps += 1
 
     @staticmethod
@@ -129,19 +137,25 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCK_NUMEL", 4 * CUT_NUMEL)
 
 
-@pytest.fixture(params=[1, 2], ids=lambda num: f"threads{num}")
-def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+@pytest.fixture(scope="module", params=["one thread", "own threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[StepThreads | None]:
+    """None where the blocks are stepped by whoever calls, with one or two threads of torch's."""
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
+    torch.set_num_threads(1 if request.param == "one thread" else 2)
+    own = StepThreads() if request.param == "own threads" else None
+    yield own
+    if own is not None:
+        own.close()
     torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("small_blocks", "num_threads")
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("master_dtype", [torch.float32, torch.float64])
 @given(data=st.data())
-def test_steps_have_the_bits_of_the_optimizer(name: str, master_dtype: torch.dtype, data: st.DataObject) -> None:
+def test_steps_have_the_bits_of_the_optimizer(
+    threads: StepThreads | None, name: str, master_dtype: torch.dtype, data: st.DataObject
+) -> None:
     lengths = data.draw(st.lists(st.integers(0, 1500), min_size=1, max_size=5))
     grad_dtype, param_dtype = data.draw(st.sampled_from(FLOATS)), data.draw(st.sampled_from(FLOATS))
     cut = data.draw(st.none() | st.integers(1, 10).map(lambda num: num * CUT_NUMEL))
@@ -149,7 +163,7 @@ def test_steps_have_the_bits_of_the_optimizer(name: str, master_dtype: torch.dty
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
     masters = tensors(lengths, master_dtype)
     optimizer = build_optimizer(OptimizerConfig(name=name, lr=0.1), groups_of(masters))
-    host = Host(optimizer, masters, param_dtype)
+    host = Host(optimizer, masters, param_dtype, threads)
     for number in range(NUM_STEPS):
         grads = tensors(lengths, grad_dtype)
         before = [grad.clone() for grad in grads]
@@ -161,14 +175,14 @@ def test_steps_have_the_bits_of_the_optimizer(name: str, master_dtype: torch.dty
         host.assert_equals(optimizer)
 
 
-@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("threads", ["one thread", "torch's threads", "own threads"], indirect=True)
 @pytest.mark.parametrize("name", NAMES)
-def test_pieces_of_many_blocks_have_the_bits_of_the_optimizer(name: str) -> None:
+def test_pieces_of_many_blocks_have_the_bits_of_the_optimizer(threads: StepThreads | None, name: str) -> None:
     torch.manual_seed(0)
     lengths = [2 * blocks.BLOCK_NUMEL + 77, 5]
     masters = tensors(lengths, torch.float32)
     optimizer = build_optimizer(OptimizerConfig(name=name), groups_of(masters))
-    host = Host(optimizer, masters, torch.bfloat16)
+    host = Host(optimizer, masters, torch.bfloat16, threads)
     for _ in range(2):
         grads = tensors(lengths, torch.bfloat16)
         host.step(optimizer, grads, 0.3)

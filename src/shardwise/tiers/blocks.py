@@ -17,12 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from shardwise.tiers.rules import StepRule
+from shardwise.tiers.threads import StepThreads
 
 # Torch's kernels round an element by whether it lies in a vector or in the rest behind the last, so a cut must fall
 # between vectors; no vector is longer than this.
@@ -67,8 +69,7 @@ class StepPiece:
         )
 
 
-@torch.no_grad()
-def step_pieces(rule: StepRule, pieces: Sequence[StepPiece], factor: float) -> None:
+def step_pieces(rule: StepRule, pieces: Sequence[StepPiece], factor: float, threads: StepThreads | None = None) -> None:
     """Step each piece with `factor` times its gradient, as the optimizer would step it whole, to the last bit.
 
     That holds for a piece that is itself a part of a parameter too, where it starts and stops at multiples of
@@ -78,12 +79,18 @@ def step_pieces(rule: StepRule, pieces: Sequence[StepPiece], factor: float) -> N
         rule: of the optimizer.
         pieces: of one or several parameters, in any order.
         factor: what turns accumulated sums into the gradient; applied in the master's dtype.
+        threads: that take the blocks between them; without any, torch's own share each operation.
     """
+    num_takers = threads.num_threads if threads else 1
     for alike in _alike(pieces):
-        room = min(BLOCK_NUMEL, sum(_padded(piece.master.numel()) for piece in alike))
-        scratch = torch.empty(room, dtype=alike[0].master.dtype)
-        for block in _blocks(alike, room):
-            _step_block(rule, block, scratch, factor)
+        num_padded = sum(_padded(piece.master.numel()) for piece in alike)
+        room = min(BLOCK_NUMEL, _padded(-(-num_padded // num_takers)))
+        # The iterator of a list may be shared by threads; that of a function may not.
+        work = partial(_work_off, iter(list(_blocks(alike, room))), rule, room, factor)
+        if threads:
+            threads.run(work)
+        else:
+            work()
 
 
 def _alike(pieces: Sequence[StepPiece]) -> list[list[StepPiece]]:
@@ -112,6 +119,15 @@ def _blocks(pieces: Sequence[StepPiece], room: int) -> Iterator[list[StepPiece]]
                 block, free = [], room
     if block:
         yield block
+
+
+@torch.no_grad()
+def _work_off(rest: Iterator[Sequence[StepPiece]], rule: StepRule, room: int, factor: float) -> None:
+    scratch = None
+    for block in rest:
+        if scratch is None:
+            scratch = torch.empty(room, dtype=block[0].master.dtype)
+        _step_block(rule, block, scratch, factor)
 
 
 def _step_block(rule: StepRule, block: Sequence[StepPiece], scratch: Tensor, factor: float) -> None:
