@@ -17,6 +17,7 @@ from harness.models import CASES, make_batches
 from harness.pool import WorkerPool
 from harness.training import make_config
 from shardwise import Engine, initialize
+from shardwise.zero import streamed
 
 NUM_STEPS = 4
 PRECISIONS = {
@@ -132,3 +133,29 @@ def test_every_tier_computes_the_same_bits(ranks: WorkerPool, tmp_path: Path, op
     for found, wanted in zip(actual, expected, strict=True):
         check_bitwise(found, wanted)
     assert not list(tmp_path.iterdir())
+
+
+def train_in_chunks(rank: int, world_size: int, case_name: str, overrides: Mapping[str, Mapping[str, Any]]) -> Outcome:
+    """With chunks of as few elements as a file's blocks allow, so that there are many of each group."""
+    numel, streamed.CHUNK_NUMEL = streamed.CHUNK_NUMEL, 2048
+    try:
+        return train(rank, world_size, case_name, overrides)
+    finally:
+        streamed.CHUNK_NUMEL = numel
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_chunks_compute_the_same_bits(
+    ranks: WorkerPool, tmp_path: Path, stage: int, tier: str, clip: float | None
+) -> None:
+    params = tier if stage == 3 else "device"
+    tiers = {"params": params, "grads": tier, "optimizer": tier}
+    if tier == "nvme":
+        tiers["nvme_path"] = str(tmp_path)
+    common = {"precision": {"param": "bf16"}, "zero": {"stage": stage}, "optimizer": {"clip_norm": clip}}
+    expected = ranks(2).run(train, "transformer", common)
+    actual = ranks(2).run(train_in_chunks, "transformer", {**common, "tiers": tiers})
+    for found, wanted in zip(actual, expected, strict=True):
+        check_bitwise(found, wanted)

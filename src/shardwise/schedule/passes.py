@@ -4,8 +4,8 @@
 >>> step = data_parallel_step(["root", "b0"], 1, unshard_for_use=True, reduce_each_backward=True)
 >>> print(insert_offload(step, fetched=["b0"], evicted=["b0"]))
 rules: unshard_for_use reduce_each_backward
-rank 0: 0UNSHARD[root] 0FETCH[b0] 0UNSHARD[b0] 0F0[root] 0F0[b0] 0B0[b0] 0RESHARD[b0] 0REDUCE[b0] 0EVICT[b0] \
-0B0[root] 0RESHARD[root] 0REDUCE[root] 0STEP[root] 0STEP[b0]
+rank 0: 0UNSHARD[root] 0FETCH[b0] 0UNSHARD[b0] 0F0[root] 0F0[b0] 0B0[b0] 0REDUCE[b0] 0EVICT[b0] \
+0RESHARD[b0] 0B0[root] 0REDUCE[root] 0RESHARD[root] 0STEP[root] 0STEP[b0]
 """
 
 from __future__ import annotations

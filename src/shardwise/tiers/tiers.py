@@ -20,6 +20,7 @@ from shardwise.tiers.lane import HostLane
 from shardwise.tiers.rests import DeviceRest, HostRest, Means, Rest
 from shardwise.tiers.simulated import SimulatedFile
 from shardwise.tiers.sweep import CHUNK_NUMEL, Sweep
+from shardwise.tiers.threads import StepThreads
 from shardwise.tiers.traffic import Traffic
 
 # Chunks of the optimizer's states that stay in memory between two sweeps; and parameters or gradients on their way.
@@ -49,6 +50,7 @@ class Tiers:
         self.traffic = Traffic()
         self.lane = HostLane(streams.device, config.cores, is_inline=is_simulated)
         self.sweep = Sweep(self.lane)
+        self.step_threads = _step_threads(config, layout, is_simulated)
         self.streams = streams
         self._layout = layout
         self._reserved: dict[str, File] = {}
@@ -121,6 +123,8 @@ class Tiers:
     def close(self) -> None:
         """Give up threads, files and buffers."""
         self.lane.close()
+        if self.step_threads is not None:
+            self.step_threads.close()
         self._kept.clear()
         self._passing.clear()
         self.buffers.trim()
@@ -138,6 +142,13 @@ class Tiers:
         if self._folder is None:
             self._folder = SwapFolder.open(Path(self._path), self._rank)
         return self._folder.allocate(name, num_bytes)
+
+
+def _step_threads(config: TiersConfig, layout: Layout, is_simulated: bool) -> StepThreads | None:
+    """Threads for the step on the host, where there is one and more than one core for it."""
+    num_cores = len(config.cores) if config.cores else torch.get_num_threads()
+    is_streamed = any(group.tiers.optimizer != "device" for group in layout.groups)
+    return StepThreads(num_cores) if is_streamed and num_cores > 1 and not is_simulated else None
 
 
 def _chunk_bytes(layout: Layout) -> int:

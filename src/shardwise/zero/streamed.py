@@ -19,6 +19,7 @@ from shardwise.flats import Flat
 from shardwise.memory import Category
 from shardwise.streams import Event
 from shardwise.tiers.blocks import StepPiece, step_pieces
+from shardwise.tiers.frames import Frame, framed
 from shardwise.tiers.lane import Task
 from shardwise.tiers.rests import Rest
 from shardwise.tiers.rules import StepRule
@@ -185,7 +186,9 @@ class StreamedGroup:
         stop: int,
         tensors: Mapping[str, Tensor],
     ) -> None:
-        found, end = [], 0
+        found: list[StepPiece] = []
+        frames: list[Frame] = []
+        end = 0
         for piece, options, num_steps, is_first in plans:
             low, high = max(piece.start, start) - start, min(piece.stop, stop) - start
             if low < high:
@@ -194,9 +197,14 @@ class StreamedGroup:
                 states = {name: tensors[name][low:high] for name in self.states}
                 param = tensors[_PARAM][low:high] if _PARAM in tensors else None
                 master, grad = tensors[_MASTER][low:high], tensors[_GRAD][low:high]
-                found.append(StepPiece(options, master, grad, states, num_steps, is_first, param))
+                part = StepPiece(options, master, grad, states, num_steps, is_first, param)
+                direct, ends = framed(part, start + low - piece.start, is_end=start + high == piece.stop)
+                found += direct
+                frames += ends
         self._narrow(tensors, end, stop - start)
-        step_pieces(self.rule, found, factor)
+        step_pieces(self.rule, found + [each.framed for each in frames], factor, self.tiers.step_threads)
+        for frame in frames:
+            frame.put_back()
 
     @staticmethod
     def _narrow(tensors: Mapping[str, Tensor], low: int, high: int) -> None:
