@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.combinations import cover, pairwise
 from harness.models import CASES, make_batches
@@ -38,6 +38,25 @@ OPTIMIZERS = {
 TIERS = ["device", "host", "nvme"]
 
 
+class Wide(nn.Module):
+    """Two blocks of some 20,000 elements, so that a slice is several blocks of a file; the sizes are odd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen = nn.Linear(10, 97)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(97, 103), nn.Tanh(), nn.Linear(103, 97)) for _ in range(2))
+        self.head = nn.Linear(97, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.widen(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)  # [B, 10]
+
+
+WIDE = replace(CASES["residual-mlp"], name="wide", make=Wide)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a rank has seen: losses and norms of every step, and all states at the end."""
@@ -47,7 +66,7 @@ class Outcome:
 
 
 def train(rank: int, world_size: int, case_name: str, overrides: Mapping[str, Mapping[str, Any]]) -> Outcome:
-    case = CASES[case_name]
+    case = WIDE if case_name == WIDE.name else CASES[case_name]
     config = make_config(overrides.get("batch", {}).get("accumulation", 1), overrides)
     dtype = torch.float64 if config.precision.param == "fp64" else torch.float32
     batches = make_batches(
@@ -155,7 +174,7 @@ def test_chunks_compute_the_same_bits(
     if tier == "nvme":
         tiers["nvme_path"] = str(tmp_path)
     common = {"precision": {"param": "bf16"}, "zero": {"stage": stage}, "optimizer": {"clip_norm": clip}}
-    expected = ranks(2).run(train, "transformer", common)
-    actual = ranks(2).run(train_in_chunks, "transformer", {**common, "tiers": tiers})
+    expected = ranks(2).run(train, WIDE.name, common)
+    actual = ranks(2).run(train_in_chunks, WIDE.name, {**common, "tiers": tiers})
     for found, wanted in zip(actual, expected, strict=True):
         check_bitwise(found, wanted)
