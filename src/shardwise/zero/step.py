@@ -64,6 +64,7 @@ class ShardedOptimizer:
         self._has_states_at_once = bool(self.optimizer.state)  # such as Adagrad's
         self._take_streamed()
         self._is_stepping = False
+        self._is_backwards = True  # the last sweep over NVMe
         this = weakref.ref(self)
         self._step_guard = self.optimizer.register_step_pre_hook(lambda *_: _refuse_own_step(this()))
 
@@ -218,11 +219,13 @@ class ShardedOptimizer:
                 gradient.mul_(factor)
             self._step_on_device(self._gradients, used)
             self._gradients.clear()
+            for group, is_backwards in self._sweep():
+                stepping[group] = self._stepped.get(group) or self._start(group, factor, used, is_backwards)
             for group in self._groups:
                 grads = group.grads
                 if group in self._streamed:
-                    stepping[group] = self._stepped.get(group) or self._start(group, factor, used)
-                elif grads is not None and grads.is_away and (brought := grads.gradient()) is not None:
+                    continue
+                if grads is not None and grads.is_away and (brought := grads.gradient()) is not None:
                     self._step_on_device({group: brought.mul_(factor)}, used)
         self.track_states()
         self._stepped.clear()
@@ -240,10 +243,22 @@ class ShardedOptimizer:
         """Whether groups are stepped, or being stepped, before `step`."""
         return bool(self._stepped)
 
-    def _start(self, group: ParamGroup, factor: float, used: Mapping[str, bool]) -> Task:
+    def _sweep(self) -> list[tuple[ParamGroup, bool]]:
+        """The streamed groups in the order in which they are stepped, and whether from the last chunk to the first.
+
+        What rests on the host goes as the next forward will need it. What rests on NVMe turns back each time: it begins
+        with what it ended with, which is in memory still.
+        """
+        on_host = [group for group in self._groups if group.spec.tiers.optimizer == "host"]
+        on_nvme = [group for group in self._groups if group.spec.tiers.optimizer == "nvme"]
+        self._is_backwards = not self._is_backwards
+        ordered = on_nvme[::-1] if self._is_backwards else on_nvme
+        return [(group, False) for group in on_host] + [(group, self._is_backwards) for group in ordered]
+
+    def _start(self, group: ParamGroup, factor: float, used: Mapping[str, bool], is_backwards: bool = False) -> Task:
         grads = group.grads
         holds = grads is not None and grads.holds_sum
-        task = self._streamed[group].step(factor, used, self.options_of) if holds else None
+        task = self._streamed[group].step(factor, used, self.options_of, is_backwards) if holds else None
         return task or self._tiers.lane.submit(lambda: None)
 
     def _step_on_device(self, gradients: Mapping[ParamGroup, Tensor], used: Mapping[str, bool]) -> None:

@@ -97,13 +97,20 @@ class StreamedGroup:
                 )
                 self._fill(self.states[name], 0, master.numel, value, is_new=True)
 
-    def step(self, factor: float, used: Mapping[str, bool], options_of: Callable[[Piece], Options]) -> Task | None:
+    def step(
+        self,
+        factor: float,
+        used: Mapping[str, bool],
+        options_of: Callable[[Piece], Options],
+        is_backwards: bool = False,
+    ) -> Task | None:
         """Have the lane update the masters with `factor` times the gradients, and the parameters after them.
 
         Args:
             factor: what turns accumulated sums into the clipped mean gradient.
             used: parameters that got a gradient; the others are left alone.
             options_of: the optimizer's options of a piece, as they are now.
+            is_backwards: begin with the last chunk.
 
         Returns:
             the last chunk; None where there is nothing to step.
@@ -131,7 +138,8 @@ class StreamedGroup:
         parts |= {name: Part(rest) for name, rest in self.states.items()}
         after = Event.record(self.tiers.device)
         task: Task | None = None
-        for start in self._starts():
+        starts = range(0, params.master.numel, CHUNK_NUMEL)
+        for start in reversed(starts) if is_backwards else starts:
             stop = min(start + CHUNK_NUMEL, params.master.numel)
             work = partial(self._step_chunk, plans, factor, start, stop)
             task = self.tiers.sweep.submit(Chunk(parts, start, stop, work, after, grads.taking))
@@ -174,9 +182,6 @@ class StreamedGroup:
         for rest in self.states.values():
             rest.close()
         self.states.clear()
-
-    def _starts(self) -> list[int]:
-        return list(range(0, self.group.params.master.numel, CHUNK_NUMEL))
 
     def _step_chunk(
         self,

@@ -1,0 +1,64 @@
+"""In which order chunks are stepped, and what of them stays in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.tiers.sweep import Chunk, Sweep
+from shardwise.zero import streamed
+
+
+def square(output: Tensor, batch: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def test_a_sweep_over_files_turns_back_and_finds_its_end_in_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(streamed, "CHUNK_NUMEL", 2048)
+    begun: list[int] = []
+    submit = Sweep.submit
+
+    def note(sweep: Sweep, chunk: Chunk) -> object:
+        begun.append(chunk.start)
+        return submit(sweep, chunk)
+
+    monkeypatch.setattr(Sweep, "submit", note)
+    config = {
+        "run": {"device": "cpu"},
+        "tiers": {"optimizer": "nvme", "nvme_path": str(tmp_path)},
+    }
+    with shardwise.initialize(nn.Linear(96, 96, bias=False), config, loss_fn=square) as engine:
+        kept_bytes = []
+        for _ in range(3):
+            engine.train_step([torch.ones(2, 96)])
+            engine.tiers.settle()
+            kept_bytes.append(engine.tiers.traffic.kept_bytes)
+            engine.tiers.traffic.reset()
+    forwards = list(range(0, 96 * 96, 2048))
+    assert begun == [*forwards, *forwards[::-1], *forwards]
+    # Moments and master of at least the last chunk, which is half a one; and never of more than fits.
+    assert kept_bytes[0] == 0
+    assert all(num_bytes >= 3 * 4 * 1024 for num_bytes in kept_bytes[1:])
+
+
+def test_host_groups_are_stepped_in_the_order_of_the_next_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+    submit = Sweep.submit
+
+    def note(sweep: Sweep, chunk: Chunk) -> object:
+        begun.append(chunk.stop)
+        return submit(sweep, chunk)
+
+    monkeypatch.setattr(Sweep, "submit", note)
+    model = nn.Sequential(*[nn.Linear(8, 8, bias=False), nn.Linear(8, 16, bias=False), nn.Linear(16, 16, bias=False)])
+    config = {"run": {"device": "cpu"}, "zero": {"blocks": ["Linear"]}, "tiers": {"optimizer": "host"}}
+    with shardwise.initialize(model, config, loss_fn=square) as engine:
+        for _ in range(2):
+            engine.train_step([torch.ones(2, 8)])
+    assert begun == [64, 128, 256] * 2
