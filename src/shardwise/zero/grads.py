@@ -282,6 +282,7 @@ class GroupGrads:
     def clear(self) -> None:
         """Forget the gradients, after the step; buffers that rest stay allocated."""
         self.finish_reduce()
+        self.await_taken()  # what is still to be added must not be added to what comes next
         self._holds_sum = self._is_partial = False
         self._carried = self._square = None
         self._is_written = [False] * len(self.spec.params)

@@ -83,7 +83,7 @@ class ParamGroup:
 
     def prefetch(self) -> None:
         """Start what `unshard` would have to wait for on the host, if the last step is over."""
-        if self._stepping is None or self._stepping.is_done:
+        if not self.is_ahead and (self._stepping is None or self._stepping.is_done):
             self.params.prefetch()
 
     def refresh(self) -> None:
