@@ -56,8 +56,9 @@ class StepAhead:
         """Leave the rest to the step, and learn which groups can be stepped so the next time."""
         self._driver.on_reduced = None
         self.is_armed = False
-        groups = [group for group in self._driver.groups if group.grads is not None and group.grads.holds_sum]
-        self._steady = {group for group in groups if _is_complete(group) and group not in self._driver.ever_late}
+        streamed = [group for group in self._driver.groups if group.spec.tiers.optimizer != "device"]
+        held = [group for group in streamed if group.grads is not None and group.grads.holds_sum]
+        self._steady = {group for group in held if _is_complete(group) and group not in self._driver.ever_late}
 
     def _step(self, group: ParamGroup) -> None:
         if group in self._steady and _is_complete(group) and not group.awaits_replicas:
