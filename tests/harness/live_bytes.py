@@ -110,6 +110,11 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tensors:
             self._measure(tensor, origin)
 
+    def live_storages(self) -> list[torch.UntypedStorage]:
+        """All that are alive now."""
+        found = [entry.reference() for entry in list(self._entries.values())]
+        return [storage for storage in found if storage is not None]
+
     def largest(self, num_storages: int = 10) -> list[tuple[int, str]]:
         """(bytes, op that made it) of the largest live storages: what to print when a count is off."""
         found = [(entry.num_bytes, entry.origin) for entry in self._entries.values()]

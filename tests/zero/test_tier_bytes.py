@@ -1,0 +1,209 @@
+"""Bytes in each tier and what a step moves between them equal the Layout's figures, by books of the tests' own."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.combinations import pairwise, product
+from harness.live_bytes import LiveBytes, settled_bytes, storage_bytes
+from harness.models import CASES, make_batches
+from harness.pool import WorkerPool
+from harness.tier_bytes import Crossings, HostPages, host_tensors, settle, swap_bytes
+from harness.training import make_config
+from shardwise import Engine, Layout, initialize
+from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.memory import Category
+
+# A file, and each part of one that is read or written, is as many whole blocks as hold it.
+BLOCK_BYTES = 4096
+PRECISIONS = {
+    "fp32": {"param": "fp32"},
+    "bf16": {"param": "bf16"},
+    "bf16-thin": {"param": "bf16", "accumulate": "param"},
+}
+OPTIMIZERS = {"adamw": {"name": "adamw"}, "sgd": {"name": "sgd", "momentum": 0.9}}
+TIERS = ["device", "host", "nvme"]
+
+Overrides = Mapping[str, Mapping[str, Any]]
+Ways = Mapping[tuple[str, str], int]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank held between its third step's last backward and the step, and what that step moved."""
+
+    layout: Layout
+    device_bytes: int
+    device_ledger_bytes: int
+    host_bytes: int
+    host_ledger: dict[Category, int]
+    swap_bytes: int
+    moved: Ways
+    moved_ledger: Ways
+    kept_bytes: int
+    mixed: Counter[str]
+
+
+def measure(rank: int, world_size: int, case_name: str, num_micro_batches: int, overrides: Overrides) -> Measured:
+    case = CASES[case_name]
+    batches = make_batches(case, num_steps=3, world_size=world_size, num_micro_batches=num_micro_batches)
+    model = case.build(torch.float32)
+    with LiveBytes() as live, HostPages() as pages:
+        live.mark(tensor for step in batches for batch in step[rank] for tensor in batch.values())
+        batch_bytes = live.live_bytes()
+        engine = initialize(model, make_config(num_micro_batches, overrides), loss_fn=case.loss)
+        for step in batches[:2]:  # the first makes states, and nothing is kept from before it
+            engine.train_step(step[rank])
+        settle(engine)
+        engine.tiers.traffic.reset()
+        with Crossings(engine, pages) as seen:
+            for batch in batches[2][rank]:
+                engine.backward(engine(batch))
+            engine.tiers.settle()
+            hosts = host_tensors(engine)
+            settled_bytes(live)
+            device_bytes = _device_bytes(live, hosts, pages) - _scalar_bytes(engine, live) - batch_bytes
+            device_ledger_bytes = sum(engine.memory.snapshot().live_bytes.values()) - _counter_bytes(engine)
+            host_ledger = engine.tiers.memory.snapshot().live_bytes
+            num_swap_bytes = swap_bytes(engine)
+            engine.step()
+            settle(engine)
+        measured = Measured(
+            layout=engine.layout,
+            device_bytes=device_bytes,
+            device_ledger_bytes=device_ledger_bytes,
+            host_bytes=storage_bytes(hosts),
+            host_ledger=dict(host_ledger),
+            swap_bytes=num_swap_bytes,
+            moved=dict(seen.bytes),
+            moved_ledger=engine.tiers.traffic.moved_bytes,
+            kept_bytes=engine.tiers.traffic.kept_bytes,
+            mixed=seen.mixed,
+        )
+        engine.close()
+    return measured
+
+
+def _device_bytes(live: LiveBytes, hosts: list[torch.Tensor], pages: HostPages) -> int:
+    """Of all storages but the host's, of which a view has been seen now and then."""
+    resting = {id(each.untyped_storage()) for each in hosts}
+    storages = live.live_storages()
+    return sum(each.nbytes() for each in storages if id(each) not in resting and not pages.hold(each))
+
+
+def _scalar_bytes(engine: Engine, live: LiveBytes) -> int:
+    """The loss's sum and count, squared norms, and the optimizer's counts of steps."""
+    found = [group.grads._square for group in engine._driver.groups if group.grads is not None]
+    seen = {id(each) for each in live.live_storages()}
+    squares = [each for each in found if each is not None and id(each.untyped_storage()) in seen]
+    sums = engine._books._sums
+    return storage_bytes([*squares, *([] if sums is None else [sums])]) + _counter_bytes(engine)
+
+
+def _counter_bytes(engine: Engine) -> int:
+    values = [value for state in engine.optimizer.state.values() for value in state.values()]
+    return storage_bytes(value for value in values if isinstance(value, torch.Tensor) and value.dim() == 0)
+
+
+def num_reads_and_writes(layout: Layout, num_micro_batches: int) -> dict[tuple[str, str], tuple[int, int]]:
+    """How often a step reads and writes each state, by group and state."""
+    found = {}
+    has_master = {
+        group.name: any(state.name == "master" and state.is_kept_by(group) for state in layout.states)
+        for group in layout.groups
+    }
+    num_reduced = num_micro_batches if layout.stage.reduce_each_backward else 1
+    for group in layout.groups:
+        reads = layout.num_unshards(group, num_micro_batches)
+        is_stepped_itself = group.trainable and not has_master[group.name]
+        found[group.name, "param"] = reads + is_stepped_itself, int(group.trainable)
+        found[group.name, "grad"] = num_reduced, num_reduced
+    return found
+
+
+def padding_of_files(layout: Layout, num_micro_batches: int) -> tuple[int, Counter[tuple[str, str]]]:
+    """Bytes of all swap files beyond their states, and of what a step reads and writes beyond these."""
+    times = num_reads_and_writes(layout, num_micro_batches)
+    at_rest, moved = 0, Counter[tuple[str, str]]()
+    for state, group in itertools.product(layout.states, layout.groups):
+        if state.is_kept_by(group) and state.tier_in(group) == "nvme":
+            padding_bytes = -group.shard_numel * DTYPE_BYTES[state.dtype] % BLOCK_BYTES
+            num_reads, num_writes = times.get((group.name, state.name), (1, 1))
+            at_rest += padding_bytes
+            moved["nvme", "host"] += num_reads * padding_bytes
+            moved["host", "nvme"] += num_writes * padding_bytes
+    return at_rest, moved
+
+
+def check(measured: Measured, shard: int, num_micro_batches: int) -> None:
+    layout = measured.layout
+    expected = {tier: sum(layout.bytes_at_rest(shard, tier).values()) for tier in ("device", "host", "nvme")}
+    assert sum(expected.values()) == sum(layout.bytes_at_rest(shard).values())
+    file_padding_bytes, moved_padding = padding_of_files(layout, num_micro_batches)
+    assert measured.device_bytes == measured.device_ledger_bytes == expected["device"]
+    assert measured.host_bytes == expected["host"]
+    assert measured.swap_bytes == expected["nvme"] + file_padding_bytes
+    roles = {Category.PARAMETERS: "param", Category.GRADIENTS: "grad", Category.OPTIMIZER: "optimizer"}
+    in_host = layout.bytes_at_rest(shard, "host")
+    assert {role: measured.host_ledger[category] for category, role in roles.items()} == in_host
+    across = Counter(layout.bytes_across(num_micro_batches)) + moved_padding
+    assert without_zeros(measured.moved) == without_zeros(measured.moved_ledger)
+    moved = Counter(measured.moved)
+    moved["nvme", "host"] += measured.kept_bytes
+    assert without_zeros(moved) == without_zeros(across)
+    assert not measured.mixed
+
+
+def without_zeros(ways: Ways) -> dict[tuple[str, str], int]:
+    return {way: num_bytes for way, num_bytes in ways.items() if num_bytes}
+
+
+# Every tier of every state; what else there is goes along in turn, and with `--full` all of it with each.
+WHERE = product({"params": TIERS, "grads": TIERS, "optimizer": TIERS}, lambda row: set(row.values()) != {"device"})
+HOW = pairwise(
+    {
+        "stage": [1, 2, 3],
+        "ranks": [1, 2, 3],
+        "precision": list(PRECISIONS),
+        "accumulation": [1, 3],
+        "share": [0.0, 0.4],
+        "method": list(OPTIMIZERS),
+        "case": ["odd-shapes", "frozen-parameters"],
+    }
+)
+
+
+def combinations() -> list[Any]:
+    found = []
+    for (index, where), (number, how) in itertools.product(enumerate(WHERE), enumerate(HOW)):
+        marks = () if number == index % len(HOW) else pytest.mark.full
+        name = "-".join([*where.values(), *(f"{key}={value}" for key, value in how.items())])
+        found.append(pytest.param({**where, **how}, id=name, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("options", combinations())
+def test_bytes_by_tier_and_across(ranks: WorkerPool, tmp_path: Path, options: dict[str, Any]) -> None:
+    tiers = {state: options[state] for state in ("params", "grads", "optimizer")}
+    tiers |= {f"{state}_on_device": options["share"] for state, tier in list(tiers.items()) if tier != "device"}
+    if "nvme" in tiers.values():
+        tiers["nvme_path"] = str(tmp_path)
+    overrides = {
+        "zero": {"stage": 3 if options["params"] != "device" else options["stage"]},
+        "precision": PRECISIONS[options["precision"]],
+        "optimizer": OPTIMIZERS[options["method"]],
+        "tiers": tiers,
+    }
+    for rank, measured in enumerate(
+        ranks(options["ranks"]).run(measure, options["case"], options["accumulation"], overrides)
+    ):
+        check(measured, rank, options["accumulation"])
+    assert not list(tmp_path.iterdir())
