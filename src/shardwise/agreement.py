@@ -303,13 +303,14 @@ def agree_on_setup(store: dist.Store | None, rank: int, setup: Setup, timeout_s:
 
 
 @contextmanager
-def all_or_none(store: dist.Store | None, rank: int, timeout_s: float) -> Iterator[None]:
+def all_or_none(store: dist.Store | None, rank: int, timeout_s: float, part: str) -> Iterator[None]:
     """Inside the context each rank works for itself; behind it all go on, or all raise.
 
     Args:
         store: of the engine; None where there is one rank.
         rank: of this process.
         timeout_s: for all ranks to come.
+        part: of the start, each its own: a rank may be in the next one while another hears of the last.
 
     Raises:
         CommError: another rank has failed, or not all have come in time; a rank that failed raises its own error.
@@ -323,7 +324,7 @@ def all_or_none(store: dist.Store | None, rank: int, timeout_s: float) -> Iterat
         meeting = Meeting(store, tuple(range(dist.get_world_size())), rank, timeout_s)
         note = "" if failure is None else f"{type(failure).__name__}: {failure}"
         try:
-            text = meeting.verdict("start", note, _judge_failures, "the end of shardwise.initialize")
+            text = meeting.verdict(f"start/{part}", note, _judge_failures, "the end of shardwise.initialize")
         except AbsentError as error:
             text = str(error)
         if text and failure is None:
