@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -138,6 +139,28 @@ def test_simulated_ranks_are_real_ones_of_odd_models(
 ) -> None:
     for rank, real in enumerate(ranks(2).run(measure, case_name, 2, overrides)):
         assert simulated(simulate_case(case_name, 2, overrides, rank, 2)) == real
+
+
+@pytest.mark.parametrize(
+    ("case_name", "stage", "tiers"),
+    [
+        ("transformer", 2, {"grads": "host", "optimizer": "host"}),
+        ("odd-shapes", 3, {"params": "host", "optimizer": "host"}),
+        ("transformer", 3, {"params": "host", "grads": "host", "optimizer": "host", "grads_on_device": 0.5}),
+    ],
+)
+def test_simulated_ranks_hold_as_much_of_the_device_as_real_ones_where_states_rest_elsewhere(
+    ranks: WorkerPool, case_name: str, stage: int, tiers: dict[str, Any]
+) -> None:
+    """But for the numbers of their collectives: at its start a real engine also speaks of the room on its host."""
+    arguments = case_name, 2, {"zero": {"stage": stage}, "tiers": tiers}
+    for rank, real in enumerate(ranks(2).run(measure, *arguments)):
+        found = simulated(simulate_case(*arguments, rank, 2))
+        assert unnumbered(found) == unnumbered(real)
+
+
+def unnumbered(measured: Measured) -> Measured:
+    return replace(measured, calls=tuple(call._replace(number=0, position=0) for call in measured.calls))
 
 
 def test_ranks_differ_by_padding_only() -> None:

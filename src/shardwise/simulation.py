@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from shardwise._torch_private import NO_VALUE_ERRORS, fake_copy, fake_tensors, pytree
 from shardwise.comm import Call
-from shardwise.config import Config, ConfigError
+from shardwise.config import Config, ConfigError, Tier
 from shardwise.engine import Engine
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import MeshShape
@@ -62,6 +62,9 @@ class Simulation:
         at_rest: the ledger after the last backward and before the step.
         peak: the ledger after the step: `peak_bytes` in all, `peak_live_bytes` by category.
         counter_bytes: of the optimizer's step counts, at rest too, which the Layout leaves out.
+        host_at_rest: the ledger of the host tier when `at_rest` was taken; chunks on their way may be larger there than
+            a real rank's.
+        moved_bytes: between tiers, by (from, to).
         calls: the step's collectives in their order.
         actions: of the step, in their order; their times are the simulation's.
         elapsed_s: what the simulation took.
@@ -72,6 +75,8 @@ class Simulation:
     at_rest: MemorySnapshot
     peak: MemorySnapshot
     counter_bytes: int
+    host_at_rest: MemorySnapshot
+    moved_bytes: Mapping[tuple[Tier, Tier], int]
     calls: tuple[Call, ...]
     actions: tuple[TimedAction, ...]
     elapsed_s: float
@@ -204,13 +209,15 @@ def simulate(
         # The first step makes the optimizer's states and learns the order of the blocks.
         with nullcontext() if device_gib is None else memory.meter():
             _take_step(engine, _make_batches(config, make_batch))
-        at_rest = _watch_step(engine, _make_batches(config, make_batch))
+        at_rest, host_at_rest = _watch_step(engine, _make_batches(config, make_batch))
     return Simulation(
         rank=rank,
         layout=layout,
         at_rest=at_rest,
         peak=engine.memory.snapshot(),
         counter_bytes=_counter_bytes(engine),
+        host_at_rest=host_at_rest,
+        moved_bytes=engine.tiers.traffic.moved_bytes,
         calls=tuple(engine.comm.books.recent),
         actions=engine.timeline,
         elapsed_s=time.perf_counter() - start_s,
@@ -238,18 +245,19 @@ def _make_batches(config: Config, make_batch: Callable[[], Any]) -> list[Any]:
     return pytree.tree_map(lambda leaf: fake_copy(leaf) if isinstance(leaf, Tensor) else leaf, batches)
 
 
-def _watch_step(engine: Engine, batches: Sequence[Any]) -> MemorySnapshot:
+def _watch_step(engine: Engine, batches: Sequence[Any]) -> tuple[MemorySnapshot, MemorySnapshot]:
     engine.comm.books.recent = deque()  # without a bound
     engine.memory.reset_peak()
+    engine.tiers.traffic.reset()
     with engine.memory.meter():
         return _take_step(engine, batches)
 
 
-def _take_step(engine: Engine, batches: Sequence[Any]) -> MemorySnapshot:
-    """As `Engine.train_step`, with a look at the ledger before the optimizer steps."""
+def _take_step(engine: Engine, batches: Sequence[Any]) -> tuple[MemorySnapshot, MemorySnapshot]:
+    """As `Engine.train_step`, with a look at the ledgers of device and host before the optimizer steps."""
     for batch in batches:
         engine.backward(engine(batch))
-    at_rest = engine.memory.snapshot()
+    at_rest = engine.memory.snapshot(), engine.tiers.memory.snapshot()
     engine.step()
     return at_rest
 

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from shardwise._torch_private import unseen_by_op_modes
 from shardwise.host_memory import host_pages
 from shardwise.memory import Ledger
 from shardwise.pool import BufferPool
@@ -58,7 +59,8 @@ class HostBuffers:
         Raises:
             MemoryError: the host has no more, or lets no more be pinned.
         """
-        with self._lock:
+        # A meter of the device must not count them, in a simulation either, where pages are made by an op.
+        with self._lock, unseen_by_op_modes():
             return self._pool.acquire(num_bytes, torch.uint8)
 
     def release(self, tensor: Tensor) -> None:

@@ -19,7 +19,7 @@ from shardwise.tiers.files import SwapFolder
 from shardwise.tiers.lane import HostLane
 from shardwise.tiers.rests import DeviceRest, HostRest, Means, Rest
 from shardwise.tiers.simulated import SimulatedFile
-from shardwise.tiers.sweep import CHUNK_NUMEL, Sweep
+from shardwise.tiers.sweep import CHUNK_NUMEL, SIMULATED_CHUNK_NUMEL, Sweep
 from shardwise.tiers.threads import StepThreads
 from shardwise.tiers.traffic import Traffic
 
@@ -41,6 +41,7 @@ class Tiers:
     Attributes:
         memory: the ledger of the host tier.
         traffic: bytes that have moved between tiers.
+        chunk_numel: elements of a group's slice that are stepped at a time.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Tiers:
         self.traffic = Traffic()
         self.lane = HostLane(streams.device, config.cores, is_inline=is_simulated)
         self.sweep = Sweep(self.lane)
+        self.chunk_numel = SIMULATED_CHUNK_NUMEL if is_simulated else CHUNK_NUMEL
         self.step_threads = _step_threads(config, layout, is_simulated)
         self.streams = streams
         self._layout = layout

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch_private import is_fake
 from shardwise.config import ConfigError
 from shardwise.flats import Flat
 from shardwise.memory import Category
@@ -138,9 +139,10 @@ class StreamedGroup:
         parts |= {name: Part(rest) for name, rest in self.states.items()}
         after = Event.record(self.tiers.device)
         task: Task | None = None
-        starts = range(0, params.master.numel, CHUNK_NUMEL)
+        numel, chunk_numel = params.master.numel, self.tiers.chunk_numel
+        starts = range(0, numel, chunk_numel)
         for start in reversed(starts) if is_backwards else starts:
-            stop = min(start + CHUNK_NUMEL, params.master.numel)
+            stop = min(start + chunk_numel, numel)
             work = partial(self._step_chunk, plans, factor, start, stop)
             task = self.tiers.sweep.submit(Chunk(parts, start, stop, work, after, grads.taking))
         return task
@@ -191,6 +193,8 @@ class StreamedGroup:
         stop: int,
         tensors: Mapping[str, Tensor],
     ) -> None:
+        if is_fake(tensors[_MASTER]):
+            return  # no values to step, and no ledger counts what steps them
         found: list[StepPiece] = []
         frames: list[Frame] = []
         end = 0
