@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from shardwise.config import Tier
-from shardwise.flats import Flat, MemoryFlat
+from shardwise.flats import Flat, FlatPart, MemoryFlat
 from shardwise.pool import BufferPool
 from shardwise.precision import add_widened
 from shardwise.streams import Event, Streams
@@ -202,21 +202,29 @@ class _DeviceWindow:
         self._means.buffers.release(self._memory)
 
 
-class HostRest(MemoryFlat):
+class HostRest:
     """A state in host memory, pinned where the device is a GPU and the state goes there."""
 
     tier: Tier = "host"
 
     def __init__(self, tensor: Tensor, means: Means) -> None:
-        super().__init__(tensor)
+        self.numel = tensor.numel()
+        self.dtype = tensor.dtype
+        self._tensor = tensor
         self._means = means
         self._moved = Event(None)  # the end of the last copy from or to the device
+
+    @property
+    def tensor(self) -> Tensor:
+        """All of it, once no copy is under way."""
+        self._moved.wait_on_host()
+        return self._tensor
 
     def fetch(self, target: Tensor) -> Event:
         """Copy on the gathers' stream, so that a gather comes behind it."""
         with self._means.streams.lane("gather"):
             self._moved.wait()
-            target.copy_(self.tensor, non_blocking=True)
+            target.copy_(self._tensor, non_blocking=True)
             return self._note("host", "device")
 
     def prefetch(self) -> None:
@@ -228,14 +236,16 @@ class HostRest(MemoryFlat):
     def put(self, source: Tensor) -> None:
         """Copy on the stream of offloads."""
         with self._means.streams.lane("offload"):
-            self.tensor.copy_(source, non_blocking=True)
+            self._moved.wait()
+            self._tensor.copy_(source, non_blocking=True)
             self._note("device", "host")
 
     def take(self, source: Tensor, pool: BufferPool, then: Callable[[Tensor], None] | None, add: bool) -> Task | None:
         """Copy on the stream of offloads; add on the lane."""
         with self._means.streams.lane("offload"):
             if not add:
-                self.tensor.copy_(source, non_blocking=True)
+                self._moved.wait()
+                self._tensor.copy_(source, non_blocking=True)
                 self._note("device", "host")
                 pool.release(source)
                 return None
@@ -244,39 +254,41 @@ class HostRest(MemoryFlat):
 
         def add_on_host() -> None:
             there.wait_on_host()
-            self._moved.wait_on_host()
-            add_widened(self.tensor, memory.view(source.dtype))
+            total = self.tensor
+            add_widened(total, memory.view(source.dtype))
             self._means.buffers.release(memory)
             if then is not None:
-                then(self.tensor)
+                then(total)
 
         return self._means.work_off(add_on_host)
 
     def open(self, start: int, stop: int, read: bool = True, after: Event | None = None) -> Window:
         """A view, once no copy is under way."""
-        return _View(self.tensor[start:stop], self._moved)
+        return _View(self._tensor[start:stop], self._moved)
 
     @contextmanager
     def loaded(self, read: bool = True, write: bool = False) -> Iterator[Tensor]:
         """The tensor itself, once no copy is under way."""
-        self._moved.wait_on_host()
         yield self.tensor
 
     def read(self, start: int, stop: int) -> Tensor:
         """The elements [start, stop), a view, once no copy is under way."""
-        self._moved.wait_on_host()
-        return super().read(start, stop)
+        return self.tensor[start:stop]
 
     def write(self, start: int, values: Tensor) -> None:
         """Replace the elements from `start` on, once no copy is under way."""
-        self._moved.wait_on_host()
-        super().write(start, values)
+        self.tensor[start : start + values.numel()].copy_(values)
+
+    def part(self, start: int, stop: int) -> Flat:
+        """The elements [start, stop), over the same memory."""
+        return FlatPart(self, start, stop)
 
     def close(self) -> None:
-        """The memory is gone with the tensor."""
+        """The memory is gone with the tensor, so no copy may be under way."""
+        self._moved.wait_on_host()
 
     def _note(self, source: Tier, target: Tier) -> Event:
-        self._means.traffic.add(source, target, self.tensor.numel() * self.tensor.element_size())
+        self._means.traffic.add(source, target, self.numel * self.dtype.itemsize)
         self._moved = Event.record(self._means.streams.device)
         return self._moved
 

@@ -177,7 +177,10 @@ class GroupGrads:
 
     def _evict(self, total: Pending, landing: Tensor, is_last: bool) -> None:
         total.wait()
-        adds, self._holds_sum, self._square = self._holds_sum, True, None
+        adds = self._holds_sum
+        if not adds:
+            self.await_taken()  # of gradients that were given up: the lane may be adding to them still
+        self._holds_sum, self._square = True, None
         if self._away is None:
             return
 

@@ -1,0 +1,221 @@
+"""A device whose side streams are late: what is enqueued there happens when somebody waits for it, and no sooner.
+
+The engine runs on the CPU as it is; its compute stream is the program's own order. Copies inside `Streams.lane` queue
+up until an event behind them is waited for, by the compute stream, by the host, or by another stream that runs. What is
+read too early is then not there, what is written too early is what a late copy sees, and what is freed too early is
+missed. So that neither goes unseen by luck, memory is spoilt when it is handed out and when it is given back.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from shardwise.host_memory import host_pages
+from shardwise.memory import Ledger
+from shardwise.pool import BufferPool
+from shardwise.streams import Event, LaneName, Streams
+from shardwise.tiers.buffers import HostBuffers
+
+SPOILT = 0xFF  # as any floating dtype it is a nan
+
+
+@dataclass(eq=False)
+class LateStream:
+    """A stream's work, in order; on the compute stream all is done at once."""
+
+    device: LateDevice
+    name: str
+    queue: list[Callable[[], object]] = field(default_factory=list)
+    num_done: int = 0
+
+    def record_event(self) -> LateEvent:
+        return LateEvent(self.device, self, len(self.queue))
+
+    def wait_event(self, event: LateEvent) -> None:
+        self.enqueue(event.reach)
+
+    def enqueue(self, work: Callable[[], object]) -> None:
+        with self.device.lock:
+            if self is self.device.compute:
+                work()
+            else:
+                self.queue.append(work)
+
+    def run_until(self, position: int) -> None:
+        with self.device.lock:
+            while self.num_done < position:
+                self.num_done += 1
+                self.queue[self.num_done - 1]()
+
+
+@dataclass(eq=False)
+class LateEvent:
+    """A point in a late stream; used as torch.cuda's."""
+
+    device: LateDevice
+    stream: LateStream
+    position: int
+    num_asks: int = 0
+
+    def reach(self) -> None:
+        self.stream.run_until(self.position)
+
+    def wait(self) -> None:
+        self.device.current.wait_event(self)
+
+    def synchronize(self) -> None:
+        self.device.host_waits.append(threading.current_thread().name)
+        self.reach()
+
+    def query(self) -> bool:
+        self.num_asks += 1
+        if self.num_asks > self.device.num_asks:
+            self.reach()
+        return self.stream.num_done >= self.position
+
+
+class LateDevice:
+    """The streams, and what of the library is told of them inside `installed`.
+
+    Args:
+        num_asks: how often an event may be asked before it says that it is reached.
+
+    Attributes:
+        host_waits: the names of the threads that have waited for an event on the host, one for each time.
+        num_late: copies that were enqueued on side streams.
+    """
+
+    def __init__(self, num_asks: int = 1) -> None:
+        self.lock = threading.RLock()
+        self.num_asks = num_asks
+        self.host_waits: list[str] = []
+        self.num_late = 0
+        self.compute = LateStream(self, "compute")
+        self._streams: dict[str, LateStream] = {}
+        self._local = threading.local()
+        self._copy = Tensor.copy_
+
+    @property
+    def current(self) -> LateStream:
+        return getattr(self._local, "stream", self.compute)
+
+    def finish(self) -> None:
+        """Do all that is still queued: what it needs must be there until the end."""
+        for stream in self._streams.values():
+            stream.run_until(len(stream.queue))
+
+    @contextmanager
+    def installed(self) -> Iterator[LateDevice]:
+        """Inside, engines that are made and run use this device."""
+        resize, release, host_release, host_acquire = (
+            Ledger.resize,
+            BufferPool.release,
+            HostBuffers.release,
+            HostBuffers.acquire,
+        )
+
+        def resize_spoilt(ledger: Ledger, tensor: Tensor, num_bytes: int) -> None:
+            resize(ledger, tensor, num_bytes)
+            if num_bytes:
+                spoil(tensor)
+
+        def release_spoilt(pool: BufferPool, tensor: Tensor, stream: Any = None) -> None:
+            if _is_of_device(pool):  # whoever comes next writes behind the last use
+                memory = bytes_of(tensor)
+                (stream or self.current).enqueue(lambda: memory.fill_(SPOILT))
+            release(pool, tensor, stream)
+
+        def host_release_spoilt(buffers: HostBuffers, tensor: Tensor) -> None:
+            spoil(tensor)
+            host_release(buffers, tensor)
+
+        def host_acquire_spoilt(buffers: HostBuffers, num_bytes: int) -> Tensor:
+            return spoil(host_acquire(buffers, num_bytes))
+
+        with ExitStack() as stack:
+            for owner, name, replacement in (
+                (Streams, "lane", self._lane),
+                (Event, "record", classmethod(lambda cls, device: cls(self.current.record_event()))),
+                (Tensor, "copy_", self._late_copy()),
+                (BufferPool, "_current_stream", lambda pool: self.current if _is_of_device(pool) else None),
+                (BufferPool, "release", release_spoilt),
+                (Ledger, "resize", resize_spoilt),
+                (HostBuffers, "release", host_release_spoilt),
+                (HostBuffers, "acquire", host_acquire_spoilt),
+            ):
+                stack.enter_context(mock.patch.object(owner, name, replacement))
+            yield self
+            self.finish()
+
+    @property
+    def _lane(self) -> Callable[..., Any]:
+        @contextmanager
+        def lane(streams: Streams, name: LaneName | None, after: Event | None = None) -> Iterator[None]:
+            before = self.current
+            if name is None:
+                if after is not None:
+                    after.wait()
+                yield
+                return
+            is_helper = threading.current_thread().name.startswith("shardwise")
+            assert after is not None or not is_helper, "the lane's current stream is not the one that computes"
+            with self.lock:
+                stream = self._streams.setdefault(name, LateStream(self, name))
+            stream.wait_event(after.cuda_event if after is not None else before.record_event())
+            self._local.stream = stream
+            try:
+                yield
+            finally:
+                self._local.stream = before
+
+        return lane
+
+    def _late_copy(self) -> Callable[..., Tensor]:
+        def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+            stream = self.current
+            if stream is self.compute:
+                return self._copy(target, source)
+            target_of, source_of = reopen(target), reopen(source)
+            stream.enqueue(lambda: self._copy(target_of(), source_of()))
+            self.num_late += 1
+            if not non_blocking:
+                stream.run_until(len(stream.queue))
+            return target
+
+        return copy_
+
+
+def _is_of_device(pool: BufferPool) -> bool:
+    return getattr(pool._empty, "func", None) is not host_pages
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def spoil(tensor: Tensor) -> Tensor:
+    tensor.detach().view(torch.uint8).fill_(SPOILT)
+    return tensor
+
+
+def reopen(tensor: Tensor) -> Callable[[], Tensor]:
+    """What gives the tensor again without holding its memory, and fails where that has been freed meanwhile."""
+    storage, num_bytes = weakref.ref(tensor.untyped_storage()), tensor.untyped_storage().nbytes()
+    place, empty = (tensor.storage_offset(), tensor.size(), tensor.stride()), tensor.detach().new_empty(0)
+
+    def reopened() -> Tensor:
+        memory = storage()
+        assert memory is not None, "memory was given back while a copy used it"
+        assert memory.nbytes() == num_bytes, "memory was freed while a copy used it"
+        return empty.detach().set_(memory, *place)
+
+    return reopened

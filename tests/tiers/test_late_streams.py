@@ -1,0 +1,78 @@
+"""With copies as late as streams allow, training computes the same bits, and waits on the host where it says so."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.late_streams import LateDevice
+from harness.models import CASES, make_batches
+from harness.training import make_config
+from shardwise import Engine, initialize
+
+NUM_STEPS = 3
+HOST = {"params": "host", "grads": "host", "optimizer": "host"}
+PLACES: dict[str, dict[str, Any]] = {
+    "all host": HOST,
+    "all nvme": {"params": "nvme", "grads": "nvme", "optimizer": "nvme"},
+    "optimizer host": {"optimizer": "host"},
+    "optimizer nvme, grads host": {"grads": "host", "optimizer": "nvme"},
+    "params host, optimizer device": {"params": "host"},
+    "params nvme, optimizer device": {"params": "nvme"},
+    "grads host, optimizer device": {"params": "host", "grads": "host"},
+    "halves": {**HOST, "params_on_device": 0.5, "grads_on_device": 0.3, "optimizer_on_device": 0.4},
+}
+
+
+def make_engine(overrides: dict[str, dict[str, Any]]) -> Engine:
+    torch.manual_seed(0)
+    case = CASES["transformer"]
+    sections = {"precision": {"param": "bf16"}, "optimizer": {"lr": 1e-2, "clip_norm": None}, **overrides}
+    accumulation = sections.get("batch", {}).get("accumulation", 1)
+    return initialize(case.build(torch.float32), make_config(accumulation, sections), loss_fn=case.loss)
+
+
+def train(overrides: dict[str, dict[str, Any]]) -> tuple[list[tuple[float, float]], dict[tuple[str, str], Tensor]]:
+    """Losses and norms, and the states at the end; half-way a backward is given up, with a lane that is behind."""
+    accumulation = overrides.get("batch", {}).get("accumulation", 1)
+    batches = make_batches(CASES["transformer"], num_steps=NUM_STEPS, world_size=1, num_micro_batches=accumulation)
+    with make_engine(overrides) as engine:
+        results = []
+        for index, step in enumerate(batches):
+            if index == 1:
+                for number, batch in enumerate(step[0], 1):
+                    if number == accumulation:
+                        engine.tiers.lane.submit(partial(time.sleep, 0.1))
+                    engine.backward(engine(batch))
+                engine.zero_grad()
+            result = engine.train_step(step[0])
+            results.append((result.loss, result.grad_norm))
+        names = [place.name for group in engine.layout.groups for place in group.params]
+        states = {
+            (name, state): engine.read(name, state)
+            for name in names
+            for state in engine.states_of(name)
+            if state != "grad"
+        }
+        return results, states
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("where", "stage"), [*((where, 3) for where in PLACES), ("optimizer host", 1), ("optimizer host", 2)])
+def test_late_copies_change_no_bit(tmp_path: Path, where: str, stage: int, accumulation: int) -> None:
+    common = {"batch": {"accumulation": accumulation}, "zero": {"stage": stage}}
+    expected = train(common)
+    tiers = {**PLACES[where], "nvme_path": str(tmp_path) if "nvme" in PLACES[where].values() else None}
+    device = LateDevice()
+    with device.installed():
+        found = train({**common, "tiers": tiers})
+    assert device.num_late > 0
+    assert found[0] == expected[0]
+    assert found[1].keys() == expected[1].keys()
+    assert all(torch.equal(found[1][key], value) for key, value in expected[1].items())
