@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
-from shardwise.host_memory import ALIGNMENT_BYTES, host_pages, memory_of
+from shardwise.host_memory import ALIGNMENT_BYTES, host_pages, host_zeros, memory_of
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 4096, 4097, 5 * 2**20 + 1])
@@ -18,6 +19,27 @@ def test_pages_are_aligned_and_zero(num_bytes: int) -> None:
     assert (pages.dtype, pages.dim(), pages.data_ptr() % ALIGNMENT_BYTES) == (torch.uint8, 1, 0)
     assert pages.numel() == max(1, -(-num_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
     assert not pages.any()
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1023, 3 * 2**20 + 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_zeros_hold_what_they_show_and_no_more(numel: int, dtype: torch.dtype) -> None:
+    zeros = host_zeros(numel, dtype)
+    assert (zeros.shape, zeros.dtype, zeros.data_ptr() % ALIGNMENT_BYTES) == ((numel,), dtype, 0)
+    assert zeros.untyped_storage().nbytes() == numel * dtype.itemsize
+    assert not zeros.any()
+    zeros.fill_(1)
+
+
+def test_a_child_has_no_part_in_the_pages() -> None:
+    pages, is_inside, flags = host_pages(4096), False, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            start, _, stop = line.split()[0].partition("-")
+            is_inside = int(start, 16) <= pages.data_ptr() < int(stop, 16)
+        elif is_inside and line.startswith("VmFlags:"):
+            flags = line
+    assert "dc" in flags.split()  # "do not copy on fork"
 
 
 def test_a_host_without_room() -> None:
@@ -60,6 +82,15 @@ def test_pinned_pages_are_let_go_before_they_are_freed(monkeypatch: pytest.Monke
     gc.collect()
     assert runtime.pinned == {address: 8192}
     del view
+    assert runtime.pinned == {}
+
+
+def test_pinned_zeros_are_no_larger_than_their_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    zeros = host_zeros(5000, torch.float32, pin_memory=True)
+    assert runtime.pinned == {zeros.data_ptr(): 20480}
+    del zeros
     assert runtime.pinned == {}
 
 

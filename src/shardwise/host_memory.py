@@ -53,6 +53,28 @@ def host_pages(num_bytes: int, pin_memory: bool = False) -> Tensor:
     num_bytes = max(1, -(-num_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
     if type(torch.empty(0)) is not Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    return _map(num_bytes, num_bytes, pin_memory)
+
+
+def host_zeros(numel: int, dtype: torch.dtype, pin_memory: bool = False) -> Tensor:
+    """Zeros in pages of their own, as `host_pages` makes them: 1-D, with a storage of no more than its elements.
+
+    Args:
+        numel: elements, at least 0.
+        dtype: of them.
+        pin_memory: for copies from and to a CUDA device beside its work.
+
+    Raises:
+        MemoryError: the host has no more, or lets no more be pinned.
+    """
+    num_bytes = numel * dtype.itemsize
+    if num_bytes == 0 or type(torch.empty(0)) is not Tensor:
+        return torch.zeros(numel, dtype=dtype, device="cpu")
+    return _map(-(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, num_bytes, pin_memory).view(dtype)
+
+
+def _map(num_bytes: int, num_shown_bytes: int, pin_memory: bool) -> Tensor:
+    """New pages, of which a 1-D uint8 tensor shows the first bytes."""
     try:
         pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -62,7 +84,10 @@ def host_pages(num_bytes: int, pin_memory: bool = False) -> Tensor:
     if num_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel built without them; reads and writes of files gain some 5 percent by them
             pages.madvise(mmap.MADV_HUGEPAGE)
-    tensor = torch.frombuffer(pages, dtype=torch.uint8)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        # A fork would leave the copies of a disk or a GPU under way in pages that are the child's from then on.
+        pages.madvise(mmap.MADV_DONTFORK)
+    tensor = torch.frombuffer(pages, dtype=torch.uint8, count=num_shown_bytes)
     if pin_memory:
         _pin(pages, tensor.data_ptr())
     return tensor

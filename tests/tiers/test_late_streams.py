@@ -64,7 +64,9 @@ def train(overrides: dict[str, dict[str, Any]]) -> tuple[list[tuple[float, float
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize(("where", "stage"), [*((where, 3) for where in PLACES), ("optimizer host", 1), ("optimizer host", 2)])
+@pytest.mark.parametrize(
+    ("where", "stage"), [*((where, 3) for where in PLACES), ("optimizer host", 1), ("optimizer host", 2)]
+)
 def test_late_copies_change_no_bit(tmp_path: Path, where: str, stage: int, accumulation: int) -> None:
     common = {"batch": {"accumulation": accumulation}, "zero": {"stage": stage}}
     expected = train(common)

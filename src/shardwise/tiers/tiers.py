@@ -9,6 +9,7 @@ import torch
 
 from shardwise._torch_private import unseen_by_op_modes
 from shardwise.config import Tier, TiersConfig
+from shardwise.host_memory import host_zeros
 from shardwise.layout.layout import Layout
 from shardwise.memory import Category, Ledger
 from shardwise.precision import torch_dtype
@@ -103,8 +104,10 @@ class Tiers:
             self._ledger.track(tensor, category)
             return DeviceRest(tensor, self._means)
         if tier == "host":
+            # What only the host steps with never goes to the device.
+            is_pinned = self._pins and category is not Category.OPTIMIZER
             with unseen_by_op_modes():
-                tensor = torch.zeros(numel, dtype=dtype, pin_memory=self._pins)
+                tensor = host_zeros(numel, dtype, is_pinned)
             self.memory.track(tensor, category)
             return HostRest(tensor, self._means)
         kept = self._kept if category is Category.OPTIMIZER else self._passing
