@@ -184,6 +184,7 @@ class LateDevice:
             stream = self.current
             if stream is self.compute:
                 return self._copy(target, source)
+            assert target.dtype == source.dtype, "a copy that rounds allocates on a side stream"
             target_of, source_of = reopen(target), reopen(source)
             stream.enqueue(lambda: self._copy(target_of(), source_of()))
             self.num_late += 1

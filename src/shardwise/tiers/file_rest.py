@@ -162,17 +162,17 @@ class FileRest:
             window.wait()
             window.close()
 
-    def put(self, source: Tensor) -> None:
+    def put(self, source: Tensor, pool: BufferPool) -> None:
         """Copy to a buffer on the stream of offloads, and write that on the lane."""
         self.forget()
-        with self._means.streams.lane("offload"):
-            memory, there = self._means.stage(source, self.dtype)
+        with self._means.leaving(source, self.dtype, pool) as rounded:
+            memory, there = self._means.stage(rounded)
         self._putting = self._means.work_off(lambda: self._write_staged(memory, there))
 
     def take(self, source: Tensor, pool: BufferPool, then: Callable[[Tensor], None] | None, add: bool) -> Task | None:
         """Copy to a buffer on the stream of offloads; add and write on the lane."""
         with self._means.streams.lane("offload"):
-            memory, there = self._means.stage(source, source.dtype)
+            memory, there = self._means.stage(source)
             pool.release(source)
         if not add:
             return self._means.work_off(lambda: self._write_staged(memory, there))

@@ -63,8 +63,13 @@ class Rest(Flat, Protocol):
     def forget(self) -> None:
         """Give up what was prefetched: it is about to be written."""
 
-    def put(self, source: Tensor) -> None:
-        """Start to replace all of it by `source`, a tensor of the device."""
+    def put(self, source: Tensor, pool: BufferPool) -> None:
+        """Start to replace all of it by `source`, a tensor of the device.
+
+        Args:
+            source: of any dtype.
+            pool: of the device.
+        """
 
     def take(self, source: Tensor, pool: BufferPool, then: Callable[[Tensor], None] | None, add: bool) -> Task | None:
         """Start to replace all of it by `source`, or to add that, in the dtype of the state.
@@ -113,15 +118,30 @@ class Means:
         self.traffic = traffic
         self._staged: deque[Task] = deque()
 
-    def stage(self, source: Tensor, dtype: torch.dtype) -> tuple[Tensor, Event]:
+    def stage(self, source: Tensor) -> tuple[Tensor, Event]:
         """Start to copy a tensor of the device into a buffer of the host; the buffer's bytes, and when they are there.
 
         The caller's stream may reuse `source` at once.
         """
-        memory = self.buffers.acquire(source.numel() * dtype.itemsize)
-        memory.view(dtype).copy_(source, non_blocking=True)
+        memory = self.buffers.acquire(source.numel() * source.element_size())
+        memory.view(source.dtype).copy_(source, non_blocking=True)
         self.traffic.add("device", "host", memory.numel())
         return memory, Event.record(self.streams.device)
+
+    @contextmanager
+    def leaving(self, source: Tensor, dtype: torch.dtype, pool: BufferPool) -> Iterator[Tensor]:
+        """Inside, `source` in `dtype`, on the stream of offloads.
+
+        It is rounded before: a copy that rounds takes device memory, in the order of the stream on which it runs.
+        """
+        rounded = source
+        if source.dtype != dtype:
+            rounded = pool.acquire(source.numel(), dtype)
+            rounded.copy_(source)
+        with self.streams.lane("offload"):
+            yield rounded
+            if rounded is not source:
+                pool.release(rounded)
 
     def work_off(self, work: Callable[[], object]) -> Task:
         """Have the lane use up what was staged; where it is far behind, wait until it has caught up."""
@@ -152,7 +172,7 @@ class DeviceRest(MemoryFlat):
     def forget(self) -> None:
         """There is nothing to give up."""
 
-    def put(self, source: Tensor) -> None:
+    def put(self, source: Tensor, pool: BufferPool) -> None:
         """Copy on the current stream."""
         self.tensor.copy_(source)
 
@@ -233,11 +253,11 @@ class HostRest:
     def forget(self) -> None:
         """There is nothing to give up."""
 
-    def put(self, source: Tensor) -> None:
+    def put(self, source: Tensor, pool: BufferPool) -> None:
         """Copy on the stream of offloads."""
-        with self._means.streams.lane("offload"):
+        with self._means.leaving(source, self.dtype, pool) as rounded:
             self._moved.wait()
-            self._tensor.copy_(source, non_blocking=True)
+            self._tensor.copy_(rounded, non_blocking=True)
             self._note("device", "host")
 
     def take(self, source: Tensor, pool: BufferPool, then: Callable[[Tensor], None] | None, add: bool) -> Task | None:
@@ -249,7 +269,7 @@ class HostRest:
                 self._note("device", "host")
                 pool.release(source)
                 return None
-            memory, there = self._means.stage(source, source.dtype)
+            memory, there = self._means.stage(source)
             pool.release(source)
 
         def add_on_host() -> None:

@@ -65,6 +65,7 @@ class GroupParams:
         self._is_gathered_after_step = stage.unshard_after_step and spec.trainable
         self._comms = comms
         self._ledger = ledger
+        self._pool = resources.pool
         self._released = released
         self._kinds = tuple(parameter_class(parameter) for parameter in parameters)
         self._pending = Pending(None)
@@ -250,7 +251,7 @@ class GroupParams:
         self.shard.forget()
         master = self.master.tensor
         if self.spec.tiers.optimizer == "device" and master is not None:
-            self.shard.put(master)
+            self.shard.put(master, self._pool)
             return
         for start in range(0, self.master.numel, CHUNK_NUMEL):
             self.shard.write(start, self.master.read(start, min(start + CHUNK_NUMEL, self.master.numel)))
