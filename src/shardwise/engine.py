@@ -115,7 +115,7 @@ class Engine(EngineWeights):
         self._driver.before_model = weakref.WeakMethod(self._before_model)
         values.close()
         try:
-            with all_or_none(network.store, network.rank, config.run.timeout_s):
+            with all_or_none(network.store, network.rank, config.run.timeout_s, "modules"):
                 self._alter_modules()
                 self._sharded = ShardedOptimizer(
                     self._driver.groups, named_groups, self._optimizer_plan.factory, resources
@@ -141,7 +141,7 @@ class Engine(EngineWeights):
         self.tiers = Tiers(config.tiers, self.layout, streams, self.memory, network.rank, self.comm.is_simulated)
         if "nvme" in (config.tiers.params, config.tiers.grads, config.tiers.optimizer):
             try:
-                with all_or_none(network.store, network.rank, config.run.timeout_s):
+                with all_or_none(network.store, network.rank, config.run.timeout_s, "tiers"):
                     self.tiers.reserve()
             except BaseException:
                 self.tiers.close()
