@@ -115,7 +115,7 @@ class Engine(EngineWeights):
         self._driver.before_model = weakref.WeakMethod(self._before_model)
         values.close()
         try:
-            with all_or_none(network.store, network.rank, config.run.timeout_s, "modules"):
+            with all_or_none(network.store, network.rank, config.run.timeout_s, "optimizer"):
                 self._alter_modules()
                 self._sharded = ShardedOptimizer(
                     self._driver.groups, named_groups, self._optimizer_plan.factory, resources
