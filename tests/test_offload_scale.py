@@ -105,5 +105,7 @@ def test_a_trillion_parameters_train_on_16_devices_and_nvme() -> None:
     across = layout.bytes_across(1)
     for way in (("device", "host"), ("host", "device")):
         assert simulation.moved_bytes[way] == across[way] + input_bytes
-    for way in (("nvme", "host"), ("host", "nvme")):
-        assert across[way] <= simulation.moved_bytes[way] < across[way] * (1 + 1e-5)  # whole blocks of the disk
+    # The disk moves whole blocks; and what the last sweep left in memory is not read again.
+    written, read = simulation.moved_bytes["host", "nvme"], simulation.moved_bytes["nvme", "host"]
+    assert across["host", "nvme"] <= written < across["host", "nvme"] * (1 + 1e-5)
+    assert across["nvme", "host"] * (1 - 1e-3) < read < across["nvme", "host"] * (1 + 1e-5)

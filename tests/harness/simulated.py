@@ -26,7 +26,7 @@ class Measured:
 def measure_steps(engine: Engine, steps: Sequence[Sequence[Any]]) -> Measured:
     """Take real steps over the micro-batches of each, the first of them unseen, and close the engine.
 
-    gloo's threads may hold a buffer for a moment longer, so the lowest of several peaks is taken.
+    gloo's threads may hold a buffer for a moment longer, so the lowest of several steps is taken.
     """
     engine.train_step(steps[0])
     calls: tuple[Call, ...] = ()
@@ -44,7 +44,8 @@ def measure_steps(engine: Engine, steps: Sequence[Sequence[Any]]) -> Measured:
     actions = tuple(str(timed.action) for timed in engine.timeline)
     engine.close()
     lowest = min(peaks, key=lambda snapshot: snapshot.peak_bytes)
-    return Measured(at_rest[0], dict(lowest.peak_live_bytes), calls, actions)
+    lowest_at_rest = min(at_rest, key=lambda live_bytes: sum(live_bytes.values()))
+    return Measured(lowest_at_rest, dict(lowest.peak_live_bytes), calls, actions)
 
 
 def simulated(simulation: Simulation) -> Measured:

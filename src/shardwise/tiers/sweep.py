@@ -21,7 +21,7 @@ from shardwise.tiers.rests import Rest, Window
 # A chunk of Adam's states on NVMe is then 48 MiB: large enough for a disk, and for the cost of a call to vanish.
 CHUNK_NUMEL: Final = 4 * 2**20
 # Without memory, opening a chunk costs the same whatever its size; of a trillion parameters there would be thousands.
-SIMULATED_CHUNK_NUMEL: Final = 16 * CHUNK_NUMEL
+SIMULATED_CHUNK_NUMEL: Final = 64 * CHUNK_NUMEL
 # Chunks that are open at a time: the one that is stepped, and those that are read meanwhile.
 DEPTH: Final = 3
 

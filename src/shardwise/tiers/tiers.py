@@ -20,7 +20,7 @@ from shardwise.tiers.files import SwapFolder
 from shardwise.tiers.lane import HostLane
 from shardwise.tiers.rests import DeviceRest, HostRest, Means, Rest
 from shardwise.tiers.simulated import SimulatedFile
-from shardwise.tiers.sweep import CHUNK_NUMEL, SIMULATED_CHUNK_NUMEL, Sweep
+from shardwise.tiers.sweep import CHUNK_NUMEL, Sweep
 from shardwise.tiers.threads import StepThreads
 from shardwise.tiers.traffic import Traffic
 
@@ -42,7 +42,7 @@ class Tiers:
     Attributes:
         memory: the ledger of the host tier.
         traffic: bytes that have moved between tiers.
-        chunk_numel: elements of a group's slice that are stepped at a time.
+        is_simulated: as given.
     """
 
     def __init__(
@@ -52,14 +52,13 @@ class Tiers:
         self.traffic = Traffic()
         self.lane = HostLane(streams.device, config.cores, is_inline=is_simulated)
         self.sweep = Sweep(self.lane)
-        self.chunk_numel = SIMULATED_CHUNK_NUMEL if is_simulated else CHUNK_NUMEL
         self.step_threads = _step_threads(config, layout, is_simulated)
         self.streams = streams
         self._layout = layout
         self._reserved: dict[str, File] = {}
         self._ledger = ledger
         self._rank = rank
-        self._is_simulated = is_simulated
+        self.is_simulated = is_simulated
         self._pins = config.pin_memory and streams.device.type == "cuda"
         self._path = config.nvme_path
         self.buffers = HostBuffers(self._pins, self.memory)
@@ -142,7 +141,7 @@ class Tiers:
         return reserved or self._make_file(name, num_bytes)
 
     def _make_file(self, name: str, num_bytes: int) -> File:
-        if self._is_simulated or self._path is None:
+        if self.is_simulated or self._path is None:
             return SimulatedFile(num_bytes)
         if self._folder is None:
             self._folder = SwapFolder.open(Path(self._path), self._rank)

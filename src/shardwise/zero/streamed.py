@@ -24,7 +24,7 @@ from shardwise.tiers.frames import Frame, framed
 from shardwise.tiers.lane import Task
 from shardwise.tiers.rests import Rest
 from shardwise.tiers.rules import StepRule
-from shardwise.tiers.sweep import CHUNK_NUMEL, Chunk, Part
+from shardwise.tiers.sweep import CHUNK_NUMEL, SIMULATED_CHUNK_NUMEL, Chunk, Part
 from shardwise.tiers.tiers import Tiers
 from shardwise.zero.group import ParamGroup
 
@@ -139,7 +139,8 @@ class StreamedGroup:
         parts |= {name: Part(rest) for name, rest in self.states.items()}
         after = Event.record(self.tiers.device)
         task: Task | None = None
-        numel, chunk_numel = params.master.numel, self.tiers.chunk_numel
+        numel = params.master.numel
+        chunk_numel = SIMULATED_CHUNK_NUMEL if self.tiers.is_simulated else CHUNK_NUMEL
         starts = range(0, numel, chunk_numel)
         for start in reversed(starts) if is_backwards else starts:
             stop = min(start + chunk_numel, numel)
