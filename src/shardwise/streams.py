@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-LaneName = Literal["gather", "reduce", "tensor", "offload"]
+LaneName = Literal["gather", "reduce", "tensor", "offload", "reload"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ class Event:
 
 
 class Streams:
-    """An engine's side streams: for gathers, reductions, what runs beside a split layer, and offload; on the CPU none.
+    """An engine's side streams: for gathers, reductions, what runs beside a split layer, copies to the host and back.
+
+    On the CPU there are none.
 
     Args:
         device: of the engine.
@@ -60,7 +62,9 @@ class Streams:
                 "gather": torch.cuda.Stream(device, priority=-1),
                 "reduce": torch.cuda.Stream(device),
                 "tensor": torch.cuda.Stream(device, priority=-1),
+                # A bus carries as much in each direction as in one.
                 "offload": torch.cuda.Stream(device),
+                "reload": torch.cuda.Stream(device),
             }
 
     @contextmanager

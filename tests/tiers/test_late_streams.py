@@ -26,6 +26,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "params host, optimizer device": {"params": "host"},
     "params nvme, optimizer device": {"params": "nvme"},
     "grads host, optimizer device": {"params": "host", "grads": "host"},
+    "activations": {"activations": "host"},
+    "all host, activations too": {**HOST, "activations": "host"},
     "halves": {**HOST, "params_on_device": 0.5, "grads_on_device": 0.3, "optimizer_on_device": 0.4},
 }
 
@@ -35,7 +37,10 @@ def make_engine(overrides: dict[str, dict[str, Any]]) -> Engine:
     case = CASES["transformer"]
     sections = {"precision": {"param": "bf16"}, "optimizer": {"lr": 1e-2, "clip_norm": None}, **overrides}
     accumulation = sections.get("batch", {}).get("accumulation", 1)
-    return initialize(case.build(torch.float32), make_config(accumulation, sections), loss_fn=case.loss)
+    engine = initialize(case.build(torch.float32), make_config(accumulation, sections), loss_fn=case.loss)
+    if engine._activations is not None:
+        engine._activations._min_bytes = 1
+    return engine
 
 
 def train(overrides: dict[str, dict[str, Any]]) -> tuple[list[tuple[float, float]], dict[tuple[str, str], Tensor]]:
@@ -68,7 +73,8 @@ def train(overrides: dict[str, dict[str, Any]]) -> tuple[list[tuple[float, float
     ("where", "stage"), [*((where, 3) for where in PLACES), ("optimizer host", 1), ("optimizer host", 2)]
 )
 def test_late_copies_change_no_bit(tmp_path: Path, where: str, stage: int, accumulation: int) -> None:
-    common = {"batch": {"accumulation": accumulation}, "zero": {"stage": stage}}
+    recompute = {"mode": "full" if "activations" in where else "none"}
+    common = {"batch": {"accumulation": accumulation}, "zero": {"stage": stage}, "recompute": recompute}
     expected = train(common)
     tiers = {**PLACES[where], "nvme_path": str(tmp_path) if "nvme" in PLACES[where].values() else None}
     device = LateDevice()

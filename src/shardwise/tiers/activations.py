@@ -11,7 +11,7 @@ tensors, and of them alone: what else a block saves, as under selective recomput
 - Parameters, buffers and whatever else the ledger books as other than activations stay: their storage is freed and made
   anew under ZeRO-3.
 
-Copies run on the stream of offloads. Device memory is allocated and freed in the order of the current stream, which for
+Copies run on the streams of offloads and reloads. Device memory is allocated and freed in the order of the current stream, which for
 that waits for the copies; the host waits for none.
 
 >>> from shardwise.tiers.buffers import HostBuffers
@@ -293,7 +293,8 @@ class ActivationStore:
             return
         # Seen by a meter, unlike the copy, which also reads memory that is not the device's.
         tensor = torch.empty_strided(saved.size, saved.stride, dtype=saved.dtype, device=saved.device)
-        with unseen_by_op_modes(), torch.no_grad(), self._streams.lane("offload"):
+        with unseen_by_op_modes(), torch.no_grad(), self._streams.lane("reload"):
+            saved.copy.last_use.wait()
             tensor.copy_(saved.copy.memory.view(saved.dtype).view(saved.size), non_blocking=True)
             saved.arrived = saved.copy.last_use = Event.record(self._streams.device)
         self._traffic.add("host", "device", tensor.numel() * tensor.element_size())

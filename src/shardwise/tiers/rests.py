@@ -215,7 +215,7 @@ class _DeviceWindow:
 
     def close(self, write: bool = False) -> None:
         if write:
-            with self._means.streams.lane("offload", self._after):
+            with self._means.streams.lane("reload", self._after):
                 self._tensor.copy_(self._memory.view(self._tensor.dtype), non_blocking=True)
                 Event.record(self._means.streams.device).wait_on_host()
             self._means.traffic.add("host", "device", self._memory.numel())
