@@ -35,6 +35,8 @@ from shardwise.tiers.traffic import Traffic
 
 # What leaves the device faster than the host takes it up would fill the host's memory.
 _MOST_STAGED: Final = 3
+# Parts on their way to the device, each in a buffer, while the lane goes on.
+_MOST_ARRIVING: Final = 2
 
 
 class Window(Protocol):
@@ -160,6 +162,7 @@ class DeviceRest(MemoryFlat):
     def __init__(self, tensor: Tensor, means: Means) -> None:
         super().__init__(tensor)
         self._means = means
+        self._arriving: deque[tuple[Event, Tensor]] = deque()
 
     def fetch(self, target: Tensor) -> Event:
         """Copy on the current stream."""
@@ -184,7 +187,22 @@ class DeviceRest(MemoryFlat):
 
     def open(self, start: int, stop: int, read: bool = True, after: Event | None = None) -> Window:
         """Start to copy a part to the host."""
-        return _DeviceWindow(self.tensor[start:stop], self._means, read, after)
+        return _DeviceWindow(self, self.tensor[start:stop], read, after)
+
+    def note_arriving(self, event: Event, memory: Tensor) -> None:
+        """Give a buffer back once what it holds is on the device."""
+        self._arriving.append((event, memory))
+        self._await_arriving(_MOST_ARRIVING)
+
+    def settle(self) -> None:
+        """Return once all that windows have written is on the device; on the lane."""
+        self._await_arriving(0)
+
+    def _await_arriving(self, most: int) -> None:
+        while len(self._arriving) > most:
+            event, memory = self._arriving.popleft()
+            event.wait_on_host()
+            self._means.buffers.release(memory)
 
     @contextmanager
     def loaded(self, read: bool = True, write: bool = False) -> Iterator[Tensor]:
@@ -196,9 +214,10 @@ class DeviceRest(MemoryFlat):
 
 
 class _DeviceWindow:
-    def __init__(self, tensor: Tensor, means: Means, read: bool, after: Event | None) -> None:
+    def __init__(self, rest: DeviceRest, tensor: Tensor, read: bool, after: Event | None) -> None:
+        self._rest = rest
         self._tensor = tensor
-        self._means = means
+        self._means = means = rest._means
         self._after = after
         self._memory = means.buffers.acquire(tensor.numel() * tensor.element_size())
         self._there: Event | None = None
@@ -214,12 +233,16 @@ class _DeviceWindow:
         return self._memory.view(self._tensor.dtype)
 
     def close(self, write: bool = False) -> None:
-        if write:
-            with self._means.streams.lane("reload", self._after):
-                self._tensor.copy_(self._memory.view(self._tensor.dtype), non_blocking=True)
-                Event.record(self._means.streams.device).wait_on_host()
-            self._means.traffic.add("host", "device", self._memory.numel())
-        self._means.buffers.release(self._memory)
+        if not write:
+            if self._there is not None:
+                self._there.wait_on_host()  # nobody has, if what came before has failed
+            self._means.buffers.release(self._memory)
+            return
+        with self._means.streams.lane("reload", self._after):
+            self._tensor.copy_(self._memory.view(self._tensor.dtype), non_blocking=True)
+            written = Event.record(self._means.streams.device)
+        self._means.traffic.add("host", "device", self._memory.numel())
+        self._rest.note_arriving(written, self._memory)
 
 
 class HostRest:

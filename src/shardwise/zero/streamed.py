@@ -22,7 +22,7 @@ from shardwise.streams import Event
 from shardwise.tiers.blocks import StepPiece, step_pieces
 from shardwise.tiers.frames import Frame, framed
 from shardwise.tiers.lane import Task
-from shardwise.tiers.rests import Rest
+from shardwise.tiers.rests import DeviceRest, Rest
 from shardwise.tiers.rules import StepRule
 from shardwise.tiers.sweep import CHUNK_NUMEL, SIMULATED_CHUNK_NUMEL, Chunk, Part
 from shardwise.tiers.tiers import Tiers
@@ -146,7 +146,8 @@ class StreamedGroup:
             stop = min(start + chunk_numel, numel)
             work = partial(self._step_chunk, plans, factor, start, stop)
             task = self.tiers.sweep.submit(Chunk(parts, start, stop, work, after, grads.taking))
-        return task
+        written = parts[_PARAM].rest if _PARAM in parts else params.master
+        return self.tiers.lane.submit(written.settle) if isinstance(written, DeviceRest) else task
 
     def states_of(self, piece: Piece) -> dict[str, Flat | Tensor]:
         """What there is of a piece: flat states, and the number of steps; nothing before the first step."""
