@@ -300,11 +300,18 @@ class Comm:
             name: for counts and messages.
             known: numbers of the host, which follow the values.
         """
-        return self._reduce_scalars(values, known, dist.ReduceOp.SUM, name)
+        return self._start_scalars(values, known, dist.ReduceOp.SUM, name)()
+
+    def start_sum_scalars(self, values: Tensor, name: str) -> Callable[[], list[float]]:
+        """Start to sum a small fp64 vector, which is reduced in place; what is returned waits for the sums.
+
+        On CUDA it waits for them alone, not for what is enqueued behind them.
+        """
+        return self._start_scalars(values, (), dist.ReduceOp.SUM, name)
 
     def max_scalars(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:
         """The element-wise maximum of a small fp64 vector over the ranks, on the host; arguments as above."""
-        return self._reduce_scalars(values, known, dist.ReduceOp.MAX, name)
+        return self._start_scalars(values, known, dist.ReduceOp.MAX, name)()
 
     def broadcast(self, buffer: Tensor, name: str) -> None:
         """Give every rank what rank 0 of the group holds."""
@@ -326,20 +333,31 @@ class Comm:
             sum_chunks(out, summed.view(self.world_size, -1), accumulate)
         self._pool.release(summed)
 
-    def _reduce_scalars(
+    def _start_scalars(
         self, values: Tensor, known: Sequence[float], op: dist.ReduceOp.RedOpType, name: str
-    ) -> list[float]:
+    ) -> Callable[[], list[float]]:
         if known:
             values = torch.cat([values, torch.tensor(known, dtype=values.dtype, device=values.device)])
         call = self._count("all_reduce_scalars", name, values, passes=2)
-        self._start(call, lambda: self._links.all_reduce(values, op)).wait()
+        reduced = self._start(call, lambda: self._links.all_reduce(values, op))
+        found, there = values, Event(None)
+        if self.device.type == "cuda":
+            found = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            found.copy_(values, non_blocking=True)
+            there = Event.record(self.device)
         if not self._links.waits_on_host:
-            self.books.enqueue(call, Event.record(self.device))
-        self.books.enter(call)  # on CUDA, here the host waits
-        try:
-            return self._links.read(values, known)
-        finally:
-            self.books.leave()
+            self.books.enqueue(call, there)
+
+        def read() -> list[float]:
+            reduced.wait()
+            self.books.enter(call)  # on CUDA, here the host waits
+            try:
+                there.wait_on_host()
+                return self._links.read(found, known)
+            finally:
+                self.books.leave()
+
+        return read
 
     def _count(self, op: str, name: str, buffer: Tensor, passes: int) -> Call:
         call = self.books.add(op, name, self._group, buffer, passes)

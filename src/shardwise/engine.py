@@ -382,9 +382,13 @@ class Engine(EngineWeights):
         self._driver.will_reduce = self._syncs and (self.layout.stage.reduce_each_backward or is_boundary)
         self._driver.prepare_backward()
         if self._ahead.is_armed and self._ahead.is_allowed and self._driver.is_last:
-            loss_sum, count = self._books.sum_over_ranks("count of the step")
-            if math.isfinite(loss_sum):
-                self._ahead.begin(self._to_mean(count))
+            read = self._books.start_sum("count of the step")
+
+            def read_factor() -> float | None:
+                loss_sum, count = read()
+                return self._to_mean(count) if math.isfinite(loss_sum) else None
+
+            self._ahead.begin(read_factor)
 
     def _to_mean(self, count: float) -> float:
         """What turns accumulated sums of gradients into the mean over all that counts."""

@@ -131,15 +131,23 @@ class LossBooks:
 
     def sum_with(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:
         """Sum loss, count, a vector of further values and numbers of the host over the ranks."""
-        own = self._sums if self._comms.tensor.rank == 0 else None
-        sums = own if own is not None else values.new_zeros(2)
-        return self._comms.model.sum_scalars(torch.cat([sums, values]), name, known)
+        return self._comms.model.sum_scalars(self._before(values), name, known)
 
     def sum_over_ranks(self, name: str) -> tuple[float, float]:
         """The loss's sum and count over the ranks."""
         values = torch.zeros(0, dtype=torch.float64, device=self._comms.model.device)
         loss_sum, count = self.sum_with(values, name)
         return loss_sum, count
+
+    def start_sum(self, name: str) -> Callable[[], list[float]]:
+        """Start `sum_over_ranks`; what is returned waits for it."""
+        values = torch.zeros(0, dtype=torch.float64, device=self._comms.model.device)
+        return self._comms.model.start_sum_scalars(self._before(values), name)
+
+    def _before(self, values: Tensor) -> Tensor:
+        """Loss and count of this rank, where they count, before further values."""
+        own = self._sums if self._comms.tensor.rank == 0 else None
+        return torch.cat([own if own is not None else values.new_zeros(2), values])
 
     def clear(self) -> None:
         """Start the next step."""

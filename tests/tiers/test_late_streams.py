@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from harness.late_streams import LateDevice
 from harness.models import CASES, make_batches
 from harness.training import make_config
 from shardwise import Engine, initialize
+from shardwise.loss import LossBooks
+from shardwise.zero.grads import GroupGrads
 
 NUM_STEPS = 3
 HOST = {"params": "host", "grads": "host", "optimizer": "host"}
@@ -87,3 +90,45 @@ def test_late_copies_change_no_bit(tmp_path: Path, where: str, stage: int, accum
     assert found[0] == expected[0]
     assert found[1].keys() == expected[1].keys()
     assert all(torch.equal(found[1][key], value) for key, value in expected[1].items())
+
+
+def test_the_backward_begins_before_the_count_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What gradients are divided by is waited for when a group is first stepped, with reductions behind it."""
+    seen: list[str] = []
+    start_sum, reduce = LossBooks.start_sum, GroupGrads.reduce
+
+    def start_noted(books: LossBooks, name: str) -> Callable[[], list[float]]:
+        seen.append("start")
+        read = start_sum(books, name)
+        return lambda: (seen.append("read"), read())[1]
+
+    def reduce_noted(grads: GroupGrads, is_last: bool) -> None:
+        seen.append("reduce")
+        reduce(grads, is_last)
+
+    monkeypatch.setattr(LossBooks, "start_sum", start_noted)
+    monkeypatch.setattr(GroupGrads, "reduce", reduce_noted)
+    (first, second) = make_batches(CASES["transformer"], num_steps=2, world_size=1, num_micro_batches=1)
+    with make_engine({"tiers": {"optimizer": "host"}, "zero": {"stage": 2}}) as engine:
+        engine.train_step(first[0])
+        seen.clear()
+        engine.train_step(second[0])
+    assert seen.count("read") == 1
+    assert seen[:3] == ["start", "reduce", "reduce"]
+
+
+@pytest.mark.parametrize("where", ["all host", "optimizer host", "activations", "all host, activations too"])
+def test_only_the_lane_waits_for_copies(where: str) -> None:
+    """The program itself waits for the lane where it needs what that has stepped, and for no event."""
+    device = LateDevice(num_asks=10**9)
+    batches = make_batches(CASES["transformer"], num_steps=NUM_STEPS, world_size=1, num_micro_batches=1)
+    recompute = {"mode": "full" if "activations" in where else "none"}
+    with (
+        device.installed(),
+        make_engine({"tiers": PLACES[where], "recompute": recompute, "zero": {"stage": 3}}) as engine,
+    ):
+        for step in batches:
+            engine.train_step(step[0])
+        waits = list(device.host_waits)
+    assert not [name for name in waits if not name.startswith("shardwise")]
+    assert waits or where == "activations"

@@ -11,8 +11,8 @@ tensors, and of them alone: what else a block saves, as under selective recomput
 - Parameters, buffers and whatever else the ledger books as other than activations stay: their storage is freed and made
   anew under ZeRO-3.
 
-Copies run on the streams of offloads and reloads. Device memory is allocated and freed in the order of the current stream, which for
-that waits for the copies; the host waits for none.
+Copies run on the streams of offloads and reloads. Device memory is allocated and freed in the order of the current
+stream, which for that waits for the copies; the host waits for none.
 
 >>> from shardwise.tiers.buffers import HostBuffers
 >>> from shardwise.tiers.traffic import Traffic

@@ -2,13 +2,15 @@
 
 That is possible where nothing of the step depends on gradients to come: without clipping, which needs the norm of all
 of them, without a loss scale that an overflow would change, and with a tensor-parallel group of one. What gradients are
-divided by is summed over the ranks before the last backward begins.
+divided by is summed over the ranks when the last backward begins, and waited for at the first step.
 
 A group is stepped so from its second step on, and only if all its parameters have had gradients so far, from nowhere
 but its unit. A gradient that comes later still, or a gather of what has been stepped, is an error.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from shardwise.config import Config
 from shardwise.layout.layout import Layout
@@ -41,27 +43,32 @@ class StepAhead:
         self._driver = driver
         self._sharded = sharded
         self._steady: set[ParamGroup] = set()
-        self._factor = 0.0
+        self._factor: float | None = None
+        self._read_factor: Callable[[], float | None] | None = None
 
-    def begin(self, factor: float) -> None:
+    def begin(self, read_factor: Callable[[], float | None]) -> None:
         """Step groups from now on.
 
         Args:
-            factor: what turns accumulated sums into the mean gradient.
+            read_factor: waits for what turns accumulated sums into the mean gradient; None where no step may follow.
         """
-        self._factor = factor
+        self._read_factor = read_factor
         self._driver.on_reduced = self._step
 
     def end(self) -> None:
         """Leave the rest to the step, and learn which groups can be stepped so the next time."""
-        self._driver.on_reduced = None
+        self._driver.on_reduced = self._read_factor = self._factor = None
         self.is_armed = False
         streamed = [group for group in self._driver.groups if group.spec.tiers.optimizer != "device"]
         held = [group for group in streamed if group.grads is not None and group.grads.holds_sum]
         self._steady = {group for group in held if _is_complete(group) and group not in self._driver.ever_late}
 
     def _step(self, group: ParamGroup) -> None:
-        if group in self._steady and _is_complete(group) and not group.awaits_replicas:
+        if group not in self._steady or not _is_complete(group) or group.awaits_replicas:
+            return
+        if self._read_factor is not None:
+            self._factor, self._read_factor = self._read_factor(), None
+        if self._factor is not None:
             group.is_ahead = True
             self._sharded.step_ahead(group, self._factor)
 
