@@ -262,8 +262,18 @@ class Residents:
     that comes, the system is built and warmed up again.
     """
 
-    def __init__(self, workload: Workload, num_steps: int, num_warmup_steps: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        num_steps: int,
+        num_warmup_steps: int,
+        timeout_s: float,
+        serve: Serve = serve_steps,
+        num_ranks: int = NUM_RANKS,
+    ) -> None:
         self._workload = workload
+        self._serve = serve
+        self._num_ranks = num_ranks
         self._num_steps = num_steps
         self._num_warmup_steps = num_warmup_steps
         self._timeout_s = timeout_s
@@ -283,7 +293,7 @@ class Residents:
             record.failure = str(error)
             return
         self._alive.append(pair)
-        self._largest_bytes = max(self._largest_bytes, NUM_RANKS * record.peak_bytes)
+        self._largest_bytes = max(self._largest_bytes, self._num_ranks * record.peak_bytes)
 
     def close(self) -> None:
         """End all pairs."""
@@ -294,7 +304,7 @@ class Residents:
         # Room for the new pair, and for the sleeping one that grows most when it wakes.
         while self._alive and available_bytes() < 2 * self._largest_bytes:
             self._alive.pop().close()
-        pair = Pair(record.system, self._workload, self._timeout_s)
+        pair = Pair(record.system, self._workload, self._timeout_s, self._serve, self._num_ranks)
         record.add_ready(pair.ready)
         if self._num_warmup_steps:
             record.add_turn(pair.take_turn(self._num_warmup_steps), is_warmup=True)
