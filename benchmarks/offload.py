@@ -22,7 +22,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
 import statistics
 import sys
 import tempfile

@@ -126,10 +126,19 @@ class FileRest:
         """Start to read the part into a buffer, unless it is in one still."""
         return self._open(start, stop, read)
 
+    def keeps(self, start: int, stop: int) -> bool:
+        """Whether the part is in a buffer still, and need not be read."""
+        first, last = self._bytes_of(start, stop)
+        with self._lock:
+            return any(buffer.start == first and buffer.stop == last for buffer in self._idle)
+
+    def _bytes_of(self, start: int, stop: int) -> tuple[int, int]:
+        """Of the blocks of the file in which the elements lie."""
+        return start * self.dtype.itemsize // ALIGNMENT_BYTES * ALIGNMENT_BYTES, padded_bytes(stop, self.dtype)
+
     def _open(self, start: int, stop: int, read: bool) -> _FileWindow:
         item = self.dtype.itemsize
-        first = start * item // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        last = padded_bytes(stop, self.dtype)
+        first, last = self._bytes_of(start, stop)
         # Other elements beside the part share its first and last block; behind the state there are none.
         shares = first < start * item or (stop < self.numel and last > stop * item)
         buffer = self._take_kept(first, last) or self._load(first, last, read or shares)

@@ -15,6 +15,7 @@ from typing import Final
 from torch import Tensor
 
 from shardwise.streams import Event
+from shardwise.tiers.file_rest import FileRest
 from shardwise.tiers.lane import HostLane, Task
 from shardwise.tiers.rests import Rest, Window
 
@@ -54,6 +55,12 @@ class Chunk:
     work: Callable[[Mapping[str, Tensor]], None]
     after: Event
     needs: Task | None = None
+
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether it is in memory still, from the last sweep over its files."""
+        rests = [part.rest for part in self.parts.values() if part.is_read and part.is_written]
+        return any(isinstance(rest, FileRest) and rest.keeps(self.start, self.stop) for rest in rests)
 
 
 class Sweep:

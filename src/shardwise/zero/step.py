@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from shardwise.optim import refuse_unless_element_wise
 from shardwise.schedule.actions import Kind
 from shardwise.tiers.lane import Task
 from shardwise.tiers.rules import rule_of
+from shardwise.tiers.sweep import Chunk
 from shardwise.timeline import Timeline
 from shardwise.zero.group import ParamGroup
 from shardwise.zero.optimizer_plan import NamedGroup, OptimizerFactory, fresh_states
@@ -64,7 +66,6 @@ class ShardedOptimizer:
         self._has_states_at_once = bool(self.optimizer.state)  # such as Adagrad's
         self._take_streamed()
         self._is_stepping = False
-        self._is_backwards = True  # the last sweep over NVMe
         this = weakref.ref(self)
         self._step_guard = self.optimizer.register_step_pre_hook(lambda *_: _refuse_own_step(this()))
 
@@ -219,13 +220,12 @@ class ShardedOptimizer:
                 gradient.mul_(factor)
             self._step_on_device(self._gradients, used)
             self._gradients.clear()
-            for group, is_backwards in self._sweep():
-                stepping[group] = self._stepped.get(group) or self._start(group, factor, used, is_backwards)
+            stepping.update(self._sweep(factor, used))
             for group in self._groups:
                 grads = group.grads
-                if group in self._streamed:
+                if group in self._streamed or grads is None or not grads.is_away:
                     continue
-                if grads is not None and grads.is_away and (brought := grads.gradient()) is not None:
+                if (brought := grads.gradient()) is not None:
                     self._step_on_device({group: brought.mul_(factor)}, used)
         self.track_states()
         self._stepped.clear()
@@ -236,30 +236,46 @@ class ShardedOptimizer:
         """Start to update a group whose gradients are final before the others' are; all its parameters were used."""
         if group in self._streamed:
             names = (place.name for place in group.spec.params)
-            self._stepped[group] = self._start(group, factor, dict.fromkeys(names, True))
+            self._stepped |= self._submit(
+                [(group, each) for each in self._chunks(group, factor, dict.fromkeys(names, True))]
+            )
 
     @property
     def has_stepped_ahead(self) -> bool:
         """Whether groups are stepped, or being stepped, before `step`."""
         return bool(self._stepped)
 
-    def _sweep(self) -> list[tuple[ParamGroup, bool]]:
-        """The streamed groups in the order in which they are stepped, and whether from the last chunk to the first.
+    def _sweep(self, factor: float, used: Mapping[str, bool]) -> dict[ParamGroup, Task]:
+        """Start to update all streamed groups that are not being updated, each in time for the next forward.
 
-        What rests on the host goes as the next forward will need it. What rests on NVMe turns back each time: it begins
-        with what it ended with, which is in memory still.
+        What is still in memory from the last sweep over NVMe comes first, for the rest would push it out.
         """
-        on_host = [group for group in self._groups if group.spec.tiers.optimizer == "host"]
-        on_nvme = [group for group in self._groups if group.spec.tiers.optimizer == "nvme"]
-        self._is_backwards = not self._is_backwards
-        ordered = on_nvme[::-1] if self._is_backwards else on_nvme
-        return [(group, False) for group in on_host] + [(group, self._is_backwards) for group in ordered]
+        chunks = [
+            (group, chunk)
+            for group in self._groups
+            if group in self._streamed and group not in self._stepped
+            for chunk in self._chunks(group, factor, used)
+        ]
+        stepping = self._stepped | self._submit(sorted(chunks, key=lambda each: not each[1].is_at_hand))
+        for group in self._streamed:
+            if group not in stepping:
+                stepping[group] = self._tiers.lane.submit(lambda: None)
+        return stepping
 
-    def _start(self, group: ParamGroup, factor: float, used: Mapping[str, bool], is_backwards: bool = False) -> Task:
-        grads = group.grads
-        holds = grads is not None and grads.holds_sum
-        task = self._streamed[group].step(factor, used, self.options_of, is_backwards) if holds else None
-        return task or self._tiers.lane.submit(lambda: None)
+    def _submit(self, chunks: Sequence[tuple[ParamGroup, Chunk]]) -> dict[ParamGroup, Task]:
+        """Have chunks stepped in this order; for each group the end of its update."""
+        num_left = Counter(group for group, _ in chunks)
+        ends: dict[ParamGroup, Task] = {}
+        for group, chunk in chunks:
+            task = self._tiers.sweep.submit(chunk)
+            num_left[group] -= 1
+            if not num_left[group]:
+                ends[group] = self._streamed[group].end(task)
+        return ends
+
+    def _chunks(self, group: ParamGroup, factor: float, used: Mapping[str, bool]) -> list[Chunk]:
+        holds = group.grads is not None and group.grads.holds_sum
+        return self._streamed[group].chunks(factor, used, self.options_of) if holds else []
 
     def _step_on_device(self, gradients: Mapping[ParamGroup, Tensor], used: Mapping[str, bool]) -> None:
         for piece in self.pieces:

@@ -98,28 +98,20 @@ class StreamedGroup:
                 )
                 self._fill(self.states[name], 0, master.numel, value, is_new=True)
 
-    def step(
-        self,
-        factor: float,
-        used: Mapping[str, bool],
-        options_of: Callable[[Piece], Options],
-        is_backwards: bool = False,
-    ) -> Task | None:
-        """Have the lane update the masters with `factor` times the gradients, and the parameters after them.
+    def chunks(self, factor: float, used: Mapping[str, bool], options_of: Callable[[Piece], Options]) -> list[Chunk]:
+        """A step of the masters with `factor` times the gradients, and of the parameters after them.
+
+        It counts as taken: the sweep must get all of it.
 
         Args:
             factor: what turns accumulated sums into the clipped mean gradient.
             used: parameters that got a gradient; the others are left alone.
             options_of: the optimizer's options of a piece, as they are now.
-            is_backwards: begin with the last chunk.
-
-        Returns:
-            the last chunk; None where there is nothing to step.
         """
         pieces = [piece for piece in self.pieces if used[piece.name]]
         grads = self.group.grads
         if grads is None or not pieces:
-            return None
+            return []
         params = self.group.params
         params.shard.forget()
         # Options of now: the schedule goes on before the lane comes to them.
@@ -138,16 +130,19 @@ class StreamedGroup:
             parts[_PARAM] = Part(params.shard, is_read=False)
         parts |= {name: Part(rest) for name, rest in self.states.items()}
         after = Event.record(self.tiers.device)
-        task: Task | None = None
+        found = []
         numel = params.master.numel
         chunk_numel = SIMULATED_CHUNK_NUMEL if self.tiers.is_simulated else CHUNK_NUMEL
-        starts = range(0, numel, chunk_numel)
-        for start in reversed(starts) if is_backwards else starts:
+        for start in range(0, numel, chunk_numel):
             stop = min(start + chunk_numel, numel)
             work = partial(self._step_chunk, plans, factor, start, stop)
-            task = self.tiers.sweep.submit(Chunk(parts, start, stop, work, after, grads.taking))
-        written = parts[_PARAM].rest if _PARAM in parts else params.master
-        return self.tiers.lane.submit(written.settle) if isinstance(written, DeviceRest) else task
+            found.append(Chunk(parts, start, stop, work, after, grads.taking))
+        return found
+
+    def end(self, last: Task) -> Task:
+        """What ends when all of an update is where it rests, of which `last` is the last chunk."""
+        written = self.group.params.shard
+        return self.tiers.lane.submit(written.settle) if isinstance(written, DeviceRest) else last
 
     def states_of(self, piece: Piece) -> dict[str, Flat | Tensor]:
         """What there is of a piece: flat states, and the number of steps; nothing before the first step."""
