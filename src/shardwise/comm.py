@@ -342,6 +342,7 @@ class Comm:
         reduced = self._start(call, lambda: self._links.all_reduce(values, op))
         found, there = values, Event(None)
         if self.device.type == "cuda":
+            reduced.wait()  # which the stream does, not the host
             found = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             found.copy_(values, non_blocking=True)
             there = Event.record(self.device)
