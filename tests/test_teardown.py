@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from harness import split_model
 from harness.live_bytes import LiveBytes, storage_bytes
 from harness.models import CASES, make_batches
 from harness.pool import WorkerPool
+from harness.tier_bytes import HostPages
 from harness.training import make_config
 from shardwise import Engine, initialize
 from shardwise.memory import Category
@@ -102,11 +105,14 @@ FAILURES = {
 }
 
 
-def close(rank: int, world_size: int, stage: int, failure: str, tp: int = 1) -> dict[str, Any]:
+def close(
+    rank: int, world_size: int, stage: int, failure: str, tp: int = 1, tiers: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Bytes, hooks and weak references after an engine was closed, and after the model is gone."""
     batches = batches_of(rank // tp, world_size)
-    overrides = {"mesh": {"tp": tp}} if tp > 1 else {}
-    with LiveBytes() as live:
+    overrides: dict[str, Any] = {"mesh": {"tp": tp}} if tp > 1 else {}
+    overrides |= {"tiers": tiers} if tiers else {}
+    with LiveBytes() as live, HostPages() as pages:
         live.mark(tensor for batch in batches for tensor in batch.values())
         baseline = settled(live)
         engine = make_engine(stage, **overrides)
@@ -118,7 +124,10 @@ def close(rank: int, world_size: int, stage: int, failure: str, tp: int = 1) -> 
         driver = weakref.ref(engine._driver)
         engine.close()
         engine.close()
+        gc.collect()
         found = {
+            "host": engine.tiers.memory.snapshot().total_bytes + pages.live_bytes,
+            "threads": [each.name for each in threading.enumerate() if "shardwise" in each.name],
             "closed": settled(live) - baseline - storage_bytes(model.parameters()),
             "own": [parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in model.parameters()],
             "plain": all(type(parameter) is nn.Parameter for parameter in model.parameters()),
@@ -162,7 +171,19 @@ def test_a_closed_split_model_is_whole(ranks: WorkerPool, stage: int, failure: s
         check_left(found)
 
 
+@pytest.mark.parametrize("failure", [each for each in FAILURES if each != "step"])  # of which the lane tells later
+@pytest.mark.parametrize(("stage", "tier"), [(2, "host"), (3, "host"), (3, "nvme")])
+def test_a_closed_engine_leaves_no_tier(ranks: WorkerPool, tmp_path: Path, stage: int, tier: str, failure: str) -> None:
+    tiers: dict[str, Any] = {"grads": tier, "optimizer": tier, "activations": "host"}
+    tiers |= {"params": tier} if stage == 3 else {}
+    tiers |= {"nvme_path": str(tmp_path)} if tier == "nvme" else {}
+    for found in ranks(2).run(close, stage, failure, 1, tiers):
+        check_left(found)
+    assert not list(tmp_path.iterdir())
+
+
 def check_left(found: dict[str, Any]) -> None:
+    assert (found["host"], found["threads"]) == (0, [])
     assert found["closed"] == 0
     assert all(found["own"])
     assert found["plain"]
@@ -305,3 +326,32 @@ def test_all_ranks_raise_where_one_fails_to_start(ranks: WorkerPool, num_ranks: 
             cause if rank == 1 else f"CommError: rank 1 failed in shardwise.initialize: {cause}"
         )
         assert (found["same"], found["kinds"], found["hooks"]) == (True, True, 0)
+
+
+def test_engines_with_tiers_live_beside_each_other_and_one_that_is_dropped_leaves_nothing(tmp_path: Path) -> None:
+    tiers = {"params": "nvme", "grads": "host", "optimizer": "nvme", "nvme_path": str(tmp_path)}
+    with HostPages() as pages:
+        engines = [make_engine(3, tiers=tiers) for _ in range(3)]
+        batches = batches_of(0, 1)
+        losses = [[engine.train_step(batches).loss for engine in engines] for _ in range(2)]
+        assert all(len(set(each)) == 1 for each in losses)
+        assert len(list(tmp_path.iterdir())) == 3
+        engines.pop().close()
+        assert len(list(tmp_path.iterdir())) == 2
+        engines.pop()  # and the model with it
+        await_true(lambda: len(list(tmp_path.iterdir())) == 1)
+        assert engines[0].train_step(batches).loss < losses[0][0]
+        engines.pop().close()
+        await_true(lambda: pages.live_bytes == 0)
+    assert not list(tmp_path.iterdir())
+    await_true(lambda: not [each for each in threading.enumerate() if "shardwise" in each.name])
+
+
+def await_true(check: Callable[[], bool]) -> None:
+    """Threads of a dropped engine end what is under way first."""
+    for _ in range(500):
+        gc.collect()
+        if check():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it has not come true within 5 s")

@@ -133,7 +133,7 @@ class Engine(EngineWeights):
         self.num_steps = 0
         self._num_backwards = self._num_forwards = self._num_samples = 0
         self._syncs = True
-        self._undo += [self._sharded.close, self._books.clear, self._batches.clear]
+        self._undo += [self._sharded.close, self._ahead.close, self._books.clear, self._batches.clear]
 
     def _open_tiers(self, streams: Streams, values: ValueSource) -> Resources:
         """Make room on the host and on NVMe, on all ranks or none, and put together what groups need."""

@@ -63,6 +63,10 @@ class StepAhead:
         held = [group for group in streamed if group.grads is not None and group.grads.holds_sum]
         self._steady = {group for group in held if _is_complete(group) and group not in self._driver.ever_late}
 
+    def close(self) -> None:
+        """Forget the groups."""
+        self._steady.clear()
+
     def _step(self, group: ParamGroup) -> None:
         if group not in self._steady or not _is_complete(group) or group.awaits_replicas:
             return

@@ -318,6 +318,8 @@ class ZeroDriver:
         self._gradient_handles.clear()
         self._place_of.clear()
         self._unannounced.clear()
+        self._behind.clear()
+        self.ever_late.clear()
         self._release_claim()
 
     def _unshard_ahead(self) -> None:
