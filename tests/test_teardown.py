@@ -328,6 +328,20 @@ def test_all_ranks_raise_where_one_fails_to_start(ranks: WorkerPool, num_ranks: 
         assert (found["same"], found["kinds"], found["hooks"]) == (True, True, 0)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_engine_may_be_closed_without_its_values(stage: int) -> None:
+    with LiveBytes() as live:
+        baseline = settled(live)
+        engine = make_engine(stage, tiers={"optimizer": "host"})
+        engine.train_step(batches_of(0, 1))
+        model, shapes = engine.model, [parameter.shape for parameter in engine.model.parameters()]
+        engine.close(keep_values=False)
+        assert all(parameter.is_meta and type(parameter) is nn.Parameter for parameter in model.parameters())
+        assert [parameter.shape for parameter in model.parameters()] == shapes
+        assert num_hooks(model) == 0
+        assert settled(live) == baseline
+
+
 def test_engines_with_tiers_live_beside_each_other_and_one_that_is_dropped_leaves_nothing(tmp_path: Path) -> None:
     tiers = {"params": "nvme", "grads": "host", "optimizer": "nvme", "nvme_path": str(tmp_path)}
     with HostPages() as pages:

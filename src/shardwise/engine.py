@@ -305,10 +305,14 @@ class Engine(EngineWeights):
         finally:
             self._syncs = True
 
-    def close(self) -> None:
+    def close(self, keep_values: bool = True) -> None:
         """Give the model back: hooks go, parameters become whole tensors of their own, all other states are dropped.
 
         All ranks call it; a second call does nothing. An optimizer that was given holds the model's parameters again.
+
+        Args:
+            keep_values: False leaves the parameters without values, on meta: a model that is larger than the memory
+                can be whole nowhere. Save it before.
         """
         if self._is_closed:
             return
@@ -316,12 +320,13 @@ class Engine(EngineWeights):
         try:
             self._saver.close()
         finally:
-            self._give_back()
+            self._give_back(keep_values)
 
-    def _give_back(self) -> None:
-        self.reload_states()
+    def _give_back(self, keep_values: bool) -> None:
+        if keep_values:
+            self.reload_states()
         try:
-            self._driver.close()
+            self._driver.close(keep_values)
         finally:  # where other ranks do not come, this one still gives back what is its own
             for undo in reversed(self._undo):
                 undo()

@@ -33,7 +33,7 @@ from shardwise.launch.cores import check_cores, quota_cores, usable_cores
 from shardwise.launch.group import ensure_process_group
 from shardwise.layout.tensor_plan import TensorPlan
 from shardwise.loss import LossFn
-from shardwise.memory import Ledger
+from shardwise.memory import Ledger, explain_out_of_memory
 from shardwise.mesh import Mesh, open_store
 from shardwise.results import Scheduler
 from shardwise.tensor.layout import plan_layout
@@ -88,8 +88,9 @@ def initialize(
     network = MeshNetwork(Mesh(layout.mesh, config.run.timeout_s), device, store)
     options: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": optimizer, "scheduler": scheduler}
     try:
-        with nullcontext() if weights is None else left_blank(model):
-            engine = Engine(model, config, layout, Ledger(device), network, **options)
+        memory, where = Ledger(device), f"on rank {dist.get_rank()} while its engine is made"
+        with nullcontext() if weights is None else left_blank(model), explain_out_of_memory(memory, config, where):
+            engine = Engine(model, config, layout, memory, network, **options)
     except Exception:
         network.close()
         raise

@@ -300,8 +300,12 @@ class ZeroDriver:
             group.is_pinned = self._is_held
             group.reshard()
 
-    def close(self) -> None:
-        """Remove the hooks and give the parameters whole tensors of their own; a pass may have been left half-way."""
+    def close(self, keep_values: bool = True) -> None:
+        """Remove the hooks and give the parameters whole tensors of their own; a pass may have been left half-way.
+
+        Args:
+            keep_values: False leaves them without values, on meta.
+        """
         self.abandon()
         for handle in self._handles:
             handle.remove()
@@ -310,7 +314,7 @@ class ZeroDriver:
                 handle.remove()
         for unit in self.units:
             for group in unit.groups:
-                group.release()
+                group.release(keep_values)
             unit.groups = ()
         self.groups.clear()
         self._reduce_order.clear()

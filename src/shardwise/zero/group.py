@@ -188,9 +188,16 @@ class ParamGroup:
         if self.grads is not None:
             self.grads.end_backward()
 
-    def release(self) -> None:
-        """Give the parameters plain tensors of their own again, whole; the group is of no use afterwards."""
-        self.catch_up()
-        self.params.release()
+    def release(self, keep_values: bool = True) -> None:
+        """Give the parameters plain tensors of their own again, whole; the group is of no use afterwards.
+
+        Args:
+            keep_values: False leaves them on meta, and brings nothing together.
+        """
+        if keep_values:
+            self.catch_up()
+        else:
+            self.await_step()
+        self.params.release(keep_values)
         if self.grads is not None:
             self.grads.close()

@@ -273,12 +273,21 @@ class GroupParams:
         elif not self.is_released_between_uses:
             self.expose()
 
-    def release(self) -> None:
-        """Give the parameters plain tensors of their own again, whole; the group is of no use afterwards."""
-        self.wait()
+    def release(self, keep_values: bool = True) -> None:
+        """Give the parameters plain tensors of their own again, whole; the group is of no use afterwards.
+
+        Args:
+            keep_values: False leaves them on meta.
+        """
+        if keep_values:
+            self.wait()
+        self._pending.wait()
         self.expose()
         for parameter, place in zip(self.parameters, self.spec.params, strict=True):
-            parameter.data = join(place.split, parameter.detach(), self._comms.tensor, f"whole {place.name}")
+            if keep_values:
+                parameter.data = join(place.split, parameter.detach(), self._comms.tensor, f"whole {place.name}")
+            else:
+                set_data(parameter, torch.empty(place.global_shape, dtype=self.full.dtype, device="meta"))
         self._ledger.resize(self.full, 0)
         for rest in {self.shard, self.master}:
             rest.close()
