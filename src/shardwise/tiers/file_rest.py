@@ -175,13 +175,13 @@ class FileRest:
         """Copy to a buffer on the stream of offloads, and write that on the lane."""
         self.forget()
         with self._means.leaving(source, self.dtype, pool) as rounded:
-            memory, there = self._means.stage(rounded)
+            memory, there = self._means.stage(rounded, padded_bytes(self.numel, self.dtype))
         self._putting = self._means.work_off(lambda: self._write_staged(memory, there))
 
     def take(self, source: Tensor, pool: BufferPool, then: Callable[[Tensor], None] | None, add: bool) -> Task | None:
         """Copy to a buffer on the stream of offloads; add and write on the lane."""
         with self._means.streams.lane("offload"):
-            memory, there = self._means.stage(source)
+            memory, there = self._means.stage(source, 0 if add else padded_bytes(self.numel, self.dtype))
             pool.release(source)
         if not add:
             return self._means.work_off(lambda: self._write_staged(memory, there))
@@ -309,10 +309,9 @@ class FileRest:
         self._means.buffers.release(buffer.memory)
 
     def _write_staged(self, memory: Tensor, there: Event) -> None:
+        """Write from the buffer into which it was copied, which has room for whole blocks."""
         there.wait_on_host()
-        with self.loaded(read=False, write=True) as whole:
-            whole.copy_(memory.view(self.dtype))
-        self._means.buffers.release(memory)
+        self._write_back(_Buffer(0, memory.numel(), memory))
 
     def _let_go(self) -> None:
         """Close the windows whose copies to the device have ended."""

@@ -120,14 +120,19 @@ class Means:
         self.traffic = traffic
         self._staged: deque[Task] = deque()
 
-    def stage(self, source: Tensor) -> tuple[Tensor, Event]:
+    def stage(self, source: Tensor, room_bytes: int = 0) -> tuple[Tensor, Event]:
         """Start to copy a tensor of the device into a buffer of the host; the buffer's bytes, and when they are there.
 
         The caller's stream may reuse `source` at once.
+
+        Args:
+            source: 1-D.
+            room_bytes: of the buffer, at least; what lies behind the copy is undefined.
         """
-        memory = self.buffers.acquire(source.numel() * source.element_size())
-        memory.view(source.dtype).copy_(source, non_blocking=True)
-        self.traffic.add("device", "host", memory.numel())
+        num_bytes = source.numel() * source.element_size()
+        memory = self.buffers.acquire(max(num_bytes, room_bytes))
+        memory[:num_bytes].view(source.dtype).copy_(source, non_blocking=True)
+        self.traffic.add("device", "host", num_bytes)
         return memory, Event.record(self.streams.device)
 
     @contextmanager
