@@ -1,12 +1,21 @@
 #!/usr/bin/env bash
-# What one GPU can show: the CUDA tests, then step time and memory beside plain torch and FSDP2.
-# Usage: benchmarks/gpu.sh [folder for the results]; needs torch with CUDA and the package's dependencies.
+# What one GPU can show: the CUDA tests, step time and memory beside plain torch and FSDP2, and offload.
+# Usage: benchmarks/gpu.sh [folder for the results] [parts: tests, step, offload; all by default]
+# Needs torch with CUDA and the package's dependencies.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results}
+parts=${2:-tests,step,offload}
 mkdir -p "$out"
 export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-python3 -m pytest tests/gpu tests/test_pool.py tests/test_memory.py -p no:cacheprovider 2>&1 | tee "$out/gpu_tests.txt"
-status=$?
-python3 benchmarks/gpu_step.py --json "$out/gpu_step.json" 2>&1 | tee "$out/gpu_step.txt" || status=1
+status=0
+if [[ $parts == *tests* ]]; then
+  python3 -m pytest tests/gpu tests/test_pool.py tests/test_memory.py -p no:cacheprovider 2>&1 | tee "$out/gpu_tests.txt" || status=1
+fi
+if [[ $parts == *step* ]]; then
+  python3 benchmarks/gpu_step.py --json "$out/gpu_step.json" 2>&1 | tee "$out/gpu_step.txt" || status=1
+fi
+if [[ $parts == *offload* ]]; then
+  python3 benchmarks/gpu_offload.py --json "$out/gpu_offload.json" 2>&1 | tee "$out/gpu_offload.txt" || status=1
+fi
 exit $status
