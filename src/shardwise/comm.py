@@ -337,7 +337,8 @@ class Comm:
         self, values: Tensor, known: Sequence[float], op: dist.ReduceOp.RedOpType, name: str
     ) -> Callable[[], list[float]]:
         if known:
-            values = torch.cat([values, torch.tensor(known, dtype=values.dtype, device=values.device)])
+            given = torch.tensor(known, dtype=values.dtype, pin_memory=self.device.type == "cuda")
+            values = torch.cat([values, given.to(values.device, non_blocking=True)])
         call = self._count("all_reduce_scalars", name, values, passes=2)
         reduced = self._start(call, lambda: self._links.all_reduce(values, op))
         found, there = values, Event(None)

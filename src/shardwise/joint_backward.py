@@ -46,7 +46,7 @@ def backward(loss: Tensor, engines: Sequence[Engine], *, count: float = 1.0) -> 
             "the engines scale their gradients differently, so one backward cannot serve them; let each take its step "
             "before the common loss, and under fp16 set precision.loss_scale to one number"
         )
-    total = Total(loss.detach().reshape(()) * count, torch.tensor(count, device=loss.device))
+    total = Total(loss.detach().reshape(()) * count, torch.full((), count, device=loss.device))
     normaliser = next(iter(taken or {engine._books.normaliser for engine in engines}))
     for engine in engines:
         engine._books.normaliser = normaliser

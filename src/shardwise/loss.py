@@ -62,7 +62,14 @@ def read_loss(output: Any, batch: Any, loss_fn: LossFn | None) -> Total:
         source = "the model's output" if loss_fn is None else "what loss_fn returned"
         found = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(loss).__name__}"
         raise ConfigError(f"{source} is {found} and no scalar loss; pass a loss_fn that returns (sum, count)")
-    return Total(total.reshape(()), torch.as_tensor(count, device=total.device).detach().reshape(()))
+    return Total(total.reshape(()), _on_device(count, total.device).detach().reshape(()))
+
+
+def _on_device(count: Tensor | float, device: torch.device) -> Tensor:
+    """A count where the loss is; a copy of a number would hold up the host until the device has done all it has."""
+    if isinstance(count, Tensor):
+        return count.to(device, non_blocking=True)
+    return torch.full((), count, device=device)
 
 
 def _is_sum_and_count(loss: Any) -> bool:
