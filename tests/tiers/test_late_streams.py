@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -132,3 +134,21 @@ def test_only_the_lane_waits_for_copies(where: str) -> None:
         waits = list(device.host_waits)
     assert not [name for name in waits if not name.startswith("shardwise")]
     assert waits or where == "activations"
+
+
+@pytest.mark.parametrize("grads", ["host", "nvme"])
+def test_the_norm_is_there_before_the_gradients_are_where_they_rest(tmp_path: Path, grads: str) -> None:
+    """It is taken on their way out, unless they are added to others there; the lane may have steps to do before."""
+    (step,) = make_batches(CASES["transformer"], num_steps=1, world_size=1, num_micro_batches=1)
+    tiers = {"grads": grads, "optimizer": "host", "nvme_path": str(tmp_path) if grads == "nvme" else None}
+    gate = threading.Event()
+    with mock.patch("shardwise.tiers.rests._MOST_STAGED", 100), make_engine({"tiers": tiers}) as engine:
+        engine.tiers.lane.submit(gate.wait)
+        engine.backward(engine(step[0][0]))
+        with ThreadPoolExecutor(1) as pool:
+            squares = pool.submit(engine._sharded.square_sums)
+            try:
+                assert len(squares.result(timeout=20)) == len(engine.layout.groups)
+            finally:
+                gate.set()
+        engine.step()

@@ -60,6 +60,7 @@ class GroupGrads:
             )
         self.taking: Task | None = None  # the end of the last gradient's way to where they rest
         self._square: Tensor | None = None
+        self._is_squared_at_once = False  # on the device, not by the lane
         self._bucket: Tensor | None = None
         self._accumulator: Tensor | None = None
         self._carried: Tensor | None = None
@@ -189,7 +190,8 @@ class GroupGrads:
 
         # What ranks share is summed before it counts in the norm.
         is_counted = is_last and not self._sharing.summed
-        if is_counted and not adds:
+        self._is_squared_at_once = is_counted and not adds
+        if self._is_squared_at_once:
             note(landing)
         self.taking = self._away.take(landing, self._pool, note if is_counted else None, adds)
 
@@ -221,7 +223,8 @@ class GroupGrads:
 
     def square(self) -> Tensor:
         """The sum of the squares of what the step will use, fp64 and 0-d."""
-        self.await_taken()
+        if self._square is None or not self._is_squared_at_once:
+            self.await_taken()
         if self._square is None:
             with self.rest.loaded() as gradient:
                 self._square = square_sum(self._sharing, gradient.to(self._master_dtype))
