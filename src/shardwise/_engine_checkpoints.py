@@ -136,8 +136,9 @@ class EngineCheckpoints(EngineStates):
         written = {holding.name for holding in holdings if holding.written}
         numbers = tuple(each for each in saved if isinstance(each, HeldNumber) and each.name in written)
         own = Path(path).resolve() / step_name(self.num_steps)
-        kept = keep_last, keep_every
-        self._saver.start(SaveRequest(Path(path), manifest, holdings, numbers, *kept, own in self._passed_over), wait)
+        flags = own in self._passed_over, self._has_states_in_files
+        request = SaveRequest(Path(path), manifest, holdings, numbers, keep_last, keep_every, *flags)
+        self._saver.start(request, wait)
         self._passed_over.discard(own)  # what is there from now on is whole
 
     def finish_saves(self) -> Path | None:
@@ -151,7 +152,9 @@ class EngineCheckpoints(EngineStates):
     def load(self, path: str | Path, *, strict: bool = True, weights_only: bool = False) -> LoadReport:
         """Load a checkpoint that any layout saved: its world size, stage, tensor parallelism, precision may differ.
 
-        Each rank reads what it holds, and nothing is gathered. All ranks call it alike. Gradients are dropped.
+        Each rank reads what it holds, and nothing is gathered. All ranks call it alike. Gradients are dropped. After a
+        failure of the host or of NVMe the engine can be used again once a checkpoint is loaded, unless other ranks have
+        given up a collective meanwhile: then it takes a new engine.
 
         Args:
             path: a checkpoint, `step-...`; or the folder of several: the newest that is whole is taken.
@@ -165,6 +168,7 @@ class EngineCheckpoints(EngineStates):
         self._refuse_if_away()
         self._refuse_if_simulated()
         self._saver.wait()
+        self._recover()
         self.zero_grad()
         self._follow_freezing()
         verdict = self._do_on_all(lambda _: json.dumps(_names(path)), "the load of a checkpoint")
@@ -173,6 +177,8 @@ class EngineCheckpoints(EngineStates):
             report = self._load_one(folder, read_manifest, damaged, strict=strict, weights_only=weights_only)
             if report is not None:
                 self._passed_over.discard(folder.resolve())
+                if self._watchdog is not None:
+                    self._watchdog.note_failure("")
                 return report
             self._passed_over.add(folder.resolve())
             log.warning("%s", damaged[-1])
@@ -183,6 +189,20 @@ class EngineCheckpoints(EngineStates):
                 f"{path} holds no checkpoint; give a folder of step-... folders, or one of these{cure}"
             )
         raise DamagedError(f"no checkpoint in {path} is whole: {'; '.join(damaged)}")
+
+    def _recover(self) -> None:
+        """Be ready to load after a failure of the host or of NVMe.
+
+        Raises:
+            CheckpointError: other ranks have waited in vain for one that failed.
+        """
+        if self.tiers.recover().failure is not None:
+            self._is_half_loaded = self._has_mixed_states = True
+        if self.comm.books.has_failed:
+            raise CheckpointError(
+                "a collective of this engine has failed, and with it the connections between the ranks; start all "
+                "ranks again and load there"
+            )
 
     def _load_one(
         self,
@@ -303,6 +323,11 @@ class EngineCheckpoints(EngineStates):
     def _refuse_if_simulated(self) -> None:
         if self._network.store is None and self.comm.world_size > 1:
             raise CheckpointError("a simulated rank has no states to save or load; do so on real ranks")
+
+    @property
+    def _has_states_in_files(self) -> bool:
+        """Whether any rank saves from files, as the layout has it: this one may hold nothing of what lies there."""
+        return "nvme" in (each.tiers.optimizer if each.trainable else each.tiers.params for each in self.layout.groups)
 
     def _warn_of_extra_states(self) -> None:
         modules = self.model.named_modules() if self.comm.rank == 0 and not self._has_warned else ()

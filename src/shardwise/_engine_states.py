@@ -6,7 +6,7 @@ Under the same names as the functions in `zero.access` and `zero.handover`, whic
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,10 @@ from shardwise.loss import LossBooks
 from shardwise.memory import Ledger, explain_out_of_memory
 from shardwise.pool import BufferPool
 from shardwise.precision import LossScaler, torch_dtype
+from shardwise.tiers.files import SwapError
+from shardwise.tiers.lane import LaneError
+from shardwise.tiers.tiers import Tiers
+from shardwise.watchdog import Watchdog
 from shardwise.zero import access, handover
 from shardwise.zero.driver import ZeroDriver
 from shardwise.zero.step import ShardedOptimizer
@@ -44,6 +48,8 @@ class EngineStates:
     _is_broken: bool
     _is_closed: bool
     _is_half_loaded: bool
+    _watchdog: Watchdog | None
+    tiers: Tiers
 
     @contextmanager
     def gathered(self, write: bool = False) -> Iterator[nn.Module]:
@@ -61,11 +67,12 @@ class EngineStates:
             MemoryError: on CUDA, the whole parameters would not fit beside what is there.
         """
         self._refuse_if_away(params_suffice=True)
+        self.tiers.lane.check()
         if write:
             self._refuse_if_away()
         self._check_room_to_gather()
         was_held, num_before = self._driver.is_held, num_recorded()
-        with self._memory_explained():
+        with self._failures_explained():
             self._driver.unshard_all()
             try:
                 yield self.model
@@ -125,12 +132,24 @@ class EngineStates:
         finally:
             self.reload_states()
 
-    def _memory_explained(self) -> AbstractContextManager[None]:
-        """Inside, a failure of memory is raised with the table of what this rank holds and the settings that help."""
-        return explain_out_of_memory(self.memory, self.config, f"on rank {self.comm.rank} in step {self.num_steps + 1}")
+    @contextmanager
+    def _failures_explained(self) -> Iterator[None]:
+        """Inside, a failure of memory is raised with the table of what this rank holds and the settings that help.
+
+        A failure of the host or of NVMe is this rank's alone, so the others are told.
+        """
+        where = f"on rank {self.comm.rank} in step {self.num_steps + 1}"
+        try:
+            with explain_out_of_memory(self.memory, self.config, where):
+                yield
+        except (LaneError, SwapError) as error:
+            if self._watchdog is not None:
+                self._watchdog.note_failure(str(error))
+            raise
 
     def _states(self) -> access.States:
         self._driver.settle()
+        self.tiers.settle()
         return access.States(self._driver, self._sharded, self._comms, self._books, self._scaler.scale)
 
     def _refuse_if_away(self, params_suffice: bool = False) -> None:
@@ -147,6 +166,7 @@ class EngineStates:
             raise RuntimeError(
                 "states are mixed, since the last load or step was cut off midway; load a checkpoint that is whole"
             )
+        self.tiers.lane.check()
 
     def _check_room_to_gather(self) -> None:
         if self.device.type != "cuda" or not self.layout.stage.unshard_for_use:

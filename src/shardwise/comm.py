@@ -408,6 +408,7 @@ class Comm:
             raise
         except RuntimeError as error:
             reason = _first_sentence(error)
+            self.books.has_failed = True
             raise CommError(f"rank {self.books.rank} failed in {call}: {self._cause(call)} ({reason})") from error
         finally:
             self.books.leave()

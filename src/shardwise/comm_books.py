@@ -154,6 +154,7 @@ class CommBooks:
         enqueued: collectives on the device, and what tells that they are done; oldest first, kept where one watches.
         check: compares a call with those of its group before it starts.
         explain: says why a call does not end, where the ranks can be asked.
+        has_failed: a collective has, and the connections between the ranks with it.
     """
 
     rank: int = 0
@@ -166,6 +167,7 @@ class CommBooks:
     enqueued: deque[tuple[Call, Event]] = field(default_factory=lambda: deque(maxlen=_MAX_ENQUEUED))
     check: Callable[[Call], None] | None = None
     explain: Callable[[Call], str | None] | None = None
+    has_failed: bool = False
 
     @property
     def is_watched(self) -> bool:

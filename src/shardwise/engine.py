@@ -6,7 +6,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
@@ -56,7 +56,7 @@ def _explained(method: Callable[Concatenate[Engine, Given], Result]) -> Callable
 
     @wraps(method)
     def run(engine: Engine, *args: Given.args, **kwargs: Given.kwargs) -> Result:
-        with engine._memory_explained():
+        with engine._failures_explained():
             return method(engine, *args, **kwargs)
 
     return run
@@ -224,14 +224,14 @@ class Engine(EngineWeights):
             raise RuntimeError("engine.step() without a backward since the last step; call engine.backward(loss) first")
         self._driver.finish()
         self._ahead.end()
-        loss_sum, count, square_sum, used = self._agree(self._sharded.square_sums())
+        loss_sum, count, square_sum, used, is_ahead = self._agree(self._sharded.square_sums())
         scale = self._scaler.scale
         to_mean = self._to_mean(count)
         grad_norm = math.sqrt(square_sum) * to_mean if square_sum >= 0 else math.nan
         overflowed = not math.isfinite(grad_norm)
         skipped = overflowed and math.isfinite(loss_sum) and self._scaler.can_shrink
         if (overflowed or not math.isfinite(loss_sum)) and not skipped:
-            self._fail_nonfinite(loss_sum, grad_norm)
+            self._fail_nonfinite(loss_sum, grad_norm, is_ahead)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         if skipped:
             self._sharded.clear()
@@ -256,6 +256,7 @@ class Engine(EngineWeights):
         self._is_broken = False
         self._end_step(is_taken=False)
 
+    @_explained
     def train_step(self, batches: Sequence[Any]) -> StepResult:
         """Take one optimizer step over this data rank's micro-batches.
 
@@ -278,9 +279,9 @@ class Engine(EngineWeights):
             self._ahead.is_armed = index == len(batches)
             self.backward(loss)
         # Not `step`: an error of a save, raised there, would leave the gradients of these batches to the next step.
-        with self._memory_explained():
-            return self._step()
+        return self._step()
 
+    @_explained
     def eval_step(self, batches: Sequence[Any]) -> EvalResult:
         """The mean loss over `batches` of all data ranks, forward only, in the model's eval mode."""
         training = [module for module in self.model.modules() if module.training]
@@ -325,17 +326,20 @@ class Engine(EngineWeights):
     def _give_back(self, keep_values: bool) -> None:
         if keep_values:
             self.reload_states()
-        try:
-            self._driver.close(keep_values)
-        finally:  # where other ranks do not come, this one still gives back what is its own
-            for undo in reversed(self._undo):
-                undo()
-            self._undo.clear()
-            self.tiers.close()
-            self._pool.trim()
+        with ExitStack() as stack:  # where other ranks do not come, this one still gives back what is its own
+            stack.callback(self._network.close)
             if self._watchdog is not None:
-                self._watchdog.close()
-            self._network.close()
+                stack.callback(self._watchdog.close)
+            stack.callback(self._pool.trim)
+            stack.callback(self.tiers.close)
+            for undo in self._undo:
+                stack.callback(undo)
+            self._undo.clear()
+            # Parameters become whole whatever they hold; but that it is not what was trained is said once.
+            untold = self.tiers.recover().untold
+            self._driver.close(keep_values)
+            if untold is not None:
+                raise untold
 
     def __enter__(self) -> Self:
         return self
@@ -388,10 +392,11 @@ class Engine(EngineWeights):
         self._driver.prepare_backward()
         if self._ahead.is_armed and self._ahead.is_allowed and self._driver.is_last:
             read = self._books.start_sum("count of the step")
+            is_refused = self._driver.has_foreign_gradients
 
             def read_factor() -> float | None:
                 loss_sum, count = read()
-                return self._to_mean(count) if math.isfinite(loss_sum) else None
+                return self._to_mean(count) if math.isfinite(loss_sum) and not is_refused else None
 
             self._ahead.begin(read_factor)
 
@@ -438,17 +443,22 @@ class Engine(EngineWeights):
             config = SchedulerConfig(name="constant", warmup_steps=config.warmup_steps)
         return build_scheduler(config, self.optimizer, self.config.run.steps)
 
-    def _agree(self, squares: list[Tensor]) -> tuple[float, float, float, dict[str, bool]]:
-        """Sum over the ranks what all must know alike: loss, count, squared norm, and which parameters were used."""
+    def _agree(self, squares: list[Tensor]) -> tuple[float, float, float, dict[str, bool], bool]:
+        """Sum over the ranks what all must know alike.
+
+        Returns:
+            loss, count, squared norm, which parameters were used, and whether any rank has stepped some of them.
+        """
         own_square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
         is_whole = self.layout.stage.optimizer is Placement.REPLICATE
         if (self._comms.data if is_whole else self._comms.replicas).rank > 0:
             own_square.zero_()  # others hold the same gradient: it counts once
         own = own_square.reshape(1).to(self.device)
-        summed = self._books.sum_with(own, "step", self._sharded.used())
+        ahead = [self._sharded.has_stepped_ahead] if self._ahead.is_allowed else []
+        summed = self._books.sum_with(own, "step", [*self._sharded.used(), *ahead])
         loss_sum, count, square_sum, *counts = summed
-        used = {name: number > 0 for name, number in zip(self._sharded.names, counts, strict=True)}
-        return loss_sum, count, square_sum, used
+        used = {name: number > 0 for name, number in zip(self._sharded.names, counts, strict=False)}
+        return loss_sum, count, square_sum, used, bool(ahead) and counts[-1] > 0
 
     def _end_step(self, is_taken: bool = True) -> None:
         self.num_steps += is_taken
@@ -459,8 +469,9 @@ class Engine(EngineWeights):
         self._books.clear()
         self._timeline.close_step()
 
-    def _fail_nonfinite(self, loss_sum: float, grad_norm: float) -> None:
-        if self._sharded.has_stepped_ahead:
+    def _fail_nonfinite(self, loss_sum: float, grad_norm: float, is_ahead: bool) -> None:
+        if is_ahead:
+            self._is_half_loaded = self._has_mixed_states = True
             left = "some parameters were stepped before that was known: load a checkpoint, tiers.step_in_backward=false"
         else:
             module = first_nonfinite_module(self.model, self._batches, self._forward, self.comm)

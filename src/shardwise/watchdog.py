@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -86,8 +87,20 @@ class Watchdog:
             except RuntimeError:
                 log.debug("the store has gone before the watchdog of rank %d", self._rank)
 
+    def note_failure(self, text: str) -> None:
+        """Let the ranks that will wait for this one in vain know why; an empty text takes that back."""
+        with suppress(RuntimeError):  # the store may have gone
+            self._store.set(f"failed/{self._rank}", f" {text}")  # some stores take what is empty for missing
+
+    def _noted_failure(self) -> str | None:
+        """What the first rank that has failed has said."""
+        for rank in range(self._world_size):
+            if self._store.check([key := f"failed/{rank}"]) and (text := self._store.get(key).decode().strip()):
+                return f"rank {rank} has failed: {text}"
+        return None
+
     def explain(self, call: Call) -> str | None:
-        """Ask all ranks why `call` has failed; None where that cannot be told. Takes seconds.
+        """Ask all ranks why `call` has failed; None where that cannot be told. Takes seconds, unless one has said so.
 
         Called on the thread that is in `call`; the watchdog's own thread answers for this rank meanwhile.
         """
@@ -95,6 +108,8 @@ class Watchdog:
         self._failed = call
         key = f"diagnosis/{_key(call)}"
         try:
+            if (failure := self._noted_failure()) is not None:
+                return failure
             # The state at the failure counts, not what was reported while the rank waited.
             self._raise_alarm(f"{_key(call)}/failed")
             while time.monotonic() < deadline_s and self._thread.is_alive():

@@ -219,7 +219,7 @@ WHOLE: Held = (LocalTensor.whole((30, 40)).pieces, 1200)
 
 
 def make_request(root: Path, held: Holding, step: int = 3) -> SaveRequest:
-    return SaveRequest(root, Manifest(step, (), {}), (held,))
+    return SaveRequest(root, Manifest(step, (), {}), (held,), is_in_files=True)
 
 
 def make_saver() -> Saver:

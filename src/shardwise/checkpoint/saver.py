@@ -39,7 +39,6 @@ from shardwise.checkpoint import folder, writing
 from shardwise.checkpoint.disk import await_folder
 from shardwise.checkpoint.manifest import CheckpointError, Manifest, RankPart, merge_parts
 from shardwise.checkpoint.rounds import Rounds
-from shardwise.checkpoint.spans import in_file
 from shardwise.checkpoint.staging import Staging
 from shardwise.holdings import HeldNumber, Holding
 
@@ -58,6 +57,7 @@ class SaveRequest:
         keep_last: as in `folder.retain`.
         keep_every: likewise.
         is_damaged: the checkpoint that `root` has of this step is known to be damaged, and is set aside for this one.
+        is_in_files: some states, on whichever rank, lie in files, since memory for them is what there is too little of.
     """
 
     root: Path
@@ -67,6 +67,7 @@ class SaveRequest:
     keep_last: int | None = None
     keep_every: int | None = None
     is_damaged: bool = False
+    is_in_files: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -202,8 +203,8 @@ class Saver:
                 log.warning("%s", error)
 
     def _must_wait(self, request: SaveRequest) -> bool:
-        """Whether no copy can be made of what is saved; all ranks say the same, since they share groups and tiers."""
-        if not any(map(in_file, request.holdings)):
+        """Whether no copy can be made of what is saved."""
+        if not request.is_in_files:
             return False
         if not self._has_said_so:
             self._has_said_so = True

@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,7 +25,7 @@ from shardwise.host_memory import ALIGNMENT_BYTES
 from shardwise.pool import BufferPool
 from shardwise.precision import add_widened
 from shardwise.streams import Event
-from shardwise.tiers.lane import Task
+from shardwise.tiers.lane import Outcome, Task
 from shardwise.tiers.rests import Means, Window
 
 
@@ -44,13 +44,17 @@ class File(Protocol):
 
 @dataclass(eq=False)
 class _Buffer:
-    """The bytes [start, stop) of the file in memory, valid once `ready`; not to be changed before `written`."""
+    """The bytes [start, stop) of the file in memory, valid once `ready`; not to be changed before `written`.
+
+    `is_told`: somebody has been told that they could not be written.
+    """
 
     start: int
     stop: int
     memory: Tensor
     ready: Future[None] | None = None
     written: Future[None] | None = None
+    is_told: bool = False
 
 
 class KeptBuffers:
@@ -168,7 +172,6 @@ class FileRest:
         """Give up what was prefetched: it is about to be written."""
         if self._prefetched is not None:
             window, self._prefetched = self._prefetched, None
-            window.wait()
             window.close()
 
     def put(self, source: Tensor, pool: BufferPool) -> None:
@@ -199,33 +202,33 @@ class FileRest:
     def read(self, start: int, stop: int) -> Tensor:
         """A copy of the elements [start, stop)."""
         self._await_put()
-        window = self._open(start, stop, read=True)
-        try:
-            return window.wait().clone()
-        finally:
-            window.close()
+        with self._part(start, stop, read=True, write=False) as part:
+            return part.clone()
 
     def write(self, start: int, values: Tensor) -> None:
         """Replace the elements from `start` on; when it returns they are on their way to the file."""
         self._await_put()
-        window = self._open(start, start + values.numel(), read=False)
-        try:
-            window.wait().copy_(values)
-        finally:
-            window.close(write=True)
+        self.forget()
+        with self._part(start, start + values.numel(), read=False, write=True) as part:
+            part.copy_(values)
 
     def part(self, start: int, stop: int) -> Flat:
         """The elements [start, stop)."""
         return FlatPart(self, start, stop)
 
+    def loaded(self, read: bool = True, write: bool = False) -> AbstractContextManager[Tensor]:
+        """All of it in a buffer; nothing is written after an exception."""
+        return self._part(0, self.numel, read, write)
+
     @contextmanager
-    def loaded(self, read: bool = True, write: bool = False) -> Iterator[Tensor]:
-        """All of it in a buffer."""
-        window = self._open(0, self.numel, read)
+    def _part(self, start: int, stop: int, read: bool, write: bool) -> Iterator[Tensor]:
+        window = self._open(start, stop, read)
         try:
             yield window.wait()
-        finally:
-            window.close(write)
+        except BaseException:
+            window.close()
+            raise
+        window.close(write)
 
     def flush(self) -> None:
         """Return once the file has all that was written, and raise what hindered it."""
@@ -233,6 +236,25 @@ class FileRest:
             writing = list(self._under_way)
         for buffer in writing:
             _end(buffer)
+
+    def recover(self) -> Outcome:
+        """Return what could not be written, and forget it, with all that is kept: others write it anew.
+
+        Call it while the lane is idle.
+        """
+        self._putting = None
+        self.forget()
+        with self._lock:
+            writing, self._under_way = self._under_way, []
+        outcome = Outcome()
+        for buffer in writing:
+            failure = None if buffer.written is None else buffer.written.exception()
+            if failure is not None:
+                outcome = Outcome(failure, outcome.is_told or buffer.is_told)
+        for buffer in list(self._idle):
+            if self._kept.take(buffer):
+                self._release_kept(buffer)
+        return outcome
 
     def close(self) -> None:
         """Remove the file."""
@@ -254,8 +276,8 @@ class FileRest:
             putting.wait()
 
     def _load(self, first: int, last: int, is_read: bool) -> _Buffer:
-        buffer = _Buffer(first, last, self._means.buffers.acquire(last - first))
         self._await_writes(first, last)
+        buffer = _Buffer(first, last, self._means.buffers.acquire(last - first))
         if is_read:
             buffer.ready = self._file.read(first, buffer.memory)
             self._means.traffic.add("nvme", "host", last - first)
@@ -304,8 +326,8 @@ class FileRest:
         self._release(buffer)
 
     def _release(self, buffer: _Buffer) -> None:
-        with suppress(Exception):  # whoever wrote is told by `flush`, or by the next read
-            _end(buffer)
+        if buffer.written is not None:
+            buffer.written.exception()  # whoever wrote is told by `flush`, or by the next read
         self._means.buffers.release(buffer.memory)
 
     def _write_staged(self, memory: Tensor, there: Event) -> None:
@@ -350,6 +372,7 @@ def padded_bytes(numel: int, dtype: torch.dtype) -> int:
 
 def _end(buffer: _Buffer) -> None:
     if buffer.written is not None:
+        buffer.is_told = buffer.written.exception() is not None
         buffer.written.result()
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -23,14 +24,44 @@ from shardwise.tiers.cores import bind_this_thread
 
 
 class LaneError(RuntimeError):
-    """Work on the host has failed midway, so states are mixed; the message says what failed."""
+    """Work on the host has failed midway, so states are mixed; the message says what, and `recover` forgets it."""
+
+
+@dataclass
+class Outcome:
+    """What has failed on a lane first, if anything, and whether anybody has been told."""
+
+    failure: BaseException | None = None
+    is_told: bool = False
+
+    def check(self) -> None:
+        """Raise where something has failed.
+
+        Raises:
+            LaneError: so it is.
+        """
+        if self.failure is not None:
+            self.is_told = True
+            raise _explained(self.failure)
+
+    @property
+    def untold(self) -> LaneError | None:
+        """What has failed, where nobody has been told."""
+        return None if self.failure is None or self.is_told else _explained(self.failure)
+
+
+def _explained(failure: BaseException) -> LaneError:
+    error = LaneError(f"{str(failure) or type(failure).__name__}; states are mixed: load the last checkpoint")
+    error.__cause__ = failure
+    return error
 
 
 class Task:
     """Work that was given to a lane."""
 
-    def __init__(self, future: Future[None]) -> None:
+    def __init__(self, future: Future[None], outcome: Outcome) -> None:
         self._future = future
+        self._outcome = outcome
 
     @property
     def is_done(self) -> bool:
@@ -41,14 +72,14 @@ class Task:
         """Return once it has ended.
 
         Raises:
-            LaneError: it failed, or did not begin because something before it had.
+            LaneError: it failed, or something else on the lane has, and `recover` was not called since.
         """
-        try:
-            self._future.result()
-        except LaneError:
-            raise
-        except Exception as error:
-            raise LaneError(f"{error}; states are mixed: load the last checkpoint") from error
+        self.end()
+        self._outcome.check()
+
+    def end(self) -> None:
+        """Return once it has ended, well or not."""
+        self._future.result()
 
 
 class HostLane:
@@ -62,7 +93,7 @@ class HostLane:
 
     def __init__(self, device: torch.device, cores: tuple[int, ...] | None = None, is_inline: bool = False) -> None:
         self._is_inline = is_inline
-        self._failure: Exception | None = None
+        self._outcome = Outcome()
         self._last: Task | None = None
 
         def begin() -> None:
@@ -76,16 +107,21 @@ class HostLane:
         """Have `work` done behind all that was given before."""
         if self._threads is None:
             future: Future[None] = Future()
-            try:
-                with unseen_by_op_modes():
-                    self._do(work)
-                future.set_result(None)
-            except Exception as error:
-                future.set_exception(error)
+            with unseen_by_op_modes():
+                _do(work, self._outcome)
+            future.set_result(None)
         else:
-            future = self._threads.submit(self._do, work)
-        self._last = Task(future)
+            future = self._threads.submit(_do, work, self._outcome)
+        self._last = Task(future, self._outcome)
         return self._last
+
+    def check(self) -> None:
+        """Raise where something has failed so far; waits for nothing.
+
+        Raises:
+            LaneError: so it is.
+        """
+        self._outcome.check()
 
     def settle(self) -> None:
         """Return once all is done.
@@ -96,17 +132,25 @@ class HostLane:
         if self._last is not None:
             self._last.wait()
 
+    def recover(self) -> Outcome:
+        """Return what has failed, once all is done or given up, and forget it: the states are to be made anew."""
+        if self._last is not None:
+            self._last.end()
+        outcome = replace(self._outcome)
+        self._outcome.failure, self._outcome.is_told = None, False
+        return outcome
+
     def close(self) -> None:
         """End the thread, once it has done what it was given."""
         if self._threads is not None:
             self._threads.shutdown()
 
-    def _do(self, work: Callable[[], object]) -> None:
-        if self._failure is not None:
-            raise LaneError(f"{self._failure}; states are mixed: load the last checkpoint")
+
+def _do(work: Callable[[], object], outcome: Outcome) -> None:
+    """Work, unless something has failed before."""
+    if outcome.failure is None:
         try:
             with torch.no_grad():
                 work()
         except Exception as error:
-            self._failure = error
-            raise
+            outcome.failure = error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
@@ -82,16 +83,23 @@ class Sweep:
             self._waiting.append(chunk)
         return self._lane.submit(self._step_next)
 
+    def drop(self) -> None:
+        """Give up the chunks that were left when the lane failed, and what is open for them; the lane is idle."""
+        self._waiting.clear()
+        while self._open:
+            _close(self._open.popleft()[1])
+
     def _step_next(self) -> None:
         self._open_ahead()
         chunk, windows = self._open.popleft()
-        is_done = False
         try:
             chunk.work({name: window.wait() for name, window in windows.items()})
-            is_done = True
-        finally:
+        except BaseException:
+            _close(windows)
+            raise
+        with ExitStack() as stack:  # which closes the others too where one cannot be written
             for name, window in windows.items():
-                window.close(write=is_done and chunk.parts[name].is_written)
+                stack.callback(window.close, chunk.parts[name].is_written)
 
     def _open_ahead(self) -> None:
         while len(self._open) < DEPTH:
@@ -102,8 +110,12 @@ class Sweep:
                 if self._open and needs is not None and not needs.is_done:
                     return
                 chunk = self._waiting.popleft()
-            windows = {
-                name: part.rest.open(chunk.start, chunk.stop, part.is_read, chunk.after)
-                for name, part in chunk.parts.items()
-            }
+            windows: dict[str, Window] = {}
             self._open.append((chunk, windows))
+            for name, part in chunk.parts.items():
+                windows[name] = part.rest.open(chunk.start, chunk.stop, part.is_read, chunk.after)
+
+
+def _close(windows: Mapping[str, Window]) -> None:
+    for window in windows.values():
+        window.close()

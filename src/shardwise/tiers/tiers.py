@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +18,7 @@ from shardwise.streams import Streams
 from shardwise.tiers.buffers import HostBuffers
 from shardwise.tiers.file_rest import File, FileRest, KeptBuffers, padded_bytes
 from shardwise.tiers.files import SwapFolder
-from shardwise.tiers.lane import HostLane
+from shardwise.tiers.lane import HostLane, Outcome
 from shardwise.tiers.rests import DeviceRest, HostRest, Means, Rest
 from shardwise.tiers.simulated import SimulatedFile
 from shardwise.tiers.sweep import CHUNK_NUMEL, Sweep
@@ -64,6 +65,7 @@ class Tiers:
         self.buffers = HostBuffers(self._pins, self.memory)
         self._means = Means(streams, self.buffers, self.lane, self.traffic)
         self._folder: SwapFolder | None = None
+        self._file_rests: weakref.WeakSet[FileRest] = weakref.WeakSet()
         self._kept = KeptBuffers(_KEPT_CHUNKS * _chunk_bytes(layout))
         self._passing = KeptBuffers(_KEPT_CHUNKS * _largest_bytes(layout))
 
@@ -110,7 +112,9 @@ class Tiers:
             self.memory.track(tensor, category)
             return HostRest(tensor, self._means)
         kept = self._kept if category is Category.OPTIMIZER else self._passing
-        return FileRest(self._file(name, padded_bytes(numel, dtype)), numel, dtype, self._means, kept)
+        rest = FileRest(self._file(name, padded_bytes(numel, dtype)), numel, dtype, self._means, kept)
+        self._file_rests.add(rest)
+        return rest
 
     def on_device(self, tensor: torch.Tensor) -> DeviceRest:
         """A tensor of the device that somebody else has made and booked."""
@@ -123,6 +127,18 @@ class Tiers:
             LaneError: something has failed there.
         """
         self.lane.settle()
+
+    def recover(self) -> Outcome:
+        """Return what has failed, once nothing is under way, and forget it: all states are to be made anew.
+
+        Parts of states that could not be read or written have any content thereafter.
+        """
+        outcome = self.lane.recover()
+        self.sweep.drop()
+        for rest in self._file_rests:
+            of_rest = rest.recover()
+            outcome = of_rest if outcome.failure is None else outcome
+        return outcome
 
     def close(self) -> None:
         """Give up threads, files and buffers."""

@@ -99,6 +99,7 @@ class ZeroDriver:
                     handle.remove()
                 group.release()
                 self._unannounced = [other for other in self._unannounced if other is not group]
+                self.ever_late.discard(group)
         unit.groups = tuple(kept.get(spec) or self._make_group(spec, layout) for spec in specs)
         self.groups = [group for each in self.units for group in each.groups]
         self._reduce_order = [
@@ -232,7 +233,8 @@ class ZeroDriver:
     def _catch_up(self, last: ParamGroup | None = None) -> None:
         """Gather what updates on the host have changed, in the order of all ranks, up to `last` or all."""
         while self._behind and (last is None or last in self._behind):
-            self._behind.popleft().gather_update()
+            self._behind[0].gather_update()
+            self._behind.popleft()
 
     def settle(self) -> None:
         """Return once no update is under way, and every rank has it."""
@@ -275,6 +277,7 @@ class ZeroDriver:
 
     def abandon(self) -> None:
         """Leave a backward that did not reach its end."""
+        self.on_reduced = None  # what is left of it shall not be stepped
         self._in_backward = self._is_forwarding = self._holds_unreduced = False
         self.is_expecting_gradients = self.has_foreign_gradients = False
         self._late.clear()

@@ -83,7 +83,8 @@ class ParamGroup:
 
     def prefetch(self) -> None:
         """Start what `unshard` would have to wait for on the host, if the last step is over."""
-        if not self.is_ahead and (self._stepping is None or self._stepping.is_done):
+        is_stepping = self.is_ahead or not (self._stepping is None or self._stepping.is_done)
+        if not is_stepping:
             self.params.prefetch()
 
     def refresh(self) -> None:

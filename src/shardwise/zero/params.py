@@ -238,6 +238,7 @@ class GroupParams:
         self._pending.wait()
         if self.master is not self.shard:
             self._narrow()
+        self.shard.forget()
         self.reshard()
         if not self.is_released_between_uses:
             if self.shard.numel < self.full.numel():

@@ -149,18 +149,19 @@ class ShardedOptimizer:
         streamed = [group for group in self._groups if group.spec.tiers.optimizer != "device"]
         for group in [group for group in self._streamed if group not in streamed]:
             self._streamed.pop(group).close()
-        for group in streamed:
+        # While others are regrouped, those that were there may have pieces without options: what is to be frozen next.
+        for group in [group for group in streamed if group not in self._streamed]:
             pieces = [piece for piece in self.pieces if piece.group is group]
-            if group not in self._streamed:
-                rule, at_once = rule_of(self.optimizer), self._has_states_at_once
-                self._streamed[group] = StreamedGroup(group, pieces, rule, self._tiers, at_once)
+            rule, at_once = rule_of(self.optimizer), self._has_states_at_once
+            self._streamed[group] = StreamedGroup(group, pieces, rule, self._tiers, at_once)
             self._streamed[group].prepare(self.options_of)
             for piece in pieces:  # such as Adagrad's, made in its constructor
                 self.optimizer.state.pop(piece.view, None)
 
-    def options_of(self, piece: Piece) -> Mapping[str, Any]:
-        """The optimizer's parameter group that a piece is in."""
-        return self.optimizer.param_groups[self._options_of[id(piece.view)]]
+    def options_of(self, piece: Piece) -> Mapping[str, Any] | None:
+        """The optimizer's parameter group that a piece is in; None where it was given none of them."""
+        index = self._options_of.get(id(piece.view))
+        return None if index is None else self.optimizer.param_groups[index]
 
     def _param_groups(self, named_groups: Sequence[NamedGroup]) -> list[dict[str, Any]]:
         self._named_groups = tuple(named_groups)

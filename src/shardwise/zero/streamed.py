@@ -56,10 +56,11 @@ class Piece:
 
 @dataclass
 class _Counts:
-    """How often a piece has been stepped, and whether it has states."""
+    """How often a piece has been stepped, whether it has states, and whether it ever will."""
 
     num_steps: float = 0.0
     is_present: bool = False
+    is_trained: bool = True
 
 
 @dataclass(eq=False)
@@ -84,11 +85,13 @@ class StreamedGroup:
     _counts: dict[str, _Counts] = field(default_factory=dict)
     _initial: dict[str, float] = field(default_factory=dict)
 
-    def prepare(self, options_of: Callable[[Piece], Options]) -> None:
-        """Make room for the states that the optimizer's options ask for."""
+    def prepare(self, options_of: Callable[[Piece], Options | None]) -> None:
+        """Make room for the states that the optimizer's options ask for; it leaves pieces alone that have none."""
         for piece in self.pieces:
-            self._counts.setdefault(piece.name, _Counts(is_present=self.has_states_at_once))
-            self._initial |= self.rule.tensor_states(options_of(piece))
+            options = options_of(piece)
+            is_trained = options is not None
+            self._counts[piece.name] = _Counts(0.0, self.has_states_at_once and is_trained, is_trained)
+            self._initial |= self.rule.tensor_states(options) if options is not None else {}
         master, spec = self.group.params.master, self.group.spec
         for name, value in self._initial.items():
             if name not in self.states:
@@ -98,7 +101,9 @@ class StreamedGroup:
                 )
                 self._fill(self.states[name], 0, master.numel, value, is_new=True)
 
-    def chunks(self, factor: float, used: Mapping[str, bool], options_of: Callable[[Piece], Options]) -> list[Chunk]:
+    def chunks(
+        self, factor: float, used: Mapping[str, bool], options_of: Callable[[Piece], Options | None]
+    ) -> list[Chunk]:
         """A step of the masters with `factor` times the gradients, and of the parameters after them.
 
         It counts as taken: the sweep must get all of it.
@@ -106,7 +111,7 @@ class StreamedGroup:
         Args:
             factor: what turns accumulated sums into the clipped mean gradient.
             used: parameters that got a gradient; the others are left alone.
-            options_of: the optimizer's options of a piece, as they are now.
+            options_of: the optimizer's options of a piece, as they are now; None of one that it does not have.
         """
         pieces = [piece for piece in self.pieces if used[piece.name]]
         grads = self.group.grads
@@ -118,7 +123,8 @@ class StreamedGroup:
         options: dict[int, Options] = {}
         plans = []
         for piece in pieces:
-            current = options_of(piece)
+            if (current := options_of(piece)) is None:
+                continue
             snapshot = options.setdefault(
                 id(current), {key: value for key, value in current.items() if key != "params"}
             )
@@ -172,7 +178,8 @@ class StreamedGroup:
 
     def forget_states(self, piece: Piece) -> None:
         """Let a piece have what it has before the first step."""
-        self._counts[piece.name] = _Counts(is_present=self.has_states_at_once)
+        is_trained = self._counts[piece.name].is_trained
+        self._counts[piece.name] = _Counts(0.0, self.has_states_at_once and is_trained, is_trained)
         for name, rest in self.states.items():
             self._fill(rest, piece.start, piece.stop, self._initial[name])
 
