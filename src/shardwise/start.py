@@ -87,20 +87,24 @@ def initialize(
     config = with_own_cores(config, store, dist.get_rank(), usable_cores(), quota_cores())
     network = MeshNetwork(Mesh(layout.mesh, config.run.timeout_s), device, store)
     options: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": optimizer, "scheduler": scheduler}
+    memory, where = Ledger(device), f"on rank {dist.get_rank()} while its engine is made"
     try:
-        memory, where = Ledger(device), f"on rank {dist.get_rank()} while its engine is made"
         with nullcontext() if weights is None else left_blank(model), explain_out_of_memory(memory, config, where):
             engine = Engine(model, config, layout, memory, network, **options)
     except Exception:
         network.close()
         raise
     if weights is not None:
-        try:
-            engine.import_weights(weights, names=names)
-        except Exception:
-            engine.close()
-            raise
+        _import(engine, weights, names)
     return engine
+
+
+def _import(engine: Engine, weights: str | Path, names: Names | None) -> None:
+    try:
+        engine.import_weights(weights, names=names)
+    except Exception:
+        engine.close()
+        raise
 
 
 def _check_tiers(tiers: TiersConfig) -> None:
