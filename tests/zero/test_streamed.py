@@ -22,12 +22,12 @@ def test_a_sweep_over_files_begins_with_what_is_in_memory_and_goes_on_in_the_ord
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for module in (tiers, streamed):
-        monkeypatch.setattr(module, "CHUNK_NUMEL", 1024)
+        monkeypatch.setattr(module, "CHUNK_NUMEL", 2048)
     begun: list[int] = []
     submit = Sweep.submit
 
     def note(sweep: Sweep, chunk: Chunk) -> object:
-        begun.append(chunk.start // 1024)
+        begun.append(chunk.start // 2048)
         return submit(sweep, chunk)
 
     monkeypatch.setattr(Sweep, "submit", note)
@@ -35,7 +35,7 @@ def test_a_sweep_over_files_begins_with_what_is_in_memory_and_goes_on_in_the_ord
         "run": {"device": "cpu"},
         "tiers": {"optimizer": "nvme", "nvme_path": str(tmp_path)},
     }
-    with shardwise.initialize(nn.Linear(96, 64, bias=False), config, loss_fn=square) as engine:
+    with shardwise.initialize(nn.Linear(96, 128, bias=False), config, loss_fn=square) as engine:
         kept_bytes = []
         for _ in range(3):
             engine.train_step([torch.ones(2, 96)])
@@ -43,7 +43,7 @@ def test_a_sweep_over_files_begins_with_what_is_in_memory_and_goes_on_in_the_ord
             kept_bytes.append(engine.tiers.traffic.kept_bytes)
             engine.tiers.traffic.reset()
     assert begun == [0, 1, 2, 3, 4, 5, *[4, 5, 0, 1, 2, 3], *[2, 3, 0, 1, 4, 5]]
-    assert kept_bytes == [0, *[2 * 3 * 4 * 1024] * 2]  # master and moments of two chunks
+    assert kept_bytes == [0, *[2 * 3 * 4 * 2048] * 2]  # master and moments of two chunks
 
 
 def test_host_groups_are_stepped_in_the_order_of_the_next_forward(monkeypatch: pytest.MonkeyPatch) -> None:

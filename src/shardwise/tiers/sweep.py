@@ -24,8 +24,22 @@ from shardwise.tiers.rests import Rest, Window
 CHUNK_NUMEL: Final = 4 * 2**20
 # Without memory, opening a chunk costs the same whatever its size; of a trillion parameters there would be thousands.
 SIMULATED_CHUNK_NUMEL: Final = 64 * CHUNK_NUMEL
+# A chunk of whole blocks of a file, whatever the dtype of two or more bytes.
+_CUT_NUMEL: Final = 2048
 # Chunks that are open at a time: the one that is stepped, and those that are read meanwhile.
 DEPTH: Final = 3
+
+
+def even_chunk_numel(numel: int, most: int) -> int:
+    """The length of a state's chunks, at most `most`: as few as can be, and alike, so that they use the same buffers.
+
+    One that is much shorter would have pinned memory made for it, and that of the others given up, in each sweep.
+
+    >>> even_chunk_numel(10_000_000, 4 * 2**20), 10_000_000 - 2 * 3_334_144
+    (3334144, 3331712)
+    """
+    num_chunks = max(1, -(-numel // most))
+    return min(most, -(-numel // (num_chunks * _CUT_NUMEL)) * _CUT_NUMEL)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from shardwise.tiers.frames import Frame, framed
 from shardwise.tiers.lane import Task
 from shardwise.tiers.rests import DeviceRest, Rest
 from shardwise.tiers.rules import StepRule
-from shardwise.tiers.sweep import CHUNK_NUMEL, SIMULATED_CHUNK_NUMEL, Chunk, Part
+from shardwise.tiers.sweep import CHUNK_NUMEL, SIMULATED_CHUNK_NUMEL, Chunk, Part, even_chunk_numel
 from shardwise.tiers.tiers import Tiers
 from shardwise.zero.group import ParamGroup
 
@@ -138,9 +138,9 @@ class StreamedGroup:
         after = Event.record(self.tiers.device)
         found = []
         numel = params.master.numel
-        chunk_numel = SIMULATED_CHUNK_NUMEL if self.tiers.is_simulated else CHUNK_NUMEL
-        for start in range(0, numel, chunk_numel):
-            stop = min(start + chunk_numel, numel)
+        length = even_chunk_numel(numel, SIMULATED_CHUNK_NUMEL if self.tiers.is_simulated else CHUNK_NUMEL)
+        for start in range(0, numel, length or 1):
+            stop = min(start + length, numel)
             work = partial(self._step_chunk, plans, factor, start, stop)
             found.append(Chunk(parts, start, stop, work, after, grads.taking))
         return found
