@@ -124,7 +124,6 @@ class FileRest:
         self._idle: list[_Buffer] = []  # kept
         self._putting: Task | None = None
         self._prefetched: _FileWindow | None = None
-        self._leaving: list[tuple[Event, _FileWindow]] = []  # whose copy to the device may be under way
 
     def open(self, start: int, stop: int, read: bool = True, after: Event | None = None) -> Window:
         """Start to read the part into a buffer, unless it is in one still."""
@@ -157,13 +156,12 @@ class FileRest:
             target.copy_(memory, non_blocking=True)
             copied = Event.record(self._means.streams.device)
         self._means.traffic.add("host", "device", memory.numel() * memory.element_size())
-        self._leaving.append((copied, window))
-        self._let_go()
+        self._means.close_after(copied, window)
         return copied
 
     def prefetch(self) -> None:
         """Start to read all of it."""
-        self._let_go()
+        self._means.close_reached()
         if self._prefetched is None:
             self._await_put()
             self._prefetched = self._open(0, self.numel, read=True)
@@ -259,10 +257,7 @@ class FileRest:
     def close(self) -> None:
         """Remove the file."""
         self.forget()
-        for event, window in self._leaving:
-            event.wait_on_host()
-            window.close()
-        self._leaving.clear()
+        self._means.close_reached(most_left=0)
         with suppress(Exception):  # nobody wants what was written
             self.flush()
         for buffer in list(self._idle):
@@ -334,11 +329,6 @@ class FileRest:
         """Write from the buffer into which it was copied, which has room for whole blocks."""
         there.wait_on_host()
         self._write_back(_Buffer(0, memory.numel(), memory))
-
-    def _let_go(self) -> None:
-        """Close the windows whose copies to the device have ended."""
-        while self._leaving and self._leaving[0][0].is_reached():
-            self._leaving.pop(0)[1].close()
 
 
 class _FileWindow:

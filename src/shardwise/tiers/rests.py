@@ -34,9 +34,11 @@ from shardwise.tiers.lane import HostLane, Task
 from shardwise.tiers.traffic import Traffic
 
 # What leaves the device faster than the host takes it up would fill the host's memory.
-_MOST_STAGED: Final = 3
+MOST_STAGED: Final = 3
+# Likewise, where the host runs ahead of the device: what it has read and the device has not taken up yet.
+MOST_FETCHED: Final = 3
 # Parts on their way to the device, each in a buffer, while the lane goes on.
-_MOST_ARRIVING: Final = 2
+MOST_ARRIVING: Final = 2
 
 
 class Window(Protocol):
@@ -119,6 +121,19 @@ class Means:
         self.lane = lane
         self.traffic = traffic
         self._staged: deque[Task] = deque()
+        self._fetched: deque[tuple[Event, Window]] = deque()
+
+    def close_after(self, copied: Event, window: Window) -> None:
+        """Close a window once what is in it has come to the device."""
+        self._fetched.append((copied, window))
+        self.close_reached()
+
+    def close_reached(self, most_left: int = MOST_FETCHED) -> None:
+        """Close the windows of which that is so, whatever state they are of, and wait until few are left."""
+        while self._fetched and (len(self._fetched) > most_left or self._fetched[0][0].is_reached()):
+            copied, window = self._fetched.popleft()
+            copied.wait_on_host()
+            window.close()
 
     def stage(self, source: Tensor, room_bytes: int = 0) -> tuple[Tensor, Event]:
         """Start to copy a tensor of the device into a buffer of the host; the buffer's bytes, and when they are there.
@@ -154,7 +169,7 @@ class Means:
         """Have the lane use up what was staged; where it is far behind, wait until it has caught up."""
         task = self.lane.submit(work)
         self._staged.append(task)
-        while len(self._staged) > _MOST_STAGED:
+        while len(self._staged) > MOST_STAGED:
             self._staged.popleft().wait()
         return task
 
@@ -197,7 +212,7 @@ class DeviceRest(MemoryFlat):
     def note_arriving(self, event: Event, memory: Tensor) -> None:
         """Give a buffer back once what it holds is on the device."""
         self._arriving.append((event, memory))
-        self._await_arriving(_MOST_ARRIVING)
+        self._await_arriving(MOST_ARRIVING)
 
     def settle(self) -> None:
         """Return once all that windows have written is on the device; on the lane."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from pathlib import Path
-from typing import Final
 
 import torch
 
@@ -20,13 +19,11 @@ from shardwise.tiers.file_rest import File, FileRest, KeptBuffers, padded_bytes
 from shardwise.tiers.files import SwapFolder
 from shardwise.tiers.lane import HostLane, Outcome
 from shardwise.tiers.rests import DeviceRest, HostRest, Means, Rest
+from shardwise.tiers.room import NUM_KEPT
 from shardwise.tiers.simulated import SimulatedFile
 from shardwise.tiers.sweep import CHUNK_NUMEL, Sweep
 from shardwise.tiers.threads import StepThreads
 from shardwise.tiers.traffic import Traffic
-
-# Chunks of the optimizer's states that stay in memory between two sweeps; and parameters or gradients on their way.
-_KEPT_CHUNKS: Final = 2
 
 
 class Tiers:
@@ -66,8 +63,8 @@ class Tiers:
         self._means = Means(streams, self.buffers, self.lane, self.traffic)
         self._folder: SwapFolder | None = None
         self._file_rests: weakref.WeakSet[FileRest] = weakref.WeakSet()
-        self._kept = KeptBuffers(_KEPT_CHUNKS * _chunk_bytes(layout))
-        self._passing = KeptBuffers(_KEPT_CHUNKS * _largest_bytes(layout))
+        self._kept = KeptBuffers(NUM_KEPT * _chunk_bytes(layout))
+        self._passing = KeptBuffers(NUM_KEPT * _largest_bytes(layout))
 
     @property
     def device(self) -> torch.device:

@@ -12,7 +12,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Container, Mapping
 from functools import partial
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +23,12 @@ from shardwise.layout.groups import GroupSpec
 from shardwise.layout.layout import Layout
 from shardwise.layout.skeleton import ROOT
 from shardwise.tiers.lane import Task
+from shardwise.tiers.room import NUM_PREFETCHED
 from shardwise.wearing import ReleasedParameterError, released_type
 from shardwise.zero.group import ParamGroup
 from shardwise.zero.order import LearntOrder, LockstepOrder, Names, Order
 from shardwise.zero.resources import Resources
 from shardwise.zero.unit import Unit
-
-# A disk needs more time than a gather: so many blocks beyond the one that is gathered ahead are read.
-_NUM_PREFETCHED: Final = 2
 
 
 class ZeroDriver:
@@ -332,7 +329,7 @@ class ZeroDriver:
     def _unshard_ahead(self) -> None:
         for name in self._order.ahead():
             self._unit_of[name].unshard_ahead()
-        for name in self._order.upcoming(_NUM_PREFETCHED):
+        for name in self._order.upcoming(NUM_PREFETCHED):
             self._unit_of[name].prefetch()
 
     def _pass(self, names: Names) -> None:

@@ -1,0 +1,86 @@
+"""Memory for what is on its way: within the Layout's bounds, on the host and on the device, however deep the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.models import Transformer
+from harness.pool import WorkerPool
+from harness.tier_bytes import HostPages
+from harness.training import make_config
+from shardwise import Layout, initialize
+from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.memory import Category
+from shardwise.streams import Event
+from shardwise.tiers.room import most_buffer_bytes
+
+PLACES = {
+    "all nvme": {"params": "nvme", "grads": "nvme", "optimizer": "nvme"},
+    "all host": {"params": "host", "grads": "host", "optimizer": "host"},
+    "optimizer nvme": {"optimizer": "nvme"},
+    "grads host, optimizer nvme": {"grads": "host", "optimizer": "nvme"},
+    "params nvme, optimizer device": {"params": "nvme"},
+}
+
+
+def measure(
+    rank: int, world_size: int, num_blocks: int, precision: str, tiers: dict[str, Any]
+) -> tuple[Layout, int, dict[Category, int]]:
+    """The most that the host's buffers took, and the device's books at their peak."""
+    torch.manual_seed(0)
+    with HostPages() as pages:
+        model = Transformer(tied=True, hidden_size=64, num_blocks=num_blocks)
+        config = make_config(2, {"zero": {"stage": 3}, "precision": {"param": precision}, "tiers": tiers})
+        tokens = torch.zeros(1, 4, dtype=torch.long)
+        with initialize(model, config, loss_fn=lambda output, batch: output.square().mean()) as engine:
+            resting_bytes = pages.live_bytes - engine.tiers.buffers.reserved_bytes
+            for index in range(3):
+                if index == 2:
+                    engine.memory.reset_peak()
+                engine.train_step([tokens, tokens])
+            return engine.layout, pages.peak_bytes - resting_bytes, dict(engine.memory.snapshot().peak_live_bytes)
+
+
+@pytest.mark.parametrize("where", list(PLACES))
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_buffers_are_within_the_formula_however_many_groups(
+    ranks: WorkerPool, tmp_path: Path, num_ranks: int, where: str
+) -> None:
+    tiers = {**PLACES[where], "nvme_path": str(tmp_path) if "nvme" in PLACES[where].values() else None}
+    pool = ranks(num_ranks)
+    few, many = (pool.run(measure, num_blocks, "bf16", tiers) for num_blocks in (4, 16))
+    for (small, small_bytes, _), (large, large_bytes, _) in zip(few, many, strict=True):
+        assert most_buffer_bytes(small) == most_buffer_bytes(large)
+        assert max(small_bytes, large_bytes) <= most_buffer_bytes(large)
+
+
+def test_a_device_that_is_behind_keeps_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copies are done only where somebody waits for them."""
+    monkeypatch.setattr(Event, "is_reached", lambda event: False)
+    tiers = {**PLACES["params nvme, optimizer device"], "nvme_path": str(tmp_path)}
+    layout, num_bytes, _ = measure(0, 1, 32, "bf16", tiers)
+    assert num_bytes <= most_buffer_bytes(layout)
+
+
+@pytest.mark.parametrize("where", ["all nvme", "all host"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_device_holds_a_few_groups_at_its_peak(
+    ranks: WorkerPool, tmp_path: Path, precision: str, where: str
+) -> None:
+    """The root, the block at work and the next one; gradients of three groups, in the wire's dtype and summed."""
+    tiers = {**PLACES[where], "nvme_path": str(tmp_path) if "nvme" in PLACES[where].values() else None}
+    found = []
+    for num_blocks in (4, 16):
+        for layout, _, peak in ranks(2).run(measure, num_blocks, precision, tiers):
+            root, *blocks = (group.padded_numel for group in layout.groups)
+            whole = root + 2 * max(blocks)
+            param_bytes, grad_bytes = DTYPE_BYTES[layout.precision.param], DTYPE_BYTES[layout.precision.accumulate]
+            assert peak[Category.GATHERED] <= whole * param_bytes
+            assert peak[Category.BUCKETS] <= whole * (2 * param_bytes + grad_bytes) * 9 // 8
+            assert peak[Category.PARAMETERS] == peak[Category.GRADIENTS] == 0
+            found.append(sum(peak.values()))
+    assert len(set(found)) == 1
