@@ -168,6 +168,7 @@ class FileRest:
 
     def forget(self) -> None:
         """Give up what was prefetched: it is about to be written."""
+        self._let_go()
         if self._prefetched is not None:
             window, self._prefetched = self._prefetched, None
             window.close()
@@ -323,6 +324,8 @@ class FileRest:
     def _release(self, buffer: _Buffer) -> None:
         if buffer.written is not None:
             buffer.written.exception()  # whoever wrote is told by `flush`, or by the next read
+        with self._lock:  # one that has failed stays, for whoever asks
+            self._under_way = [each for each in self._under_way if each is not buffer or not _has_ended_well(each)]
         self._means.buffers.release(buffer.memory)
 
     def _write_staged(self, memory: Tensor, there: Event) -> None:
