@@ -259,7 +259,7 @@ def test_a_closed_engine_is_refused() -> None:
         lambda: engine.train_step(batches),
         lambda: engine.eval_step(batches),
         lambda: engine.read("positions"),
-        lambda: engine.offload_states(),
+        lambda: engine.offload(),
         lambda: engine.zero_grad(),
         lambda: engine.gathered().__enter__(),
     ):

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from shardwise._torch_private import num_recorded
-from shardwise.comm import Comm, Comms
+from shardwise.comm import Comm, CommError, Comms
 from shardwise.config import Config
 from shardwise.layout.layout import Layout
 from shardwise.loss import LossBooks
@@ -38,6 +39,7 @@ class EngineStates:
     device: torch.device
     comm: Comm
     memory: Ledger
+    tiers: Tiers
     _pool: BufferPool
     _comms: Comms
     _driver: ZeroDriver
@@ -49,7 +51,6 @@ class EngineStates:
     _is_closed: bool
     _is_half_loaded: bool
     _watchdog: Watchdog | None
-    tiers: Tiers
 
     @contextmanager
     def gathered(self, write: bool = False) -> Iterator[nn.Module]:
@@ -101,36 +102,79 @@ class EngineStates:
         self._check_usable()
         return access.states_of(self._states(), name)
 
-    def offload_states(self, include: Sequence[str] = handover.STATES, *, pin_memory: bool = True) -> Mapping[str, int]:
-        """Hand the device memory over: move states to host memory until `reload_states`; see `zero.handover`.
+    def offload(
+        self,
+        include: Sequence[str] | None = None,
+        to: handover.Target = "host",
+        *,
+        path: str | Path | None = None,
+        pin_memory: bool = True,
+    ) -> Mapping[str, int]:
+        """Hand memory over between phases, for generation or reinforcement learning: put states aside until `reload`.
 
-        Without `params` in `include` the model can still be evaluated. Buffers of the model stay.
+        All ranks call it alike. Without `params` in `include` the model can still be evaluated. Buffers of the model
+        stay. See `zero.handover`.
+
+        Args:
+            include: of `optimizer`, `master`, `grads`, `params`; None for all.
+            to: "host" moves what rests on the device to host memory. "nvme" moves that, and what rests on the host,
+                into a file, so that both memories are free. What rests on NVMe stays there either way.
+            path: the folder for that file; None for `tiers.nvme_path`.
+            pin_memory: of the host, on CUDA: several times as fast, and torch keeps it for the next time.
 
         Returns:
-            the bytes that each state has freed on the device.
+            the bytes that each state has freed: of the device, and with "nvme" of device and host together.
+
+        Raises:
+            ConfigError: there is no such state or target, or no folder is named.
+            SwapError: the folder has no room, or cannot be written. After this and any other error all is as it was.
+            MemoryError: the host has no room.
+            CommError: another rank has failed so.
+            RuntimeError: inside `gathered`, or states are away already.
         """
         self._check_usable()
-        away = handover.Handover(self._driver, self._sharded, self.memory, self._pool, pin_memory)
-        freed_bytes = away.offload(include)
+        aside = handover.Aside(to, None if path is None else Path(path), pin_memory)
+        away = handover.Handover(self._driver, self._sharded, self.memory, self._pool, self.tiers, aside)
+        freed_bytes: Mapping[str, int] = {}
+        failure: Exception | None = None
+        try:
+            freed_bytes = away.offload(handover.STATES if include is None else include)
+        except Exception as error:
+            failure = error
+        failed = torch.tensor([float(failure is not None)], dtype=torch.float64, device=self.device)
+        if self.comm.max_scalars(failed, "the end of engine.offload") > [0.0]:
+            if failure is None:
+                away.restore()
+            raise failure or CommError("another rank could not offload its states and says why; nothing is offloaded")
         self._away = away
         return freed_bytes
 
-    def reload_states(self) -> None:
-        """Take the device memory back: the states are as they were, bit for bit. Does nothing where none are away."""
+    def reload(self) -> None:
+        """Take the memory back: the states are as they were, bit for bit. Does nothing where none are away.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room; call it again once there is some.
+            SwapError: the file cannot be read; a new engine goes on from the last checkpoint.
+        """
         if self._away is not None:
             self._away.restore()
             self._away = None
 
     @contextmanager
     def offloaded(
-        self, include: Sequence[str] = handover.STATES, *, pin_memory: bool = True
+        self,
+        include: Sequence[str] | None = None,
+        to: handover.Target = "host",
+        *,
+        path: str | Path | None = None,
+        pin_memory: bool = True,
     ) -> Iterator[Mapping[str, int]]:
-        """`offload_states` for the context."""
-        freed_bytes = self.offload_states(include, pin_memory=pin_memory)
+        """`offload` for the context."""
+        freed_bytes = self.offload(include, to, path=path, pin_memory=pin_memory)
         try:
             yield freed_bytes
         finally:
-            self.reload_states()
+            self.reload()
 
     @contextmanager
     def _failures_explained(self) -> Iterator[None]:

@@ -325,7 +325,7 @@ class Engine(EngineWeights):
 
     def _give_back(self, keep_values: bool) -> None:
         if keep_values:
-            self.reload_states()
+            self.reload()
         with ExitStack() as stack:  # where other ranks do not come, this one still gives back what is its own
             stack.callback(self._network.close)
             if self._watchdog is not None:

@@ -239,8 +239,8 @@ def train_with(rank: int, world_size: int, name: str, layout: str, feature: str)
             else:
                 engine.backward(engine(batch))
             if feature == "offload-lockstep":
-                engine.offload_states()
-                engine.reload_states()
+                engine.offload()
+                engine.reload()
             engine.step()
         return parameters_of(engine)
 

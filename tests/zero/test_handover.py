@@ -1,8 +1,14 @@
-"""States handed over to host memory come back bit for bit, and the device is empty in between."""
+"""States put aside in host memory or in a file come back bit for bit, and memory is empty in between."""
 
 from __future__ import annotations
 
+import gc
+import resource
+import sys
 import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,16 +21,22 @@ from harness.models import CASES, make_batches
 from harness.pool import WorkerPool
 from harness.training import make_config
 from shardwise import ConfigError, Engine, ReleasedParameterError, initialize
+from shardwise.comm import CommError
 from shardwise.memory import Category, Ledger
+from shardwise.tiers import tape
+from shardwise.tiers.files import SwapError, SwapFile, SwapFolder
 from shardwise.zero import handover
 
 STAGES = [0, 1, 2, 3]
 NUM_MICRO_BATCHES = 2
 
 
-def make_engine(stage: int, param: str = "fp32", case_name: str = "transformer") -> Engine:
+def make_engine(
+    stage: int, param: str = "fp32", case_name: str = "transformer", tiers: Mapping[str, Any] | None = None
+) -> Engine:
     case = CASES[case_name]
-    config = make_config(NUM_MICRO_BATCHES, {"zero": {"stage": stage}, "precision": {"param": param}})
+    sections = {"zero": {"stage": stage}, "precision": {"param": param}, "tiers": tiers or {}}
+    config = make_config(NUM_MICRO_BATCHES, sections)
     return initialize(case.build(torch.float32), config, loss_fn=case.loss)
 
 
@@ -109,16 +121,16 @@ def test_training_goes_on_bit_for_bit(ranks: WorkerPool, options: dict[str, Any]
 
 
 def test_what_is_away_lies_in_host_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(tape, "CHUNK_BYTES", 4096)
     with LiveBytes() as live:
         engine = make_engine(0, "bf16")
         engine.train_step(batches_of(1)[0][0])
         before_bytes = live.live_bytes()
         live.reset_peak()
-        freed_bytes = engine.offload_states()
+        freed_bytes = engine.offload()
         # Gradients are not kept after a step: that memory is not moved, but given up.
         assert live.live_bytes() == before_bytes - freed_bytes["grads"]
-        engine.reload_states()
+        engine.reload()
         assert live.live_bytes() == before_bytes - freed_bytes["grads"]
         assert live.peak_bytes() <= before_bytes + max(freed_bytes.values()) // 2 + 4096
     specs = engine.layout.groups
@@ -128,7 +140,7 @@ def test_what_is_away_lies_in_host_memory_once(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("chunk_bytes", [40, 4096])
 def test_states_are_cut_into_chunks(monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
-    monkeypatch.setattr(handover, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(tape, "CHUNK_BYTES", chunk_bytes)
     plain, found = (train(0, 1, 0, "bf16", hands_over) for hands_over in (False, True))
     assert found["losses"] == plain["losses"]
 
@@ -140,8 +152,8 @@ def test_training_is_refused() -> None:
     engine = make_engine(2)
     batches = batches_of(1)[0][0]
     loss = engine(batches[0])
-    engine.offload_states()
-    match = r"optimizer, master, grads, params are offloaded; call engine\.reload_states\(\) first"
+    engine.offload()
+    match = r"optimizer, master, grads, params are offloaded; call engine\.reload\(\) first"
     for use in (
         lambda: engine.train_step(batches),
         lambda: engine.backward(loss),
@@ -151,12 +163,12 @@ def test_training_is_refused() -> None:
         lambda: engine.read("positions"),
         lambda: engine.write("positions", 1.0),
         lambda: engine.gathered().__enter__(),
-        lambda: engine.offload_states(),
+        lambda: engine.offload(),
     ):
         with pytest.raises(RuntimeError, match=match):
             use()
-    engine.reload_states()
-    engine.reload_states()
+    engine.reload()
+    engine.reload()
     engine.backward(loss)
     engine.backward(engine(batches[1]))
     assert engine.step().step == 1
@@ -165,13 +177,13 @@ def test_training_is_refused() -> None:
 def use_model(rank: int, world_size: int, stage: int) -> list[str]:
     """What is said to who touches parameters, or calls the model, behind the engine's back."""
     engine = make_engine(stage)
-    engine.offload_states()
+    engine.offload()
     said = []
     for use in (lambda: engine.model.positions * 2, lambda: engine.model(**batches_of(1)[0][0][0])):
         with pytest.raises(ReleasedParameterError) as raised:
             use()
         said.append(str(raised.value))
-    engine.reload_states()
+    engine.reload()
     engine.train_step(batches_of(world_size)[0][rank])
     return said
 
@@ -179,8 +191,8 @@ def use_model(rank: int, world_size: int, stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_parameters_guard_themselves(ranks: WorkerPool, stage: int) -> None:
     for touched, called in ranks(2).run(use_model, stage):
-        assert touched == "parameter positions is offloaded; call engine.reload_states() first"
-        assert "offloaded; call engine.reload_states() first" in called
+        assert touched == "parameter positions is offloaded; call engine.reload() first"
+        assert "offloaded; call engine.reload() first" in called
 
 
 def evaluate(rank: int, world_size: int) -> tuple[float, float]:
@@ -201,7 +213,7 @@ def test_a_model_whose_parameters_stay_can_be_evaluated(ranks: WorkerPool) -> No
 def offload_gathered(rank: int, world_size: int) -> str:
     engine = make_engine(3)
     with engine.gathered(), pytest.raises(RuntimeError) as raised:
-        engine.offload_states()
+        engine.offload()
     engine.train_step(batches_of(world_size)[0][rank])
     return str(raised.value)
 
@@ -213,13 +225,13 @@ def test_gathered_parameters_are_not_offloaded(ranks: WorkerPool) -> None:
 
 def test_unknown_states_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"no state 'optimiser'; there are optimizer, master, grads, params"):
-        make_engine(0).offload_states(("optimiser",))
+        make_engine(0).offload(("optimiser",))
 
 
 def close_offloaded(rank: int, world_size: int, stage: int) -> bool:
     expected = CASES["transformer"].build(torch.float32)
     engine = make_engine(stage)
-    engine.offload_states()
+    engine.offload()
     engine.close()
     pairs = zip(engine.model.parameters(), expected.parameters(), strict=True)
     return all(type(a) is nn.Parameter and torch.equal(a, b) for a, b in pairs)
@@ -234,7 +246,7 @@ def test_restoring_goes_on_where_memory_ran_out(monkeypatch: pytest.MonkeyPatch)
     engine = make_engine(0)
     engine.train_step(batches_of(1)[0][0])
     expected = {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
-    engine.offload_states()
+    engine.offload()
     resize, num_calls = Ledger.resize, 0
 
     def run_out(ledger: Ledger, tensor: Any, num_bytes: int) -> None:
@@ -246,10 +258,10 @@ def test_restoring_goes_on_where_memory_ran_out(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Ledger, "resize", run_out)
     with pytest.raises(torch.OutOfMemoryError):
-        engine.reload_states()
+        engine.reload()
     with pytest.raises(RuntimeError, match="are offloaded"):
         engine.train_step(batches_of(1)[0][0])
-    engine.reload_states()
+    engine.reload()
     assert all(torch.equal(parameter, expected[name]) for name, parameter in engine.model.named_parameters())
     engine.train_step(batches_of(1)[1][0])
 
@@ -257,18 +269,233 @@ def test_restoring_goes_on_where_memory_ran_out(monkeypatch: pytest.MonkeyPatch)
 def test_nothing_is_lost_where_host_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(0)
     engine.train_step(batches_of(1)[0][0])
-    write, num_calls = handover.HostTape.write, 0
+    write, num_calls = tape.HostTape.write, 0
 
-    def run_out(tape: handover.HostTape, source: torch.Tensor) -> None:
+    def run_out(written: tape.HostTape, source: torch.Tensor) -> None:
         nonlocal num_calls
         num_calls += 1
         if num_calls == 5:
             raise MemoryError
-        write(tape, source)
+        write(written, source)
 
     before = device_bytes(engine)
-    monkeypatch.setattr(handover.HostTape, "write", run_out)
+    monkeypatch.setattr(tape.HostTape, "write", run_out)
     with pytest.raises(MemoryError):
-        engine.offload_states()
+        engine.offload()
     assert device_bytes(engine) == before
     assert engine.train_step(batches_of(1)[1][0]).step == 2
+
+
+# Into files, and with tiers.
+
+EVERYTHING = {"params": "host", "grads": "host", "optimizer": "host"}
+TIERS = {
+    "device": {},
+    "host": EVERYTHING,
+    "shares": {**EVERYTHING, "optimizer_on_device": 0.5, "params_on_device": 0.3},
+    "optimizer on nvme": {**EVERYTHING, "optimizer": "nvme"},
+    "nvme": {"params": "nvme", "grads": "nvme", "optimizer": "nvme"},
+    "device and nvme": {"optimizer": "nvme", "grads": "host"},
+}
+
+
+def host_bytes(engine: Engine) -> int:
+    """Of states, and of buffers."""
+    return sum(engine.tiers.memory.snapshot().live_bytes.values())
+
+
+def train_with_tiers(
+    rank: int, world_size: int, param: str, tiers: str, to: handover.Target | None, swap: Path
+) -> dict[str, Any]:
+    """Four steps; before each of the last three, and between the backwards of the last, states go to `to` and come."""
+    where = {**TIERS[tiers], **({"nvme_path": str(swap / "own")} if "nvme" in tiers else {})}
+    engine = make_engine(3, param, tiers=where)
+    found: dict[str, Any] = {"left": [], "freed": [], "files": []}
+    losses = []
+
+    def hand_over(include: tuple[str, ...] | None = None) -> None:
+        if to is None:
+            return
+        engine.tiers.settle()
+        engine.tiers.trim()
+        engine._pool.trim()
+        live_bytes = device_bytes(engine) + host_bytes(engine)
+        with engine.offloaded(include, to, path=swap / "aside" if to == "nvme" else None) as freed_bytes:
+            left_bytes = device_bytes(engine), host_bytes(engine)
+            if to == "nvme":
+                found["freed"].append(sum(freed_bytes.values()) == live_bytes - sum(left_bytes))
+            if include is None:
+                found["left"].append(left_bytes if to == "nvme" else left_bytes[:1])
+        found["files"] += list((swap / "aside").iterdir()) if world_size == 1 and to == "nvme" else []
+
+    for number, step in enumerate(batches_of(world_size)):
+        if number > 0:
+            hand_over(("optimizer", "master") if number == 2 else None)
+        for batch in step[rank]:
+            losses.append(engine(batch))
+            engine.backward(losses[-1])
+            if number == 3:
+                hand_over()
+        engine.step()
+    names = [name for name, _ in engine.model.named_parameters()]
+    states = [(name, state) for name in names for state in engine.states_of(name) if state != "grad"]
+    found["losses"] = [loss.item() for loss in losses]
+    found["states"] = {key: engine.read(*key) for key in states}
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("options", cover({"tiers": list(TIERS), "param": ["bf16", "fp32"], "to": ["nvme", "host"]}))
+def test_training_goes_on_bit_for_bit_with_every_tier(
+    ranks: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    num_ranks = 1 if options["param"] == "fp32" else 2
+    plain, handed_over = (
+        ranks(num_ranks).run(train_with_tiers, options["param"], tiers, to, tmp_path)
+        for tiers, to in (("device", None), (options["tiers"], options["to"]))
+    )
+    for expected, found in zip(plain, handed_over, strict=True):
+        assert found["left"] == [(0, 0) if options["to"] == "nvme" else (0,)] * 4
+        assert all(found["freed"])
+        assert not found["files"]
+        assert found["losses"] == expected["losses"]
+        assert found["states"].keys() == expected["states"].keys()
+        assert all(torch.equal(value, expected["states"][key]) for key, value in found["states"].items())
+
+
+@pytest.mark.parametrize("chunk_bytes", [4096, 12288])
+def test_files_are_written_and_read_in_chunks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(tape, "FILE_CHUNK_BYTES", chunk_bytes)
+    sizes = []
+    write = SwapFile.write
+
+    def note(file: SwapFile, offset_bytes: int, source: torch.Tensor) -> Future[None]:
+        sizes.append(source.numel())
+        return write(file, offset_bytes, source)
+
+    monkeypatch.setattr(SwapFile, "write", note)
+    plain, found = (train_with_tiers(0, 1, "bf16", "host", to, tmp_path) for to in (None, "nvme"))
+    assert found["losses"] == plain["losses"]
+    assert max(sizes) == chunk_bytes
+    assert len(sizes) > 20
+
+
+def test_states_on_the_host_stay_unless_they_are_to_go() -> None:
+    engine = make_engine(3, "bf16", tiers=EVERYTHING)
+    engine.train_step(batches_of(1)[0][0])
+    before_bytes = host_bytes(engine)
+    with engine.offloaded(to="host") as freed_bytes:
+        assert (freed_bytes["master"], freed_bytes["optimizer"]) == (0, 0)
+        assert host_bytes(engine) <= before_bytes
+    engine.close()
+
+
+def evaluate_without_optimizer(rank: int, world_size: int, swap: Path) -> tuple[float, float, bool]:
+    engine = make_engine(3, "bf16", tiers=EVERYTHING)
+    batches = batches_of(world_size)[0][rank]
+    engine.train_step(batches)
+    before = engine.eval_step(batches).loss
+    with engine.offloaded(("optimizer", "master", "grads"), "nvme", path=swap) as freed_bytes:
+        with engine.gathered() as model:
+            model(**batches[0])
+        return before, engine.eval_step(batches).loss, min(freed_bytes.values()) > 0
+
+
+def test_a_model_whose_parameters_stay_on_the_host_can_be_evaluated(ranks: WorkerPool, tmp_path: Path) -> None:
+    for before, offloaded, has_freed in ranks(2).run(evaluate_without_optimizer, tmp_path):
+        assert has_freed
+        assert before == offloaded
+
+
+def test_what_cannot_be_chosen_is_refused(tmp_path: Path) -> None:
+    engine = make_engine(0)
+    for to, path, match in (
+        ("nvme", None, r"to='nvme' needs a folder; give path=\.\.\., or set tiers\.nvme_path"),
+        ("disk", None, "to='disk' is no place for states; choose host or nvme"),
+        ("host", tmp_path, "is for files, and to='host' makes none; set to='nvme'"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            engine.offload(to=to, path=path)
+    engine.train_step(batches_of(1)[0][0])
+
+
+FAILURES = ["room", "write"]
+
+
+def fail_to_offload(rank: int, world_size: int, what: str, swap: Path) -> tuple[type, str, bool, int, bool]:
+    """What is said where the last rank's disk fails; whether the bits and bytes are as before, and training goes on."""
+    engine = make_engine(3, "bf16", tiers=EVERYTHING)
+    first, second, *_ = batches_of(world_size)
+    engine.train_step(first[rank])
+    before = {name: engine.read(name, "exp_avg") for name, _ in engine.model.named_parameters()}
+    before_bytes = device_bytes(engine), host_bytes(engine)
+    kind, said = type(None), ""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == world_size - 1:
+            patch.setattr(*failing(what))
+        try:
+            engine.offload(to="nvme", path=swap)
+        except RuntimeError as error:
+            kind, said = type(error), str(error)
+    gc.collect()  # the error's own frames
+    after_bytes = device_bytes(engine), host_bytes(engine)
+    is_same = all(torch.equal(engine.read(name, "exp_avg"), value) for name, value in before.items())
+    step = engine.train_step(second[rank]).step
+    return kind, said, is_same, step, after_bytes <= before_bytes
+
+
+def failing(what: str) -> tuple[type, str, Any]:
+    def lack_room(folder: SwapFolder, name: str, num_bytes: int) -> SwapFile:
+        raise SwapError(f"cannot allocate {num_bytes} bytes: No space left on device")
+
+    def fail(file: SwapFile, offset_bytes: int, source: torch.Tensor) -> Future[None]:
+        future: Future[None] = Future()
+        future.set_exception(SwapError("cannot write: No space left on device"))
+        return future
+
+    return (SwapFolder, "allocate", lack_room) if what == "room" else (SwapFile, "write", fail)
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_a_full_disk_leaves_everything_as_it_was(ranks: WorkerPool, tmp_path: Path, what: str) -> None:
+    first, last = ranks(2).run(fail_to_offload, what, tmp_path)
+    assert first[:2] == (CommError, "another rank could not offload its states and says why; nothing is offloaded")
+    assert last[0] is SwapError
+    assert last[1].endswith("No space left on device")
+    assert first[2:] == last[2:] == (True, 2, True)
+    assert not list(tmp_path.iterdir())
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def watch_resident(rank: int, world_size: int, tiers: Mapping[str, Any], swap: Path) -> tuple[int, list[int]]:
+    """What is said to be freed, and the process's bytes with all states, twice while they are away, and after."""
+    config = make_config(1, {"zero": {"stage": 3}, "precision": {"param": "fp32"}, "tiers": tiers})
+    model = nn.Linear(2048, 2048, bias=False)
+    engine = initialize(model, config, loss_fn=lambda output, batch: output.square().mean())
+    engine.train_step([torch.ones(1, 2048)])
+    engine.tiers.settle()
+    found = [resident_bytes()]
+    first_bytes = 0
+    for _ in range(2):
+        with engine.offloaded(to="nvme", path=swap) as freed_bytes:
+            first_bytes = first_bytes or sum(freed_bytes.values())
+            found.append(resident_bytes())
+    found.append(resident_bytes())
+    engine.close()
+    return first_bytes, found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("tiers", ["device", "host"])
+def test_memory_goes_back_to_the_system(ranks: WorkerPool, tmp_path: Path, tiers: str) -> None:
+    ((freed_bytes, (full, away, again, back)),) = ranks(1).run(watch_resident, TIERS[tiers], tmp_path)
+    num_bytes, slack_bytes = 2048 * 2048 * 4, 8 * 2**20
+    assert freed_bytes >= 4 * num_bytes
+    assert full - away > freed_bytes - slack_bytes
+    assert abs(again - away) < slack_bytes
+    assert 3 * num_bytes - slack_bytes < back - again < freed_bytes + slack_bytes

@@ -168,7 +168,6 @@ class FileRest:
 
     def forget(self) -> None:
         """Give up what was prefetched: it is about to be written."""
-        self._let_go()
         if self._prefetched is not None:
             window, self._prefetched = self._prefetched, None
             window.close()

@@ -266,14 +266,20 @@ class _DeviceWindow:
 
 
 class HostRest:
-    """A state in host memory, pinned where the device is a GPU and the state goes there."""
+    """A state in host memory, pinned where the device is a GPU and the state goes there.
+
+    Args:
+        make: memory for it, of zeros.
+        means: what moves it.
+    """
 
     tier: Tier = "host"
 
-    def __init__(self, tensor: Tensor, means: Means) -> None:
+    def __init__(self, make: Callable[[], Tensor], means: Means) -> None:
+        self._make = make
+        self._tensor = tensor = make()
         self.numel = tensor.numel()
         self.dtype = tensor.dtype
-        self._tensor = tensor
         self._means = means
         self._moved = Event(None)  # the end of the last copy from or to the device
 
@@ -345,6 +351,14 @@ class HostRest:
     def part(self, start: int, stop: int) -> Flat:
         """The elements [start, stop), over the same memory."""
         return FlatPart(self, start, stop)
+
+    def free(self) -> None:
+        """Give the memory up, and what is in it, until `allocate`."""
+        self._tensor = self.tensor[:0].clone()
+
+    def allocate(self) -> None:
+        """Have memory again, of zeros."""
+        self._tensor = self._make()
 
     def close(self) -> None:
         """The memory is gone with the tensor, so no copy may be under way."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from shardwise._torch_private import unseen_by_op_modes
-from shardwise.config import Tier, TiersConfig
+from shardwise.config import ConfigError, Tier, TiersConfig
 from shardwise.host_memory import host_zeros
 from shardwise.layout.layout import Layout
 from shardwise.memory import Category, Ledger
@@ -104,10 +104,14 @@ class Tiers:
         if tier == "host":
             # What only the host steps with never goes to the device.
             is_pinned = self._pins and category is not Category.OPTIMIZER
-            with unseen_by_op_modes():
-                tensor = host_zeros(numel, dtype, is_pinned)
-            self.memory.track(tensor, category)
-            return HostRest(tensor, self._means)
+
+            def make() -> torch.Tensor:
+                with unseen_by_op_modes():
+                    tensor = host_zeros(numel, dtype, is_pinned)
+                self.memory.track(tensor, category)
+                return tensor
+
+            return HostRest(make, self._means)
         kept = self._kept if category is Category.OPTIMIZER else self._passing
         rest = FileRest(self._file(name, padded_bytes(numel, dtype)), numel, dtype, self._means, kept)
         self._file_rests.add(rest)
@@ -137,14 +141,30 @@ class Tiers:
             outcome = of_rest if outcome.failure is None else outcome
         return outcome
 
+    def open_folder(self, path: Path | None = None) -> SwapFolder:
+        """A folder of its own for what is put aside for a while, in `path` or beside that of the states on NVMe.
+
+        Raises:
+            ConfigError: neither is named.
+            SwapError: nothing can be written there.
+        """
+        root = path or self._path
+        if root is None:
+            raise ConfigError("to='nvme' needs a folder; give path=..., or set tiers.nvme_path")
+        return SwapFolder.open(Path(root), self._rank)
+
+    def trim(self) -> None:
+        """Give up the buffers that are not in use; those that are needed again are made anew."""
+        self._kept.clear()
+        self._passing.clear()
+        self.buffers.trim()
+
     def close(self) -> None:
         """Give up threads, files and buffers."""
         self.lane.close()
         if self.step_threads is not None:
             self.step_threads.close()
-        self._kept.clear()
-        self._passing.clear()
-        self.buffers.trim()
+        self.trim()
         if self._folder is not None:
             self._folder.close()
 

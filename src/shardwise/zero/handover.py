@@ -1,4 +1,4 @@
-"""Hand-over of device memory: an engine's states rest in host memory while somebody else uses the device.
+"""Hand-over of memory: an engine's states are put aside while somebody else uses the device, and come back.
 
 The storages stay, empty, and so do the tensors that view them: parameters, the optimizer's pieces, its states. So
 nothing needs to be told that they were away, and training goes on bit for bit. What the states are called:
@@ -8,19 +8,22 @@ nothing needs to be told that they were away, and training goes on bit for bit. 
     grads      accumulated gradients; without any, their buffers are given up, and made again when needed
     optimizer  the optimizer's states
 
+What rests on the device goes to host memory. Or it goes into a file, and with it what rests on the host: then both
+memories are free. What rests in files stays there, and the buffers that it moves through are given up.
+
 Not a tier: nothing streams, and nothing can be computed with what is away.
 
 >>> import shardwise
 >>> model = nn.Linear(2, 1, bias=False)
 >>> engine = shardwise.initialize(model, {"run": {"device": "cpu"}}, loss_fn=lambda output, batch: output.sum())
 >>> result = engine.train_step([torch.ones(1, 2)])
->>> engine.offload_states()
+>>> engine.offload()
 {'optimizer': 20, 'master': 0, 'grads': 32, 'params': 32}
 >>> engine.train_step([torch.ones(1, 2)])
 Traceback (most recent call last):
     ...
-RuntimeError: optimizer, master, grads, params are offloaded; call engine.reload_states() first
->>> engine.reload_states()
+RuntimeError: optimizer, master, grads, params are offloaded; call engine.reload() first
+>>> engine.reload()
 >>> engine.train_step([torch.ones(1, 2)]).step
 2
 """
@@ -29,14 +32,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.config import ConfigError
-from shardwise.memory import Category, Ledger
+from shardwise.memory import Category, Ledger, trim_host_memory
 from shardwise.pool import BufferPool
+from shardwise.tiers.rests import DeviceRest, HostRest, Rest
+from shardwise.tiers.tape import FileTape, HostTape, Tape
+from shardwise.tiers.tiers import Tiers
 from shardwise.wearing import ReleasedParameterError, released_type, wear
 from shardwise.zero.driver import ZeroDriver
 from shardwise.zero.group import ParamGroup
@@ -44,8 +52,76 @@ from shardwise.zero.params import ParamState
 from shardwise.zero.step import ShardedOptimizer
 
 STATES: Final = ("optimizer", "master", "grads", "params")
-# torch rounds pinned memory up to a power of two, so large states are cut.
-CHUNK_BYTES: Final = 64 * 2**20
+
+Target = Literal["host", "nvme"]
+
+
+@dataclass(frozen=True)
+class Aside:
+    """Where states are put.
+
+    Attributes:
+        target: host memory or a file.
+        path: of the folder for that; None for `tiers.nvme_path`.
+        pin_memory: of the host, on CUDA: copies are several times as fast, and torch keeps it for the next time.
+    """
+
+    target: Target = "host"
+    path: Path | None = None
+    pin_memory: bool = True
+
+
+class _Memory(Protocol):
+    """What is freed and comes back, with or without its content."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of it, free or not."""
+
+    def bytes(self) -> Tensor:
+        """All of it, 1-D uint8."""
+
+    def free(self) -> None:
+        """Give it to others."""
+
+    def allocate(self) -> None:
+        """Have it back, without its content."""
+
+
+class _Storage:
+    """A storage of the device; its views live on."""
+
+    def __init__(self, tensor: Tensor, ledger: Ledger) -> None:
+        storage = tensor.untyped_storage()
+        self.num_bytes = storage.nbytes()
+        self._view = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (self.num_bytes,), (1,))
+        self._ledger = ledger
+
+    def bytes(self) -> Tensor:
+        return self._view
+
+    def free(self) -> None:
+        self._ledger.resize(self._view, 0)
+
+    def allocate(self) -> None:
+        self._ledger.resize(self._view, self.num_bytes)
+
+
+class _OnHost:
+    """What rests in host memory."""
+
+    def __init__(self, rest: HostRest) -> None:
+        self.num_bytes = rest.numel * rest.dtype.itemsize
+        self._rest = rest
+
+    def bytes(self) -> Tensor:
+        return self._rest.tensor.view(torch.uint8)
+
+    def free(self) -> None:
+        self._rest.free()
+
+    def allocate(self) -> None:
+        self._rest.allocate()
 
 
 class Handover:
@@ -55,73 +131,89 @@ class Handover:
         driver: has the groups.
         sharded: has the optimizer's states.
         ledger: of the device; learns of every move.
-        pool: its idle buffers are given up too.
-        pin_memory: on CUDA, copy through page-locked memory, several times as fast; torch keeps it for the next time.
+        pool: of the device; its idle buffers are given up too.
+        tiers: has the host's books and buffers.
+        aside: where states are put.
     """
 
     def __init__(
-        self, driver: ZeroDriver, sharded: ShardedOptimizer, ledger: Ledger, pool: BufferPool, pin_memory: bool
+        self,
+        driver: ZeroDriver,
+        sharded: ShardedOptimizer,
+        ledger: Ledger,
+        pool: BufferPool,
+        tiers: Tiers,
+        aside: Aside,
     ) -> None:
         self._driver = driver
         self._sharded = sharded
         self._ledger = ledger
         self._pool = pool
-        self._pin_memory = pin_memory and ledger.device.type == "cuda"
-        self._tape = HostTape(0, self._pin_memory)
-        self._moved: deque[Tensor] = deque()
+        self._tiers = tiers
+        self._aside = aside
+        self._tape: Tape = HostTape(0, pin_memory=False)
+        self._freed: deque[_Memory] = deque()
+        self._given_up: list[_Memory] = []  # without content
         self._states_before: dict[ParamGroup, ParamState] = {}
         self._kinds_before: list[tuple[nn.Parameter, type[nn.Parameter]]] = []
         self._names: tuple[str, ...] = ()
 
     def offload(self, include: Sequence[str]) -> dict[str, int]:
-        """Move the named states to host memory and free their device memory.
+        """Put the named states aside and free their memory; after an error all are as they were.
 
         Returns:
-            the bytes that each has freed on the device.
+            the bytes that each has freed: on the device, and with the target `nvme` on the host too.
 
         Raises:
-            ConfigError: a name in `include` is none of STATES.
+            ConfigError: a name in `include` is none of STATES, there is no such target, or no folder for it.
             RuntimeError: inside `engine.gathered()`.
+            SwapError: the folder has no room for them, or cannot be written.
+            MemoryError: the host has none.
         """
-        unknown = [name for name in include if name not in STATES]
-        if unknown:
-            raise ConfigError(f"include has no state {unknown[0]!r}; there are {', '.join(STATES)}")
+        check_choices(include, self._aside)
         self._settle()
         self._names = tuple(name for name in STATES if name in include)
-        views: dict[int, tuple[str, Tensor]] = {}
+        found: dict[int, tuple[str, _Memory]] = {}
         for name in self._names:
-            for tensor in self._tensors(name):
-                views.setdefault(id(tensor.untyped_storage()), (name, _bytes_of(tensor)))
-        self._tape = HostTape(sum(view.numel() for _, view in views.values()), self._pin_memory)
+            for tensor in self._on_device(name):
+                found.setdefault(id(tensor.untyped_storage()), (name, _Storage(tensor, self._ledger)))
+            for rest in self._on_host(name):
+                found.setdefault(id(rest), (name, _OnHost(rest)))
         freed_bytes = dict.fromkeys(self._names, 0)
         try:
-            for name, view in views.values():
-                self._move(view)
-                freed_bytes[name] += view.numel()
+            self._put_aside([memory for _, memory in found.values()])
         except BaseException:  # such as too little host memory
             self.restore()
             raise
+        for name, memory in found.values():
+            freed_bytes[name] += memory.num_bytes
         if "grads" in self._names:
             freed_bytes["grads"] += self._drop_idle_gradients()
         if "params" in self._names:
             self._guard_parameters()
-        self._pool.trim()
-        if self._ledger.device.type == "cuda":
-            torch.cuda.synchronize(self._ledger.device)
-            torch.cuda.empty_cache()
+        self._trim()
         return freed_bytes
 
     def restore(self) -> None:
-        """Bring back what is away; where the device lacks room it may be called again once there is some."""
-        while self._moved:
-            view = self._moved[0]
-            self._ledger.resize(view, view.numel())
-            self._tape.read(view)
-            self._moved.popleft()
+        """Bring back what is away; where the device lacks room it may be called again once there is some.
+
+        Raises:
+            SwapError: the file cannot be read.
+        """
+        while self._given_up:
+            self._given_up[-1].allocate()
+            self._given_up.pop()
+        while self._freed:
+            memory = self._freed[0]
+            memory.allocate()
+            self._tape.read(memory.bytes())
+            self._freed.popleft()
         for group, state in self._states_before.items():
             group.params.state = state
         for parameter, kind in self._kinds_before:
             wear(parameter, kind)
+        self._tape.close()
+        self._tiers.trim()
         if self._ledger.device.type == "cuda":
             torch.cuda.synchronize(self._ledger.device)
 
@@ -132,7 +224,7 @@ class Handover:
             RuntimeError: naming what is away.
         """
         if self._names and not (params_suffice and "params" not in self._names):
-            raise RuntimeError(f"{', '.join(self._names)} are offloaded; call engine.reload_states() first")
+            raise RuntimeError(f"{', '.join(self._names)} are offloaded; call engine.reload() first")
 
     def _settle(self) -> None:
         """End what is under way, and leave of the parameters only what rests."""
@@ -144,35 +236,70 @@ class Handover:
                 group.wait()
             elif group.params.state is not ParamState.SHARDED:
                 raise RuntimeError("states cannot be offloaded inside engine.gathered(); leave it first")
-
-    def _tensors(self, name: str) -> Iterator[Tensor]:
+        self._tiers.settle()
+        if self._ledger.device.type == "cuda":
+            torch.cuda.synchronize(self._ledger.device)
         for group in self._driver.groups:
-            params, tiers = group.params, group.spec.tiers
-            master, shard = params.master.tensor, params.shard.tensor
+            group.params.shard.forget()
+
+    def _put_aside(self, memories: Sequence[_Memory]) -> None:
+        num_bytes = sum(memory.num_bytes for memory in memories)
+        if self._aside.target == "host":
+            self._tape = HostTape(num_bytes, self._aside.pin_memory and self._ledger.device.type == "cuda")
+            for memory in memories:  # each is freed before the next takes room on the host
+                self._tape.write(memory.bytes())
+                self._freed.append(memory)
+                memory.free()
+            return
+        if num_bytes:
+            self._tape = FileTape(self._tiers.open_folder(self._aside.path), num_bytes, self._tiers.buffers)
+            for memory in memories:
+                self._tape.write(memory.bytes())
+            self._tape.flush()  # a write that fails later would lose what is freed by then
+        for memory in memories:
+            self._freed.append(memory)
+            memory.free()
+
+    def _on_device(self, name: str) -> Iterator[Tensor]:
+        """What a state has of the device's memory."""
+        yield from (rest.tensor for rest in self._rests(name) if isinstance(rest, DeviceRest))
+        for group in self._driver.groups:
             if name == "params":
-                yield params.full
-                if tiers.params == "device" and shard is not None:
-                    yield shard
-            elif name == "master" and master is not None and params.master is not params.shard:
-                if tiers.optimizer == "device":
-                    yield master
+                yield group.params.full
             elif name == "grads" and group.grads is not None and group.grads.is_holding:
                 yield from group.grads.buffers()
-        if name == "optimizer":
-            for state in self._sharded.optimizer.state.values():
-                for value in state.values():
-                    if isinstance(value, Tensor) and value.device.type == self._ledger.device.type:
-                        self._ledger.track(value, Category.OPTIMIZER)
-                        yield value
+        for state in self._sharded.optimizer.state.values() if name == "optimizer" else ():
+            for value in state.values():
+                if isinstance(value, Tensor) and value.device.type == self._ledger.device.type:
+                    self._ledger.track(value, Category.OPTIMIZER)
+                    yield value
 
-    def _move(self, view: Tensor) -> None:
-        self._tape.write(view)
-        self._moved.append(view)
-        self._ledger.resize(view, 0)
+    def _on_host(self, name: str) -> Iterator[HostRest]:
+        """What goes from the host."""
+        if self._aside.target == "nvme":
+            yield from (rest for rest in self._rests(name) if isinstance(rest, HostRest))
+
+    def _rests(self, name: str) -> Iterator[Rest]:
+        for group in self._driver.groups:
+            params, grads = group.params, group.grads
+            if name == "params":
+                yield params.shard
+            elif name == "master" and params.master is not params.shard:
+                yield params.master
+            elif name == "grads" and grads is not None and grads.is_away and grads.is_holding:
+                yield grads.rest
+        if name == "optimizer":
+            yield from self._sharded.streamed_states()
 
     def _drop_idle_gradients(self) -> int:
-        grads = [group.grads for group in self._driver.groups if group.grads is not None]
-        return sum(each.drop() for each in grads if not each.is_holding)
+        """Give up memory that holds no gradients; returns its bytes."""
+        idle = [each.grads for each in self._driver.groups if each.grads is not None and not each.grads.is_holding]
+        rests = [grads.rest for grads in idle if grads.is_away and self._aside.target == "nvme"]
+        on_host = [_OnHost(rest) for rest in rests if isinstance(rest, HostRest)]
+        for memory in on_host:
+            memory.free()
+            self._given_up.append(memory)
+        return sum(grads.drop() for grads in idle) + sum(memory.num_bytes for memory in on_host)
 
     def _guard_parameters(self) -> None:
         names: dict[int, str] = {}
@@ -185,57 +312,33 @@ class Handover:
                 self._kinds_before.append((parameter, type(parameter)))
                 wear(parameter, offloaded)
 
+    def _trim(self) -> None:
+        """Give what was freed back to the system."""
+        self._pool.trim()
+        self._tiers.trim()
+        if self._ledger.device.type == "cuda":
+            torch.cuda.synchronize(self._ledger.device)
+            torch.cuda.empty_cache()
+        trim_host_memory()
 
-class HostTape:
-    """Bytes in host memory, read back in the order in which they were written; what has been read is freed.
 
-    Args:
-        num_bytes: that will be written.
-        pin_memory: page-locked, so that copies from and to CUDA need not be waited for.
+def check_choices(include: Sequence[str], aside: Aside) -> None:
+    """Raise where states or a target are named that there are not.
+
+    Raises:
+        ConfigError: naming those that there are.
     """
-
-    def __init__(self, num_bytes: int, pin_memory: bool) -> None:
-        self._num_bytes_left = num_bytes
-        self._pin_memory = pin_memory
-        self._chunks: deque[Tensor] = deque()
-        self._num_written = 0  # of the last chunk
-        self._num_read = 0  # of the first
-
-    def write(self, source: Tensor) -> None:
-        """Append the bytes of `source`, 1-D uint8, on the device's current stream."""
-        while source.numel() > 0:
-            if not self._chunks or self._num_written == self._chunks[-1].numel():
-                num_bytes = min(CHUNK_BYTES, self._num_bytes_left)
-                self._chunks.append(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pin_memory))
-                self._num_bytes_left -= num_bytes
-                self._num_written = 0
-            free = self._chunks[-1][self._num_written :]
-            part, source = source[: free.numel()], source[free.numel() :]
-            free[: part.numel()].copy_(part, non_blocking=self._pin_memory)
-            self._num_written += part.numel()
-
-    def read(self, target: Tensor) -> None:
-        """Fill `target`, as long as what was written next, 1-D uint8, on the device's current stream."""
-        while target.numel() > 0:
-            unread = self._chunks[0][self._num_read :]
-            part, target = target[: unread.numel()], target[unread.numel() :]
-            part.copy_(unread[: part.numel()], non_blocking=self._pin_memory)
-            self._num_read += part.numel()
-            if self._num_read == self._chunks[0].numel():
-                self._chunks.popleft()
-                self._num_read = 0
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """The whole storage of a tensor as 1-D uint8."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    unknown = [name for name in include if name not in STATES]
+    if unknown:
+        raise ConfigError(f"include has no state {unknown[0]!r}; there are {', '.join(STATES)}")
+    if aside.target not in ("host", "nvme"):
+        raise ConfigError(f"to={aside.target!r} is no place for states; choose host or nvme")
+    if aside.path is not None and aside.target == "host":
+        raise ConfigError(f"path={str(aside.path)!r} is for files, and to='host' makes none; set to='nvme'")
 
 
 def _refuse_use(names: Mapping[int, str]) -> Callable[[nn.Parameter], None]:
     def refuse(parameter: nn.Parameter) -> None:
-        raise ReleasedParameterError(
-            f"parameter {names[id(parameter)]} is offloaded; call engine.reload_states() first"
-        )
+        raise ReleasedParameterError(f"parameter {names[id(parameter)]} is offloaded; call engine.reload() first")
 
     return refuse

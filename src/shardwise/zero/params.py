@@ -29,7 +29,7 @@ class ParamState(Enum):
     SHARDED = "only this rank's slice is valid; where parameters rest as shards, the storage is freed"
     UNSHARDING = "the all-gather is under way"
     UNSHARDED = "all of it is valid"
-    OFFLOADED = "nothing is: what rests on this rank has been handed over to host memory"
+    OFFLOADED = "nothing is: what rests on this rank has been put aside"
 
 
 class GroupParams:
@@ -180,7 +180,7 @@ class GroupParams:
         """
         if self.state is ParamState.OFFLOADED:
             raise ReleasedParameterError(
-                f"the parameters of {self.spec.name} are offloaded; call engine.reload_states() first"
+                f"the parameters of {self.spec.name} are offloaded; call engine.reload() first"
             )
         if self.state is not ParamState.SHARDED:
             return

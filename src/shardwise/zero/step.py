@@ -16,6 +16,7 @@ from shardwise.memory import Category
 from shardwise.optim import refuse_unless_element_wise
 from shardwise.schedule.actions import Kind
 from shardwise.tiers.lane import Task
+from shardwise.tiers.rests import Rest
 from shardwise.tiers.rules import rule_of
 from shardwise.tiers.sweep import Chunk
 from shardwise.timeline import Timeline
@@ -128,6 +129,10 @@ class ShardedOptimizer:
     def is_streamed(self, piece: Piece) -> bool:
         """Whether the piece's optimizer rests off the device."""
         return piece.group in self._streamed
+
+    def streamed_states(self) -> list[Rest]:
+        """The optimizer's states that rest off the device."""
+        return [rest for streamed in self._streamed.values() for rest in streamed.states.values()]
 
     def track_states(self) -> None:
         """Tell the ledger of states that are new."""
