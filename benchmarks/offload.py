@@ -190,12 +190,13 @@ def show_step(options: argparse.Namespace, folder: Path, console: Console) -> di
         def measure_disk(num_bytes: int = num_bytes, bandwidths: list[Bandwidth] = bandwidths) -> None:
             bandwidths.append(raw_bandwidth(folder, BLOCK_BYTES, NUM_THREADS, num_bytes))
 
-        systems = list(dict.fromkeys(itertools.chain(ON_HOST.values(), ON_HOST)))
+        compared = {system: host for system, host in ON_HOST.items() if system in options.systems}
+        systems = list(dict.fromkeys(itertools.chain(compared.values(), compared)))
         records = take_turns(workload, systems, options, console, measure_disk)
-        console.print(results_table(workload, records, ["shardwise-2 host", "shardwise-3 host"]))
+        console.print(results_table(workload, records, list(dict.fromkeys(compared.values()))))
         read, written = (statistics.median(each[index] for each in bandwidths) / GB for index in range(2))
         console.print(f"disk: {read:.2f} GB/s read, {written:.2f} GB/s written")
-        for system, host in ON_HOST.items():
+        for system, host in compared.items():
             if records[system].failure is None and records[host].failure is None:
                 bounds = _bounds(workload, system, bandwidths, records[host])
                 own = records[system]._round_medians_s()
