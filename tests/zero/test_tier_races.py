@@ -25,7 +25,7 @@ from shardwise.tiers.rests import DeviceRest, HostRest
 
 CASE = CASES["residual-mlp"]
 NUM_STEPS, NUM_MICRO_BATCHES = 4, 2
-MOST_SLEEP_S = 4e-3
+MOST_SLEEP_S = 0.08
 STATES = ("param", "master", "exp_avg", "exp_avg_sq")
 
 # What the engine's thread, its lane and the threads of its files come to.
@@ -40,13 +40,13 @@ LATE: tuple[tuple[Any, str], ...] = (
 
 @contextmanager
 def sleeping(seed: int) -> Iterator[None]:
-    """Let every call of `LATE` begin up to some milliseconds late, every fourth or so."""
+    """Let every third call or so of `LATE` begin late, some by longer than a forward and a backward take."""
     draws, lock = random.Random(seed), threading.Lock()
 
     def late(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             with lock:
-                sleep_s = draws.choice((0, 0, 0, 1)) * MOST_SLEEP_S * draws.random()
+                sleep_s = draws.choice((0, 0, 1)) * MOST_SLEEP_S * draws.random() ** 6
             time.sleep(sleep_s)
             return real(*args, **kwargs)
 
