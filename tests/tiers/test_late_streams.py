@@ -142,7 +142,7 @@ def test_the_norm_is_there_before_the_gradients_are_where_they_rest(tmp_path: Pa
     (step,) = make_batches(CASES["transformer"], num_steps=1, world_size=1, num_micro_batches=1)
     tiers = {"grads": grads, "optimizer": "host", "nvme_path": str(tmp_path) if grads == "nvme" else None}
     gate = threading.Event()
-    with mock.patch("shardwise.tiers.rests._MOST_STAGED", 100), make_engine({"tiers": tiers}) as engine:
+    with mock.patch("shardwise.tiers.rests.MOST_STAGED", 100), make_engine({"tiers": tiers}) as engine:
         engine.tiers.lane.submit(gate.wait)
         engine.backward(engine(step[0][0]))
         with ThreadPoolExecutor(1) as pool:
