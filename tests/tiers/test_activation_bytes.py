@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.simulated import Measured, measure_steps, simulated
+from harness.tier_bytes import Crossings, HostPages
 from harness.training import make_config
 from shardwise import initialize, simulate
 from shardwise.config import Config
@@ -16,6 +18,7 @@ from shardwise.layout.activations import LayerShape, activation_bytes_per_layer,
 from shardwise.memory import Category
 from shardwise.models import Decoder, lm_loss
 from shardwise.models.decoder import DecoderConfig
+from shardwise.tiers import activations
 
 SIZES = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn_size": 96}
 SEQ_LEN = 32
@@ -64,3 +67,16 @@ def test_a_simulated_rank_moves_them_too() -> None:
     found = simulate(build(4), make("host"), make_batch, rank=0, world_size=1, loss_fn=loss)
     assert simulated(found).peak == real.peak
     assert simulated(found).at_rest == real.at_rest
+
+
+def test_copies_that_are_watched_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_layers = 5
+    input_bytes = activation_bytes_per_layer(LayerShape(**SIZES), seq_len=SEQ_LEN, micro_size=2, recompute="full")
+    with HostPages() as pages, initialize(build(num_layers), make("host"), loss_fn=loss) as engine:
+        engine.train_step([make_batch(), make_batch()])
+        monkeypatch.setattr(activations, "unseen_by_op_modes", nullcontext)
+        with Crossings(engine, pages) as seen:
+            engine.train_step([make_batch(), make_batch()])
+        assert not seen.mixed
+    way_bytes = 2 * offloaded_bytes(input_bytes, num_layers)
+    assert seen.bytes == {("device", "host"): way_bytes, ("host", "device"): way_bytes}
