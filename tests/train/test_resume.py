@@ -73,6 +73,45 @@ def test_what_belonged_to_the_machines_is_not_taken_over():
     assert config.run.device == "auto"
 
 
+ON_NVME = {
+    "params": "host",
+    "optimizer": "nvme",
+    "optimizer_on_device": 0.5,
+    "params_on_device": 0.25,
+    "nvme_path": "/nvme",
+    "bind_cores": True,
+    "cores": (0, 1),  # rank 0's, as the engine has filled them in
+}
+
+
+@pytest.mark.parametrize(
+    ("assignments", "expected"),
+    [
+        ((), ON_NVME | {"cores": None}),
+        (("tiers.nvme_path=/other",), ON_NVME | {"cores": None, "nvme_path": "/other"}),
+        (("tiers.optimizer=host",), ON_NVME | {"cores": None, "nvme_path": None, "optimizer": "host"}),
+        (
+            ("tiers.optimizer=device", "tiers.params=device", "zero.stage=1"),
+            {"bind_cores": True},
+        ),
+    ],
+)
+def test_tiers_are_taken_over_as_far_as_they_mean_something_beside_those_that_are_given(assignments, expected):
+    values = SAVED | {"tiers": ON_NVME, "zero": {"stage": 3}}
+    write(Path("ck"), 10, config=Config.from_dict(values).resolve(2).model_dump(mode="json"))
+    config, _ = resumed("ck", *assignments)
+    assert config.tiers == Config.from_dict({"tiers": expected}).tiers
+    config.resolve(2)
+
+
+def test_what_is_given_and_means_nothing_is_refused_all_the_same():
+    values = SAVED | {"tiers": ON_NVME, "zero": {"stage": 3}}
+    write(Path("ck"), 10, config=Config.from_dict(values).resolve(2).model_dump(mode="json"))
+    config, _ = resumed("ck", "tiers.optimizer=host", "tiers.nvme_path=/other")
+    with pytest.raises(ConfigError, match="nvme_path=/other is the folder of states on NVMe, and none rest there"):
+        config.resolve(2)
+
+
 @pytest.mark.parametrize("place", ["ck", "ck/step-00000010", "mine", "mine/checkpoints"])
 def test_a_checkpoint_a_root_and_a_runs_folder_are_all_taken(place):
     write(Path("ck"), 10)

@@ -116,6 +116,30 @@ def test_a_run_that_is_stopped_twice_is_the_run_that_is_not_to_the_last_bit(play
     assert parts == whole
 
 
+def test_a_run_that_changes_its_tiers_twice_is_the_run_that_does_not_to_the_last_bit(play, tmp_path):
+    changes = TIED_BF16 | {"zero": {"stage": 3}, "checkpoint": {"every": 1}}
+    whole = play(2, changes, tmp_path / "whole")
+    root, swap = tmp_path / "ck", str(tmp_path / "swap")
+    parts = play(2, changes | {"tiers": {"optimizer": "nvme", "grads": "host", "nvme_path": swap}}, root, None, 3)
+    parts += play(2, changes | {"tiers": {"optimizer": "host", "params": "nvme", "nvme_path": swap}}, root, root, 5)
+    parts += play(2, changes, root, root)
+    assert parts == whole
+
+
+@pytest.mark.parametrize(
+    ("tiers", "waits"),
+    [({}, False), ({"optimizer": "host", "params": "nvme"}, False), ({"optimizer": "nvme"}, True)],
+)
+def test_a_run_says_that_it_saves_where_the_save_holds_it_up(values, tmp_path, tiers, waits):
+    where = {"nvme_path": str(tmp_path / "swap")} if "nvme" in tiers.values() else {}
+    config = Config.from_dict(merged(values, {"tiers": tiers | where, "zero": {"stage": 3}}))
+    trainer = build_trainer(config, open_data(prepare_data(config, tmp_path / "cache").path, config))
+    checkpoints = RunCheckpoints(trainer, tmp_path / "ck")
+    assert checkpoints.waits(2) == waits
+    assert checkpoints.waits(NUM_STEPS)
+    trainer.engine.close()
+
+
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [

@@ -11,6 +11,7 @@ from shardwise.checkpoint.folder import set_aside, step_folders, step_of
 from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.checkpoint.matching import LENIENT_CURE
 from shardwise.config import Config, ConfigError
+from shardwise.layout.layout import Layout
 from shardwise.train.loop import Trainer
 from shardwise.train.resume import FOLDER_NAME
 
@@ -100,7 +101,7 @@ class RunCheckpoints:
 
     def waits(self, step: int) -> bool:
         """Whether the save of this step holds the run up. The last is written straight from the states, uncopied."""
-        return self.is_last(step) or not self._config.background
+        return self.is_last(step) or not self._config.background or saves_from_files(self._trainer.engine.layout)
 
     def save(self, step: int) -> None:
         """Save this step, the engine's present one.
@@ -130,6 +131,11 @@ class RunCheckpoints:
             return None
         num_bytes = sum(file.stat().st_size for file in newest.iterdir())
         return Saved(self.root, len(step_folders(self.root)), newest, num_bytes)
+
+
+def saves_from_files(layout: Layout) -> bool:
+    """Whether what a checkpoint keeps rests on NVMe, so that every save holds up training."""
+    return any((each.tiers.optimizer if each.trainable else each.tiers.params) == "nvme" for each in layout.groups)
 
 
 def checkpoint_root(config: Config, folder: Path) -> Path:

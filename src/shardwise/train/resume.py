@@ -18,14 +18,14 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from shardwise.checkpoint.finding import newest_whole
 from shardwise.checkpoint.folder import step_folders, step_of
 from shardwise.checkpoint.manifest import CheckpointError, DamagedError, Manifest
-from shardwise.config import BatchConfig, Config, ConfigError, read_toml
+from shardwise.config import BatchConfig, Config, ConfigError, TiersConfig, read_toml
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.splits import nearest_legal
 from shardwise.models import decoder_config
@@ -36,7 +36,7 @@ FOLDER_NAME: Final = "checkpoints"
 # Keys of the saved run that say where and how it ran, not what it trained.
 _NOT_TAKEN_OVER: Final = frozenset(
     {"batch.accumulation", "checkpoint.path", "mesh.dp_shard", "mesh.dp_replicate", "run.device", "run.dir",
-     "run.num_procs", "run.num_threads"}
+     "run.num_procs", "run.num_threads", "tiers.cores"}
 )  # fmt: skip
 _RUN_NAME: Final = re.compile(r"(\d{8}-\d{6})-(.+)")
 
@@ -74,8 +74,11 @@ def resumed_job(
     _refuse_unless_of_a_run(newest, manifest)
     config = job_config(path, assignments, data_path, base=_taken_over(manifest.config))
     _refuse_another_model(newest, manifest, config)
-    given = Config.from_dict(read_toml(path) if path is not None else {}).override(assignments)
-    return config.model_copy(update={"batch": _resumed_batch(given.batch, manifest.config["batch"])}), source
+    in_file = read_toml(path) if path is not None else {}
+    batch = _resumed_batch(Config.from_dict(in_file).override(assignments).batch, manifest.config["batch"])
+    keys = {each.partition("=")[0].strip().removeprefix("tiers.") for each in assignments}
+    tiers = _resumed_tiers(config, keys.union(in_file.get("tiers", {})))
+    return config.model_copy(update={"batch": batch, "tiers": tiers}), source
 
 
 def auto_place(config: Config) -> str:
@@ -123,6 +126,22 @@ def _resumed_batch(given: BatchConfig, saved: Mapping[str, Any]) -> BatchConfig:
     if micro is None and accumulation is None:
         micro = saved["micro_size"]
     return BatchConfig(global_size=total, micro_size=micro, accumulation=accumulation)
+
+
+def _resumed_tiers(config: Config, given: Collection[str]) -> TiersConfig:
+    """The tiers without what was taken over and means nothing any more, such as the folder of states that were on NVMe.
+
+    Args:
+        config: the saved run's under the user's.
+        given: keys of the section that are the user's.
+    """
+    tiers = config.tiers
+    where = {"params": tiers.params, "grads": tiers.grads, "optimizer": tiers.optimizer}
+    idle = [f"{state}_on_device" for state, tier in where.items() if tier == "device"]
+    idle += [] if "nvme" in where.values() else ["nvme_path"]
+    idle += ["activations"] if config.recompute.mode == "none" else []
+    defaults = {key: TiersConfig.model_fields[key].default for key in idle if key not in given}
+    return tiers.model_copy(update=defaults)
 
 
 def _root_of(path: Path) -> Path:
