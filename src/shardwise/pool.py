@@ -6,8 +6,8 @@ tensors.
 Reuse: a request takes the smallest idle buffer that fits with at most an eighth wasted, whatever its dtype
 was, else a new one of its size class. Before a new one is made, idle buffers are freed, the longest idle
 first, until the pool holds no more than was once in use at the same time. So `reserved_bytes` stays within
-the peak of `live_bytes`, plus an eighth of it, plus 512 bytes a buffer. The price: sizes that alternate and
-were never in use together are reallocated.
+the peak of `live_bytes`, plus an eighth of it, plus 512 bytes a buffer, and plus the share that is to be spared. The
+price: sizes that alternate and were never in use together are reallocated, unless so much is spared.
 
 Streams: storage is allocated and freed in the order of the home stream. Whoever releases a buffer names the
 stream that used it last, and the pool records an event there; whoever acquires it makes its own stream wait
@@ -69,6 +69,7 @@ class BufferPool:
         ledger: books every buffer under BUCKETS, and the pool's idle bytes as fragments.
         home: the stream in whose order storage is allocated and freed; by default the current one on CUDA.
         allocate: makes the memory of a buffer, 1-D uint8 of at least so many bytes on the device; by default torch.
+        spared: idle memory that may be kept beyond what was in use at the same time, as a share of that.
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class BufferPool:
         ledger: Ledger | None = None,
         home: Stream | None = None,
         allocate: Callable[[int], Tensor] | None = None,
+        spared: float = 0.0,
     ) -> None:
+        self._spared = spared
         self.device = torch.device(device)
         self._empty = allocate or partial(torch.empty, dtype=torch.uint8, device=self.device)
         self._ledger = ledger
@@ -97,13 +100,14 @@ class BufferPool:
         """Bytes reserved and not in use: idle buffers, and what leased ones have beyond their tensor."""
         return self.reserved_bytes - self.live_bytes
 
-    def acquire(self, numel: int, dtype: torch.dtype, stream: Stream | None = None) -> Tensor:
+    def acquire(self, numel: int, dtype: torch.dtype, stream: Stream | None = None, room_bytes: int = 0) -> Tensor:
         """Lease a buffer of `numel` elements with undefined content, until `release`.
 
         Args:
             numel: elements, at least 0.
             dtype: of the tensor.
             stream: that will use it first; by default the current one on CUDA.
+            room_bytes: that the buffer must have at least, so that larger tensors can have it later.
 
         Raises:
             ValueError: `numel` is negative.
@@ -113,7 +117,8 @@ class BufferPool:
         if stream is None:
             stream = self._current_stream()
         num_bytes = numel * dtype.itemsize
-        buffer = self._take_idle(num_bytes) or self._allocate(num_bytes)
+        room_bytes = max(num_bytes, room_bytes)
+        buffer = self._take_idle(room_bytes) or self._allocate(room_bytes)
         if stream is not None and buffer.last_use is not None and buffer.last_stream != stream:
             stream.wait_event(buffer.last_use)
         tensor = buffer.memory[:num_bytes].view(dtype)
@@ -165,7 +170,8 @@ class BufferPool:
     def _allocate(self, num_bytes: int) -> _Buffer:
         capacity_bytes = size_class_bytes(num_bytes)
         in_use_bytes = self._leased_bytes + capacity_bytes
-        self._free_idle_until(max(in_use_bytes, self._peak_leased_bytes) - capacity_bytes)
+        most_bytes = max(in_use_bytes, int(self._peak_leased_bytes * (1 + self._spared)))
+        self._free_idle_until(most_bytes - capacity_bytes)
         with self._on_home():
             memory = self._empty(capacity_bytes)
         if self._ledger is not None:

@@ -51,6 +51,27 @@ def test_an_idle_buffer_of_about_the_size_is_used_again() -> None:
         buffers.release(again)
 
 
+@pytest.mark.parametrize("sizes", [(4 * 8192, 8192), (8192, 4 * 8192)])
+def test_a_buffer_for_the_larger_half_of_a_common_size_serves_all_of_it(sizes: tuple[int, ...]) -> None:
+    buffers = HostBuffers(sizes=sizes)
+    first = buffers.acquire(4096)
+    address, num_bytes = first.data_ptr(), first.numel()
+    buffers.release(first)
+    again = buffers.acquire(8192)
+    assert (num_bytes, again.data_ptr(), buffers.reserved_bytes) == (4096, address, 8192)
+    buffers.acquire(4095)
+    assert buffers.reserved_bytes < 2 * 8192
+
+
+def test_what_was_not_in_use_together_is_kept_up_to_a_third_beyond() -> None:
+    buffers = HostBuffers()
+    for num_bytes in (3 * 2**20, 2**20, 3 * 2**20, 2**20):
+        buffers.release(buffers.acquire(num_bytes))
+    assert buffers.reserved_bytes == 4 * 2**20
+    buffers.release(buffers.acquire(2**21))
+    assert buffers.reserved_bytes == 3 * 2**20
+
+
 def test_the_system_gets_what_is_trimmed() -> None:
     def resident_bytes() -> int:
         with open("/proc/self/statm") as file:
@@ -75,13 +96,13 @@ def test_threads_take_and_give_one_after_the_other(monkeypatch: pytest.MonkeyPat
     def alone(name: str) -> Callable[..., object]:
         call = getattr(buffers._pool, name)
 
-        def called(*args: object) -> object:
+        def called(*args: object, **options: object) -> object:
             if not busy.acquire(blocking=False):
                 overlaps.append(name)
-                return call(*args)
+                return call(*args, **options)
             time.sleep(0.001)  # long enough for the others to come
             try:
-                return call(*args)
+                return call(*args, **options)
             finally:
                 busy.release()
 

@@ -11,7 +11,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -21,21 +23,27 @@ from shardwise.host_memory import host_pages
 from shardwise.memory import Ledger
 from shardwise.pool import BufferPool
 
+# Forward, backward and step use buffers of different sizes one after the other.
+_SPARED: Final = 1 / 3
+
 
 class HostBuffers:
     """Buffers of host memory, each in pages of its own, as many as are asked for; for any thread.
 
-    An idle buffer of about the size is used again, as in `BufferPool`; at most what was once in use at the same time is
-    kept, until `trim`.
+    An idle buffer of about the size is used again, as in `BufferPool`; at most what was once in use at the same time,
+    and a third more, is kept until `trim`.
 
     Args:
         pin_memory: for copies from and to a CUDA device beside its work.
         ledger: of host memory; books every buffer under BUCKETS, and idle bytes as fragments.
+        sizes: in bytes, that are asked for all the time; a buffer for at least half of one is made as large, so that
+            it serves all of them: new pages are zeroed by the system, and pinned, which takes longer than to fill them.
     """
 
-    def __init__(self, pin_memory: bool = False, ledger: Ledger | None = None) -> None:
+    def __init__(self, pin_memory: bool = False, ledger: Ledger | None = None, sizes: Sequence[int] = ()) -> None:
+        self._sizes = sorted(sizes)
         self._lock = threading.Lock()
-        self._pool = BufferPool("cpu", ledger, allocate=partial(host_pages, pin_memory=pin_memory))
+        self._pool = BufferPool("cpu", ledger, allocate=partial(host_pages, pin_memory=pin_memory), spared=_SPARED)
 
     @property
     def reserved_bytes(self) -> int:
@@ -61,7 +69,10 @@ class HostBuffers:
         """
         # A meter of the device must not count them, in a simulation either, where pages are made by an op.
         with self._lock, unseen_by_op_modes():
-            return self._pool.acquire(num_bytes, torch.uint8)
+            return self._pool.acquire(num_bytes, torch.uint8, room_bytes=self._room_bytes(num_bytes))
+
+    def _room_bytes(self, num_bytes: int) -> int:
+        return next((size for size in self._sizes if num_bytes <= size <= 2 * num_bytes), num_bytes)
 
     def release(self, tensor: Tensor) -> None:
         """Give back what `acquire` returned, once no copy, read or write of it is under way.

@@ -21,7 +21,7 @@ from shardwise.tiers.lane import HostLane, Outcome
 from shardwise.tiers.rests import DeviceRest, HostRest, Means, Rest
 from shardwise.tiers.room import NUM_KEPT
 from shardwise.tiers.simulated import SimulatedFile
-from shardwise.tiers.sweep import CHUNK_NUMEL, Sweep
+from shardwise.tiers.sweep import CHUNK_NUMEL, Sweep, chunk_numel
 from shardwise.tiers.threads import StepThreads
 from shardwise.tiers.traffic import Traffic
 
@@ -59,7 +59,7 @@ class Tiers:
         self.is_simulated = is_simulated
         self._pins = config.pin_memory and streams.device.type == "cuda"
         self._path = config.nvme_path
-        self.buffers = HostBuffers(self._pins, self.memory)
+        self.buffers = HostBuffers(self._pins, self.memory, _window_sizes(layout))
         self._means = Means(streams, self.buffers, self.lane, self.traffic)
         self._folder: SwapFolder | None = None
         self._file_rests: weakref.WeakSet[FileRest] = weakref.WeakSet()
@@ -188,11 +188,23 @@ def _step_threads(config: TiersConfig, layout: Layout, is_simulated: bool) -> St
     return StepThreads(num_cores) if is_streamed and num_cores > 1 and not is_simulated else None
 
 
+def _largest_chunk(layout: Layout) -> int:
+    """Elements of the largest chunk that is stepped on the host."""
+    streamed = [group.shard_numel for group in layout.groups if group.trainable and group.tiers.optimizer != "device"]
+    return max((min(chunk_numel(numel, CHUNK_NUMEL), numel) for numel in streamed), default=0)
+
+
 def _chunk_bytes(layout: Layout) -> int:
     """Bytes of an optimizer's states in one chunk."""
-    largest = max((group.shard_numel for group in layout.groups if group.tiers.optimizer == "nvme"), default=0)
     item_bytes = sum(torch_dtype(state.dtype).itemsize for state in layout.states if state.role == "optimizer")
-    return min(CHUNK_NUMEL, largest) * item_bytes
+    return _largest_chunk(layout) * item_bytes
+
+
+def _window_sizes(layout: Layout) -> list[int]:
+    """Bytes of the states in the largest chunk, each by itself."""
+    return [
+        padded_bytes(_largest_chunk(layout), dtype) for dtype in {torch_dtype(each.dtype) for each in layout.states}
+    ]
 
 
 def _largest_bytes(layout: Layout) -> int:
