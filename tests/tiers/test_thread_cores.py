@@ -16,8 +16,15 @@ from pathlib import Path
 import torch
 from shardwise.tiers.cores import bind_this_thread
 
+def read(path):
+    try:
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+        return None
+
 def cores_by_thread():
-    texts = {int(path.parent.name): path.read_text() for path in Path("/proc/self/task").glob("*/status")}
+    texts = {int(path.parent.name): read(path) for path in Path("/proc/self/task").glob("*/status")}
+    texts = {thread: text for thread, text in texts.items() if text is not None}
     return {thread: text.split("Cpus_allowed_list:")[1].split()[0] for thread, text in texts.items()}
 
 def in_thread(work):

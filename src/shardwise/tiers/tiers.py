@@ -21,7 +21,7 @@ from shardwise.tiers.lane import HostLane, Outcome
 from shardwise.tiers.rests import DeviceRest, HostRest, Means, Rest
 from shardwise.tiers.room import NUM_KEPT
 from shardwise.tiers.simulated import SimulatedFile
-from shardwise.tiers.sweep import CHUNK_NUMEL, Sweep, chunk_numel
+from shardwise.tiers.sweep import CHUNK_NUMEL, Sweep, even_chunk_numel
 from shardwise.tiers.threads import StepThreads
 from shardwise.tiers.traffic import Traffic
 
@@ -191,7 +191,7 @@ def _step_threads(config: TiersConfig, layout: Layout, is_simulated: bool) -> St
 def _largest_chunk(layout: Layout) -> int:
     """Elements of the largest chunk that is stepped on the host."""
     streamed = [group.shard_numel for group in layout.groups if group.trainable and group.tiers.optimizer != "device"]
-    return max((min(chunk_numel(numel, CHUNK_NUMEL), numel) for numel in streamed), default=0)
+    return max((min(even_chunk_numel(numel, CHUNK_NUMEL), numel) for numel in streamed), default=0)
 
 
 def _chunk_bytes(layout: Layout) -> int:
