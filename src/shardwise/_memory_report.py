@@ -136,7 +136,8 @@ def oom_advice(snapshot: MemorySnapshot, config: Config) -> list[Advice]:
         config: resolved.
     """
     live_bytes = _at_worst(snapshot)
-    candidates = [*_advise_on_states(live_bytes, config), *_advise_on_activations(live_bytes, config)]
+    advisers = (_advise_on_states, _advise_on_activations, _advise_on_tiers)
+    candidates = [each for advise in advisers for each in advise(live_bytes, config)]
     # The sort is stable, so settings of equal or unknown saving keep the order above: cheapest in time first.
     return sorted(candidates, key=lambda advice: -advice.saved_bytes)[:3]
 
@@ -194,6 +195,19 @@ def _advise_on_states(live_bytes: Mapping[Category, int], config: Config) -> Ite
     if zero.stage == 3 and zero.overlap and num_shards > 1:
         reason = "gathers no block ahead"
         yield Advice(("zero.overlap=false",), reason, live_bytes[Category.GATHERED] // 2)
+
+
+def _advise_on_tiers(live_bytes: Mapping[Category, int], config: Config) -> Iterator[Advice]:
+    tiers, stage = config.tiers, config.zero.stage
+    if stage == 0:
+        return
+    reason = "keeps them in host memory and steps there (docs/offload.md)"
+    if tiers.optimizer == "device":
+        yield Advice(("tiers.optimizer=host",), reason, live_bytes[Category.OPTIMIZER])
+    elif tiers.grads == "device" and stage >= 2:
+        yield Advice(("tiers.grads=host",), "keeps gradients in host memory", live_bytes[Category.GRADIENTS])
+    elif tiers.params == "device" and stage == 3:
+        yield Advice(("tiers.params=host",), "keeps parameters in host memory", live_bytes[Category.PARAMETERS])
 
 
 def _advise_on_activations(live_bytes: Mapping[Category, int], config: Config) -> Iterator[Advice]:
