@@ -77,7 +77,9 @@ def test_no_advice_for_what_is_set_or_cannot_help() -> None:
         recompute={"mode": "full"},
         batch={"micro_size": 1},
     )
-    assert advised(snapshot_of(parameters=10, activations=10), everything) == []
+    assert advised(snapshot_of(parameters=10, activations=10), everything) == ["tiers.params=host"]
+    away = everything.model_copy(update={"tiers": everything.tiers.model_copy(update={"params": "host"})})
+    assert advised(snapshot_of(parameters=10, activations=10), away) == []
     one_rank = resolved(world_size=1, zero={"stage": 0})
     assert not any("zero" in advice for advice in advised(snapshot_of(optimizer=10), one_rank))
 

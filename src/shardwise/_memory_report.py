@@ -199,15 +199,14 @@ def _advise_on_states(live_bytes: Mapping[Category, int], config: Config) -> Ite
 
 def _advise_on_tiers(live_bytes: Mapping[Category, int], config: Config) -> Iterator[Advice]:
     tiers, stage = config.tiers, config.zero.stage
-    if stage == 0:
-        return
-    reason = "keeps them in host memory and steps there (docs/offload.md)"
-    if tiers.optimizer == "device":
-        yield Advice(("tiers.optimizer=host",), reason, live_bytes[Category.OPTIMIZER])
-    elif tiers.grads == "device" and stage >= 2:
-        yield Advice(("tiers.grads=host",), "keeps gradients in host memory", live_bytes[Category.GRADIENTS])
-    elif tiers.params == "device" and stage == 3:
-        yield Advice(("tiers.params=host",), "keeps parameters in host memory", live_bytes[Category.PARAMETERS])
+    for key, tier, category, least_stage in (
+        ("optimizer", tiers.optimizer, Category.OPTIMIZER, 1),
+        ("grads", tiers.grads, Category.GRADIENTS, 2),
+        ("params", tiers.params, Category.PARAMETERS, 3),
+    ):
+        if tier == "device" and stage >= least_stage and live_bytes[category] > 0:
+            yield Advice((f"tiers.{key}=host",), "keeps them in host memory", live_bytes[category])
+            return
 
 
 def _advise_on_activations(live_bytes: Mapping[Category, int], config: Config) -> Iterator[Advice]:
