@@ -111,8 +111,7 @@ class Engine(EngineWeights):
         self._undo: list[Callable[[], None]] = []
         self._draws = KeyedDraws(config.run.seed, device)
         resources = self._open_tiers(streams, values)
-        self._driver = ZeroDriver(model, layout, resources)
-        self._driver.before_model = weakref.WeakMethod(self._before_model)
+        self._driver = self._move_parameters(resources)
         values.close()
         try:
             with all_or_none(network.store, network.rank, config.run.timeout_s, "optimizer"):
@@ -150,6 +149,16 @@ class Engine(EngineWeights):
         return Resources(
             comms, self._pool, self.memory, self._timeline, values, self.tiers, zero.overlap, zero.lockstep
         )
+
+    def _move_parameters(self, resources: Resources) -> ZeroDriver:
+        """Let the parameters rest where they shall, and drive them from there."""
+        try:
+            driver = ZeroDriver(self.model, self.layout, resources)
+        except BaseException:
+            self.tiers.close()
+            raise
+        driver.before_model = weakref.WeakMethod(self._before_model)
+        return driver
 
     def _alter_modules(self) -> None:
         """Split layers, key dropouts, recompute and compile blocks; in this order, each inside the next."""

@@ -227,7 +227,8 @@ def test_a_damaged_checkpoint_that_is_asked_for(ranks: WorkerPool, root: Path, d
     assert load == f"DamagedError: no checkpoint in {folder} is whole: {damaged[0]}"
     assert re.search(pattern, load)
     if damage in OF_DATA:
-        mixed = "RuntimeError: the last load failed midway and left states mixed; load a checkpoint that is whole"
+        why = "states are mixed, since the last load or step was cut off midway"
+        mixed = f"RuntimeError: {why}; load a checkpoint that is whole"
         assert (step, save) == (mixed, mixed)
         assert not root.with_name("mixed").exists()
 

@@ -59,6 +59,20 @@ def test_the_summary_sets_every_figure_beside_another(train, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_run_that_ends_before_it_has_an_engine_leaves_no_swap_file(train, tmp_path, monkeypatch):
+    build = run.build_trainer
+
+    def interrupted(config, data):
+        build(config, data)
+        assert list((tmp_path / "nvme").iterdir())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "build_trainer", interrupted)
+    code, _ = train(tiers={"optimizer": "nvme", "nvme_path": str(tmp_path / "nvme")})
+    assert code == 130
+    assert list((tmp_path / "nvme").iterdir()) == []
+
+
 def test_a_run_with_nvme_says_what_its_disk_takes_and_leaves_no_swap_file(train, tmp_path, monkeypatch):
     tiers = {"optimizer": "nvme", "nvme_path": str(tmp_path / "nvme")}
     code, shown = train(tiers=tiers)

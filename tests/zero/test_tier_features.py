@@ -77,6 +77,17 @@ def give_an_optimizer(make: Make, rank: int) -> Seen:
     return [*seen, first.states_of("head.weight"), second.states_of(FIRST), second.read(FIRST, "sum"), first]
 
 
+def follow_a_schedule(make: Make, rank: int) -> Seen:
+    """Rates that are tensors, which the schedule writes into before the host has come to the step."""
+
+    def adam(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01), fused=True)
+
+    engine = make(optimizer=adam)
+    engine.scheduler = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.1)
+    return [*(engine.train_step(batches_of(rank, step)).loss for step in range(3)), engine]
+
+
 def overflow(make: Make, rank: int) -> Seen:
     """A loss scale that is too large at first: steps are skipped on the way down."""
     engine = make({"precision": {"param": "fp16"}})
@@ -118,7 +129,10 @@ def train_two(make: Make, rank: int) -> Seen:
     return [*seen, first]
 
 
-SCENARIOS = {each.__name__: each for each in (use_states, freeze, give_an_optimizer, overflow, fail_midway, train_two)}
+SCENARIOS = {
+    each.__name__: each
+    for each in (use_states, freeze, give_an_optimizer, follow_a_schedule, overflow, fail_midway, train_two)
+}
 
 
 def run(rank: int, world_size: int, name: str, overrides: dict[str, Any]) -> tuple[Seen, dict[str, Tensor | None], int]:
@@ -216,3 +230,18 @@ def test_an_engine_that_is_dropped_leaves_nothing(tmp_path: Path, where: str) ->
     gc.collect()
     assert left() is None
     assert list(tmp_path.iterdir()) == []
+
+
+def save_almost_nothing(rank: int, world_size: int, root: Path) -> tuple[int, bool, bool]:
+    config = make_config(1, {"tiers": {"optimizer": "nvme", "nvme_path": str(root / "swap")}})
+    model = nn.Linear(1, 1, bias=False).double()
+    with initialize(model, config, loss_fn=lambda output, batch: output.sum()) as engine:
+        engine.train_step([torch.ones(1, 1)])
+        engine.save(root / "saved", wait=False)
+        pieces = len(engine._sharded.pieces)
+        return pieces, engine._saver.is_saving, engine._saver._has_said_so
+
+
+def test_all_ranks_wait_for_a_save_or_none(ranks: WorkerPool, tmp_path: Path) -> None:
+    """Also one that holds nothing but padding."""
+    assert ranks(2).run(save_almost_nothing, tmp_path) == [(1, False, True), (0, False, True)]

@@ -6,6 +6,7 @@ Not here: what a rank computes (`loop`), and the environment, which `shardwise.c
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import signal
@@ -192,6 +193,7 @@ def run_rank(
     finally:  # ranks end without the interpreter's own end, which would remove swap files
         if trainer is not None:
             trainer.engine.tiers.close()
+        gc.collect()  # an engine that was only half made
     if not trainer.was_stopped:
         return 0
     return 128 + signal.Signals[stop.signal_name or "SIGTERM"]

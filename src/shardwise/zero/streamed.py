@@ -125,9 +125,7 @@ class StreamedGroup:
         for piece in pieces:
             if (current := options_of(piece)) is None:
                 continue
-            snapshot = options.setdefault(
-                id(current), {key: value for key, value in current.items() if key != "params"}
-            )
+            snapshot = options.setdefault(id(current), _snapshot(current))
             counts = self._counts[piece.name]
             plans.append((piece, snapshot, counts.num_steps, not counts.is_present))
             counts.num_steps, counts.is_present = counts.num_steps + 1, True
@@ -231,3 +229,10 @@ class StreamedGroup:
         for low in range(start, stop, CHUNK_NUMEL):
             high = min(low + CHUNK_NUMEL, stop)
             rest.write(low, torch.full((high - low,), value, dtype=rest.dtype))
+
+
+def _snapshot(options: Options) -> Options:
+    """A copy, of tensors too: a schedule writes into a rate that is one."""
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value for key, value in options.items() if key != "params"
+    }
