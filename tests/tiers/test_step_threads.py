@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -59,3 +60,13 @@ def test_a_failure_is_raised_when_all_have_ended(threads: StepThreads) -> None:
     with pytest.raises(ZeroDivisionError, match="1"):
         threads.run(fail_at_one)
     assert list(items) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no threads")
+def test_they_keep_to_the_cores_that_are_named() -> None:
+    core = max(os.sched_getaffinity(0))
+    made, seen = StepThreads(2, (core,)), []
+    made.run(lambda: seen.append(os.sched_getaffinity(0)))
+    made.close()
+    assert seen == [{core}] * 2
+    assert os.sched_getaffinity(0) > {core} or os.cpu_count() == 1

@@ -31,11 +31,16 @@ def bind_this_thread(cores: tuple[int, ...] | None) -> None:
     """
     if cores is None:
         return  # a new thread has the process's number and its starter's cores
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)  # 0 is the calling thread, not the process
+    keep_to(cores)
     num_process_threads = torch.get_num_threads()
     torch.set_num_threads(len(cores))
     # What is set last is also what threads yet to come start with, as those of autograd; this thread keeps its own.
     restorer = threading.Thread(target=torch.set_num_threads, args=(num_process_threads,))
     restorer.start()
     restorer.join()
+
+
+def keep_to(cores: tuple[int, ...] | None) -> None:
+    """Keep the calling thread to `cores`, where the system binds threads; None for those that it has."""
+    if cores is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)  # 0 is the calling thread, not the process

@@ -20,23 +20,26 @@ from threading import Barrier
 
 import torch
 
+from shardwise.tiers.cores import keep_to
+
 
 class StepThreads:
-    """Threads in which torch's operations use no others, until `close`; they run on the cores of who makes them.
+    """Threads in which torch's operations use no others, until `close`.
 
     To be made where no thread begins to use torch meanwhile, such as at start: for a moment the number of threads that
     torch gives to threads new to it is 1.
 
     Args:
         num_threads: of them; by default as many as torch uses for an operation here.
+        cores: that they keep to; None for those of who makes them.
     """
 
-    def __init__(self, num_threads: int | None = None) -> None:
+    def __init__(self, num_threads: int | None = None, cores: tuple[int, ...] | None = None) -> None:
         before = torch.get_num_threads()
         self.num_threads = num_threads or before
         self._executor = ThreadPoolExecutor(self.num_threads, "shardwise-step")
         all_are_there = Barrier(self.num_threads)
-        wait([self._executor.submit(_use_one_core, all_are_there) for _ in range(self.num_threads)])
+        wait([self._executor.submit(_use_one_core, all_are_there, cores) for _ in range(self.num_threads)])
         torch.set_num_threads(before)
 
     def run(self, function: Callable[[], object]) -> None:
@@ -55,7 +58,8 @@ class StepThreads:
         self._executor.shutdown()
 
 
-def _use_one_core(all_are_there: Barrier) -> None:
+def _use_one_core(all_are_there: Barrier, cores: tuple[int, ...] | None) -> None:
+    keep_to(cores)
     torch.get_num_threads()  # the first use of torch in a thread sets its number, which would undo what follows
     torch.set_num_threads(1)
     all_are_there.wait()

@@ -185,7 +185,7 @@ def _step_threads(config: TiersConfig, layout: Layout, is_simulated: bool) -> St
     """Threads for the step on the host, where there is one and more than one core for it."""
     num_cores = len(config.cores) if config.cores else torch.get_num_threads()
     is_streamed = any(group.tiers.optimizer != "device" for group in layout.groups)
-    return StepThreads(num_cores) if is_streamed and num_cores > 1 and not is_simulated else None
+    return StepThreads(num_cores, config.cores) if is_streamed and num_cores > 1 and not is_simulated else None
 
 
 def _largest_chunk(layout: Layout) -> int:
