@@ -72,9 +72,10 @@ def make_model(name: str, seed: int = 0) -> nn.Module:
     return model.double()
 
 
-def make_engine(model: nn.Module, layout: LayoutSpec, precision: str) -> Engine:
+def make_engine(model: nn.Module, layout: LayoutSpec, precision: str, tiers: Options | None = None) -> Engine:
     config = {
         **layout.sections(),
+        "tiers": tiers or {},
         "precision": {"param": precision},
         "optimizer": {"lr": 0.01},
         "run": {"device": "cpu", "timeout_s": 30.0},
@@ -249,6 +250,30 @@ def test_whatever_fails_fails_on_all_ranks_alike_and_leaves_nothing(ranks: Worke
 
 
 # Import
+
+
+def pass_through_tiers(rank: int, world_size: int, tiers: Options, folder: Path, out: Path) -> float:
+    """Import, train a step, which the export waits for, and go on."""
+    with make_engine(make_model("llama", seed=1), LayoutSpec(1, 1, 2, 3), "bf16", tiers) as engine:
+        engine.import_weights(folder)
+        engine.export_weights(out / "imported")
+        engine.train_step([batch_of(engine)])
+        engine.export_weights(out / "trained")
+        return engine.train_step([batch_of(engine)]).loss
+
+
+@pytest.mark.parametrize("where", [("host", "host", "host"), ("nvme", "nvme", "nvme"), ("host", "host", "nvme")])
+def test_weights_come_and_go_through_every_tier(ranks: WorkerPool, tmp_path: Path, where: tuple[str, ...]) -> None:
+    tiers = dict(zip(("params", "grads", "optimizer"), where, strict=True))
+    tiers |= {"nvme_path": str(tmp_path / "swap")} if "nvme" in where else {}
+    ranks(1).run(export, "llama", LONE, "bf16", tmp_path / "hf", {})
+    plain = ranks(2).run(pass_through_tiers, {}, tmp_path / "hf", tmp_path / "plain")
+    found = ranks(2).run(pass_through_tiers, tiers, tmp_path / "hf", tmp_path / "found")
+    assert found == plain
+    assert contents(tmp_path / "found" / "imported") == contents(tmp_path / "hf")
+    for name in ("imported", "trained"):
+        assert contents(tmp_path / "found" / name) == contents(tmp_path / "plain" / name)
+    assert contents(tmp_path / "found" / "trained") != contents(tmp_path / "hf")
 
 
 def read_imported(

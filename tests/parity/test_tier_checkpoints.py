@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from harness.combinations import cover
 from harness.pool import WorkerPool
 from harness.random_models import NUM_WORDS, PLAN, LayoutSpec, ModelSpec, RandomModel, layouts, specs
 from harness.states import States, assert_same_bits, whole_states
 from shardwise import Engine, initialize
 from shardwise.checkpoint import spans
+from shardwise.tiers import tiers
 from shardwise.zero import params, streamed
 
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
@@ -166,7 +168,7 @@ def check_any_to_any(ranks: WorkerPool, root: Path, data: st.DataObject) -> None
     assert not swap.exists() or not list(swap.iterdir())
 
 
-@settings(QUICK_TO_FAIL, max_examples=20)
+@settings(QUICK_TO_FAIL, max_examples=12)
 @given(data=st.data())
 def test_any_tiers_load_what_any_others_have_saved(
     ranks: WorkerPool, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -175,9 +177,135 @@ def test_any_tiers_load_what_any_others_have_saved(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @settings(QUICK_TO_FAIL, max_examples=300)
 @given(data=st.data())
 def test_many_tiers_load_what_many_others_have_saved(
     ranks: WorkerPool, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     check_any_to_any(ranks, tmp_path_factory.mktemp("many"), data)
+
+
+def train_through(
+    rank: int, world_size: int, root: Path, swap: Path, side: Side, wait: bool
+) -> tuple[list[float], States]:
+    """The last three steps of six, and all states at the end; the third is saved."""
+    with engine_of(MODEL, side, swap) as engine:
+        train(engine, 3)
+        engine.save(root, wait=wait)
+        losses = train(engine, 3)
+        engine.finish_saves()
+        return losses, whole_states(engine)
+
+
+def go_on(rank: int, world_size: int, root: Path, swap: Path, side: Side) -> tuple[list[float], States]:
+    with engine_of(MODEL, side, swap, seed=1) as engine:
+        train(engine, 1)
+        engine.load(root)
+        return train(engine, 3), whole_states(engine)
+
+
+MODEL = ModelSpec(width=24, num_blocks=2, is_tied=True, has_frozen=True, has_buffer=True)
+WHERE = {
+    "device": TierSpec(),
+    "host": TierSpec("host", "host", "host", share=0.3),
+    "nvme": TierSpec("nvme", "nvme", "nvme"),
+    "apart": TierSpec("device", "host", "nvme"),
+}
+FACTORS = {
+    "before": list(WHERE),
+    "after": list(WHERE),
+    "precision": ["fp32", "bf16", "fp16"],
+    "optimizer": list(OPTIMIZERS),
+    "wait": [True, False],
+}
+
+
+@pytest.mark.parametrize("options", cover(FACTORS))
+def test_training_goes_on_bitwise_on_the_same_tiers_and_on_others(
+    ranks: WorkerPool, tmp_path: Path, options: Mapping[str, Any]
+) -> None:
+    before, after = (
+        Side(LayoutSpec(2, 1, 1, 3), WHERE[options[side]], options["precision"], options["optimizer"], chunk_numel=2048)
+        for side in ("before", "after")
+    )
+    swap = tmp_path / "swap"
+    losses, states = ranks(2).run(train_through, tmp_path, swap, before, options["wait"])[0]
+    resumed_losses, resumed = ranks(2).run(go_on, tmp_path, swap, after)[0]
+    assert resumed_losses == losses
+    assert_same_bits(resumed, states)
+
+
+def save_parts(rank: int, world_size: int, root: Path, swap: Path, side: Side) -> list[States]:
+    with engine_of(MODEL, side, swap) as engine:
+        found = []
+        for contents in ("weights", "trainable", "all"):
+            train(engine, 1)
+            engine.save(root, contents=contents, keep_last=3)
+            found.append(whole_states(engine))
+        return found
+
+
+def load_parts(rank: int, world_size: int, root: Path, swap: Path, side: Side) -> list[tuple[States, States]]:
+    """What there was before and after a load: of weights, of what is trainable, and of the weights of all."""
+    found = []
+    for step, options in ((1, {}), (2, {"strict": False}), (3, {"weights_only": True})):
+        with engine_of(MODEL, side, swap, seed=step) as engine:
+            train(engine, 1)
+            before = whole_states(engine)
+            engine.load(root / f"step-{step:08d}", **options)
+            found.append((before, whole_states(engine)))
+    return found
+
+
+@pytest.mark.parametrize(("before", "after"), [("nvme", "host"), ("host", "apart"), ("apart", "nvme")])
+def test_parts_of_the_states_are_saved_and_loaded(ranks: WorkerPool, tmp_path: Path, before: str, after: str) -> None:
+    sides = [Side(LayoutSpec(2, 1, 1, 3), WHERE[each], "bf16") for each in (before, after)]
+    saved = ranks(2).run(save_parts, tmp_path, tmp_path / "swap", sides[0])[0]
+    weights, trainable, all_weights = ranks(2).run(load_parts, tmp_path, tmp_path / "swap", sides[1])[0]
+    for (own, loaded), source in ((weights, saved[0]), (all_weights, saved[2])):
+        for key, value in loaded.items():
+            assert torch.equal(value, (source if key[1] in ("param", "master", "buffer") else own)[key]), key
+    own, loaded = trainable
+    trained = {name for name, state in saved[1] if state == "exp_avg"}
+    assert {name for name, _ in saved[1]} > trained
+    for (name, state), value in loaded.items():
+        assert torch.equal(value, (saved[1] if name in trained else own)[name, state]), (name, state)
+
+
+MIB = 2**20
+
+
+def measure_buffers(rank: int, world_size: int, root: Path, swap: Path) -> tuple[int, list[int]]:
+    """Bytes of the states in files, and what the host's buffers took at most in a save, and in a load."""
+    config = {
+        "zero": {"stage": 3},
+        "tiers": {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "nvme_path": str(swap)},
+        "run": {"device": "cpu"},
+    }
+    layers = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)])
+    peaks = []
+    with (
+        mock.patch.object(spans, "WINDOW_BYTES", MIB // 2),
+        mock.patch.object(spans, "RUN_BYTES", MIB // 2),
+        mock.patch.object(tiers, "CHUNK_NUMEL", 2**15),  # which bounds the buffers that are kept
+        mock.patch.object(streamed, "CHUNK_NUMEL", 2**15),
+        mock.patch.object(params, "CHUNK_NUMEL", 2**15),
+        initialize(layers, config, loss_fn=lambda output, _: output.square().mean()) as engine,
+    ):
+        engine.train_step([torch.ones(1, 512)])
+        for work in (lambda: engine.save(root), lambda: engine.load(root)):
+            engine.tiers.settle()
+            engine.tiers.trim()
+            engine.tiers.memory.reset_peak()
+            before_bytes = sum(engine.tiers.memory.snapshot().live_bytes.values())
+            work()
+            peaks.append(engine.tiers.memory.snapshot().peak_bytes - before_bytes)
+        return sum(engine.layout.bytes_by_tier()["nvme"].values()), peaks
+
+
+def test_states_in_files_are_saved_and_loaded_through_a_few_buffers(ranks: WorkerPool, tmp_path: Path) -> None:
+    ((in_files, (saving, loading)),) = ranks(1).run(measure_buffers, tmp_path / "ck", tmp_path / "swap")
+    assert in_files > 31 * MIB
+    assert saving < 4 * MIB
+    assert loading < 4 * MIB
