@@ -276,15 +276,15 @@ def test_parts_of_the_states_are_saved_and_loaded(ranks: WorkerPool, tmp_path: P
 MIB = 2**20
 
 
-def measure_buffers(rank: int, world_size: int, root: Path, swap: Path) -> tuple[int, list[int]]:
-    """Bytes of the states in files, and what the host's buffers took at most in a save, and in a load."""
+def measure_buffers(rank: int, world_size: int, root: Path, swap: Path) -> tuple[int, list[int], list[int]]:
+    """Bytes of the states in files; of a save and a load, what the host's buffers took at most, and bytes written."""
     config = {
         "zero": {"stage": 3},
         "tiers": {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "nvme_path": str(swap)},
         "run": {"device": "cpu"},
     }
     layers = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)])
-    peaks = []
+    peaks, written = [], []
     with (
         mock.patch.object(spans, "WINDOW_BYTES", MIB // 2),
         mock.patch.object(spans, "RUN_BYTES", MIB // 2),
@@ -299,13 +299,19 @@ def measure_buffers(rank: int, world_size: int, root: Path, swap: Path) -> tuple
             engine.tiers.trim()
             engine.tiers.memory.reset_peak()
             before_bytes = sum(engine.tiers.memory.snapshot().live_bytes.values())
+            moved_bytes = engine.tiers.traffic.moved_bytes["host", "nvme"]
             work()
+            written.append(engine.tiers.traffic.moved_bytes["host", "nvme"] - moved_bytes)
             peaks.append(engine.tiers.memory.snapshot().peak_bytes - before_bytes)
-        return sum(engine.layout.bytes_by_tier()["nvme"].values()), peaks
+        return sum(engine.layout.bytes_by_tier()["nvme"].values()), peaks, written
 
 
 def test_states_in_files_are_saved_and_loaded_through_a_few_buffers(ranks: WorkerPool, tmp_path: Path) -> None:
-    ((in_files, (saving, loading)),) = ranks(1).run(measure_buffers, tmp_path / "ck", tmp_path / "swap")
+    ((in_files, (saving, loading), (written, loaded)),) = ranks(1).run(
+        measure_buffers, tmp_path / "ck", tmp_path / "swap"
+    )
     assert in_files > 31 * MIB
     assert saving < 4 * MIB
     assert loading < 4 * MIB
+    assert written == 0
+    assert 0.74 * in_files < loaded < 0.8 * in_files  # each state once, but for gradients; parts share blocks

@@ -133,13 +133,13 @@ def prepare_optimizer_states(states: States, wanted: Mapping[str, Mapping[str, W
             for the parameter's.
     """
     sharded = states.sharded
-    sharded.forget_states([each for each in sharded.pieces if sharded.is_streamed(each) or not wanted.get(each.name)])
+    sharded.forget_states([each for each in sharded.pieces if not wanted.get(each.name)])
     for piece in sharded.pieces:
         names = wanted.get(piece.name, {})
         if sharded.is_streamed(piece):  # they are there, and wait to be filled
             numbers = {name: each.value for name, each in names.items() if isinstance(each, HeldNumber)}
             if names:
-                sharded.expect_states(piece, numbers)
+                sharded.expect_states(piece, numbers, filled=names.keys() - numbers.keys())
             continue
         kept = sharded.optimizer.state[piece.view] if names else {}
         for name in [name for name in kept if name not in names]:

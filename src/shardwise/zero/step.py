@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -122,8 +122,15 @@ class ShardedOptimizer:
         else:
             _place_state(self.optimizer, piece.view, state, value)
 
-    def expect_states(self, piece: Piece, numbers: Mapping[str, float]) -> None:
-        """Let a piece whose optimizer rests off the device have states, whose tensors somebody will fill."""
+    def expect_states(self, piece: Piece, numbers: Mapping[str, float], filled: Collection[str]) -> None:
+        """Let a piece whose optimizer rests off the device begin anew with states.
+
+        Args:
+            piece: whose.
+            numbers: of them.
+            filled: tensors that somebody will write all of; the others are as before the first step.
+        """
+        self._streamed[piece.group].forget_states(piece, filled)
         self._streamed[piece.group].expect_states(piece, numbers)
 
     def is_streamed(self, piece: Piece) -> bool:

@@ -6,7 +6,7 @@ wherever it rests: gradient, master, the optimizer's states; and what it makes: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -174,12 +174,12 @@ class StreamedGroup:
         counts = self._counts[piece.name]
         counts.is_present, counts.num_steps = True, numbers.get("step", counts.num_steps)
 
-    def forget_states(self, piece: Piece) -> None:
-        """Let a piece have what it has before the first step."""
+    def forget_states(self, piece: Piece, filled: Collection[str] = ()) -> None:
+        """Let a piece have what it has before the first step, but for states that somebody fills anyway."""
         is_trained = self._counts[piece.name].is_trained
         self._counts[piece.name] = _Counts(0.0, self.has_states_at_once and is_trained, is_trained)
-        for name, rest in self.states.items():
-            self._fill(rest, piece.start, piece.stop, self._initial[name])
+        for name in self.states.keys() - filled:
+            self._fill(self.states[name], piece.start, piece.stop, self._initial[name])
 
     def close(self) -> None:
         """Give the states up."""
