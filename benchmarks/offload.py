@@ -199,7 +199,7 @@ def show_step(options: argparse.Namespace, folder: Path, console: Console) -> di
         for system, host in compared.items():
             if records[system].failure is None and records[host].failure is None:
                 bounds = _bounds(workload, system, bandwidths, records[host])
-                own = records[system]._round_medians_s()
+                own = records[system].round_medians_s()
                 reached = statistics.median(each / max(bound) for each, bound in zip(own, bounds, strict=True))
                 computing, moving = (statistics.median(bound[index] for bound in bounds) for index in range(2))
                 line = f"{system} / max(computing {computing:.3f} s, read + write {moving:.3f} s)"
@@ -219,7 +219,7 @@ def _bounds(
     read_bytes, written_bytes = across.get(("nvme", "host"), 0), across.get(("host", "nvme"), 0)
     return [
         (computing_s, read_bytes / read + written_bytes / written)
-        for computing_s, (read, written) in zip(host._round_medians_s(), bandwidths, strict=True)
+        for computing_s, (read, written) in zip(host.round_medians_s(), bandwidths, strict=True)
     ]
 
 

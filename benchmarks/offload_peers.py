@@ -21,9 +21,14 @@ from torch import Tensor, nn
 
 from pairs import Ready, Turn, forget_peak, peak_rss_bytes
 from peers import BETAS, LR, WEIGHT_DECAY, Peer, Workload, language_loss, mean_loss
-from shardwise.config import Config
+from shardwise.config import Config, TiersConfig
 from shardwise.layout.layout import Layout, build_layout
+from shardwise.memory import Category, Ledger
 from shardwise.models import Decoder, preset
+from shardwise.streams import Event, Streams
+from shardwise.tiers.file_rest import FileRest
+from shardwise.tiers.sweep import CHUNK_NUMEL, Chunk, Part
+from shardwise.tiers.tiers import Tiers
 
 BF16 = "bf16"
 Settle = Callable[[], None]
@@ -197,11 +202,6 @@ class TierDisk:
     """
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
-        from shardwise.config import TiersConfig
-        from shardwise.memory import Category, Ledger
-        from shardwise.streams import Streams
-        from shardwise.tiers.tiers import Tiers
-
         numel = num_bytes // 12
         config = {"tiers": {"optimizer": "nvme", "grads": "host", "nvme_path": str(folder)}}
         with torch.device("meta"):
@@ -217,9 +217,6 @@ class TierDisk:
 
     def bandwidth(self, *, is_read: bool, is_written: bool) -> float:
         """Bytes a second of one sweep, those that were moved; what is still in memory is not read again."""
-        from shardwise.streams import Event
-        from shardwise.tiers.sweep import CHUNK_NUMEL, Chunk, Part
-
         traffic = self._tiers.traffic
         traffic.reset()
         parts = {name: Part(rest, is_read, is_written) for name, rest in self._states.items()}
@@ -229,7 +226,8 @@ class TierDisk:
             self._tiers.sweep.submit(Chunk(parts, start, stop, lambda tensors: None, Event(None)))
         self._tiers.settle()
         for rest in self._states.values():
-            rest.flush()
+            if isinstance(rest, FileRest):
+                rest.flush()
         seconds = time.perf_counter() - start_s
         return sum(traffic.moved_bytes.values()) / seconds
 

@@ -248,10 +248,11 @@ class Record:
 
     def ratio(self, other: Record) -> float:
         """This system's step over the other's: the median over rounds of the ratio of the round's medians."""
-        pairs = zip(self._round_medians_s(), other._round_medians_s(), strict=True)
+        pairs = zip(self.round_medians_s(), other.round_medians_s(), strict=True)
         return statistics.median(own_s / other_s for own_s, other_s in pairs)
 
-    def _round_medians_s(self) -> list[float]:
+    def round_medians_s(self) -> list[float]:
+        """Seconds a step, averaged over ranks: the median of each round."""
         return [statistics.median(map(statistics.mean, steps)) for steps in self.rounds]
 
 
