@@ -127,8 +127,8 @@ def build_shardwise(model: Decoder, workload: OffloadWorkload, stage: int, tiers
 def build_deepspeed(model: Decoder, workload: OffloadWorkload, stage: int, tiers: Mapping[str, str]) -> Training:
     """DeepSpeed's CPUAdam on what is offloaded; with NVMe, reads and writes in a pipeline, which is off by default.
 
-    Else its defaults but for clipping (to 1.0), persistence (small parameters are not sharded), and the 1e9 parameters
-    that stay in host memory although they rest on NVMe.
+    Else its defaults but for clipping (to 1.0) and persistence (small parameters are not sharded). So 1e9 parameters
+    stay in host memory although they rest on NVMe: with less it stops for want of buffers ("Not enough buffers").
     """
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -141,7 +141,7 @@ def build_deepspeed(model: Decoder, workload: OffloadWorkload, stage: int, tiers
     if tiers["optimizer"] == "nvme":
         zero["offload_optimizer"] |= {"pipeline_read": True, "pipeline_write": True}
     if "params" in tiers:
-        zero["offload_param"] = offload(tiers["params"]) | {"max_in_cpu": 0}
+        zero["offload_param"] = offload(tiers["params"])
     config = {
         "train_micro_batch_size_per_gpu": workload.micro_size,
         "gradient_clipping": workload.clip_norm or 0.0,
