@@ -19,16 +19,16 @@ from shardwise._engine_weights import EngineWeights
 from shardwise._torch_private import pytree
 from shardwise.agreement import BatchCheck, all_or_none
 from shardwise.comm import Network, connect
-from shardwise.config import Config, ConfigError, SchedulerConfig
+from shardwise.config import Config, ConfigError
 from shardwise.deferred import ValueSource
 from shardwise.dropout import KeyedDraws, key_dropouts
-from shardwise.forwards import replace_forwards
+from shardwise.forwards import call_model, replace_forwards
 from shardwise.layout.layout import Layout, build_layout
 from shardwise.layout.mesh_shape import TENSOR_AXES
 from shardwise.layout.stages import Placement
 from shardwise.loss import LossBooks, LossFn, NonFiniteLossError, Total, first_nonfinite_module, read_loss
 from shardwise.memory import Category, Ledger
-from shardwise.optim import build_scheduler
+from shardwise.optim import own_scheduler
 from shardwise.pool import BufferPool
 from shardwise.precision import LossScaler, to_device, torch_dtype
 from shardwise.results import EvalResult, Scheduler, StepResult
@@ -120,7 +120,9 @@ class Engine(EngineWeights):
                     self._driver.groups, named_groups, self._optimizer_plan.factory, resources
                 )
                 self.optimizer = self._sharded.optimizer
-                self.scheduler = scheduler or self._own_scheduler(is_given=isinstance(optimizer, Optimizer))
+                self.scheduler = scheduler or own_scheduler(
+                    config, self.optimizer, is_given=isinstance(optimizer, Optimizer)
+                )
         except Exception:
             self.close()
             raise
@@ -369,7 +371,7 @@ class Engine(EngineWeights):
         self._driver.is_serving = True
         try:
             with self._numbers_for(inputs):
-                output = _call(self.model, inputs)
+                output = call_model(self.model, inputs)
                 return read_loss(output, batch, self._loss_fn)
         except BaseException as error:
             self._driver.abandon_forward()
@@ -445,13 +447,6 @@ class Engine(EngineWeights):
             if self.comm.world_size > 1 and buffer.numel() > 0:
                 self.comm.broadcast(buffer.data, f"buffer {name}")
 
-    def _own_scheduler(self, is_given: bool) -> Scheduler:
-        """The schedule that the config names; an optimizer of the user's keeps its rates unless a length is named."""
-        config = self.config.scheduler
-        if is_given and config.total_steps is None:
-            config = SchedulerConfig(name="constant", warmup_steps=config.warmup_steps)
-        return build_scheduler(config, self.optimizer, self.config.run.steps)
-
     def _agree(self, squares: list[Tensor]) -> tuple[float, float, float, dict[str, bool], bool]:
         """Sum over the ranks what all must know alike.
 
@@ -490,12 +485,6 @@ class Engine(EngineWeights):
             f"step {self.num_steps + 1}: loss {loss_sum} and gradient norm {grad_norm} must be finite; {left}: "
             "lower optimizer.lr, clip (optimizer.clip_norm) or drop the batch"
         )
-
-
-def _call(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
 
 
 def backpropagate(engines: Sequence[Engine], loss: Tensor, weight: Tensor) -> None:

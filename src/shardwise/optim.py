@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardwise.config import ConfigError, OptimizerConfig, SchedulerConfig
+from shardwise.config import Config, ConfigError, OptimizerConfig, SchedulerConfig
 from shardwise.lion import Lion
 
 # What torch's own classes do to a whole matrix, or need a closure for; on pieces they would be silently wrong.
@@ -89,3 +89,11 @@ def learning_rate_factor(config: SchedulerConfig, total_steps: int) -> Callable[
 def build_scheduler(config: SchedulerConfig, optimizer: Optimizer, total_steps: int) -> LambdaLR:
     """The schedule over all of the optimizer's parameter groups."""
     return LambdaLR(optimizer, learning_rate_factor(config, total_steps))
+
+
+def own_scheduler(config: Config, optimizer: Optimizer, is_given: bool) -> LambdaLR:
+    """The schedule that the config names; an optimizer of the user's keeps its rates unless a length is named."""
+    section = config.scheduler
+    if is_given and section.total_steps is None:
+        section = SchedulerConfig(name="constant", warmup_steps=section.warmup_steps)
+    return build_scheduler(section, optimizer, config.run.steps)
