@@ -276,6 +276,8 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
     console = Console(width=None if sys.stdout.isatty() else 160)
     content: dict[str, Any] = {"machine": machine(), "arguments": arguments, "results": {}}
+    if options.folder is not None:
+        Path(options.folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="offload-", dir=options.folder) as folder:
         for section in options.sections:
             facts = machine() | {"section": section}
