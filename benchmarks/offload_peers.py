@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pairs import Ready, Turn, forget_peak, peak_rss_bytes
-from peers import BETAS, LR, WEIGHT_DECAY, Peer, Workload, language_loss, mean_loss
+from peers import BETAS, LR, WEIGHT_DECAY, Peer, Workload, language_loss, mean_loss, optimizer_section
 from shardwise.config import Config, TiersConfig
 from shardwise.layout.layout import Layout, build_layout
 from shardwise.memory import Category, Ledger
@@ -93,14 +93,7 @@ def shardwise_config(workload: OffloadWorkload, stage: int, tiers: Mapping[str, 
         "precision": {"param": workload.dtype},
         "zero": {"stage": stage},
         "tiers": {**tiers, "nvme_path": workload.folder} if "nvme" in tiers.values() else dict(tiers),
-        "optimizer": {
-            "name": "adamw",
-            "lr": LR,
-            "betas": BETAS,
-            "weight_decay": WEIGHT_DECAY,
-            "decay_1d": True,
-            "clip_norm": workload.clip_norm,
-        },
+        "optimizer": optimizer_section(workload),
         "scheduler": {"name": "constant"},
         "run": {"device": "cpu"},
     }

@@ -211,6 +211,18 @@ def build_deepspeed(model: Decoder, workload: Workload, stage: int) -> Step:
     return step
 
 
+def optimizer_section(workload: Workload) -> dict[str, Any]:
+    """The engine's config of the optimizer that all systems use."""
+    return {
+        "name": "adamw",
+        "lr": LR,
+        "betas": BETAS,
+        "weight_decay": WEIGHT_DECAY,
+        "decay_1d": True,
+        "clip_norm": workload.clip_norm,
+    }
+
+
 def shardwise_engine(model: Decoder, workload: Workload, stage: int) -> Any:
     """Shardwise with its defaults: the wire in the parameters' dtype, sums and accumulator in fp32."""
     import shardwise
@@ -219,14 +231,7 @@ def shardwise_engine(model: Decoder, workload: Workload, stage: int) -> Any:
         "batch": {"micro_size": workload.micro_size},
         "precision": {"param": workload.dtype},
         "zero": {"stage": stage},
-        "optimizer": {
-            "name": "adamw",
-            "lr": LR,
-            "betas": BETAS,
-            "weight_decay": WEIGHT_DECAY,
-            "decay_1d": True,
-            "clip_norm": workload.clip_norm,
-        },
+        "optimizer": optimizer_section(workload),
         "scheduler": {"name": "constant"},
         "run": {"device": "cpu"},
     }
