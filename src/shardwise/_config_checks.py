@@ -12,7 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise._config_sections import RecomputeConfig, TiersConfig, ZeroConfig
+from shardwise._config_sections import (
+    CompileConfig,
+    MeshConfig,
+    PipelineConfig,
+    RecomputeConfig,
+    TiersConfig,
+    ZeroConfig,
+)
 
 
 def wrong_tiers(tiers: TiersConfig, zero: ZeroConfig, recompute: RecomputeConfig) -> Iterator[str]:
@@ -45,3 +52,31 @@ def wrong_tiers(tiers: TiersConfig, zero: ZeroConfig, recompute: RecomputeConfig
     if tiers.activations != "device" and recompute.mode == "none":
         rule = "moves the inputs of recomputed blocks, and recompute.mode=none recomputes none"
         yield f"tiers.activations={tiers.activations} {rule}; set recompute.mode=full"
+
+
+def wrong_pipeline(
+    pipeline: PipelineConfig, mesh: MeshConfig, zero: ZeroConfig, compile_config: CompileConfig
+) -> Iterator[str]:
+    """What cannot be, or would do nothing, in how stages are cut and run.
+
+    >>> from shardwise._config_sections import CompileConfig, MeshConfig, PipelineConfig
+    >>> zb, compiled = PipelineConfig(schedule="zb-h1"), CompileConfig(enabled=True)
+    >>> next(wrong_pipeline(zb, MeshConfig(pp=2), ZeroConfig(), compiled)).partition(";")[2]
+    ' set compile.enabled=false, or pipeline.schedule=1f1b'
+    """
+    if mesh.pp == 1:
+        defaults = PipelineConfig()
+        for key, value in pipeline:
+            if value != getattr(defaults, key):
+                rule = "says how stages lie on the ranks of a pipeline, and mesh.pp=1 has none"
+                yield f"pipeline.{key}={value} {rule}; set mesh.pp to 2 or more, or leave the key out"
+        return
+    if zero.lockstep:
+        rule = "gathers every block once a forward, and in a pipeline each rank has some of them"
+        yield f"zero.lockstep=true {rule}; set zero.lockstep=false"
+    if compile_config.enabled and pipeline.schedule.startswith("zb-"):
+        rule = f"compiles backwards whole, and pipeline.schedule={pipeline.schedule} splits them"
+        yield f"compile.enabled=true {rule}; set compile.enabled=false, or pipeline.schedule=1f1b"
+    if pipeline.gather == "micro-batch" and zero.stage < 3:
+        rule = f"is how parameters that rest as shards are gathered, and in zero.stage={zero.stage} they rest whole"
+        yield f"pipeline.gather=micro-batch {rule}; set zero.stage=3, or leave the key out"

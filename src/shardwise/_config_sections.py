@@ -141,10 +141,21 @@ class TensorConfig(Section):
 
 
 class PipelineConfig(Section):
-    """The schedule over the `pp` axis."""
+    """The stages over the `pp` axis, and their schedule; `batch.accumulation` micro-batches go through it each step.
 
-    schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
+    `virtual_stages`: stages a rank. Stages are cut by cost: `balance` says which, `cut` names the modules with which
+    stages 1, 2, ... begin instead, and `units` those between which cuts are allowed. `unit_seconds`: measured costs of
+    modules, by name pattern. `gather`: in ZeRO 3 a stage is gathered once a batch, or block by block for each
+    micro-batch, in less memory for more traffic.
+    """
+
+    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = "1f1b"
     virtual_stages: Positive = 1
+    balance: Literal["both", "time", "memory"] = "both"
+    cut: Names | None = None
+    units: Names | None = None
+    unit_seconds: dict[str, PositiveFloat] | None = None
+    gather: Literal["batch", "micro-batch"] = "batch"
 
 
 class ContextConfig(Section):

@@ -219,6 +219,34 @@ def fake_copy(tensor: Tensor) -> Tensor:
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
+class Ghosts:
+    """Makes tensors of a shape, dtype and device without values, which mix with real ones: what is computed from one is
+    one too.
+
+    Args:
+        device: of them.
+        is_simulated: all tensors are fake already, in the context of `fake_tensors`: then none can be told apart.
+    """
+
+    def __init__(self, device: torch.device, is_simulated: bool = False) -> None:
+        self._device = device
+        self._mode = None if is_simulated else FakeTensorMode(allow_non_fake_inputs=True)
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """One like `tensor`; parameters stay parameters."""
+        with plain_torch_functions(), self.only():
+            ghost = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+            return nn.Parameter(ghost, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else ghost
+
+    def only(self) -> AbstractContextManager[Any]:
+        """Inside, all that is made is one."""
+        return nullcontext() if self._mode is None else self._mode
+
+    def is_one(self, value: object) -> bool:
+        """Whether a value is such a tensor."""
+        return self._mode is not None and isinstance(value, FakeTensor) and value.fake_mode is self._mode
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has a shape but no memory: then one op says as much as many over its parts."""
     return isinstance(tensor, FakeTensor)

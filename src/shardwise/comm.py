@@ -23,7 +23,7 @@ from torch import Tensor
 from shardwise.agreement import CallCheck
 from shardwise.comm_books import AbsentError, Call, CommBooks, CommError
 from shardwise.config import Config
-from shardwise.layout.mesh_shape import GRADIENT_AXES, REPLICA_AXES, SHARD_AXES, TENSOR_AXES, MeshShape
+from shardwise.layout.mesh_shape import GRADIENT_AXES, PIPELINE_AXES, REPLICA_AXES, SHARD_AXES, TENSOR_AXES, MeshShape
 from shardwise.links import Links, Network
 from shardwise.mesh import Mesh
 from shardwise.pending import Pending
@@ -432,7 +432,10 @@ class Comms:
         reductions: the same ranks as `shards`; on CUDA over a communicator of its own.
         replicas: those that hold the same shard.
         tensor: those that share a layer's matrices.
-        model: `data` and `tensor` together: all that take the same optimizer step.
+        model: `data` and `tensor` together: all that hold parts of the same stages of the model.
+        pipeline: those with the other stages, at the same place of their meshes.
+        all: `model` and `pipeline` together: all that take the same optimizer step.
+        tied: those of `pipeline` that hold a parameter which is tied across a cut, by their ranks there.
     """
 
     data: Comm
@@ -441,6 +444,9 @@ class Comms:
     replicas: Comm
     tensor: Comm
     model: Comm
+    pipeline: Comm
+    all: Comm
+    tied: Mapping[tuple[int, ...], Comm]
 
 
 def connect(
@@ -476,8 +482,17 @@ def connect(
 
     # On NCCL one communicator would run gathers and reductions one after the other.
     reductions = over(SHARD_AXES, "reduce" if device.type == "cuda" else "gather")
-    tensor, model = over(TENSOR_AXES), over((*GRADIENT_AXES, *TENSOR_AXES))
-    return Comms(over(GRADIENT_AXES), over(SHARD_AXES), reductions, over(REPLICA_AXES), tensor, model)
+    cell = (*GRADIENT_AXES, *TENSOR_AXES)
+    return Comms(
+        data=over(GRADIENT_AXES),
+        shards=over(SHARD_AXES),
+        reductions=reductions,
+        replicas=over(REPLICA_AXES),
+        tensor=over(TENSOR_AXES),
+        model=over(cell),
+        pipeline=over(PIPELINE_AXES),
+        all=over((*PIPELINE_AXES, *cell)),
+    )
 
 
 def _first_sentence(error: Exception) -> str:

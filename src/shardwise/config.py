@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ValidationError
 
-from shardwise._config_checks import wrong_tiers
+from shardwise._config_checks import wrong_pipeline, wrong_tiers
 from shardwise._config_sections import (
     AttentionConfig,
     BatchConfig,
@@ -158,7 +158,10 @@ class Config(Section):
         if world_size < 1:
             raise ConfigError(f"world size {world_size} holds no rank; start at least 1")
         _refuse_unbuilt(self)
-        for message in wrong_tiers(self.tiers, self.zero, self.recompute):
+        for message in (
+            *wrong_tiers(self.tiers, self.zero, self.recompute),
+            *wrong_pipeline(self.pipeline, self.mesh, self.zero, self.compile),
+        ):
             raise ConfigError(message)
         mesh = _resolve_mesh(self.mesh, world_size)
         num_data_ranks = _known(mesh.dp_replicate) * _known(mesh.dp_shard)
@@ -260,10 +263,7 @@ def _resolve_mesh(mesh: MeshConfig, world_size: int) -> MeshConfig:
 
 def _unbuilt_features(config: Config) -> Iterator[tuple[str, Any, Any, str]]:
     """(key, value asked for, value that is built, name of the feature)."""
-    yield "mesh.pp", config.mesh.pp, 1, "pipeline parallelism"
     yield "mesh.cp", config.mesh.cp, 1, "context parallelism"
-    yield "pipeline.schedule", config.pipeline.schedule, "1f1b", "pipeline parallelism"
-    yield "pipeline.virtual_stages", config.pipeline.virtual_stages, 1, "pipeline parallelism"
     yield "context.transport", config.context.transport, "ring", "context parallelism"
     yield "attention.kind", config.attention.kind, "dense", "block-sparse attention"
 

@@ -15,10 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise._engine_pipeline import PipelineRun, make_stages
+from shardwise._engine_runs import LoopRun, Run
 from shardwise._engine_weights import EngineWeights
 from shardwise._torch_private import pytree
 from shardwise.agreement import BatchCheck, all_or_none
 from shardwise.comm import Network, connect
+from shardwise.comm_p2p import Pipes
 from shardwise.config import Config, ConfigError
 from shardwise.deferred import ValueSource
 from shardwise.dropout import KeyedDraws, key_dropouts
@@ -29,6 +32,7 @@ from shardwise.layout.stages import Placement
 from shardwise.loss import LossBooks, LossFn, NonFiniteLossError, Total, first_nonfinite_module, read_loss
 from shardwise.memory import Category, Ledger
 from shardwise.optim import own_scheduler
+from shardwise.pipeline.parts import StageForward
 from shardwise.pool import BufferPool
 from shardwise.precision import LossScaler, to_device, torch_dtype
 from shardwise.results import EvalResult, Scheduler, StepResult
@@ -45,6 +49,7 @@ from shardwise.zero.driver import ZeroDriver
 from shardwise.zero.optimizer_plan import OptimizerFactory, plan_optimizer
 from shardwise.zero.regroup import regroup
 from shardwise.zero.resources import Resources
+from shardwise.zero.scheduled import ScheduledGroups
 from shardwise.zero.step import ShardedOptimizer
 
 Given = ParamSpec("Given")
@@ -99,8 +104,8 @@ class Engine(EngineWeights):
         self._away = None
         self._optimizer_plan = plan_optimizer(optimizer, config.optimizer, model)
         named_groups = self._optimizer_plan.groups_of(layout)
-        self._comms = connect(network, layout.mesh, config, device, streams, self._pool)
-        self.comm = self._comms.model
+        self._comms = connect(network, layout, config, device, streams, self._pool)
+        self.comm = self._comms.all
         self._timeline = Timeline(network.rank)
         self._watchdog = watch(network.store, self.comm.books, self._timeline, config.run)
         self._prepare_checkpoints(follows_config=optimizer is None and scheduler is None)
@@ -109,6 +114,7 @@ class Engine(EngineWeights):
         values = ValueSource(model, config.run.seed)
         self._adopt_buffers()
         self._undo: list[Callable[[], None]] = []
+        stages = make_stages(model, layout, device, self.comm.is_simulated)
         self._draws = KeyedDraws(config.run.seed, device)
         resources = self._open_tiers(streams, values)
         self._driver = self._move_parameters(resources)
@@ -116,6 +122,7 @@ class Engine(EngineWeights):
         try:
             with all_or_none(network.store, network.rank, config.run.timeout_s, "optimizer"):
                 self._alter_modules()
+                self._run = self._make_run(stages, streams)
                 self._sharded = ShardedOptimizer(
                     self._driver.groups, named_groups, self._optimizer_plan.factory, resources
                 )
@@ -132,7 +139,7 @@ class Engine(EngineWeights):
         self._loss_fn = loss_fn
         self._batches: deque[Any] = deque(maxlen=config.batch.accumulation)
         self.num_steps = 0
-        self._num_backwards = self._num_forwards = self._num_samples = 0
+        self._num_backwards = 0
         self._syncs = True
         self._undo += [self._sharded.close, self._ahead.close, self._books.clear, self._batches.clear]
 
@@ -176,6 +183,17 @@ class Engine(EngineWeights):
         self._activations = build_store(self.config, tiers.streams, tiers.buffers, tiers.traffic, self.memory)
         self._undo += replace_forwards(self.model, self.layout, self.config, self._activations)
 
+    def _make_run(self, stages: StageForward | None, streams: Streams) -> Run:
+        if stages is None:
+            return LoopRun()
+        self._undo += stages.install()
+        timeout_s, books = self.config.run.timeout_s, self.comm.books
+        pipes = Pipes(self._network, self.layout.mesh, self.device, timeout_s, streams, books)
+        groups = ScheduledGroups(self._driver, self.layout)
+        run = PipelineRun(self.config, self.layout, stages, groups, pipes, self._timeline)
+        self._undo.append(run.close)
+        return run
+
     @property
     def timeline(self) -> tuple[Any, ...]:
         """The timed actions of this rank's last step."""
@@ -187,6 +205,7 @@ class Engine(EngineWeights):
         With a `loss_fn`, a tuple or list is (inputs, what only the loss needs, ...); otherwise the batch is the inputs.
         Inputs that are a dict go to the model as keyword arguments, a tuple or list as positional ones.
         """
+        self._run.check_direct("engine(batch)")
         self._timeline.micro_batch = self._num_backwards
         total = self._forward(batch)
         if not torch.is_grad_enabled():
@@ -205,6 +224,7 @@ class Engine(EngineWeights):
             ValueError: it came from elsewhere, so how much counts in it is not known.
             torch.OutOfMemoryError: with the table of what holds the memory; so too `engine(batch)` and `step`.
         """
+        self._run.check_direct("engine.backward")
         self._check_usable()
         self._refuse_unless_trainable()
         backpropagate([self], loss, self._books.close(loss) * self._scaler.scale)
@@ -217,6 +237,7 @@ class Engine(EngineWeights):
             NonFiniteLossError: loss or gradients are not finite; parameters and optimizer stay as they were.
             CheckpointError: a save in the background has failed; call it again to take the step.
         """
+        self._run.check_direct("engine.step")
         self._check_usable()
         self._saver.poll()
         return self._step()
@@ -285,12 +306,7 @@ class Engine(EngineWeights):
                 f"train_step got {len(batches)} micro-batches but batch.accumulation={expected}; "
                 f"give {expected} or set batch.accumulation={len(batches)}"
             )
-        for index, batch in enumerate(batches, 1):
-            loss = self(batch)
-            self._ahead.is_armed = index == len(batches)
-            self.backward(loss)
-        # Not `step`: an error of a save, raised there, would leave the gradients of these batches to the next step.
-        return self._step()
+        return self._run.train(self, batches)
 
     @_explained
     def eval_step(self, batches: Sequence[Any]) -> EvalResult:
@@ -300,8 +316,7 @@ class Engine(EngineWeights):
         books = LossBooks(self._comms)
         try:
             with torch.no_grad():
-                for batch in batches:
-                    books.add(self._forward(batch))
+                self._run.evaluate(self, batches, books)
         finally:
             for module in training:
                 module.training = True
@@ -362,36 +377,8 @@ class Engine(EngineWeights):
             self.close()
 
     @_explained
-    def _forward(self, batch: Any) -> Total:
-        self._check_usable(params_suffice=not torch.is_grad_enabled())
-        self._check_batch(batch, is_first_step=self.num_steps == 0)
-        batch = to_device(batch, self.device)
-        inputs = batch[0] if self._loss_fn is not None and isinstance(batch, list | tuple) else batch
-        inputs = to_device(inputs, self.device, torch_dtype(self.config.precision.param))
-        self._driver.is_serving = True
-        try:
-            with self._numbers_for(inputs):
-                output = call_model(self.model, inputs)
-                return read_loss(output, batch, self._loss_fn)
-        except BaseException as error:
-            self._driver.abandon_forward()
-            explain_shapes(error, self.model, self.layout.tensor)
-            raise
-        finally:
-            self._driver.is_serving = False
-            if not torch.is_grad_enabled():
-                self._driver.reshard_all()  # what the loss has read
-
-    def _numbers_for(self, inputs: Any) -> AbstractContextManager[None]:
-        """Inside, a forward in training mode draws the numbers of its samples, whichever rank computes them."""
-        sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-        if not (self._draws_numbers and self.model.training and sizes):
-            return nullcontext()
-        data, number = self._comms.data, self._num_forwards
-        first_sample = self._num_samples * data.world_size + data.rank * sizes[0]
-        self._num_forwards += 1
-        self._num_samples += sizes[0]
-        return self._draws.at(self.num_steps, number, first_sample, sizes[0])
+    def _forward(self, batch: Any) -> Total | None:
+        return self._run.forward(self, batch)
 
     def _begin_backward(self) -> None:
         self._is_broken = True
@@ -430,7 +417,7 @@ class Engine(EngineWeights):
             raise ValueError(
                 "requires_grad changed between a forward and its backward; freeze and unfreeze between steps"
             )
-        layout = build_layout(self.model, self.config, self.layout.tensor)
+        layout = build_layout(self.model, self.config, self.layout.tensor, self.layout.pipeline)
         regroup(self._states(), layout, self._optimizer_plan.groups_of(layout))
         self.layout = layout
 
@@ -458,17 +445,24 @@ class Engine(EngineWeights):
         if (self._comms.data if is_whole else self._comms.replicas).rank > 0:
             own_square.zero_()  # others hold the same gradient: it counts once
         own = own_square.reshape(1).to(self.device)
+        was_used = dict(zip(self._sharded.names, self._sharded.used(), strict=True))
+        names = [each.name for group in self.layout.model_groups if group.trainable for each in group.params]
+        flags = [was_used.get(name, False) for name in names]
         ahead = [self._sharded.has_stepped_ahead] if self._ahead.is_allowed else []
-        summed = self._books.sum_with(own, "step", [*self._sharded.used(), *ahead])
+        scale = [self._books.normaliser * self._books.is_first] if self.layout.pipeline is not None else []
+        summed = self._books.sum_with(own, "step", [*flags, *ahead, *scale])
+        if scale:  # which the ranks without a loss do not know
+            self._books.normaliser = summed.pop()
         loss_sum, count, square_sum, *counts = summed
-        used = {name: number > 0 for name, number in zip(self._sharded.names, counts, strict=False)}
+        used = {name: number > 0 for name, number in zip(names, counts, strict=False)}
         return loss_sum, count, square_sum, used, bool(ahead) and counts[-1] > 0
 
     def _end_step(self, is_taken: bool = True) -> None:
         self.num_steps += is_taken
-        self._num_backwards = self._num_forwards = self._num_samples = 0
+        self._num_backwards = 0
+        self._run.end_step()
         self._draws.forget()
-        self._driver.forget_unannounced()
+        self._driver.end_step()
         self._batches.clear()
         self._books.clear()
         self._timeline.close_step()

@@ -104,6 +104,11 @@ class LossBooks:
         """Whether a loss still awaits its backward."""
         return any(reference() is not None for reference, _ in self._open)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of those that have counted a loss in."""
+        return self._sums is not None and self._comms.model.rank == 0
+
     def add(self, total: Total) -> None:
         """Count a loss in."""
         pair = torch.stack([total.total.detach().double(), total.count.double()])
@@ -138,18 +143,18 @@ class LossBooks:
 
     def sum_with(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:
         """Sum loss, count, a vector of further values and numbers of the host over the ranks."""
-        return self._comms.model.sum_scalars(self._before(values), name, known)
+        return self._comms.all.sum_scalars(self._before(values), name, known)
 
     def sum_over_ranks(self, name: str) -> tuple[float, float]:
         """The loss's sum and count over the ranks."""
-        values = torch.zeros(0, dtype=torch.float64, device=self._comms.model.device)
+        values = torch.zeros(0, dtype=torch.float64, device=self._comms.all.device)
         loss_sum, count = self.sum_with(values, name)
         return loss_sum, count
 
     def start_sum(self, name: str) -> Callable[[], list[float]]:
         """Start `sum_over_ranks`; what is returned waits for it."""
-        values = torch.zeros(0, dtype=torch.float64, device=self._comms.model.device)
-        return self._comms.model.start_sum_scalars(self._before(values), name)
+        values = torch.zeros(0, dtype=torch.float64, device=self._comms.all.device)
+        return self._comms.all.start_sum_scalars(self._before(values), name)
 
     def _before(self, values: Tensor) -> Tensor:
         """Loss and count of this rank, where they count, before further values."""
@@ -169,7 +174,7 @@ class LossBooks:
 
 
 def first_nonfinite_module(
-    model: nn.Module, batches: Sequence[Any], forward: Callable[[Any], Total], comm: Comm
+    model: nn.Module, batches: Sequence[Any], forward: Callable[[Any], object], comm: Comm
 ) -> str:
     """Run the step's forwards again and say which module's output is the first that is not finite, on which rank.
 

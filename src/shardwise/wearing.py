@@ -50,6 +50,44 @@ def _joined(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
     return type(own.__name__, (kind, own), names)
 
 
+Call = Callable[..., Any]
+"""A module's own call: hooks, then the forward."""
+
+Answer = Callable[[nn.Module, Call, tuple[Any, ...], dict[str, Any]], Any]
+"""What a module whose calls are answered returns: given the module, its own call and the arguments."""
+
+
+def answer_calls(module: nn.Module, answer: Answer) -> Callable[[], None]:
+    """Let `answer` decide what calls of a module return, and whether its hooks and its forward run at all.
+
+    Modules of one class share the class that they wear.
+
+    Returns:
+        what gives the module its own class back.
+    """
+    own = type(module)
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    made = [each for each in own.__subclasses__() if each.__bases__ == (_Answered, own)]
+    undo_class = swap_class(module, made[0] if made else type(own.__name__, (_Answered, own), names))
+    undo_answer = set_attribute(module, "_shardwise_answer", answer)
+
+    def put_back() -> None:
+        undo_answer()
+        undo_class()
+
+    return put_back
+
+
+class _Answered:
+    """What is joined with a module's class by `answer_calls`."""
+
+    _shardwise_answer: Answer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = cast(Call, super().__call__)  # type: ignore[misc]
+        return self._shardwise_answer(cast(nn.Module, self), own, args, kwargs)
+
+
 def set_attribute(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
     """Set an attribute of a module.
 

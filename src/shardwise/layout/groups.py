@@ -24,7 +24,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Final
 
-from shardwise.config import Tier
+from shardwise.config import ConfigError, Tier
 from shardwise.layout.pieces import Piece, intersect
 from shardwise.layout.skeleton import ROOT, ParamEntry
 from shardwise.layout.splits import ParamSplit
@@ -110,6 +110,7 @@ class GroupSpec:
         num_shards: ranks that share the sharded states.
         is_replicated: every rank holds the parameters whole in every stage; of frozen groups only.
         tiers: where its states rest.
+        stages: of the pipeline that use it; several where a parameter is tied across a cut, and each holds it.
     """
 
     name: str
@@ -120,6 +121,7 @@ class GroupSpec:
     num_shards: int
     is_replicated: bool = False
     tiers: GroupTiers = GroupTiers()
+    stages: tuple[int, ...] = (0,)
 
     @property
     def rests_whole(self) -> bool:
@@ -185,8 +187,11 @@ def build_groups(
     num_shards: int,
     replicate_frozen: bool = False,
     splits: Mapping[str, ParamSplit] | None = None,
+    stages_of: Mapping[str, tuple[int, ...]] | None = None,
 ) -> tuple[GroupSpec, ...]:
     """One group per unit and trainability, the root's first, then the units' in module order.
+
+    Under pipeline parallelism the root has one for each stage, and one for each set of stages that share parameters.
 
     Args:
         entries: the model's parameters.
@@ -195,15 +200,33 @@ def build_groups(
         num_shards: that share the sharded states.
         replicate_frozen: every rank keeps frozen parameters whole, so that they are never gathered.
         splits: over the tensor-parallel group, by parameter; None for one rank.
+        stages_of: the stages that use a parameter, by its name; None without a pipeline.
+
+    Raises:
+        ConfigError: a block lies on several stages.
     """
     order = {unit: index for index, unit in enumerate((ROOT, *units))}
-    by_group = sorted(entries, key=lambda entry: (order[entry.unit], not entry.requires_grad))
-    groups = []
-    for (unit, trainable), members in groupby(by_group, key=lambda entry: (entry.unit, entry.requires_grad)):
-        name = unit if trainable else f"{unit}:frozen"
+
+    def stages(entry: ParamEntry) -> tuple[int, ...]:
+        return (0,) if stages_of is None else stages_of[entry.name]
+
+    by_group = sorted(entries, key=lambda entry: (order[entry.unit], stages(entry), not entry.requires_grad))
+    groups: list[GroupSpec] = []
+    for (unit, held_by, trainable), members in groupby(
+        by_group, key=lambda entry: (entry.unit, stages(entry), entry.requires_grad)
+    ):
+        if unit != ROOT and groups and groups[-1].unit == unit and groups[-1].stages != held_by:
+            both = " and ".join(str(stage) for stage in sorted({*groups[-1].stages, *held_by}))
+            raise ConfigError(
+                f"block {unit} lies on stages {both}, but its parameters are gathered together; name modules within "
+                "one stage in zero.blocks, or move pipeline.cut"
+            )
+        place = unit if unit != ROOT or stages_of is None else f"{unit}@{'+'.join(map(str, held_by))}"
+        name = place if trainable else f"{place}:frozen"
         is_replicated = replicate_frozen and not trainable
+        params = tuple(_place(members, splits or {}))
         groups.append(
-            GroupSpec(name, unit, tuple(_place(members, splits or {})), trainable, num_ranks, num_shards, is_replicated)
+            GroupSpec(name, unit, params, trainable, num_ranks, num_shards, is_replicated, stages=held_by)
         )
     return tuple(groups)
 

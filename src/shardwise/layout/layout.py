@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Final
@@ -33,6 +33,7 @@ from torch import nn
 from shardwise.config import Config, ConfigError, Dtype, OptimizerConfig, Tier
 from shardwise.layout.groups import GroupSpec, build_groups
 from shardwise.layout.mesh_shape import GRADIENT_AXES, REPLICA_AXES, SHARD_AXES, MeshShape
+from shardwise.layout.pipeline import PipelineLayout
 from shardwise.layout.precision import DTYPE_BYTES, PrecisionPolicy, precision_policy
 from shardwise.layout.skeleton import ROOT, find_units, read_parameters
 from shardwise.layout.stages import Placement, ZeroStage, effective_stage
@@ -122,6 +123,8 @@ class Layout:
         precision: dtypes by role.
         states: every state kept at rest.
         tensor: what is split over the tensor-parallel group; None for one rank.
+        pipeline: the stages; None without a pipeline.
+        elsewhere: the groups that only other ranks of the pipeline hold; see `of_pipeline_rank`.
     """
 
     mesh: MeshShape
@@ -131,10 +134,36 @@ class Layout:
     precision: PrecisionPolicy
     states: tuple[StateSpec, ...]
     tensor: TensorLayout | None = None
+    pipeline: PipelineLayout | None = None
+    elsewhere: tuple[GroupSpec, ...] = ()
+
+    def of_pipeline_rank(self, index: int) -> Layout:
+        """The layout with the groups of one rank of the pipeline; of all of them it has what rank 0 would."""
+        if self.pipeline is None:
+            return self
+        held = self.pipeline.stages_on(index)
+        groups = tuple(group for group in self.model_groups if not held.isdisjoint(group.stages))
+        elsewhere = tuple(group for group in self.model_groups if held.isdisjoint(group.stages))
+        return replace(self, groups=groups, elsewhere=elsewhere, pipeline=replace(self.pipeline, index=index))
+
+    @property
+    def model_groups(self) -> tuple[GroupSpec, ...]:
+        """The groups of all stages, on every rank in the same order."""
+        order = {unit: index for index, unit in enumerate((ROOT, *self.units))}
+        every = (*self.groups, *self.elsewhere)
+        return tuple(sorted(every, key=lambda group: (order[group.unit], group.stages, not group.trainable)))
+
+    @property
+    def held_units(self) -> tuple[str, ...]:
+        """The blocks of this rank's stages."""
+        if self.pipeline is None:
+            return self.units
+        others = {group.unit for group in self.elsewhere} - {group.unit for group in self.groups}
+        return tuple(unit for unit in self.units if unit not in others)
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters on a rank of the tensor-parallel group, tied ones once."""
+        """Elements of this rank's parameters before they are sharded, tied ones once."""
         return sum(group.numel for group in self.groups)
 
     @property
@@ -166,9 +195,10 @@ class Layout:
     def bytes_on_wire(self, num_micro_batches: int) -> dict[str, int]:
         """Bytes a rank sends in one optimizer step, by collective, as a ring would: the scalars of the step excepted.
 
-        Parameters that rest as shards are gathered for the forward and again for the backward of every micro-batch; the
+        Without a pipeline, or where it gathers for each micro-batch, parameters that rest as shards are gathered for the forward and again for the backward of every micro-batch; the
         root's and the last block's stay unsharded in between, and are gathered once. Replicas sum their shards once, in
-        the last micro-batch.
+        the last micro-batch. A pipeline that gathers once a batch reduces once too. What stages send each other is not
+        in it: activations are the model's own; tied parameters' gradients are, with their sum over the stages.
         """
         num_replicas = self.mesh.size_along(REPLICA_AXES)
         wire = {"all_reduce": 0, "reduce_scatter": 0, "all_gather": 0}
@@ -178,24 +208,38 @@ class Layout:
             wire["all_gather"] += unshards * ring_numel * DTYPE_BYTES[self.precision.param]
             if not group.trainable:
                 continue
+            if len(group.stages) > 1 and (num_holders := len(self.holders(group))) > 1:
+                numel = group.padded_numel if self.stage.optimizer is Placement.REPLICATE else group.shard_numel
+                wire["all_reduce"] += 2 * numel * (num_holders - 1) // num_holders * DTYPE_BYTES[self.precision.master]
             if self.stage.unshard_after_step:
                 wire["all_gather"] += ring_numel * DTYPE_BYTES[self.precision.param]
             if self.stage.optimizer is Placement.REPLICATE:
                 all_numel = group.padded_numel * (group.num_ranks - 1) // group.num_ranks
                 wire["all_reduce"] += 2 * all_numel * DTYPE_BYTES[self.precision.reduce]
             else:
-                reduces = num_micro_batches if self.stage.reduce_each_backward else 1
+                reduces = self.num_reduces(num_micro_batches)
                 wire["reduce_scatter"] += reduces * ring_numel * DTYPE_BYTES[self.precision.reduce]
                 replica_numel = group.shard_numel * (num_replicas - 1) // num_replicas
                 wire["all_reduce"] += 2 * replica_numel * DTYPE_BYTES[self.precision.reduce]
         return wire
 
+    def holders(self, group: GroupSpec) -> tuple[int, ...]:
+        """The ranks of the pipeline that hold a group: several where a parameter is tied across a cut."""
+        return (0,) if self.pipeline is None else self.pipeline.holders(group.stages)
+
     def num_unshards(self, group: GroupSpec, num_micro_batches: int) -> int:
         """How often a step gathers a group for use; the root's and the last block's stay between their two uses."""
         if not self.stage.unshard_for_use or group.rests_whole:
             return 0
+        if self.pipeline is not None and self.pipeline.gathers_once:
+            return 1
         once = {ROOT, self.units[-1] if self.units else ROOT}
         return num_micro_batches * (1 if group.unit in once else 2)
+
+    def num_reduces(self, num_micro_batches: int) -> int:
+        """How often a step reduces the gradients of a group over the shard group."""
+        is_scheduled_once = self.pipeline is not None and self.pipeline.gathers_once
+        return num_micro_batches if self.stage.reduce_each_backward and not is_scheduled_once else 1
 
     def bytes_across(self, num_micro_batches: int) -> dict[tuple[Tier, Tier], int]:
         """Bytes that one optimizer step moves between tiers on one rank, by (from, to).
@@ -216,8 +260,7 @@ class Layout:
                 _cross(across, tiers.params, "device", param_bytes)
             if not group.trainable:
                 continue
-            num_reduced = num_micro_batches if self.stage.reduce_each_backward else 1
-            for index in range(num_reduced):
+            for index in range(self.num_reduces(num_micro_batches)):
                 _cross(across, "device", tiers.grads, grad_bytes)
                 if index > 0 and tiers.grads == "nvme":
                     _cross(across, "nvme", "host", grad_bytes)
@@ -233,13 +276,19 @@ class Layout:
         return dict(across)
 
 
-def build_layout(model: nn.Module, config: Config, tensor: TensorLayout | None = None) -> Layout:
+def build_layout(
+    model: nn.Module,
+    config: Config,
+    tensor: TensorLayout | None = None,
+    pipeline: PipelineLayout | None = None,
+) -> Layout:
     """Compute the layout of `model` under a resolved config.
 
     Args:
         model: any module; only names, shapes and `requires_grad` are read, so meta tensors will do.
         config: as `Config.resolve` returns it.
         tensor: how parameters lie over the tensor-parallel group; None for one rank.
+        pipeline: the stages; None without a pipeline. The layout is that of its rank.
 
     Raises:
         ConfigError: the model has no parameters, or `zero.blocks` does not fit it.
@@ -252,12 +301,15 @@ def build_layout(model: nn.Module, config: Config, tensor: TensorLayout | None =
     if not entries:
         raise ConfigError(f"{type(model).__name__} has no parameters; there is nothing to train or shard")
     num_ranks, num_shards = mesh.size_along(GRADIENT_AXES), mesh.size_along(SHARD_AXES)
-    stage = effective_stage(config.zero.stage, num_shards, config.tiers)
+    stage = effective_stage(config.zero.stage, num_shards, config.tiers, is_scheduled=pipeline is not None)
     policy = precision_policy(config.precision)
     splits = None if tensor is None else tensor.splits
-    groups = build_groups(entries, units, num_ranks, num_shards, config.zero.replicate_frozen, splits)
+    stages_of = None if pipeline is None else pipeline.stages_of
+    groups = build_groups(entries, units, num_ranks, num_shards, config.zero.replicate_frozen, splits, stages_of)
     groups = assign_tiers(groups, config.tiers)
-    return Layout(mesh, units, groups, stage, policy, _states(stage, policy, config.optimizer, groups), tensor)
+    states = _states(stage, policy, config.optimizer, groups)
+    layout = Layout(mesh, units, groups, stage, policy, states, tensor, pipeline)
+    return layout if pipeline is None else layout.of_pipeline_rank(pipeline.index)
 
 
 def _states(

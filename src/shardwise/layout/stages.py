@@ -66,10 +66,14 @@ STAGES: Final[tuple[ZeroStage, ...]] = (
 )
 
 
-def effective_stage(stage: int, num_shards: int, tiers: TiersConfig | None = None) -> ZeroStage:
+def effective_stage(
+    stage: int, num_shards: int, tiers: TiersConfig | None = None, *, is_scheduled: bool = False
+) -> ZeroStage:
     """The table's row; stage 0's where one rank holds everything on its device and there is nothing to shard.
 
     Gradients that rest off the device are shards, in stage 1 too: whole ones would be n times the bytes to move.
+    In a pipeline (`is_scheduled`) stage 2 is stage 1: gradients are reduced once, behind the last micro-batch, and whole
+    until then.
 
     >>> effective_stage(1, 4, TiersConfig(grads="host")) == STAGES[2]
     True
@@ -79,5 +83,7 @@ def effective_stage(stage: int, num_shards: int, tiers: TiersConfig | None = Non
     tiers = tiers or TiersConfig()
     if tiers.grads != "device" and stage == 1:
         return STAGES[2]
+    if is_scheduled and stage == 2 and tiers.grads == "device":
+        stage = 1
     is_away = {tiers.params, tiers.grads, tiers.optimizer} != {"device"}
     return STAGES[stage if num_shards > 1 or is_away else 0]

@@ -1,7 +1,7 @@
 """Stepping groups on the host while the backward of the others goes on.
 
 That is possible where nothing of the step depends on gradients to come: without clipping, which needs the norm of all
-of them, without a loss scale that an overflow would change, and with a tensor-parallel group of one. What gradients are
+of them, without a loss scale that an overflow would change, and without tensor or pipeline parallelism. What gradients are
 divided by is summed over the ranks when the last backward begins, and waited for at the first step.
 
 A group is stepped so from its second step on, and only if all its parameters have had gradients so far, from nowhere
@@ -23,7 +23,7 @@ def may_step_ahead(config: Config, layout: Layout) -> bool:
     """Whether the config lets groups be stepped before the backward has ended, and any can be."""
     is_streamed = any(group.tiers.optimizer != "device" for group in layout.groups if group.trainable)
     is_scaled = config.precision.param == "fp16" and config.precision.loss_scale == "dynamic"
-    is_split = layout.tensor is not None
+    is_split = layout.tensor is not None or layout.pipeline is not None
     clips = config.optimizer.clip_norm is not None
     return config.tiers.step_in_backward and is_streamed and not (clips or is_scaled or is_split)
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwise._torch_private import in_backward, on_backward_end, parameter_class, plain_torch_functions
+from shardwise._torch_private import in_backward, on_backward_end, parameter_class
 from shardwise.hooks import claim, hook_gradient, hook_unit
 from shardwise.layout.groups import GroupSpec
 from shardwise.layout.layout import Layout
@@ -25,6 +25,7 @@ from shardwise.layout.skeleton import ROOT
 from shardwise.tiers.lane import Task
 from shardwise.tiers.room import NUM_PREFETCHED
 from shardwise.wearing import ReleasedParameterError, released_type
+from shardwise.zero.absent import AbsentParams, check_members
 from shardwise.zero.group import ParamGroup
 from shardwise.zero.order import LearntOrder, LockstepOrder, Names, Order
 from shardwise.zero.resources import Resources
@@ -58,9 +59,9 @@ class ZeroDriver:
         this = weakref.ref(self)
         present = next((parameter_class(parameter) for parameter in model.parameters()), nn.Parameter)
         self._released = released_type(lambda parameter: _use_released(this(), parameter), present)
-        self.units = [Unit(name, self) for name in (ROOT, *layout.units)]
+        self.units = [Unit(name, self) for name in (ROOT, *layout.held_units)]
         self._unit_of = {unit.name: unit for unit in self.units}
-        self._order: Order = (LockstepOrder if resources.lockstep else LearntOrder)(layout.units)
+        self.order: Order = (LockstepOrder if resources.lockstep else LearntOrder)(layout.held_units)
         self._reduce_order: list[ParamGroup] = []
         self._reduce_position: dict[ParamGroup, int] = {}
         self._num_reduced = 0
@@ -69,6 +70,8 @@ class ZeroDriver:
         self._unannounced: list[ParamGroup] = []
         self._holds_unreduced = False
         self._is_held = False
+        self.kept: set[ParamGroup] = set()  # whole until a schedule reshards them
+        self._final: set[ParamGroup] = set()  # whose gradients a schedule has reduced for the last time before the step
         self._reducing: deque[ParamGroup] = deque()
         self._behind: deque[ParamGroup] = deque()  # whose last update is yet to be gathered, in all ranks' order
         self.on_reduced: Callable[[ParamGroup], None] | None = None
@@ -81,6 +84,8 @@ class ZeroDriver:
         except Exception:
             self._release_claim()
             raise
+        held_stages = layout.pipeline.held if layout.pipeline is not None else ()
+        self.absent = AbsentParams(model, layout.elsewhere, sorted(held_stages))
         for unit in self.units:
             module = model if unit.name == ROOT else model.get_submodule(unit.name)
             self._handles += hook_unit(module, unit)
@@ -120,25 +125,15 @@ class ZeroDriver:
         Raises:
             ValueError: naming the parameter.
         """
-        with plain_torch_functions():
-            there = {id(parameter) for parameter in self._model.parameters()}
-            if there != self._place_of.keys():
-                raise ValueError(self._describe_change(there))
+        known = {key: name for key, (_, name) in self._place_of.items()} | self.absent.names
+        check_members(self._model, known)
         for group in self.groups:
             group.params.check_unchanged()
 
     @property
     def is_as_trainable(self) -> bool:
         """Whether no parameter has been frozen or unfrozen since its group was made."""
-        return all(group.params.is_as_trainable for group in self.groups)
-
-    def _describe_change(self, there: Container[int]) -> str:
-        cure = "call engine.close(), change the model, then initialize again"
-        added = [name for name, parameter in self._model.named_parameters() if id(parameter) not in self._place_of]
-        if added:
-            return f"parameter {added[0]} was added or replaced after initialize, so no engine trains it; {cure}"
-        removed = [name for key, (_, name) in self._place_of.items() if key not in there]
-        return f"parameter {removed[0]} was removed from the model after initialize; {cure}"
+        return self.absent.is_as_trainable and all(group.params.is_as_trainable for group in self.groups)
 
     def enter_forward(self, unit: Unit) -> None:
         """A unit's forward is about to begin; pass the units that it skips."""
@@ -151,9 +146,9 @@ class ZeroDriver:
             before_model = self.before_model() if self.before_model is not None else None
             if before_model is not None:
                 before_model()
-            self._order.start_forward()
+            self.order.start_forward()
         else:
-            self._pass(self._order.enter_forward(unit.name))
+            self._pass(self.order.enter_forward(unit.name))
 
     def on_forward(self) -> None:
         """A unit's forward begins; its parameters are present."""
@@ -164,9 +159,9 @@ class ZeroDriver:
         """A unit's forward has ended; release what is not needed before its backward."""
         if unit is self.units[0]:
             self._catch_up()  # before the backward's reductions, whose place among the gathers is the same on all ranks
-            for name in self._order.unused():
+            for name in self.order.unused():
                 self._unit_of[name].reshard()
-            self._pass(self._order.end_forward())
+            self._pass(self.order.end_forward())
             self._is_forwarding = False
             if backward_follows is False:
                 self.reshard_all()
@@ -174,14 +169,14 @@ class ZeroDriver:
         if backward_follows is None:
             for group in unit.groups:
                 self.keep_until_backward(group)
-        if backward_follows is False or (backward_follows and not self._order.is_last(unit.name)):
+        if backward_follows is False or (backward_follows and not self.order.is_last(unit.name)):
             unit.reshard()
 
     def enter_backward(self, unit: Unit) -> None:
         """A unit's backward is about to begin; pass the units that it skips."""
         self._begin_backward()
         if unit is not self.units[0]:
-            self._pass(self._order.enter_backward(unit.name))
+            self._pass(self.order.enter_backward(unit.name))
 
     def on_backward(self, unit: Unit) -> None:
         """A unit's backward begins; the previous unit is unsharded ahead once the next one has been released."""
@@ -213,6 +208,16 @@ class ZeroDriver:
                 group.reduce_replicas()
                 self._track_reduce(group)
         self._finish_reduce()
+
+    def reduce(self, groups: Collection[ParamGroup], is_last: bool) -> None:
+        """Start to reduce groups, as a schedule says; `is_last` where no gradient of theirs follows before the step."""
+        self.is_last = is_last
+        for group in self._reduce_order:
+            if group in groups:
+                self._reduce(group)
+                if is_last:
+                    self._final.add(group)
+        self._holds_unreduced = any(group not in self._final for group in self._reduce_order)
 
     def refresh(self, stepping: Mapping[ParamGroup, Task]) -> None:
         """Have every group take over its update.
@@ -253,9 +258,10 @@ class ZeroDriver:
         if group not in self._unannounced:
             self._unannounced.append(group)
 
-    def forget_unannounced(self) -> None:
-        """Nobody's graph outlives a step."""
+    def end_step(self) -> None:
+        """Nobody's graph outlives a step, and its gradients are no longer final."""
         self._unannounced.clear()
+        self._final.clear()
 
     @property
     def is_held(self) -> bool:
@@ -278,6 +284,8 @@ class ZeroDriver:
         self._in_backward = self._is_forwarding = self._holds_unreduced = False
         self.is_expecting_gradients = self.has_foreign_gradients = False
         self._late.clear()
+        self._final.clear()
+        self.kept.clear()
         self._finish_reduce()
         self._end_units()
         self.reshard_all()
@@ -288,16 +296,14 @@ class ZeroDriver:
         for group in self.groups:
             group.unshard()
         for group in self.groups:
-            group.wait()
-            group.expose()
-            group.is_pinned = True
+            group.keep()
         self._is_held = True
 
     def reshard_all(self, release_held: bool = False) -> None:
         """Release every parameter that rests as a shard, but not inside `unshard_all` unless `release_held`."""
         self._is_held = self._is_held and not release_held
         for group in self.groups:
-            group.is_pinned = self._is_held
+            group.is_pinned = self._is_held or group in self.kept
             group.reshard()
 
     def close(self, keep_values: bool = True) -> None:
@@ -316,6 +322,7 @@ class ZeroDriver:
             for group in unit.groups:
                 group.release(keep_values)
             unit.groups = ()
+        self.absent.close()
         self.groups.clear()
         self._reduce_order.clear()
         self._reduce_position.clear()
@@ -327,9 +334,9 @@ class ZeroDriver:
         self._release_claim()
 
     def _unshard_ahead(self) -> None:
-        for name in self._order.ahead():
+        for name in self.order.ahead():
             self._unit_of[name].unshard_ahead()
-        for name in self._order.upcoming(NUM_PREFETCHED):
+        for name in self.order.upcoming(NUM_PREFETCHED):
             self._unit_of[name].prefetch()
 
     def _pass(self, names: Names) -> None:
@@ -339,7 +346,7 @@ class ZeroDriver:
             unit.wait()
             if self._in_backward:
                 self._reduce_behind(unit)
-            if self._in_backward or not self._order.is_last(name):
+            if self._in_backward or not self.order.is_last(name):
                 unit.reshard()
 
     def _begin_backward(self) -> None:
@@ -349,7 +356,7 @@ class ZeroDriver:
             self._is_inner = self._is_forwarding or self.is_serving or torch.is_grad_enabled()
             self._num_reduced = 0
             self._done.clear()
-            self._order.start_backward()
+            self.order.start_backward()
             on_backward_end(self._end_backward)
 
     def _on_gradient(self, group: ParamGroup, index: int) -> Callable[[Tensor], None]:
@@ -401,7 +408,8 @@ class ZeroDriver:
     def _reduce_until(self, position: int) -> None:
         """Start the reductions up to `position` in the fixed order."""
         for group in self._reduce_order[self._num_reduced : position]:
-            self._reduce(group)
+            if group not in self._final:
+                self._reduce(group)
         self._num_reduced = max(self._num_reduced, position)
 
     def _agree_on_late(self) -> list[ParamGroup]:
@@ -434,9 +442,9 @@ class ZeroDriver:
             self.on_reduced(group)
 
     def _end_backward(self) -> None:
-        self._pass(self._order.end_backward())
+        self._pass(self.order.end_backward())
         self._in_backward = False
-        self._holds_unreduced = True
+        self._holds_unreduced = any(group not in self._final for group in self._reduce_order)
         if self.will_reduce and not self._is_inner:
             self._reduce_all()
         self._end_units()

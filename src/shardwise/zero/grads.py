@@ -221,6 +221,10 @@ class GroupGrads:
         if taking is not None:
             taking.wait()
 
+    def forget_square(self) -> None:
+        """What rests is about to be changed."""
+        self._square, self._is_squared_at_once = None, False
+
     def square(self) -> Tensor:
         """The sum of the squares of what the step will use, fp64 and 0-d."""
         if self._square is None or not self._is_squared_at_once:

@@ -35,6 +35,7 @@ class ParamGroup:
         released: type[nn.Parameter],
     ) -> None:
         self.spec = spec
+        self.holders = layout.holders(spec)
         self.params = GroupParams(spec, layout, parameters, resources, released)
         self.grads = GroupGrads(spec, layout, resources) if spec.trainable else None
         self.is_pinned = False
@@ -69,6 +70,12 @@ class ParamGroup:
         """Let the parameters be plain: who uses them from now on is known to need them."""
         if self.params.is_released_between_uses:
             self.params.expose()
+
+    def keep(self) -> None:
+        """Have the parameters present, and keep them so."""
+        self.wait()
+        self.expose()
+        self.is_pinned = True
 
     def conceal(self) -> None:
         """Have every further use of the parameters reported, unless they are pinned."""

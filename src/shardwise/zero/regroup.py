@@ -41,3 +41,4 @@ def regroup(states: States, layout: Layout, named_groups: Sequence[NamedGroup]) 
                 if place.name in masters:
                     write_state(states, place.name, masters[place.name], MASTER)
                     write_optimizer_states(states, place.name, optimizer_states[place.name])
+    driver.absent.follow(layout.elsewhere)

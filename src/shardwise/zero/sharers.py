@@ -71,18 +71,34 @@ def sum_over_sharers(gradients: Sequence[tuple[Sharing, Flat]], comm: Comm) -> N
         for num_sharers, ranges in sharing.summed.items():
             by_sharers.setdefault(num_sharers, []).extend(gradient.part(low, high) for low, high in ranges)
     for num_sharers, parts in sorted(by_sharers.items()):
-        numels = [part.numel for part in parts]
-        if not parts:
-            continue
-        dtype = max((part.dtype for part in parts), key=lambda each: each.itemsize)
-        shape = comm.world_size // num_sharers, sum(numels)
-        table = torch.zeros(shape, dtype=dtype, device=comm.device)  # [neighbourhoods, elements]
-        own = table[comm.rank // num_sharers]
-        for part, place in zip(parts, own.split(numels), strict=True):
-            place.copy_(part.read(0, part.numel))
-        comm.sum_in_place(table.view(-1), f"gradients that {num_sharers} ranks share")
-        for part, summed in zip(parts, own.split(numels), strict=True):
-            part.write(0, summed)
+        row = comm.rank // num_sharers
+        _sum_parts(parts, comm, row, comm.world_size // num_sharers, f"gradients that {num_sharers} ranks share")
+
+
+def sum_over_stages(gradients: Mapping[tuple[int, ...], Sequence[Flat]], comms: Mapping[tuple[int, ...], Comm]) -> None:
+    """Sum, in place, the gradients of parameters that several stages of a pipeline hold: equal bits on all of them.
+
+    Args:
+        gradients: this rank's slices, by the ranks of the pipeline that hold them.
+        comms: among those.
+    """
+    for holders, parts in sorted(gradients.items()):
+        _sum_parts(parts, comms[holders], 0, 1, f"gradients of stages' tied parameters on {holders}")
+
+
+def _sum_parts(parts: Sequence[Flat], comm: Comm, row: int, num_rows: int, name: str) -> None:
+    """Sum flat parts in one collective, each rank in its row of a table."""
+    numels = [part.numel for part in parts]
+    if not parts:
+        return
+    dtype = max((part.dtype for part in parts), key=lambda each: each.itemsize)
+    table = torch.zeros(num_rows, sum(numels), dtype=dtype, device=comm.device)  # [rows, elements]
+    own = table[row]
+    for part, place in zip(parts, own.split(numels), strict=True):
+        place.copy_(part.read(0, part.numel))
+    comm.sum_in_place(table.view(-1), name)
+    for part, summed in zip(parts, own.split(numels), strict=True):
+        part.write(0, summed)
 
 
 def square_sum(sharing: Sharing, gradient: Tensor) -> Tensor:

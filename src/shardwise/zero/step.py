@@ -20,10 +20,11 @@ from shardwise.tiers.rests import Rest
 from shardwise.tiers.rules import rule_of
 from shardwise.tiers.sweep import Chunk
 from shardwise.timeline import Timeline
+from shardwise.zero.grads import GroupGrads
 from shardwise.zero.group import ParamGroup
 from shardwise.zero.optimizer_plan import NamedGroup, OptimizerFactory, fresh_states
 from shardwise.zero.resources import Resources
-from shardwise.zero.sharers import Sharing, square_sum, sum_over_sharers
+from shardwise.zero.sharers import Sharing, square_sum, sum_over_sharers, sum_over_stages
 from shardwise.zero.streamed import Piece, StreamedGroup
 
 
@@ -51,6 +52,9 @@ class ShardedOptimizer:
     ) -> None:
         self._ledger = resources.ledger
         self._tensor = resources.comms.tensor
+        self._tied = resources.comms.tied
+        self._pipeline_rank = resources.comms.pipeline.rank
+        self._holders: dict[ParamGroup, tuple[int, ...]] = {}  # of what several stages of the pipeline hold
         self._tiers = resources.tiers
         self._options_of: dict[int, int] = {}  # the index of the optimizer's group, by a view's identity
         self._streamed: dict[ParamGroup, StreamedGroup] = {}
@@ -153,6 +157,7 @@ class ShardedOptimizer:
         for piece in self.pieces:
             kept.setdefault(piece.group, []).append(piece)
         self._groups = [group for group in groups if group.grads is not None]
+        self._holders = {group: group.holders for group in self._groups if len(group.holders) > 1}
         self.names = [place.name for group in self._groups for place in group.spec.params]
         self.pieces = [piece for group in self._groups for piece in kept.get(group) or _pieces(group)]
 
@@ -209,12 +214,25 @@ class ShardedOptimizer:
                 whole = self._gradients.get(group)
                 shared.append((grads.sharing, grads.rest if whole is None else MemoryFlat(whole)))
         sum_over_sharers(shared, self._tensor)
+        self._sum_over_stages([(group, grads) for group, grads in held if group in self._holders])
         squares = []
         for group, grads in held:
             whole = self._gradients.get(group)
             square = grads.square() if whole is None else square_sum(grads.sharing, whole)
+            if self._holders.get(group, (self._pipeline_rank,))[0] != self._pipeline_rank:
+                continue  # another stage counts it
             squares.append(square.to(self._tensor.device, non_blocking=True))
         return squares
+
+    def _sum_over_stages(self, tied: Sequence[tuple[ParamGroup, GroupGrads]]) -> None:
+        by_holders: dict[tuple[int, ...], list[Flat]] = {}
+        for group, grads in tied:
+            grads.await_taken()
+            whole = self._gradients.get(group)
+            grads.forget_square()
+            flat = grads.rest if whole is None else MemoryFlat(whole)
+            by_holders.setdefault(self._holders[group], []).append(flat)
+        sum_over_stages(by_holders, self._tied)
 
     def step(self, factor: float, used: Mapping[str, bool], timeline: Timeline) -> dict[ParamGroup, Task]:
         """Update the masters with `factor` times the gradients; what rests off the device is updated in the background.
@@ -332,6 +350,7 @@ class ShardedOptimizer:
         self.optimizer.state.clear()
         self.pieces.clear()
         self._groups.clear()
+        self._holders.clear()
         for streamed in self._streamed.values():
             streamed.close()
         self._streamed.clear()

@@ -99,6 +99,16 @@ class Unit:
         self._num_awaited_inputs += are_tracked
         self._has_untracked_forward |= not are_tracked
 
+    def set_aside(self) -> tuple[int, bool]:
+        """Forget the forwards so far, whose backwards come later; returns what `take_up` wants before theirs."""
+        aside = self._num_awaited_inputs, self._has_untracked_forward
+        self._num_awaited_inputs, self._has_untracked_forward = 0, False
+        return aside
+
+    def take_up(self, aside: tuple[int, bool]) -> None:
+        """Expect the backward of the forwards that were set aside."""
+        self._num_awaited_inputs, self._has_untracked_forward = aside
+
     def before_backward(self) -> None:
         """Have the parameters present, and the previous unit's on their way."""
         begins = not self.is_in_backward

@@ -1,0 +1,279 @@
+"""An engine's run through a pipeline: what a schedule's actions do with the engine's parts.
+
+A table of handlers carries a schedule out (`shardwise.pipeline.execution`). Computations and transfers are the
+pipeline's own; here are those that touch the states (gathers, reductions, the step), and what surrounds a computation:
+data, random numbers, loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise._torch_private import pytree
+from shardwise.comm_p2p import Pipes
+from shardwise.config import Config
+from shardwise._engine_runs import Taken, run_model
+from shardwise.hooks import watch_calls
+from shardwise.layout.layout import Layout
+from shardwise.layout.pipeline import PipelineLayout
+from shardwise.layout.timetable import evaluation_schedule, pipeline_of, step_schedule
+from shardwise.loss import LossBooks, Total, read_loss
+from shardwise.pipeline.execution import Handlers, execute
+from shardwise.pipeline.parts import StageForward
+from shardwise.pipeline.ports import open_ports
+from shardwise.pipeline.stages import StageCompute, StageEvents
+from shardwise.pipeline.weight_queue import WeightQueue
+from shardwise.results import StepResult
+from shardwise.schedule.actions import Action, Kind
+from shardwise.schedule.recipes import recipe_of
+from shardwise.timeline import Timeline
+from shardwise.zero.scheduled import ScheduledGroups
+
+if TYPE_CHECKING:
+    from shardwise.engine import Engine
+
+
+def make_stages(
+    model: nn.Module, layout: Layout, device: torch.device, is_simulated: bool
+) -> StageForward | None:
+    """What computes one stage of a model; to be made while its modules are as the user built them.
+
+    Returns:
+        None without a pipeline.
+    """
+    pipeline = layout.pipeline
+    if pipeline is None:
+        return None
+    return StageForward(model, pipeline.units, sorted(pipeline.held), device, is_simulated)
+
+
+class PipelineRun:
+    """Carries out the schedule of a layout's pipeline.
+
+    Args:
+        config: resolved.
+        layout: with a pipeline.
+        forward: runs one stage of the model.
+        groups: of this rank's stages.
+        pipes: to the neighbours.
+        timeline: of the engine.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        forward: StageForward,
+        groups: ScheduledGroups,
+        pipes: Pipes,
+        timeline: Timeline,
+    ) -> None:
+        pipeline = pipeline_of(layout)
+        self.schedule = step_schedule(config, layout)
+        self._config = config
+        self._layout = layout
+        self._pipeline = pipeline
+        self._row = self.schedule.ranks[pipeline.index]
+        self._forward = forward
+        self._groups = groups
+        self._timeline = timeline
+        timeline.is_scheduled = True
+        self._examples: dict[int, Any] = {}  # of what a stage receives, where other ranks are simulated
+        describe = self._examples.__getitem__ if pipes.moves_nothing else None
+        inlets, outlets = open_ports(pipes, pipeline.placement, pipeline.index, describe=describe)
+        queue = WeightQueue() if recipe_of(config.pipeline.schedule).splits_backward else None
+        self._compute = StageCompute(forward, pipeline.num_stages, inlets, outlets, timeline, queue)
+        self._learns = describe is not None
+
+    def check_direct(self, call: str) -> None:
+        """Raise: a rank has some of the layers.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"{call} cannot run alone under mesh.pp={self._layout.mesh.pp}, where each rank has some of the layers; "
+            "call engine.train_step(batches) or engine.eval_step(batches)"
+        )
+
+    def train(self, engine: Engine, batches: Sequence[Any]) -> StepResult:
+        """Take a step as the schedule says."""
+        work = _Work(self._pipeline, self._forward, self._groups, engine, batches, engine._books)
+        self._learn(engine, work.taken[0])
+        step = _StateActions(self._row, self._groups, self._layout, engine)
+        engine._batches.extend(batches)
+        engine._is_broken, engine._syncs = True, False  # the schedule alone says when to reduce
+        try:
+            self._perform(self._row, work, step.handlers())
+        finally:
+            engine._syncs = True
+        if step.result is None:
+            raise RuntimeError("the schedule has no STEP; add one")
+        return step.result
+
+    def evaluate(self, engine: Engine, batches: Sequence[Any], books: LossBooks) -> None:
+        """Run the forwards as a schedule says."""
+        engine._check_usable(params_suffice=True)
+        row = evaluation_schedule(self._config, self._layout, len(batches)).ranks[self._pipeline.index]
+        work = _Work(self._pipeline, self._forward, self._groups, engine, batches, books)
+        self._learn(engine, work.taken[0])
+        self._timeline.is_recording = False
+        self._perform(row, work, _StateActions(row, self._groups, self._layout, engine).handlers())
+
+    def forward(self, engine: Engine, batch: Any) -> Total | None:
+        """Run the forward of one batch through all stages."""
+        self.evaluate(engine, [batch], LossBooks(engine._comms))
+        return None
+
+    def end_step(self) -> None:
+        """Forget what an exception has left under way."""
+        self._compute.abandon()
+        self._groups.end_step()
+
+    def close(self) -> None:
+        """Give the channels up."""
+        self._compute.close()
+        self._examples.clear()
+
+    def _perform(self, row: Sequence[Action], work: StageEvents, state_handlers: Handlers) -> None:
+        try:
+            execute(row, {**self._compute.handlers(work), **state_handlers}, self._timeline)
+            self._compute.finish()
+        except BaseException:
+            self.end_step()
+            raise
+
+    def _learn(self, engine: Engine, taken: Taken) -> None:
+        """Where other ranks are simulated, see what the stages before this rank's return: run all of the model once."""
+        if not self._learns:
+            return
+        last_of = {units[-1]: stage + 1 for stage, units in enumerate(self._pipeline.units)}
+
+        running: list[str] = []
+
+        def leave(output: Any) -> None:
+            stage = last_of.get(running.pop())
+            if stage is not None:
+                self._examples[stage] = pytree.tree_map(_leaf_like, output)
+
+        with watch_calls(engine.model, lambda name, *_: running.append(name), leave), torch.no_grad():
+            run_model(engine, taken, lambda output: None)
+
+
+class _Work:
+    """What surrounds the computations of some batches on one rank."""
+
+    def __init__(
+        self,
+        pipeline: PipelineLayout,
+        forward: StageForward,
+        groups: ScheduledGroups,
+        engine: Engine,
+        batches: Sequence[Any],
+        books: LossBooks,
+    ) -> None:
+        self._last = pipeline.num_stages - 1
+        self._stage_forward = forward
+        self._groups = groups
+        self._engine = engine
+        self._books = books
+        self.taken: list[Taken] = []
+        for batch in batches:
+            self.taken.append(Taken.of(engine, batch, self.taken[-1] if self.taken else None))
+
+    def forward(self, stage: int, micro_batch: int) -> Any:
+        """Run the model's forward on a micro-batch; on the last stage return the mean loss."""
+        self._groups.enter(stage)
+        self._groups.wait(stage)
+        taken = self.taken[micro_batch]
+        output = run_model(self._engine, taken, lambda output: self._read(output, taken, stage))
+        if torch.is_grad_enabled():
+            self._groups.set_aside(stage, micro_batch)
+        return output
+
+    def before_backward(self, stage: int, micro_batch: int) -> None:
+        """Have the states ready for a backward."""
+        self._groups.enter(stage)
+        self._groups.wait(stage)
+        self._groups.take_up(stage, micro_batch)
+        self._engine._begin_backward()
+
+    def after_backward(self, stage: int, micro_batch: int) -> None:
+        """Its gradients are there."""
+        self._engine._driver.is_expecting_gradients = False
+
+    def loss_weight(self, loss: Tensor) -> Tensor:
+        """The gradient of a loss that `forward` returned."""
+        return self._books.close(loss) * self._engine._scaler.scale
+
+    def _read(self, output: Any, taken: Taken, stage: int) -> Any:
+        if stage != self._last:
+            return output
+        self._stage_forward.check_real(output)
+        total = read_loss(output, taken.batch, self._engine._loss_fn)
+        self._stage_forward.check_real(total.total)
+        if torch.is_grad_enabled():
+            return self._books.open(total)
+        self._books.add(total)
+        return None
+
+
+class _StateActions:
+    """The actions of one execution of a row that touch states, and the result of its step."""
+
+    def __init__(self, row: Sequence[Action], groups: ScheduledGroups, layout: Layout, engine: Engine) -> None:
+        self.result: StepResult | None = None
+        self._groups = groups
+        self._engine = engine
+        self._keeps = layout.stage.unshard_for_use and pipeline_of(layout).gathers_once
+        self._num_reduces = dict.fromkeys({action.stage for action in row}, 0)
+        for action in row:
+            self._num_reduces[action.stage] += action.kind is Kind.REDUCE
+
+    def handlers(self) -> Handlers:
+        """What to do for each kind."""
+        return {
+            Kind.UNSHARD: self._unshard,
+            Kind.RESHARD: self._reshard,
+            Kind.REDUCE: self._reduce,
+            Kind.STEP: self._step,
+            Kind.FETCH: self._fetch,
+            Kind.EVICT: _nothing,  # gradients leave as their reduction ends, states as their step does
+        }
+
+    def _unshard(self, action: Action) -> None:
+        """Gather a stage; but behind the step that has begun, and for each micro-batch blocks gather themselves."""
+        if self._keeps:
+            self._groups.unshard(action.stage)
+
+    def _reshard(self, action: Action) -> None:
+        self._groups.reshard(action.stage)
+
+    def _reduce(self, action: Action) -> None:
+        self._num_reduces[action.stage] -= 1
+        self._groups.reduce(action.stage, is_last=self._num_reduces[action.stage] == 0)
+
+    def _step(self, action: Action) -> None:
+        """The first takes the step of all stages of this rank: one norm clips them all."""
+        if self.result is None:
+            self._engine._is_broken = False
+            self.result = self._engine._step()
+
+    def _fetch(self, action: Action) -> None:
+        if self.result is None:
+            self._groups.prefetch(action.stage)
+
+
+def _leaf_like(leaf: Any) -> Any:
+    """A tensor as it is received: a leaf, which requires a gradient where it can."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_like(leaf, requires_grad=leaf.is_floating_point())
+
+
+def _nothing(action: Action) -> None:
+    pass

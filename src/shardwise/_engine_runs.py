@@ -1,0 +1,144 @@
+"""How an engine computes the micro-batches of a step: one after the other, or as a schedule says.
+
+An engine has one run for its lifetime. What a step is does not depend on it: forwards, backwards, then `Engine._step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardwise._torch_private import pytree
+from shardwise.forwards import call_model
+from shardwise.loss import LossBooks, Total, read_loss
+from shardwise.precision import to_device, torch_dtype
+from shardwise.results import StepResult
+from shardwise.tensor.explain import explain_shapes
+
+if TYPE_CHECKING:
+    from shardwise.engine import Engine
+
+Result = TypeVar("Result")
+
+
+class Run(Protocol):
+    """Computes micro-batches with an engine, which is given each time: a run does not keep it alive."""
+
+    def check_direct(self, call: str) -> None:
+        """Raise where forwards, backwards and steps cannot be called one by one."""
+
+    def forward(self, engine: Engine, batch: Any) -> Total | None:
+        """Run the forward of one batch; None where another rank has its loss."""
+
+    def train(self, engine: Engine, batches: Sequence[Any]) -> StepResult:
+        """Take a step over micro-batches."""
+
+    def evaluate(self, engine: Engine, batches: Sequence[Any], books: LossBooks) -> None:
+        """Count the losses of batches into `books`, forward only."""
+
+    def end_step(self) -> None:
+        """Forget what a step, or an exception, has left."""
+
+    def close(self) -> None:
+        """Give up what the run has opened."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A batch on the device, what of it goes into the model, and its samples.
+
+    Attributes:
+        batch: all of it.
+        inputs: for the model.
+        num_samples: 0 where that cannot be told.
+        first_sample: how many samples of this step this rank has before it.
+        number: of its forward in the step.
+    """
+
+    batch: Any
+    inputs: Any
+    num_samples: int
+    first_sample: int
+    number: int
+
+    @classmethod
+    def of(cls, engine: Engine, batch: Any, before: Taken | None) -> Self:
+        """Take a batch, which must be the same on ranks that compute it together; `before` is the step's last one."""
+        engine._check_batch(batch, is_first_step=engine.num_steps == 0)
+        batch = to_device(batch, engine.device)
+        has_more = engine._loss_fn is not None and isinstance(batch, list | tuple)
+        inputs = to_device(batch[0] if has_more else batch, engine.device, torch_dtype(engine.config.precision.param))
+        sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+        first, number = (0, 0) if before is None else (before.first_sample + before.num_samples, before.number + 1)
+        return cls(batch, inputs, sizes[0] if sizes else 0, first, number)
+
+
+def run_model(engine: Engine, taken: Taken, read: Callable[[Any], Result]) -> Result:
+    """What `read` makes of the model's output, while the parameters that it reads are there."""
+    driver = engine._driver
+    driver.is_serving = True
+    try:
+        with _numbers_for(engine, taken):
+            return read(call_model(engine.model, taken.inputs))
+    except BaseException as error:
+        driver.abandon_forward()
+        explain_shapes(error, engine.model, engine.layout.tensor)
+        raise
+    finally:
+        driver.is_serving = False
+        if not torch.is_grad_enabled():
+            driver.reshard_all()  # what the loss has read
+
+
+def _numbers_for(engine: Engine, taken: Taken) -> AbstractContextManager[None]:
+    """Inside, a forward in training mode draws the numbers of its samples, whichever rank computes them."""
+    if not (engine._draws_numbers and engine.model.training and taken.num_samples):
+        return nullcontext()
+    data = engine._comms.data
+    first_sample = taken.first_sample * data.world_size + data.rank * taken.num_samples
+    return engine._draws.at(engine.num_steps, taken.number, first_sample, taken.num_samples)
+
+
+class LoopRun:
+    """Forward and backward of each micro-batch in turn."""
+
+    def __init__(self) -> None:
+        self._last: Taken | None = None
+
+    def check_direct(self, call: str) -> None:
+        """They can."""
+
+    def forward(self, engine: Engine, batch: Any) -> Total:
+        """Run the forward."""
+        engine._check_usable(params_suffice=not torch.is_grad_enabled())
+        self._last = taken = Taken.of(engine, batch, self._last)
+        return run_model(engine, taken, lambda output: read_loss(output, taken.batch, engine._loss_fn))
+
+    def train(self, engine: Engine, batches: Sequence[Any]) -> StepResult:
+        """Take a step; the last backward may step what is final behind it."""
+        for index, batch in enumerate(batches, 1):
+            loss = engine(batch)
+            engine._ahead.is_armed = index == len(batches)
+            engine.backward(loss)
+        # Not `step`: an error of a save, raised there, would leave the gradients of these batches to the next step.
+        return engine._step()
+
+    def evaluate(self, engine: Engine, batches: Sequence[Any], books: LossBooks) -> None:
+        """Run the forwards."""
+        for batch in batches:
+            total = engine._forward(batch)
+            assert total is not None, "this run has every loss"
+            books.add(total)
+
+    def end_step(self) -> None:
+        """The next forward is the first of a step."""
+        self._last = None
+
+    def close(self) -> None:
+        """Nothing is open."""
+        self._last = None

@@ -1,0 +1,63 @@
+"""The stages of a model: which units each runs, which ranks of the pipeline hold which parameters.
+
+Two stages a rank, looped over two ranks, of a model whose head is tied to its embedding:
+
+    rank 0   stage 0: embed, block 0     stage 2: block 2
+    rank 1   stage 1: block 1            stage 3: block 3, norm, head: holds embed.weight too
+
+>>> placement = StagePlacement(num_ranks=2, stages_per_rank=2)
+>>> units = (("embed", "b0"), ("b1",), ("b2",), ("b3", "norm", "head"))
+>>> pipeline = PipelineLayout(placement, units, {"embed.weight": (0, 3), "b1.weight": (1,)}, index=1)
+>>> sorted(pipeline.held), pipeline.holders((0, 3)), pipeline.holders((1,))
+([1, 3], (0, 1), (1,))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.schedule.placement import StagePlacement
+
+
+@dataclass(frozen=True)
+class PipelineLayout:
+    """The stages of a model, and this rank's place among them.
+
+    Attributes:
+        placement: which rank of the pipeline has which stages.
+        units: names of the modules that each stage runs, in order; between two stages the last one's output travels.
+        stages_of: the stages that use each parameter, ascending, by the first of its names.
+        gathers_once: parameters that rest as shards are gathered once a batch, and gradients reduced once; otherwise
+            for each micro-batch.
+        index: of this rank in the pipeline.
+    """
+
+    placement: StagePlacement
+    units: tuple[tuple[str, ...], ...]
+    stages_of: Mapping[str, tuple[int, ...]]
+    gathers_once: bool = True
+    index: int = 0
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of all ranks."""
+        return self.placement.num_stages
+
+    @property
+    def held(self) -> frozenset[int]:
+        """The stages of this rank."""
+        return self.stages_on(self.index)
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this rank has the last stage, which computes the loss."""
+        return self.num_stages - 1 in self.held
+
+    def stages_on(self, index: int) -> frozenset[int]:
+        """The stages of a rank of the pipeline."""
+        return frozenset(self.placement.stages_of(index))
+
+    def holders(self, stages: Sequence[int]) -> tuple[int, ...]:
+        """The ranks of the pipeline that have any of some stages, ascending."""
+        return tuple(sorted({self.placement.rank_of(stage) for stage in stages}))

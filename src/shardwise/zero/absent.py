@@ -1,0 +1,86 @@
+"""Which parameters a model has: those that only other ranks of the pipeline hold are on meta, and reported when used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from shardwise._torch_private import parameter_class, plain_torch_functions, set_data
+from shardwise.layout.groups import GroupSpec
+from shardwise.wearing import ReleasedParameterError, released_type, wear
+
+
+class AbsentParams:
+    """A model's parameters that this rank does not hold.
+
+    Args:
+        model: of the parameters.
+        specs: the groups they are in.
+        held_stages: of this rank, for messages.
+    """
+
+    def __init__(self, model: nn.Module, specs: Sequence[GroupSpec], held_stages: Sequence[int]) -> None:
+        self._specs = {id(model.get_parameter(place.name)): (spec, place) for spec in specs for place in spec.params}
+        self._parameters = [model.get_parameter(place.name) for spec in specs for place in spec.params]
+        self._kinds = [parameter_class(parameter) for parameter in self._parameters]
+        here = ", ".join(map(str, sorted(held_stages)))
+        places = self._specs
+
+        def refuse(parameter: nn.Parameter) -> None:
+            spec, place = places[id(parameter)]
+            stages = ", ".join(map(str, spec.stages))
+            raise ReleasedParameterError(
+                f"parameter {place.name} is of pipeline stage {stages}, and this rank has stage {here}, whose code uses "
+                "it; use it in a module of its own stage, or tie it to a parameter of a module that runs here"
+            )
+
+        for parameter, kind in zip(self._parameters, self._kinds, strict=True):
+            _, place = places[id(parameter)]
+            dtype = parameter.dtype
+            parameter.grad = None
+            set_data(parameter, torch.empty(place.shape, dtype=dtype, device="meta"))
+            wear(parameter, released_type(refuse, kind))
+
+    @property
+    def names(self) -> Mapping[int, str]:
+        """The parameters' names by their identities."""
+        return {key: place.name for key, (_, place) in self._specs.items()}
+
+    @property
+    def is_as_trainable(self) -> bool:
+        """Whether no parameter has been frozen or unfrozen since."""
+        return all(parameter.requires_grad == self._specs[id(parameter)][0].trainable for parameter in self._parameters)
+
+    def follow(self, specs: Sequence[GroupSpec]) -> None:
+        """Take over new groups of the same parameters."""
+        by_name = {place.name: (spec, place) for spec in specs for place in spec.params}
+        for parameter in self._parameters:
+            _, place = self._specs[id(parameter)]
+            self._specs[id(parameter)] = by_name[place.name]
+
+    def close(self) -> None:
+        """Let the parameters be plain ones, without values, on meta."""
+        for parameter, kind in zip(self._parameters, self._kinds, strict=True):
+            wear(parameter, kind)
+        self._parameters.clear()
+        self._specs.clear()
+
+
+def check_members(model: nn.Module, known: Mapping[int, str]) -> None:
+    """Raise where a model's parameters are others than those that an engine knows, by their identities.
+
+    Raises:
+        ValueError: naming the parameter.
+    """
+    with plain_torch_functions():
+        there = {id(parameter): name for name, parameter in model.named_parameters()}
+    if there.keys() == known.keys():
+        return
+    cure = "call engine.close(), change the model, then initialize again"
+    added = [name for key, name in there.items() if key not in known]
+    if added:
+        raise ValueError(f"parameter {added[0]} was added or replaced after initialize, so no engine trains it; {cure}")
+    removed = [name for key, name in known.items() if key not in there]
+    raise ValueError(f"parameter {removed[0]} was removed from the model after initialize; {cure}")
