@@ -23,30 +23,64 @@ from shardwise.schedule.actions import (
     TimedAction,
 )
 from shardwise.schedule.dependencies import Position, dependencies
+from shardwise.schedule.formulas import bubble_s, max_in_flight
 from shardwise.schedule.generators import data_parallel_step, forward_only
+from shardwise.schedule.in_flight import num_deferred, num_in_flight, peak_held_bytes
 from shardwise.schedule.passes import insert_offload
-from shardwise.schedule.simulator import Cost, bubble_fraction, makespan_s, simulate
+from shardwise.schedule.pipelines import (
+    gpipe,
+    interleaved,
+    naive,
+    one_f_one_b,
+    pipeline_evaluation,
+    zero_bubble_h1,
+    zero_bubble_h2,
+    zero_bubble_v,
+)
+from shardwise.schedule.placement import StagePlacement
+from shardwise.schedule.recipes import RECIPES, Recipe, pipeline_step, placement_of
+from shardwise.schedule.simulator import Cost, bubble_fraction, makespan_s, rank_bubble_s, rank_span_s, simulate
 from shardwise.schedule.verifier import verify
 
 __all__ = [
     "COLLECTIVES",
     "COMPUTATIONS",
     "LANES",
+    "RECIPES",
     "TRANSFERS",
     "Action",
     "Cost",
     "Kind",
     "Payload",
     "Position",
+    "Recipe",
     "Schedule",
     "ScheduleError",
+    "StagePlacement",
     "TimedAction",
     "bubble_fraction",
+    "bubble_s",
     "data_parallel_step",
     "dependencies",
     "forward_only",
+    "gpipe",
     "insert_offload",
+    "interleaved",
     "makespan_s",
+    "max_in_flight",
+    "naive",
+    "num_deferred",
+    "num_in_flight",
+    "one_f_one_b",
+    "peak_held_bytes",
+    "pipeline_evaluation",
+    "pipeline_step",
+    "placement_of",
+    "rank_bubble_s",
+    "rank_span_s",
     "simulate",
     "verify",
+    "zero_bubble_h1",
+    "zero_bubble_h2",
+    "zero_bubble_v",
 ]

@@ -5,8 +5,7 @@ the first block and behind the last one (embedding, head): its FORWARD stands fi
 is unsharded before any block and resharded after all of them. The next block is always unsharded before the
 current one computes; the last one stays whole, since its backward follows its forward.
 
-Generators are pure functions to a `Schedule`. Those of pipelines (GPipe, 1F1B, interleaved, zero-bubble)
-belong here too: they write computations only, and passes insert transfers and gathers.
+Generators are pure functions to a `Schedule`; those of pipelines stand in `pipelines`.
 
 >>> step = data_parallel_step(["root", "b0"], 1, unshard_for_use=True, reduce_each_backward=True)
 >>> print(*step.ranks[0][:6])

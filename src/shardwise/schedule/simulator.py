@@ -70,6 +70,20 @@ def bubble_fraction(timed: Sequence[TimedAction], *, lane: str = "compute") -> f
     return 1.0 - busy_s / whole_s if whole_s > 0 else 0.0
 
 
+def rank_span_s(timed: Sequence[TimedAction], rank: int, *, lane: str = "compute") -> float:
+    """Seconds from the first start to the last end of a rank's actions in `lane`; 0 for none.
+
+    The spans of the ranks of a pipeline begin and end one after another, so each may be shorter than the makespan.
+    """
+    return makespan_s([action for action in timed if action.rank == rank and action.lane == lane])
+
+
+def rank_bubble_s(timed: Sequence[TimedAction], rank: int, *, lane: str = "compute") -> float:
+    """Seconds of the rank's span in which `lane` stands still: the bubble of which `formulas` speak."""
+    busy_s = sum(action.duration_s for action in timed if action.rank == rank and action.lane == lane)
+    return rank_span_s(timed, rank, lane=lane) - busy_s
+
+
 def _seconds(cost: Cost, rank: int, action: Action) -> float:
     seconds = cost(rank, action)
     if not seconds >= 0:

@@ -1,0 +1,102 @@
+"""Closed forms for the bubble and the memory of the pipeline schedules, with their sources; pure numbers.
+
+They hold for equal stages and free transfers, and some only for enough micro-batches or for some costs: where one
+does not hold a ScheduleError says so, and `simulate` gives the numbers of the schedule itself.
+
+Symbols: p ranks, m micro-batches, v stages a rank, i a rank from 0; F, B and W are the seconds that a rank takes
+for one micro-batch's forward, gradient of the input and gradient of the weights, all its stages together.
+
+>>> bubble_s("1f1b", 4, 8, 1, forward_s=1, backward_input_s=1, backward_weight_s=1)
+9.0
+>>> bubble_s("zb-h1", 4, 8, 1, forward_s=1, backward_input_s=1, backward_weight_s=1)
+3
+>>> max_in_flight("interleaved", 4, 8, 2, rank=0)  # pv + p - 1
+11
+"""
+
+from __future__ import annotations
+
+from shardwise.schedule.actions import ScheduleError
+from shardwise.schedule.pipelines import interleaved_rounds
+from shardwise.schedule.recipes import placement_of
+
+_UNKNOWN = "has no closed form; simulate the schedule"
+
+
+def bubble_s(
+    recipe_name: str,
+    num_ranks: int,
+    num_micro_batches: int,
+    virtual_stages: int,
+    forward_s: float,
+    backward_input_s: float,
+    backward_weight_s: float,
+) -> float:
+    """Seconds that the rank with the longest span stands still between its first start and its last end.
+
+    That is what `rank_bubble_s` measures. A rank's own span counts, since an optimizer's step that waits for no
+    other rank may begin right behind it; where it waits for all, H2 and ZB-V lose more.
+
+        naive        m(p - 1)(F + B + W)      any m
+        gpipe        (p - 1)(F + B + W) / v   m >= p; any m where v = 1
+        1f1b         (p - 1)(F + B + W)       any m
+        interleaved  (p - 1)(F + B + W) / v   m >= p
+        zb-h1        (p - 1)(F + B - W)       m >= p and W <= F
+        zb-h2        (p - 1)(F + B - 2W)      m >= 2p - 1, W <= F and 2W <= F + B
+        zb-v         0                        m >= 2p - 1 and F = B = W
+
+    Sources: Narayanan et al. 2021 (arXiv 2104.04473), sections 2.2.1 and 2.2.2, for gpipe, 1f1b and interleaved;
+    Qi et al. 2023 (arXiv 2401.10241), table 1, for H1 and H2, and section 6 for ZB-V. Raises ScheduleError where
+    a formula does not hold, and what `placement_of` raises.
+    """
+    p, m = num_ranks, num_micro_batches
+    v = placement_of(recipe_name, p, virtual_stages).stages_per_rank
+    forward, backward, weight = forward_s, backward_input_s, backward_weight_s
+    least = {"zb-h1": p, "zb-h2": 2 * p - 1, "zb-v": 2 * p - 1}.get(recipe_name, p if v > 1 else 1)
+    if m < (1 if recipe_name == "naive" else least):
+        raise ScheduleError(f"num_micro_batches={m} is below {least}, where the bubble of {recipe_name} {_UNKNOWN}")
+    costs = f"F={forward} s, B={backward} s, W={weight} s"
+    if recipe_name in ("zb-h1", "zb-h2") and weight > forward:
+        raise ScheduleError(f"{costs} with W > F, where the bubble of {recipe_name} {_UNKNOWN}")
+    if recipe_name == "zb-h2" and 2 * weight > forward + backward:
+        raise ScheduleError(f"{costs} with 2W > F + B, where the bubble of {recipe_name} {_UNKNOWN}")
+    if recipe_name == "zb-v" and not forward == backward == weight:
+        raise ScheduleError(f"{costs} are not equal, where the bubble of {recipe_name} {_UNKNOWN}")
+    whole = forward + backward + weight
+    return {
+        "naive": m * (p - 1) * whole,
+        "zb-h1": (p - 1) * (whole - 2 * weight),
+        "zb-h2": (p - 1) * (whole - 3 * weight),
+        "zb-v": 0.0,
+    }.get(recipe_name, (p - 1) * whole / v)
+
+
+def max_in_flight(recipe_name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int, rank: int) -> int:
+    """The most stage activations that a rank holds between forward and backward, each 1/v of a rank's layers.
+
+        naive        v
+        gpipe        mv
+        1f1b         min(m, p - i)
+        interleaved  min(mv, 2(p - 1 - i) + (v - 1)r + 1)   r: the longest round; r = p where p divides m
+        zb-h1        min(m, p - i)                          with deferred ones min(m, p) on every rank
+        zb-h2        min(m, 2(p - i) - 1)                   with deferred ones min(m, 2p - 1) on every rank
+        zb-v         min(2m, m + i + 1, 2p)
+
+    They hold for every m. Sources: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2, for gpipe and 1f1b;
+    Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.3, for interleaved, whose L(1 + (p - 1) / (pv)) layers
+    are pv + p - 1 stages on rank 0; Qi et al. 2023 (arXiv 2401.10241), sections 2.3 and 6, for H1, H2 and ZB-V's
+    2p; what stands for ZB-V with m < 2p - 1 is counted from its schedule. Raises what `placement_of` raises, and
+    ScheduleError where there is no such rank or no micro-batch.
+    """
+    p, m = num_ranks, num_micro_batches
+    placement = placement_of(recipe_name, p, virtual_stages)
+    placement.stages_of(rank)  # raises where there is no such rank
+    v = placement.stages_per_rank
+    longest_round = max(interleaved_rounds(p, m))
+    return {
+        "naive": v,
+        "gpipe": m * v,
+        "interleaved": min(m * v, 2 * (p - 1 - rank) + (v - 1) * longest_round + 1),
+        "zb-h2": min(m, 2 * (p - rank) - 1),
+        "zb-v": min(2 * m, m + rank + 1, 2 * p),
+    }.get(recipe_name, min(m, p - rank))

@@ -1,0 +1,63 @@
+"""How much a schedule holds at its peak: micro-batches between forward and backward, and deferred gradients.
+
+A stage activation is what a stage keeps of one micro-batch for its backward. It is *in flight* from FORWARD
+until BACKWARD or BACKWARD_INPUT has ended. What BACKWARD_INPUT leaves for the gradients of the weights is
+*deferred* until BACKWARD_WEIGHT has ended. A forward without a backward, as in an evaluation, holds for itself
+alone.
+
+>>> from shardwise.schedule.pipelines import one_f_one_b, zero_bubble_h1
+>>> num_in_flight(one_f_one_b(4, 8))
+(4, 3, 2, 1)
+>>> num_deferred(zero_bubble_h1(4, 8))
+(1, 2, 3, 4)
+>>> peak_held_bytes(zero_bubble_h1(4, 8), in_flight_bytes=34, deferred_bytes=32)
+(136, 134, 132, 130)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from shardwise.schedule.actions import Action, Kind, Schedule
+
+_ENDS_FLIGHT = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+_SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+def num_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """For each rank the most stage activations in flight at once."""
+    return tuple(int(peak) for peak in peak_held_bytes(schedule, 1, 0))
+
+
+def num_deferred(schedule: Schedule) -> tuple[int, ...]:
+    """For each rank the most (stage, micro-batch) at once whose BACKWARD_WEIGHT is still to come."""
+    return tuple(int(peak) for peak in peak_held_bytes(schedule, 0, 1))
+
+
+def peak_held_bytes(schedule: Schedule, in_flight_bytes: float, deferred_bytes: float) -> tuple[float, ...]:
+    """For each rank the most held at once, where each in flight and each deferred takes so many bytes.
+
+    These are M_B and M_W of Qi et al. 2023 (arXiv 2401.10241), section 2.3.
+    """
+    return tuple(_peak(row, in_flight_bytes, deferred_bytes) for row in schedule.ranks)
+
+
+def _peak(row: Sequence[Action], in_flight_bytes: float, deferred_bytes: float) -> float:
+    """Of a stage's groups, where a row names them, the first forward begins to hold and the last backward ends."""
+    first: dict[tuple[int, int | None], int] = {}
+    last: dict[tuple[Kind, int, int | None], int] = {}
+    for index, action in enumerate(row):
+        if action.kind is Kind.FORWARD:
+            first.setdefault((action.stage, action.micro_batch), index)
+        last[action.kind, action.stage, action.micro_batch] = index
+    # What is held during action k is the sum of the changes up to k.
+    changes: list[float] = [0] * (len(row) + 1)
+    for key, start in first.items():
+        end = max(last.get((kind, *key), start) for kind in _ENDS_FLIGHT)
+        changes[start] += in_flight_bytes
+        changes[end + 1] -= in_flight_bytes
+        begin, finish = (last.get((kind, *key), end) for kind in _SPLIT)
+        changes[begin + 1] += deferred_bytes
+        changes[finish + 1] -= deferred_bytes
+    return max(accumulate(changes))

@@ -1,0 +1,228 @@
+"""Pipeline schedules by recipe: the computations of each pipeline rank, one optimizer step or one evaluation.
+
+Generators write computations of whole stages only; passes insert transfers, gathers, reductions and steps.
+
+Every recipe here takes the micro-batches of a stage in ascending order, for each kind of computation. So a row
+is a sequence of (kind, stage) without numbers, a *pattern*: what stands k-th of its kind and stage is about
+micro-batch k. A pattern may run past the last micro-batch; what is beyond it is dropped, which takes
+dependencies away and adds none. This is how a recipe that is defined for enough micro-batches (ZB-V: 2p - 1)
+takes fewer: as the larger one, less the micro-batches that are not there.
+
+In the formulas p is the number of ranks, m of micro-batches, v of stages a rank, i a rank from 0; F, B and W are
+the seconds of a forward, of the gradient of the input and of that of the weights.
+
+>>> print(one_f_one_b(num_ranks=2, num_micro_batches=3))
+rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
+rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
+>>> print(zero_bubble_h1(num_ranks=2, num_micro_batches=3))
+rank 0: 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
+rank 1: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from shardwise.schedule.actions import Action, Kind, Schedule, ScheduleError
+from shardwise.schedule.placement import StagePlacement
+
+_F, _B, _I, _W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+
+_Pattern = Iterable[tuple[Kind, int]]
+"""A row without micro-batches: kinds and stages."""
+
+
+def naive(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is_v_shaped: bool = False) -> Schedule:
+    """Each micro-batch forward through all stages, then backward, one after another: one rank computes at a time.
+
+    With one micro-batch this is classic model parallelism. Raises ScheduleError on counts below 1.
+    """
+    placement = StagePlacement(num_ranks, virtual_stages, is_v_shaped)
+
+    def pattern(rank: int) -> _Pattern:
+        stages = placement.stages_of(rank)
+        return [*_each(_F, stages), *_each(_B, reversed(stages))] * num_micro_batches
+
+    return _schedule(placement, num_micro_batches, pattern)
+
+
+def gpipe(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is_v_shaped: bool = False) -> Schedule:
+    """All forwards, then all backwards (GPipe, Huang et al. 2019), one stage of a rank after another.
+
+    Raises ScheduleError on counts below 1.
+    """
+    placement = StagePlacement(num_ranks, virtual_stages, is_v_shaped)
+
+    def pattern(rank: int) -> _Pattern:
+        stages = placement.stages_of(rank)
+        forwards = [(_F, stage) for stage in stages for _ in range(num_micro_batches)]
+        return forwards + [(_B, stage) for stage in reversed(stages) for _ in range(num_micro_batches)]
+
+    return _schedule(placement, num_micro_batches, pattern)
+
+
+def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """A backward as soon as there is one (PipeDream-Flush, Narayanan et al. 2021, section 2.2.1).
+
+    Rank i runs p - i forwards, then a backward and a forward in turn, so at most p - i micro-batches are in
+    flight. Raises ScheduleError on counts below 1.
+    """
+
+    def pattern(rank: int) -> _Pattern:
+        return [(_F, rank)] * (num_ranks - rank) + [(_B, rank), (_F, rank)] * num_micro_batches
+
+    return _schedule(StagePlacement(num_ranks), num_micro_batches, pattern)
+
+
+def interleaved(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> Schedule:
+    """1F1B over several stages a rank, in rounds of micro-batches (Narayanan et al. 2021, section 2.2.2).
+
+    A round takes its micro-batches through a rank's first stage, then through its second, and so on. Rank i runs
+    2(p - 1 - i) + (v - 1)r forwards, r the length of the longest round, then a forward and a backward in turn.
+    Where p divides the number of micro-batches every round has p, which is the schedule of the paper; else
+    `interleaved_rounds` says how long they are. With one stage a rank this is a 1F1B with more in flight than
+    `one_f_one_b`. Raises ScheduleError on counts below 1.
+    """
+    placement = StagePlacement(num_ranks, virtual_stages)
+    rounds = interleaved_rounds(num_ranks, num_micro_batches)
+
+    def pattern(rank: int) -> _Pattern:
+        stages = placement.stages_of(rank)
+        forwards = [(_F, stage) for length in rounds for stage in stages for _ in range(length)]
+        backwards = [(_B, stage) for length in rounds for stage in reversed(stages) for _ in range(length)]
+        num_warm_up = min(2 * (num_ranks - 1 - rank) + (virtual_stages - 1) * max(rounds), len(forwards))
+        yield from forwards[:num_warm_up]
+        for forward, backward in zip(forwards[num_warm_up:], backwards, strict=False):
+            yield forward
+            yield backward
+        yield from backwards[len(forwards) - num_warm_up :]
+
+    return _schedule(placement, num_micro_batches, pattern)
+
+
+def interleaved_rounds(num_ranks: int, num_micro_batches: int) -> tuple[int, ...]:
+    """The micro-batches of each round of `interleaved`: p, or as few more as spread them evenly, longer ones first.
+
+    A round shorter than p would leave ranks idle in every stage of it; a longer one costs memory alone. Fewer
+    than p micro-batches are one round. Raises ScheduleError on counts below 1.
+
+    >>> interleaved_rounds(4, 8), interleaved_rounds(4, 14), interleaved_rounds(4, 3)
+    ((4, 4), (5, 5, 4), (3,))
+    """
+    _check_micro_batches(num_micro_batches)
+    num_rounds = max(1, num_micro_batches // num_ranks)
+    least, num_longer = divmod(num_micro_batches, num_rounds)
+    return (least + 1,) * num_longer + (least,) * (num_rounds - num_longer)
+
+
+def zero_bubble_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """1F1B whose backward is split and whose gradients of weights fill the bubble, in 1F1B's memory.
+
+    Qi et al. 2023 (arXiv 2401.10241), section 2.1. Rank i runs p - i forwards ahead and leaves the gradients of
+    weights of i micro-batches for later, so every rank holds at most p micro-batches. Raises ScheduleError on
+    counts below 1.
+    """
+
+    def pattern(rank: int) -> _Pattern:
+        return _split_one_f_one_b(rank, num_micro_batches, num_warm_up=num_ranks - rank, num_deferred=rank)
+
+    return _schedule(StagePlacement(num_ranks), num_micro_batches, pattern)
+
+
+def zero_bubble_h2(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """H1 with twice the memory and no bubble where F = B = W: Qi et al. 2023 (arXiv 2401.10241), section 2.2.
+
+    Rank i runs 2(p - i) - 1 forwards ahead and leaves the gradients of weights of 2i micro-batches for later, so
+    every rank holds at most 2p - 1 micro-batches. Ranks end as they began, one after another: the bubble is gone
+    only where the optimizer's step does not wait for all. Raises ScheduleError on counts below 1.
+    """
+
+    def pattern(rank: int) -> _Pattern:
+        num_warm_up = 2 * (num_ranks - rank) - 1
+        return _split_one_f_one_b(rank, num_micro_batches, num_warm_up=num_warm_up, num_deferred=2 * rank)
+
+    return _schedule(StagePlacement(num_ranks), num_micro_batches, pattern)
+
+
+def zero_bubble_v(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """Two stages a rank in a V, a split backward, 1F1B's memory, and no bubble where F = B = W.
+
+    ZB-V of Qi et al. 2023 (arXiv 2401.10241), section 6, one of the V-shaped family of Qi et al. 2024 (arXiv
+    2405.15362). A rank's `down` is its stage on the way to the last rank, `up` that on the way back. At most 2p
+    stage activations are in flight on a rank. Raises ScheduleError on counts below 1.
+    """
+    placement = StagePlacement(num_ranks, stages_per_rank=2, is_v_shaped=True)
+    num_steady = max(num_micro_batches - num_ranks, num_ranks - 1)
+
+    def pattern(rank: int) -> _Pattern:
+        down, up = placement.stages_of(rank)
+        whole = [(_F, up), (_I, up), (_W, up)]
+        return [
+            # Until the first micro-batch is back: rank i hears of it after 2(p - i) - 1 forwards.
+            *[(_F, down)] * (2 * (num_ranks - rank) - 1),
+            # The ranks before this one have no gradients to pass on yet; forwards keep all busy, in equal memory.
+            *[(_F, up), (_F, down)] * rank,
+            *whole * (num_ranks - rank),
+            *[(_F, down), (_I, down), (_W, down), *whole] * num_steady,
+            # No forward is left: gradients that other ranks wait for come first, those of weights fill the end.
+            *[(_I, down), (_I, up)] * rank,
+            *[(_I, down), (_W, down)] * (num_ranks - rank),
+            *[(_W, up)] * rank,
+            *[(_W, down)] * rank,
+        ]
+
+    return _schedule(placement, num_micro_batches, pattern)
+
+
+def pipeline_evaluation(placement: StagePlacement, num_micro_batches: int) -> Schedule:
+    """The forward of each micro-batch through all stages of any placement, in the shortest time that m >= p allow.
+
+    Looped stages take rounds of micro-batches as `interleaved` does; in a V a rank takes the two stages in turn.
+    Raises ScheduleError on counts below 1.
+    """
+    rounds = interleaved_rounds(placement.num_ranks, num_micro_batches)
+
+    def pattern(rank: int) -> _Pattern:
+        stages = placement.stages_of(rank)
+        if placement.is_v_shaped:
+            ahead = [(_F, stages[0])] * (2 * (placement.num_ranks - rank) - 1)
+            return ahead + [*_each(_F, reversed(stages))] * num_micro_batches
+        return [(_F, stage) for length in rounds for stage in stages for _ in range(length)]
+
+    return _schedule(placement, num_micro_batches, pattern)
+
+
+def _split_one_f_one_b(stage: int, num_micro_batches: int, *, num_warm_up: int, num_deferred: int) -> _Pattern:
+    """Forwards ahead, then a backward and a forward in turn, gradients of weights `num_deferred` backwards late."""
+    yield from [(_F, stage)] * num_warm_up
+    for index in range(num_micro_batches):
+        yield _I, stage
+        if index >= num_deferred:
+            yield _W, stage
+        yield _F, stage
+    yield from [(_W, stage)] * num_deferred
+
+
+def _each(kind: Kind, stages: Iterable[int]) -> _Pattern:
+    return ((kind, stage) for stage in stages)
+
+
+def _schedule(placement: StagePlacement, num_micro_batches: int, pattern: Callable[[int], _Pattern]) -> Schedule:
+    """Number each rank's pattern, and drop what is beyond the last micro-batch."""
+    _check_micro_batches(num_micro_batches)
+    rows = []
+    for rank in range(placement.num_ranks):
+        num_before: Counter[tuple[Kind, int]] = Counter()
+        row = []
+        for key in pattern(rank):
+            if num_before[key] < num_micro_batches:
+                row.append(Action(*key, num_before[key]))
+                num_before[key] += 1
+        rows.append(tuple(row))
+    return Schedule(tuple(rows))
+
+
+def _check_micro_batches(num_micro_batches: int) -> None:
+    if num_micro_batches < 1:
+        raise ScheduleError(f"num_micro_batches={num_micro_batches} is below 1; a step runs at least one")
