@@ -301,6 +301,7 @@ def test_the_place_is_drawn_with_an_arrow() -> None:
         verify(Schedule.parse(text))
     assert str(caught.value).splitlines() == [
         "0B0[b0] on rank 0 uses parameters that are sharded after action 4; put 0UNSHARD[b0] before it",
-        "rank 0, action 5: ...  0F0[root]  0F0[b0]  0RESHARD[b0]  0B0[b0]  0REDUCE[b0]  0RESHARD[b0]  0B0[root]  ...",
-        "                                                         ^^^^^^^",
+        "slot             2         3          4           5          6            7            8",
+        "rank 0  ...  0F0[root]  0F0[b0]  0RESHARD[b0]  0B0[b0]  0REDUCE[b0]  0RESHARD[b0]  0B0[root]  ...",
+        "                                               ^^^^^^^ action 5",
     ]

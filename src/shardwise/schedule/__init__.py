@@ -26,7 +26,7 @@ from shardwise.schedule.dependencies import Position, dependencies
 from shardwise.schedule.formulas import bubble_s, max_in_flight
 from shardwise.schedule.generators import data_parallel_step, forward_only
 from shardwise.schedule.in_flight import num_deferred, num_in_flight, peak_held_bytes
-from shardwise.schedule.passes import insert_offload
+from shardwise.schedule.passes import Gather, insert_gathers, insert_offload, insert_transfers, lower
 from shardwise.schedule.pipelines import (
     gpipe,
     interleaved,
@@ -50,6 +50,7 @@ __all__ = [
     "TRANSFERS",
     "Action",
     "Cost",
+    "Gather",
     "Kind",
     "Payload",
     "Position",
@@ -64,8 +65,11 @@ __all__ = [
     "dependencies",
     "forward_only",
     "gpipe",
+    "insert_gathers",
     "insert_offload",
+    "insert_transfers",
     "interleaved",
+    "lower",
     "makespan_s",
     "max_in_flight",
     "naive",

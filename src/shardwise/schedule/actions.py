@@ -45,12 +45,17 @@ class Kind(Enum):
     EVICT = "EVICT"
     STEP = "STEP"
 
+    # Members are singletons; Enum's own hash is a call into Python, and large schedules hash millions of kinds.
+    __hash__ = object.__hash__
+
 
 class Payload(Enum):
     """What SEND and RECEIVE carry: activations to the next stage, or their gradients to the previous one."""
 
     ACTIVATION = "F"
     GRADIENT = "B"
+
+    __hash__ = object.__hash__
 
 
 COMPUTATIONS = frozenset({Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
@@ -148,7 +153,7 @@ class Schedule:
     The three rules say what the actions must uphold, and are the columns of the table of ZeRO stages:
     `unshard_for_use`: parameters rest as shards and are whole only between UNSHARD and RESHARD (stage 3);
     `reduce_each_backward`: each backward's gradients are reduced before the group's next one (stages 2 and
-    3), else once, after the last; `unshard_after_step`: parameters rest whole but a STEP updates this rank's
+    3), else once, after the last (as pipelines do, unless stage 3 gathers for each micro-batch); `unshard_after_step`: parameters rest whole but a STEP updates this rank's
     shard alone, so an UNSHARD must follow it (stages 1 and 2). All False is stage 0. Raises ScheduleError
     when there is no rank.
     """
@@ -172,6 +177,11 @@ class Schedule:
         head = [f"rules: {' '.join(rules)}"] if rules else []
         rows = (" ".join([f"rank {rank}:", *map(str, row)]) for rank, row in enumerate(self.ranks))
         return "\n".join([*head, *rows])
+
+    def compute_only(self) -> Self:
+        """The computations alone, without rules: what the passes that lower a schedule began with."""
+        rows = tuple(tuple(action for action in row if action.kind in COMPUTATIONS) for row in self.ranks)
+        return type(self)(rows)
 
     @classmethod
     def parse(cls, text: str) -> Self:

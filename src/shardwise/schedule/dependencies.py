@@ -2,7 +2,8 @@
 
 An action at `(rank, index)` follows:
 
-1. the action before it in its lane, on its rank;
+1. the action before it in its lane, on its rank; of transfers, the one before it with the same peer: each ordered
+   pair of ranks is one channel, which delivers in order, and channels run side by side;
 2. on its rank, the latest earlier action of each kind that `_FOLLOWS` names, about the same parameters: a
    computation follows the UNSHARD it uses, RESHARD the computations that used the parameters, REDUCE the last
    backward that feeds it, UNSHARD the STEP that updated the shards, and so on;
@@ -27,10 +28,10 @@ the next one.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.schedule.actions import COLLECTIVES, COMPUTATIONS, LANES, Action, Kind, Payload, Schedule
+from shardwise.schedule.actions import COLLECTIVES, COMPUTATIONS, LANES, TRANSFERS, Action, Kind, Payload, Schedule
 
 Position = tuple[int, int]
 """Rank, and index in the rank's row."""
@@ -61,29 +62,34 @@ _FOLLOWS: Mapping[Kind, tuple[Kind, ...]] = {
 _FOLLOWS_ANY: Mapping[Kind, tuple[Kind, ...]] = {Kind.STEP: (Kind.REDUCE,), Kind.UNSHARD: (Kind.RESHARD,)}
 
 # Rule 4: what a computation needs of its own micro-batch and group on its rank, and which computations make a
-# payload.
+# payload; each of these also uses one of that kind.
 _NEEDS: Mapping[Kind, tuple[Kind, ...]] = {
     Kind.RECOMPUTE: (Kind.FORWARD,),
     Kind.BACKWARD: (Kind.FORWARD, Kind.RECOMPUTE),
     Kind.BACKWARD_INPUT: (Kind.FORWARD, Kind.RECOMPUTE),
     Kind.BACKWARD_WEIGHT: (Kind.BACKWARD_INPUT,),
 }
-_MAKES: Mapping[Kind, Payload] = {
+MAKES: Mapping[Kind, Payload] = {
     Kind.FORWARD: Payload.ACTIVATION,
     Kind.BACKWARD: Payload.GRADIENT,
     Kind.BACKWARD_INPUT: Payload.GRADIENT,
 }
 
-_FlowKey = tuple[int, Kind | None, Payload, int, int | None]
+FlowKey = tuple[int, Kind | None, Payload, int, int | None]
 
 
 def dependencies(schedule: Schedule, lanes: Mapping[Kind, str] = LANES) -> dict[Position, tuple[Position, ...]]:
     """For each position, those that must have ended before it starts; `lanes` gives each kind its lane."""
     places = Places.of(schedule)
+    channelled = {lanes[kind] for kind in TRANSFERS} - {lanes[kind] for kind in Kind if kind not in TRANSFERS}
     follows: dict[Position, tuple[Position, ...]] = {}
     for rank, row in enumerate(schedule.ranks):
         groups = stage_groups(row)
-        for index, earlier in enumerate(_within_row(row, lanes)):
+        queues = [
+            (lane, places.partner(rank, action)) if (lane := lanes[action.kind]) in channelled else lane
+            for action in row
+        ]
+        for index, earlier in enumerate(_within_row(row, queues)):
             before = {(rank, other) for other in earlier}
             action = row[index]
             before.update(places.data_of((rank, index), action, touched(action, groups)))
@@ -106,19 +112,19 @@ def touched(action: Action, groups: Mapping[int, tuple[str | None, ...]]) -> tup
     return groups[action.stage] if action.group is None else (action.group,)
 
 
-def _within_row(row: Sequence[Action], lanes: Mapping[Kind, str]) -> Iterator[set[int]]:
-    """For each index of a row the earlier indices that rules 1 to 3 name."""
+def _within_row(row: Sequence[Action], queues: Sequence[Hashable]) -> Iterator[set[int]]:
+    """For each index of a row the earlier indices that rules 1 to 3 name; `queues` are the actions' own for rule 1."""
     groups = stage_groups(row)
-    last_in_lane: dict[str, int] = {}
+    last_in_queue: dict[Hashable, int] = {}
     last_of_kind: dict[Kind, int] = {}
     last_on_group: dict[tuple[Kind, int, str | None], int] = {}
     for index, action in enumerate(row):
         keys = [(action.stage, group) for group in touched(action, groups)]
         wanted = [last_on_group.get((kind, *key)) for kind in _FOLLOWS.get(action.kind, ()) for key in keys]
         wanted += [last_of_kind.get(kind) for kind in _FOLLOWS_ANY.get(action.kind, ())]
-        wanted.append(last_in_lane.get(lanes[action.kind]))
+        wanted.append(last_in_queue.get(queues[index]))
         yield {earlier for earlier in wanted if earlier is not None}
-        last_in_lane[lanes[action.kind]] = index
+        last_in_queue[queues[index]] = index
         last_of_kind[action.kind] = index
         last_on_group.update(((action.kind, *key), index) for key in keys)
 
@@ -134,7 +140,7 @@ class Places:
 
     holders: dict[int, list[int]]
     computed: dict[tuple[int, Kind, int, int | None, str | None], int]
-    flow: dict[_FlowKey, tuple[int, int]]
+    flow: dict[FlowKey, tuple[int, int]]
 
     @classmethod
     def of(cls, schedule: Schedule) -> Places:
@@ -154,7 +160,7 @@ class Places:
                 ranks.append(rank)
             for group in groups:
                 self.computed.setdefault((rank, kind, stage, micro_batch, group), index)
-            payload = _MAKES.get(kind)
+            payload = MAKES.get(kind)
         if payload is not None:
             key = (rank, None if kind in COMPUTATIONS else kind, payload, stage, micro_batch)
             first, _ = self.flow.get(key, (index, index))
@@ -166,6 +172,10 @@ class Places:
         replica = mine.index(rank) if rank in mine else len(theirs)
         return theirs[replica] if replica < len(theirs) else None
 
+    def partner(self, rank: int, transfer: Action) -> int | None:
+        """The rank at the other end of a SEND or RECEIVE, if there is one."""
+        return self.peer(rank, transfer.stage, other_end(transfer))
+
     def data_of(self, position: Position, action: Action, groups: Collection[str | None]) -> Iterator[Position]:
         """The positions that rule 4 names for an action about these groups."""
         rank, index = position
@@ -176,9 +186,9 @@ class Places:
             yield from self._last((rank, None, action.payload, stage, micro_batch))
         elif kind is Kind.RECEIVE and action.payload is not None:
             yield from self._from_neighbour(Kind.SEND, rank, action.payload, stage, micro_batch)
-        elif kind in _MAKES and index == self.flow[rank, None, _MAKES[kind], stage, micro_batch][0]:
-            received = tuple(self._last((rank, Kind.RECEIVE, _MAKES[kind], stage, micro_batch)))
-            yield from received or self._from_neighbour(None, rank, _MAKES[kind], stage, micro_batch)
+        elif kind in MAKES and index == self.flow[rank, None, MAKES[kind], stage, micro_batch][0]:
+            received = tuple(self._last((rank, Kind.RECEIVE, MAKES[kind], stage, micro_batch)))
+            yield from received or self._from_neighbour(None, rank, MAKES[kind], stage, micro_batch)
 
     def _from_neighbour(
         self, kind: Kind | None, rank: int, payload: Payload, stage: int, micro_batch: int | None
@@ -188,7 +198,7 @@ class Places:
         if peer is not None:
             yield from self._last((peer, kind, payload, neighbour, micro_batch))
 
-    def _last(self, key: _FlowKey) -> Iterator[Position]:
+    def _last(self, key: FlowKey) -> Iterator[Position]:
         if key in self.flow:
             yield key[0], self.flow[key][1]
 
@@ -196,6 +206,12 @@ class Places:
 def source_of(payload: Payload) -> int:
     """The stage a payload comes from, relative to the one that takes it: activations -1, gradients +1."""
     return -1 if payload is Payload.ACTIVATION else 1
+
+
+def other_end(transfer: Action) -> int:
+    """The stage that a SEND goes to, or that a RECEIVE takes from."""
+    source = source_of(transfer.payload or Payload.ACTIVATION)
+    return transfer.stage + (-source if transfer.kind is Kind.SEND else source)
 
 
 Meeting = tuple[Position, ...]
@@ -211,43 +227,50 @@ def execution_order(
     it. Returns the meetings in order, and for each position that can never start those that it waits for (a
     deadlock).
     """
-    meeting_of = _meetings(schedule, meeting_kinds)
-    waits_for = {
-        meeting: {meeting_of[before] for member in meeting for before in follows[member]}
-        for meeting in dict.fromkeys(meeting_of.values())
-    }
-    users: dict[Meeting, list[Meeting]] = {meeting: [] for meeting in waits_for}
-    for meeting, needed in waits_for.items():
+    meetings, number_of = _meetings(schedule, meeting_kinds)
+    users: list[list[int]] = [[] for _ in meetings]
+    waits_for: list[set[int]] = []
+    for number, members in enumerate(meetings):
+        needed = {number_of[before] for member in members for before in follows[member]}
+        waits_for.append(needed)
         for other in needed:
-            users[other].append(meeting)
-    num_open = {meeting: len(needed) for meeting, needed in waits_for.items()}
-    ready = deque(meeting for meeting, count in num_open.items() if count == 0)
+            users[other].append(number)
+    num_open = [len(needed) for needed in waits_for]
+    ready = deque(number for number, count in enumerate(num_open) if count == 0)
     order: list[Meeting] = []
     while ready:
-        order.append(meeting := ready.popleft())
-        for user in users[meeting]:
+        number = ready.popleft()
+        order.append(meetings[number])
+        for user in users[number]:
             num_open[user] -= 1
             if num_open[user] == 0:
                 ready.append(user)
-    stuck = {meeting: needed for meeting, needed in waits_for.items() if num_open[meeting] > 0}
     blocked = {
-        member: tuple(sorted(before for other in needed if other in stuck for before in other))
-        for meeting, needed in stuck.items()
-        for member in meeting
+        member: tuple(
+            sorted(before for other in waits_for[number] if num_open[other] > 0 for before in meetings[other])
+        )
+        for number, count in enumerate(num_open)
+        if count > 0
+        for member in meetings[number]
     }
     return order, blocked
 
 
-def _meetings(schedule: Schedule, meeting_kinds: Collection[Kind]) -> dict[Position, Meeting]:
-    members: dict[tuple[Action, int], list[Position]] = {}
-    meeting_of: dict[Position, Meeting] = {}
+def _meetings(schedule: Schedule, meeting_kinds: Collection[Kind]) -> tuple[list[Meeting], dict[Position, int]]:
+    """The meetings, and for each position the number of its own."""
+    members: list[list[Position]] = []
+    number_of: dict[Position, int] = {}
+    of_occurrence: dict[tuple[Action, int], int] = {}
     for rank, row in enumerate(schedule.ranks):
         occurrence: Counter[Action] = Counter()
         for index, action in enumerate(row):
+            position = rank, index
+            number = len(members)
             if action.kind in meeting_kinds:
-                members.setdefault((action, occurrence[action]), []).append((rank, index))
+                number = of_occurrence.setdefault((action, occurrence[action]), number)
                 occurrence[action] += 1
-            meeting_of[rank, index] = ((rank, index),)
-    for positions in members.values():
-        meeting_of.update(dict.fromkeys(positions, tuple(positions)))
-    return meeting_of
+            if number == len(members):
+                members.append([])
+            members[number].append(position)
+            number_of[position] = number
+    return [tuple(each) for each in members], number_of

@@ -16,10 +16,11 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from shardwise.schedule.actions import Action, Kind, Schedule
+from shardwise.schedule.actions import Action, Kind, Schedule, ScheduleError
+from shardwise.schedule.channels import Flaw
 
 _ENDS_FLIGHT = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 _SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
@@ -40,11 +41,27 @@ def peak_held_bytes(schedule: Schedule, in_flight_bytes: float, deferred_bytes: 
 
     These are M_B and M_W of Qi et al. 2023 (arXiv 2401.10241), section 2.3.
     """
-    return tuple(_peak(row, in_flight_bytes, deferred_bytes) for row in schedule.ranks)
+    return tuple(max(_held(row, in_flight_bytes, deferred_bytes), default=0) for row in schedule.ranks)
 
 
-def _peak(row: Sequence[Action], in_flight_bytes: float, deferred_bytes: float) -> float:
-    """Of a stage's groups, where a row names them, the first forward begins to hold and the last backward ends."""
+def flaws(schedule: Schedule, limits: Sequence[int]) -> Iterator[Flaw]:
+    """Where a rank first has more in flight than it may; raises ScheduleError unless there is one limit for each."""
+    if len(limits) != len(schedule.ranks):
+        text = f"max_in_flight={list(limits)} bounds {len(limits)} ranks of {len(schedule.ranks)}"
+        raise ScheduleError(f"{text}; give one bound for each rank")
+    for rank, (row, limit) in enumerate(zip(schedule.ranks, limits, strict=True)):
+        for index, held in enumerate(_held(row, 1, 0)):
+            if held > limit:
+                text = f"{row[index]} on rank {rank} puts {int(held)} stage activations in flight, against {limit}"
+                yield f"{text} allowed; move it behind a backward", ((rank, index),)
+                break
+
+
+def _held(row: Sequence[Action], in_flight_bytes: float, deferred_bytes: float) -> list[float]:
+    """What is held during each action.
+
+    Of a stage's groups, where a row names them, the first forward begins to hold and the last backward ends.
+    """
     first: dict[tuple[int, int | None], int] = {}
     last: dict[tuple[Kind, int, int | None], int] = {}
     for index, action in enumerate(row):
@@ -60,4 +77,4 @@ def _peak(row: Sequence[Action], in_flight_bytes: float, deferred_bytes: float) 
         begin, finish = (last.get((kind, *key), end) for kind in _SPLIT)
         changes[begin + 1] += deferred_bytes
         changes[finish + 1] -= deferred_bytes
-    return max(accumulate(changes))
+    return list(accumulate(changes[:-1]))

@@ -75,7 +75,10 @@ def parameters(schedule: Schedule) -> Machine:
 
 
 def gradients(schedule: Schedule) -> Machine:
-    """NONE -backward-> UNREDUCED -REDUCE-> REDUCED -STEP-> STEPPED; by the rules, backward may come again."""
+    """NONE -backward-> UNREDUCED -REDUCE-> REDUCED -STEP-> STEPPED; by the rules, backward may come again.
+
+    A schedule without any REDUCE is not lowered so far: its gradients stay as the backward leaves them.
+    """
     none, unreduced, reduced, stepped = Gradients
     makers = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
     again = reduced if schedule.reduce_each_backward else unreduced
@@ -98,7 +101,10 @@ def gradients(schedule: Schedule) -> Machine:
         (Kind.STEP, unreduced): "steps on gradients that are {state}{since}; put {reduce} before it",
         (Kind.STEP, stepped): "steps on what is {state}{since}; drop it",
     }
-    return Machine(none, moves, wrong, {reduced: "makes gradients that nothing steps on; add {step}"})
+    wrong_at_end: dict[Enum, str] = {reduced: "makes gradients that nothing steps on; add {step}"}
+    if any(action.kind is Kind.REDUCE for row in schedule.ranks for action in row):
+        wrong_at_end[unreduced] = "makes gradients that nothing reduces; add {reduce}"
+    return Machine(none, moves, wrong, wrong_at_end)
 
 
 def misuses(schedule: Schedule, machine: Machine) -> Iterator[tuple[str, Position]]:

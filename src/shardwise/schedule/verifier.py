@@ -1,12 +1,18 @@
-"""Proves that a schedule can run and means one optimizer step or evaluation; draws and explains a flaw.
+"""Proves that a schedule can run and means one optimizer step or evaluation; explains a flaw, and draws it.
 
-It runs nothing and prices nothing. What it holds a schedule to, beside the dependency relation:
+It runs nothing and prices nothing. A schedule may be lowered in part: without any transfer, stages hand over
+directly; without any REDUCE, gradients stay where they are. What it holds a schedule to, beside the dependency
+relation:
 
 - every micro-batch runs forward once through each (stage, group), backward once through each that is trained;
   the groups of a stage form a chain, run in one order forward and in its reverse backward;
 - the parameters and gradients of each (rank, stage, group) move as `states` says, and end as they rest;
-- every SEND has its RECEIVE; the replicas of a stage issue the same collectives in the same order;
-- issued in order, where a computation holds up whatever is written behind it, every row reaches its end.
+- transfers are complete, and both ends of a channel have them in one order (`channels`);
+- the replicas of a stage issue the same collectives in the same order;
+- issued in order, where a computation holds up whatever is written behind it, every row reaches its end. SEND and
+  RECEIVE hold up nothing: a RECEIVE posts, a SEND is complete when its RECEIVE is posted and those before it on its
+  channel are. Since both ends have one order, the wait of a SEND is that of its RECEIVE, and adds none;
+- where bounds are given, no rank holds the activations of more (stage, micro-batch) pairs at once.
 
 >>> from shardwise.schedule.actions import Schedule
 >>> verify(Schedule.parse("rank 0: 0F0 0B0 0REDUCE 0STEP"))
@@ -15,67 +21,73 @@ Traceback (most recent call last):
     ...
 shardwise.schedule.actions.ScheduleError: 0STEP on rank 0 steps on gradients that are \
 not reduced after action 1; put 0REDUCE before it
-rank 0, action 2: 0F0  0B0  0STEP  0REDUCE
-                            ^^^^^
+slot     0    1     2       3
+rank 0  0F0  0B0  0STEP  0REDUCE
+                  ^^^^^ action 2
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, pairwise, zip_longest
 
-from shardwise.schedule import states
+from shardwise.schedule import channels, in_flight, states
 from shardwise.schedule.actions import (
     COLLECTIVES,
     COMPUTATIONS,
     LANES,
-    TRANSFERS,
     Action,
     Kind,
-    Payload,
     Schedule,
     ScheduleError,
 )
+from shardwise.schedule.channels import Flaw
 from shardwise.schedule.dependencies import (
     Follows,
     Places,
     Position,
     dependencies,
     execution_order,
-    source_of,
     stage_groups,
     touched,
 )
+from shardwise.schedule.grid import drawn
 
 _BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 _TRAINS = _BACKWARDS | {Kind.REDUCE, Kind.STEP}
 _SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-_NUM_SHOWN = 3  # actions drawn to each side of the arrow
-
-_Flaw = tuple[str, tuple[Position, ...]]  # value, rule and cure in one line; where
+_NUM_NAMED = 8  # actions of a deadlock that are written out
 
 
-def verify(schedule: Schedule, *, lanes: Mapping[Kind, str] = LANES) -> None:
-    """Raise ScheduleError, with the place drawn, unless the schedule can run and does what its rules say."""
+def verify(
+    schedule: Schedule, max_in_flight: Sequence[int] | None = None, *, lanes: Mapping[Kind, str] = LANES
+) -> None:
+    """Raise ScheduleError, with the place drawn, unless the schedule can run and does what its rules say.
+
+    Args:
+        schedule: of any kind; it may be lowered in part.
+        max_in_flight: for each rank, how many stage activations it may hold at once, as `peak_in_flight` counts them.
+        lanes: gives each kind its lane on a rank.
+    """
     places = Places.of(schedule)
     follows = dependencies(schedule, lanes)
     machines = (states.parameters(schedule), states.gradients(schedule))
-    flaws: Iterator[_Flaw] = chain(
+    flaws: Iterator[Flaw] = chain(
         _computations(schedule),
         _stages(schedule, places),
-        _transfers(schedule, places),
+        channels.flaws(schedule, places),
         _collectives(schedule, places),
         _rows(schedule, follows),
         _chains(schedule),
         ((text, (place,)) for machine in machines for text, place in states.misuses(schedule, machine)),
         _deadlock(schedule, follows),
+        () if max_in_flight is None else in_flight.flaws(schedule, max_in_flight),
     )
     for text, positions in flaws:
-        raise ScheduleError("\n".join([text, *_drawn(schedule, positions)]))
+        raise ScheduleError("\n".join([text, *drawn(schedule, positions, follows)]))
 
 
-def _computations(schedule: Schedule) -> Iterator[_Flaw]:
+def _computations(schedule: Schedule) -> Iterator[Flaw]:
     """Each micro-batch once through each group of each stage."""
     micro_batches = {a.micro_batch for row in schedule.ranks for a in row if a.kind in COMPUTATIONS}
     num_micro_batches = 1 + max((m for m in micro_batches if m is not None), default=-1)
@@ -119,7 +131,7 @@ def _missing(kinds: Mapping[Kind, int], trained: bool) -> list[Kind]:
     return [Kind.BACKWARD] if len(absent) == len(_SPLIT) else absent
 
 
-def _stages(schedule: Schedule, places: Places) -> Iterator[_Flaw]:
+def _stages(schedule: Schedule, places: Places) -> Iterator[Flaw]:
     """As many replicas of each stage, none without any, and no backward that lacks the next stage's."""
     holders = places.holders
     last_backward = {
@@ -132,7 +144,8 @@ def _stages(schedule: Schedule, places: Places) -> Iterator[_Flaw]:
         num_here, num_before = len(holders.get(stage, ())), len(holders.get(stage - 1, ()))
         if stage > 0 and num_here != num_before:
             text = f"stage {stage} is on {num_here} ranks and stage {stage - 1} on {num_before}"
-            yield f"{text}; each replica of a stage feeds one of the next, give both as many", ()
+            there = holders.get(stage) or holders[max(holders)]
+            yield f"{text}; each replica of a stage feeds one of the next, give both as many", ((there[0], 0),)
         if stage - 1 in last_backward and stage not in last_backward:
             rank, index = last_backward[stage - 1]
             action = schedule.ranks[rank][index]
@@ -140,30 +153,7 @@ def _stages(schedule: Schedule, places: Places) -> Iterator[_Flaw]:
             yield text, ((rank, index),)
 
 
-def _transfers(schedule: Schedule, places: Places) -> Iterator[_Flaw]:
-    """Every SEND has one RECEIVE, every RECEIVE one SEND."""
-    found: dict[tuple[int, Action], int] = {}
-    for rank, row in enumerate(schedule.ranks):
-        for index, action in enumerate(row):
-            if action.kind in TRANSFERS and found.setdefault((rank, action), index) != index:
-                text = f"{action} on rank {rank} is there twice; a payload travels once, drop one"
-                yield text, ((rank, found[rank, action]), (rank, index))
-    for (rank, action), index in found.items():
-        sends = action.kind is Kind.SEND
-        source = source_of(action.payload or Payload.ACTIVATION)
-        stage = action.stage + (-source if sends else source)
-        peer = places.peer(rank, action.stage, stage)
-        if peer is None:
-            text = f"{action} on rank {rank} has no partner; no rank computes stage {stage}, drop it"
-            yield text, ((rank, index),)
-            continue
-        partner = replace(action, kind=Kind.RECEIVE if sends else Kind.SEND, stage=stage)
-        if (peer, partner) not in found:
-            text = f"{action} on rank {rank} is unmatched; add {partner} on rank {peer}, or drop it"
-            yield text, ((rank, index),)
-
-
-def _collectives(schedule: Schedule, places: Places) -> Iterator[_Flaw]:
+def _collectives(schedule: Schedule, places: Places) -> Iterator[Flaw]:
     """The replicas of a stage issue the same collectives of each kind in the same order."""
     for stage, holders in places.holders.items():
         for kind in sorted(COLLECTIVES, key=lambda kind: kind.value):
@@ -184,7 +174,7 @@ def _text_at(schedule: Schedule, place: Position | None) -> str:
     return "nothing" if place is None else str(schedule.ranks[place[0]][place[1]])
 
 
-def _rows(schedule: Schedule, follows: Follows) -> Iterator[_Flaw]:
+def _rows(schedule: Schedule, follows: Follows) -> Iterator[Flaw]:
     """No action stands before one of its own rank that it must follow."""
     for (rank, index), earlier in follows.items():
         for other_rank, other in earlier:
@@ -194,7 +184,7 @@ def _rows(schedule: Schedule, follows: Follows) -> Iterator[_Flaw]:
                 yield f"{text}; swap the two", ((rank, index), (rank, other))
 
 
-def _chains(schedule: Schedule) -> Iterator[_Flaw]:
+def _chains(schedule: Schedule) -> Iterator[Flaw]:
     """The groups of a stage run in one order in every forward, and in its reverse in every backward."""
     for rank, row in enumerate(schedule.ranks):
         place_in: dict[int, dict[str, int]] = {}
@@ -217,7 +207,7 @@ def _chains(schedule: Schedule) -> Iterator[_Flaw]:
                     yield f"{text}; {cure}", ((rank, first), (rank, second))
 
 
-def _deadlock(schedule: Schedule, follows: Follows) -> Iterator[_Flaw]:
+def _deadlock(schedule: Schedule, follows: Follows) -> Iterator[Flaw]:
     """Issue every row in order, waiting for each computation, whatever else is under way."""
     issued = dict(follows)
     for rank, row in enumerate(schedule.ranks):
@@ -229,24 +219,14 @@ def _deadlock(schedule: Schedule, follows: Follows) -> Iterator[_Flaw]:
     _, blocked = execution_order(schedule, issued)
     if not blocked:
         return
-    path = [min(blocked)]
-    while path[-1] not in path[:-1]:
-        path.append(blocked[path[-1]][0])
-    circle = path[path.index(path[-1]) :]
+    path = dict.fromkeys([min(blocked)])
+    while (waits_for := blocked[next(reversed(path))][0]) not in path:
+        path[waits_for] = None
+    steps = list(path)
+    circle = [*steps[steps.index(waits_for) :], waits_for]
     names = [f"{schedule.ranks[rank][index]} on rank {rank}" for rank, index in circle]
+    if len(names) > _NUM_NAMED:
+        half = _NUM_NAMED // 2
+        names[half:-half] = [f"{len(names) - 2 * half} others"]
     text = f"deadlock: {' waits for '.join(names)}; issue one of them earlier"
     yield text, tuple(circle[:-1])
-
-
-def _drawn(schedule: Schedule, places: tuple[Position, ...]) -> list[str]:
-    """Each place in its row, with its neighbours, and an arrow under it."""
-    lines = []
-    for rank, index in places:
-        row = [str(action) for action in schedule.ranks[rank]]
-        start, stop = max(0, index - _NUM_SHOWN), index + _NUM_SHOWN + 1
-        before = ["..."] * (start > 0) + row[start:index]
-        behind = row[index + 1 : stop] + ["..."] * (stop < len(row))
-        label = f"rank {rank}, action {index}: "
-        lines.append(label + "  ".join([*before, row[index], *behind]))
-        lines.append(" " * (len(label) + sum(len(text) + 2 for text in before)) + "^" * len(row[index]))
-    return lines

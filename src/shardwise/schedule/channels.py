@@ -1,0 +1,90 @@
+"""Flaws of a schedule's transfers: payloads that nothing makes, brings or uses, and ends of a channel that disagree.
+
+Each ordered pair of ranks is one channel: the n-th RECEIVE takes what the n-th SEND gave, whatever their names. Both
+directions between two ranks, and channels of other pairs, are independent of each other.
+
+>>> from shardwise.schedule.actions import Schedule
+>>> crossed = Schedule.parse("rank 0: 0F0 0SEND_F0 0F1 0SEND_F1\\nrank 1: 1RECV_F1 1RECV_F0 1F0 1F1")
+>>> next(flaws(crossed, Places.of(crossed)))[0]
+'1RECV_F1 on rank 1 takes what 0SEND_F0 on rank 0 gives; a channel delivers in order, align the two'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardwise.schedule.actions import TRANSFERS, Action, Kind, Schedule
+from shardwise.schedule.dependencies import Places, Position, other_end, source_of
+
+Flaw = tuple[str, tuple[Position, ...]]
+"""Value, rule and cure in one line; and where."""
+
+_Found = dict[tuple[int, Action], int]  # rank and transfer -> index
+
+
+def flaws(schedule: Schedule, places: Places) -> Iterator[Flaw]:
+    """Every SEND has its maker and its one RECEIVE, that has its user, and channels deliver in order."""
+    found: _Found = {}
+    for rank, row in enumerate(schedule.ranks):
+        for index, action in enumerate(row):
+            if action.kind in TRANSFERS and found.setdefault((rank, action), index) != index:
+                text = f"{action} on rank {rank} is there twice; a payload travels once, drop one"
+                yield text, ((rank, found[rank, action]), (rank, index))
+    if found:
+        yield from _unmatched(found, places)
+        yield from _left_out(schedule, found, places)
+        yield from _disorder(schedule, found, places)
+
+
+def _unmatched(found: _Found, places: Places) -> Iterator[Flaw]:
+    for (rank, action), index in found.items():
+        here = ((rank, index),)
+        stage = other_end(action)
+        peer = places.partner(rank, action)
+        sends = action.kind is Kind.SEND
+        if peer is None:
+            yield f"{action} on rank {rank} has no partner; no rank computes stage {stage}, drop it", here
+        elif peer == rank:
+            yield f"{action} on rank {rank} stays on its rank; there stages hand over directly, drop it", here
+        elif (peer, partner := replace(action, kind=Kind.RECEIVE if sends else Kind.SEND, stage=stage)) not in found:
+            yield f"{action} on rank {rank} is unmatched; add {partner} on rank {peer}, or drop it", here
+        elif (rank, None, action.payload, action.stage, action.micro_batch) not in places.flow:
+            text = "sends what nothing computes" if sends else "receives what nothing uses"
+            yield f"{action} on rank {rank} {text}; add the computation, or drop both ends", here
+
+
+def _left_out(schedule: Schedule, found: _Found, places: Places) -> Iterator[Flaw]:
+    """A payload that another rank makes and no RECEIVE brings, though there are transfers."""
+    for (rank, kind, payload, stage, micro_batch), (index, _) in places.flow.items():
+        source = stage + source_of(payload)
+        peer = None if kind is not None else places.peer(rank, stage, source)
+        if peer is None or peer == rank or (peer, None, payload, source, micro_batch) not in places.flow:
+            continue
+        receive = Action(Kind.RECEIVE, stage, micro_batch, payload=payload)
+        if (rank, receive) not in found:
+            send = Action(Kind.SEND, source, micro_batch, payload=payload)
+            text = f"{schedule.ranks[rank][index]} on rank {rank} uses what nothing brings from rank {peer}"
+            yield f"{text}; add {send} there and {receive} here", ((rank, index),)
+
+
+def _disorder(schedule: Schedule, found: _Found, places: Places) -> Iterator[Flaw]:
+    """The two ends of a channel, whose transfers match one to one, have them in one order."""
+    ends: dict[tuple[int, int], tuple[list[int], list[int]]] = {}  # sender, receiver -> indices there
+    for (rank, action), index in found.items():
+        peer = places.partner(rank, action)
+        if peer is not None:
+            sends = action.kind is Kind.SEND
+            channel = ends.setdefault((rank, peer) if sends else (peer, rank), ([], []))
+            channel[0 if sends else 1].append(index)
+    for (sender, receiver), channel in ends.items():
+        for sent_at, received_at in zip(*channel, strict=True):
+            send, receive = schedule.ranks[sender][sent_at], schedule.ranks[receiver][received_at]
+            if (other_end(send), send.micro_batch, send.payload) != (
+                receive.stage,
+                receive.micro_batch,
+                receive.payload,
+            ):
+                text = f"{receive} on rank {receiver} takes what {send} on rank {sender} gives"
+                cure = "a channel delivers in order, align the two"
+                yield f"{text}; {cure}", ((receiver, received_at), (sender, sent_at))
