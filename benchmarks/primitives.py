@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm import Comm, GroupLinks
+from shardwise.comm import Comm
+from shardwise.group_links import GroupLinks
 from shardwise.pool import BufferPool
 from shardwise.precision import add_widened
 from shardwise.streams import Streams

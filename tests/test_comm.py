@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from harness.pool import RankError, WorkerPool
-from shardwise.comm import Comm, CommError, GroupLinks
+from shardwise.comm import Comm, CommError
+from shardwise.group_links import GroupLinks
 from shardwise.pool import BufferPool
 from shardwise.streams import Streams
 

@@ -18,7 +18,7 @@ MAX_ARGUMENTS = 8
 # pattern: the only files, or folders, in which it may stand
 ALONE = {
     r"\btorch\._[a-zA-Z]|from torch\._[a-zA-Z]|\b_execution_engine\b|torch\.utils\._": {"_torch_private.py"},
-    r"dist\.(all_|reduce|broadcast|isend|irecv|send|recv|gather|scatter|barrier|batch_)": {"comm.py", "launch/"},
+    r"dist\.(all_|reduce|broadcast|isend|irecv|send|recv|gather|scatter|barrier|batch_)": {"group_links.py", "launch/"},
     r"\.register_(forward|full_backward|post_accumulate|hook)|\.register_hook": {"hooks.py"},
     r"torch\.cuda\.Stream\(": {"streams.py"},
     r"\.__class__ = ": {"wearing.py"},

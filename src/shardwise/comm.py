@@ -1,4 +1,4 @@
-"""Collectives: the only place that calls them. Each is counted by axis, and carries a number and a name.
+"""Collectives. Each is counted by axis, and carries a number and a name; `shardwise.group_links` alone calls torch's.
 
 Gradients are summed in fp32 or wider, whatever travels. gloo sums in the dtype on the wire, and moves twice a
 reduce-scatter's bytes; NCCL sums in the dtype on the wire too. So a reduction whose wire is narrower than fp32, and any
@@ -9,12 +9,11 @@ small or narrow sum of two ranks' activations. NCCL sums activations natively, i
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -23,15 +22,15 @@ from torch import Tensor
 from shardwise.agreement import CallCheck
 from shardwise.comm_books import AbsentError, Call, CommBooks, CommError
 from shardwise.config import Config
-from shardwise.layout.mesh_shape import GRADIENT_AXES, PIPELINE_AXES, REPLICA_AXES, SHARD_AXES, TENSOR_AXES, MeshShape
+from shardwise.group_links import GroupLinks
+from shardwise.layout.layout import Layout
+from shardwise.layout.mesh_shape import GRADIENT_AXES, PIPELINE_AXES, REPLICA_AXES, SHARD_AXES, TENSOR_AXES
 from shardwise.links import Links, Network
-from shardwise.mesh import Mesh
+from shardwise.mesh import HOST, Mesh
 from shardwise.pending import Pending
 from shardwise.pool import BufferPool
 from shardwise.precision import sum_chunks
 from shardwise.streams import Event, LaneName, Streams
-
-Result = TypeVar("Result")
 
 # From here on gloo's own all-reduce of fp32 among two ranks is as fast as sending all and adding.
 _RING_BYTES: Final = 2**20
@@ -48,74 +47,16 @@ class MeshNetwork:
 
     def links(self, axes: tuple[str, ...], use: str) -> Links:
         """Links over the process group of `axes`."""
-        return GroupLinks(self._mesh.group(axes, use), self._device)
+        return GroupLinks(self._mesh.group(axes, use), torch.device("cpu") if use == HOST else self._device)
+
+    def links_among(self, axes: tuple[str, ...], indices: tuple[int, ...]) -> Links | None:
+        """Links over the process group of some of the ranks along `axes`."""
+        group = self._mesh.group_among(axes, indices)
+        return None if group is None else GroupLinks(group, self._device)
 
     def close(self) -> None:
         """Give the process groups back."""
         self._mesh.close()
-
-
-class GroupLinks:
-    """Links over a process group.
-
-    Args:
-        group: the ranks that communicate.
-        device: where the tensors lie.
-    """
-
-    moves_nothing = False
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
-        self.waits_on_host = not (dist.get_backend(group) == "nccl" or device.type == "cuda")
-        self._group = group
-
-    def all_gather(self, full: Tensor) -> list[dist.Work]:
-        """Fill `full` [n * s]: natively on NCCL, by sends and receives on gloo."""
-        slices = full.chunk(self.world_size)
-        if not self.waits_on_host:
-            dist.all_gather_into_tensor(full, slices[self.rank], group=self._group)
-            return []
-        works = []
-        # Each rank starts with its right-hand neighbour, so that no rank is everybody's first.
-        for distance in range(1, self.world_size):
-            to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
-            works += _works(dist.isend(slices[self.rank], group=self._group, group_dst=to))
-            works += _works(dist.irecv(slices[source], group=self._group, group_src=source))
-        return works
-
-    def all_to_all(self, received: Tensor, source: Tensor) -> list[dist.Work]:
-        """Exchange slices of equal length."""
-        return self._works(dist.all_to_all_single(received, source, group=self._group, async_op=self.waits_on_host))
-
-    def exchange(self, received: Tensor, source: Tensor) -> list[dist.Work]:
-        """A send and a receive; on gloo only."""
-        other = 1 - self.rank
-        return [
-            *_works(dist.isend(source, group=self._group, group_dst=other)),
-            *_works(dist.irecv(received, group=self._group, group_src=other)),
-        ]
-
-    def reduce_scatter(self, out: Tensor, source: Tensor) -> list[dist.Work]:
-        """Sum in the dtype on the wire."""
-        return self._works(dist.reduce_scatter_tensor(out, source, group=self._group, async_op=self.waits_on_host))
-
-    def all_reduce(self, buffer: Tensor, op: dist.ReduceOp.RedOpType) -> list[dist.Work]:
-        """Reduce in place."""
-        return self._works(dist.all_reduce(buffer, op=op, group=self._group, async_op=self.waits_on_host))
-
-    def broadcast(self, buffer: Tensor) -> list[dist.Work]:
-        """Send from the group's rank 0."""
-        source = dist.get_global_rank(self._group, 0)
-        return self._works(dist.broadcast(buffer, source, group=self._group, async_op=self.waits_on_host))
-
-    def read(self, values: Tensor, known: Sequence[float]) -> list[float]:
-        """The numbers of a reduced vector, on the host."""
-        return values.tolist()
-
-    def _works(self, work: dist.Work | None) -> list[dist.Work]:
-        return _works(work) if self.waits_on_host else []
 
 
 class Comm:
@@ -368,7 +309,7 @@ class Comm:
             try:
                 self.books.check(call)
             except AbsentError as error:
-                raise CommError(f"{error}; {self._cause(call)}") from None
+                raise CommError(f"{error}; {self.books.cause(call)}") from None
             finally:
                 self.books.leave()
         return call
@@ -377,10 +318,10 @@ class Comm:
         self, call: Call, start: Callable[[], list[dist.Work]], finish: Callable[[], object] | None = None
     ) -> Pending:
         """Start works that the host waits for (gloo), then `finish` on the calling thread."""
-        works = self._guarded(call, start)
+        works = self.books.guarded(call, start)
 
         def wait() -> None:
-            self._guarded(call, lambda: self._wait(works))
+            self.books.guarded(call, lambda: self._wait(works))
             if finish is not None:
                 finish()
 
@@ -393,30 +334,12 @@ class Comm:
     def _enqueue(self, lane: LaneName | None, call: Call, run: Callable[[], object]) -> Pending:
         """Enqueue a collective and what follows it (NCCL); the host never waits."""
         with self._streams.lane(lane):
-            self._guarded(call, run)
+            self.books.guarded(call, run)
             if lane is None and not self.books.is_watched:
                 return Pending(None)
             done = Event.record(self.device)
         self.books.enqueue(call, done)
         return Pending(None if lane is None else done.wait)
-
-    def _guarded(self, call: Call, run: Callable[[], Result]) -> Result:
-        self.books.enter(call)
-        try:
-            return run()
-        except (torch.OutOfMemoryError, CommError):
-            raise
-        except RuntimeError as error:
-            reason = _first_sentence(error)
-            self.books.has_failed = True
-            raise CommError(f"rank {self.books.rank} failed in {call}: {self._cause(call)} ({reason})") from error
-        finally:
-            self.books.leave()
-
-    def _cause(self, call: Call) -> str:
-        """Why other ranks do not take part."""
-        cause = self.books.explain(call) if self.books.explain is not None else None
-        return cause or "another rank died, hangs or runs other code: see its log"
 
 
 @dataclass(frozen=True)
@@ -451,7 +374,7 @@ class Comms:
 
 def connect(
     network: Network,
-    shape: MeshShape,
+    layout: Layout,
     config: Config,
     device: torch.device,
     streams: Streams,
@@ -461,7 +384,7 @@ def connect(
 
     Args:
         network: where links come from.
-        shape: of the mesh.
+        layout: its mesh, and the parameters that several ranks of a pipeline hold.
         config: resolved.
         device: where the tensors lie.
         streams: side streams on CUDA.
@@ -472,16 +395,29 @@ def connect(
     if config.run.check_collectives and network.store is not None:
         books.check = CallCheck(network.store, network.rank, config.run.timeout_s)
 
+    shape = layout.mesh
+
+    def connect_over(links: Links, axes: tuple[str, ...], ranks: tuple[int, ...]) -> Comm:
+        return Comm(links, "+".join(axes), device, config.run.timeout_s, streams, pool, books, ranks)
+
     def over(axes: tuple[str, ...], use: str = "gather") -> Comm:
         live = tuple(axis for axis in axes if shape.size_along((axis,)) > 1)
         if (live, use) not in made:
-            links, name = network.links(axes, use), "+".join(live or axes[:1])
             ranks = shape.ranks_along(live, network.rank)
-            made[live, use] = Comm(links, name, device, config.run.timeout_s, streams, pool, books, ranks)
+            made[live, use] = connect_over(network.links(axes, use), live or axes[:1], ranks)
         return made[live, use]
 
     # On NCCL one communicator would run gathers and reductions one after the other.
     reductions = over(SHARD_AXES, "reduce" if device.type == "cuda" else "gather")
+    tied: dict[tuple[int, ...], Comm] = {}
+    for holders in sorted({layout.holders(group) for group in layout.model_groups}):
+        stages = shape.ranks_along(PIPELINE_AXES, network.rank)
+        if len(holders) == len(stages) > 1:
+            tied[holders] = over(PIPELINE_AXES)
+        elif len(holders) > 1:  # all ranks make these groups, in this order
+            links = network.links_among(PIPELINE_AXES, holders)
+            if links is not None:
+                tied[holders] = connect_over(links, PIPELINE_AXES, tuple(stages[index] for index in holders))
     cell = (*GRADIENT_AXES, *TENSOR_AXES)
     return Comms(
         data=over(GRADIENT_AXES),
@@ -492,16 +428,5 @@ def connect(
         model=over(cell),
         pipeline=over(PIPELINE_AXES),
         all=over((*PIPELINE_AXES, *cell)),
+        tied=tied,
     )
-
-
-def _first_sentence(error: Exception) -> str:
-    """What went wrong, without gloo's place in its source and its advice."""
-    line = (str(error).splitlines() or ["no reason given"])[0]
-    return re.sub(r"^\[[^\]]*\]\s*", "", line).partition(". ")[0]
-
-
-def _works(work: dist.Work | None) -> list[dist.Work]:
-    if work is None:
-        raise CommError("this process is not in the group of the collective; build the mesh on every rank")
-    return [work]

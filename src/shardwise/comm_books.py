@@ -15,12 +15,13 @@ all_gather #1 of blocks.7 (8 x bf16 over dp_shard)
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,8 +29,15 @@ from torch import Tensor
 from shardwise.precision import TORCH_DTYPES
 from shardwise.streams import Event
 
+Result = TypeVar("Result")
+
 # Enough for the collectives of one step, which the host may have enqueued ahead of the device.
 _MAX_ENQUEUED = 4096
+
+# The two ends of a message, and what they have in common.
+SEND: Final = "send"
+RECEIVE: Final = "receive"
+MESSAGE: Final = "message"
 
 
 class CommError(RuntimeError):
@@ -42,16 +50,20 @@ class AbsentError(CommError):
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks of the world among which collectives run in one order; `index` counts the groups of an engine."""
+    """The ranks of the world among which collectives run in one order; `index` counts the groups of an engine.
+
+    A pipe, from the first of two ranks to the second, has a name instead: not all ranks have as many.
+    """
 
     index: int
     axis: str
     ranks: tuple[int, ...]
+    pipe: str = ""
 
     @property
     def key(self) -> str:
         """A name that its members share and no other group of the engine has."""
-        return f"{self.index}.{self.ranks[0]}"
+        return f"{self.pipe or self.index}.{self.ranks[0]}"
 
 
 @dataclass(frozen=True)
@@ -81,7 +93,7 @@ class CallNote:
     @property
     def signature(self) -> tuple[str, str, int, str]:
         """What must be alike on all ranks of the group at one position."""
-        return self.op, self.name, self.numel, self.dtype
+        return MESSAGE if self.op in (SEND, RECEIVE) else self.op, self.name, self.numel, self.dtype
 
     @property
     def title(self) -> str:
@@ -149,6 +161,7 @@ class CommBooks:
         recent: the latest calls, oldest first.
         num_calls: all of them; the next one's number is one more.
         positions: how many of them each group has begun, by key.
+        num_groups: that have been opened, pipes apart.
         inside: the collective that the host is in, starting it or waiting.
         left: the latest that it has been in.
         enqueued: collectives on the device, and what tells that they are done; oldest first, kept where one watches.
@@ -162,6 +175,7 @@ class CommBooks:
     recent: deque[Call] = field(default_factory=lambda: deque(maxlen=32))
     num_calls: int = 0
     positions: dict[str, int] = field(default_factory=dict)
+    num_groups: int = 0
     inside: Moment | None = None
     left: Moment | None = None
     enqueued: deque[tuple[Call, Event]] = field(default_factory=lambda: deque(maxlen=_MAX_ENQUEUED))
@@ -176,9 +190,22 @@ class CommBooks:
 
     def open_group(self, axis: str, ranks: tuple[int, ...]) -> RankGroup:
         """Book a group of ranks; all of them open their groups in the same order."""
-        group = RankGroup(len(self.positions), axis, ranks)
+        group = RankGroup(self.num_groups, axis, ranks)
+        self.num_groups += 1
         self.positions[group.key] = 0
         return group
+
+    def open_pipe(self, axis: str, ranks: tuple[int, int], name: str) -> RankGroup:
+        """Book a pipe from one rank to another, by a name that both give it and no other one on this rank has."""
+        group = RankGroup(-1, axis, ranks, name)
+        if group.key in self.positions:
+            raise ValueError(f"rank {self.rank} has a pipe {name!r} already; give each its own name")
+        self.positions[group.key] = 0
+        return group
+
+    def add_message(self, op: str, name: str, pipe: RankGroup, buffer: Tensor) -> Call:
+        """Book one end of a message: what it sends counts where it is sent, and nothing where it is received."""
+        return self.add(op, name, pipe, buffer, passes=2 if op == SEND else 0)  # of which (n - 1)/n are all of it
 
     def add(self, op: str, name: str, group: RankGroup, buffer: Tensor, passes: int) -> Call:
         """Book a collective that sends `passes` times (n - 1)/n of the buffer from each rank, as a ring does."""
@@ -208,3 +235,31 @@ class CommBooks:
         inside, self.inside = self.inside, None
         if inside is not None:
             self.left = Moment(inside.call, time.monotonic(), inside.thread)
+
+    def guarded(self, call: Call, run: Callable[[], Result]) -> Result:
+        """What `run`, a part of `call`, returns.
+
+        Raises:
+            CommError: it failed; the message says in which call, and why as far as the ranks can tell.
+        """
+        self.enter(call)
+        try:
+            return run()
+        except (torch.OutOfMemoryError, CommError):
+            raise
+        except RuntimeError as error:
+            self.has_failed = True
+            raise CommError(f"rank {self.rank} failed in {call}: {self.cause(call)} ({_reason(error)})") from error
+        finally:
+            self.leave()
+
+    def cause(self, call: Call) -> str:
+        """Why other ranks do not take part."""
+        cause = self.explain(call) if self.explain is not None else None
+        return cause or "another rank died, hangs or runs other code: see its log"
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, without gloo's place in its source and its advice."""
+    line = (str(error).splitlines() or ["no reason given"])[0]
+    return re.sub(r"^\[[^\]]*\]\s*", "", line).partition(". ")[0]

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.comm import Comm, GroupLinks
+from shardwise.comm import Comm
 from shardwise.config import TensorConfig
+from shardwise.group_links import GroupLinks
 from shardwise.layout.pieces import Rect
 from shardwise.layout.splits import ParamSplit, Part
 from shardwise.layout.tensor_plan import LayerSplit, Region, SequenceStack, TensorPlan

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from harness.live_bytes import LiveBytes
 from harness.pool import WorkerPool
-from shardwise.comm import Comm, GroupLinks
+from shardwise.comm import Comm
+from shardwise.group_links import GroupLinks
 from shardwise.models.decoder import lm_loss
 from shardwise.pool import BufferPool
 from shardwise.streams import Streams

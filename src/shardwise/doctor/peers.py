@@ -25,8 +25,9 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import Comm, GroupLinks
+from shardwise.comm import Comm
 from shardwise.doctor.measure import Collective
+from shardwise.group_links import GroupLinks
 from shardwise.launch.environment import LAUNCHER_FD, RankEnv
 from shardwise.launch.group import start_process_group
 from shardwise.pool import BufferPool
