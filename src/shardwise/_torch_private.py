@@ -26,6 +26,7 @@ __all__ = [
     "OpMode",
     "OpOverload",
     "compiler_errors",
+    "container_types",
     "fake_copy",
     "fake_tensors",
     "in_backward",
@@ -38,6 +39,7 @@ __all__ = [
     "parameter_class",
     "plain_torch_functions",
     "pytree",
+    "pytree_node",
     "record_number",
     "returned",
     "set_data",
@@ -272,3 +274,16 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def container_types() -> list[type]:
+    """The types that torch's pytree takes apart, named tuples that nobody has registered apart."""
+    return [*pytree.SUPPORTED_NODES]
+
+
+def pytree_node(kind: type) -> Any:
+    """How torch's pytree takes a type apart (`flatten_fn`) and puts it together (`unflatten_fn`); None for a leaf.
+
+    One level at a time, because a `TreeSpec` can only be rebuilt from text by importing what the text names.
+    """
+    return pytree.SUPPORTED_NODES.get(kind)

@@ -9,7 +9,7 @@ small or narrow sum of two ranks' activations. NCCL sums activations natively, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial

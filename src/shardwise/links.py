@@ -43,6 +43,15 @@ class Links(Protocol):
     def broadcast(self, buffer: Tensor) -> list[dist.Work]:
         """Give every rank what rank 0 of the group holds."""
 
+    def send(self, buffer: Tensor, to: int, tag: int = 0) -> list[dist.Work]:
+        """Send a contiguous tensor, not empty, to rank `to` of the group, whose receives of this tag take it in order.
+
+        On NCCL tags are nothing, and messages from one rank to another are taken in order.
+        """
+
+    def receive(self, buffer: Tensor, source: int, tag: int = 0) -> list[dist.Work]:
+        """Receive into a contiguous tensor, as large as what `source` sends."""
+
     def read(self, values: Tensor, known: Sequence[float]) -> list[float]:
         """The numbers of a reduced vector, on the host; its last ones were `known` to this rank's host before."""
 
@@ -60,6 +69,9 @@ class Network(Protocol):
 
     def links(self, axes: tuple[str, ...], use: str) -> Links:
         """Links to the ranks that differ from this one along `axes` only; another use never shares a communicator."""
+
+    def links_among(self, axes: tuple[str, ...], indices: tuple[int, ...]) -> Links | None:
+        """Links among some of those ranks, by their indices there; None where this rank is none of them."""
 
     def close(self) -> None:
         """Give back what was made."""

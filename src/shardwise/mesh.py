@@ -8,11 +8,15 @@ with rank 3 over (1, 3), and sums scalars over all four.
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Final
 
 import torch.distributed as dist
 
 from shardwise.config import ConfigError
 from shardwise.layout.mesh_shape import MeshShape
+
+# A group with this use carries what lies on the host, also where the others are of NCCL.
+HOST: Final = "host"
 
 
 class Mesh:
@@ -42,7 +46,7 @@ class Mesh:
 
         Args:
             axes: of the mesh.
-            use: collectives of another use run beside, so they get a group of their own.
+            use: collectives of another use run beside, so they get a group of their own; that of `HOST` is of gloo.
         """
         ranks = self.shape.ranks_along(axes, self.rank)
         if len(ranks) == self.shape.world_size and use == "gather" and dist.group.WORLD is not None:
@@ -50,10 +54,24 @@ class Mesh:
         if (ranks, use) not in self._groups:
             # All ranks make all groups of the axes: torch counts them to name them, and a name must not come again.
             for members in self.shape.groups_along(axes):
-                group = dist.new_group(list(members), timeout=self._timeout, group_desc=f"shardwise {use}")
+                backend = "gloo" if use == HOST else None
+                group = dist.new_group(list(members), self._timeout, backend, group_desc=f"shardwise {use}")
                 if members == ranks:
                     self._groups[ranks, use] = group
         return self._groups[ranks, use]
+
+    def group_among(self, axes: tuple[str, ...], indices: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The process group of some of the ranks along `axes`, by their indices there; None where this is none of them.
+
+        All ranks of the world ask alike, and once.
+        """
+        own = None
+        for along in self.shape.groups_along(axes):
+            members = tuple(along[index] for index in indices)
+            group = dist.new_group(list(members), timeout=self._timeout, group_desc="shardwise tied")
+            if self.rank in members:
+                own = self._groups[members, "tied"] = group
+        return own
 
     def close(self) -> None:
         """Give the groups back; the world's is not the mesh's."""

@@ -140,6 +140,14 @@ class SimulatedLinks:
         """Leave `buffer` as it is."""
         return []
 
+    def send(self, buffer: Tensor, to: int, tag: int = 0) -> list[dist.Work]:
+        """Nobody gets it."""
+        return []
+
+    def receive(self, buffer: Tensor, source: int, tag: int = 0) -> list[dist.Work]:
+        """Leave `buffer` as it is."""
+        return []
+
     def read(self, values: Tensor, known: Sequence[float]) -> list[float]:
         """Ones, with which any step goes through; of what the host knew, that: the other ranks do as this one."""
         return [1.0] * (values.numel() - len(known)) + [float(number) for number in known]
@@ -157,6 +165,11 @@ class SimulatedNetwork:
     def links(self, axes: tuple[str, ...], use: str) -> SimulatedLinks:
         """Links along `axes`, whatever their use."""
         return SimulatedLinks(self._mesh.index_along(axes, self.rank), self._mesh.size_along(axes), self._backend)
+
+    def links_among(self, axes: tuple[str, ...], indices: tuple[int, ...]) -> SimulatedLinks | None:
+        """Links among some of the ranks along `axes`."""
+        index = self._mesh.index_along(axes, self.rank)
+        return SimulatedLinks(indices.index(index), len(indices), self._backend) if index in indices else None
 
     def close(self) -> None:
         """There is nothing to give back."""

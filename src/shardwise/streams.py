@@ -18,6 +18,14 @@ LaneName = Literal["gather", "reduce", "tensor", "offload", "reload"]
 
 
 @dataclass(frozen=True)
+class PipeLane:
+    """The lane of messages to or from one other rank: behind those of another rank they might wait in a circle."""
+
+    end: Literal["send", "receive"]
+    peer: int
+
+
+@dataclass(frozen=True)
 class Event:
     """A point in a stream's work; nothing on the CPU."""
 
@@ -55,7 +63,7 @@ class Streams:
 
     def __init__(self, device: torch.device, overlap: bool = True) -> None:
         self.device = device
-        self._lanes: dict[str, torch.cuda.Stream] = {}
+        self._lanes: dict[LaneName | PipeLane, torch.cuda.Stream] = {}
         if device.type == "cuda" and overlap:
             # Reductions alone are not on the critical path of the computation, and nothing shall queue behind them.
             self._lanes = {
@@ -68,11 +76,14 @@ class Streams:
             }
 
     @contextmanager
-    def lane(self, name: LaneName | None, after: Event | None = None) -> Iterator[None]:
+    def lane(self, name: LaneName | PipeLane | None, after: Event | None = None) -> Iterator[None]:
         """Enqueue what follows on the named stream, or on the current one for None.
 
         It runs behind all that the current stream holds so far; or behind `after`, where that is given.
         """
+        # Without overlap too: a receive that the computation waits for may wait for what that computes.
+        if isinstance(name, PipeLane) and self.device.type == "cuda" and name not in self._lanes:
+            self._lanes[name] = torch.cuda.Stream(self.device, priority=-1)
         stream = None if name is None else self._lanes.get(name)
         if stream is None:
             if after is not None:
