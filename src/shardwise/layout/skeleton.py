@@ -36,13 +36,14 @@ class ParamEntry:
     requires_grad: bool
 
 
-def find_units(model: nn.Module, patterns: Sequence[str] | None) -> tuple[str, ...]:
+def find_units(model: nn.Module, patterns: Sequence[str] | None, key: str = "zero.blocks") -> tuple[str, ...]:
     """Names of the modules that form units, in module order.
 
     Args:
         model: any module; its storage is not read.
         patterns: class names or name patterns (`blocks.*`) of the blocks; None takes the children with parameters of
             the outermost `ModuleList`s and `Sequential`s.
+        key: of the config, that the patterns come from.
 
     Raises:
         ConfigError: a pattern matches no module, or a block lies inside another.
@@ -53,11 +54,11 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None) -> tuple[str, .
     for pattern in patterns:
         if not any(_matches(name, model.get_submodule(name), (pattern,)) for name in names):
             kinds = sorted({type(module).__name__ for module in model.modules()})
-            raise ConfigError(f"zero.blocks={pattern!r} matches no module; classes in this model: {', '.join(kinds)}")
+            raise ConfigError(f"{key}={pattern!r} matches no module; classes in this model: {', '.join(kinds)}")
     for name in names:
         for other in names:
             if name.startswith(other + "."):
-                raise ConfigError(f"zero.blocks: block {name} lies inside block {other}; name only one of the two")
+                raise ConfigError(f"{key}: block {name} lies inside block {other}; name only one of the two")
     return names
 
 

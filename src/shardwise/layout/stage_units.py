@@ -1,0 +1,227 @@
+"""Where a pipeline may cut a model: its modules in the order in which a forward runs them, each once.
+
+A unit is one module, or several that are never parted. Its output must be all that the rest of the model needs of what
+came before, apart from the model's inputs; whether that holds shows only when the model runs, so what is taken for a
+unit here is what nearly every model's modules say of themselves.
+
+>>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 8, bias=False))
+>>> model[3].weight = model[0].weight
+>>> for unit in find_stage_units(model):
+...     print(unit.name, [entry.name for entry in unit.params])
+0 ['0.weight']
+1 ['1.weight', '1.bias']
+2 []
+3 ['0.weight']
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from torch import nn
+
+from shardwise.config import ConfigError
+from shardwise.layout.skeleton import ParamEntry, find_units, read_parameters
+
+# Some models register what they run last before their blocks (OPT's final_layer_norm and project_out).
+_RUNS_LAST: Final = re.compile(r"(^|_)(final|head|out|f)(_|$)")
+_CURE: Final = "put it into a module that runs before or behind all blocks, or name the units in pipeline.units"
+
+
+@dataclass(frozen=True)
+class StageUnit:
+    """Modules that are always in one pipeline stage.
+
+    Attributes:
+        name: the first module's.
+        modules: fully qualified names, one for each name that a module has; a module that computes nothing of its own
+            and has no parameters (rotary tables, a dropout beside the blocks) may be in no unit: all stages run it.
+        params: every parameter that its modules use, tied ones too, under the first name that each has in the model.
+        is_cut_allowed_before: whether a stage may begin with it.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    params: tuple[ParamEntry, ...]
+    is_cut_allowed_before: bool
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """Modules that are run one behind the other, each with the output of the one before it."""
+
+    names: tuple[str, ...]
+    begins_with_embedding: bool = False
+
+
+def find_stage_units(model: nn.Module, patterns: Sequence[str] | None = None) -> tuple[StageUnit, ...]:
+    """The units of a model in the order in which they run; the first of these that the model has says which they are.
+
+    1. `patterns`.
+    2. The `base_model_pp_plan` of a Hugging Face model's config: embedding, layers, norm.
+    3. Every entry of an `nn.Sequential`, and so of a `shardwise.LayerList`.
+    4. The longest list of like blocks, in an encoder-decoder the encoder's.
+
+    Modules with parameters that are registered before those, or behind them, are the first and the last units. Where
+    several are registered before the blocks (token and position embeddings), no cut parts them from the first block;
+    behind the blocks a cut may stand before the first module, and behind a norm.
+
+    Args:
+        model: any module; its storage is not read.
+        patterns: class names or name patterns (`blocks.*`) of the modules between which cuts are allowed.
+
+    Raises:
+        ConfigError: there are no blocks, a pattern matches nothing, or a parameter is in no unit.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    chain = _find_chain(model, modules, patterns)
+    _refuse_repeats(chain, modules)
+    before, behind = _split_rest(modules, chain.names)
+    num_glued = _num_glued(before, chain, modules)
+    groups = [(tuple(before), True)] if before else []
+    groups += [((name,), index >= num_glued) for index, name in enumerate(chain.names)]
+    for index, name in enumerate(behind):
+        is_allowed = index == 0 or (index == 1 and "norm" in type(modules[behind[0]]).__name__.lower())
+        groups.append(((name,), is_allowed))
+    params = _share_out(model, [names for names, _ in groups])
+    return tuple(
+        StageUnit(names[0], names, used, is_allowed) for (names, is_allowed), used in zip(groups, params, strict=True)
+    )
+
+
+def _find_chain(model: nn.Module, modules: Mapping[str, nn.Module], patterns: Sequence[str] | None) -> _Chain:
+    if patterns is not None:
+        names = find_units(model, patterns, key="pipeline.units")
+        if not names:
+            raise ConfigError("pipeline.units=[] names no module; leave it out, or name those between which to cut")
+        return _Chain(names)
+    planned = _planned_chain(modules)
+    if planned is not None:
+        return planned
+    if isinstance(model, nn.Sequential):
+        return _Chain(tuple(_children("", modules)))
+    lists = list(_outermost_lists(modules))
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        # A decoder's blocks all need what the encoder returns; an encoder's need nothing of the decoder.
+        lists = [names for names in lists if "encoder" in names[0].split(".")] or lists
+    if not lists:
+        raise ConfigError(
+            f"{type(model).__name__} has no ModuleList or Sequential of like blocks to be cut between; name the "
+            "modules it runs one behind the other in pipeline.units, or build it as a shardwise.LayerList"
+        )
+    return _Chain(max(lists, key=len))
+
+
+def _planned_chain(modules: Mapping[str, nn.Module]) -> _Chain | None:
+    """What the config of a Hugging Face model lists, of the module that has all that is listed."""
+    for prefix, module in modules.items():
+        plan = getattr(getattr(module, "config", None), "base_model_pp_plan", None)
+        if not plan or not all(hasattr(module, key) for key in plan):
+            continue
+        names: list[str] = []
+        for key in plan:
+            name = f"{prefix}.{key}" if prefix else key
+            if isinstance(modules.get(name), nn.ModuleList):
+                names += _children(name, modules)
+            elif name in modules:
+                names.append(name)
+        return _Chain(
+            tuple(names), begins_with_embedding=not isinstance(getattr(module, next(iter(plan))), nn.ModuleList)
+        )
+    return None
+
+
+def _outermost_lists(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, ...]]:
+    """The children of each list of blocks of one class that lies in no other list."""
+    last = None
+    for name, module in modules.items():
+        if last is not None and name.startswith(last + "."):
+            continue
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            last = name
+            names = _children(name, modules)
+            kinds = {type(modules[child]) for child in names if _has_parameters(modules[child])}
+            if len(kinds) == 1:
+                yield tuple(names)
+
+
+def _refuse_repeats(chain: _Chain, modules: Mapping[str, nn.Module]) -> None:
+    count = Counter(id(modules[name]) for name in chain.names if _has_parameters(modules[name]))
+    repeated = [name for name in chain.names if count[id(modules[name])] > 1]
+    if repeated:
+        raise ConfigError(
+            f"{repeated[0]} and {repeated[1]} are one module, but a pipeline runs each of its units once a forward; "
+            "make them two modules that share parameters (shardwise.LayerSpec with tied)"
+        )
+
+
+def _split_rest(modules: Mapping[str, nn.Module], chain: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The outermost modules with parameters that hold no unit of the chain: those before it, and those behind it."""
+    in_chain = set(chain)
+    above = {name[:end] for name in chain for end in [0, *(found.start() for found in re.finditer(r"\.", name))]}
+    before: list[str] = []
+    behind: list[str] = []
+    num_passed = 0
+    inside = None
+    for name, module in modules.items():
+        if (inside is not None and name.startswith(inside + ".")) or (name in above and name not in in_chain):
+            continue
+        inside = name
+        if name in in_chain:
+            num_passed += 1
+        elif not _has_parameters(module):
+            continue
+        elif num_passed == len(chain) or (num_passed == 0 and _RUNS_LAST.search(name.rpartition(".")[2])):
+            behind.append(name)
+        elif num_passed == 0:
+            before.append(name)
+        else:
+            raise ConfigError(
+                f"module {name} has parameters and stands between the units of the pipeline, but is none; {_CURE}"
+            )
+    return before, behind
+
+
+def _num_glued(before: Sequence[str], chain: _Chain, modules: Mapping[str, nn.Module]) -> int:
+    """How many of the chain's first units stay with what is before it, because they need more than one output of it."""
+    if not before:
+        return 0
+    if chain.begins_with_embedding:
+        return 2  # what the rest computes (images' features) is put among what the embedding returns
+    return 0 if len({frozenset(map(id, modules[name].parameters())) for name in before}) == 1 else 1
+
+
+def _share_out(model: nn.Module, groups: Sequence[tuple[str, ...]]) -> list[tuple[ParamEntry, ...]]:
+    """Every group's parameters, in the model's order; a tied one is in every group that holds one of its names."""
+    group_of = {name: index for index, names in enumerate(groups) for name in names}
+    shared_out: list[list[ParamEntry]] = [[] for _ in groups]
+    for entry in read_parameters(model, ()):
+        users = set()
+        for name in (entry.name, *entry.aliases):
+            owner = next((each for each in _ancestors(name) if each in group_of), None)
+            if owner is None:
+                raise ConfigError(f"parameter {name} belongs to no unit of the pipeline; {_CURE}")
+            users.add(group_of[owner])
+        for index in users:
+            shared_out[index].append(replace(entry, unit=groups[index][0]))
+    return [tuple(entries) for entries in shared_out]
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _children(parent: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Names of the direct children, one that is registered twice included."""
+    start = f"{parent}." if parent else ""
+    return [name for name in modules if name and name.startswith(start) and "." not in name[len(start) :]]
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
