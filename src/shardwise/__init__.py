@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardwise.launch.group import LaunchError
     from shardwise.layout.layout import Layout, build_layout
     from shardwise.loss import NonFiniteLossError
+    from shardwise.models.layer_list import LayerList, LayerSpec
     from shardwise.results import EvalResult, StepResult
     from shardwise.simulation import Simulation, simulate
     from shardwise.start import initialize
@@ -40,6 +41,8 @@ __all__ = [
     "Engine",
     "EvalResult",
     "LaunchError",
+    "LayerList",
+    "LayerSpec",
     "Layout",
     "LoadReport",
     "NonFiniteLossError",
@@ -64,6 +67,8 @@ _MODULES: Final[Mapping[str, str]] = {
     "Engine": "engine",
     "EvalResult": "results",
     "LaunchError": "launch.group",
+    "LayerList": "models.layer_list",
+    "LayerSpec": "models.layer_list",
     "Layout": "layout.layout",
     "LoadReport": "checkpoint.loading",
     "NonFiniteLossError": "loss",
