@@ -31,6 +31,7 @@ from shardwise._torch_private import (
     uncompiled,
     unseen_by_op_modes,
     version,
+    view_base,
     wrapper_like,
     written_tensors,
 )
@@ -353,3 +354,10 @@ def test_what_is_plain_is_memory_and_no_more() -> None:
     assert not is_plain(torch.complex(x, x).conj())
     assert not is_plain(torch.complex(x, x).conj().imag)
     assert not is_plain(x.as_subclass(type("Subclass", (Tensor,), {})))
+
+
+def test_view_base_is_what_a_view_was_made_of() -> None:
+    parameter = nn.Parameter(torch.ones(2, 3))
+    assert view_base(parameter.t()) is parameter
+    assert view_base(parameter) is None
+    assert view_base(parameter.detach()) is None

@@ -47,6 +47,7 @@ __all__ = [
     "uncompiled",
     "unseen_by_op_modes",
     "version",
+    "view_base",
     "wrapper_like",
     "written_tensors",
 ]
@@ -173,6 +174,11 @@ class OpMode(TorchDispatchMode):
 def version(tensor: Tensor) -> int:
     """How often a tensor has been written in place; writes through `.data` do not count."""
     return tensor._version
+
+
+def view_base(tensor: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of, as autograd knows it; public torch says only that there is one."""
+    return tensor._base
 
 
 def wrapper_like(kind: type[AnyTensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> AnyTensor:

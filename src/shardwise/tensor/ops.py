@@ -44,6 +44,7 @@ from shardwise.comm import Comm, Pending
 from shardwise.layout.splits import check_length
 from shardwise.streams import LaneName
 from shardwise.tensor import collectives
+from shardwise.tensor.row import Later, row_function, rows_of, weight_gradient
 
 # Attributes of tensors: their lifetime is that of what they lead to.
 _ENTERED: Final = "_shardwise_entered"
@@ -71,7 +72,7 @@ class TensorOps:
                 out = _scattered_product(comm, x, weight, overlap_chunks, name)
             else:
                 out = x.new_empty((*x.shape[:-1], weight.shape[0]))
-                _sum_product(comm, _rows(x), weight, _rows(out), overlap_chunks, name)
+                _sum_product(comm, rows_of(x), weight, rows_of(out), overlap_chunks, name)
             return out if bias is None else out.add_(bias)
 
         all_reduce = register(
@@ -105,7 +106,7 @@ class TensorOps:
         self._enter, self.leave = _sum_pair(all_reduce)
         self._gather_sequence, self.scatter_sequence = _sequence_pair(gather_sequence, scatter_sequence)
         self._split, self._gather = _slice_pair(all_gather, comm)
-        self._row = _row_function(product, self._enter, self._gather_sequence)
+        self._row = row_function(product, self._enter, self._gather_sequence)
         self._column = _column_function(self._gather_sequence)
 
     def enter(self, x: Tensor, name: str) -> Tensor:
@@ -172,7 +173,9 @@ class TensorOps:
             is_sequence: each rank gets its slice along dim 1 only.
             name: for counts and messages.
         """
-        return self._row(x, weight, bias, is_sequence and not self._is_whole(), name)
+        later = Later.of(x, weight)
+        is_sequence = is_sequence and not self._is_whole()
+        return self._row(x, weight if later is None else None, bias, is_sequence, name, later)
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`x @ weight.T + bias`; of a gathered sequence, the slice is kept for the backward.
@@ -315,30 +318,6 @@ def _slice_pair(all_gather: Op, comm: Comm) -> tuple[Callable[..., Tensor], Call
     return Split.apply, Gather.apply
 
 
-def _row_function(
-    product: Op, enter: Callable[..., Tensor], gather_sequence: Callable[..., Tensor]
-) -> Callable[..., Tensor]:
-    class Row(Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_sequence: bool, name: str) -> Tensor:
-            needs_x, needs_weight = ctx.needs_input_grad[:2]
-            ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-            ctx.is_sequence, ctx.name = is_sequence, name
-            return product(x, weight, bias, is_sequence, name)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:
-            x, weight = ctx.saved_tensors
-            grad_bias = _rows(grad).sum(0) if ctx.needs_input_grad[2] else None
-            if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-                grad = gather_sequence(grad, ctx.name, None) if ctx.is_sequence else enter(grad, ctx.name)
-            grad_x = grad.matmul(weight) if ctx.needs_input_grad[0] else None
-            grad_weight = _rows(grad).t().mm(_rows(x)) if ctx.needs_input_grad[1] else None
-            return grad_x, grad_weight, grad_bias, None, None
-
-    return Row.apply
-
-
 def _column_function(gather_sequence: Callable[..., Tensor]) -> Callable[..., Tensor]:
     class Column(Function):
         """Of a gathered sequence."""
@@ -356,17 +335,13 @@ def _column_function(gather_sequence: Callable[..., Tensor]) -> Callable[..., Te
             if needs_weight and not is_differentiated:
                 ctx.again.start(x_local)
             grad_x = grad.matmul(weight) if ctx.needs_input_grad[0] else None
-            grad_bias = _rows(grad).sum(0) if ctx.needs_input_grad[2] else None
+            grad_bias = rows_of(grad).sum(0) if ctx.needs_input_grad[2] else None
             if not needs_weight:
                 return grad_x, None, grad_bias, None
             whole = gather_sequence(x_local, ctx.again.name, None) if is_differentiated else ctx.again.wait()
-            return grad_x, _rows(grad).t().mm(_rows(whole)), grad_bias, None
+            return grad_x, weight_gradient(grad, whole), grad_bias, None
 
     return Column.apply
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
 
 
 def _lane(chunks: int) -> LaneName | None:
