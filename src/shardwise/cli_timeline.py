@@ -1,0 +1,226 @@
+"""The command `shardwise timeline`: the pipeline schedule of a config, simulated and drawn; under it a recorded run.
+
+Nothing is started and torch is not imported: a schedule is a value, and a recorded run is a file. As in
+`shardwise.cli`, errors are one line and an exit code: 2 for what the user can mend, 1 for a disk that fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from shardwise.config import Config, ConfigError, resolve_batch
+from shardwise.report import timeline_html, timeline_svg, timeline_text
+from shardwise.report.chrome_trace import chrome_trace, read_chrome_trace
+from shardwise.report.panel import Panel
+from shardwise.schedule import Action, Kind, Schedule, ScheduleError, TimedAction, simulate
+
+_EXAMPLES = """\
+Where no computation's time is given, a recorded run's means are taken, else 1 s. A time is that of one micro-batch on
+one stage; a backward that is not split takes those of both gradients.
+
+examples:
+  shardwise timeline my.toml                                in the terminal
+  shardwise timeline my.toml pipeline.schedule=zb-h1 mesh.pp=8 batch.accumulation=32
+  shardwise timeline my.toml --backward-weight-s 0.7 --transfer-s 0.1 --html plan.html
+  shardwise timeline my.toml --recorded trace.json --html both.html
+  shardwise timeline my.toml --chrome-trace plan.json       for ui.perfetto.dev
+"""
+
+Split = Callable[[Sequence[str]], tuple[str | None, list[str]]]
+"""From a command's settings to its config file, if there is one, and the assignments."""
+
+
+@dataclass(frozen=True)
+class OpTimes:
+    """Seconds of each operation on one micro-batch and one stage, by which a schedule is drawn."""
+
+    forward_s: float = 1.0
+    backward_input_s: float = 1.0
+    backward_weight_s: float = 1.0
+    transfer_s: float = 0.0
+
+    def cost(self, _rank: int, action: Action) -> float:
+        """What `simulate` asks for; gathers, reductions and steps take no time here."""
+        match action.kind:
+            case Kind.FORWARD | Kind.RECOMPUTE:
+                return self.forward_s
+            case Kind.BACKWARD:
+                return self.backward_input_s + self.backward_weight_s
+            case Kind.BACKWARD_INPUT:
+                return self.backward_input_s
+            case Kind.BACKWARD_WEIGHT:
+                return self.backward_weight_s
+            case Kind.SEND:
+                return self.transfer_s
+        return 0.0
+
+    @property
+    def work_s(self) -> float:
+        """Seconds of one micro-batch on one stage, forward and backward."""
+        return self.forward_s + self.backward_input_s + self.backward_weight_s
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Split) -> None:
+    """Add `timeline` to the commands of `shardwise`."""
+    parser = commands.add_parser(
+        "timeline",
+        help="draw the pipeline schedule of a config, and a recorded run under it",
+        description="Draw the pipeline schedule of a config, stages over time, with its bubble.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("settings", nargs="*", metavar="config.toml | key=value", help="as for train")
+    for name, what in (
+        ("forward", "of a forward"),
+        ("backward-input", "of the gradient of the input"),
+        ("backward-weight", "of the gradient of the weights"),
+        ("transfer", "that a value travels between two ranks (default: 0)"),
+    ):
+        parser.add_argument(f"--{name}-s", type=float, metavar="S", help=f"seconds {what}")
+    parser.add_argument("--recorded", type=Path, metavar="FILE", help="a run's Chrome trace, drawn under the plan")
+    parser.add_argument("--own-axes", action="store_true", help="give plan and run each its own scale of time")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the drawing as SVG")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write it as a page, with a table by rank")
+    parser.add_argument("--chrome-trace", type=Path, metavar="FILE", help="write the plan for Perfetto")
+    parser.add_argument("--text", action="store_true", help="draw in the terminal, even where a file is written")
+    parser.set_defaults(run=partial(_timeline, split=split))
+
+
+def _timeline(arguments: argparse.Namespace, split: Split) -> int:
+    try:
+        path, assignments = split(arguments.settings)
+        config = (Config.from_toml(path) if path is not None else Config()).override(assignments)
+        recorded = _read_recorded(arguments.recorded) if arguments.recorded is not None else None
+        panels = [planned(config, _op_times(arguments, recorded))]
+    except (ConfigError, ScheduleError) as error:
+        print(f"shardwise: {error}", file=sys.stderr)
+        return 2
+    if recorded is not None:
+        panels.append(Panel(f"recorded: {arguments.recorded}", recorded))
+    try:
+        has_written = _write(arguments, panels)
+    except OSError as error:
+        print(f"shardwise: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
+    if arguments.text or not has_written:
+        console = Console(highlight=False)
+        drawing = timeline_text.draw(panels, console.width, same_axis=not arguments.own_axes)
+        # Whether there are colours is the console's to say: it knows terminals and NO_COLOR.
+        console.print(drawing, soft_wrap=True, end="")
+    return 0
+
+
+def planned(config: Config, op_times: OpTimes) -> Panel:
+    """The schedule of a config under given times, with the bubble that its formula gives.
+
+    Raises:
+        ConfigError: the number of micro-batches does not follow from the config alone.
+        ScheduleError: the schedule cannot take these ranks, stages or micro-batches.
+    """
+    # Not at the top: what draws a recorded run needs no generator.
+    from shardwise.schedule import insert_transfers, pipeline_step
+    from shardwise.schedule.formulas import bubble_s
+
+    recipe, num_ranks, num_micro_batches = config.pipeline.schedule, config.mesh.pp, num_micro_batches_of(config)
+    schedule: Schedule = pipeline_step(recipe, num_ranks, num_micro_batches, config.pipeline.virtual_stages)
+    actions = simulate(insert_transfers(schedule), op_times.cost)
+    num_stages = len({each.action.stage for each in actions}) // num_ranks
+    bubble = bubble_s(
+        recipe,
+        num_ranks,
+        num_micro_batches,
+        num_stages,
+        op_times.forward_s,
+        op_times.backward_input_s,
+        op_times.backward_weight_s,
+    )
+    whole_s = num_micro_batches * num_stages * op_times.work_s + bubble
+    return Panel(
+        _title(recipe, num_ranks, num_stages, num_micro_batches), actions, bubble / whole_s if whole_s else 0.0
+    )
+
+
+def num_micro_batches_of(config: Config) -> int:
+    """Micro-batches a step.
+
+    Raises:
+        ConfigError: they follow from the number of data-parallel ranks, which the config does not say.
+    """
+    batch, mesh = config.batch, config.mesh
+    if batch.accumulation is not None:
+        return batch.accumulation
+    if batch.global_size is None or batch.micro_size is None:
+        return 1
+    if mesh.dp_shard is None:
+        raise ConfigError(
+            "batch.accumulation follows from the number of data-parallel ranks, which is known only in a run; add "
+            "mesh.dp_shard=N or batch.accumulation=N"
+        )
+    accumulation = resolve_batch(batch, mesh.dp_shard * (mesh.dp_replicate or 1)).accumulation
+    return accumulation or 1
+
+
+def mean_times(actions: Sequence[TimedAction]) -> OpTimes:
+    """The mean times of a recorded run; a backward that was not split counts half for each gradient."""
+
+    def mean_s(kind: Kind) -> float | None:
+        durations = [each.duration_s for each in actions if each.action.kind is kind]
+        return sum(durations) / len(durations) if durations else None
+
+    half_s = (mean_s(Kind.BACKWARD) or 0.0) / 2
+    input_s, weight_s = mean_s(Kind.BACKWARD_INPUT), mean_s(Kind.BACKWARD_WEIGHT)
+    return OpTimes(
+        forward_s=mean_s(Kind.FORWARD) or 0.0,
+        backward_input_s=half_s if input_s is None else input_s,
+        backward_weight_s=half_s if weight_s is None else weight_s,
+    )
+
+
+def _op_times(arguments: argparse.Namespace, recorded: Sequence[TimedAction] | None) -> OpTimes:
+    default = mean_times(recorded) if recorded is not None else OpTimes()
+    names = [each.name for each in fields(OpTimes)]
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    for name, value in given.items():
+        if not 0 <= value < float("inf"):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} {value:g} is no duration; give seconds, 0 or more")
+    return replace(default, **given)
+
+
+def _title(recipe: str, num_ranks: int, num_stages: int, num_micro_batches: int) -> str:
+    stages = f" x {num_stages} stages" if num_stages > 1 else ""
+    return f"{recipe}, planned: {num_ranks} ranks{stages}, {num_micro_batches} micro-batches"
+
+
+def _read_recorded(path: Path) -> tuple[TimedAction, ...]:
+    try:
+        return read_chrome_trace(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(f"cannot read --recorded {path}: {error.strerror}; give the trace that a run wrote") from None
+    except ValueError as error:
+        if isinstance(error, ScheduleError):
+            raise ConfigError(f"--recorded {path}: {error}") from None
+        raise ConfigError(f"--recorded {path} is not JSON: {error}; give the trace that a run wrote") from None
+
+
+def _write(arguments: argparse.Namespace, panels: Sequence[Panel]) -> bool:
+    """Write the files that are asked for; returns whether there was any."""
+    same_axis = not arguments.own_axes
+    texts: list[tuple[Path | None, Callable[[], str]]] = [
+        (arguments.svg, lambda: timeline_svg.draw(panels, same_axis=same_axis)),
+        (arguments.html, lambda: timeline_html.draw(panels, panels[0].title, same_axis=same_axis)),
+        (arguments.chrome_trace, lambda: json.dumps(chrome_trace(panels[0].actions))),
+    ]
+    for path, make in texts:
+        if path is not None:
+            path.write_text(make(), encoding="utf-8")
+            print(f"wrote {path}")
+    return any(path is not None for path, _ in texts)

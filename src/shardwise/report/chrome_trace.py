@@ -1,0 +1,110 @@
+"""Timed actions in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open, and back.
+
+A process of the trace is a rank, a thread one of its lanes. Times in the format are microseconds; the exact seconds are
+in each event's `args`, from which `read_chrome_trace` takes them.
+
+Source: "Trace Event Format", the complete events ("X") and the metadata events ("M").
+
+>>> timed = TimedAction(Action.parse("1F0"), rank=1, start_s=0.5, end_s=0.75, lane="compute")
+>>> event = chrome_trace([timed])["traceEvents"][-1]
+>>> event["name"], event["ph"], event["pid"], event["tid"], event["ts"], event["dur"]
+('1F0', 'X', 1, 0, 500000.0, 250000.0)
+>>> read_chrome_trace(chrome_trace([timed])) == (timed,)
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from shardwise.report.panel import Panel, describe
+from shardwise.schedule import Action, ScheduleError, TimedAction
+
+_US_PER_S = 1e6
+
+
+def chrome_trace(actions: Sequence[TimedAction], rank_name: str = "pp rank") -> dict[str, Any]:
+    """The trace as a value that `json.dump` writes.
+
+    Args:
+        actions: of all ranks, on one clock, in seconds.
+        rank_name: what a rank is called; its number follows.
+    """
+    panel = Panel("", actions)
+    # Lanes without time are lanes, too: nothing is to be lost.
+    lanes = [*panel.lanes, *sorted({each.lane for each in actions} - set(panel.lanes))]
+    events = [
+        *(event for rank in panel.rows for event in _names(rank, rank_name, lanes)),
+        *(_event(each, lanes) for each in actions),
+    ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def read_chrome_trace(trace: Mapping[str, Any]) -> tuple[TimedAction, ...]:
+    """The timed actions of a trace that `chrome_trace` made, in its order; events of others are passed over.
+
+    Raises:
+        ScheduleError: it holds no timed action, or a damaged one.
+    """
+    events = trace.get("traceEvents") if isinstance(trace, Mapping) else None
+    if not isinstance(events, list):
+        raise ScheduleError("this is no Chrome trace: it has no list traceEvents; give a file that a run recorded")
+    ours = [event for event in events if isinstance(event, Mapping) and "action" in _arguments(event)]
+    if not ours:
+        raise ScheduleError(
+            f"none of the {len(events)} events of the trace is a timed action; give a file that a run recorded"
+        )
+    return tuple(_timed(_arguments(event)) for event in ours)
+
+
+def _arguments(event: Mapping[str, Any]) -> Mapping[str, Any]:
+    arguments = event.get("args")
+    return arguments if isinstance(arguments, Mapping) else {}
+
+
+def _names(rank: int, rank_name: str, lanes: Sequence[str]) -> Iterator[dict[str, Any]]:
+    yield _metadata("process_name", rank, 0, {"name": f"{rank_name} {rank}"})
+    yield _metadata("process_sort_index", rank, 0, {"sort_index": rank})
+    for index, lane in enumerate(lanes):
+        yield _metadata("thread_name", rank, index, {"name": lane})
+        yield _metadata("thread_sort_index", rank, index, {"sort_index": index})
+
+
+def _metadata(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
+
+
+def _event(timed: TimedAction, lanes: Sequence[str]) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": str(timed.action),
+        "cat": timed.action.kind.name.lower(),
+        "pid": timed.rank,
+        "tid": lanes.index(timed.lane),
+        "ts": timed.start_s * _US_PER_S,
+        "dur": timed.duration_s * _US_PER_S,
+        "args": {
+            "action": str(timed.action),
+            "what": describe(timed.action),
+            "rank": timed.rank,
+            "lane": timed.lane,
+            "start_s": timed.start_s,
+            "end_s": timed.end_s,
+        },
+    }
+
+
+def _timed(arguments: Mapping[str, Any]) -> TimedAction:
+    try:
+        return TimedAction(
+            Action.parse(str(arguments["action"])),
+            int(arguments["rank"]),
+            float(arguments["start_s"]),
+            float(arguments["end_s"]),
+            str(arguments["lane"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ScheduleError(
+            f"damaged event of the action {arguments['action']!r}: {error}; record the run again"
+        ) from None

@@ -1,0 +1,69 @@
+"""The colours of actions, the same in every drawing: a hue for each kind, a lighter shade for each further stage.
+
+>>> fill(Kind.FORWARD), fill(Kind.FORWARD, chunk=1, num_chunks=2)
+('#2f6fb7', '#97b7db')
+>>> ink(fill(Kind.FORWARD)), ink(fill(Kind.FORWARD, chunk=1, num_chunks=2))
+('#ffffff', '#14181f')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from shardwise.schedule import Kind
+
+DARK_INK = "#14181f"
+LIGHT_INK = "#ffffff"
+
+_HUES: Mapping[Kind, str] = MappingProxyType(
+    {
+        Kind.FORWARD: "#2f6fb7",
+        Kind.RECOMPUTE: "#8a6fc8",
+        Kind.BACKWARD: "#2b8a5a",
+        Kind.BACKWARD_INPUT: "#1f9aa0",
+        Kind.BACKWARD_WEIGHT: "#d99a1c",
+        Kind.SEND: "#c2557f",
+        Kind.RECEIVE: "#e59ab8",
+        Kind.UNSHARD: "#7d8794",
+        Kind.RESHARD: "#b4bcc6",
+        Kind.REDUCE: "#5a4a42",
+        Kind.FETCH: "#6fae3d",
+        Kind.EVICT: "#a8772f",
+        Kind.STEP: "#c8452e",
+    }
+)
+_LIGHTEST = 0.75
+_MID_LUMINANCE = 150
+
+
+def fill(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
+    """The colour of an action as `#rrggbb`.
+
+    Args:
+        kind: of the action.
+        chunk: which of its rank's stages it belongs to, from 0.
+        num_chunks: the most stages that a rank has.
+    """
+    whiteness = chunk / num_chunks if num_chunks <= 2 else _LIGHTEST * chunk / (num_chunks - 1)
+    return blend(_HUES[kind], LIGHT_INK, whiteness)
+
+
+def ink(colour: str) -> str:
+    """The colour of letters that can be read on `colour`."""
+    red, green, blue = _channels(colour)
+    return DARK_INK if 0.299 * red + 0.587 * green + 0.114 * blue > _MID_LUMINANCE else LIGHT_INK
+
+
+def blend(colour: str, other: str, share: float) -> str:
+    """`colour` with `share` of `other` in it, channel by channel.
+
+    >>> blend("#000000", "#ffffff", 0.5)
+    '#808080'
+    """
+    pairs = zip(_channels(colour), _channels(other), strict=True)
+    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
+
+
+def _channels(colour: str) -> tuple[int, int, int]:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)

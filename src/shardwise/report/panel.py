@@ -1,0 +1,195 @@
+"""What is drawn: a `Panel` of timed actions, and what every drawing says about one, whatever its form.
+
+>>> panel = Panel("plan", [TimedAction(Action.parse("0F0"), rank=1, start_s=2.0, end_s=3.0, lane="compute")])
+>>> panel.start_s, panel.makespan_s, panel.idle_fractions
+(2.0, 1.0, {1: 0.0})
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+
+from shardwise.schedule import COMPUTATIONS, LANES, Action, Kind, TimedAction, bubble_fraction, makespan_s
+
+COMPUTE = LANES[Kind.FORWARD]
+# Times are sums of floats: what misses the next round number by less than this has reached it.
+_ROUNDING = 1 + 1e-9
+
+LETTERS: Mapping[Kind, str] = MappingProxyType(
+    {
+        Kind.FORWARD: "F",
+        Kind.RECOMPUTE: "R",
+        Kind.BACKWARD: "B",
+        Kind.BACKWARD_INPUT: "I",
+        Kind.BACKWARD_WEIGHT: "W",
+        Kind.STEP: "S",
+    }
+)
+"""One letter for each kind that a drawing writes into its cells."""
+
+WORDS: Mapping[Kind, str] = MappingProxyType(
+    {
+        Kind.FORWARD: "forward",
+        Kind.RECOMPUTE: "recomputed forward",
+        Kind.BACKWARD: "backward",
+        Kind.BACKWARD_INPUT: "input gradient",
+        Kind.BACKWARD_WEIGHT: "weight gradient",
+        Kind.SEND: "send",
+        Kind.RECEIVE: "receive",
+        Kind.UNSHARD: "unshard",
+        Kind.RESHARD: "reshard",
+        Kind.REDUCE: "reduce",
+        Kind.FETCH: "fetch",
+        Kind.EVICT: "evict",
+        Kind.STEP: "optimizer step",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One timeline under its title.
+
+    Args:
+        title: a line that says what it is.
+        actions: of all its ranks, in any order; their clock may begin anywhere.
+        formula_fraction: the bubble that a closed form gives, as a share of the makespan, to be told beside the
+            drawing's own.
+    """
+
+    title: str
+    actions: Sequence[TimedAction]
+    formula_fraction: float | None = None
+
+    @cached_property
+    def start_s(self) -> float:
+        """When the first action starts, on the actions' clock."""
+        return min((each.start_s for each in self.actions), default=0.0)
+
+    @cached_property
+    def makespan_s(self) -> float:
+        """Seconds from the first start to the last end."""
+        return makespan_s(self.actions)
+
+    @cached_property
+    def rows(self) -> dict[int, list[TimedAction]]:
+        """The actions of each rank by their starts, ranks in order."""
+        rows: dict[int, list[TimedAction]] = {rank: [] for rank in sorted({each.rank for each in self.actions})}
+        for each in sorted(self.actions, key=lambda each: (each.start_s, each.end_s)):
+            rows[each.rank].append(each)
+        return rows
+
+    @cached_property
+    def lanes(self) -> tuple[str, ...]:
+        """The lanes in which time is spent, computations first, then as `LANES` has them, then the rest."""
+        known = list(dict.fromkeys(LANES.values()))
+        used = {each.lane for each in self.actions if each.duration_s > 0} | {COMPUTE}
+        return tuple(sorted(used, key=lambda lane: (known.index(lane) if lane in known else len(known), lane)))
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds on which time is spent, in the order of `Kind`."""
+        used = {each.action.kind for each in self.actions if each.duration_s > 0}
+        return tuple(kind for kind in Kind if kind in used)
+
+    @cached_property
+    def stages(self) -> dict[int, tuple[int, ...]]:
+        """The stages that each rank computes, in order."""
+        return {
+            rank: tuple(sorted({each.action.stage for each in row if each.action.kind in COMPUTATIONS}))
+            for rank, row in self.rows.items()
+        }
+
+    @cached_property
+    def num_chunks(self) -> int:
+        """The most stages that a rank computes; at least 1."""
+        return max([1, *map(len, self.stages.values())])
+
+    def chunk(self, timed: TimedAction) -> int:
+        """Which of its rank's stages an action belongs to; 0 for a stage on which the rank computes nothing."""
+        stages = self.stages[timed.rank]
+        return stages.index(timed.action.stage) if timed.action.stage in stages else 0
+
+    @cached_property
+    def idle_fractions(self) -> dict[int, float]:
+        """The bubble of each rank: the share of the makespan in which it computes nothing; their mean is `bubble`."""
+        busy_s = dict.fromkeys(self.rows, 0.0)
+        for each in self.actions:
+            if each.lane == COMPUTE:
+                busy_s[each.rank] += each.duration_s
+        return {rank: 1.0 - busy / self.makespan_s if self.makespan_s > 0 else 0.0 for rank, busy in busy_s.items()}
+
+    @property
+    def bubble(self) -> float:
+        """The share of the makespan in which a rank computes nothing, a mean over the ranks."""
+        return bubble_fraction(self.actions)
+
+    @property
+    def bubble_line(self) -> str:
+        """The bubble on the drawing, and the formula's where that is known."""
+        drawn = f"{percent(self.bubble)} of {format_s(self.makespan_s)}"
+        return drawn if self.formula_fraction is None else f"{drawn}; {percent(self.formula_fraction)} by the formula"
+
+
+def describe(action: Action) -> str:
+    """An action in words.
+
+    >>> describe(Action(Kind.FORWARD, stage=1, micro_batch=2))
+    'forward of stage 1, micro-batch 2'
+    >>> describe(Action.parse("1SEND_F0"))
+    'send activation of stage 1, micro-batch 0'
+    """
+    payload = f" {action.payload.name.lower()}" if action.payload is not None else ""
+    group = f", {action.group}" if action.group is not None else ""
+    micro_batch = f", micro-batch {action.micro_batch}" if action.micro_batch is not None else ""
+    return f"{WORDS[action.kind]}{payload} of stage {action.stage}{group}{micro_batch}"
+
+
+def typical_s(panel: Panel) -> float:
+    """Seconds of a short but usual computation, by which a drawing chooses its scale; 0 where there is none.
+
+    The lower quartile: the fastest of a recorded run may be a stray.
+    """
+    durations = sorted(
+        each.duration_s for each in panel.actions if each.action.kind in COMPUTATIONS and each.duration_s > 0
+    )
+    return durations[len(durations) // 4] if durations else panel.makespan_s
+
+
+def percent(fraction: float) -> str:
+    """A share, with one digit behind the point.
+
+    >>> percent(0.2727)
+    '27.3 %'
+    """
+    return f"{100 * fraction:.1f} %"
+
+
+def format_s(seconds: float, span_s: float | None = None) -> str:
+    """Seconds in the unit that suits `span_s`, by default their own.
+
+    >>> format_s(12.0), format_s(0.0125), format_s(0.5, span_s=20.0), format_s(3e-6)
+    ('12 s', '12.5 ms', '0.5 s', '3 µs')
+    """
+    span_s = seconds if span_s is None else span_s
+    factor, unit = (1.0, "s") if span_s >= 1.0 or span_s <= 0.0 else (1e3, "ms") if span_s >= 1e-3 else (1e6, "µs")
+    return f"{seconds * factor:.4g} {unit}"
+
+
+def ticks(span_s: float, max_num: int) -> list[float]:
+    """At most `max_num` round times from 0 up to `span_s`: 1, 2 or 5 times a power of ten apart.
+
+    >>> ticks(12.0, 5)
+    [0.0, 5.0, 10.0]
+    """
+    if span_s <= 0.0 or max_num < 2:
+        return [0.0]
+    exponent = math.floor(math.log10(span_s))
+    steps = (factor * 10.0**power for power in range(exponent - 3, exponent + 2) for factor in (1, 2, 5))
+    step = next(step for step in steps if int(span_s / step * _ROUNDING) + 1 <= max_num)
+    # Through text, so that no tick reads 0.30000000000000004.
+    return [float(f"{step * index:.6g}") for index in range(int(span_s / step * _ROUNDING) + 1)]

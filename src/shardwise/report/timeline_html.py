@@ -1,0 +1,94 @@
+"""Timelines as one HTML page that needs nothing else: the drawing, and a table of what each rank did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from shardwise.report import timeline_svg
+from shardwise.report.panel import COMPUTE, Panel, format_s, percent
+
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; --ink: #14181f; --quiet: #5b6470; --paper: #ffffff; --line: #dfe3e8; }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --ink: #e6eaf0; --quiet: #9aa5b1; --paper: #14181f; --line: #313a46; }}
+}}
+body {{ margin: 24px; background: var(--paper); color: var(--ink);
+  font: 14px/1.45 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; }}
+h1 {{ font-size: 20px; margin: 0 0 4px; }}
+p {{ color: var(--quiet); margin: 0 0 12px; }}
+.drawing {{ overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; margin: 8px 0 24px; }}
+.drawing svg {{ display: block; }}
+#fit:checked ~ .drawing svg {{ width: 100%; height: auto; }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
+th, td {{ text-align: right; padding: 3px 14px; border-bottom: 1px solid var(--line); }}
+th:first-child, td:first-child {{ text-align: left; padding-left: 0; }}
+thead th {{ color: var(--quiet); font-weight: 500; }}
+thead tr:first-child th {{ color: var(--ink); font-weight: 600; text-align: center; }}
+tfoot td {{ font-weight: 600; border-bottom: none; }}
+</style>
+<h1>{title}</h1>
+<p>{hint}</p>
+<input type="checkbox" id="fit"> <label for="fit">fit the window</label>
+<div class="drawing">
+{svg}</div>
+{table}
+<script>
+// Titles and names of ranks stay in sight while the rows scroll.
+for (const drawing of document.querySelectorAll(".drawing")) {{
+  const pinned = drawing.querySelector(".pinned"), fit = document.getElementById("fit");
+  const place = () => pinned.setAttribute("transform", `translate(${{fit.checked ? 0 : drawing.scrollLeft}},0)`);
+  drawing.addEventListener("scroll", place);
+  fit.addEventListener("change", place);
+}}
+</script>
+</html>
+"""
+
+
+def draw(panels: Sequence[Panel], title: str = "Timeline", *, same_axis: bool = True) -> str:
+    """A page with the drawing of `timeline_svg.draw`, and a table of busy and idle time by rank.
+
+    Args:
+        panels: what to draw.
+        title: of the page.
+        same_axis: one scale for all panels, so that lengths can be compared; else each fills the width.
+    """
+    lanes = list(dict.fromkeys(lane for panel in panels for lane in panel.lanes if lane != COMPUTE))
+    hint = "A row is a rank, a cell a computation with the number of its micro-batch; point at one for its times."
+    if lanes:
+        hint += f" The thin lanes under a row are, from above: {', '.join(lanes)}."
+    return _PAGE.format(
+        title=escape(title),
+        hint=escape(hint),
+        svg=timeline_svg.draw(panels, same_axis=same_axis),
+        table="\n".join(_table(panels)),
+    )
+
+
+def _table(panels: Sequence[Panel]) -> Iterator[str]:
+    yield "<table>\n<thead>"
+    yield f"<tr><th></th>{''.join(f'<th colspan=3>{escape(panel.title)}</th>' for panel in panels)}</tr>"
+    yield f"<tr><th>rank</th>{'<th>computing</th><th>idle</th><th>bubble</th>' * len(panels)}</tr>"
+    yield "</thead>\n<tbody>"
+    for rank in sorted({rank for panel in panels for rank in panel.rows}):
+        yield f"<tr><td>{rank}</td>{''.join(_cells(panel, panel.idle_fractions.get(rank)) for panel in panels)}</tr>"
+    yield "</tbody>\n<tfoot>"
+    yield f"<tr><td>mean</td>{''.join(_cells(panel, panel.bubble) for panel in panels)}</tr>"
+    if any(panel.formula_fraction is not None for panel in panels):
+        formulas = ("–" if panel.formula_fraction is None else percent(panel.formula_fraction) for panel in panels)
+        yield f"<tr><td>formula</td>{''.join(f'<td></td><td></td><td>{each}</td>' for each in formulas)}</tr>"
+    yield "</tfoot>\n</table>"
+
+
+def _cells(panel: Panel, idle_fraction: float | None) -> str:
+    if idle_fraction is None:
+        return "<td></td>" * 3
+    busy, idle = (format_s(share * panel.makespan_s, panel.makespan_s) for share in (1 - idle_fraction, idle_fraction))
+    return f"<td>{busy}</td><td>{idle}</td><td>{percent(idle_fraction)}</td>"

@@ -1,0 +1,163 @@
+"""Timelines for the terminal: a row a rank, time along the columns, a dot where the rank computes nothing.
+
+Each column shows what fills most of it, so a long timeline is first wrapped into a few bands, then scaled down. Only
+computations are drawn; transfers and collectives are in the other forms. Whether colours are shown is for whoever
+prints the `rich.text.Text` to say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich.style import Style
+from rich.text import Text
+
+from shardwise.report.palette import DARK_INK, blend, fill, ink
+from shardwise.report.panel import COMPUTE, LETTERS, WORDS, Panel, format_s, ticks, typical_s
+from shardwise.schedule import Kind, TimedAction
+
+IDLE = "·"
+_MAX_BANDS = 4
+_MAX_CELL_COLUMNS = 6
+_MIN_COLUMNS = 20
+_TICK_COLUMNS = 9
+_FUZZ = 1e-6
+_DIM = Style(dim=True)
+# Two neighbours of one kind are told apart by the shade of every other micro-batch.
+_ODD_SHADE = 0.16
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """How time is laid on columns: `columns_per_s`, and so many columns a band behind a label."""
+
+    columns_per_s: float
+    band_columns: int
+    label_columns: int
+
+
+def draw(panels: Sequence[Panel], width: int = 100, *, same_axis: bool = True) -> Text:
+    """Timelines under each other, each with its bubble, and one legend.
+
+    Args:
+        panels: what to draw.
+        width: columns of the terminal.
+        same_axis: one scale for all panels, so that lengths can be compared; else each has its own.
+    """
+    label_columns = max(len(_label(panel, rank)) for panel in panels for rank in panel.rows or (0,))
+    num_columns = max(_MIN_COLUMNS, width - label_columns)
+    scales = [_columns_per_s(panel, num_columns) for panel in panels]
+    text = Text()
+    for panel, scale in zip(panels, scales, strict=True):
+        scale = min(scales) if same_axis else scale
+        cell = round(scale * typical_s(panel))
+        band_columns = num_columns - num_columns % cell if cell > 1 else num_columns
+        _add_panel(text, panel, _Grid(scale, band_columns, label_columns))
+    _add_legend(text, panels)
+    return text
+
+
+def _columns_per_s(panel: Panel, num_columns: int) -> float:
+    """The scale: a usual cell as wide as its label, in as few bands as that takes; narrower where it takes too many."""
+    if panel.makespan_s <= 0.0:
+        return 1.0
+    usual_s = typical_s(panel)
+    num_cells = panel.makespan_s / usual_s
+    label_columns = max((len(_names(panel, each)[0]) for each in panel.actions if each.lane == COMPUTE), default=1)
+    fitting = min(_MAX_CELL_COLUMNS, int(num_columns / num_cells + _FUZZ))
+    if fitting >= label_columns:
+        return fitting / usual_s
+    for cell_columns in range(label_columns, 0, -1):
+        if num_cells * cell_columns <= _MAX_BANDS * (num_columns - num_columns % cell_columns):
+            return cell_columns / usual_s
+    return _MAX_BANDS * num_columns / panel.makespan_s
+
+
+def _add_panel(text: Text, panel: Panel, grid: _Grid) -> None:
+    text.append(f"{panel.title}\n", Style(bold=True))
+    num_columns = math.ceil(panel.makespan_s * grid.columns_per_s - _FUZZ)
+    cells = {rank: _cells(panel, row, num_columns, grid.columns_per_s) for rank, row in panel.rows.items()}
+    for first in range(0, num_columns, grid.band_columns):
+        text.append(" " * grid.label_columns + _axis(panel, grid, first, num_columns) + "\n", _DIM)
+        for rank in panel.rows:
+            text.append(_label(panel, rank).ljust(grid.label_columns))
+            _add_cells(text, panel, cells[rank][first : first + grid.band_columns])
+            text.append("\n")
+    text.append("bubble".ljust(grid.label_columns) + panel.bubble_line + "\n\n")
+
+
+def _label(panel: Panel, rank: int) -> str:
+    digits = len(str(max(panel.rows, default=0)))
+    return f"rank {rank:>{digits}} {1.0 - panel.idle_fractions.get(rank, 1.0):>4.0%}  ".replace("%", " %")
+
+
+def _axis(panel: Panel, grid: _Grid, first: int, num_columns: int) -> str:
+    """Times above the columns of a band; each stands where its column begins."""
+    line = [" "] * (grid.band_columns + _TICK_COLUMNS)
+    end = min(first + grid.band_columns, num_columns)
+    max_num = max(2, int(panel.makespan_s * grid.columns_per_s / _TICK_COLUMNS))
+    for tick_s in ticks(panel.makespan_s, max_num):
+        column = round(tick_s * grid.columns_per_s)
+        label = format_s(tick_s, panel.makespan_s)
+        if first <= column < end and column - first + len(label) <= grid.band_columns:
+            line[column - first : column - first + len(label)] = label
+    return "".join(line).rstrip()
+
+
+def _cells(
+    panel: Panel, row: Sequence[TimedAction], num_columns: int, columns_per_s: float
+) -> list[TimedAction | None]:
+    """For each column the action that fills most of it, or None where less than half of it is filled."""
+    filled = [0.0] * num_columns
+    largest: list[tuple[float, TimedAction | None]] = [(0.0, None)] * num_columns
+    for each in row:
+        start, end = ((time_s - panel.start_s) * columns_per_s for time_s in (each.start_s, each.end_s))
+        if each.lane != COMPUTE:
+            continue
+        for column in range(int(start), min(num_columns, math.ceil(end))):
+            share = min(end, column + 1) - max(start, column)
+            filled[column] += share
+            if share > largest[column][0] + _FUZZ:
+                largest[column] = (share, each)
+    return [each if fill >= 0.5 - _FUZZ else None for fill, (_, each) in zip(filled, largest, strict=True)]
+
+
+def _add_cells(text: Text, panel: Panel, columns: Sequence[TimedAction | None]) -> None:
+    for each, run in groupby(columns):
+        length = len(list(run))
+        if each is None:
+            text.append(IDLE * length, _DIM)
+        else:
+            name = next((name for name in _names(panel, each) if len(name) <= length), "")
+            text.append(name.ljust(length), _style(panel, each))
+
+
+def _names(panel: Panel, timed: TimedAction) -> tuple[str, ...]:
+    """What may be written into a cell, the fullest first."""
+    letter = LETTERS.get(timed.action.kind, "")
+    number = "" if timed.action.micro_batch is None else str(timed.action.micro_batch)
+    stage = str(timed.action.stage) if panel.num_chunks > 1 and number else ""
+    return f"{stage}{letter}{number}", f"{letter}{number}", letter
+
+
+def _style(panel: Panel, timed: TimedAction) -> Style:
+    colour = fill(timed.action.kind, panel.chunk(timed), panel.num_chunks)
+    if (timed.action.micro_batch or 0) % 2:
+        colour = blend(colour, DARK_INK, _ODD_SHADE)
+    return Style(color=ink(colour), bgcolor=colour)
+
+
+def _add_legend(text: Text, panels: Sequence[Panel]) -> None:
+    kinds = [kind for kind in Kind if kind in LETTERS and any(kind in panel.kinds for panel in panels)]
+    for kind in kinds:
+        text.append(f" {LETTERS[kind]} ", Style(color=ink(fill(kind)), bgcolor=fill(kind)))
+        text.append(f" {WORDS[kind]}   ")
+    text.append(f" {IDLE} ", _DIM)
+    text.append(" idle\n")
+    if any(panel.num_chunks > 1 for panel in panels):
+        text.append("2F0 is the forward of micro-batch 0 on stage 2; a rank's later stages are lighter\n", _DIM)
+    else:
+        text.append("F0 is the forward of micro-batch 0\n", _DIM)
