@@ -18,6 +18,8 @@ from shardwise.schedule import (
     dependencies,
     forward_only,
     makespan_s,
+    rank_bubble_s,
+    rank_span_s,
     simulate,
 )
 
@@ -139,6 +141,11 @@ def test_helpers_on_nothing_and_on_gaps() -> None:
     assert makespan_s(timed) == 4.0
     assert bubble_fraction(timed, lane="gather") == 1 - 4 / (2 * 4)
     assert bubble_fraction(timed) == 1 - (1 + 2) / (2 * 4)
+    assert rank_span_s(timed, 1) == 2.0
+    assert rank_span_s(timed, 1, lane="gather") == 4.0
+    assert rank_span_s(timed, 7) == rank_bubble_s(timed, 7) == 0.0
+    behind = (*timed, TimedAction(forward, 1, 8.0, 9.0, "compute"))
+    assert [rank_bubble_s(behind, rank) for rank in range(2)] == [0.0, 3.0]
     assert timed[1].duration_s == 2.0
 
 

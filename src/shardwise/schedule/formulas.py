@@ -43,31 +43,32 @@ def bubble_s(
         interleaved  (p - 1)(F + B + W) / v   m >= p
         zb-h1        (p - 1)(F + B - W)       m >= p and W <= F
         zb-h2        (p - 1)(F + B - 2W)      m >= 2p - 1, W <= F and 2W <= F + B
-        zb-v         0                        m >= 2p - 1 and F = B = W
+        zb-v         (p - 1)(B - W)           m >= 2p - 1 and W <= F <= B
 
     Sources: Narayanan et al. 2021 (arXiv 2104.04473), sections 2.2.1 and 2.2.2, for gpipe, 1f1b and interleaved;
-    Qi et al. 2023 (arXiv 2401.10241), table 1, for H1 and H2, and section 6 for ZB-V. Raises ScheduleError where
-    a formula does not hold, and what `placement_of` raises.
+    Qi et al. 2023 (arXiv 2401.10241), section 2.3 for H1 and H2 and section 6 for ZB-V, which gives 0 for
+    F = B = W; the rest of ZB-V's is counted from its schedule. Raises ScheduleError where a formula does not
+    hold, and what `placement_of` raises.
     """
     p, m = num_ranks, num_micro_batches
     v = placement_of(recipe_name, p, virtual_stages).stages_per_rank
     forward, backward, weight = forward_s, backward_input_s, backward_weight_s
-    least = {"zb-h1": p, "zb-h2": 2 * p - 1, "zb-v": 2 * p - 1}.get(recipe_name, p if v > 1 else 1)
-    if m < (1 if recipe_name == "naive" else least):
+    least = {"naive": 1, "zb-h1": p, "zb-h2": 2 * p - 1, "zb-v": 2 * p - 1}.get(recipe_name, p if v > 1 else 1)
+    if m < least:
         raise ScheduleError(f"num_micro_batches={m} is below {least}, where the bubble of {recipe_name} {_UNKNOWN}")
     costs = f"F={forward} s, B={backward} s, W={weight} s"
     if recipe_name in ("zb-h1", "zb-h2") and weight > forward:
         raise ScheduleError(f"{costs} with W > F, where the bubble of {recipe_name} {_UNKNOWN}")
     if recipe_name == "zb-h2" and 2 * weight > forward + backward:
         raise ScheduleError(f"{costs} with 2W > F + B, where the bubble of {recipe_name} {_UNKNOWN}")
-    if recipe_name == "zb-v" and not forward == backward == weight:
-        raise ScheduleError(f"{costs} are not equal, where the bubble of {recipe_name} {_UNKNOWN}")
+    if recipe_name == "zb-v" and not weight <= forward <= backward:
+        raise ScheduleError(f"{costs} without W <= F <= B, where the bubble of {recipe_name} {_UNKNOWN}")
     whole = forward + backward + weight
     return {
         "naive": m * (p - 1) * whole,
         "zb-h1": (p - 1) * (whole - 2 * weight),
         "zb-h2": (p - 1) * (whole - 3 * weight),
-        "zb-v": 0.0,
+        "zb-v": (p - 1) * (backward - weight),
     }.get(recipe_name, (p - 1) * whole / v)
 
 
