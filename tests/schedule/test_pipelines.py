@@ -243,6 +243,8 @@ def of_torch(name: str, num_ranks: int, num_micro_batches: int, v: int) -> list[
         ("ScheduleInterleaved1F1B", lambda p, m: interleaved(p, m, 3), lambda p: range(p, 5 * p, p), 3),
         # Where rounds are of one length but longer than p, both agree too.
         ("ScheduleInterleaved1F1B", lambda p, m: interleaved(p, m, 2), lambda p: (p - 1 or 1, p + 1, 2 * p + 2), 2),
+        # With one stage a rank it is H1; torch has no H2.
+        ("ScheduleInterleavedZeroBubble", zero_bubble_h1, lambda p: range(1, 17), 1),
         ("ScheduleZBVZeroBubble", zero_bubble_v, lambda p: range(1, 17), 2),
     ],
 )
@@ -301,6 +303,8 @@ def test_counts_below_one_are_refused(name: str) -> None:
         pipeline_step(name, 0, 1, virtual_stages)
     with pytest.raises(ScheduleError, match="rank=2 is none of 2"):
         max_in_flight(name, 2, 1, virtual_stages, rank=2)
+    with pytest.raises(ScheduleError, match="num_micro_batches=0 is below 1"):
+        pipeline_evaluation(placement_of(name, 2, virtual_stages), 0)
 
 
 @pytest.mark.parametrize(
