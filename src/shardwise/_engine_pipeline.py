@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from shardwise._engine_runs import Taken, run_model
 from shardwise._torch_private import pytree
 from shardwise.comm_p2p import Pipes
 from shardwise.config import Config
-from shardwise._engine_runs import Taken, run_model
 from shardwise.hooks import watch_calls
 from shardwise.layout.layout import Layout
 from shardwise.layout.pipeline import PipelineLayout
@@ -37,9 +37,7 @@ if TYPE_CHECKING:
     from shardwise.engine import Engine
 
 
-def make_stages(
-    model: nn.Module, layout: Layout, device: torch.device, is_simulated: bool
-) -> StageForward | None:
+def make_stages(model: nn.Module, layout: Layout, device: torch.device, is_simulated: bool) -> StageForward | None:
     """What computes one stage of a model; to be made while its modules are as the user built them.
 
     Returns:

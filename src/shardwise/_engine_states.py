@@ -194,7 +194,9 @@ class EngineStates:
     def _states(self) -> access.States:
         self._driver.settle()
         self.tiers.settle()
-        return access.States(self._driver, self._sharded, self._comms, self._books, self._scaler.scale)
+        return access.States(
+            self._driver, self._sharded, self._comms, self._books, self._scaler.scale, self.layout.elsewhere
+        )
 
     def _refuse_if_away(self, params_suffice: bool = False) -> None:
         if self._is_closed:

@@ -249,8 +249,8 @@ class Setup:
             if f"{section}.{key}" not in _OWN_KEYS
         }
         model: dict[str, dict[str, str]] = {}
-        for group in layout.groups:
-            facts = {"in block": group.unit, "with requires_grad": str(group.trainable)}
+        for group in layout.model_groups:
+            facts = {"in block": group.unit, "on stages": str(group.stages), "with requires_grad": str(group.trainable)}
             model |= {place.name: {"of shape": str(place.shape), **facts} for place in group.params}
         for name, buffer in buffers:
             model[f"buffer {name}"] = {"of shape": str(tuple(buffer.shape)), "of dtype": str(buffer.dtype)}

@@ -162,6 +162,11 @@ class Pipes:
         self._lines: dict[tuple[int, int], deque[Any]] = {}
 
     @property
+    def moves_nothing(self) -> bool:
+        """Whether the other ranks are simulated."""
+        return self._host.moves_nothing
+
+    @property
     def rank(self) -> int:
         """Of this process along the pipeline's axis."""
         return self._host.rank

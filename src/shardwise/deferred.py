@@ -348,6 +348,7 @@ class ValueSource:
         self._model = model
         self._seed = seed
         self._parameters = dict(model.named_parameters())
+        self._given: dict[str, Tensor] = {}
         self._drawn_module = ""
         self._drawn: dict[str, Tensor] = {}
         for name, buffer in model.named_buffers():
@@ -381,9 +382,15 @@ class ValueSource:
             return parameter.is_meta
         return recipe.is_keyed and not any(op.is_from_elsewhere for op in ops_behind(recipe.view))
 
+    def give(self, name: str, values: Tensor) -> None:
+        """Let another rank's values be a parameter's."""
+        self._given[name] = values
+
     def read(self, name: str) -> Tensor:
         """The values of one parameter, of its shape and dtype; not to be written, since they may be its own."""
         parameter = self._parameters[name]
+        if name in self._given:
+            return self._given[name]
         if not parameter.is_meta:
             return parameter.detach()
         recipe = _find_recipe(parameter)
@@ -400,6 +407,7 @@ class ValueSource:
     def close(self) -> None:
         """Forget the recipes: the parameters have their values."""
         self._drawn.clear()
+        self._given.clear()
         for parameter in self._parameters.values():
             drop_recipe(parameter)
 

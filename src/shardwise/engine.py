@@ -6,7 +6,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
@@ -18,18 +18,17 @@ from torch.optim import Optimizer
 from shardwise._engine_pipeline import PipelineRun, make_stages
 from shardwise._engine_runs import LoopRun, Run
 from shardwise._engine_weights import EngineWeights
-from shardwise._torch_private import pytree
 from shardwise.agreement import BatchCheck, all_or_none
 from shardwise.comm import Network, connect
 from shardwise.comm_p2p import Pipes
 from shardwise.config import Config, ConfigError
 from shardwise.deferred import ValueSource
 from shardwise.dropout import KeyedDraws, key_dropouts
-from shardwise.forwards import call_model, replace_forwards
+from shardwise.forwards import replace_forwards
 from shardwise.layout.layout import Layout, build_layout
 from shardwise.layout.mesh_shape import TENSOR_AXES
 from shardwise.layout.stages import Placement
-from shardwise.loss import LossBooks, LossFn, NonFiniteLossError, Total, first_nonfinite_module, read_loss
+from shardwise.loss import LossBooks, LossFn, NonFiniteLossError, Total, first_nonfinite_module
 from shardwise.memory import Category, Ledger
 from shardwise.optim import own_scheduler
 from shardwise.pipeline.parts import StageForward
@@ -37,7 +36,6 @@ from shardwise.pool import BufferPool
 from shardwise.precision import LossScaler, to_device, torch_dtype
 from shardwise.results import EvalResult, Scheduler, StepResult
 from shardwise.streams import Streams
-from shardwise.tensor.explain import explain_shapes
 from shardwise.tensor.layout import dropout_zones
 from shardwise.tensor.surgery import split_model
 from shardwise.tiers.activations import build_store
@@ -46,6 +44,7 @@ from shardwise.timeline import Timeline
 from shardwise.watchdog import watch
 from shardwise.zero.ahead import StepAhead, may_step_ahead
 from shardwise.zero.driver import ZeroDriver
+from shardwise.zero.first_values import agree_on_tied, spread_first_values
 from shardwise.zero.optimizer_plan import OptimizerFactory, plan_optimizer
 from shardwise.zero.regroup import regroup
 from shardwise.zero.resources import Resources
@@ -162,7 +161,9 @@ class Engine(EngineWeights):
     def _move_parameters(self, resources: Resources) -> ZeroDriver:
         """Let the parameters rest where they shall, and drive them from there."""
         try:
+            spread_first_values(resources.values, self.layout, self._comms)
             driver = ZeroDriver(self.model, self.layout, resources)
+            agree_on_tied(driver.groups, self._comms)
         except BaseException:
             self.tiers.close()
             raise
@@ -208,6 +209,7 @@ class Engine(EngineWeights):
         self._run.check_direct("engine(batch)")
         self._timeline.micro_batch = self._num_backwards
         total = self._forward(batch)
+        assert total is not None, "forwards that run alone have their loss"
         if not torch.is_grad_enabled():
             return total.mean()
         self._batches.append(batch)

@@ -214,6 +214,7 @@ def simulate(
     with fake_tensors(), _values_refused():
         model = _without_memory(made)
         layout = plan_layout(model, config)
+        layout = layout.of_pipeline_rank(layout.mesh.coordinate(rank).pp)
         network = SimulatedNetwork(layout.mesh, rank, "nccl" if config.run.device == "cuda" else "gloo")
         with explain_out_of_memory(memory, config, f"on rank {rank} while its engine is made"):
             engine = Engine(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -47,12 +48,15 @@ _DROPS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     }
 )
 MODELS: Final = ("decoder", *_DROPS)
+DEEP_MODELS: Final = ("deep", "deep-tied")  # decoders of 8 blocks, for pipelines
 
 
 def make_case(name: str) -> ModelCase:
     """A model of `MODELS`: tiny, with 4 heads over 2 KV heads where it groups them, dropping where it can."""
     if name == "decoder":
         return ModelCase(name, _decoder, _decoder_batch, _decoder_loss)
+    if name in DEEP_MODELS:
+        return ModelCase(name, partial(_decoder, 8, name == "deep-tied"), _decoder_batch, _decoder_loss)
     options = dict.fromkeys(_DROPS[name], DROPOUT)
     family = FAMILIES[name]
 
@@ -71,29 +75,39 @@ def first_sample(micro_batch: int, data_rank: int, num_data_ranks: int) -> int:
     return (micro_batch * num_data_ranks + data_rank) * MICRO_SIZE
 
 
-def step_batches(case: ModelCase, step: int, num_data_ranks: int) -> list[Any]:
+def step_batches(
+    case: ModelCase, step: int, num_data_ranks: int, num_micro_batches: int = NUM_MICRO_BATCHES
+) -> list[Any]:
     """The micro-batches of a step over all data ranks, in the order of `first_sample`."""
-    num = NUM_MICRO_BATCHES * num_data_ranks
+    num = num_micro_batches * num_data_ranks
     return [case.batch(step * num + number, MICRO_SIZE, torch.float64) for number in range(num)]
 
 
-def train_split(rank: int, world_size: int, name: str, overrides: Overrides) -> Trace:
-    """Train on one rank of a mesh whose last axis is tp: its ranks get the same micro-batches.
+def train_split(
+    rank: int,
+    world_size: int,
+    name: str,
+    overrides: Overrides,
+    num_micro_batches: int = NUM_MICRO_BATCHES,
+    num_steps: int = NUM_STEPS,
+) -> Trace:
+    """Train on one rank of a mesh whose first axis is pp and whose last is tp: their ranks get the same micro-batches.
 
     The trace has no gradients, since the engine's are slices; their norms are in it.
     """
-    tp = overrides["mesh"]["tp"]
-    data_rank, num_data_ranks = rank // tp, world_size // tp
+    tp, pp = (overrides["mesh"].get(axis, 1) for axis in ("tp", "pp"))
+    num_data_ranks = world_size // tp // pp
+    data_rank = rank // tp % num_data_ranks
     settings = {"optimizer": {"clip_norm": CLIP_NORM}, "run": {"seed": SEED}, **overrides}
     case = make_case(name)
     model = case.build(torch.float64, seed=rank)  # rank 0's weights are everybody's
     losses, norms = [], []
     with (
         float64_throughout(),
-        initialize(model, make_config(NUM_MICRO_BATCHES, settings), loss_fn=case.loss) as engine,
+        initialize(model, make_config(num_micro_batches, settings), loss_fn=case.loss) as engine,
     ):
-        for step in range(NUM_STEPS):
-            batches = step_batches(case, step, num_data_ranks)
+        for step in range(num_steps):
+            batches = step_batches(case, step, num_data_ranks, num_micro_batches)
             result = engine.train_step(batches[data_rank::num_data_ranks])
             losses.append(result.loss)
             norms.append(result.grad_norm)
@@ -102,7 +116,9 @@ def train_split(rank: int, world_size: int, name: str, overrides: Overrides) -> 
     return Trace(losses, norms, {}, parameters)
 
 
-def train_whole(name: str, num_data_ranks: int) -> Trace:
+def train_whole(
+    name: str, num_data_ranks: int, num_micro_batches: int = NUM_MICRO_BATCHES, num_steps: int = NUM_STEPS
+) -> Trace:
     """The same by one plain process, with the library's dropouts on whole tensors."""
     case = make_case(name)
     model = case.build(torch.float64)
@@ -114,22 +130,23 @@ def train_whole(name: str, num_data_ranks: int) -> Trace:
         first = first_sample(micro_batch, data_rank, num_data_ranks)
         return draws.at(step=step, micro_batch=micro_batch, first_sample=first, num_samples=MICRO_SIZE)
 
-    batches = [step_batches(case, step, num_data_ranks) for step in range(NUM_STEPS)]
+    batches = [step_batches(case, step, num_data_ranks, num_micro_batches) for step in range(num_steps)]
     with float64_throughout():
         trace = train_reference(model, batches, case.loss, make_optimizer, CLIP_NORM, around)
     return replace(trace, gradients={})
 
 
-def _decoder() -> Decoder:
+def _decoder(num_layers: int = 3, tie_embeddings: bool = False) -> Decoder:
     config = DecoderConfig(
         vocab_size=VOCAB_SIZE,
-        num_layers=3,
+        num_layers=num_layers,
         hidden_size=16,
         num_heads=4,
         num_kv_heads=2,
         head_dim=6,
         ffn_size=24,
         max_seq_len=32,
+        tie_embeddings=tie_embeddings,
     )
     return Decoder(config)
 

@@ -131,12 +131,24 @@ def test_costs_that_are_all_zero_make_a_cut() -> None:
     assert (cut.times, cut.rank_memory) == ((1, 1, 1), (1, 1, 1))
 
 
-def test_a_rank_with_both_ends_holds_less_between_them() -> None:
-    """V-shaped: rank 0 has the embedding and the head, which are as heavy as two blocks each."""
-    memory = [2, *[1] * 12, 2]
-    cut = cut_of([1] * 14, memory, 4, placement=[0, 1, 1, 0])
-    assert cut.rank_memory == (1, 1)
-    assert sizes(cut) == [3, 4, 4, 3]
+@pytest.mark.parametrize(
+    ("times", "memory", "placement"),
+    [
+        # V-shaped and looped, with a heavy embedding: rank 0 makes up for it in its other stage.
+        ([0, *[1] * 8, 2], [6, *[1] * 8, 2], [0, 1, 1, 0]),
+        ([0, *[1] * 8, 2], [6, *[1] * 8, 2], [0, 1, 0, 1]),
+        # Found from the best times, and not from the best cut of as many ranks as stages.
+        ([1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 1, 3], [0, 1, 1, 0]),
+        ([0, 2, 1, 0, 1, 2], [1, 3, 1, 0, 1, 0], [0, 1, 0, 1]),
+    ],
+)
+def test_memory_is_balanced_over_ranks(times: list[int], memory: list[int], placement: list[int]) -> None:
+    all_starts = ((0, *rest) for rest in combinations(range(1, len(times)), 3))
+    best = min(score(times, memory, starts, placement) for starts in all_starts)
+    found = cut_of(times, memory, 4, placement=placement)
+    assert score(times, memory, found.starts, placement) == pytest.approx(best)
+    alone = cut_of(times, memory, 4)
+    assert best[0] < 0.9 * score(times, memory, alone.starts, placement)[0]
 
 
 def decoder_cut(name: str, num_stages: int) -> StageCut:

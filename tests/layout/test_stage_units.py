@@ -207,6 +207,12 @@ def test_every_entry_of_a_sequential_is_a_unit() -> None:
             Stack({"embed": nn.Linear(1, 1), "final_layer_norm": nn.LayerNorm(1)}, {"lm_head": nn.Linear(1, 1)}),
             "embed | blocks.0 | blocks.1 | final_layer_norm | lm_head",
         ),
+        # BART registers a norm of its embeddings behind them.
+        (
+            Stack({"embed": nn.Linear(1, 1)}, {"layernorm_embedding": nn.LayerNorm(1), "unembed": nn.Linear(1, 1)}),
+            "embed+layernorm_embedding blocks.0 | blocks.1 | unembed",
+        ),
+        (Stack({"embed": nn.Linear(1, 1)}, {"embed_out": nn.Linear(1, 1)}), "embed | blocks.0 | blocks.1 | embed_out"),
         (Stack({}, {"one": nn.Linear(1, 1), "two": nn.Linear(1, 1)}), "blocks.0 | blocks.1 | one two"),
         # The longest list is of the blocks, and a list inside a block is none.
         (

@@ -7,7 +7,7 @@ that deliver in order whatever the names, and compares what the step leaves behi
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -16,19 +16,12 @@ from hypothesis import strategies as st
 
 from shardwise.schedule import (
     COMPUTATIONS,
-    TRANSFERS,
     Action,
     Kind,
     Payload,
     Schedule,
     ScheduleError,
-    data_parallel_step,
-    insert_gathers,
-    insert_offload,
-    insert_transfers,
     lower,
-    makespan_s,
-    simulate,
     verify,
 )
 

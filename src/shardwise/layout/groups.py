@@ -225,9 +225,7 @@ def build_groups(
         name = place if trainable else f"{place}:frozen"
         is_replicated = replicate_frozen and not trainable
         params = tuple(_place(members, splits or {}))
-        groups.append(
-            GroupSpec(name, unit, params, trainable, num_ranks, num_shards, is_replicated, stages=held_by)
-        )
+        groups.append(GroupSpec(name, unit, params, trainable, num_ranks, num_shards, is_replicated, stages=held_by))
     return tuple(groups)
 
 

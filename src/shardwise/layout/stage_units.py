@@ -27,8 +27,10 @@ from torch import nn
 from shardwise.config import ConfigError
 from shardwise.layout.skeleton import ParamEntry, find_units, read_parameters
 
-# Some models register what they run last before their blocks (OPT's final_layer_norm and project_out).
+# Some models register what they run last before their blocks (OPT's final_layer_norm and project_out), or what they run
+# first behind them (BART's layernorm_embedding).
 _RUNS_LAST: Final = re.compile(r"(^|_)(final|head|out|f)(_|$)")
+_RUNS_FIRST: Final = re.compile(r"(^|_)embed(ding|dings)?(_|$)")
 _CURE: Final = "put it into a module that runs before or behind all blocks, or name the units in pipeline.units"
 
 
@@ -66,9 +68,10 @@ def find_stage_units(model: nn.Module, patterns: Sequence[str] | None = None) ->
     3. Every entry of an `nn.Sequential`, and so of a `shardwise.LayerList`.
     4. The longest list of like blocks, in an encoder-decoder the encoder's.
 
-    Modules with parameters that are registered before those, or behind them, are the first and the last units. Where
-    several are registered before the blocks (token and position embeddings), no cut parts them from the first block;
-    behind the blocks a cut may stand before the first module, and behind a norm.
+    Modules with parameters that are registered before those, or behind them, are the first and the last units, unless
+    their names say that they are run elsewhere (`embed` first; `final`, `head` and `out` last). Where several run
+    before the blocks (token and position embeddings), no cut parts them from the first block. Behind the blocks a cut
+    may stand before the first module, and behind that one if it is a norm: a head may need more than a pooler returns.
 
     Args:
         model: any module; its storage is not read.
@@ -175,15 +178,20 @@ def _split_rest(modules: Mapping[str, nn.Module], chain: Sequence[str]) -> tuple
             num_passed += 1
         elif not _has_parameters(module):
             continue
-        elif num_passed == len(chain) or (num_passed == 0 and _RUNS_LAST.search(name.rpartition(".")[2])):
-            behind.append(name)
-        elif num_passed == 0:
-            before.append(name)
-        else:
+        elif 0 < num_passed < len(chain):
             raise ConfigError(
                 f"module {name} has parameters and stands between the units of the pipeline, but is none; {_CURE}"
             )
+        else:
+            (before if _runs_before(name.rpartition(".")[2], num_passed == 0) else behind).append(name)
     return before, behind
+
+
+def _runs_before(name: str, is_registered_before: bool) -> bool:
+    """Whether a module runs before the blocks: as its own name says, else where it is registered."""
+    if _RUNS_LAST.search(name):
+        return False
+    return is_registered_before or _RUNS_FIRST.search(name) is not None
 
 
 def _num_glued(before: Sequence[str], chain: _Chain, modules: Mapping[str, nn.Module]) -> int:

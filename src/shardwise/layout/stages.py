@@ -72,8 +72,8 @@ def effective_stage(
     """The table's row; stage 0's where one rank holds everything on its device and there is nothing to shard.
 
     Gradients that rest off the device are shards, in stage 1 too: whole ones would be n times the bytes to move.
-    In a pipeline (`is_scheduled`) stage 2 is stage 1: gradients are reduced once, behind the last micro-batch, and whole
-    until then.
+    In a pipeline (`is_scheduled`) stage 2 is stage 1: gradients are whole until they are reduced, once, behind the last
+    micro-batch.
 
     >>> effective_stage(1, 4, TiersConfig(grads="host")) == STAGES[2]
     True

@@ -68,7 +68,13 @@ class StageForward:
         ends = [sum(len(names) for names in units[: stage + 1]) for stage in range(len(units))]
         self._range_of = [(end - len(names), end) for end, names in zip(ends, units, strict=True)]
         self._modules = [model.get_submodule(name) for name in self._names]
-        self._position = {id(module): index for index, module in enumerate(self._modules)}
+        self._position: dict[int, int] = {}  # of the first call in a forward
+        self._stages_of: dict[int, set[int]] = {}
+        for index, module in enumerate(self._modules):
+            self._position.setdefault(id(module), index)
+            stage = next(stage for stage, end in enumerate(ends) if index < end)
+            self._stages_of.setdefault(id(module), set()).add(stage)
+        self._stage = 0
         self._ghosts = Ghosts(device, is_simulated)
         self._ghostly = self._make_ghostly(held)
         self._answers: dict[Hashable, Any] = {}
@@ -80,12 +86,12 @@ class StageForward:
     def install(self) -> list[Callable[[], None]]:
         """Let the units' calls and the model's forward follow the stage; returns what undoes it, in reverse order."""
         undo = [replace_forward(self._model, self._ended(self._model.forward))]
-        undo += [answer_calls(module, self._answer) for module in self._modules]
+        undo += [answer_calls(module, self._answer) for module in {id(each): each for each in self._modules}.values()]
         return undo
 
     def begin(self, stage: int, received: Any) -> None:
         """Let the next forward be that of `stage`; `received` is what the stage before has sent."""
-        self._start, self._stop = self._range_of[stage]
+        self._stage, (self._start, self._stop) = stage, self._range_of[stage]
         self._received, self._next, self._is_on = received, 0, True
 
     def end(self) -> None:
@@ -124,6 +130,8 @@ class StageForward:
         index = self._position.get(id(module)) if self._is_on else None
         if index is None:  # nothing is staged, or this is a copy of the module
             return own(*args, **kwargs)
+        if index < self._next and self._stage in self._stages_of[id(module)]:
+            return own(*args, **kwargs)  # once more, within its stage
         self._pass(index)
         if index < self._start:
             return self._received if index == self._start - 1 else self._ghost_of(index, args, kwargs)
@@ -180,7 +188,7 @@ class StageForward:
             try:
                 with torch.no_grad(), self._ghosts.only():
                     return ghostly(*own_args, **own_kwargs)
-            except Exception:  # noqa: S110  it was given a ghost of another shape than it runs on: its own is as good
+            except Exception:
                 pass
         return pytree.tree_map(like, self._received)
 
@@ -205,4 +213,4 @@ class StageForward:
 def _fingerprint(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype
-    return leaf if isinstance(leaf, int | float | str | bool | None) else type(leaf)
+    return leaf if isinstance(leaf, int | float | str | bool) else type(leaf).__name__

@@ -13,15 +13,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
-from shardwise._torch_private import pytree
+from shardwise.pipeline.channel import leaves_with_gradient
 from shardwise.pipeline.execution import Handler
 from shardwise.pipeline.parts import StageForward
 from shardwise.pipeline.ports import Port
 from shardwise.pipeline.weight_queue import WeightQueue
 from shardwise.schedule.actions import Action, Kind, Payload
 from shardwise.timeline import Timeline
+
 
 class StageEvents(Protocol):
     """What surrounds the computations of a stage: data and loss, states, records."""
@@ -44,7 +45,7 @@ class _InFlight:
     """What a stage keeps of a micro-batch between forward and backward."""
 
     received: list[Tensor]
-    roots: list[Tensor | GradientEdge]
+    roots: list[Any]  # the loss, or edges of the graph
     output: Any = None  # until it is sent
     gradients: list[Tensor | None] = field(default_factory=list)  # of what was received, until they are sent
 
@@ -106,13 +107,13 @@ class StageCompute:
                 output = events.forward(stage, micro_batch)
         finally:
             self._forward.end()
-        flight = _InFlight(_differentiable(received), [], output)
+        flight = _InFlight(leaves_with_gradient(received), [], output)
         if torch.is_grad_enabled():
             self._in_flight[stage, micro_batch] = flight
             if stage == self._last:
                 flight.roots = [output]
             else:
-                flight.roots = [get_gradient_edge(leaf) for leaf in _differentiable(output)]
+                flight.roots = [get_gradient_edge(leaf) for leaf in leaves_with_gradient(output)]
         elif stage != self._last:
             self._in_flight[stage, micro_batch] = flight  # until it is sent
         if outlet is not None and outlet.is_local:
@@ -130,7 +131,9 @@ class StageCompute:
             (loss,) = flight.roots
             assert isinstance(loss, Tensor), "of the last stage"
             gradients = [events.loss_weight(loss).to(loss.dtype).reshape(loss.shape)]
-        given = [(root, gradient) for root, gradient in zip(flight.roots, gradients, strict=True) if gradient is not None]
+        given = [
+            (root, gradient) for root, gradient in zip(flight.roots, gradients, strict=True) if gradient is not None
+        ]
         flight.roots = []
         if given:
             with self._splitting():
@@ -206,8 +209,3 @@ class StageCompute:
 def _place(action: Action) -> tuple[int, int]:
     assert action.micro_batch is not None, "computations and transfers belong to a micro-batch"
     return action.stage, action.micro_batch
-
-
-def _differentiable(value: Any) -> list[Tensor]:
-    """The tensors of a value that require gradients, in the order of its leaves."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]

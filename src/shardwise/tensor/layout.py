@@ -19,6 +19,7 @@ from torch import nn
 
 from shardwise.config import Config
 from shardwise.dropout import Zone, drops_by_function
+from shardwise.layout.cut import cut_model
 from shardwise.layout.layout import Layout, build_layout
 from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, is_within, tensor_layout
 from shardwise.tensor.plans import find_plan
@@ -27,7 +28,7 @@ _LOG: Final = logging.getLogger("shardwise")
 
 
 def plan_layout(model: nn.Module, config: Config, plan: TensorPlan | Mapping[str, Any] | None = None) -> Layout:
-    """Compute the layout of `model` under a resolved config, on every axis.
+    """Compute the layout of `model` under a resolved config, on every axis; of a pipeline, that of its first rank.
 
     Args:
         model: any module; only names, shapes and `requires_grad` are read, so meta tensors will do.
@@ -37,14 +38,15 @@ def plan_layout(model: nn.Module, config: Config, plan: TensorPlan | Mapping[str
 
     Raises:
         ConfigError: the model has no parameters, `zero.blocks` does not fit it, or no plan or sizes that do not
-            divide.
+            divide; or it cannot be cut into the stages.
     """
     degree, sequence_parallel = config.mesh.tp, config.tensor.sequence_parallel
+    pipeline = cut_model(model, config) if config.mesh.pp > 1 else None
     if degree == 1:
-        return build_layout(model, config)
+        return build_layout(model, config, pipeline=pipeline)
     found = find_plan(model, degree, plan, sequence_parallel)
     _LOG.info("split over tp=%d:\n%s", degree, found)
-    return build_layout(model, config, tensor_layout(model, found, degree, sequence_parallel))
+    return build_layout(model, config, tensor_layout(model, found, degree, sequence_parallel), pipeline)
 
 
 def dropout_zones(model: nn.Module, tensor: TensorLayout, tp_index: int) -> dict[str, Zone]:

@@ -1,4 +1,4 @@
-"""Which parameters a model has: those that only other ranks of the pipeline hold are on meta, and reported when used."""
+"""The parameters that only other ranks of the pipeline hold: on meta here, and reported when they are used."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ class AbsentParams:
         model: of the parameters.
         specs: the groups they are in.
         held_stages: of this rank, for messages.
+        is_simulated: nothing has values: then what is absent can be computed with, for its shapes.
     """
 
-    def __init__(self, model: nn.Module, specs: Sequence[GroupSpec], held_stages: Sequence[int]) -> None:
+    def __init__(
+        self, model: nn.Module, specs: Sequence[GroupSpec], held_stages: Sequence[int], is_simulated: bool = False
+    ) -> None:
         self._specs = {id(model.get_parameter(place.name)): (spec, place) for spec in specs for place in spec.params}
         self._parameters = [model.get_parameter(place.name) for spec in specs for place in spec.params]
         self._kinds = [parameter_class(parameter) for parameter in self._parameters]
@@ -32,19 +35,20 @@ class AbsentParams:
             spec, place = places[id(parameter)]
             stages = ", ".join(map(str, spec.stages))
             raise ReleasedParameterError(
-                f"parameter {place.name} is of pipeline stage {stages}, and this rank has stage {here}, whose code uses "
-                "it; use it in a module of its own stage, or tie it to a parameter of a module that runs here"
+                f"parameter {place.name} is of pipeline stage {stages}, but used on a rank with stage {here}; "
+                "use it in a module of its own stage, or tie it to a parameter of a module that runs here"
             )
 
         for parameter, kind in zip(self._parameters, self._kinds, strict=True):
             _, place = places[id(parameter)]
             dtype = parameter.dtype
             parameter.grad = None
-            set_data(parameter, torch.empty(place.shape, dtype=dtype, device="meta"))
-            wear(parameter, released_type(refuse, kind))
+            set_data(parameter, torch.empty(place.shape, dtype=dtype, device="cpu" if is_simulated else "meta"))
+            if not is_simulated:
+                wear(parameter, released_type(refuse, kind))
 
     @property
-    def names(self) -> Mapping[int, str]:
+    def names(self) -> dict[int, str]:
         """The parameters' names by their identities."""
         return {key: place.name for key, (_, place) in self._specs.items()}
 

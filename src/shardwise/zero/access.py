@@ -27,20 +27,21 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from shardwise.comm import Comm, Comms
+from shardwise.comm import Comms
 from shardwise.config import ConfigError
 from shardwise.flats import Flat, is_flat
-from shardwise.layout.groups import ParamSpec, Slot
+from shardwise.layout.groups import GroupSpec, ParamSpec, Slot
 from shardwise.loss import LossBooks
 from shardwise.tiers.sweep import CHUNK_NUMEL
 from shardwise.zero.driver import ZeroDriver
+from shardwise.zero.exchange import exchange_texts, merge_parts
 from shardwise.zero.group import ParamGroup
 from shardwise.zero.params import ParamState
 from shardwise.zero.step import ShardedOptimizer
@@ -62,6 +63,7 @@ class States:
         comms: the engine's groups of ranks.
         books: what the accumulated gradients are the sum over.
         loss_scale: by which they are too large.
+        elsewhere: the groups that only other ranks of the pipeline hold.
     """
 
     driver: ZeroDriver
@@ -69,6 +71,7 @@ class States:
     comms: Comms
     books: LossBooks
     loss_scale: float
+    elsewhere: tuple[GroupSpec, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,8 @@ def read_state(states: States, name: str, state: str = PARAM, to_rank: int | Non
         states: of the engine.
         name: of the parameter, any of them if it is tied.
         state: `param` as computed with, `master` in the optimizer's precision, `grad` (the mean gradient so far, before
-            clipping; reduces what is not reduced yet), or one of the optimizer's keys.
+                clipping; reduces what is not reduced yet; in a pipeline it is there within a step only), or one of the
+            optimizer's keys.
         to_rank: the only rank that gets it; the others get None.
 
     Returns:
@@ -125,12 +129,18 @@ def read_state(states: States, name: str, state: str = PARAM, to_rank: int | Non
         ConfigError: there is no such parameter, state or rank.
     """
     _check_rank(states, "to_rank", to_rank)
-    place = find(states.driver.groups, name)
+    value = _across_stages(states, name, f"{state} of {name}", lambda: read_held_state(states, name, state))
+    return value if to_rank in (None, states.comms.all.rank) else None
+
+
+def read_held_state(states: States, name: str, state: str) -> Tensor | None:
+    """As `read_state`, of a parameter of this rank's stages; the ranks with these call it alike."""
+    place = find_held(states, name)
     local = _read_local(states, place, state)
     if local is not None and local.dim():
         local = local.view(place.spec.shape)
         local = join(place.spec.split, local, states.comms.tensor, f"{state} of {name}", is_gradient=state == GRAD)
-    return local if to_rank in (None, states.comms.model.rank) else None
+    return local
 
 
 def _read_local(states: States, place: Place, state: str) -> Tensor | None:
@@ -165,13 +175,16 @@ def write_state(
         ConfigError: there is no such parameter, state or rank, no gradient to replace, or the value has another shape.
     """
     _check_rank(states, "from_rank", from_rank)
-    place = find(states.driver.groups, name)
-    is_number, dtype = False, place.group.params.master.dtype
+    place, spec = find(states, name), spec_of(states, name)
+    is_number, dtype = False, next(iter(states.driver.groups)).params.master.dtype
     if state not in (PARAM, MASTER, GRAD):
-        kind = _pick(_kinds(states, place), place, state)
+        note = _of_holder(states, place, f"kind of {state} of {name}", lambda own: asdict(_kind_of(states, own, state)))
+        kind = _Kind(**note)
         is_number, dtype = kind.value is not None, kind.torch_dtype
-    shape = torch.Size() if is_number else torch.Size(place.spec.global_shape)
+    shape = torch.Size() if is_number else torch.Size(spec.global_shape)
     flat = _receive(states, value, shape, dtype, from_rank, f"{state} of {name}")
+    if place is None:
+        return
     if not is_number:
         split, tp_index = place.spec.split, states.comms.tensor.rank
         local = cut(split, tp_index, flat)
@@ -190,7 +203,7 @@ def read_optimizer_states(states: States, name: str) -> dict[str, Tensor]:
 
     With `write_optimizer_states` it moves a parameter's states to another layout.
     """
-    place = find(states.driver.groups, name)
+    place = find_held(states, name)
     own = _own_states(states, place)
     return {
         key: torch.tensor(kind.value, dtype=kind.torch_dtype)
@@ -202,33 +215,106 @@ def read_optimizer_states(states: States, name: str) -> dict[str, Tensor]:
 
 def write_optimizer_states(states: States, name: str, values: Mapping[str, Tensor]) -> None:
     """Give a parameter what `read_optimizer_states` returned, also where the optimizer has not stepped yet."""
-    place = find(states.driver.groups, name)
+    place = find_held(states, name)
     for key, value in values.items():
         _write_optimizer_state(states, place, value, key)
 
 
 def states_of(states: States, name: str) -> tuple[str, ...]:
     """The states that `read_state` knows of a parameter now, the same on every rank. All ranks call it alike."""
-    place = find(states.driver.groups, name)
-    return _fixed(place) + tuple(_kinds(states, place))
+    place = find(states, name)
+    note = _of_holder(states, place, f"states of {name}", lambda own: {"names": [*_fixed(own), *_kinds(states, own)]})
+    return tuple(note["names"])
 
 
-def find(groups: Sequence[ParamGroup], name: str) -> Place:
-    """Where the parameter of that name, its first or another, lies.
+def find(states: States, name: str) -> Place | None:
+    """Where the parameter of that name, its first or another, lies; None where other stages have it.
 
     Raises:
         ConfigError: there is none.
     """
-    names: list[str] = []
-    for group in groups:
+    for group in states.driver.groups:
         for index, spec in enumerate(group.spec.params):
             if name == spec.name or name in spec.aliases:
                 slots = group.spec.slots(group.params.shard_start, group.params.shard_stop)
                 return Place(group, index, next((slot for slot in slots if slot.param is spec), None))
-            names += [spec.name, *spec.aliases]
+    spec_of(states, name)
+    return None
+
+
+def find_held(states: States, name: str) -> Place:
+    """Where a parameter of this rank's stages lies.
+
+    Raises:
+        ConfigError: there is none of that name, or it is of another stage.
+    """
+    place = find(states, name)
+    if place is None:
+        raise ConfigError(f"{name} is of another stage of the pipeline; engine.read gives it on every rank")
+    return place
+
+
+def spec_of(states: States, name: str) -> ParamSpec:
+    """Name and shape of a parameter of any stage.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    specs = [
+        spec for group in (*(each.spec for each in states.driver.groups), *states.elsewhere) for spec in group.params
+    ]
+    found = next((spec for spec in specs if name == spec.name or name in spec.aliases), None)
+    if found is not None:
+        return found
+    names = [each for spec in specs for each in (spec.name, *spec.aliases)]
     close = difflib.get_close_matches(name, names, n=3)
     cure = f"did you mean {' or '.join(close)}?" if close else f"names are such as {', '.join(names[:3])}"
     raise ConfigError(f"the model has no parameter {name!r}; {cure}")
+
+
+def _of_holder(
+    states: States, place: Place | None, what: str, make: Callable[[Place], dict[str, Any]]
+) -> dict[str, Any]:
+    """What `make` gives on the ranks that hold a parameter, on those of the other stages too.
+
+    Raises:
+        ConfigError: it does on a rank that holds it.
+    """
+    if states.comms.pipeline.world_size == 1 and place is not None:
+        return make(place)
+    note: dict[str, Any] = {}
+    if place is not None:
+        try:
+            note = make(place)
+        except ConfigError as error:
+            note = {"error": str(error)}
+    notes = [json.loads(text) for text in exchange_texts(states.comms.pipeline, json.dumps(note), what)]
+    found: dict[str, Any] = next(each for each in notes if each)
+    if "error" in found:
+        raise ConfigError(found["error"])
+    return found
+
+
+def _across_stages(states: States, name: str, what: str, read: Callable[[], Tensor | None]) -> Tensor | None:
+    """What `read` gives on the ranks that hold a parameter, on those of the other stages too."""
+    pipeline = states.comms.pipeline
+    if pipeline.world_size == 1:
+        return read()
+    value: Tensor | None = None
+
+    def describe(place: Place) -> dict[str, Any]:
+        nonlocal value
+        value = read()
+        if value is None:
+            return {"rank": pipeline.rank, "shape": None, "dtype": ""}
+        return {"rank": pipeline.rank, "shape": list(value.shape), "dtype": _dtype_name(value.dtype)}
+
+    note = _of_holder(states, find(states, name), what, describe)
+    if note["shape"] is None:
+        return None
+    shape, dtype = torch.Size(note["shape"]), getattr(torch, note["dtype"])
+    own = value.to(pipeline.device) if value is not None and pipeline.rank == note["rank"] else None
+    return merge_parts(pipeline, own, 0, shape.numel(), dtype, what).view(shape)
 
 
 def take_over(states: States) -> None:
@@ -260,7 +346,7 @@ def take_over(states: States) -> None:
 
 def _read_grad(states: States, place: Place) -> Tensor | None:
     grads = place.group.grads
-    if grads is None:
+    if grads is None or states.comms.pipeline.world_size > 1:
         return None
     to_mean, is_used = _mean_gradient(states, place)
     accumulated = grads.accumulated()
@@ -343,8 +429,12 @@ def _kinds(states: States, place: Place) -> dict[str, _Kind]:
             own[key] = (_dtype_name(value.dtype), None)
     if place.is_whole:
         return {key: _Kind(*kind) for key, kind in own.items()}
-    texts = _exchange(states.comms.shards, json.dumps(own), f"optimizer states of {place.spec.name}")
+    texts = exchange_texts(states.comms.shards, json.dumps(own), f"optimizer states of {place.spec.name}")
     return {key: _Kind(*kind) for text in texts for key, kind in json.loads(text).items()}
+
+
+def _kind_of(states: States, place: Place, state: str) -> _Kind:
+    return _pick(_kinds(states, place), place, state)
 
 
 def _pick(kinds: Mapping[str, _Kind], place: Place, state: str) -> _Kind:
@@ -366,32 +456,7 @@ def _assemble(states: States, place: Place, part: Flat | None, dtype: torch.dtyp
     if place.is_whole and own is not None:
         return own.to(shards.device, copy=True)
     start = place.slot.start if place.slot is not None else 0
-    return _merge(shards, own, start, spec.numel, dtype, f"{state} of {spec.name}")
-
-
-def _merge(comm: Comm, part: Tensor | None, start: int, numel: int, dtype: torch.dtype, name: str) -> Tensor:
-    """A flat tensor of `numel` elements from the ranks' parts, which do not overlap; this rank's begins at `start`.
-
-    The bits are summed as integers, where all but one rank have zeros: exact in every dtype, and one collective.
-    """
-    words = torch.zeros(-(-numel * dtype.itemsize // 8), dtype=torch.int64, device=comm.device)
-    flat = words.view(dtype)[:numel]
-    if part is not None:
-        flat[start : start + part.numel()].copy_(part.reshape(-1))
-    if numel > 0:
-        comm.all_reduce(words, words.dtype, name).wait()
-    return flat
-
-
-def _exchange(comm: Comm, text: str, name: str) -> list[str]:
-    """Every rank's text, in rank order."""
-    own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=comm.device)
-    length = torch.tensor([float(own.numel())], dtype=torch.float64, device=comm.device)
-    (longest,) = comm.max_scalars(length, name)
-    table = torch.full((comm.world_size, int(longest)), ord(" "), dtype=torch.uint8, device=comm.device)  # [n, bytes]
-    table[comm.rank, : own.numel()] = own
-    comm.all_gather(table.view(-1), name).wait()
-    return [bytes(row.tolist()).decode() for row in table]
+    return merge_parts(shards, own, start, spec.numel, dtype, f"{state} of {spec.name}")
 
 
 def _receive(
@@ -403,7 +468,7 @@ def _receive(
     what: str,
 ) -> Tensor:
     """The value that was given on this rank, or on `from_rank`, with its shape checked."""
-    ranks = states.comms.model
+    ranks = states.comms.all
     given = None if value is None else torch.as_tensor(value).detach()
     is_giver = from_rank in (None, ranks.rank)
     is_wrong = is_giver and (given is None or given.shape != shape)
@@ -418,7 +483,7 @@ def _receive(
     if given is not None and from_rank is None:
         return given.to(ranks.device)
     part = given.to(ranks.device) if given is not None and is_giver else None
-    return _merge(ranks, part, 0, shape.numel(), dtype, what).view(shape)
+    return merge_parts(ranks, part, 0, shape.numel(), dtype, what).view(shape)
 
 
 def _copy_range(target: Flat | None, flat: Tensor, place: Place) -> None:
@@ -431,6 +496,6 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _check_rank(states: States, argument: str, rank: int | None) -> None:
-    num_ranks = states.comms.model.world_size
+    num_ranks = states.comms.all.world_size
     if rank is not None and not 0 <= rank < num_ranks:
         raise ConfigError(f"{argument}={rank} is no rank; there are 0 to {num_ranks - 1}")

@@ -1,7 +1,7 @@
 """Stepping groups on the host while the backward of the others goes on.
 
 That is possible where nothing of the step depends on gradients to come: without clipping, which needs the norm of all
-of them, without a loss scale that an overflow would change, and without tensor or pipeline parallelism. What gradients are
+of them, without a loss scale that an overflow would change, without tensor or pipeline parallelism. What gradients are
 divided by is summed over the ranks when the last backward begins, and waited for at the first step.
 
 A group is stepped so from its second step on, and only if all its parameters have had gradients so far, from nowhere

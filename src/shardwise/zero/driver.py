@@ -85,7 +85,8 @@ class ZeroDriver:
             self._release_claim()
             raise
         held_stages = layout.pipeline.held if layout.pipeline is not None else ()
-        self.absent = AbsentParams(model, layout.elsewhere, sorted(held_stages))
+        is_simulated = resources.comms.all.is_simulated
+        self.absent = AbsentParams(model, layout.elsewhere, sorted(held_stages), is_simulated)
         for unit in self.units:
             module = model if unit.name == ROOT else model.get_submodule(unit.name)
             self._handles += hook_unit(module, unit)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from shardwise.config import ConfigError
-from shardwise.flats import Flat, is_flat
+from shardwise.flats import Flat, MemoryFlat, is_flat
 from shardwise.holdings import PARAM, HeldNumber, Holding
 from shardwise.layout.groups import GroupSpec, ParamSpec
 from shardwise.layout.pieces import Piece as Rectangle
@@ -106,6 +106,10 @@ def held_parameters(states: States) -> Iterator[Holding]:
         master = group.params.master
         for part in _parts(states, group):
             yield part.holding(PARAM, master.part(part.offset, part.offset + part.stop - part.start))
+    dtype = next(iter(states.driver.groups)).params.master.dtype
+    for spec in states.elsewhere:
+        for place in spec.params:
+            yield HeldPart(place, spec.trainable).holding(PARAM, MemoryFlat(torch.empty(0, dtype=dtype)))
 
 
 def held_optimizer_states(states: States) -> Iterator[Holding | HeldNumber]:
@@ -158,6 +162,8 @@ def adopt_masters(states: States) -> None:
 def _parts(states: States, group: ParamGroup) -> Iterator[HeldPart]:
     comms, params = states.comms, group.params
     written = group.spec.written_range(comms.shards.rank, comms.replicas.rank)
+    if len(group.holders) > 1 and comms.pipeline.rank != group.holders[0]:
+        written = (0, 0)  # the first stage that holds it writes it
     return parts_of(group.spec, (params.shard_start, params.shard_stop), written, comms.tensor.rank)
 
 

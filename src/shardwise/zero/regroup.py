@@ -12,7 +12,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from shardwise.layout.layout import Layout
-from shardwise.zero.access import MASTER, States, read_optimizer_states, read_state, write_optimizer_states, write_state
+from shardwise.zero.access import (
+    MASTER,
+    States,
+    read_held_state,
+    read_optimizer_states,
+    write_optimizer_states,
+    write_state,
+)
 from shardwise.zero.optimizer_plan import NamedGroup
 
 
@@ -32,7 +39,7 @@ def regroup(states: States, layout: Layout, named_groups: Sequence[NamedGroup]) 
         optimizer_states: dict[str, dict[str, Tensor]] = {}
         for spec in there.difference(layout.groups):
             for place in spec.params if spec.unit == unit and spec.trainable else ():
-                masters[place.name] = read_state(states, place.name, MASTER)
+                masters[place.name] = read_held_state(states, place.name, MASTER)
                 optimizer_states[place.name] = read_optimizer_states(states, place.name)
         driver.regroup(unit, layout)
         states.sharded.regroup(driver.groups, named_groups)

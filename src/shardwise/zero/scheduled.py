@@ -28,7 +28,9 @@ class ScheduledGroups:
         self._reduced_stages: set[int] = set()
         self._kept_for: dict[ParamGroup, set[int]] = {}
         stage_of_unit = {group.unit: group.stages[0] for group in layout.groups}
-        units = {stage: [unit for unit in layout.held_units if stage_of_unit.get(unit) == stage] for stage in self._held}
+        units = {
+            stage: [unit for unit in layout.held_units if stage_of_unit.get(unit) == stage] for stage in self._held
+        }
         self._orders: Mapping[int, Order] = {stage: LearntOrder(names) for stage, names in units.items()}
         self._aside: dict[tuple[int, int], list[tuple[int, bool]]] = {}
 

@@ -1,0 +1,88 @@
+"""The stages of a model under a config: its units, what they cost, and where the cut falls.
+
+>>> from shardwise.models import Decoder, DecoderConfig
+>>> shape = DecoderConfig(vocab_size=64, num_layers=4, hidden_size=16, num_heads=2, num_kv_heads=2, head_dim=8,
+...                       ffn_size=32, max_seq_len=16, tie_embeddings=True)
+>>> config = Config.from_dict({"mesh": {"pp": 2}, "batch": {"accumulation": 4}}).resolve(world_size=2)
+>>> pipeline = cut_model(Decoder(shape, device="meta"), config)
+>>> pipeline.units[0]
+('embed', 'blocks.0', 'blocks.1')
+>>> pipeline.stages_of["embed.weight"], pipeline.stages_of["blocks.2.ffn.up.weight"]
+((0, 1), (1,))
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from torch import nn
+
+from shardwise.config import Config
+from shardwise.layout.layout import optimizer_states
+from shardwise.layout.mesh_shape import SHARD_AXES, MeshShape
+from shardwise.layout.pipeline import PipelineLayout
+from shardwise.layout.precision import DTYPE_BYTES, precision_policy
+from shardwise.layout.stage_costs import estimate_costs
+from shardwise.layout.stage_cut import StageCut, cut_stages
+from shardwise.layout.stage_units import find_stage_units
+from shardwise.layout.stages import Placement, effective_stage
+from shardwise.schedule.recipes import placement_of
+
+_LOG: Final = logging.getLogger("shardwise")
+
+
+def cut_model(model: nn.Module, config: Config) -> PipelineLayout:
+    """Cut a model into the stages of a config, as rank 0 of the pipeline has them.
+
+    Args:
+        model: any module; its storage is not read.
+        config: resolved, with `mesh.pp` more than 1.
+
+    Raises:
+        ConfigError: the model has no units, or fewer than there are stages; the schedule has no such number of virtual
+            stages; or `pipeline.cut` or `pipeline.units` does not fit the model.
+    """
+    cut = find_cut(model, config)
+    _LOG.info("%d stages over pp=%d:\n%s", cut.num_stages, config.mesh.pp, cut.describe())
+    units = tuple(tuple(name for unit in stage for name in unit.modules) for stage in cut.stages)
+    names = {entry.name for unit in cut.units for entry in unit.params}
+    section = config.pipeline
+    return PipelineLayout(
+        placement_of(section.schedule, config.mesh.pp, section.virtual_stages),
+        units,
+        {name: cut.stage_of(name) for name in names},
+        gathers_once=section.gather == "batch" or config.zero.stage < 3,
+    )
+
+
+def find_cut(model: nn.Module, config: Config) -> StageCut:
+    """The stages with their costs; arguments and errors as for `cut_model`."""
+    section = config.pipeline
+    placement = placement_of(section.schedule, config.mesh.pp, section.virtual_stages)
+    units = find_stage_units(model, section.units)
+    trained, frozen = _bytes_per_element(config)
+    return cut_stages(
+        units,
+        estimate_costs(model, units, trained, frozen, section.unit_seconds),
+        placement.num_stages,
+        balance=section.balance,
+        placement=[placement.rank_of(stage) for stage in range(placement.num_stages)],
+        pinned=section.cut,
+    )
+
+
+def _bytes_per_element(config: Config) -> tuple[float, float]:
+    """At rest on one rank, of a trained and of a frozen parameter (Rajbhandari et al. 2020, figure 1)."""
+    num_shards = MeshShape.from_config(config.mesh).size_along(SHARD_AXES)
+    stage = effective_stage(config.zero.stage, num_shards, config.tiers, is_scheduled=True)
+    policy = precision_policy(config.precision)
+    master_bytes = DTYPE_BYTES[policy.master]
+    optimizer_bytes = master_bytes * (len(optimizer_states(config.optimizer)) + policy.keeps_master)
+    sizes = (
+        (stage.params, DTYPE_BYTES[policy.param]),
+        (stage.grads, DTYPE_BYTES[policy.accumulate]),
+        (stage.optimizer, optimizer_bytes),
+    )
+    param, *others = (size / num_shards if place is Placement.SHARD else size for place, size in sizes)
+    return param + sum(others), param

@@ -1,0 +1,54 @@
+"""Initial values across the stages of a pipeline: those of the first rank are everybody's, as without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.comm import Comms
+from shardwise.deferred import ValueSource
+from shardwise.layout.layout import Layout
+from shardwise.precision import torch_dtype
+from shardwise.zero.group import ParamGroup
+
+
+def spread_first_values(values: ValueSource, layout: Layout, comms: Comms) -> None:
+    """Let the first rank of each stage have the values of the very first rank, for what it holds.
+
+    From there they go to the stage's other ranks. Where values are keyed by name, every rank draws the same.
+
+    Args:
+        values: of the model; one parameter is sent at a time.
+        layout: says which parameters this rank holds.
+        comms: of the engine.
+    """
+    if comms.pipeline.world_size == 1 or comms.model.rank > 0:
+        return
+    held = {group.name for group in layout.groups}
+    dtype, device = torch_dtype(layout.precision.master), comms.pipeline.device
+    for group in layout.model_groups:
+        for place in group.params:
+            name, shape = place.name, place.global_shape
+            if values.is_blank(name) or values.is_same_everywhere(name):
+                continue
+            is_first = comms.pipeline.rank == 0
+            sent = values.read(name).reshape(shape).to(device, dtype) if is_first else torch.empty(shape, dtype=dtype)
+            sent = sent.to(device).contiguous()
+            if sent.numel() > 0:
+                comms.pipeline.broadcast(sent.view(-1), f"initial values of {name}")
+            if group.name in held and not is_first:
+                values.give(name, sent)
+
+
+def agree_on_tied(groups: Sequence[ParamGroup], comms: Comms) -> None:
+    """Let parameters that several stages hold start from equal values."""
+    for group in groups:
+        tied = comms.tied.get(group.holders)
+        if tied is None:
+            continue
+        master = group.params.master
+        whole = master.read(0, master.numel).to(tied.device, copy=True)
+        tied.broadcast(whole, f"tied values of {group.spec.name}")
+        master.write(0, whole)
+        group.adopt_master()

@@ -1,0 +1,48 @@
+"""Every schedule over stages, with ZeRO, tensor parallelism and tied weights, equals one plain process, in float64."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from harness.combinations import cover
+from harness.pool import WorkerPool
+from harness.reference import Trace, check_parity
+from harness.tensor import DEEP_MODELS, train_split, train_whole
+from harness.training import merge_ranks
+from shardwise.schedule import RECIPES
+
+NUM_STEPS = 3
+
+FACTORS = {
+    "schedule": sorted(RECIPES),
+    "pp": [2, 4],
+    "num_micro_batches": ["1", "p", "2p + 1"],
+    "model": list(DEEP_MODELS),
+}
+
+
+@functools.cache
+def reference(model: str, num_data_ranks: int, num_micro_batches: int) -> Trace:
+    return train_whole(model, num_data_ranks, num_micro_batches, NUM_STEPS)
+
+
+def check(ranks: WorkerPool, model: str, num_ranks: int, num_micro_batches: int, overrides: dict[str, Any]) -> None:
+    mesh = overrides["mesh"]
+    traces = ranks(num_ranks).run(train_split, model, overrides, num_micro_batches, NUM_STEPS)
+    num_data_ranks = num_ranks // mesh["pp"] // mesh.get("tp", 1)
+    check_parity(merge_ranks(traces), reference(model, num_data_ranks, num_micro_batches))
+
+
+@pytest.mark.parametrize("options", cover(FACTORS))
+def test_a_schedule_equals_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
+    pp, schedule = options["pp"], options["schedule"]
+    num_micro_batches = {"1": 1, "p": pp, "2p + 1": 2 * pp + 1}[options["num_micro_batches"]]
+    virtual_stages = 2 if schedule in ("interleaved", "zb-v") else 1
+    overrides = {
+        "mesh": {"pp": pp},
+        "pipeline": {"schedule": schedule, "virtual_stages": virtual_stages},
+    }
+    check(ranks, options["model"], pp, num_micro_batches, overrides)
