@@ -259,10 +259,15 @@ def test_each_gradient_is_delivered_before_the_next_is_computed() -> None:
         assert entry.parameters[0] is weights[int(name)]
         compute = entry.compute
         entry.compute = lambda compute=compute, name=name: (order.append(f"compute {name}"), compute())[1]
+    held = {name: weakref.ref(entry.held[0]) for entry, name in zip(queue._queued, "210", strict=True)}
+    is_freed = []
     for index, weight in enumerate(weights):
         hook_gradient(weight, lambda gradient, index=index: order.append(f"deliver {index}"))
+        weight.register_post_accumulate_grad_hook(lambda weight, name=str(index): is_freed.append(held[name]() is None))
+    del y, compute, entry
     queue.collect(0)
     queue.drain(0)
+    assert is_freed == [True, True, True]
     assert order == [f"{what} {index}" for index in (2, 1, 0) for what in ("compute", "deliver")]
 
 
@@ -283,18 +288,30 @@ def test_what_is_held_is_counted_once_and_freed() -> None:
     assert queue.held_bytes == 0
 
 
-def test_a_gradient_that_is_held_is_not_given_away() -> None:
-    """Autograd lets a leaf keep the memory of a gradient that nobody else has, and adds the next one in place."""
-    x, weight, shift = torch.randn(4, 6), nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.zeros(4, 6))
-    F.linear(x, weight).add(shift).square().sum().backward()
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_a_held_gradient_whose_memory_a_parameter_shares(is_taken: bool) -> None:
+    """Autograd leaves views of one gradient in several leaves, and adds the next one in place."""
+    x, weight, shift = torch.randn(4, 6), nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.zeros(24))
+
+    def loss() -> Tensor:
+        rows = shift.view(4, 6)
+        return (F.linear(x, weight) + rows).square().sum()
+
+    loss().backward()
     whole = pulled(weight, shift)
+    if is_taken:
+        hook_gradient(shift, lambda gradient: None)
     queue = WeightQueue()
     for index in range(2):
         with queue.splitting():
-            F.linear(x, weight).add(shift).square().sum().backward()
+            loss().backward()
         queue.collect(index)
-    queue.drain(0)
-    assert_same_bits(pulled(weight), whole[:1])
+    if is_taken:
+        queue.drain(0)
+        assert_same_bits(pulled(weight), whole[:1])
+    else:
+        with pytest.raises(RuntimeError, match=r"of shape \(4, 6\) was changed in place before the gradient"):
+            queue.drain(0)
 
 
 def test_keys() -> None:

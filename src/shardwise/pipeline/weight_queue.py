@@ -56,7 +56,9 @@ class WeightQueue:
 
         To be entered around a stage's forward, and around its backward: a recomputation must do what its forward did.
         The backward must be `backward` to all leaves: one to chosen inputs passes by what leads to parameters alone,
-        and inside `torch.autograd.grad` torch shows no recomputation to a mode.
+        and inside `torch.autograd.grad` torch shows no recomputation to a mode. Gradients that are not queued are to
+        be taken off their parameters, as `shardwise.hooks.hook_gradient` does: one that stays may have the memory of
+        one that is held, and autograd adds the next to it in place, which `drain` refuses.
         """
         return _Splitting(self)
 
@@ -218,7 +220,6 @@ class _Split(Function):
             )
         parameters = (ctx.weight,) if ctx.bias is None else (ctx.weight, ctx.bias)
         compute = partial(_weight_gradients, x, grad, ctx.right, ctx.is_transposed, ctx.bias is not None)
-        # The gradient itself, not a view of it: autograd would give its memory to the next who accumulates in it.
         ctx.queue.defer(parameters, compute, (x, grad))
         grad_x = _gradient_of_left(_rows(grad), _rows(x), ctx.right).view(x.shape) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None
