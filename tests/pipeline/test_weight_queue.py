@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.pool import WorkerPool
 from harness.split_model import make_comm
+from shardwise._torch_private import fake_tensors
 from shardwise.hooks import hook_gradient, recompute_forward
 from shardwise.models.decoder import Decoder, DecoderConfig, lm_loss
 from shardwise.pipeline.weight_queue import WeightQueue
@@ -421,3 +422,17 @@ def test_tensor_parallel_layers(ranks: WorkerPool, overlap_chunks: int) -> None:
     for counts in ranks(2).run(split_parallel, overlap_chunks):
         assert len(counts) == 12
         assert all(count == (1 if key.startswith("True") else 2) for key, count in counts.items())
+
+
+def test_fake_tensors() -> None:
+    """A simulated rank's products are split too, and what they hold has its size."""
+    with fake_tensors():
+        x, weight, queue = torch.randn(4, 6, requires_grad=True), nn.Parameter(torch.randn(6, 6)), WeightQueue()
+        with queue.splitting():
+            (F.linear(x, weight) + F.linear(x, weight)).sum().backward()
+        assert weight.grad is None
+        assert queue.held_bytes >= 4 * 6 * 4
+        queue.collect(0)
+        queue.drain(0)
+        assert weight.grad is not None
+        assert weight.grad.shape == (6, 6)
