@@ -20,11 +20,22 @@ from shardwise.config import Config, ConfigError, resolve_batch
 from shardwise.report import timeline_html, timeline_svg, timeline_text
 from shardwise.report.chrome_trace import chrome_trace, read_chrome_trace
 from shardwise.report.panel import Panel
-from shardwise.schedule import Action, Kind, Schedule, ScheduleError, TimedAction, simulate
+from shardwise.schedule import (
+    COMPUTATIONS,
+    Cost,
+    Kind,
+    ScheduleError,
+    TimedAction,
+    bubble_s,
+    insert_transfers,
+    pipeline_step,
+    placement_of,
+    simulate,
+)
 
 _EXAMPLES = """\
-Where no computation's time is given, a recorded run's means are taken, else 1 s. A time is that of one micro-batch on
-one stage; a backward that is not split takes those of both gradients.
+Times are those of one micro-batch on one rank, all its stages together; a backward that is not split takes those of
+both gradients. Where one is not given, it is the recorded run's mean, else 1 s.
 
 examples:
   shardwise timeline my.toml                                in the terminal
@@ -40,32 +51,23 @@ Split = Callable[[Sequence[str]], tuple[str | None, list[str]]]
 
 @dataclass(frozen=True)
 class OpTimes:
-    """Seconds of each operation on one micro-batch and one stage, by which a schedule is drawn."""
+    """Seconds that a rank takes for one micro-batch, all its stages together, and that a transfer takes."""
 
     forward_s: float = 1.0
     backward_input_s: float = 1.0
     backward_weight_s: float = 1.0
     transfer_s: float = 0.0
 
-    def cost(self, _rank: int, action: Action) -> float:
-        """What `simulate` asks for; gathers, reductions and steps take no time here."""
-        match action.kind:
-            case Kind.FORWARD | Kind.RECOMPUTE:
-                return self.forward_s
-            case Kind.BACKWARD:
-                return self.backward_input_s + self.backward_weight_s
-            case Kind.BACKWARD_INPUT:
-                return self.backward_input_s
-            case Kind.BACKWARD_WEIGHT:
-                return self.backward_weight_s
-            case Kind.SEND:
-                return self.transfer_s
-        return 0.0
-
-    @property
-    def work_s(self) -> float:
-        """Seconds of one micro-batch on one stage, forward and backward."""
-        return self.forward_s + self.backward_input_s + self.backward_weight_s
+    def cost(self, num_stages: int) -> Cost:
+        """What `simulate` asks for, where a rank has `num_stages` equal ones; all else takes no time."""
+        seconds = {
+            Kind.FORWARD: self.forward_s / num_stages,
+            Kind.BACKWARD: (self.backward_input_s + self.backward_weight_s) / num_stages,
+            Kind.BACKWARD_INPUT: self.backward_input_s / num_stages,
+            Kind.BACKWARD_WEIGHT: self.backward_weight_s / num_stages,
+            Kind.SEND: self.transfer_s,
+        }
+        return lambda rank, action: seconds.get(action.kind, 0.0)
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Split) -> None:
@@ -125,27 +127,18 @@ def planned(config: Config, op_times: OpTimes) -> Panel:
         ConfigError: the number of micro-batches does not follow from the config alone.
         ScheduleError: the schedule cannot take these ranks, stages or micro-batches.
     """
-    # Not at the top: what draws a recorded run needs no generator.
-    from shardwise.schedule import insert_transfers, pipeline_step
-    from shardwise.schedule.formulas import bubble_s
-
     recipe, num_ranks, num_micro_batches = config.pipeline.schedule, config.mesh.pp, num_micro_batches_of(config)
-    schedule: Schedule = pipeline_step(recipe, num_ranks, num_micro_batches, config.pipeline.virtual_stages)
-    actions = simulate(insert_transfers(schedule), op_times.cost)
-    num_stages = len({each.action.stage for each in actions}) // num_ranks
-    bubble = bubble_s(
-        recipe,
-        num_ranks,
-        num_micro_batches,
-        num_stages,
-        op_times.forward_s,
-        op_times.backward_input_s,
-        op_times.backward_weight_s,
-    )
-    whole_s = num_micro_batches * num_stages * op_times.work_s + bubble
-    return Panel(
-        _title(recipe, num_ranks, num_stages, num_micro_batches), actions, bubble / whole_s if whole_s else 0.0
-    )
+    schedule = pipeline_step(recipe, num_ranks, num_micro_batches, config.pipeline.virtual_stages)
+    num_stages = placement_of(recipe, num_ranks, config.pipeline.virtual_stages).stages_per_rank
+    actions = simulate(insert_transfers(schedule), op_times.cost(num_stages))
+    stages = f" x {num_stages} stages" if num_stages > 1 else ""
+    title = f"{recipe}, planned: {_count(num_ranks, 'rank')}{stages}, {_count(num_micro_batches, 'micro-batch')}"
+    times_s = (op_times.forward_s, op_times.backward_input_s, op_times.backward_weight_s)
+    try:
+        formula_s = bubble_s(recipe, num_ranks, num_micro_batches, num_stages, *times_s)
+    except ScheduleError:  # says that there is none for such numbers
+        formula_s = None
+    return Panel(title, actions, formula_s if op_times.transfer_s == 0.0 else None)
 
 
 def num_micro_batches_of(config: Config) -> int:
@@ -170,17 +163,18 @@ def num_micro_batches_of(config: Config) -> int:
 
 def mean_times(actions: Sequence[TimedAction]) -> OpTimes:
     """The mean times of a recorded run; a backward that was not split counts half for each gradient."""
+    computations = [each for each in actions if each.action.kind in COMPUTATIONS]
+    num_passes = len({(each.rank, each.action.micro_batch) for each in computations})
 
-    def mean_s(kind: Kind) -> float | None:
-        durations = [each.duration_s for each in actions if each.action.kind is kind]
-        return sum(durations) / len(durations) if durations else None
+    def mean_s(kind: Kind) -> float:
+        return sum(each.duration_s for each in computations if each.action.kind is kind) / max(1, num_passes)
 
-    half_s = (mean_s(Kind.BACKWARD) or 0.0) / 2
-    input_s, weight_s = mean_s(Kind.BACKWARD_INPUT), mean_s(Kind.BACKWARD_WEIGHT)
+    half_s = mean_s(Kind.BACKWARD) / 2
     return OpTimes(
-        forward_s=mean_s(Kind.FORWARD) or 0.0,
-        backward_input_s=half_s if input_s is None else input_s,
-        backward_weight_s=half_s if weight_s is None else weight_s,
+        forward_s=mean_s(Kind.FORWARD),
+        # What is computed again is computed for the backward.
+        backward_input_s=half_s + mean_s(Kind.BACKWARD_INPUT) + mean_s(Kind.RECOMPUTE),
+        backward_weight_s=half_s + mean_s(Kind.BACKWARD_WEIGHT),
     )
 
 
@@ -195,9 +189,8 @@ def _op_times(arguments: argparse.Namespace, recorded: Sequence[TimedAction] | N
     return replace(default, **given)
 
 
-def _title(recipe: str, num_ranks: int, num_stages: int, num_micro_batches: int) -> str:
-    stages = f" x {num_stages} stages" if num_stages > 1 else ""
-    return f"{recipe}, planned: {num_ranks} ranks{stages}, {num_micro_batches} micro-batches"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def _read_recorded(path: Path) -> tuple[TimedAction, ...]:

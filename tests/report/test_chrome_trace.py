@@ -63,7 +63,9 @@ def test_what_holds_no_timed_action_is_refused(trace):
         read_chrome_trace(trace)
 
 
-@pytest.mark.parametrize("damage", [{"action": "0Q0"}, {"rank": None}, {"start_s": "soon"}])
+@pytest.mark.parametrize(
+    "damage", [{"action": "0Q0"}, {"rank": None}, {"start_s": "soon"}, {"start_s": 1.5}, {"end_s": float("inf")}]
+)
 def test_a_damaged_event_is_named(damage):
     trace = chrome_trace([TimedAction(Action.parse("0F0"), 0, 0.0, 1.0, "compute")])
     trace["traceEvents"][-1]["args"] |= damage

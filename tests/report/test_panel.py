@@ -1,11 +1,13 @@
 """What every drawing says about a timeline, whatever its form."""
 
 from itertools import pairwise
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.report import timeline_svg, timeline_text
 from shardwise.report.panel import Panel, format_s, ticks
 from shardwise.schedule import Schedule, TimedAction, bubble_fraction, data_parallel_step, simulate
 from shardwise.schedule.actions import Action, Kind
@@ -45,6 +47,8 @@ def test_a_ranks_stages_are_its_chunks():
 def test_no_actions_are_a_timeline_of_nothing():
     panel = Panel("", ())
     assert (panel.start_s, panel.makespan_s, panel.rows, panel.bubble) == (0.0, 0.0, {}, 0.0)
+    assert "bubble" in timeline_text.draw([panel]).plain
+    assert ElementTree.fromstring(timeline_svg.draw([panel])).tag.endswith("svg")
 
 
 @given(span_s=st.floats(1e-7, 1e6), max_num=st.integers(2, 60))
@@ -62,4 +66,12 @@ def test_ticks_are_round_and_few_and_evenly_apart(span_s, max_num):
 
 def test_times_are_told_in_the_unit_of_the_whole():
     assert [format_s(seconds, 0.05) for seconds in (0.0, 0.0125)] == ["0 ms", "12.5 ms"]
-    assert format_s(1500.0) == "1500 s"
+    assert (format_s(1500.25), format_s(150000.0), format_s(1e-17, span_s=3.0)) == ("1500 s", "150000 s", "0 s")
+
+
+def test_the_bubble_of_formulas_is_that_within_the_longest_span():
+    timed = simulate(Schedule.parse("rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1F1 1B0 1B1"), lambda rank, action: 1.0)
+    panel = Panel("", timed, formula_s=2.0)
+    # Rank 0 computes from 0 to 2 and from 4 to 6 of 6 s, rank 1 from 1 to 5 without a rest.
+    assert panel.spans_s == {0: (6.0, 2.0), 1: (4.0, 0.0)}
+    assert panel.bubble_line == "33.3 % of 6 s; within a rank's span 2 s, by the formula 2 s"

@@ -8,7 +8,7 @@ import pytest
 from shardwise.report import timeline_html, timeline_svg
 from shardwise.report.palette import fill
 from shardwise.report.panel import Panel
-from shardwise.schedule import Kind, Schedule, simulate
+from shardwise.schedule import Kind, Schedule, data_parallel_step, simulate
 from shardwise.schedule.actions import Action
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -23,7 +23,7 @@ def cost(rank: int, action: Action) -> float:
 
 
 def panel(title: str = "title") -> Panel:
-    return Panel(title, simulate(SCHEDULE, cost), 0.25)
+    return Panel(title, simulate(SCHEDULE, cost), 2.75)
 
 
 def actions_of(text: str) -> list[ElementTree.Element]:
@@ -76,7 +76,7 @@ def test_the_clock_may_begin_anywhere():
     late = [
         type(each)(each.action, each.rank, each.start_s + 1e4, each.end_s + 1e4, each.lane) for each in panel().actions
     ]
-    assert timeline_svg.draw([Panel("title", late, 0.25)]) == timeline_svg.draw([panel()])
+    assert timeline_svg.draw([Panel("title", late, 2.75)]) == timeline_svg.draw([panel()])
 
 
 def test_a_title_is_text_whatever_it_holds():
@@ -97,7 +97,7 @@ def test_the_page_holds_the_drawing_and_the_bubble_of_each_rank():
         assert f"<tr><td>{rank}</td>" in page
         assert page.count(f"<td>{idle}</td>") >= 2
     assert f"<td>{100 * panel().bubble:.1f} %</td>" in page
-    assert "<td>25.0 %</td>" in page
+    assert "<td>2.75 s</td>" in page
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
@@ -106,3 +106,17 @@ def test_many_ranks_and_micro_batches_keep_their_numbers():
     wide = Panel("wide", simulate(Schedule.parse("\n".join(rows)), cost))
     numbers = [each.text for each in ElementTree.fromstring(timeline_svg.draw([wide])).iter(f"{SVG}text")]
     assert "99" in numbers
+
+
+def test_transfers_and_collectives_have_lanes_of_their_own():
+    step = data_parallel_step(["root", "b0"], 1, unshard_for_use=True, num_ranks=2)
+    rects = actions_of(timeline_svg.draw([Panel("", simulate(step, lambda rank, action: 1.0))]))
+    tops: dict[str, set[float]] = {}
+    for rect in rects:
+        tops.setdefault(rect.get("class").split()[1], set()).add(float(rect.get("y")))
+    by_rank = {kind: sorted(found) for kind, found in tops.items()}
+    assert {len(found) for found in by_rank.values()} == {2}
+    for rank in (0, 1):
+        lanes = [by_rank[kind][rank] for kind in ("forward", "unshard", "reduce")]
+        assert lanes == sorted(set(lanes))
+    assert by_rank["reduce"][0] < by_rank["forward"][1]

@@ -15,6 +15,7 @@ True
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -97,13 +98,16 @@ def _event(timed: TimedAction, lanes: Sequence[str]) -> dict[str, Any]:
 
 def _timed(arguments: Mapping[str, Any]) -> TimedAction:
     try:
-        return TimedAction(
+        timed = TimedAction(
             Action.parse(str(arguments["action"])),
             int(arguments["rank"]),
             float(arguments["start_s"]),
             float(arguments["end_s"]),
             str(arguments["lane"]),
         )
+        if not -math.inf < timed.start_s <= timed.end_s < math.inf:
+            raise ValueError(f"it lasts from {timed.start_s} s to {timed.end_s} s")
+        return timed
     except (KeyError, TypeError, ValueError) as error:
         raise ScheduleError(
             f"damaged event of the action {arguments['action']!r}: {error}; record the run again"

@@ -46,7 +46,7 @@ def fill(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
         num_chunks: the most stages that a rank has.
     """
     whiteness = chunk / num_chunks if num_chunks <= 2 else _LIGHTEST * chunk / (num_chunks - 1)
-    return blend(_HUES[kind], LIGHT_INK, whiteness)
+    return _blend(_HUES[kind], LIGHT_INK, whiteness)
 
 
 def ink(colour: str) -> str:
@@ -55,12 +55,8 @@ def ink(colour: str) -> str:
     return DARK_INK if 0.299 * red + 0.587 * green + 0.114 * blue > _MID_LUMINANCE else LIGHT_INK
 
 
-def blend(colour: str, other: str, share: float) -> str:
-    """`colour` with `share` of `other` in it, channel by channel.
-
-    >>> blend("#000000", "#ffffff", 0.5)
-    '#808080'
-    """
+def _blend(colour: str, other: str, share: float) -> str:
+    """`colour` with `share` of `other` in it, channel by channel."""
     pairs = zip(_channels(colour), _channels(other), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
 

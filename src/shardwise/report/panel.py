@@ -13,11 +13,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
-from shardwise.schedule import COMPUTATIONS, LANES, Action, Kind, TimedAction, bubble_fraction, makespan_s
+from shardwise.schedule import (
+    COMPUTATIONS,
+    LANES,
+    Action,
+    Kind,
+    TimedAction,
+    bubble_fraction,
+    makespan_s,
+    rank_bubble_s,
+    rank_span_s,
+)
 
 COMPUTE = LANES[Kind.FORWARD]
 # Times are sums of floats: what misses the next round number by less than this has reached it.
 _ROUNDING = 1 + 1e-9
+_ZERO = 1e-9
+_MANY = 1e4
 
 LETTERS: Mapping[Kind, str] = MappingProxyType(
     {
@@ -57,13 +69,12 @@ class Panel:
     Args:
         title: a line that says what it is.
         actions: of all its ranks, in any order; their clock may begin anywhere.
-        formula_fraction: the bubble that a closed form gives, as a share of the makespan, to be told beside the
-            drawing's own.
+        formula_s: the bubble that a closed form gives, in seconds, to be told beside `span_bubble_s`.
     """
 
     title: str
     actions: Sequence[TimedAction]
-    formula_fraction: float | None = None
+    formula_s: float | None = None
 
     @cached_property
     def start_s(self) -> float:
@@ -128,11 +139,25 @@ class Panel:
         """The share of the makespan in which a rank computes nothing, a mean over the ranks."""
         return bubble_fraction(self.actions)
 
+    @cached_property
+    def spans_s(self) -> dict[int, tuple[float, float]]:
+        """For each rank the seconds from its first computation to its last one's end, and the idle ones of them.
+
+        The second is the bubble of which `shardwise.schedule.formulas` speaks: ranks need not begin and end together.
+        """
+        return {rank: (rank_span_s(row, rank), rank_bubble_s(row, rank)) for rank, row in self.rows.items()}
+
+    @property
+    def span_bubble_s(self) -> float:
+        """The idle seconds of the rank with the longest span, within that span."""
+        return max(self.spans_s.values(), default=(0.0, 0.0))[1]
+
     @property
     def bubble_line(self) -> str:
         """The bubble on the drawing, and the formula's where that is known."""
-        drawn = f"{percent(self.bubble)} of {format_s(self.makespan_s)}"
-        return drawn if self.formula_fraction is None else f"{drawn}; {percent(self.formula_fraction)} by the formula"
+        within, formula = (format_s(each or 0.0, self.makespan_s) for each in (self.span_bubble_s, self.formula_s))
+        drawn = f"{percent(self.bubble)} of {format_s(self.makespan_s)}; within a rank's span {within}"
+        return drawn if self.formula_s is None else f"{drawn}, by the formula {formula}"
 
 
 def describe(action: Action) -> str:
@@ -150,7 +175,7 @@ def describe(action: Action) -> str:
 
 
 def typical_s(panel: Panel) -> float:
-    """Seconds of a short but usual computation, by which a drawing chooses its scale; 0 where there is none.
+    """Seconds of a short but usual computation, by which a drawing chooses its scale; without one, the makespan.
 
     The lower quartile: the fastest of a recorded run may be a stray.
     """
@@ -177,7 +202,9 @@ def format_s(seconds: float, span_s: float | None = None) -> str:
     """
     span_s = seconds if span_s is None else span_s
     factor, unit = (1.0, "s") if span_s >= 1.0 or span_s <= 0.0 else (1e3, "ms") if span_s >= 1e-3 else (1e6, "µs")
-    return f"{seconds * factor:.4g} {unit}"
+    # What is far below the span is the rounding of a zero.
+    value = seconds * factor if abs(seconds) > _ZERO * span_s else 0.0
+    return f"{value:.0f} {unit}" if value >= _MANY else f"{value:.4g} {unit}"
 
 
 def ticks(span_s: float, max_num: int) -> list[float]:

@@ -8,6 +8,11 @@ from html import escape
 from shardwise.report import timeline_svg
 from shardwise.report.panel import COMPUTE, Panel, format_s, percent
 
+_COLUMNS = ("computing", "idle", "idle in its span", "bubble")
+_HINT = (
+    "A row is a rank, a cell a computation with the number of its micro-batch; point at one for its times. A rank's "
+    "span lasts from its first computation to the end of its last."
+)
 _PAGE = """\
 <!doctype html>
 <html lang="en">
@@ -61,9 +66,7 @@ def draw(panels: Sequence[Panel], title: str = "Timeline", *, same_axis: bool = 
         same_axis: one scale for all panels, so that lengths can be compared; else each fills the width.
     """
     lanes = list(dict.fromkeys(lane for panel in panels for lane in panel.lanes if lane != COMPUTE))
-    hint = "A row is a rank, a cell a computation with the number of its micro-batch; point at one for its times."
-    if lanes:
-        hint += f" The thin lanes under a row are, from above: {', '.join(lanes)}."
+    hint = _HINT + (f" Thin lanes under a row show, from above: {', '.join(lanes)}." if lanes else "")
     return _PAGE.format(
         title=escape(title),
         hint=escape(hint),
@@ -73,22 +76,28 @@ def draw(panels: Sequence[Panel], title: str = "Timeline", *, same_axis: bool = 
 
 
 def _table(panels: Sequence[Panel]) -> Iterator[str]:
+    head = "".join(f"<th>{each}</th>" for each in _COLUMNS)
     yield "<table>\n<thead>"
-    yield f"<tr><th></th>{''.join(f'<th colspan=3>{escape(panel.title)}</th>' for panel in panels)}</tr>"
-    yield f"<tr><th>rank</th>{'<th>computing</th><th>idle</th><th>bubble</th>' * len(panels)}</tr>"
+    yield f"<tr><th></th>{''.join(f'<th colspan={len(_COLUMNS)}>{escape(each.title)}</th>' for each in panels)}</tr>"
+    yield f"<tr><th>rank</th>{head * len(panels)}</tr>"
     yield "</thead>\n<tbody>"
     for rank in sorted({rank for panel in panels for rank in panel.rows}):
-        yield f"<tr><td>{rank}</td>{''.join(_cells(panel, panel.idle_fractions.get(rank)) for panel in panels)}</tr>"
+        yield f"<tr><td>{rank}</td>{''.join(_cells(panel, rank) for panel in panels)}</tr>"
     yield "</tbody>\n<tfoot>"
-    yield f"<tr><td>mean</td>{''.join(_cells(panel, panel.bubble) for panel in panels)}</tr>"
-    if any(panel.formula_fraction is not None for panel in panels):
-        formulas = ("–" if panel.formula_fraction is None else percent(panel.formula_fraction) for panel in panels)
-        yield f"<tr><td>formula</td>{''.join(f'<td></td><td></td><td>{each}</td>' for each in formulas)}</tr>"
+    yield f"<tr><td>mean</td>{''.join(_row('', '', '', percent(panel.bubble)) for panel in panels)}</tr>"
+    if any(panel.formula_s is not None for panel in panels):
+        formulas = ("" if each.formula_s is None else format_s(each.formula_s, each.makespan_s) for each in panels)
+        yield f"<tr><td>formula</td>{''.join(_row('', '', each, '') for each in formulas)}</tr>"
     yield "</tfoot>\n</table>"
 
 
-def _cells(panel: Panel, idle_fraction: float | None) -> str:
-    if idle_fraction is None:
-        return "<td></td>" * 3
-    busy, idle = (format_s(share * panel.makespan_s, panel.makespan_s) for share in (1 - idle_fraction, idle_fraction))
-    return f"<td>{busy}</td><td>{idle}</td><td>{percent(idle_fraction)}</td>"
+def _cells(panel: Panel, rank: int) -> str:
+    if rank not in panel.rows:
+        return _row("", "", "", "")
+    idle = panel.idle_fractions[rank]
+    times_s = ((1.0 - idle) * panel.makespan_s, idle * panel.makespan_s, panel.spans_s[rank][1])
+    return _row(*(format_s(each, panel.makespan_s) for each in times_s), percent(idle))
+
+
+def _row(*cells: str) -> str:
+    return "".join(f"<td>{cell}</td>" for cell in cells)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from shardwise.report.palette import DARK_INK, fill, ink
+from shardwise.report.palette import fill, ink
 from shardwise.report.panel import WORDS, Panel, describe, format_s, percent, ticks, typical_s
 from shardwise.schedule import Kind, TimedAction
 
@@ -23,6 +23,7 @@ _MAX_CELL_WIDTH = 48
 _TITLE_HEIGHT = 46
 _AXIS_HEIGHT = 20
 _ROW_HEIGHT = 22
+_BASELINE = 15
 _LANE_HEIGHT = 6
 _ROW_GAP = 5
 _PANEL_GAP = 18
@@ -123,7 +124,8 @@ def _panel(panel: Panel, place: _Place) -> Iterator[str]:
     bottom = _row_top(panel, place, len(panel.rows)) - _ROW_GAP
     for index in range(len(panel.rows)):
         top = _row_top(panel, place, index)
-        yield f'<rect class="idle" x="{_LABEL_WIDTH}" y="{top:g}" width="{end - _LABEL_WIDTH:.2f}" height="22"/>'
+        size = f'width="{end - _LABEL_WIDTH:.2f}" height="{_ROW_HEIGHT}"'
+        yield f'<rect class="idle" x="{_LABEL_WIDTH}" y="{top:g}" {size}/>'
     axis_bottom = place.top + _TITLE_HEIGHT + _AXIS_HEIGHT - 4
     for tick_s in ticks(panel.makespan_s, max(2, int((end - _LABEL_WIDTH) / _TICK_WIDTH))):
         x = place.x(panel, panel.start_s + tick_s)
@@ -150,10 +152,9 @@ def _action(panel: Panel, place: _Place, row_top: float, timed: TimedAction) -> 
         f'fill="{colour}"><title>{escape(_hover(panel, timed))}</title></rect>'
     )
     number = "" if timed.action.micro_batch is None else str(timed.action.micro_batch)
-    if lane == 0 and number and width >= len(number) * _DIGIT_WIDTH:
-        shade = "" if ink(colour) == DARK_INK else " fill-opacity: 0.95;"
-        style = f"fill: {ink(colour)};{shade}"
-        yield f'<text class="number" style="{style}" x="{x + width / 2:.2f}" y="{y + 15:g}">{number}</text>'
+    if lane == 0 and width >= len(number) * _DIGIT_WIDTH > 0:
+        middle = f'x="{x + width / 2:.2f}" y="{y + _BASELINE:g}"'
+        yield f'<text class="number" style="fill: {ink(colour)}" {middle}>{number}</text>'
 
 
 def _hover(panel: Panel, timed: TimedAction) -> str:
@@ -164,13 +165,13 @@ def _hover(panel: Panel, timed: TimedAction) -> str:
 
 def _pinned(panel: Panel, place: _Place) -> Iterator[str]:
     """Title, bubble and the names of the ranks, on paper, since a page lets the rows slide under them."""
-    top = _row_top(panel, place, 0)
-    height = len(panel.rows) * _pitch(panel)
-    yield f'<rect class="paper" x="0" y="{top - _AXIS_HEIGHT:g}" width="{_LABEL_WIDTH - 4}" height="{height + 20:g}"/>'
+    top = _row_top(panel, place, 0) - _AXIS_HEIGHT
+    height = len(panel.rows) * _pitch(panel) + _AXIS_HEIGHT
+    yield f'<rect class="paper" y="{top:g}" width="{_LABEL_WIDTH - 4}" height="{height:g}"/>'
     yield f'<text class="title" x="{_MARGIN}" y="{place.top + 22:g}">{escape(panel.title)}</text>'
     yield f'<text class="quiet" x="{_MARGIN}" y="{place.top + 40:g}">bubble {escape(panel.bubble_line)}</text>'
     for index, rank in enumerate(panel.rows):
-        y = _row_top(panel, place, index) + 15
+        y = _row_top(panel, place, index) + _BASELINE
         busy = percent(1.0 - panel.idle_fractions[rank])
         yield f'<text x="{_MARGIN}" y="{y:g}">rank {rank}</text>'
         yield f'<text class="quiet" text-anchor="end" x="{_LABEL_WIDTH - 8}" y="{y:g}">{busy}</text>'

@@ -15,7 +15,7 @@ from itertools import groupby
 from rich.style import Style
 from rich.text import Text
 
-from shardwise.report.palette import DARK_INK, blend, fill, ink
+from shardwise.report.palette import fill, ink
 from shardwise.report.panel import COMPUTE, LETTERS, WORDS, Panel, format_s, ticks, typical_s
 from shardwise.schedule import Kind, TimedAction
 
@@ -26,8 +26,6 @@ _MIN_COLUMNS = 20
 _TICK_COLUMNS = 9
 _FUZZ = 1e-6
 _DIM = Style(dim=True)
-# Two neighbours of one kind are told apart by the shade of every other micro-batch.
-_ODD_SHADE = 0.16
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,8 @@ def _columns_per_s(panel: Panel, num_columns: int) -> float:
     usual_s = typical_s(panel)
     num_cells = panel.makespan_s / usual_s
     label_columns = max((len(_names(panel, each)[0]) for each in panel.actions if each.lane == COMPUTE), default=1)
+    if panel.num_chunks > 1:
+        label_columns += 1  # 0F10F2 cannot be read
     fitting = min(_MAX_CELL_COLUMNS, int(num_columns / num_cells + _FUZZ))
     if fitting >= label_columns:
         return fitting / usual_s
@@ -145,8 +145,6 @@ def _names(panel: Panel, timed: TimedAction) -> tuple[str, ...]:
 
 def _style(panel: Panel, timed: TimedAction) -> Style:
     colour = fill(timed.action.kind, panel.chunk(timed), panel.num_chunks)
-    if (timed.action.micro_batch or 0) % 2:
-        colour = blend(colour, DARK_INK, _ODD_SHADE)
     return Style(color=ink(colour), bgcolor=colour)
 
 
