@@ -70,6 +70,17 @@ def test_stages_exchange_data_through_transfers_where_they_are_written() -> None
     assert followed(sent, "0B0") == {"0:0F0", "0:0RECV_B0"}
 
 
+def test_transfers_of_one_channel_stay_in_order_and_channels_run_side_by_side() -> None:
+    text = (
+        "rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 0B0\n"
+        "rank 1: 1RECV_F0 1RECV_B0 1RECV_F1 1F0 1F1 1SEND_F0 1B0 1SEND_B0\nrank 2: 2RECV_F0 2F0 2B0 2SEND_B0"
+    )
+    assert followed(text, "0SEND_F1") == {"0:0SEND_F0", "0:0F1"}
+    assert followed(text, "1RECV_F1", rank=1) == {"0:0SEND_F1", "1:1RECV_F0"}
+    assert followed(text, "1RECV_B0", rank=1) == {"2:2SEND_B0"}
+    assert followed(text, "1SEND_B0", rank=1) == {"1:1B0"}
+
+
 def test_only_the_first_group_waits_for_the_stage_before_and_for_its_last() -> None:
     text = "rank 0: 0F0[a] 0F0[b]\nrank 1: 1F0[c] 1F0[d]"
     assert followed(text, "1F0[c]", rank=1) == {"0:0F0[b]"}
@@ -129,3 +140,5 @@ def test_lanes_are_a_parameter() -> None:
     one_lane = dict.fromkeys(Kind, "all")
     assert dependencies(Schedule((row,)), one_lane)[0, 2] == ((0, 1),)
     assert dependencies(Schedule((row,)))[0, 2] == ()
+    sent = Schedule.parse("rank 0: 0F0 0SEND_F0 0F1\nrank 1: 1RECV_F0 1F0 1F1")
+    assert (0, 1) in dependencies(sent, one_lane)[0, 2]  # a lane of other kinds too keeps its transfers in line

@@ -7,7 +7,7 @@ that deliver in order whatever the names, and compares what the step leaves behi
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -16,14 +16,22 @@ from hypothesis import strategies as st
 
 from shardwise.schedule import (
     COMPUTATIONS,
+    TRANSFERS,
     Action,
     Kind,
     Payload,
     Schedule,
     ScheduleError,
+    data_parallel_step,
+    insert_gathers,
+    insert_offload,
+    insert_transfers,
     lower,
+    makespan_s,
+    simulate,
     verify,
 )
+from shardwise.schedule.grid import MAX_WIDTH
 
 STAGE_0 = {"unshard_for_use": False, "reduce_each_backward": False, "unshard_after_step": False}
 STAGE_1 = {**STAGE_0, "unshard_after_step": True}
@@ -92,7 +100,7 @@ def compute_only(draw: st.DrawFn) -> Schedule:
 # The oracle.
 
 
-class Wrong(Exception):
+class WrongRunError(Exception):
     """The run reads what is not there, or moves for nothing."""
 
 
@@ -111,7 +119,7 @@ class Run:
     states: dict[int, dict] = field(default_factory=dict)
 
     def outcome(self) -> object:
-        """What each stage has in the end; raises Wrong, or KeyError where something is not there."""
+        """What each stage has in the end; raises WrongRunError, or KeyError where something is not there."""
         for stage in self.holder:
             whole = None if self.schedule.unshard_for_use else stage
             self.states[stage] = {"shard": stage, "full": whole, "used": False, "grads": 0, "reduced": 0}
@@ -125,11 +133,11 @@ class Run:
                     at[rank] += 1
                     moves = True
         if at != [len(actions) for actions in self.schedule.ranks]:
-            raise Wrong("deadlock")
+            raise WrongRunError("deadlock")
         if self.handles or self.saved or self.queued:
-            raise Wrong("left over")
+            raise WrongRunError("left over")
         if {k: len(v) for k, v in self.sent.items()} != dict(self.num_posted):
-            raise Wrong("a channel is not empty")
+            raise WrongRunError("a channel is not empty")
         return self.states, self.made
 
     def source(self, rank: int, action: Action) -> tuple[int, Payload] | None:
@@ -221,7 +229,7 @@ class Run:
     @staticmethod
     def must(holds: object) -> None:
         if not holds:
-            raise Wrong
+            raise WrongRunError
 
 
 def outcome(schedule: Schedule, like: Schedule) -> object:
@@ -229,8 +237,16 @@ def outcome(schedule: Schedule, like: Schedule) -> object:
     holder = {a.stage: rank for rank, actions in enumerate(like.ranks) for a in actions}
     try:
         return Run(schedule, holder).outcome()
-    except (Wrong, KeyError):
+    except (WrongRunError, KeyError):
         return None
+
+
+def flaw_of(schedule: Schedule) -> str | None:
+    try:
+        verify(schedule)
+    except ScheduleError as error:
+        return str(error)
+    return None
 
 
 def work(schedule: Schedule) -> set[tuple[str, int | None]]:
@@ -248,16 +264,16 @@ def check(schedule: Schedule, mutant: Schedule, rank: int) -> None:
         is_right = outcome(mutant, mutant) is not None
     else:
         is_right = outcome(mutant, schedule) == outcome(schedule, schedule)
-    try:
-        verify(mutant)
-    except ScheduleError as error:
-        head, *drawing = str(error).splitlines()
-        assert "; " in head, f"no cure in {head!r}"
-        assert any("^" in line for line in drawing) or not any(mutant.compute_only().ranks), error
-        assert max(map(len, drawing), default=0) <= 140
-        assert is_smaller or not is_right, f"caught, though right: {error}\n{mutant}"
-    else:
+    flaw = flaw_of(mutant)
+    if flaw is None:
         assert is_right, f"not caught, on rank {rank}:\n{mutant}"
+        return
+    assert is_smaller or not is_right, f"caught, though right: {flaw}\n{mutant}"
+    head, *drawing = flaw.splitlines()
+    assert "; " in head, f"no cure in {head!r}"
+    assert any("^" in line for line in drawing) or not any(mutant.compute_only().ranks), flaw
+    rows = [line for line in drawing if line.startswith("rank")]
+    assert max(map(len, rows), default=0) <= MAX_WIDTH
 
 
 def mutate(actions: tuple[Action, ...], how: str, i: int, j: int) -> tuple[Action, ...]:
@@ -293,7 +309,7 @@ def test_every_single_mistake_is_caught_unless_the_step_stays_the_same(how: str)
                 check(schedule, replace(schedule, ranks=ranks), rank)
 
 
-@settings(deadline=None, derandomize=True, max_examples=600)
+@settings(deadline=None, derandomize=True, max_examples=400)
 @given(compute_only(), st.sampled_from(RULES), st.sampled_from(["drop", "double", "swap", "move"]), st.randoms())
 def test_mistakes_in_random_pipelines_are_caught_unless_the_step_stays_the_same(
     schedule: Schedule, rules: dict, how: str, dice: random.Random
@@ -304,3 +320,145 @@ def test_mistakes_in_random_pipelines_are_caught_unless_the_step_stays_the_same(
         i, j = dice.randrange(len(actions)), dice.randrange(len(actions))
         ranks = (*schedule.ranks[:rank], mutate(actions, how, i, j), *schedule.ranks[rank + 1 :])
         check(schedule, replace(schedule, ranks=ranks), rank)
+
+
+# What the passes write.
+
+
+def test_a_receive_is_posted_one_computation_early() -> None:
+    schedule = lower(Schedule.parse(ONE_F_ONE_B), **STAGE_0)
+    assert row(schedule, 0) == (
+        "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0B0 0RECV_B1 0F2 0SEND_F2 0RECV_B2 0B1 0B2 0REDUCE 0STEP"
+    )
+    assert row(schedule, 1) == (
+        "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2 1REDUCE 1STEP"
+    )
+
+
+def test_stages_on_one_rank_hand_over_directly() -> None:
+    schedule = insert_transfers(Schedule.parse(V_SHAPED))
+    transfers = {str(a)[:-1] for a in schedule.ranks[1] if a.kind in TRANSFERS}
+    assert transfers == {"1RECV_F", "2SEND_F", "2RECV_B", "1SEND_B"}
+    assert insert_transfers(Schedule.parse(ALONE)) == Schedule.parse(ALONE)
+
+
+def test_a_frozen_stage_gets_no_gradients() -> None:
+    schedule = lower(Schedule.parse(FROZEN), **STAGE_1)
+    assert row(schedule, 0) == "0F0 0SEND_F0 0F1 0SEND_F1"
+    assert row(schedule, 1).endswith("1B1 1REDUCE 1STEP 1UNSHARD")
+
+
+def test_receives_stand_in_the_order_of_sends_where_uses_do_not() -> None:
+    """The later payload is used first, so both are posted before it."""
+    crossed = insert_transfers(Schedule.parse("rank 0: 0F0 0F1 0F2\nrank 1: 1F2 1F0 1F1"))
+    assert row(crossed, 1) == "1RECV_F0 1RECV_F1 1RECV_F2 1F2 1F0 1F1"
+
+
+def test_replicas_of_a_pipeline_keep_to_themselves() -> None:
+    schedule = lower(Schedule.parse("rank 0: 0F0 0B0\nrank 1: 0F0 0B0\nrank 2: 1F0 1B0\nrank 3: 1F0 1B0"), **STAGE_3)
+    assert row(schedule, 0) == row(schedule, 1)
+    assert row(schedule, 2) == row(schedule, 3) == "1UNSHARD 1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE 1RESHARD 1STEP"
+
+
+def test_gathers_of_a_batch() -> None:
+    schedule = lower(Schedule.parse(LOOPED), **STAGE_3)
+    assert row(schedule, 0) == (
+        "0UNSHARD 0F0 0SEND_F0 2UNSHARD 2RECV_F0 0F1 0SEND_F1 2RECV_F1 2F0 2SEND_F0 2RECV_B0 2F1 2SEND_F1 2RECV_B1"
+        " 2B0 2SEND_B0 0RECV_B0 2B1 2SEND_B1 2REDUCE 2RESHARD 0RECV_B1 0B0 0B1 0REDUCE 0RESHARD 0STEP 2STEP"
+    )
+
+
+def test_gathers_of_each_micro_batch_spare_the_weight_gradients() -> None:
+    schedule = insert_gathers(Schedule.parse("rank 0: 0F0 0F1 0I0 0W0 0B1"), **STAGE_3_EACH)
+    assert row(schedule) == (
+        "0UNSHARD 0F0 0RESHARD 0UNSHARD 0F1 0RESHARD 0UNSHARD 0I0 0RESHARD 0W0 0REDUCE"
+        " 0UNSHARD 0B1 0REDUCE 0RESHARD 0STEP"
+    )
+
+
+def test_a_stage_is_resharded_behind_its_last_use_and_reduced_behind_its_last_weight_gradient() -> None:
+    schedule = insert_gathers(Schedule.parse("rank 0: 0F0 0F1 0I0 0I1 0W0 0W1"), **STAGE_3)
+    assert row(schedule) == "0UNSHARD 0F0 0F1 0I0 0I1 0RESHARD 0W0 0W1 0REDUCE 0STEP"
+
+
+@pytest.mark.parametrize("gather", ["batch", "micro-batch"])
+def test_an_evaluation_is_neither_reduced_nor_stepped(gather: str) -> None:
+    schedule = lower(Schedule.parse(EVALUATION), **{**STAGE_3, "gather": gather})
+    assert {a.kind for actions in schedule.ranks for a in actions} == {
+        *(Kind.FORWARD, Kind.SEND, Kind.RECEIVE),
+        *(Kind.UNSHARD, Kind.RESHARD),
+    }
+
+
+def test_offload_of_whole_stages() -> None:
+    options = {"fetched": {None}, "evicted": {None}, "stepped": {None}}
+    schedule = lower(Schedule.parse("rank 0: 0F0 1F0 1B0 0B0"), **STAGE_3, **options)
+    assert row(schedule) == (
+        "0FETCH 0UNSHARD 1FETCH 1UNSHARD 0F0 1F0 1B0 1REDUCE 1EVICT 1RESHARD 0B0 0REDUCE 0EVICT 0RESHARD"
+        " 0FETCH 0STEP 0EVICT 1FETCH 1STEP 1EVICT"
+    )
+
+
+def test_offload_of_groups_leaves_others_alone() -> None:
+    step = data_parallel_step(["root", "b0"], 1, unshard_for_use=True, reduce_each_backward=True)
+    moved = insert_offload(step, fetched=["b0"], evicted=["root"], stepped=["b0"])
+    moves = [str(a) for a in moved.ranks[0] if a.kind in (Kind.FETCH, Kind.EVICT)]
+    assert moves == ["0FETCH[b0]", "0EVICT[root]", "0FETCH[b0]", "0EVICT[b0]"]
+    verify(moved)
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(compute_only(), st.sampled_from(RULES), st.booleans())
+def test_lowering_keeps_the_computations_and_the_text_form_keeps_all(
+    schedule: Schedule, rules: dict, moved: bool
+) -> None:
+    offload = {"fetched": [None], "evicted": [None], "stepped": [None]} if moved else {}
+    whole = lower(schedule, **rules, **offload)
+    assert whole.compute_only() == schedule
+    assert Schedule.parse(str(whole)) == whole
+
+
+def in_computations(rank: int, action: Action) -> float:
+    return 1.0 if action.kind in COMPUTATIONS else 0.0
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(compute_only(), st.sampled_from(RULES[:3]))
+def test_lowering_costs_no_time_where_moving_costs_none(schedule: Schedule, rules: dict) -> None:
+    assert makespan_s(simulate(lower(schedule, **rules), in_computations)) == makespan_s(
+        simulate(schedule, in_computations)
+    )
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(compute_only())
+def test_a_receive_stands_one_computation_before_its_use_or_earlier_for_order(schedule: Schedule) -> None:
+    """Between the post and the use stands a computation, wherever there is one to stand there."""
+    for actions in insert_transfers(schedule).ranks:
+        for index, action in enumerate(actions):
+            if action.kind is Kind.RECEIVE:
+                behind = [a for a in actions[index:] if a.kind in COMPUTATIONS]
+                uses = (Kind.FORWARD,) if action.payload is Payload.ACTIVATION else (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+                distance = next(
+                    i
+                    for i, a in enumerate(behind)
+                    if a.kind in uses and (a.stage, a.micro_batch) == (action.stage, action.micro_batch)
+                )
+                assert distance >= 1 or len(behind) == sum(a.kind in COMPUTATIONS for a in actions)
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (
+            lambda s: insert_transfers(insert_transfers(s)),
+            "0SEND_F0 on rank 0 is there before insert_transfers has run",
+        ),
+        (lambda s: lower(lower(s)), "0REDUCE on rank 0 is there before insert_gathers .* schedule.compute_only()"),
+        (lambda s: lower(s, unshard_for_use=True, gather="step"), "gather='step' .*; use batch or micro-batch"),
+        (lambda s: lower(s, unshard_for_use=True, unshard_after_step=True), "contradicts unshard_for_use=True"),
+    ],
+)
+def test_refusals(run: Callable[[Schedule], Schedule], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        run(Schedule.parse(GPIPE))

@@ -184,6 +184,16 @@ LEGAL = {
         "rank 0: 0F0 0F1 0I0 0I1 0W0 0W1 0REDUCE 0STEP\nrank 1: 1F0 1I0 1F1 1B1 1W0 1REDUCE 1STEP"
     ),
     "v-shaped: two stages on a rank": "rank 0: 0F0 3F0 3B0 0B0\nrank 1: 1F0 2F0 2B0 1B0",
+    "lowered, but not to its transfers": "rank 0: 0F0 0B0 0REDUCE 0STEP\nrank 1: 1F0 1B0 1REDUCE 1STEP",
+    "lowered to its transfers alone": ("rank 0: 0F0 0SEND_F0 0RECV_B0 0B0\nrank 1: 1RECV_F0 1F0 1B0 1SEND_B0"),
+    "receives posted long before their use": (
+        "rank 0: 0RECV_B0 0RECV_B1 0F0 0SEND_F0 0F1 0SEND_F1 0B0 0B1\n"
+        "rank 1: 1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
+    ),
+    "receives of two channels in any order": (
+        "rank 0: 0F0 0SEND_F0 0RECV_B0 0B0\n"
+        "rank 1: 1RECV_B0 1RECV_F0 1F0 1SEND_F0 1B0 1SEND_B0\nrank 2: 2RECV_F0 2F0 2B0 2SEND_B0"
+    ),
     "micro-batches in any order": "rank 0: 0F1 0F0 0B0 0B1\nrank 1: 1F0 1B0 1F1 1B1",
     "a frozen first stage": "rank 0: 0F0\nrank 1: 1F0 1B0 1REDUCE 1STEP",
     "groups gathered once for whole-stage computations": (
@@ -213,6 +223,36 @@ ILLEGAL = {
     "sent twice": ("rank 0: 0F0 0SEND_F0 0SEND_F0\nrank 1: 1RECV_F0 1F0", "0SEND_F0 on rank 0 is there twice"),
     "sent to nobody": ("rank 0: 0F0 0SEND_F0", "no rank computes stage 1, drop it"),
     "received from nobody": ("rank 0: 0RECV_F0 0F0", "no rank computes stage -1, drop it"),
+    "sent to itself": ("rank 0: 0F0 0SEND_F0 1RECV_F0 1F0", "0SEND_F0 on rank 0 stays on its rank; there stages"),
+    "sent for nothing": (
+        "rank 0: 0F0 0SEND_F0 0RECV_B0\nrank 1: 1RECV_F0 1F0 1B0 1SEND_B0",
+        "0RECV_B0 on rank 0 receives what nothing uses; add the computation, or drop both ends",
+    ),
+    "sent out of nothing": (
+        "rank 0: 0F0 0SEND_F0 0RECV_B0\nrank 1: 1RECV_F0 1F0 1SEND_B0",
+        "0RECV_B0 on rank 0 receives what nothing uses",
+    ),
+    "neither sent nor received": (
+        "rank 0: 0F0 0SEND_F0 0F1\nrank 1: 1RECV_F0 1F0 1F1",
+        "1F1 on rank 1 uses what nothing brings from rank 0; add 0SEND_F1 there and 1RECV_F1 here",
+    ),
+    "received in another order than sent": (
+        "rank 0: 0F0 0SEND_F0 0F1 0SEND_F1\nrank 1: 1RECV_F1 1RECV_F0 1F0 1F1",
+        "1RECV_F1 on rank 1 takes what 0SEND_F0 on rank 0 gives; a channel delivers in order, align the two",
+    ),
+    "activations and gradients of two stages crossed on a channel": (
+        "rank 0: 0F0 0SEND_F0 2RECV_F0 2F0 2B0 2SEND_B0 0RECV_B0 0B0\n"
+        "rank 1: 1RECV_B0 1RECV_F0 1F0 1SEND_F0 1B0 1SEND_B0",
+        "1RECV_B0 on rank 1 takes what 0SEND_F0 on rank 0 gives",
+    ),
+    "received behind its use": (
+        "rank 0: 0F0 0SEND_F0\nrank 1: 1F0 1RECV_F0",
+        "1F0 on rank 1 stands before 1RECV_F0, which it must follow",
+    ),
+    "one stage neither reduced nor stepped": (
+        "rank 0: 0F0 0B0 0REDUCE 0STEP\nrank 1: 1F0 1B0",
+        "1B0 on rank 1 makes gradients that nothing reduces; add 1REDUCE",
+    ),
     "sent before it is computed": (
         "rank 0: 0SEND_F0 0F0\nrank 1: 1RECV_F0 1F0",
         "0SEND_F0 on rank 0 stands before 0F0, which it must follow",
@@ -289,6 +329,33 @@ def test_illegal(name: str) -> None:
     text, message = ILLEGAL[name]
     with pytest.raises(ScheduleError, match=message):
         verify(Schedule.parse(text))
+
+
+def test_a_long_deadlock_names_a_few_of_its_actions() -> None:
+    """Every rank runs the micro-batches in another order than the one before it."""
+    rows = []
+    for rank in range(8):
+        order = (0, 1) if rank % 2 else (1, 0)
+        rows.append(f"rank {rank}: " + " ".join(f"{rank}F{m} {rank}B{m}" for m in order))
+    with pytest.raises(ScheduleError, match="deadlock: ") as caught:
+        verify(Schedule.parse("\n".join(rows)))
+    assert str(caught.value).splitlines()[0].count(" waits for ") <= 8
+
+
+def test_a_rank_holds_no_more_activations_than_it_may() -> None:
+    schedule = Schedule.parse("rank 0: 0F0 0F1 0F2 0B0 0B1 0B2\nrank 1: 1F0 1B0 1F1 1B1 1F2 1B2")
+    verify(schedule, max_in_flight=(3, 1))
+    with pytest.raises(ScheduleError) as caught:
+        verify(schedule, max_in_flight=(2, 1))
+    assert str(caught.value).splitlines() == [
+        "0F2 on rank 0 puts 3 stage activations in flight, against 2 allowed; move it behind a backward",
+        "slot     0    1    2    3    4    5    6    7",
+        "rank 0  0F0  0F1  0F2  0B0   .   0B1   .   0B2",
+        "                  ^^^ action 2",
+        "rank 1   .   1F0  1B0  1F1  1B1  1F2  1B2   .",
+    ]
+    with pytest.raises(ScheduleError, match=r"max_in_flight=\[2\] bounds 1 ranks of 2; give one bound for each rank"):
+        verify(schedule, max_in_flight=(2,))
 
 
 def test_the_place_is_drawn_with_an_arrow() -> None:

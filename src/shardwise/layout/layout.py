@@ -195,8 +195,8 @@ class Layout:
     def bytes_on_wire(self, num_micro_batches: int) -> dict[str, int]:
         """Bytes a rank sends in one optimizer step, by collective, as a ring would: the scalars of the step excepted.
 
-        Without a pipeline, or where it gathers for each micro-batch, parameters that rest as shards are gathered for the
-        forward and again for the backward of every micro-batch; the root's and the last block's stay unsharded in
+        Without a pipeline, or where it gathers for each micro-batch, parameters that rest as shards are gathered for
+        the forward and again for the backward of every micro-batch; the root's and the last block's stay unsharded in
         between, and are gathered once. Replicas sum their shards once, in the last micro-batch. A pipeline that gathers
         once a batch reduces once too. Of what stages send each other only the sums of tied parameters' gradients are
         counted: activations are not the Layout's.

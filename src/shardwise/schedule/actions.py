@@ -153,9 +153,9 @@ class Schedule:
     The three rules say what the actions must uphold, and are the columns of the table of ZeRO stages:
     `unshard_for_use`: parameters rest as shards and are whole only between UNSHARD and RESHARD (stage 3);
     `reduce_each_backward`: each backward's gradients are reduced before the group's next one (stages 2 and
-    3), else once, after the last (as pipelines do, unless stage 3 gathers for each micro-batch);
-    `unshard_after_step`: parameters rest whole but a STEP updates this rank's shard alone, so an UNSHARD
-    must follow it (stages 1 and 2). All False is stage 0. Raises ScheduleError when there is no rank.
+    3), else once, after the last (pipelines, unless stage 3 gathers for each micro-batch);
+    `unshard_after_step`: parameters rest whole but a STEP updates this rank's shard alone, so an UNSHARD must
+    follow it (stages 1 and 2). All False is stage 0. Raises ScheduleError when there is no rank.
     """
 
     ranks: tuple[tuple[Action, ...], ...]

@@ -12,7 +12,6 @@ directions between two ranks, and channels of other pairs, are independent of ea
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from shardwise.schedule.actions import TRANSFERS, Action, Kind, Schedule
 from shardwise.schedule.dependencies import Places, Position, other_end, source_of
@@ -42,16 +41,20 @@ def _unmatched(found: _Found, places: Places) -> Iterator[Flaw]:
         here = ((rank, index),)
         stage = other_end(action)
         peer = places.partner(rank, action)
-        sends = action.kind is Kind.SEND
         if peer is None:
             yield f"{action} on rank {rank} has no partner; no rank computes stage {stage}, drop it", here
         elif peer == rank:
             yield f"{action} on rank {rank} stays on its rank; there stages hand over directly, drop it", here
-        elif (peer, partner := replace(action, kind=Kind.RECEIVE if sends else Kind.SEND, stage=stage)) not in found:
+        elif (peer, partner := _other_side(action, stage)) not in found:
             yield f"{action} on rank {rank} is unmatched; add {partner} on rank {peer}, or drop it", here
         elif (rank, None, action.payload, action.stage, action.micro_batch) not in places.flow:
-            text = "sends what nothing computes" if sends else "receives what nothing uses"
+            text = "sends what nothing computes" if action.kind is Kind.SEND else "receives what nothing uses"
             yield f"{action} on rank {rank} {text}; add the computation, or drop both ends", here
+
+
+def _other_side(transfer: Action, stage: int) -> Action:
+    kind = Kind.RECEIVE if transfer.kind is Kind.SEND else Kind.SEND
+    return Action(kind, stage, transfer.micro_batch, payload=transfer.payload)
 
 
 def _left_out(schedule: Schedule, found: _Found, places: Places) -> Iterator[Flaw]:
@@ -80,11 +83,8 @@ def _disorder(schedule: Schedule, found: _Found, places: Places) -> Iterator[Fla
     for (sender, receiver), channel in ends.items():
         for sent_at, received_at in zip(*channel, strict=True):
             send, receive = schedule.ranks[sender][sent_at], schedule.ranks[receiver][received_at]
-            if (other_end(send), send.micro_batch, send.payload) != (
-                receive.stage,
-                receive.micro_batch,
-                receive.payload,
-            ):
+            given = other_end(send), send.micro_batch, send.payload
+            if given != (receive.stage, receive.micro_batch, receive.payload):
                 text = f"{receive} on rank {receiver} takes what {send} on rank {sender} gives"
                 cure = "a channel delivers in order, align the two"
                 yield f"{text}; {cure}", ((receiver, received_at), (sender, sent_at))

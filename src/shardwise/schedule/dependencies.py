@@ -62,20 +62,20 @@ _FOLLOWS: Mapping[Kind, tuple[Kind, ...]] = {
 _FOLLOWS_ANY: Mapping[Kind, tuple[Kind, ...]] = {Kind.STEP: (Kind.REDUCE,), Kind.UNSHARD: (Kind.RESHARD,)}
 
 # Rule 4: what a computation needs of its own micro-batch and group on its rank, and which computations make a
-# payload; each of these also uses one of that kind.
+# payload; each of these also uses one of that kind, but at the ends of the pipeline.
 _NEEDS: Mapping[Kind, tuple[Kind, ...]] = {
     Kind.RECOMPUTE: (Kind.FORWARD,),
     Kind.BACKWARD: (Kind.FORWARD, Kind.RECOMPUTE),
     Kind.BACKWARD_INPUT: (Kind.FORWARD, Kind.RECOMPUTE),
     Kind.BACKWARD_WEIGHT: (Kind.BACKWARD_INPUT,),
 }
-MAKES: Mapping[Kind, Payload] = {
+_MAKES: Mapping[Kind, Payload] = {
     Kind.FORWARD: Payload.ACTIVATION,
     Kind.BACKWARD: Payload.GRADIENT,
     Kind.BACKWARD_INPUT: Payload.GRADIENT,
 }
 
-FlowKey = tuple[int, Kind | None, Payload, int, int | None]
+_FlowKey = tuple[int, Kind | None, Payload, int, int | None]
 
 
 def dependencies(schedule: Schedule, lanes: Mapping[Kind, str] = LANES) -> dict[Position, tuple[Position, ...]]:
@@ -89,11 +89,11 @@ def dependencies(schedule: Schedule, lanes: Mapping[Kind, str] = LANES) -> dict[
             (lane, places.partner(rank, action)) if (lane := lanes[action.kind]) in channelled else lane
             for action in row
         ]
-        for index, earlier in enumerate(_within_row(row, queues)):
-            before = {(rank, other) for other in earlier}
-            action = row[index]
-            before.update(places.data_of((rank, index), action, touched(action, groups)))
-            follows[rank, index] = tuple(sorted(before))
+        positions = [(rank, index) for index in range(len(row))]
+        for position, action, earlier in zip(positions, row, _within_row(row, queues), strict=True):
+            before = {positions[other] for other in earlier}
+            before.update(places.data_of(position, action, touched(action, groups)))
+            follows[position] = tuple(sorted(before))
     return follows
 
 
@@ -115,18 +115,23 @@ def touched(action: Action, groups: Mapping[int, tuple[str | None, ...]]) -> tup
 def _within_row(row: Sequence[Action], queues: Sequence[Hashable]) -> Iterator[set[int]]:
     """For each index of a row the earlier indices that rules 1 to 3 name; `queues` are the actions' own for rule 1."""
     groups = stage_groups(row)
+    present = {action.kind for action in row}
+    follows = {kind: tuple(each for each in _FOLLOWS.get(kind, ()) if each in present) for kind in present}
+    followed = {each for kinds in follows.values() for each in kinds}
     last_in_queue: dict[Hashable, int] = {}
     last_of_kind: dict[Kind, int] = {}
     last_on_group: dict[tuple[Kind, int, str | None], int] = {}
     for index, action in enumerate(row):
-        keys = [(action.stage, group) for group in touched(action, groups)]
-        wanted = [last_on_group.get((kind, *key)) for kind in _FOLLOWS.get(action.kind, ()) for key in keys]
-        wanted += [last_of_kind.get(kind) for kind in _FOLLOWS_ANY.get(action.kind, ())]
+        kind, stage = action.kind, action.stage
+        about = touched(action, groups)
+        wanted = [last_on_group.get((each, stage, group)) for each in follows[kind] for group in about]
+        wanted += [last_of_kind.get(each) for each in _FOLLOWS_ANY.get(kind, ())]
         wanted.append(last_in_queue.get(queues[index]))
         yield {earlier for earlier in wanted if earlier is not None}
         last_in_queue[queues[index]] = index
-        last_of_kind[action.kind] = index
-        last_on_group.update(((action.kind, *key), index) for key in keys)
+        last_of_kind[kind] = index
+        if kind in followed:
+            last_on_group.update(((kind, stage, group), index) for group in about)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +145,7 @@ class Places:
 
     holders: dict[int, list[int]]
     computed: dict[tuple[int, Kind, int, int | None, str | None], int]
-    flow: dict[FlowKey, tuple[int, int]]
+    flow: dict[_FlowKey, tuple[int, int]]
 
     @classmethod
     def of(cls, schedule: Schedule) -> Places:
@@ -160,7 +165,7 @@ class Places:
                 ranks.append(rank)
             for group in groups:
                 self.computed.setdefault((rank, kind, stage, micro_batch, group), index)
-            payload = MAKES.get(kind)
+            payload = _MAKES.get(kind)
         if payload is not None:
             key = (rank, None if kind in COMPUTATIONS else kind, payload, stage, micro_batch)
             first, _ = self.flow.get(key, (index, index))
@@ -186,9 +191,9 @@ class Places:
             yield from self._last((rank, None, action.payload, stage, micro_batch))
         elif kind is Kind.RECEIVE and action.payload is not None:
             yield from self._from_neighbour(Kind.SEND, rank, action.payload, stage, micro_batch)
-        elif kind in MAKES and index == self.flow[rank, None, MAKES[kind], stage, micro_batch][0]:
-            received = tuple(self._last((rank, Kind.RECEIVE, MAKES[kind], stage, micro_batch)))
-            yield from received or self._from_neighbour(None, rank, MAKES[kind], stage, micro_batch)
+        elif kind in _MAKES and index == self.flow[rank, None, _MAKES[kind], stage, micro_batch][0]:
+            received = tuple(self._last((rank, Kind.RECEIVE, _MAKES[kind], stage, micro_batch)))
+            yield from received or self._from_neighbour(None, rank, _MAKES[kind], stage, micro_batch)
 
     def _from_neighbour(
         self, kind: Kind | None, rank: int, payload: Payload, stage: int, micro_batch: int | None
@@ -198,7 +203,7 @@ class Places:
         if peer is not None:
             yield from self._last((peer, kind, payload, neighbour, micro_batch))
 
-    def _last(self, key: FlowKey) -> Iterator[Position]:
+    def _last(self, key: _FlowKey) -> Iterator[Position]:
         if key in self.flow:
             yield key[0], self.flow[key][1]
 

@@ -17,9 +17,9 @@ rank 1   .   1F0  1B0  1F1  1B1   .
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from shardwise.schedule.actions import COLLECTIVES, Action, Kind, Schedule
+from shardwise.schedule.actions import Action, Kind, Schedule
 from shardwise.schedule.dependencies import Follows, Position, execution_order
 
 MAX_WIDTH = 100  # characters of a drawn line, but for what is written behind its end
@@ -63,18 +63,13 @@ class _Window:
 class _Grid:
     """The slot of each action, and by rank and slot the index and text of what stands there."""
 
-    slot_of: dict[Position, int]
-    cells: Sequence[dict[int, tuple[int, str]]]
-    is_stuck: bool
-    num_slots: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_slots", 1 + max(self.slot_of.values(), default=-1))
+    slot_of: Mapping[Position, int]
+    cells: Sequence[Mapping[int, tuple[int, str]]]
 
     @classmethod
     def of(cls, schedule: Schedule, follows: Follows) -> _Grid:
         waits_for = _waits(schedule, follows)
-        order, blocked = execution_order(schedule, waits_for, meeting_kinds=COLLECTIVES)
+        order, blocked = execution_order(schedule, waits_for)
         slot_of: dict[Position, int] = {}
         for meeting in order:
             slot = 1 + max((slot_of[before] for member in meeting for before in waits_for[member]), default=-1)
@@ -86,7 +81,7 @@ class _Grid:
                 place = rank, index
                 slot_of.setdefault(place, 1 + slot_of.get((rank, index - 1), -1))
                 cells[-1][slot_of[place]] = index, f"({action})" if place in blocked else str(action)
-        return cls(slot_of, cells, bool(blocked))
+        return cls(slot_of, cells)
 
     def window(self, places: Sequence[Position]) -> _Window:
         """The rows and slots around the first place, the other places' rows among them where there is room."""
@@ -94,15 +89,14 @@ class _Grid:
         slot = self.slot_of[places[0]]
         room = MAX_WIDTH - len(_label(max(rows))) - 2 * len(_GAP + "...")
         widths = {slot: self._width(rows, slot)}
-        left, right = slot - 1, slot + 1
-        while left >= 0 or right < self.num_slots:
-            for each in (left, right):
+        num_slots = 1 + max(self.slot_of.values())
+        for distance in range(1, num_slots):
+            for each in (slot - distance, slot + distance):
                 width = self._width(rows, each)
                 if sum(widths.values()) + len(_GAP) * (len(widths) + 1) + width > room:
                     return _Window(rows, dict(sorted(widths.items())))
                 if width:
                     widths[each] = width
-            left, right = left - 1, right + 1
         return _Window(rows, dict(sorted(widths.items())))
 
     def _width(self, rows: Sequence[int], slot: int) -> int:
@@ -112,37 +106,39 @@ class _Grid:
 
     def lines(self, window: _Window, places: Sequence[Position]) -> Iterator[str]:
         """The slots' numbers, then each row, with a line of arrows under it where it has a place."""
-        first, last = min(window.widths), max(window.widths)
-        begins = "..." + _GAP if first > 0 else ""
-        head = [f"{slot}".center(width) for slot, width in window.widths.items()]
         size = len(_label(max(window.rows)))
-        yield ("slot".ljust(size) + _GAP + " " * len(begins) + _GAP.join(head)).rstrip()
+        begins = _GAP + ("..." + _GAP) * (min(window.widths) > 0)
+        head = _GAP.join(str(slot).center(width) for slot, width in window.widths.items()).rstrip()
+        texts = (self._text(rank, slot) for rank in window.rows for slot in window.widths)
+        note = f"{_GAP}( ) cannot run" if any(text.startswith("(") for text in texts) else ""
+        yield "slot".ljust(size) + " " * len(begins) + head + note
         previous = -1
-        is_noted = False
         for rank in window.rows:
             if rank != previous + 1:
                 yield "..."
             previous = rank
-            line = _label(rank).ljust(size) + _GAP + begins
-            carets, indices = "", []
-            for slot, width in window.widths.items():
-                index, text = self.cells[rank].get(slot, (-1, "."))
-                cell = text.center(width)
-                if (rank, index) in places:
-                    inner = text.strip("()")
-                    carets = carets.ljust(len(line) + cell.index(inner)) + "^" * len(inner)
-                    indices.append(f"action {index}")
-                line += cell + _GAP
-            line += "..." if last < max(self.cells[rank], default=-1) else ""
-            shows_stuck = any(self.cells[rank].get(slot, (0, ""))[1].startswith("(") for slot in window.widths)
-            line = line.rstrip()
-            if shows_stuck and not is_noted:
-                line, is_noted = f"{line}{_GAP}( ) cannot run", True
-            yield line
-            if carets:
-                yield f"{carets} {', '.join(indices)}"
+            yield from self._row(_label(rank).ljust(size) + begins, rank, window, places)
         if previous + 1 < len(self.cells):
             yield "..."
+
+    def _row(self, line: str, rank: int, window: _Window, places: Sequence[Position]) -> Iterator[str]:
+        carets, indices = "", []
+        for slot, width in window.widths.items():
+            text = self._text(rank, slot)
+            cell = text.center(width)
+            index, _ = self.cells[rank].get(slot, (None, ""))
+            if (rank, index) in places:
+                name = text.strip("()")
+                carets = carets.ljust(len(line) + cell.index(name)) + "^" * len(name)
+                indices.append(f"action {index}")
+            line += cell + _GAP
+        goes_on = max(window.widths) < max(self.cells[rank], default=-1)
+        yield line + "..." if goes_on else line.rstrip()
+        if carets:
+            yield f"{carets} {', '.join(indices)}"
+
+    def _text(self, rank: int, slot: int) -> str:
+        return self.cells[rank].get(slot, (None, "."))[1]
 
 
 def _label(rank: int) -> str:

@@ -181,7 +181,7 @@ def _rows(schedule: Schedule, follows: Follows) -> Iterator[Flaw]:
             if other_rank == rank and other > index:
                 row = schedule.ranks[rank]
                 text = f"{row[index]} on rank {rank} stands before {row[other]}, which it must follow"
-                yield f"{text}; swap the two", ((rank, index), (rank, other))
+                yield f"{text}; move it behind", ((rank, index), (rank, other))
 
 
 def _chains(schedule: Schedule) -> Iterator[Flaw]:
