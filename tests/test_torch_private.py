@@ -12,6 +12,7 @@ from shardwise._torch_private import (
     NO_VALUE_ERRORS,
     OpMode,
     compiler_errors,
+    container_types,
     fake_copy,
     fake_tensors,
     in_backward,
@@ -24,6 +25,7 @@ from shardwise._torch_private import (
     parameter_class,
     plain_torch_functions,
     pytree,
+    pytree_node,
     record_number,
     returned,
     set_data,
@@ -361,3 +363,12 @@ def test_view_base_is_what_a_view_was_made_of() -> None:
     assert view_base(parameter.t()) is parameter
     assert view_base(parameter) is None
     assert view_base(parameter.detach()) is None
+
+
+def test_pytree_nodes_take_one_level_apart_and_put_it_together() -> None:
+    node = pytree_node(dict)
+    children, context = node.flatten_fn({"a": [1], "b": 2})
+    assert (list(children), context) == ([[1], 2], ["a", "b"])
+    assert node.unflatten_fn(children, context) == {"a": [1], "b": 2}
+    assert pytree_node(set) is None
+    assert {dict, list, tuple} < set(container_types())

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from shardwise.agreement import CallCheck
 from shardwise.comm_books import AbsentError, Call, CommBooks, CommError
-from shardwise.config import Config
+from shardwise.config import Config, ConfigError
 from shardwise.group_links import GroupLinks
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import GRADIENT_AXES, PIPELINE_AXES, REPLICA_AXES, SHARD_AXES, TENSOR_AXES
 from shardwise.links import Links, Network
-from shardwise.mesh import HOST, Mesh
+from shardwise.mesh import DOWN, HOST, UP, Mesh
 from shardwise.pending import Pending
 from shardwise.pool import BufferPool
 from shardwise.precision import sum_chunks
@@ -46,7 +46,17 @@ class MeshNetwork:
         self._device = device
 
     def links(self, axes: tuple[str, ...], use: str) -> Links:
-        """Links over the process group of `axes`."""
+        """Links over the process group of `axes`.
+
+        Raises:
+            ConfigError: they would carry messages of a pipeline that wait for each other in a circle.
+        """
+        bound = getattr(dist.group.WORLD, "bound_device_id", None)
+        if bound is not None and use in (DOWN, UP) and self._mesh.shape.size_along(axes) > 2:
+            raise ConfigError(
+                f"device_id={bound} of the process group lets all messages among the ranks of a pipeline wait in one "
+                "line, where they deadlock; call init_process_group without device_id, or let shardwise start it"
+            )
         return GroupLinks(self._mesh.group(axes, use), torch.device("cpu") if use == HOST else self._device)
 
     def links_among(self, axes: tuple[str, ...], indices: tuple[int, ...]) -> Links | None:

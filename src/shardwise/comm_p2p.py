@@ -4,8 +4,9 @@ A pipe carries from one rank to one other, in one order. On gloo it is told from
 and the host waits for its messages. On NCCL there are no tags; the pipes from one rank to another share a communicator,
 which no other ranks and no messages of the other direction use, and a stream: so they wait for each other alone, and
 run beside the computation. torch makes such a communicator of two ranks for `isend` and `irecv`, in each process group
-anew. A batch of them would run over the communicator of the whole group, in which all that it holds waits in one line;
-and with each direction on its own, no order of sends and receives deadlocks, so none need be posted together.
+anew, where the default group was made without a `device_id`. A batch of them would run over the communicator of the
+whole group, in which all that it holds waits in one line; and with each direction between two ranks on its own, no
+order of sends and receives deadlocks, so none need be posted together.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 from shardwise.comm_books import RECEIVE, SEND, Call, CommBooks, RankGroup
 from shardwise.layout.mesh_shape import PIPELINE_AXES, MeshShape
 from shardwise.links import Links, Network
-from shardwise.mesh import HOST
+from shardwise.mesh import DOWN, HOST, UP
 from shardwise.pending import Pending
 from shardwise.streams import Event, PipeLane, Streams
 
@@ -35,14 +36,19 @@ class Transfer(Pending):
 
     Args:
         wait: for all of them.
-        is_reached: whether all are through; never waits. gloo does not tell, so there it is once waited for.
         books: of the engine.
+        done: the event behind them on the device; None where the host waits (gloo), which cannot ask.
     """
 
-    def __init__(self, wait: Callable[[], None] | None, is_reached: Callable[[], bool], books: CommBooks) -> None:
+    def __init__(self, wait: Callable[[], None] | None, books: CommBooks, done: Event | None = None) -> None:
         super().__init__(wait)
-        self._is_reached = is_reached
         self._books = books
+        self._done = done
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the device moves them, and not the host."""
+        return self._done is not None
 
     def __del__(self) -> None:
         """As any pending, but when the connections have failed each of many would wait for its own diagnosis."""
@@ -51,7 +57,7 @@ class Transfer(Pending):
 
     def is_done(self) -> bool:
         """Whether to wait for it would hold up nothing, neither the host nor the compute stream."""
-        return self._wait is None or self._is_reached()
+        return self._wait is None or (self._done is not None and self._done.is_reached())
 
 
 class PipeComm:
@@ -107,17 +113,17 @@ class PipeComm:
         calls = [self.books.add_message(op, name, self._group, buffer) for buffer in moved]
         starts = [partial(move, buffer, self._peer, self._tag) for buffer in moved]
         if not calls:
-            return Transfer(None, lambda: True, self.books)
+            return Transfer(None, self.books)
         if self._links.waits_on_host:
             works = [self.books.guarded(call, start) for call, start in zip(calls, starts, strict=True)]
-            return Transfer(partial(self._wait_on_host, calls, works, moved), lambda: False, self.books)
+            return Transfer(partial(self._wait_on_host, calls, works, moved), self.books)
         with self._streams.lane(PipeLane(op, self._peer)):
             for call, start in zip(calls, starts, strict=True):
                 self.books.guarded(call, start)
             done = Event.record(self.device)
         self.books.enqueue(calls[-1], done)
         # The memory came from the compute stream and goes back to it: not before that has waited for the lane.
-        return Transfer(partial(_wait_in_stream, done, moved), done.is_reached, self.books)
+        return Transfer(partial(_wait_in_stream, done, moved), self.books, done)
 
     def _wait_on_host(self, calls: Sequence[Call], works: Sequence[list[dist.Work]], held: list[Tensor]) -> None:
         for call, started in zip(calls, works, strict=True):
@@ -154,8 +160,8 @@ class Pipes:
         self._ranks = shape.ranks_along(PIPELINE_AXES, network.rank)
         self._host = network.links(PIPELINE_AXES, HOST)
         is_cuda = device.type == "cuda"
-        self._down = network.links(PIPELINE_AXES, "down") if is_cuda else self._host
-        self._up = network.links(PIPELINE_AXES, "up") if is_cuda else self._host
+        self._down = network.links(PIPELINE_AXES, DOWN) if is_cuda else self._host
+        self._up = network.links(PIPELINE_AXES, UP) if is_cuda else self._host
         self._timeout_s = timeout_s
         self._streams = streams
         self._books = books

@@ -122,13 +122,11 @@ class Engine(EngineWeights):
             with all_or_none(network.store, network.rank, config.run.timeout_s, "optimizer"):
                 self._alter_modules()
                 self._run = self._make_run(stages, streams)
-                self._sharded = ShardedOptimizer(
-                    self._driver.groups, named_groups, self._optimizer_plan.factory, resources
-                )
+                factory = self._optimizer_plan.factory
+                self._sharded = ShardedOptimizer(self._driver.groups, named_groups, factory, resources)
                 self.optimizer = self._sharded.optimizer
-                self.scheduler = scheduler or own_scheduler(
-                    config, self.optimizer, is_given=isinstance(optimizer, Optimizer)
-                )
+                is_given = isinstance(optimizer, Optimizer)
+                self.scheduler = scheduler or own_scheduler(config, self.optimizer, is_given)
         except Exception:
             self.close()
             raise

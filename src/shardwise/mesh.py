@@ -15,8 +15,11 @@ import torch.distributed as dist
 from shardwise.config import ConfigError
 from shardwise.layout.mesh_shape import MeshShape
 
-# A group with this use carries what lies on the host, also where the others are of NCCL.
+# Uses of groups of a pipeline's ranks: for what lies on the host, also where the others are of NCCL; for messages to
+# higher ranks; and to lower ones.
 HOST: Final = "host"
+DOWN: Final = "down"
+UP: Final = "up"
 
 
 class Mesh:

@@ -213,8 +213,7 @@ def simulate(
     memory = Ledger("cpu", limit_bytes=None if device_gib is None else int(device_gib * 2**30))
     with fake_tensors(), _values_refused():
         model = _without_memory(made)
-        layout = plan_layout(model, config)
-        layout = layout.of_pipeline_rank(layout.mesh.coordinate(rank).pp)
+        layout = plan_layout(model, config, rank=rank)
         network = SimulatedNetwork(layout.mesh, rank, "nccl" if config.run.device == "cuda" else "gloo")
         with explain_out_of_memory(memory, config, f"on rank {rank} while its engine is made"):
             engine = Engine(

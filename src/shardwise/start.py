@@ -79,8 +79,7 @@ def initialize(
     config = config.resolve(ensure_process_group(device_kind, config.run.timeout_s))
     _check_tiers(config.tiers)
     device = torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else torch.device("cpu")
-    layout = plan_layout(model, config, plan)
-    layout = layout.of_pipeline_rank(layout.mesh.coordinate(dist.get_rank()).pp)
+    layout = plan_layout(model, config, plan, rank=dist.get_rank())
     if weights is not None:
         check_folder(model, Path(weights), names)
     store = open_store()

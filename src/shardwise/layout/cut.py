@@ -32,12 +32,13 @@ from shardwise.schedule.recipes import placement_of
 _LOG: Final = logging.getLogger("shardwise")
 
 
-def cut_model(model: nn.Module, config: Config) -> PipelineLayout:
-    """Cut a model into the stages of a config, as rank 0 of the pipeline has them.
+def cut_model(model: nn.Module, config: Config, rank: int = 0) -> PipelineLayout:
+    """Cut a model into the stages of a config.
 
     Args:
         model: any module; its storage is not read.
         config: resolved, with `mesh.pp` more than 1.
+        rank: of the world, whose place in the pipeline the layout is to have.
 
     Raises:
         ConfigError: the model has no units, or fewer than there are stages; the schedule has no such number of virtual
@@ -53,6 +54,7 @@ def cut_model(model: nn.Module, config: Config) -> PipelineLayout:
         units,
         {name: cut.stage_of(name) for name in names},
         gathers_once=section.gather == "batch" or config.zero.stage < 3,
+        index=MeshShape.from_config(config.mesh).coordinate(rank).pp,
     )
 
 

@@ -135,11 +135,14 @@ class Sent:
         self._transfers = tuple(transfers)
 
     def wait(self) -> None:
-        """Return when the receiver has it; on CUDA let the compute stream wait for that."""
+        """Return when the receiver has it; on CUDA, when it has the header, and let the compute stream wait."""
         _wait_for(self._transfers)
 
     def is_done(self) -> bool:
         """Whether to wait for it would hold up nothing; gloo does not tell before it has been waited for."""
+        last = self._transfers[-1]
+        if last.is_on_device:  # the receiver takes the header first
+            return last.is_done()
         return all(transfer.is_done() for transfer in self._transfers)
 
 
@@ -250,11 +253,10 @@ class Letter:
                 line[0].receive_early()
         _wait_for(self._transfers)
         if self._packing is not None:
-            packing, self._packing = self._packing, None
-            tensors, self._tensors = self._tensors, []
-            for tensor, part in zip(tensors, packing.tensors, strict=True):
+            for tensor, part in zip(self._tensors, self._packing.tensors, strict=True):
                 tensor.requires_grad_(part.requires_grad)
-            self._value = put_together(packing, tensors, self._plain, self._inbox.types)
+            self._value = put_together(self._packing, self._tensors, self._plain, self._inbox.types)
+            self._packing, self._tensors = None, []
         return self._value
 
     def receive_early(self) -> None:

@@ -27,21 +27,24 @@ from shardwise.tensor.plans import find_plan
 _LOG: Final = logging.getLogger("shardwise")
 
 
-def plan_layout(model: nn.Module, config: Config, plan: TensorPlan | Mapping[str, Any] | None = None) -> Layout:
-    """Compute the layout of `model` under a resolved config, on every axis; of a pipeline, that of its first rank.
+def plan_layout(
+    model: nn.Module, config: Config, plan: TensorPlan | Mapping[str, Any] | None = None, *, rank: int = 0
+) -> Layout:
+    """Compute the layout of `model` under a resolved config, on every axis.
 
     Args:
         model: any module; only names, shapes and `requires_grad` are read, so meta tensors will do.
         config: as `Config.resolve` returns it.
         plan: how layers are split where `mesh.tp` is more than 1; None for the one that the model brings or its family
             has. See `docs/tensor-parallel.md`.
+        rank: whose stages are to be the layout's own, in a pipeline.
 
     Raises:
         ConfigError: the model has no parameters, `zero.blocks` does not fit it, or no plan or sizes that do not
             divide; or it cannot be cut into the stages.
     """
     degree, sequence_parallel = config.mesh.tp, config.tensor.sequence_parallel
-    pipeline = cut_model(model, config) if config.mesh.pp > 1 else None
+    pipeline = cut_model(model, config, rank) if config.mesh.pp > 1 else None
     if degree == 1:
         return build_layout(model, config, pipeline=pipeline)
     found = find_plan(model, degree, plan, sequence_parallel)

@@ -178,7 +178,9 @@ def write_state(
     place, spec = find(states, name), spec_of(states, name)
     is_number, dtype = False, next(iter(states.driver.groups)).params.master.dtype
     if state not in (PARAM, MASTER, GRAD):
-        note = _of_holder(states, place, f"kind of {state} of {name}", lambda own: asdict(_kind_of(states, own, state)))
+        note = _of_holder(
+            states, place, f"kind of {state} of {name}", lambda own: asdict(_pick(_kinds(states, own), own, state))
+        )
         kind = _Kind(**note)
         is_number, dtype = kind.value is not None, kind.torch_dtype
     shape = torch.Size() if is_number else torch.Size(spec.global_shape)
@@ -223,8 +225,8 @@ def write_optimizer_states(states: States, name: str, values: Mapping[str, Tenso
 def states_of(states: States, name: str) -> tuple[str, ...]:
     """The states that `read_state` knows of a parameter now, the same on every rank. All ranks call it alike."""
     place = find(states, name)
-    note = _of_holder(states, place, f"states of {name}", lambda own: {"names": [*_fixed(own), *_kinds(states, own)]})
-    return tuple(note["names"])
+    found = _of_holder(states, place, f"states of {name}", lambda own: {"": [*_fixed(own), *_kinds(states, own)]})
+    return tuple(found[""])
 
 
 def find(states: States, name: str) -> Place | None:
@@ -431,10 +433,6 @@ def _kinds(states: States, place: Place) -> dict[str, _Kind]:
         return {key: _Kind(*kind) for key, kind in own.items()}
     texts = exchange_texts(states.comms.shards, json.dumps(own), f"optimizer states of {place.spec.name}")
     return {key: _Kind(*kind) for text in texts for key, kind in json.loads(text).items()}
-
-
-def _kind_of(states: States, place: Place, state: str) -> _Kind:
-    return _pick(_kinds(states, place), place, state)
 
 
 def _pick(kinds: Mapping[str, _Kind], place: Place, state: str) -> _Kind:

@@ -1,0 +1,161 @@
+"""Messages between two ranks: what arrives, what is counted, what is held, and what is said when a peer is gone."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from harness.pool import WorkerPool
+from shardwise.agreement import divergence
+from shardwise.comm import MeshNetwork
+from shardwise.comm_books import RECEIVE, SEND, CommBooks, CommError
+from shardwise.comm_p2p import Pipes
+from shardwise.config import ConfigError, RunConfig
+from shardwise.layout.mesh_shape import MeshShape
+from shardwise.mesh import Mesh, open_store
+from shardwise.streams import Streams
+from shardwise.timeline import Timeline
+from shardwise.watchdog import watch
+
+CPU = torch.device("cpu")
+EVERY_DTYPE = [torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
+
+
+def make_pipes(shape: MeshShape, timeout_s: float = 20.0, books: CommBooks | None = None) -> tuple[Pipes, CommBooks]:
+    network = MeshNetwork(Mesh(shape, timeout_s), CPU)
+    books = books or CommBooks(network.rank)
+    return Pipes(network, shape, CPU, timeout_s, Streams(CPU), books), books
+
+
+def send_to_neighbours(rank: int, world_size: int) -> tuple[list[list[float]], dict[str, tuple[int, int]], list[str]]:
+    """Each rank of a ring sends to both others, and posts its receives late and in another order of pipes."""
+    pipes, books = make_pipes(MeshShape(pp=world_size))
+    all_ends = [(a, b) for a in range(world_size) for b in range(world_size) if a != b]
+    mine = {ends: pipes.open(ends, f"pipe {ends}", tag) for tag, ends in enumerate(all_ends) if rank in ends}
+    sent = [
+        pipe.send([torch.full((2, 2), 10.0 * rank + index), torch.empty(0)], f"message {index}")
+        for ends, pipe in mine.items()
+        if ends[0] == rank
+        for index in range(3)
+    ]
+    time.sleep(0.05 * rank)
+    posted = []
+    for ends in [ends for ends in mine if ends[1] == rank][::-1]:
+        buffers = [torch.empty(2, 2) for _ in range(3)]
+        posted += [(mine[ends].receive([buffer], f"message {i}"), buffer) for i, buffer in enumerate(buffers)]
+    for transfer, _ in posted:
+        transfer.wait()
+    for transfer in sent:
+        transfer.wait()
+    counts = {op: (count.num_calls, count.wire_bytes) for (_, op), count in books.counts.items()}
+    return [buffer[0].tolist() for _, buffer in posted], counts, [str(call) for call in books.recent]
+
+
+def test_messages_arrive_in_order_and_are_counted_once(ranks: WorkerPool) -> None:
+    results = ranks(3).run(send_to_neighbours)
+    for rank, (received, counts, names) in enumerate(results):
+        others = [other for other in range(3) if other != rank][::-1]
+        assert received == [[10.0 * other + index] * 2 for other in others for index in range(3)]
+        assert counts == {"send": (6, 6 * 16), "receive": (6, 0)}
+        assert names[0] == "send #1 of message 0 over pp (2 ranks)"
+        assert names[-1] == "receive #12 of message 2 over pp (2 ranks)"
+
+
+def send_every_dtype(rank: int, world_size: int) -> list[bool]:
+    pipes, _ = make_pipes(MeshShape(pp=2))
+    pipe = pipes.open((0, 1), "pipe", 3)
+    tensors = [torch.arange(4).to(torch.float32).to(dtype) for dtype in EVERY_DTYPE]
+    buffers = tensors if rank == 0 else [torch.zeros_like(tensor) for tensor in tensors]
+    (pipe.send if rank == 0 else pipe.receive)(buffers, "all").wait()
+    return [torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(tensors, buffers, strict=True)]
+
+
+def test_every_dtype_travels(ranks: WorkerPool) -> None:
+    assert ranks(2).run(send_every_dtype) == [[True] * len(EVERY_DTYPE)] * 2
+
+
+def hold_until_done(rank: int, world_size: int) -> tuple[bool, ...]:
+    """The receiver comes late: what the sender has let go of is held until then, and no longer."""
+    pipes, _ = make_pipes(MeshShape(pp=2))
+    pipe = pipes.open((0, 1), "pipe", 0)
+    if rank == 1:
+        time.sleep(0.2)
+        first, second = torch.zeros(1000), torch.zeros(1000)
+        pipe.receive([first], "kept").wait()
+        dropped = pipe.receive([second], "dropped")
+        del dropped
+        return bool((first == 7).all()), bool((second == 8).all())
+    tensor = torch.full((1000,), 7.0)
+    gone = weakref.ref(tensor)
+    transfer = pipe.send([tensor], "kept")
+    del tensor
+    was_held, was_done = gone() is not None, transfer.is_done()
+    transfer.wait()
+    transfer.wait()
+    pipe.send([torch.full((1000,), 8.0)], "dropped")
+    return was_held, was_done, gone() is None, transfer.is_done()
+
+
+def test_tensors_are_held_until_they_are_through(ranks: WorkerPool) -> None:
+    assert ranks(2).run(hold_until_done) == [(True, False, True, True), (True, True)]
+
+
+def wait_for_the_late(rank: int, world_size: int) -> str:
+    """Rank 1 of a pair is busy elsewhere; the other's error says where."""
+    store = open_store()
+    books = CommBooks(rank)
+    pipes, _ = make_pipes(MeshShape(pp=2), timeout_s=1.5, books=books)
+    pipe = pipes.open((0, 1), "pipe", 0)
+    watchdog = watch(store, books, Timeline(rank), RunConfig(watchdog_s=0.5, timeout_s=1.5))
+    assert watchdog is not None
+    try:
+        if rank == 0:
+            pipe.send([torch.ones(4)], "first").wait()
+            idle_while_the_other_waits()
+            return ""
+        pipe.receive([torch.ones(4)], "first").wait()
+        with pytest.raises(CommError) as caught:
+            pipe.receive([torch.ones(4)], "second").wait()
+        return str(caught.value)
+    finally:
+        watchdog.close()
+
+
+def idle_while_the_other_waits() -> None:
+    time.sleep(4.5)
+
+
+def test_watchdog_knows_messages(ranks: WorkerPool) -> None:
+    text = ranks(2).run(wait_for_the_late)[1]
+    assert text.startswith(
+        "rank 1 failed in receive #2 of second over pp (2 ranks): rank 0 has not started receive #2 of second"
+    )
+    assert "in idle_while_the_other_waits" in text
+    assert "after send #1 of first" in text
+
+
+def test_two_ends_of_a_message_are_no_divergence() -> None:
+    """They are at one position of a pipe, and ranks with more pipes than others agree on the groups opened later."""
+    notes = {}
+    for rank, op in enumerate((SEND, RECEIVE, RECEIVE)):
+        books = CommBooks(rank)
+        if rank < 2:
+            pipe = books.open_pipe("pp", (0, 1), "pipe")
+            notes[rank] = books.add_message(op, "hidden", pipe, torch.zeros(4)).note()
+        assert books.open_group("dp_shard", (0, 1, 2)).key == "0.0"
+    assert divergence(notes) == ""
+    assert notes[0].group == notes[1].group
+    with pytest.raises(ValueError, match="has a pipe 'twice' already"):
+        [books.open_pipe("pp", (0, 1), "twice") for _ in range(2)]
+
+
+def test_a_bound_device_is_refused_where_messages_would_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With it torch runs all messages of a group over one communicator, in one line."""
+    mesh = SimpleNamespace(rank=1, shape=MeshShape(pp=3))
+    monkeypatch.setattr("shardwise.comm.dist.group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id="cuda:1")))
+    with pytest.raises(ConfigError, match=r"device_id=cuda:1 of the process group .* without device_id"):
+        MeshNetwork(mesh, CPU).links(("pp",), "down")  # type: ignore[arg-type]
