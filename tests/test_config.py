@@ -1,6 +1,7 @@
 """The config: what it takes, what it refuses and in which words, and what `resolve` derives."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
@@ -46,6 +47,8 @@ def legal_values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
         return st.floats(bound, high, exclude_min=above is not None, allow_nan=False, allow_infinity=False)
     if kind == "integer":
         return st.integers(low, high)
+    if kind == "object":
+        return st.dictionaries(TEXT, legal_values(schema["additionalProperties"]), max_size=2)
     return {"boolean": st.booleans(), "string": TEXT, "null": st.none()}[kind]
 
 
@@ -437,10 +440,7 @@ def test_resolve_fills_mesh_and_batch_once(world_size: int, micro: int, accumula
 
 
 UNBUILT = {
-    "mesh.pp=2": "pipeline parallelism",
     "mesh.cp=2": "context parallelism",
-    'pipeline.schedule="gpipe"': "pipeline parallelism",
-    "pipeline.virtual_stages=2": "pipeline parallelism",
     'context.transport="ulysses"': "context parallelism",
     'attention.kind="bigbird"': "block-sparse attention",
 }
@@ -461,6 +461,20 @@ def test_features_not_built_yet_are_refused_by_name(assignment: str, feature: st
 
 def test_every_key_of_an_unbuilt_section_is_refused() -> None:
     """A key that is read by nothing must not be taken silently."""
-    unbuilt = ("pipeline", "context", "attention")
+    unbuilt = ("context", "attention")
     keys = {key for key in all_keys() if key.partition(".")[0] in unbuilt}
     assert keys <= {assignment.partition("=")[0] for assignment in UNBUILT}
+
+
+PIPELINES = {
+    "mesh.pp=1 pipeline.virtual_stages=2": "pipeline.virtual_stages=2 says how stages lie on the ranks of a pipeline",
+    "mesh.pp=2 zero.lockstep=true": "zero.lockstep=true gathers every block once a forward",
+    "mesh.pp=2 pipeline.schedule=zb-h1 compile.enabled=true": "compile.enabled=true compiles backwards whole",
+    "mesh.pp=2 pipeline.gather=micro-batch": "pipeline.gather=micro-batch is how parameters that rest as shards",
+}
+
+
+@pytest.mark.parametrize(("assignments", "message"), PIPELINES.items())
+def test_pipelines_that_cannot_be_are_refused(assignments: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}.*; set "):
+        Config().override(assignments.split()).resolve(2)

@@ -104,6 +104,7 @@ class PipelineRun:
         self._learn(engine, work.taken[0])
         step = _StateActions(self._row, self._groups, self._layout, engine)
         engine._batches.extend(batches)
+        self._timeline.is_recording = True
         engine._is_broken, engine._syncs = True, False  # the schedule alone says when to reduce
         try:
             self._perform(self._row, work, step.handlers())

@@ -170,7 +170,7 @@ class BatchCheck:
         if text:
             raise ConfigError(
                 f"{text} in one forward, whose layers they share; give {listed(meeting.ranks)} "
-                "the same batches: with mesh.tp, read data by rank // tp, not by rank"
+                "the same batches: read data by engine.layout.mesh.data_index(rank), not by rank"
             )
 
 

@@ -26,7 +26,7 @@ from shardwise.deferred import ValueSource
 from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.forwards import replace_forwards
 from shardwise.layout.layout import Layout, build_layout
-from shardwise.layout.mesh_shape import TENSOR_AXES
+from shardwise.layout.mesh_shape import PIPELINE_AXES, TENSOR_AXES
 from shardwise.layout.stages import Placement
 from shardwise.loss import LossBooks, LossFn, NonFiniteLossError, Total, first_nonfinite_module
 from shardwise.memory import Category, Ledger
@@ -108,8 +108,8 @@ class Engine(EngineWeights):
         self._timeline = Timeline(network.rank)
         self._watchdog = watch(network.store, self.comm.books, self._timeline, config.run)
         self._prepare_checkpoints(follows_config=optimizer is None and scheduler is None)
-        tensor_ranks = layout.mesh.ranks_along(TENSOR_AXES, network.rank)
-        self._check_batch = BatchCheck(network.store, tensor_ranks, network.rank, config.run)
+        cell = layout.mesh.ranks_along((*PIPELINE_AXES, *TENSOR_AXES), network.rank)
+        self._check_batch = BatchCheck(network.store, cell, network.rank, config.run)
         values = ValueSource(model, config.run.seed)
         self._adopt_buffers()
         self._undo: list[Callable[[], None]] = []
@@ -326,6 +326,7 @@ class Engine(EngineWeights):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside accumulate whole gradients on this rank, in every stage; later, `step` reduces them."""
+        self._run.check_direct("engine.no_sync")
         self._syncs = False
         try:
             yield

@@ -38,6 +38,7 @@ def backward(loss: Tensor, engines: Sequence[Engine], *, count: float = 1.0) -> 
             f"backward takes a scalar loss and engines, each once; got shape {tuple(loss.shape)} and {len(engines)}"
         )
     for engine in engines:
+        engine._run.check_direct("shardwise.backward")
         engine._check_usable()
     # Who has no gradients yet can still take the others' normaliser.
     taken = {engine._books.normaliser for engine in engines if not engine._books.is_empty}

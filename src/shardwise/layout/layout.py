@@ -38,7 +38,7 @@ from shardwise.layout.precision import DTYPE_BYTES, PrecisionPolicy, precision_p
 from shardwise.layout.skeleton import ROOT, find_units, read_parameters
 from shardwise.layout.stages import Placement, ZeroStage, effective_stage
 from shardwise.layout.tensor_plan import TensorLayout
-from shardwise.layout.tiers import assign_tiers
+from shardwise.layout.tiers import assign_tiers, assign_tiers_by_rank
 
 # The tensors, each as long as the parameter, that torch's optimizers of these names keep beside the master.
 OPTIMIZER_STATES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -307,7 +307,10 @@ def build_layout(
     splits = None if tensor is None else tensor.splits
     stages_of = None if pipeline is None else pipeline.stages_of
     groups = build_groups(entries, units, num_ranks, num_shards, config.zero.replicate_frozen, splits, stages_of)
-    groups = assign_tiers(groups, config.tiers)
+    if pipeline is None:
+        groups = assign_tiers(groups, config.tiers)
+    else:
+        groups = assign_tiers_by_rank(groups, config.tiers, lambda group: pipeline.holders(group.stages)[0])
     states = _states(stage, policy, config.optimizer, groups)
     layout = Layout(mesh, units, groups, stage, policy, states, tensor, pipeline)
     return layout if pipeline is None else layout.of_pipeline_rank(pipeline.index)

@@ -34,6 +34,22 @@ def assign_tiers(groups: Sequence[GroupSpec], config: TiersConfig) -> tuple[Grou
     return tuple(replace(each, tiers=GroupTiers(params(each), grads(each), optimizer(each))) for each in groups)
 
 
+def assign_tiers_by_rank(
+    groups: Sequence[GroupSpec], config: TiersConfig, rank_of: Callable[[GroupSpec], int]
+) -> tuple[GroupSpec, ...]:
+    """`assign_tiers` for what each rank of a pipeline holds: shares are of its own states.
+
+    Args:
+        groups: of all ranks.
+        config: as there.
+        rank_of: the rank that holds a group, the first of several.
+    """
+    ranks = sorted({rank_of(group) for group in groups})
+    own = {rank: [group for group in groups if rank_of(group) == rank] for rank in ranks}
+    assigned = {each.name: each for rank in ranks for each in assign_tiers(own[rank], config)}
+    return tuple(assigned[group.name] for group in groups)
+
+
 def _chosen(groups: Sequence[GroupSpec], tier: Tier, share: float) -> Callable[[GroupSpec], Tier]:
     away: set[str] = set()
     room = round(share * sum(group.padded_numel for group in groups))
