@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shardwise.layout.layout import Layout, build_layout
     from shardwise.loss import NonFiniteLossError
     from shardwise.models.layer_list import LayerList, LayerSpec
+    from shardwise.pipeline.measure import measure_units
     from shardwise.results import EvalResult, StepResult
     from shardwise.simulation import Simulation, simulate
     from shardwise.start import initialize
@@ -53,6 +54,7 @@ __all__ = [
     "build_layout",
     "init",
     "initialize",
+    "measure_units",
     "plan_layout",
     "propose_plan",
     "simulate",
@@ -79,6 +81,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "build_layout": "layout.layout",
     "init": "deferred",
     "initialize": "start",
+    "measure_units": "pipeline.measure",
     "plan_layout": "tensor.layout",
     "propose_plan": "tensor.propose",
     "simulate": "simulation",
