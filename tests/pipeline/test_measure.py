@@ -62,5 +62,5 @@ def test_a_unit_that_does_not_run_is_named() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.blocks[0](x)
 
-    with pytest.raises(ConfigError, match="unit blocks.1 does not run in the model's forward"):
+    with pytest.raises(ConfigError, match=r"unit blocks\.1 does not run in the model's forward"):
         measure_units(Skips(), torch.ones(2, 4))

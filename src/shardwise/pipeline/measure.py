@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,8 +64,7 @@ def measure_units(
             module = model.get_submodule(name)
             key = type(module), _shapes(dict(module.named_parameters())), _shapes(calls[name])
             if key not in known:
-                args, kwargs = calls[name]
-                known[key] = _median_s(lambda m=module, a=args, k=kwargs: m(*_leaves_of(a), **_leaves_of(k)), num_runs)
+                known[key] = _median_s(partial(_run, module, calls[name]), num_runs)
             seconds[unit.name] += known[key]
     if loss_fn is not None:
         seconds[found[-1].name] += _median_s(lambda: loss_fn(_leaves_of(output), batch), num_runs)
@@ -83,6 +83,11 @@ def _record_calls(model: nn.Module, inputs: Any) -> tuple[dict[str, _Call], Any]
     with torch.no_grad(), watch_calls(model, note, lambda output: None):
         output = call_model(model, inputs)
     return calls, output
+
+
+def _run(module: nn.Module, call: _Call) -> Any:
+    args, kwargs = call
+    return module(*_leaves_of(args), **_leaves_of(kwargs))
 
 
 def _median_s(run: Callable[[], Any], num_runs: int) -> float:
