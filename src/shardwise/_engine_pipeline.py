@@ -86,6 +86,7 @@ class PipelineRun:
         queue = WeightQueue() if recipe_of(config.pipeline.schedule).splits_backward else None
         self._compute = StageCompute(forward, pipeline.num_stages, inlets, outlets, timeline, queue)
         self._learns = describe is not None
+        self._has_failed = False
 
     def check_direct(self, call: str) -> None:
         """Raise: a rank has some of the layers.
@@ -107,7 +108,7 @@ class PipelineRun:
         self._timeline.is_recording = True
         engine._is_broken, engine._syncs = True, False  # the schedule alone says when to reduce
         try:
-            self._perform(self._row, work, step.handlers())
+            self._perform(engine, self._row, work, step.handlers())
         finally:
             engine._syncs = True
         if step.result is None:
@@ -121,7 +122,7 @@ class PipelineRun:
         work = _Work(self._pipeline, self._forward, self._groups, engine, batches, books)
         self._learn(engine, work.taken[0])
         self._timeline.is_recording = False
-        self._perform(row, work, _StateActions(row, self._groups, self._layout, engine).handlers())
+        self._perform(engine, row, work, _StateActions(row, self._groups, self._layout, engine).handlers())
 
     def forward(self, engine: Engine, batch: Any) -> Total | None:
         """Run the forward of one batch through all stages."""
@@ -138,13 +139,20 @@ class PipelineRun:
         self._compute.close()
         self._examples.clear()
 
-    def _perform(self, row: Sequence[Action], work: StageEvents, state_handlers: Handlers) -> None:
+    def _perform(self, engine: Engine, row: Sequence[Action], work: StageEvents, state_handlers: Handlers) -> None:
+        """Carry a row out; where it fails, those that wait for this rank hear why."""
         try:
             execute(row, {**self._compute.handlers(work), **state_handlers}, self._timeline)
             self._compute.finish()
-        except BaseException:
+        except BaseException as error:
             self.end_step()
+            if engine._watchdog is not None:
+                engine._watchdog.note_failure(f"{type(error).__name__}: {error}")
+                self._has_failed = True
             raise
+        if self._has_failed and engine._watchdog is not None:
+            engine._watchdog.note_failure("")
+            self._has_failed = False
 
     def _learn(self, engine: Engine, taken: Taken) -> None:
         """Where other ranks are simulated, see what the stages before this rank's return: run all of the model once."""

@@ -172,7 +172,9 @@ class Engine(EngineWeights):
         """Split layers, key dropouts, recompute and compile blocks; in this order, each inside the next."""
         tensor, tp = self.layout.tensor, self._comms.tensor
         if tensor is not None:
-            self._undo += split_model(self.model, tensor.plan, tp, self.config.tensor, tensor.splits)
+            self._undo += split_model(
+                self.model, tensor.plan, tp, self.config.tensor, tensor.splits, self.layout.pipeline is not None
+            )
         zones = dropout_zones(self.model, tensor, tp.rank) if tensor is not None else {}
         keyed = key_dropouts(self.model, self._draws, zones, must_be_keyed=tensor is not None)
         # Other random operations agree over tensor-parallel ranks too.

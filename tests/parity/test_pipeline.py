@@ -6,12 +6,14 @@ import functools
 from typing import Any
 
 import pytest
+import torch
 
 from harness.combinations import cover
 from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity
-from harness.tensor import DEEP_MODELS, train_split, train_whole
-from harness.training import merge_ranks
+from harness.tensor import DEEP_MODELS, make_case, train_split, train_whole
+from harness.training import make_config, merge_ranks
+from shardwise import CommError, ConfigError, initialize
 from shardwise.schedule import RECIPES
 
 NUM_STEPS = 3
@@ -46,3 +48,22 @@ def test_a_schedule_equals_one_process(ranks: WorkerPool, options: dict[str, Any
         "pipeline": {"schedule": schedule, "virtual_stages": virtual_stages},
     }
     check(ranks, options["model"], pp, num_micro_batches, overrides)
+
+
+def evaluate_odd_length(rank: int, world_size: int) -> str:
+    """What an evaluation says of a sequence that does not divide, in a pipeline of sequence-parallel ranks."""
+    case = make_case("decoder")
+    settings = {"mesh": {"pp": 2, "tp": 2}, "tensor": {"sequence_parallel": True}, "run": {"timeout_s": 3.0}}
+    engine = initialize(case.build(torch.float64), make_config(1, settings), loss_fn=case.loss)
+    tokens = torch.ones(1, 7, dtype=torch.int64)
+    try:
+        engine.eval_step([(tokens, tokens)])
+    except (ConfigError, CommError) as error:
+        return str(error)
+    return "evaluated"
+
+
+def test_what_one_stage_refuses_the_others_hear(ranks: WorkerPool) -> None:
+    messages = ranks(4).run(evaluate_odd_length)
+    assert all(message.startswith("sequence length 7 ") for message in messages[:2]), messages
+    assert all("has failed: ConfigError: sequence length 7 " in message for message in messages[2:]), messages

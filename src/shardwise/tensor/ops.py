@@ -59,10 +59,12 @@ class TensorOps:
     Args:
         comm: the group.
         overlap_chunks: parts in which a row layer multiplies, each part's sum running while the next is multiplied.
+        may_keep_whole: whether an evaluation may leave a sequence whole whose length does not divide.
     """
 
-    def __init__(self, comm: Comm, overlap_chunks: int = 1) -> None:
+    def __init__(self, comm: Comm, overlap_chunks: int = 1, *, may_keep_whole: bool = True) -> None:
         self.comm = comm
+        self._may_keep_whole = may_keep_whole
         self._keeps_whole = False
         register = self._registry = _Registry(comm.is_simulated)
         n = comm.world_size
@@ -135,12 +137,13 @@ class TensorOps:
     def split_sequence(self, x: Tensor, name: str) -> Tensor:
         """This rank's slice [b, s / tp, ...] of a whole sequence, until `join_sequence`.
 
-        Where no backward follows, sequences of other lengths (a prompt that grows) stay whole on every rank.
+        Where no backward follows, sequences of other lengths (a prompt that grows) stay whole on every rank; not where
+        the stack ends on another one, as in a pipeline.
 
         Raises:
-            ConfigError: the length does not divide, and a backward follows.
+            ConfigError: the length does not divide, and a backward follows or the stack goes on elsewhere.
         """
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not self._may_keep_whole:
             cure = "pad the batch or set tensor.sequence_parallel=false"
             check_length(x.shape[1], self.comm.world_size, "sequence length ", cure)
         else:

@@ -28,7 +28,12 @@ Undo = Callable[[], None]
 
 
 def split_model(
-    model: nn.Module, plan: TensorPlan, comm: Comm, config: TensorConfig, splits: Mapping[str, ParamSplit]
+    model: nn.Module,
+    plan: TensorPlan,
+    comm: Comm,
+    config: TensorConfig,
+    splits: Mapping[str, ParamSplit],
+    is_in_pipeline: bool = False,
 ) -> list[Undo]:
     """Let a model's modules work on this rank's part.
 
@@ -38,6 +43,7 @@ def split_model(
         comm: the tensor-parallel group.
         config: of tensor parallelism.
         splits: by name of parameter, as `param_splits` gives them for the plan.
+        is_in_pipeline: other ranks run the rest of the model, and sequences are split there too.
 
     Returns:
         what undoes it; to be called in reverse order.
@@ -47,7 +53,7 @@ def split_model(
     """
     if comm.world_size == 1 or plan == TensorPlan():
         return []
-    ops = TensorOps(comm, config.overlap_chunks)
+    ops = TensorOps(comm, config.overlap_chunks, may_keep_whole=not is_in_pipeline)
     stacks = plan.stacks if config.sequence_parallel else ()
     surgeon = _Surgeon(model, ops, [ops.close], plan, tuple(name for stack in stacks for name in stack.modules))
     try:
