@@ -117,7 +117,11 @@ def train_split(
 
 
 def train_whole(
-    name: str, num_data_ranks: int, num_micro_batches: int = NUM_MICRO_BATCHES, num_steps: int = NUM_STEPS
+    name: str,
+    num_data_ranks: int,
+    num_micro_batches: int = NUM_MICRO_BATCHES,
+    num_steps: int = NUM_STEPS,
+    clip_norm: float | None = CLIP_NORM,
 ) -> Trace:
     """The same by one plain process, with the library's dropouts on whole tensors."""
     case = make_case(name)
@@ -132,7 +136,7 @@ def train_whole(
 
     batches = [step_batches(case, step, num_data_ranks, num_micro_batches) for step in range(num_steps)]
     with float64_throughout():
-        trace = train_reference(model, batches, case.loss, make_optimizer, CLIP_NORM, around)
+        trace = train_reference(model, batches, case.loss, make_optimizer, clip_norm, around)
     return replace(trace, gradients={})
 
 

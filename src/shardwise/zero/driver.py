@@ -204,6 +204,7 @@ class ZeroDriver:
         if self._holds_unreduced:
             self._num_reduced = 0
             self._reduce_all()
+        self._finish_reduce()  # what a schedule has started: it goes on over the replicas by itself
         for group in self._reduce_order:
             if group.awaits_replicas:
                 group.reduce_replicas()
