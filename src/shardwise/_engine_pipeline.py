@@ -25,6 +25,7 @@ from shardwise.loss import LossBooks, Total, read_loss
 from shardwise.pipeline.execution import Handlers, execute
 from shardwise.pipeline.parts import StageForward
 from shardwise.pipeline.ports import open_ports
+from shardwise.pipeline.recorded import Recorded
 from shardwise.pipeline.stages import StageCompute, StageEvents
 from shardwise.pipeline.weight_queue import WeightQueue
 from shardwise.results import StepResult
@@ -82,7 +83,7 @@ class PipelineRun:
         timeline.is_scheduled = True
         self._examples: dict[int, Any] = {}  # of what a stage receives, where other ranks are simulated
         describe = self._examples.__getitem__ if pipes.moves_nothing else None
-        inlets, outlets = open_ports(pipes, pipeline.placement, pipeline.index, describe=describe)
+        inlets, outlets = open_ports(pipes, pipeline.placement, pipeline.index, (Recorded, *forward.types), describe)
         queue = WeightQueue() if recipe_of(config.pipeline.schedule).splits_backward else None
         self._compute = StageCompute(forward, pipeline.num_stages, inlets, outlets, timeline, queue)
         self._learns = describe is not None

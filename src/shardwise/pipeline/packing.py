@@ -18,13 +18,14 @@ that it knows, and imports none.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise._torch_private import container_types, pytree_node
 from shardwise.config import ConfigError
@@ -103,6 +104,17 @@ def containers_in(value: Any) -> set[type]:
     """The types of containers that a pytree holds."""
     opened = _open(value)
     return set() if opened is None else {type(value)}.union(*map(containers_in, opened[0]))
+
+
+def named_tuples_of(model: nn.Module) -> tuple[type, ...]:
+    """The named tuples that stand where the classes of a model's modules were written: what its blocks may return.
+
+    >>> nn.utils.rnn.PackedSequence in named_tuples_of(nn.LSTM(2, 2))
+    True
+    """
+    places = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
+    found = (each for place in sorted(places) for each in [*vars(sys.modules.get(place, object)).values()])
+    return tuple(dict.fromkeys(each for each in found if isinstance(each, type) and _is_named_tuple(each)))
 
 
 def plain_to_json(values: Sequence[Any]) -> str:

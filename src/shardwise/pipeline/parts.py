@@ -27,6 +27,9 @@ from torch import Tensor, nn
 from shardwise._torch_private import Ghosts, pytree
 from shardwise.config import ConfigError
 from shardwise.hooks import replace_forward
+from shardwise.pipeline.left_on import Traces
+from shardwise.pipeline.packing import named_tuples_of
+from shardwise.pipeline.recorded import put_recorded, with_recorded, without_recorded
 from shardwise.wearing import Call, answer_calls
 
 
@@ -53,6 +56,9 @@ class StageForward:
         held: the stages of this rank.
         device: of its tensors.
         is_simulated: nothing has values, so ghosts cannot be told from what is received.
+
+    Attributes:
+        types: of containers in boundary values, which torch's pytree has not registered.
     """
 
     def __init__(
@@ -75,9 +81,14 @@ class StageForward:
             stage = next(stage for stage, end in enumerate(ends) if index < end)
             self._stages_of.setdefault(id(module), set()).add(stage)
         self._stage = 0
+        self.types = named_tuples_of(model)
+        self._kinds = [type(module) for module in self._modules]
         self._ghosts = Ghosts(device, is_simulated)
         self._ghostly = self._make_ghostly(held)
+        num_skipped = max((self._range_of[stage][0] for stage in held), default=0)
+        self._traces = Traces(self._modules[: 0 if is_simulated else num_skipped], self._ghosts)
         self._answers: dict[Hashable, Any] = {}
+        self._answer_of_kind: dict[type, Any] = {}
         self._start, self._stop = 0, len(self._names)
         self._next = 0
         self._received: Any = None
@@ -97,6 +108,7 @@ class StageForward:
     def end(self) -> None:
         """Let forwards be the model's own again."""
         self._received, self._is_on = None, False
+        self._traces.remove()
 
     def check_real(self, output: Any) -> None:
         """Raise where the model's output, or its loss, is computed from what another stage has and does not send.
@@ -105,10 +117,7 @@ class StageForward:
             CutError: it is.
         """
         if any(self._ghosts.is_one(leaf) for leaf in pytree.tree_leaves(output)):
-            raise CutError(
-                f"the output of the last stage is computed from a value of an earlier one, which is not the output of "
-                f"{self._names[self._start - 1]}; return it from there, or move pipeline.cut"
-            )
+            raise self._not_sent("the output of the last stage, or its loss,")
 
     def _ended(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
@@ -134,12 +143,17 @@ class StageForward:
             return own(*args, **kwargs)  # once more, within its stage
         self._pass(index)
         if index < self._start:
-            return self._received if index == self._start - 1 else self._ghost_of(index, args, kwargs)
+            self._traces.leave(module, self._kinds[index], args, kwargs)
+            if index < self._start - 1:
+                return self._ghost_of(index, args, kwargs)
+            put_recorded(self._received)
+            return without_recorded(self._received)
         if self._start > 0:
             self._check_arguments(index, args, kwargs)
         output = own(*args, **kwargs)
         if index == self._stop - 1 and self._stop < len(self._names):
-            raise _StageDone(output)
+            self._check_output(index, output)
+            raise _StageDone(with_recorded(output))
         return output
 
     def _pass(self, index: int) -> None:
@@ -164,22 +178,29 @@ class StageForward:
         name = next(
             key for key, value in given.items() if any(self._ghosts.is_one(leaf) for leaf in pytree.tree_leaves(value))
         )
-        raise CutError(
-            f"argument {name} of {self._names[index]} is computed from a value of an earlier stage, which is not the "
-            f"output of {self._names[self._start - 1]} and so is not sent; return it from there, or move pipeline.cut"
+        raise self._not_sent(f"argument {name} of {self._names[index]}")
+
+    def _check_output(self, index: int, output: Any) -> None:
+        if any(self._ghosts.is_one(leaf) for leaf in pytree.tree_leaves(output)):
+            raise self._not_sent(f"the output of {self._names[index]}")
+
+    def _not_sent(self, what: str) -> CutError:
+        return CutError(
+            f"{what} is computed from a value of an earlier stage, which is not the output of "
+            f"{self._names[self._start - 1]} and so is not sent; return it from there, or move pipeline.cut"
         )
 
     def _ghost_of(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a skipped unit would have returned, without values."""
         ghostly = self._ghostly.get((index, self._start))
-        example = self._received if ghostly is None else (args, kwargs)
+        example = without_recorded(self._received) if ghostly is None else (args, kwargs)
         leaves, structure = pytree.tree_flatten(example)
         key = (index if ghostly is not None else -1, structure, tuple(map(_fingerprint, leaves)))
         if key not in self._answers:
-            self._answers[key] = self._make_answer(ghostly, args, kwargs)
+            self._answers[key] = self._make_answer(self._kinds[index], ghostly, args, kwargs)
         return self._answers[key]
 
-    def _make_answer(self, ghostly: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _make_answer(self, kind: type, ghostly: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def like(leaf: Any) -> Any:
             return self._ghosts.like(leaf) if isinstance(leaf, Tensor) else leaf
 
@@ -187,10 +208,12 @@ class StageForward:
             own_args, own_kwargs = pytree.tree_map(like, (args, kwargs))
             try:
                 with torch.no_grad(), self._ghosts.only():
-                    return ghostly(*own_args, **own_kwargs)
-            except Exception:
-                pass
-        return pytree.tree_map(like, self._received)
+                    self._answer_of_kind[kind] = ghostly(*own_args, **own_kwargs)
+                return self._answer_of_kind[kind]
+            except Exception:  # what it does depends on values, as where experts share tokens out
+                if kind in self._answer_of_kind:
+                    return self._answer_of_kind[kind]
+        return pytree.tree_map(like, without_recorded(self._received))
 
     def _make_ghostly(self, held: Sequence[int]) -> dict[tuple[int, int], nn.Module]:
         """Copies without values of the units that a stage skips, for the shapes that the model's code asks for.
