@@ -383,14 +383,14 @@ class ValueSource:
         return recipe.is_keyed and not any(op.is_from_elsewhere for op in ops_behind(recipe.view))
 
     def give(self, name: str, values: Tensor) -> None:
-        """Let another rank's values be a parameter's."""
+        """Let another rank's values be a parameter's, until they are read, once: not all are to be held twice."""
         self._given[name] = values
 
     def read(self, name: str) -> Tensor:
         """The values of one parameter, of its shape and dtype; not to be written, since they may be its own."""
         parameter = self._parameters[name]
         if name in self._given:
-            return self._given[name]
+            return self._given.pop(name)
         if not parameter.is_meta:
             return parameter.detach()
         recipe = _find_recipe(parameter)
