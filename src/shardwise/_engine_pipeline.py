@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardwise._engine_runs import Taken, run_model
 from shardwise._torch_private import pytree
+from shardwise.comm_books import CommError
 from shardwise.comm_p2p import Pipes
 from shardwise.config import Config
 from shardwise.hooks import watch_calls
@@ -26,7 +27,7 @@ from shardwise.pipeline.execution import Handlers, execute
 from shardwise.pipeline.parts import StageForward
 from shardwise.pipeline.ports import open_ports
 from shardwise.pipeline.recorded import Recorded
-from shardwise.pipeline.stages import StageCompute, StageEvents
+from shardwise.pipeline.stages import StageCompute
 from shardwise.pipeline.weight_queue import WeightQueue
 from shardwise.results import StepResult
 from shardwise.schedule.actions import Action, Kind
@@ -109,7 +110,7 @@ class PipelineRun:
         self._timeline.is_recording = True
         engine._is_broken, engine._syncs = True, False  # the schedule alone says when to reduce
         try:
-            self._perform(engine, self._row, work, step.handlers())
+            self._perform(engine, self._row, {**self._compute.handlers(work), **step.handlers()})
         finally:
             engine._syncs = True
         if step.result is None:
@@ -123,7 +124,8 @@ class PipelineRun:
         work = _Work(self._pipeline, self._forward, self._groups, engine, batches, books)
         self._learn(engine, work.taken[0])
         self._timeline.is_recording = False
-        self._perform(engine, row, work, _StateActions(row, self._groups, self._layout, engine).handlers())
+        state = _StateActions(row, self._groups, self._layout, engine)
+        self._perform(engine, row, {**self._compute.handlers(work), **state.handlers()})
 
     def forward(self, engine: Engine, batch: Any) -> Total | None:
         """Run the forward of one batch through all stages."""
@@ -140,14 +142,15 @@ class PipelineRun:
         self._compute.close()
         self._examples.clear()
 
-    def _perform(self, engine: Engine, row: Sequence[Action], work: StageEvents, state_handlers: Handlers) -> None:
+    def _perform(self, engine: Engine, row: Sequence[Action], handlers: Handlers) -> None:
         """Carry a row out; where it fails, those that wait for this rank hear why."""
         try:
-            execute(row, {**self._compute.handlers(work), **state_handlers}, self._timeline)
+            execute(row, handlers, self._timeline)
             self._compute.finish()
         except BaseException as error:
             self.end_step()
-            if engine._watchdog is not None:
+            if isinstance(error, Exception) and not isinstance(error, CommError) and engine._watchdog is not None:
+                # The other stages wait for this one, in vain, and are to say why.
                 engine._watchdog.note_failure(f"{type(error).__name__}: {error}")
                 self._has_failed = True
             raise

@@ -83,6 +83,7 @@ class StageForward:
         self._stage = 0
         self.types = named_tuples_of(model)
         self._kinds = [type(module) for module in self._modules]
+        self._is_simulated = is_simulated
         self._ghosts = Ghosts(device, is_simulated)
         self._ghostly = self._make_ghostly(held)
         num_skipped = max((self._range_of[stage][0] for stage in held), default=0)
@@ -122,6 +123,12 @@ class StageForward:
     def _ended(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def staged(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_on and not self._is_simulated:
+                raise RuntimeError(
+                    "the model cannot run alone under mesh.pp, where each rank has some of the layers, also inside "
+                    "engine.gathered(); call engine.train_step(batches) or engine.eval_step(batches), or, to generate, "
+                    "engine.export_weights(folder) and load it without mesh.pp"
+                )
             try:
                 output = forward(*args, **kwargs)
             except _StageDone as done:
@@ -151,8 +158,9 @@ class StageForward:
         if self._start > 0:
             self._check_arguments(index, args, kwargs)
         output = own(*args, **kwargs)
-        if index == self._stop - 1 and self._stop < len(self._names):
+        if self._start > 0:
             self._check_output(index, output)
+        if index == self._stop - 1 and self._stop < len(self._names):
             raise _StageDone(with_recorded(output))
         return output
 
@@ -167,6 +175,11 @@ class StageForward:
         if self._next < self._start <= index:
             raise CutError(
                 f"{name} runs though {self._names[self._start - 1]}, behind which its stage begins, has not; cut "
+                "between units that run in every forward (pipeline.cut)"
+            )
+        if index >= self._stop:
+            raise CutError(
+                f"{name} runs though {self._names[self._stop - 1]}, behind which the stage before ends, has not; cut "
                 "between units that run in every forward (pipeline.cut)"
             )
         self._next = index + 1
