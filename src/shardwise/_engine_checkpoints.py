@@ -33,7 +33,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise._engine_states import EngineStates
 from shardwise.checkpoint import trajectory
-from shardwise.checkpoint.buffers import HeldBuffer, differing, digests, held_buffers, whole
+from shardwise.checkpoint.buffers import HeldBuffer, Role, differing, digests, held_buffers, whole
 from shardwise.checkpoint.folder import candidates, read_manifest, step_name, steps_to_delete
 from shardwise.checkpoint.huggingface import describe
 from shardwise.checkpoint.loading import LoadPlan, LoadReport, own_tensors, plan_load, rank_name
@@ -125,13 +125,13 @@ class EngineCheckpoints(EngineStates):
             _check_choices(contents, keep_last, keep_every)
             self._driver.check_model()
             manifest = self._manifest(contents, extra)
-            buffers = held_buffers(self.model, is_writer=self.comm.rank == 0) if contents != "trainable" else []
+            buffers = self._buffers() if contents != "trainable" else []
             saved.extend(self._saved(contents, buffers))
-            is_compared = self.comm.world_size > 1 and self.comm.rank == 0 and contents == "all"
+            is_compared = self.comm.world_size > 1 and contents == "all"
             return json.dumps(digests(buffers) if is_compared else {})
 
-        digests_of_first = json.loads(self._do_on_all(prepare, "the save of a checkpoint")[1:])
-        saved += self._own(contents, buffers, digests_of_first)
+        written_digests = json.loads(self._do_on_all(prepare, "the save of a checkpoint", _joined)[1:])
+        saved += self._own(contents, buffers, written_digests)
         holdings = tuple(each for each in saved if isinstance(each, Holding))
         written = {holding.name for holding in holdings if holding.written}
         numbers = tuple(each for each in saved if isinstance(each, HeldNumber) and each.name in written)
@@ -217,7 +217,7 @@ class EngineCheckpoints(EngineStates):
         plan: LoadPlan | None = None
         num_bytes = 0
         parameters = list(held.held_parameters(self._states()))
-        buffers = held_buffers(self.model, is_writer=False)
+        buffers = self._buffers()
         targets = [*parameters, *(each.holding for each in buffers)]
 
         def make_plan(_: Progress) -> None:
@@ -276,8 +276,15 @@ class EngineCheckpoints(EngineStates):
             damaged.append(verdict[1:])
         return verdict == _WELL
 
-    def _do_on_all(self, work: Callable[[Progress], str], subject: str) -> str:
+    def _do_on_all(
+        self, work: Callable[[Progress], str], subject: str, judge: Callable[[Mapping[int, str]], str] | None = None
+    ) -> str:
         """Do something on every rank; return what it gave on rank 0 behind `_WELL`, or damage behind `_DAMAGED`.
+
+        Args:
+            work: what to do.
+            subject: for messages.
+            judge: makes one of what it gave on all ranks, instead of rank 0's.
 
         Raises:
             CheckpointError: it failed somewhere for another reason; on every rank, so that nobody waits for it.
@@ -297,7 +304,7 @@ class EngineCheckpoints(EngineStates):
                 failure = error
                 return f"{_UNFIT}rank {self.comm.rank} failed: {type(error).__name__}: {error}"
 
-        verdict = rounds.run("outcome", attempt, _worst)
+        verdict = rounds.run("outcome", attempt, judge or _worst)
         rounds.finish()
         if failure is not None:
             raise failure
@@ -327,7 +334,8 @@ class EngineCheckpoints(EngineStates):
     @property
     def _has_states_in_files(self) -> bool:
         """Whether any rank saves from files, as the layout has it: this one may hold nothing of what lies there."""
-        return "nvme" in (each.tiers.optimizer if each.trainable else each.tiers.params for each in self.layout.groups)
+        groups = self.layout.model_groups
+        return "nvme" in (each.tiers.optimizer if each.trainable else each.tiers.params for each in groups)
 
     def _warn_of_extra_states(self) -> None:
         modules = self.model.named_modules() if self.comm.rank == 0 and not self._has_warned else ()
@@ -335,6 +343,20 @@ class EngineCheckpoints(EngineStates):
         if own:
             log.warning("get_extra_state of %s is in no checkpoint; give it to save(extra=...)", own[0] or "the model")
         self._has_warned = True
+
+    def _buffers(self) -> list[HeldBuffer]:
+        """The persistent buffers, of which this rank writes those that it is the first to run."""
+        comms, pipeline = self._comms, self.layout.pipeline
+
+        def role_of(name: str) -> Role:
+            running = None if pipeline is None else pipeline.rank_running(name)
+            if running is None:
+                return "writes" if comms.all.rank == 0 else "runs"
+            if running != comms.pipeline.rank:
+                return "keeps"
+            return "writes" if comms.model.rank == 0 else "runs"
+
+        return held_buffers(self.model, role_of)
 
     def _saved(self, contents: Contents, buffers: Sequence[HeldBuffer]) -> Iterator[Holding | HeldNumber]:
         """All that this rank has of what is saved, but for what is its alone."""
@@ -346,23 +368,24 @@ class EngineCheckpoints(EngineStates):
             yield from held.held_optimizer_states(states)
 
     def _own(
-        self, contents: Contents, buffers: Sequence[HeldBuffer], digests_of_first: Mapping[str, str]
+        self, contents: Contents, buffers: Sequence[HeldBuffer], written_digests: Mapping[str, str]
     ) -> Iterator[Holding]:
-        """What is this rank's alone: its generators, and the buffers in which it differs from rank 0."""
+        """What is this rank's alone: its generators, and the buffers in which it differs from who writes them."""
         if contents == "weights":
             return
         rank = self.comm.rank
         for name, state in trajectory.generator_states(self.device).items():
             yield whole(rank_name(rank, _GENERATOR + name), state, kind="rank", is_written=True)
-        if rank > 0 and contents == "all":
-            for each in differing(buffers, digests_of_first):
-                yield whole(rank_name(rank, _BUFFER + each.holding.name), each.buffer, kind="rank", is_written=True)
+        for each in differing(buffers, written_digests) if contents == "all" else ():
+            yield whole(rank_name(rank, _BUFFER + each.holding.name), each.buffer, kind="rank", is_written=True)
 
     def _read_own(self, folder: Path, plan: LoadPlan, buffers: Sequence[HeldBuffer]) -> None:
         """Take over what was this rank's alone, where the ranks are as many as then."""
         if not plan.with_states or plan.manifest.trajectory.get("world_size") != self.comm.world_size:
             return
-        by_name = {name: each for each in buffers for name in (each.holding.name, *each.holding.aliases)}
+        saved_mesh = plan.manifest.layout.get("mesh") or {}
+        own = buffers if saved_mesh.get("pp", 1) == self.layout.mesh.pp else ()  # otherwise it ran other modules
+        by_name = {name: each for each in own for name in (each.holding.name, *each.holding.aliases)}
         generators: dict[str, Tensor] = {}
         with PieceReader(folder) as reader:
             for name, stored in own_tensors(plan.manifest, self.comm.rank).items():
@@ -421,7 +444,7 @@ class EngineCheckpoints(EngineStates):
             "states": [{"name": state.name, "dtype": state.dtype, "codec": state.codec} for state in layout.states],
             "tiers": {role: getattr(self.config.tiers, role) for role in ("params", "grads", "optimizer")},
             "num_params": sum(
-                torch.Size(spec.global_shape).numel() for group in layout.groups for spec in group.params
+                torch.Size(spec.global_shape).numel() for group in layout.model_groups for spec in group.params
             ),
         }
 
@@ -442,6 +465,14 @@ def _checked(extra: Any) -> Any:
 def _names(path: str | Path) -> list[str]:
     """The checkpoints at `path`, relative to it: each rank may have its own way there."""
     return [os.path.relpath(folder, path) for folder in candidates(Path(path))]
+
+
+def _joined(notes: Mapping[int, str]) -> str:
+    """As `_worst`; where all is well, what all ranks have said, each of them a dict in JSON, in one."""
+    worst = _worst(notes)
+    if not worst.startswith(_WELL):
+        return worst
+    return _WELL + json.dumps({key: value for note in notes.values() for key, value in json.loads(note[1:]).items()})
 
 
 def _worst(notes: Mapping[int, str]) -> str:

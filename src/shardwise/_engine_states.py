@@ -27,6 +27,7 @@ from shardwise.watchdog import Watchdog
 from shardwise.zero import access, handover
 from shardwise.zero.driver import ZeroDriver
 from shardwise.zero.step import ShardedOptimizer
+from shardwise.zero.takeover import take_over
 
 
 class EngineStates:
@@ -57,12 +58,14 @@ class EngineStates:
         """Keep all parameters whole on every rank inside the context: to generate, to inspect. All ranks must enter.
 
         With `mesh.tp` more than 1, parameters of split layers are whole over the data ranks, but still this rank's part
-        of the layer: `read` gives, and `write` takes, whole tensors.
+        of the layer: `read` gives, and `write` takes, whole tensors. With `mesh.pp` more than 1, each rank has the
+        parameters of its own stages; those of others are on meta, and `model.load_state_dict` needs them left out.
 
         Args:
             write: at the end, what rank 0 has written into the parameters (`load_state_dict`, `nn.init`, in place under
                 `torch.no_grad`) becomes everybody's, in the optimizer's masters too; after an exception it does not.
                 Of split layers each rank's part is what the first rank with that part has written; padding is zeroed.
+                So too of the stages of a pipeline: of each parameter, what the first rank that holds it has written.
 
         Raises:
             MemoryError: on CUDA, the whole parameters would not fit beside what is there.
@@ -78,7 +81,7 @@ class EngineStates:
             try:
                 yield self.model
                 if write:
-                    access.take_over(self._states())
+                    take_over(self._states())
             finally:
                 if not was_held:
                     self._driver.reshard_all(release_held=True)

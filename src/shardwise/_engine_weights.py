@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from shardwise._engine_checkpoints import EngineCheckpoints
-from shardwise.checkpoint.buffers import held_buffers
 from shardwise.checkpoint.huggingface import (
     ExportRequest,
     NameMap,
@@ -112,8 +111,7 @@ class EngineWeights(EngineCheckpoints):
 
     def _weights(self) -> tuple[Holding, ...]:
         """Parameters and persistent buffers."""
-        buffers = (each.holding for each in held_buffers(self.model, is_writer=self.comm.rank == 0))
-        return (*held.held_parameters(self._states()), *buffers)
+        return (*held.held_parameters(self._states()), *(each.holding for each in self._buffers()))
 
     def _name_rules(self, names: Names | None) -> NameMap:
         return _rules(self.model, names)

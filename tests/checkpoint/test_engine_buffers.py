@@ -147,7 +147,7 @@ def load_fewer(rank: int, world_size: int, root: Path) -> None:
 def test_only_persistent_buffers_are_held_under_all_names() -> None:
     model = Buffers()
     model.again = model.generator
-    held = {each.holding.name: each.holding for each in held_buffers(model, is_writer=False)}
+    held = {each.holding.name: each.holding for each in held_buffers(model, lambda name: "runs")}
     assert held["seen"].aliases == ("also_seen",)
     assert held["generator.running_mean"].aliases == ("again.running_mean",)
     assert "cache" not in held

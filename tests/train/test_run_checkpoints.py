@@ -145,6 +145,7 @@ def test_a_run_says_that_it_saves_where_the_save_holds_it_up(values, tmp_path, t
     [
         (1, {}),
         (2, {"mesh": {"tp": 2}}),
+        (2, {"mesh": {"pp": 2}, "batch": {"micro_size": 1}}),
         pytest.param(1, {"zero": {"stage": 0}}, marks=pytest.mark.full),
         pytest.param(2, {"zero": {"stage": 0}}, marks=pytest.mark.full),
         pytest.param(4, {"mesh": {"tp": 2}, "zero": {"stage": 3}}, marks=pytest.mark.full),
@@ -156,6 +157,17 @@ def test_on_another_layout_it_is_the_same_run_within_rounding(play, tmp_path, wo
     rest = play(world_size, fp64 | changes, tmp_path / "rest", tmp_path / "whole" / "step-00000004")
     assert len(rest) == NUM_STEPS - 4
     for mine, theirs in zip(rest, whole[4:], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-9)
+
+
+def test_a_pipelined_run_goes_on_under_another_pipeline(play, tmp_path):
+    fp64 = {"precision": {"param": "fp64"}, "model": {"tie_embeddings": True}, "checkpoint": {"every": 4}}
+    pipelined = fp64 | {"mesh": {"pp": 2}, "batch": {"micro_size": 1}}
+    whole = play(2, pipelined, tmp_path / "whole")
+    source = tmp_path / "whole" / "step-00000004"
+    assert play(2, pipelined, tmp_path / "same", source) == whole[4:]
+    zb = {"mesh": {"pp": 2, "dp_shard": 2}, "pipeline": {"schedule": "zb-h1"}, "zero": {"stage": 3}}
+    for mine, theirs in zip(play(4, pipelined | zb, tmp_path / "other", source), whole[4:], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-9)
 
 

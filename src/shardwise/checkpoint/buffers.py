@@ -1,20 +1,22 @@
-"""The buffers of a model in a checkpoint: rank 0 writes them, and each other rank those in which it differs.
+"""The buffers of a model in a checkpoint: one rank writes each, and each other rank those in which it differs.
 
-A rank differs where buffers are statistics of the batches that it has seen. Persistent buffers only, as in
-`state_dict`; a buffer that is tied is one, by its first name.
+The writer is rank 0; in a pipeline, the first rank of the stage that runs the buffer's module, and what ranks of other
+stages have of it does not count: nothing there has changed it. A rank differs where buffers are statistics of the
+batches that it has seen. Persistent buffers only, as in `state_dict`; a buffer that is tied is one, by its first name.
 
 >>> first, second = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
 >>> _ = second(torch.eye(2))
->>> there = digests(held_buffers(first, is_writer=True))
->>> [held.holding.name for held in differing(held_buffers(second, is_writer=False), there)]
+>>> there = digests(held_buffers(first, lambda name: "writes"))
+>>> [held.holding.name for held in differing(held_buffers(second, lambda name: "runs"), there)]
 ['running_mean', 'running_var', 'num_batches_tracked']
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,9 @@ from shardwise.holdings import PARAM, Holding, Kind
 from shardwise.host_memory import memory_of
 from shardwise.layout.pieces import LocalTensor
 
+# What a rank does with a buffer: it runs its module, and writes it too; or only other ranks do.
+Role = Literal["writes", "runs", "keeps"]
+
 
 @dataclass(frozen=True)
 class HeldBuffer:
@@ -32,6 +37,7 @@ class HeldBuffer:
 
     holding: Holding
     buffer: Tensor
+    role: Role
 
     @property
     def values(self) -> Tensor:
@@ -48,35 +54,34 @@ class HeldBuffer:
             self.buffer.copy_(values)
 
 
-def held_buffers(model: nn.Module, is_writer: bool) -> list[HeldBuffer]:
+def held_buffers(model: nn.Module, role_of: Callable[[str], Role]) -> list[HeldBuffer]:
     """The persistent buffers of a model.
 
     Args:
         model: all of it.
-        is_writer: whether this rank writes them.
+        role_of: this rank's, by the buffer's first name.
     """
     names: dict[int, list[str]] = {}
     buffers: dict[int, Tensor] = {}
     for name, buffer in persistent_buffers(model):
         names.setdefault(id(buffer), []).append(name)
         buffers[id(buffer)] = buffer
-    return [
-        HeldBuffer(whole(first, buffers[key], tuple(others), kind="buffer", is_written=is_writer), buffers[key])
-        for key, (first, *others) in names.items()
-    ]
+    found = []
+    for key, (first, *others) in names.items():
+        role, buffer = role_of(first), buffers[key]
+        holding = whole(first, buffer, tuple(others), kind="buffer", is_written=role == "writes")
+        found.append(HeldBuffer(holding, buffer, role))
+    return found
 
 
 def digests(held: Sequence[HeldBuffer]) -> dict[str, str]:
-    """By name, what stands for the values of each buffer."""
-    return {
-        each.holding.name: hashlib.blake2b(memory_of(each.values.cpu()), digest_size=16).hexdigest() for each in held
-    }
+    """By name, what stands for the values of each buffer that this rank writes."""
+    return {each.holding.name: _digest(each) for each in held if each.role == "writes"}
 
 
 def differing(held: Sequence[HeldBuffer], others: Mapping[str, str]) -> list[HeldBuffer]:
-    """The buffers that are not as they were where `digests` returned `others`."""
-    own = digests(held)
-    return [each for each in held if own[each.holding.name] != others.get(each.holding.name)]
+    """The buffers that this rank runs too, and that are not as they were where `digests` returned `others`."""
+    return [each for each in held if each.role == "runs" and _digest(each) != others.get(each.holding.name)]
 
 
 def whole(name: str, tensor: Tensor, aliases: tuple[str, ...] = (), *, kind: Kind, is_written: bool) -> Holding:
@@ -85,3 +90,7 @@ def whole(name: str, tensor: Tensor, aliases: tuple[str, ...] = (), *, kind: Kin
     pieces = LocalTensor.whole(shape).pieces
     flat = MemoryFlat(tensor.detach().contiguous().view(-1))
     return Holding(name, aliases, PARAM, shape, flat, pieces, pieces if is_written else (), kind, trainable=False)
+
+
+def _digest(held: HeldBuffer) -> str:
+    return hashlib.blake2b(memory_of(held.values.cpu()), digest_size=16).hexdigest()

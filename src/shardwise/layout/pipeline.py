@@ -10,6 +10,8 @@ Two stages a rank, looped over two ranks, of a model whose head is tied to its e
 >>> pipeline = PipelineLayout(placement, units, {"embed.weight": (0, 3), "b1.weight": (1,)}, index=1)
 >>> sorted(pipeline.held), pipeline.holders((0, 3)), pipeline.holders((1,))
 ([1, 3], (0, 1), (1,))
+>>> pipeline.rank_running("b2.norm.running_mean"), pipeline.rank_running("positions")
+(0, None)
 """
 
 from __future__ import annotations
@@ -61,3 +63,14 @@ class PipelineLayout:
     def holders(self, stages: Sequence[int]) -> tuple[int, ...]:
         """The ranks of the pipeline that have any of some stages, ascending."""
         return tuple(sorted({self.placement.rank_of(stage) for stage in stages}))
+
+    def rank_running(self, name: str) -> int | None:
+        """The rank of the pipeline that runs the module of a buffer; None where every rank does.
+
+        Args:
+            name: of the buffer, or of anything else within a module.
+        """
+        parts = name.split(".")
+        modules = {".".join(parts[:end]) for end in range(len(parts), 0, -1)}
+        stage = next((stage for stage, units in enumerate(self.units) if not modules.isdisjoint(units)), None)
+        return None if stage is None else self.placement.rank_of(stage)

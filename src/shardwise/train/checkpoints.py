@@ -135,7 +135,8 @@ class RunCheckpoints:
 
 def saves_from_files(layout: Layout) -> bool:
     """Whether what a checkpoint keeps rests on NVMe, so that every save holds up training."""
-    return any((each.tiers.optimizer if each.trainable else each.tiers.params) == "nvme" for each in layout.groups)
+    groups = layout.model_groups
+    return any((each.tiers.optimizer if each.trainable else each.tiers.params) == "nvme" for each in groups)
 
 
 def checkpoint_root(config: Config, folder: Path) -> Path:

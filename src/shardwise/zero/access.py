@@ -39,14 +39,13 @@ from shardwise.config import ConfigError
 from shardwise.flats import Flat, is_flat
 from shardwise.layout.groups import GroupSpec, ParamSpec, Slot
 from shardwise.loss import LossBooks
-from shardwise.tiers.sweep import CHUNK_NUMEL
 from shardwise.zero.driver import ZeroDriver
 from shardwise.zero.exchange import exchange_texts, merge_parts
 from shardwise.zero.group import ParamGroup
 from shardwise.zero.params import ParamState
 from shardwise.zero.step import ShardedOptimizer
 from shardwise.zero.streamed import Piece
-from shardwise.zero.tensor_parts import cut, join, owned_part, settle
+from shardwise.zero.tensor_parts import cut, join, owned_part
 
 PARAM: Final = "param"
 MASTER: Final = "master"
@@ -176,7 +175,7 @@ def write_state(
     """
     _check_rank(states, "from_rank", from_rank)
     place, spec = find(states, name), spec_of(states, name)
-    is_number, dtype = False, next(iter(states.driver.groups)).params.master.dtype
+    is_number, dtype = False, torch.float64  # on every rank, whatever its stages' parameters are
     if state not in (PARAM, MASTER, GRAD):
         note = _of_holder(
             states, place, f"kind of {state} of {name}", lambda own: asdict(_pick(_kinds(states, own), own, state))
@@ -317,33 +316,6 @@ def _across_stages(states: States, name: str, what: str, read: Callable[[], Tens
     shape, dtype = torch.Size(note["shape"]), getattr(torch, note["dtype"])
     own = value.to(pipeline.device) if value is not None and pipeline.rank == note["rank"] else None
     return merge_parts(pipeline, own, 0, shape.numel(), dtype, what).view(shape)
-
-
-def take_over(states: States) -> None:
-    """Make what rank 0 has written into its whole parameters everybody's, in the masters too. All ranks call it.
-
-    Of a split layer, each part is what the first rank that holds it has written. A master keeps its precision where its
-    parameter is unchanged.
-    """
-    data = states.comms.data
-    for group in states.driver.groups:
-        params = group.params
-        if data.world_size > 1:
-            data.broadcast(params.full, f"written parameters of {group.spec.name}")
-        for place in group.spec.params:
-            written = params.full[place.offset : place.offset + place.numel].view(place.shape)
-            settle(place.split, written, states.comms.tensor, f"written {place.name}")
-        own = params.full[params.shard_start : params.shard_stop]
-        for start in range(0, own.numel(), CHUNK_NUMEL) if params.master is not params.shard else ():
-            written = own[start : start + CHUNK_NUMEL]
-            master = params.master.read(start, start + written.numel()).to(own.device)
-            is_changed = written != master.to(own.dtype)
-            params.master.write(start, torch.where(is_changed, written.to(master.dtype), master))
-        if params.is_released_between_uses:
-            params.shard.forget()
-            params.shard.write(0, own)
-        for index in range(len(params.parameters)):
-            params.accept_written(index)
 
 
 def _read_grad(states: States, place: Place) -> Tensor | None:
