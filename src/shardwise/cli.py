@@ -1,4 +1,4 @@
-"""The command line: `shardwise train | checkpoint | timeline | config | presets | doctor`.
+"""The command line: `shardwise train | verify | checkpoint | timeline | config | presets | doctor`.
 
 It reads arguments and the environment, and turns errors into one line and an exit code: 2 for what the user can mend in
 the config, 1 for a run that failed, 128 + n for signal n. torch is imported by the commands that need it, so that
@@ -22,6 +22,7 @@ from rich.console import Console
 
 from shardwise.cli_checkpoint import add_commands as add_checkpoint_commands
 from shardwise.cli_timeline import add_command as add_timeline_command
+from shardwise.cli_verify import add_command as add_verify_command
 from shardwise.config import Config, ConfigError
 from shardwise.launch.environment import RankEnv, detect, lone_rank
 from shardwise.launch.local import launch_local
@@ -82,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--prepared", nargs=2, type=Path, help=argparse.SUPPRESS)
     train.set_defaults(run=_train)
+    add_verify_command(commands, _split, os.environ)
     add_checkpoint_commands(commands)
     add_timeline_command(commands, _split)
     config = commands.add_parser("config", help="print every key with its default, as TOML")

@@ -1,0 +1,275 @@
+"""What is verified: the config of a run, checked as it is, then folded and shrunk to what local processes can train.
+
+>>> config = Config.from_dict({"model": {"preset": "llama-3-70b"}, "mesh": {"pp": 8, "dp_shard": 8, "tp": 8},
+...                            "batch": {"micro_size": 1, "accumulation": 32}})
+>>> job = make_job(config, None)
+>>> job.world_size, job.config.batch.accumulation
+(16, 12)
+>>> job.folded
+('pp 8 -> 4', 'dp_shard 8 -> 2', 'tp 8 -> 2', 'micro-batches 32 -> 12')
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+from torch import nn
+
+from shardwise.config import Config, ConfigError
+from shardwise.layout.layout import Layout
+from shardwise.layout.mesh_shape import AXES, MeshShape
+from shardwise.layout.skeleton import find_units
+from shardwise.models import DecoderConfig, decoder_config
+from shardwise.schedule.recipes import placement_of
+from shardwise.tensor.layout import plan_layout
+from shardwise.train.job import check_job
+from shardwise.verify.fold import MOST_PROCESSES, fold_mesh, fold_micro_batches, fold_virtual_stages
+from shardwise.verify.model import ModelSpec, build_skeleton
+from shardwise.verify.shrink import (
+    ModelSizes,
+    Scale,
+    read_huggingface,
+    shrink_decoder,
+    shrink_huggingface,
+    shrink_seq_len,
+)
+
+DEFAULT_STEPS = 3
+_MOST_MICRO_SIZE = 2
+_MOST_CHUNKS = 3
+# A rank that fails takes the others with it within this time.
+_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class VerifyJob:
+    """A small run, and what makes it small.
+
+    Attributes:
+        config: of the small run.
+        world_size: its processes.
+        model: what it trains.
+        seq_len: of its samples.
+        num_steps: that it takes.
+        folded: what became of the mesh, one change an entry.
+        shrunk: what became of the model.
+        replaced: what else is not as in the run.
+    """
+
+    config: Config
+    world_size: int
+    model: ModelSpec
+    seq_len: int
+    num_steps: int
+    folded: tuple[str, ...] = ()
+    shrunk: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """For the ranks."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return json.dumps(values | {"config": json.loads(self.config.to_json()), "model": asdict(self.model)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote."""
+        values = json.loads(text)
+        notes = {name: tuple(values[name]) for name in ("folded", "shrunk", "replaced")}
+        config, model = Config.from_dict(values["config"]), ModelSpec(**values["model"])
+        return cls(**{**values, **notes, "config": config, "model": model})
+
+
+def make_job(
+    config: Config,
+    world_size: int | None,
+    *,
+    huggingface: Mapping[str, Any] | None = None,
+    num_steps: int = DEFAULT_STEPS,
+    most_processes: int = MOST_PROCESSES,
+) -> VerifyJob:
+    """Check a run's layout at its own size, and scale it down.
+
+    Args:
+        config: as the user wrote it.
+        world_size: of the run; None for what the mesh says. An axis of which nothing says how large it is counts as 2.
+        huggingface: the values of a `config.json`, whose model is taken in place of the config's.
+        num_steps: to train.
+        most_processes: that may be started.
+
+    Raises:
+        ConfigError: the run's own config cannot be, in the words in which the run would say so; or its mesh does not
+            fold into so many processes, or its model has sizes of unknown names.
+    """
+    if num_steps < 1:
+        raise ConfigError(f"--steps {num_steps} trains nothing; give at least 1")
+    config, world_size, assumed = _assume_world(config, world_size)
+    whole = ModelSpec("huggingface", dict(huggingface)) if huggingface is not None else _decoder_spec(config)
+    resolved = _check_run(config, world_size, whole)
+    mesh = MeshShape.from_config(resolved.mesh)
+    sizes = _sizes(whole)
+    folded = fold_mesh(mesh, sizes.num_kv_heads, most_processes)
+    virtual_stages = fold_virtual_stages(config.pipeline.virtual_stages)
+    recipe, pipeline = config.pipeline.schedule, config.pipeline
+    scale = Scale(
+        mesh,
+        folded,
+        placement_of(recipe, mesh.pp, pipeline.virtual_stages).num_stages if mesh.pp > 1 else 1,
+        placement_of(recipe, folded.pp, virtual_stages).num_stages if mesh.pp > 1 else 1,
+        config.recompute.every,
+    )
+    small = _shrink_model(whole, scale, config.data.seq_len)
+    small_config, replaced = _small_config(resolved, folded, virtual_stages, num_steps, small)
+    seq_len = shrink_seq_len(config.data.seq_len, scale)
+    changes = [
+        *((axis, size, folded_size) for axis, size, folded_size in zip(AXES, mesh.sizes, folded.sizes, strict=True)),
+        ("virtual stages", pipeline.virtual_stages, virtual_stages),
+        ("micro-batches", resolved.batch.accumulation, small_config.batch.accumulation),
+    ]
+    sizes_before, sizes_after = (list(asdict(each).values()) for each in (sizes, _sizes(small)))
+    names = ("layers", "hidden", "heads", "KV heads", "head", "feed-forward", "vocabulary")
+    shrunk = [*zip(names, sizes_before, sizes_after, strict=False), ("sequence", config.data.seq_len, seq_len)]
+    return VerifyJob(
+        small_config,
+        folded.world_size,
+        small,
+        seq_len,
+        num_steps,
+        (*_changed(changes), *assumed),
+        _changed(shrunk),
+        tuple(replaced),
+    )
+
+
+def small_layout(job: VerifyJob) -> Layout:
+    """The layout of the small run.
+
+    Raises:
+        ConfigError: there is none: what the run's own size allows, the small one does not.
+    """
+    return plan_layout(build_skeleton(job.model), job.config.resolve(job.world_size))
+
+
+def _assume_world(config: Config, world_size: int | None) -> tuple[Config, int, tuple[str, ...]]:
+    """A config whose every axis has a size, the world size, and what had to be assumed."""
+    if world_size is None:
+        world_size = config.run.num_procs
+    if world_size is not None:
+        return config, world_size, ()
+    mesh = config.mesh.model_copy(update={"dp_replicate": config.mesh.dp_replicate or 1})
+    assumed: tuple[str, ...] = ()
+    batch = config.batch
+    if mesh.dp_shard is None:
+        mesh = mesh.model_copy(update={"dp_shard": 2})
+        assumed = ("dp_shard taken as 2: neither mesh.dp_shard nor --world-size says it",)
+        if batch.global_size is not None and batch.micro_size is not None:
+            batch = batch.model_copy(update={"global_size": None})
+    config = config.model_copy(update={"mesh": mesh, "batch": batch})
+    return config, MeshShape.from_config(mesh).world_size, assumed
+
+
+def _check_run(config: Config, world_size: int, model: ModelSpec) -> Config:
+    """Resolve the run's config, and lay its model out at its own size, on meta."""
+    if model.kind == "decoder":
+        return check_job(config, world_size)[0]
+    resolved = config.resolve(world_size)
+    plan_layout(build_skeleton(model), resolved)
+    return resolved
+
+
+def _decoder_spec(config: Config) -> ModelSpec:
+    return ModelSpec("decoder", asdict(decoder_config(config.model, max_seq_len=config.data.seq_len)))
+
+
+def _sizes(model: ModelSpec) -> ModelSizes:
+    if model.kind == "huggingface":
+        return read_huggingface(model.values)
+    return ModelSizes(**{field.name: model.values[field.name] for field in fields(ModelSizes)})
+
+
+def _shrink_model(model: ModelSpec, scale: Scale, seq_len: int) -> ModelSpec:
+    if model.kind == "huggingface":
+        return ModelSpec(model.kind, shrink_huggingface(model.values, scale, seq_len))
+    return ModelSpec(model.kind, asdict(shrink_decoder(DecoderConfig(**model.values), scale)))
+
+
+def _small_config(
+    resolved: Config, folded: MeshShape, virtual_stages: int, num_steps: int, model: ModelSpec
+) -> tuple[Config, list[str]]:
+    """The small run's config, and what it has in place of the run's besides mesh and model."""
+    skeleton = build_skeleton(model)
+    accumulation = fold_micro_batches(resolved.batch.accumulation or 1, resolved.mesh.pp, folded.pp)
+    updates: dict[str, dict[str, Any]] = {
+        "batch": {
+            "micro_size": min(resolved.batch.micro_size or 1, _MOST_MICRO_SIZE),
+            "accumulation": accumulation,
+            "global_size": None,
+        },
+        "mesh": dict(zip(AXES, folded.sizes, strict=True)),
+        "precision": {"param": "fp64"},
+        "zero": {"blocks": _matching(skeleton, resolved.zero.blocks)},
+        "tiers": {"bind_cores": False, "cores": None, "pin_memory": False},
+        "tensor": {"overlap_chunks": min(resolved.tensor.overlap_chunks, _MOST_CHUNKS)},
+        "pipeline": {
+            "virtual_stages": virtual_stages,
+            "cut": None,
+            "units": _matching(skeleton, resolved.pipeline.units),
+            "unit_seconds": None,
+        },
+        "scheduler": {"warmup_steps": min(resolved.scheduler.warmup_steps, 1), "total_steps": None},
+        "compile": {"enabled": False},
+        "run": {
+            "steps": num_steps,
+            "device": "cpu",
+            "num_procs": None,
+            "num_threads": 1,
+            "timeout_s": min(resolved.run.timeout_s, _TIMEOUT_S),
+        },
+    }
+    sections = {name: getattr(resolved, name).model_copy(update=update) for name, update in updates.items()}
+    small = resolved.model_copy(update=sections)
+    return small, list(_replaced(resolved, small))
+
+
+def _replaced(run: Config, small: Config) -> Iterator[str]:
+    keys = (
+        "precision.param",
+        "batch.micro_size",
+        "zero.blocks",
+        "tensor.overlap_chunks",
+        "pipeline.cut",
+        "pipeline.units",
+        "pipeline.unit_seconds",
+        "scheduler.warmup_steps",
+        "scheduler.total_steps",
+        "compile.enabled",
+    )
+    for key in keys:
+        section, _, leaf = key.partition(".")
+        before, after = (getattr(getattr(config, section), leaf) for config in (run, small))
+        if before != after:
+            yield f"{key} left out" if after is None else f"{key} {_shown(before)} -> {_shown(after)}"
+
+
+def _matching(model: nn.Module, patterns: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Those of some patterns that a small model has modules for; None where it has none."""
+    kept = []
+    for pattern in patterns or ():
+        try:
+            find_units(model, [pattern])
+        except ConfigError:
+            continue
+        kept.append(pattern)
+    return tuple(kept) or None
+
+
+def _changed(changes: Sequence[tuple[str, Any, Any]]) -> tuple[str, ...]:
+    return tuple(f"{name} {_shown(before)} -> {_shown(after)}" for name, before, after in changes if before != after)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,151 @@
+"""The model and the data that both sides of a verification train: the engine's ranks, and one plain process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.config import ConfigError
+from shardwise.models import Decoder, DecoderConfig, lm_loss
+from shardwise.rng import derive_seed, init_parameters, keyed_generator
+
+IGNORED: Final = -100
+_FIRST_TOKEN: Final = 4  # behind the special ones
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model by its values: of a `DecoderConfig`, or of a Hugging Face `config.json`."""
+
+    kind: Literal["decoder", "huggingface"]
+    values: dict[str, Any]
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that it knows."""
+        size: int = self.values["vocab_size"]
+        return size
+
+
+def build_skeleton(spec: ModelSpec) -> nn.Module:
+    """The model on meta."""
+    if spec.kind == "decoder":
+        return Decoder(DecoderConfig(**spec.values), device="meta")
+    with torch.device("meta"):
+        return _build_huggingface(spec.values)
+
+
+def build_for_engine(spec: ModelSpec, seed: int) -> nn.Module:
+    """The model as a run builds it: a decoder on meta, whose weights the engine draws; others with their own."""
+    return build_skeleton(spec) if spec.kind == "decoder" else build_whole(spec, seed)
+
+
+def build_whole(spec: ModelSpec, seed: int) -> nn.Module:
+    """The model with its weights in float64, the same in every process."""
+    if spec.kind == "decoder":
+        decoder = Decoder(DecoderConfig(**spec.values), dtype=torch.float64)
+        init_parameters(decoder, seed)
+        return decoder
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "verify", "weights"))
+        return _build_huggingface(spec.values).to(torch.float64).train()
+
+
+def loss_of(spec: ModelSpec) -> Callable[[Any, Any], tuple[Tensor, Tensor]] | None:
+    """What `initialize` takes as `loss_fn`; None where the model's output carries the loss."""
+    return _decoder_loss if spec.kind == "decoder" else None
+
+
+def make_batch(spec: ModelSpec, seed: int, step: int, number: int, shape: tuple[int, int]) -> Any:
+    """One micro-batch of a step, as random tokens; in each, another number of them counts.
+
+    Args:
+        spec: the model.
+        seed: of the run.
+        step: from 0.
+        number: among the micro-batches of all data ranks.
+        shape: samples and tokens of each.
+
+    Returns:
+        For a decoder tokens and targets, [B, S]; otherwise keyword arguments.
+    """
+    generator = keyed_generator(seed, "verify", step, number)
+    tokens = torch.randint(_FIRST_TOKEN, spec.vocab_size, shape, generator=generator)  # [B, S]
+    num_ignored = int(torch.randint(0, shape[1] // 2, (), generator=generator))
+    if spec.kind == "decoder":
+        targets = tokens.roll(-1, 1)  # [B, S]
+        targets[:, shape[1] - 1 - num_ignored :] = IGNORED
+        return tokens, targets
+    mask = torch.ones_like(tokens)
+    mask[-1, shape[1] - num_ignored :] = 0
+    return {
+        "input_ids": tokens.masked_fill(mask == 0, 0),
+        "attention_mask": mask,
+        "labels": tokens.masked_fill(mask == 0, IGNORED),
+    }
+
+
+@contextmanager
+def float64_throughout() -> Iterator[None]:
+    """Inside, casts of float64 to float32 do nothing, also where a softmax is asked for one.
+
+    Hugging Face's models compute norms and softmax in float32 whatever their dtype. That turns a difference of the last
+    bit, which the order of a sum makes, into one of 1e-7. A mode for functions of torch is not in force while a backward
+    recomputes, so the functions themselves are replaced; in processes that do nothing else.
+    """
+    own = (Tensor.to, Tensor.float, F.softmax)
+    replaced = (_widened(Tensor.to), Tensor.double, _widened(F.softmax))
+    try:
+        _set_casts(*replaced)
+        yield
+    finally:
+        _set_casts(*own)
+
+
+def _set_casts(to: Any, to_float: Any, softmax: Any) -> None:
+    for owner, name, function in ((Tensor, "to", to), (Tensor, "float", to_float), (F, "softmax", softmax)):
+        setattr(owner, name, function)
+
+
+def _widened(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def widen(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if tensor.dtype is torch.float64:
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            kwargs = {name: torch.float64 if each is torch.float32 else each for name, each in kwargs.items()}
+        return function(tensor, *args, **kwargs)
+
+    return widen
+
+
+def _decoder_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return lm_loss(logits, batch[1])
+
+
+def _build_huggingface(values: Mapping[str, Any]) -> nn.Module:
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError("a Hugging Face model needs the package transformers; pip install transformers") from None
+    options = copy.deepcopy(dict(values))
+    kind = options.pop("model_type", None)
+    if kind is None:
+        raise ConfigError("the Hugging Face config has no model_type; give the config.json of a model")
+    options |= {"use_cache": False, "dtype": None, "torch_dtype": None}
+    try:
+        config = transformers.AutoConfig.for_model(kind, **options)
+        named = [getattr(transformers, name, None) for name in options.get("architectures") or ()]
+        known = [each for each in named if each is not None]
+        model: nn.Module = known[0](config) if known else transformers.AutoModelForCausalLM.from_config(config)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"transformers cannot build the model {kind}: {reason}; try its config there") from error
+    if any("expert" in key for key in options) and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # its default knows no float64
+    return model

@@ -1,0 +1,111 @@
+"""The layout's side of a verification: one of the ranks that train with the engine.
+
+Gradients are in slices, on several ranks, and gone when the step ends. So before the run another engine takes one step
+of SGD with learning rate 1, without decay and clipping: what it takes from the parameters is the gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardwise.config import Config
+from shardwise.engine import Engine
+from shardwise.launch.environment import RankEnv
+from shardwise.launch.group import start_process_group
+from shardwise.start import initialize
+from shardwise.verify.compare import Trace
+from shardwise.verify.job import VerifyJob
+from shardwise.verify.model import build_for_engine, float64_throughout, loss_of, make_batch
+
+JOB_NAME: Final = "job.json"
+TRACE_NAME: Final = "trace.safetensors"
+_SWAP_NAME: Final = "swap"
+_PROBE: Final = (
+    ("optimizer", {"name": "sgd", "lr": 1.0, "momentum": 0.0, "weight_decay": 0.0, "clip_norm": None}),
+    ("scheduler", {"name": "constant", "warmup_steps": 0}),
+)
+
+
+def be_rank(env: RankEnv, folder: Path) -> None:
+    """Be one of the ranks: train what the folder's job says; rank 0 leaves the trace there.
+
+    Raises:
+        ConfigError: the small run's layout cannot be.
+        LaunchError: the ranks did not meet.
+        CommError: a collective failed or hung.
+    """
+    torch.set_num_threads(1)
+    job = VerifyJob.from_json((folder / JOB_NAME).read_text(encoding="utf-8"))
+    start_process_group(env, "cpu", job.config.run.timeout_s)
+    trace = train_layout(job, env.rank, folder)
+    if env.rank == 0:
+        trace.save(folder / TRACE_NAME)
+
+
+def train_layout(job: VerifyJob, rank: int, folder: Path) -> Trace:
+    """Train as the job says on this rank of the process group.
+
+    Args:
+        job: of as many processes as the group has.
+        rank: of this one.
+        folder: for states on NVMe.
+
+    Returns:
+        The trace; its tensors on rank 0 only.
+    """
+    config = job.config
+    if config.tiers.nvme_path is not None:
+        swap = folder / _SWAP_NAME
+        swap.mkdir(exist_ok=True)
+        config = _with(config, "tiers", {"nvme_path": str(swap)})
+    probe = config
+    for section, update in _PROBE:
+        probe = _with(probe, section, update)
+    trace = Trace()
+    with float64_throughout():
+        trace.gradients.update(_first_gradients(replace(job, config=probe), rank))
+        with _engine(job, config) as engine:
+            for step in range(job.num_steps):
+                result = engine.train_step(_batches(job, engine, step))
+                trace.losses.append(result.loss)
+                trace.grad_norms.append(result.grad_norm)
+                trace.parameters.append(_read(engine))
+    return trace
+
+
+def _first_gradients(job: VerifyJob, rank: int) -> dict[str, Tensor]:
+    with _engine(job, job.config) as engine:
+        before = _read(engine)
+        engine.train_step(_batches(job, engine, 0))
+        after = _read(engine)
+    return {name: before[name] - after[name] for name in after}
+
+
+def _engine(job: VerifyJob, config: Config) -> Engine:
+    model = build_for_engine(job.model, config.run.seed)
+    return initialize(model, config, loss_fn=loss_of(job.model))
+
+
+def _batches(job: VerifyJob, engine: Engine, step: int) -> list[Any]:
+    """This data rank's micro-batches; the first of all data ranks come first, then the second."""
+    mesh, batch = engine.layout.mesh, engine.config.batch
+    first, num = mesh.data_index(engine.comm.rank), mesh.num_data_ranks
+    numbers = range(first, (batch.accumulation or 1) * num, num)
+    shape = (batch.micro_size or 1, job.seq_len)
+    return [make_batch(job.model, engine.config.run.seed, step, number, shape) for number in numbers]
+
+
+def _read(engine: Engine) -> dict[str, Tensor]:
+    """The parameters, whole, on rank 0; nothing on the others."""
+    names = [name for name, _ in engine.model.named_parameters()]
+    read = {name: engine.read(name, to_rank=0) for name in names}
+    return {name: tensor for name, tensor in read.items() if tensor is not None}
+
+
+def _with(config: Config, section: str, update: dict[str, Any]) -> Config:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=update)})

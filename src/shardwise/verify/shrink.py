@@ -1,0 +1,224 @@
+"""From a model's sizes to small ones that divide in the same way: pure integers, for our decoder and Hugging Face's.
+
+>>> from shardwise.models import preset
+>>> mesh = MeshShape(pp=8, dp_shard=8, tp=8)
+>>> scale = Scale(mesh, MeshShape(pp=4, dp_shard=2, tp=2), num_stages=8, num_folded_stages=4)
+>>> small = shrink_decoder(preset("llama-3-70b"), scale)
+>>> small.num_layers, small.hidden_size, small.num_heads, small.num_kv_heads, small.ffn_size, small.vocab_size
+(8, 64, 16, 2, 224, 60)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from shardwise.config import ConfigError
+from shardwise.layout.mesh_shape import MeshShape
+from shardwise.models import DecoderConfig
+
+_HEAD_DIM: Final = 4
+_VOCAB_SIZE: Final = 60
+_SEQ_LEN: Final = 12
+_NUM_EXPERTS: Final = 4
+_NUM_POSITIONS: Final = 48
+_WINDOW: Final = 6
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What the shrunk sizes must go with.
+
+    Attributes:
+        mesh: of the run.
+        folded: the small mesh.
+        num_stages: of the run's pipeline.
+        num_folded_stages: of the small one.
+        recompute_every: which blocks are recomputed; there should be others too.
+    """
+
+    mesh: MeshShape
+    folded: MeshShape
+    num_stages: int = 1
+    num_folded_stages: int = 1
+    recompute_every: int = 1
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What is scaled of a model."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    max_seq_len: int
+
+
+def shrink_sizes(sizes: ModelSizes, scale: Scale, head_dim: int = _HEAD_DIM) -> ModelSizes:
+    """Sizes in the same ratios that divide by the folded axes as the given ones do by the run's."""
+    tp, folded_tp = scale.mesh.tp, scale.folded.tp
+    if tp > sizes.num_kv_heads:  # ranks share KV heads, two of them each
+        num_kv_heads = max(1, folded_tp // 2)
+    else:
+        num_kv_heads = folded_tp * min(2, max(1, sizes.num_kv_heads // tp))
+    num_heads = num_kv_heads * (sizes.num_heads // sizes.num_kv_heads)
+    while sizes.num_heads % tp == 0 and num_heads % folded_tp:
+        num_heads += num_kv_heads
+    hidden_size = num_heads * head_dim
+    if sizes.hidden_size != sizes.num_heads * sizes.head_dim:
+        hidden_size = max(2, 2 * round(hidden_size * sizes.hidden_size / (sizes.num_heads * sizes.head_dim) / 2))
+    return ModelSizes(
+        num_layers=shrink_layers(sizes.num_layers, scale),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        ffn_size=_like(round(hidden_size * sizes.ffn_size / sizes.hidden_size), sizes.ffn_size, tp, folded_tp),
+        vocab_size=_like(_VOCAB_SIZE, sizes.vocab_size, tp, folded_tp),
+        max_seq_len=shrink_seq_len(sizes.max_seq_len, scale),
+    )
+
+
+def shrink_layers(num_layers: int, scale: Scale) -> int:
+    """Two blocks a stage where there are as many; one more where the stages do not divide them."""
+    if num_layers < scale.num_stages:  # embedding and head are stages of their own
+        return max(1, scale.num_folded_stages - (scale.num_stages - num_layers))
+    per_stage = min(2, num_layers // scale.num_stages)
+    wanted = per_stage * scale.num_folded_stages + (num_layers % scale.num_stages > 0)
+    return min(num_layers, max(wanted, scale.recompute_every + 1))
+
+
+def shrink_seq_len(seq_len: int, scale: Scale) -> int:
+    """A few tokens, which divide by tp if those of the run do."""
+    return _like(_SEQ_LEN, seq_len, scale.mesh.tp, scale.folded.tp)
+
+
+def shrink_decoder(shape: DecoderConfig, scale: Scale) -> DecoderConfig:
+    """A decoder's shape with small sizes; the rest, such as tied embeddings, as it is."""
+    sizes = ModelSizes(**{field.name: getattr(shape, field.name) for field in fields(ModelSizes)})
+    small = shrink_sizes(sizes, scale)
+    return replace(shape, **{field.name: getattr(small, field.name) for field in fields(ModelSizes)})
+
+
+# What the families call their sizes; the first that a config has says how large the model is, all of them are changed.
+_NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers"),
+        "hidden_size": ("hidden_size", "n_embd", "d_model"),
+        "num_heads": ("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads"),
+        "num_kv_heads": ("num_key_value_heads",),
+        "head_dim": ("head_dim", "d_kv"),
+        "ffn_size": ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "decoder_ffn_dim"),
+        "vocab_size": ("vocab_size",),
+        "max_seq_len": ("max_position_embeddings", "n_positions"),
+    }
+)
+_MORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "num_layers": ("num_decoder_layers", "encoder_layers"),
+        "num_heads": ("encoder_attention_heads",),
+        "ffn_size": ("encoder_ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size"),
+        "hidden_size": ("word_embed_proj_dim", "n_ctx"),
+    }
+)
+_EXPERTS: Final[Mapping[str, int]] = MappingProxyType(
+    {"num_local_experts": _NUM_EXPERTS, "num_experts": _NUM_EXPERTS, "num_experts_per_tok": 2}
+)
+_TOKENS: Final[Mapping[str, int]] = MappingProxyType({"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2})
+
+
+def shrink_huggingface(values: Mapping[str, Any], scale: Scale, seq_len: int) -> dict[str, Any]:
+    """The values of a Hugging Face `config.json` with small sizes; the rest, such as dropout, as it is.
+
+    Args:
+        values: as `json.loads` returns them.
+        scale: to which the sizes are brought.
+        seq_len: of the run.
+
+    Raises:
+        ConfigError: layers, hidden size, heads or vocabulary go by no name that is known.
+    """
+    sizes = read_huggingface(values)
+    # A rotary embedding of a part of the head turns pairs, too.
+    is_partial = any(key in values for key in ("partial_rotary_factor", "rotary_pct"))
+    small = shrink_sizes(sizes, scale, head_dim=4 * _HEAD_DIM if is_partial else _HEAD_DIM)
+    shrunk = dict(values)
+    for field in fields(ModelSizes):
+        for key in (*_NAMES[field.name], *_MORE_NAMES.get(field.name, ())):
+            if isinstance(values.get(key), int):
+                shrunk[key] = _shrink_key(field.name, key, values[key], sizes, small, scale)
+    for key, most in _EXPERTS.items():
+        if isinstance(values.get(key), int):
+            shrunk[key] = min(values[key], most)
+    if isinstance(values.get("layer_types"), list):
+        shrunk["layer_types"] = values["layer_types"][: small.num_layers]
+    window = values.get("sliding_window")
+    if isinstance(window, int) and window < seq_len:
+        shrunk["sliding_window"] = _WINDOW
+    shrunk |= dict(_small_tokens(values, small.vocab_size))
+    return shrunk
+
+
+def read_huggingface(values: Mapping[str, Any]) -> ModelSizes:
+    """The sizes of a Hugging Face config.
+
+    Raises:
+        ConfigError: some go by no name that is known.
+    """
+    found: dict[str, int] = {}
+    for field in fields(ModelSizes):
+        known = (values.get(key) for key in _NAMES[field.name])
+        found.update(
+            {field.name: value for value in known if isinstance(value, int) for _ in [0] if field.name not in found}
+        )
+    for name in ("num_layers", "hidden_size", "num_heads", "vocab_size"):
+        if name not in found:
+            raise ConfigError(
+                f"the Hugging Face config of a {values.get('model_type', 'model')} has none of {', '.join(_NAMES[name])}; "
+                "only text models of one config can be scaled down"
+            )
+    found.setdefault("num_kv_heads", found["num_heads"])
+    found.setdefault("head_dim", max(1, found["hidden_size"] // found["num_heads"]))
+    found.setdefault("ffn_size", 4 * found["hidden_size"])
+    found.setdefault("max_seq_len", _NUM_POSITIONS)
+    return ModelSizes(**found)
+
+
+def _shrink_key(name: str, key: str, value: int, sizes: ModelSizes, small: ModelSizes, scale: Scale) -> int:
+    if name == "max_seq_len":
+        return min(value, _NUM_POSITIONS)
+    if name == "num_layers":  # an encoder and a decoder may have different numbers
+        return shrink_layers(value, scale)
+    if key in _MORE_NAMES.get(name, ()) and value != getattr(sizes, name):
+        return _like(
+            max(1, round(getattr(small, name) * value / getattr(sizes, name))), value, scale.mesh.tp, scale.folded.tp
+        )
+    result: int = getattr(small, name)
+    return result
+
+
+def _small_tokens(values: Mapping[str, Any], vocab_size: int) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if key.endswith("_token_id"):
+            tokens = value if isinstance(value, list) else [value]
+            small = [
+                token if token is None or 0 <= token < min(4, vocab_size) else _TOKENS.get(key, 0) for token in tokens
+            ]
+            yield key, small if isinstance(value, list) else small[0]
+
+
+def _like(number: int, original: int, degree: int, folded_degree: int) -> int:
+    """The smallest size from `number` on that divides by `folded_degree` if, and only if, `original` does by `degree`."""
+    number = max(1, number)
+    if folded_degree == 1:
+        return number
+    divides = original % degree == 0
+    while (number % folded_degree == 0) != divides:
+        number += 1
+    return number
