@@ -1,16 +1,19 @@
 """What modules and parameters wear: classes of the library in place of their own, for as long as an engine has them.
 
 A worn class is a subclass of the object's own, so whoever asks what it is gets the same answer, and copies follow.
+And, for proofs alone, casts of torch's that keep float64.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from shardwise._torch_private import plain_torch_functions, pytree
 from shardwise.config import ConfigError
@@ -202,3 +205,39 @@ _READABLE: Final = frozenset(
 
 def _describe(parameter: nn.Parameter) -> str:
     return f"Parameter(shape={tuple(parameter.shape)}, dtype={parameter.dtype}, released: its data is sharded)"
+
+
+@contextmanager
+def float64_throughout() -> Iterator[None]:
+    """Inside, casts of float64 to float32 do nothing, also where a softmax is asked for one.
+
+    For proofs of equality: Hugging Face's models compute norms and softmax in float32 whatever their dtype, which turns
+    a difference of the last bit, as the order of a sum makes it, into one of 1e-7. A mode for functions of torch is not
+    in force while a backward recomputes; so torch's own functions are replaced, for all threads of the process.
+    """
+    replaced: tuple[tuple[Any, str, Any], ...] = (
+        (Tensor, "to", _widened(Tensor.to)),
+        (Tensor, "float", Tensor.double),  # of integers too: positions meet frequencies in float64
+        (F, "softmax", _widened(F.softmax)),
+    )
+    own = [vars(owner).get(name) for owner, name, _ in replaced]
+    for owner, name, function in replaced:
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for (owner, name, _), function in zip(replaced, own, strict=True):
+            if function is None:  # inherited
+                delattr(owner, name)
+            else:
+                setattr(owner, name, function)
+
+
+def _widened(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def widen(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if tensor.dtype is torch.float64:
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            kwargs = {name: torch.float64 if each is torch.float32 else each for name, each in kwargs.items()}
+        return function(tensor, *args, **kwargs)
+
+    return widen

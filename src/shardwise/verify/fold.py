@@ -44,10 +44,10 @@ def fold_mesh(mesh: MeshShape, num_kv_heads: int | None = None, most: int = MOST
     limits = {**dict.fromkeys(AXES, 2), "pp": _MOST_PP, "tp": 4 if shares_some else 2}
     sizes = {axis: min(size, limits[axis]) for axis, size in zip(AXES, mesh.sizes, strict=True)}
     for axis, size, smaller in _SHRINKS:
-        if MeshShape(**sizes).world_size > most and sizes[axis] == size:
-            # Replicas go only where nothing else can, and never for a limit that the user has set.
-            if smaller > 1 or most == MOST_PROCESSES:
-                sizes[axis] = smaller
+        # Replicas go only where nothing else can, and never for a limit that the user has set.
+        may_shrink = smaller > 1 or most == MOST_PROCESSES
+        if may_shrink and sizes[axis] == size and MeshShape(**sizes).world_size > most:
+            sizes[axis] = smaller
     folded = MeshShape(**sizes)
     if folded.world_size > most:
         used = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from shardwise.config import ConfigError
 from shardwise.models import Decoder, DecoderConfig, lm_loss
@@ -92,38 +90,6 @@ def make_batch(spec: ModelSpec, seed: int, step: int, number: int, shape: tuple[
     }
 
 
-@contextmanager
-def float64_throughout() -> Iterator[None]:
-    """Inside, casts of float64 to float32 do nothing, also where a softmax is asked for one.
-
-    Hugging Face's models compute norms and softmax in float32 whatever their dtype. That turns a difference of the last
-    bit, which the order of a sum makes, into one of 1e-7. A mode for functions of torch is not in force while a backward
-    recomputes, so the functions themselves are replaced; in processes that do nothing else.
-    """
-    own = (Tensor.to, Tensor.float, F.softmax)
-    replaced = (_widened(Tensor.to), Tensor.double, _widened(F.softmax))
-    try:
-        _set_casts(*replaced)
-        yield
-    finally:
-        _set_casts(*own)
-
-
-def _set_casts(to: Any, to_float: Any, softmax: Any) -> None:
-    for owner, name, function in ((Tensor, "to", to), (Tensor, "float", to_float), (F, "softmax", softmax)):
-        setattr(owner, name, function)
-
-
-def _widened(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def widen(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if tensor.dtype is torch.float64:
-            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
-            kwargs = {name: torch.float64 if each is torch.float32 else each for name, each in kwargs.items()}
-        return function(tensor, *args, **kwargs)
-
-    return widen
-
-
 def _decoder_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return lm_loss(logits, batch[1])
 
@@ -146,6 +112,7 @@ def _build_huggingface(values: Mapping[str, Any]) -> nn.Module:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"transformers cannot build the model {kind}: {reason}; try its config there") from error
-    if any("expert" in key for key in options) and hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # its default knows no float64
+    choose_experts = getattr(model, "set_experts_implementation", None)
+    if choose_experts is not None and any("expert" in key for key in options):
+        choose_experts("eager")  # the default knows no float64
     return model

@@ -20,7 +20,8 @@ from shardwise.launch.group import start_process_group
 from shardwise.start import initialize
 from shardwise.verify.compare import Trace
 from shardwise.verify.job import VerifyJob
-from shardwise.verify.model import build_for_engine, float64_throughout, loss_of, make_batch
+from shardwise.verify.model import build_for_engine, loss_of, make_batch
+from shardwise.wearing import float64_throughout
 
 JOB_NAME: Final = "job.json"
 TRACE_NAME: Final = "trace.safetensors"

@@ -17,7 +17,8 @@ from shardwise.layout.mesh_shape import MeshShape
 from shardwise.optim import build_optimizer, build_scheduler
 from shardwise.verify.compare import Trace
 from shardwise.verify.job import VerifyJob
-from shardwise.verify.model import build_whole, float64_throughout, loss_of, make_batch
+from shardwise.verify.model import build_whole, loss_of, make_batch
+from shardwise.wearing import float64_throughout
 
 
 def train_reference(job: VerifyJob) -> Trace:

@@ -23,6 +23,7 @@ _HEAD_DIM: Final = 4
 _VOCAB_SIZE: Final = 60
 _SEQ_LEN: Final = 12
 _NUM_EXPERTS: Final = 4
+_MANY_SHARERS: Final = 8
 _NUM_POSITIONS: Final = 48
 _WINDOW: Final = 6
 
@@ -63,11 +64,13 @@ class ModelSizes:
 def shrink_sizes(sizes: ModelSizes, scale: Scale, head_dim: int = _HEAD_DIM) -> ModelSizes:
     """Sizes in the same ratios that divide by the folded axes as the given ones do by the run's."""
     tp, folded_tp = scale.mesh.tp, scale.folded.tp
+    num_sharers = sizes.num_heads // sizes.num_kv_heads
     if tp > sizes.num_kv_heads:  # ranks share KV heads, two of them each
         num_kv_heads = max(1, folded_tp // 2)
     else:
-        num_kv_heads = folded_tp * min(2, max(1, sizes.num_kv_heads // tp))
-    num_heads = num_kv_heads * (sizes.num_heads // sizes.num_kv_heads)
+        most = 2 if num_sharers <= _MANY_SHARERS else 1
+        num_kv_heads = folded_tp * min(most, max(1, sizes.num_kv_heads // tp))
+    num_heads = num_kv_heads * num_sharers
     while sizes.num_heads % tp == 0 and num_heads % folded_tp:
         num_heads += num_kv_heads
     hidden_size = num_heads * head_dim
@@ -173,15 +176,14 @@ def read_huggingface(values: Mapping[str, Any]) -> ModelSizes:
     """
     found: dict[str, int] = {}
     for field in fields(ModelSizes):
-        known = (values.get(key) for key in _NAMES[field.name])
-        found.update(
-            {field.name: value for value in known if isinstance(value, int) for _ in [0] if field.name not in found}
-        )
+        known = [values[key] for key in _NAMES[field.name] if isinstance(values.get(key), int)]
+        if known:
+            found[field.name] = known[0]
     for name in ("num_layers", "hidden_size", "num_heads", "vocab_size"):
         if name not in found:
             raise ConfigError(
-                f"the Hugging Face config of a {values.get('model_type', 'model')} has none of {', '.join(_NAMES[name])}; "
-                "only text models of one config can be scaled down"
+                f"the Hugging Face config of a {values.get('model_type', 'model')} has none of "
+                f"{', '.join(_NAMES[name])}; give one of a text model, in which they stand at the top"
             )
     found.setdefault("num_kv_heads", found["num_heads"])
     found.setdefault("head_dim", max(1, found["hidden_size"] // found["num_heads"]))
@@ -214,7 +216,7 @@ def _small_tokens(values: Mapping[str, Any], vocab_size: int) -> Iterator[tuple[
 
 
 def _like(number: int, original: int, degree: int, folded_degree: int) -> int:
-    """The smallest size from `number` on that divides by `folded_degree` if, and only if, `original` does by `degree`."""
+    """The smallest size from `number` on that divides by `folded_degree` if and only if `original` does by `degree`."""
     number = max(1, number)
     if folded_degree == 1:
         return number

@@ -1,0 +1,180 @@
+"""Small copies train as one process does; a fault that is put into the library is found and named."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from harness.pool import WorkerPool
+from shardwise.comm import Comm
+from shardwise.config import Config
+from shardwise.pipeline.ports import Port
+from shardwise.verify.compare import PARITY, Trace, first_difference
+from shardwise.verify.job import VerifyJob, make_job, small_layout
+from shardwise.verify.rank import train_layout
+from shardwise.verify.reference import train_reference
+from shardwise.verify.run import Outcome, judge
+
+QWEN2 = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 28,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "attention_dropout": 0.1,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "architectures": ["Qwen2ForCausalLM"],
+    "tie_word_embeddings": False,
+}
+
+
+def scaled_gradients(own):
+    """The second stage sends wrong gradients for the second micro-batch."""
+
+    def send(port, micro_batch, gradients):
+        if micro_batch == 1:
+            gradients = [None if each is None else each * 1.01 for each in gradients]
+        return own(port, micro_batch, gradients)
+
+    return send
+
+
+def dropped_reduction(own):
+    """Of one block, rank 1's gradients get lost."""
+
+    def reduce_scatter(comm, source, out, *, accumulate, name):
+        if "blocks.1" in name and comm.rank == 1:
+            source.zero_()
+        return own(comm, source, out, accumulate=accumulate, name=name)
+
+    return reduce_scatter
+
+
+def train(rank: int, world_size: int, text: str, folder: Path, fault: str) -> Trace:
+    patches = {
+        "": nullcontext(),
+        "scaled": mock.patch.object(Port, "send_gradients", scaled_gradients(Port.send_gradients)),
+        "dropped": mock.patch.object(Comm, "reduce_scatter", dropped_reduction(Comm.reduce_scatter)),
+    }
+    with patches[fault]:
+        return train_layout(VerifyJob.from_json(text), rank, folder)
+
+
+def run(ranks: WorkerPool, job: VerifyJob, folder: Path, fault: str = "") -> Outcome:
+    traces = ranks(job.world_size).run(train, job.to_json(), folder, fault)
+    assert all(not trace.gradients for trace in traces[1:])
+    # As the ranks hand it over: through a file.
+    traces[0].save(folder / "trace.safetensors")
+    return judge(small_layout(job), Trace.load(folder / "trace.safetensors"), train_reference(job), 0.0)
+
+
+def test_a_config_of_512_gpus(ranks, tmp_path):
+    config = Config.from_dict(
+        {
+            "model": {"preset": "llama-3-70b"},
+            "mesh": {"pp": 8, "dp_shard": 8, "tp": 8},
+            "batch": {"micro_size": 1, "accumulation": 32},
+            "tensor": {"sequence_parallel": True},
+            "pipeline": {"schedule": "interleaved", "virtual_stages": 5},
+            "precision": {"param": "bf16"},
+            "recompute": {"mode": "full"},
+            "zero": {"stage": 3},
+            "scheduler": {"warmup_steps": 2000},
+        }
+    )
+    job = make_job(config, 512, most_processes=8, num_steps=2)
+    assert job.folded == (
+        "pp 8 -> 2",
+        "dp_shard 8 -> 2",
+        "tp 8 -> 2",
+        "virtual stages 5 -> 2",
+        "micro-batches 32 -> 6",
+    )
+    outcome = run(ranks, job, tmp_path)
+    assert (outcome.exit_code, outcome.difference) == (0, None)
+    assert 0 < outcome.error < PARITY / 1000
+
+
+def test_a_hugging_face_model_with_dropout_and_states_on_nvme(ranks, tmp_path):
+    pytest.importorskip("transformers")
+    config = Config.from_dict(
+        {
+            "mesh": {"pp": 2, "tp": 4},
+            "batch": {"micro_size": 4, "accumulation": 3},
+            "pipeline": {"schedule": "zb-h1"},
+            "tiers": {"optimizer": "nvme", "nvme_path": "/nowhere"},
+            "scheduler": {"name": "linear"},
+        }
+    )
+    job = make_job(config, 8, huggingface=QWEN2)
+    assert job.world_size == 4
+    assert job.model.values["attention_dropout"] == 0.1
+    assert train_reference(job).losses != train_reference(_without_dropout(job)).losses
+    assert run(ranks, job, tmp_path).difference is None
+
+
+def test_ranks_that_share_kv_heads(ranks, tmp_path):
+    config = Config.from_dict(
+        {
+            "model": {"preset": "tiny", "num_heads": 8, "num_kv_heads": 2},
+            "mesh": {"tp": 8},
+            "optimizer": {"name": "sgd"},
+        }
+    )
+    job = make_job(config, 8)
+    assert job.world_size == 4
+    assert run(ranks, job, tmp_path).difference is None
+
+
+def test_a_wrong_gradient_between_stages_is_found(ranks, tmp_path):
+    config = Config.from_dict({"mesh": {"pp": 2}, "batch": {"accumulation": 4}})
+    job = make_job(config, 2, num_steps=1)
+    outcome = run(ranks, job, tmp_path, "scaled")
+    found = outcome.difference
+    assert outcome.exit_code == 1
+    assert (found.what, found.step, found.names[0]) == ("gradient", 1, "embed.weight")
+    assert outcome.holders[0] == "stages 0, 1, ranks 0 to 1"  # it is tied
+    # What the second stage computes from its own gradients is right.
+    layout = small_layout(job)
+    assert {layout.pipeline.stages_of[name] for name in found.names} == {(0, 1), (0,)}
+    assert outcome.holders[1] == "stage 0, rank 0"
+    assert 1e-4 < found.error < 1
+
+
+def test_a_lost_reduction_is_found(ranks, tmp_path):
+    job = make_job(Config.from_dict({"zero": {"stage": 2}}), 64, num_steps=1)
+    outcome = run(ranks, job, tmp_path, "dropped")
+    assert outcome.exit_code == 1
+    assert outcome.difference.what == "gradient"
+    assert outcome.difference.names[0] == "blocks.1.attention_norm.weight"
+    assert all(name.startswith("blocks.1.") for name in outcome.difference.names)
+    assert outcome.holders[0] == "all ranks"
+
+
+def test_the_first_difference_in_time():
+    expected = Trace([2.0, 1.0], [1.0, 1.0], {"up": torch.ones(2)}, [{"up": torch.ones(2)}, {"up": torch.ones(2)}])
+    assert first_difference(expected, expected) is None
+    for step in (1, 2):
+        losses = [2.0, 1.0]
+        losses[step - 1] = float("nan")
+        assert (
+            first_difference(Trace(losses, [1.0, 1.0], expected.gradients, expected.parameters), expected).step == step
+        )
+    later = [expected.parameters[0], {"up": torch.tensor([1.0, 1.0 + 1e-6])}]
+    found = first_difference(Trace([2.0, 1.0], [1.0, 1.0], expected.gradients, later), expected)
+    assert (found.what, found.step, found.names) == ("parameter", 2, ("up",))
+    assert first_difference(Trace([2.0], [1.0], expected.gradients, later), expected).what == "loss"
+    assert first_difference(Trace([2.0, 1.0], [1.0, 1.0], {}, later), expected).what == "gradient"
+
+
+def _without_dropout(job: VerifyJob) -> VerifyJob:
+    text = job.to_json().replace('"attention_dropout": 0.1', '"attention_dropout": 0.0')
+    return VerifyJob.from_json(text)
