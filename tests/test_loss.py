@@ -37,7 +37,7 @@ def books(*others: list[float]) -> LossBooks:
 
 
 def comms_of(comm: FakeComm) -> Any:
-    return SimpleNamespace(data=comm, model=comm, tensor=SimpleNamespace(rank=0))
+    return SimpleNamespace(data=comm, model=comm, all=comm, tensor=SimpleNamespace(rank=0))
 
 
 def total_of(loss: float, count: float) -> Total:

@@ -193,8 +193,10 @@ class _Work:
         self._engine = engine
         self._books = books
         self.taken: list[Taken] = []
-        for batch in batches:
-            self.taken.append(Taken.of(engine, batch, self.taken[-1] if self.taken else None))
+        num_samples = 0
+        for number, batch in enumerate(batches):
+            self.taken.append(Taken.of(engine, batch, num_samples, number))
+            num_samples += self.taken[-1].num_samples
 
     def forward(self, stage: int, micro_batch: int) -> Any:
         """Run the model's forward on a micro-batch; on the last stage return the mean loss."""

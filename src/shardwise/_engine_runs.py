@@ -67,15 +67,14 @@ class Taken:
     number: int
 
     @classmethod
-    def of(cls, engine: Engine, batch: Any, before: Taken | None) -> Self:
-        """Take a batch, which must be the same on ranks that compute it together; `before` is the step's last one."""
+    def of(cls, engine: Engine, batch: Any, first_sample: int, number: int) -> Self:
+        """Take a batch, which must be the same on ranks that compute it together."""
         engine._check_batch(batch, is_first_step=engine.num_steps == 0)
         batch = to_device(batch, engine.device)
         has_more = engine._loss_fn is not None and isinstance(batch, list | tuple)
         inputs = to_device(batch[0] if has_more else batch, engine.device, torch_dtype(engine.config.precision.param))
         sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-        first, number = (0, 0) if before is None else (before.first_sample + before.num_samples, before.number + 1)
-        return cls(batch, inputs, sizes[0] if sizes else 0, first, number)
+        return cls(batch, inputs, sizes[0] if sizes else 0, first_sample, number)
 
 
 def run_model(engine: Engine, taken: Taken, read: Callable[[Any], Result]) -> Result:
@@ -108,7 +107,7 @@ class LoopRun:
     """Forward and backward of each micro-batch in turn."""
 
     def __init__(self) -> None:
-        self._last: Taken | None = None
+        self._num_forwards = self._num_samples = 0
 
     def check_direct(self, call: str) -> None:
         """They can."""
@@ -116,7 +115,8 @@ class LoopRun:
     def forward(self, engine: Engine, batch: Any) -> Total:
         """Run the forward."""
         engine._check_usable(params_suffice=not torch.is_grad_enabled())
-        self._last = taken = Taken.of(engine, batch, self._last)
+        taken = Taken.of(engine, batch, self._num_samples, self._num_forwards)
+        self._num_forwards, self._num_samples = taken.number + 1, taken.first_sample + taken.num_samples
         return run_model(engine, taken, lambda output: read_loss(output, taken.batch, engine._loss_fn))
 
     def train(self, engine: Engine, batches: Sequence[Any]) -> StepResult:
@@ -137,8 +137,7 @@ class LoopRun:
 
     def end_step(self) -> None:
         """The next forward is the first of a step."""
-        self._last = None
+        self._num_forwards = self._num_samples = 0
 
     def close(self) -> None:
         """Nothing is open."""
-        self._last = None

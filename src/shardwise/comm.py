@@ -9,7 +9,7 @@ small or narrow sum of two ranks' activations. NCCL sums activations natively, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -23,8 +23,7 @@ from shardwise.agreement import CallCheck
 from shardwise.comm_books import AbsentError, Call, CommBooks, CommError
 from shardwise.config import Config, ConfigError
 from shardwise.group_links import GroupLinks
-from shardwise.layout.layout import Layout
-from shardwise.layout.mesh_shape import GRADIENT_AXES, PIPELINE_AXES, REPLICA_AXES, SHARD_AXES, TENSOR_AXES
+from shardwise.layout.mesh_shape import GRADIENT_AXES, PIPELINE_AXES, REPLICA_AXES, SHARD_AXES, TENSOR_AXES, MeshShape
 from shardwise.links import Links, Network
 from shardwise.mesh import DOWN, HOST, UP, Mesh
 from shardwise.pending import Pending
@@ -384,28 +383,28 @@ class Comms:
 
 def connect(
     network: Network,
-    layout: Layout,
+    shape: MeshShape,
     config: Config,
     device: torch.device,
     streams: Streams,
     pool: BufferPool,
+    ties: Collection[tuple[int, ...]] = (),
 ) -> Comms:
     """Make an engine's groups of ranks, with books in common; all ranks do so alike.
 
     Args:
         network: where links come from.
-        layout: its mesh, and the parameters that several ranks of a pipeline hold.
+        shape: of the mesh.
         config: resolved.
         device: where the tensors lie.
         streams: side streams on CUDA.
         pool: receive buffers come from here.
+        ties: ranks of the pipeline that hold a parameter together; of all such parameters.
     """
     made: dict[tuple[tuple[str, ...], str], Comm] = {}
     books = CommBooks(network.rank)
     if config.run.check_collectives and network.store is not None:
         books.check = CallCheck(network.store, network.rank, config.run.timeout_s)
-
-    shape = layout.mesh
 
     def connect_over(links: Links, axes: tuple[str, ...], ranks: tuple[int, ...]) -> Comm:
         return Comm(links, "+".join(axes), device, config.run.timeout_s, streams, pool, books, ranks)
@@ -420,11 +419,11 @@ def connect(
     # On NCCL one communicator would run gathers and reductions one after the other.
     reductions = over(SHARD_AXES, "reduce" if device.type == "cuda" else "gather")
     tied: dict[tuple[int, ...], Comm] = {}
-    for holders in sorted({layout.holders(group) for group in layout.model_groups}):
+    for holders in sorted(ties):
         stages = shape.ranks_along(PIPELINE_AXES, network.rank)
-        if len(holders) == len(stages) > 1:
+        if len(holders) == len(stages):
             tied[holders] = over(PIPELINE_AXES)
-        elif len(holders) > 1:  # all ranks make these groups, in this order
+        else:  # all ranks make these groups, in this order
             links = network.links_among(PIPELINE_AXES, holders)
             if links is not None:
                 tied[holders] = connect_over(links, PIPELINE_AXES, tuple(stages[index] for index in holders))

@@ -103,7 +103,7 @@ class Engine(EngineWeights):
         self._away = None
         self._optimizer_plan = plan_optimizer(optimizer, config.optimizer, model)
         named_groups = self._optimizer_plan.groups_of(layout)
-        self._comms = connect(network, layout, config, device, streams, self._pool)
+        self._comms = connect(network, layout.mesh, config, device, streams, self._pool, layout.ties)
         self.comm = self._comms.all
         self._timeline = Timeline(network.rank)
         self._watchdog = watch(network.store, self.comm.books, self._timeline, config.run)

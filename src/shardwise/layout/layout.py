@@ -228,6 +228,12 @@ class Layout:
         """The ranks of the pipeline that hold a group: several where a parameter is tied across a cut."""
         return (0,) if self.pipeline is None else self.pipeline.holders(group.stages)
 
+    @property
+    def ties(self) -> frozenset[tuple[int, ...]]:
+        """The ranks of the pipeline that hold some parameter together, for each parameter that is tied across a cut."""
+        holders = (self.holders(group) for group in self.model_groups)
+        return frozenset(each for each in holders if len(each) > 1)
+
     def num_unshards(self, group: GroupSpec, num_micro_batches: int) -> int:
         """How often a step gathers a group for use; the root's and the last block's stay between their two uses."""
         if not self.stage.unshard_for_use or group.rests_whole:
