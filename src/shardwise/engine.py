@@ -425,7 +425,7 @@ class Engine(EngineWeights):
         self.layout = layout
 
     def _refuse_unless_trainable(self) -> None:
-        if not any(group.trainable for group in self.layout.groups):
+        if not any(group.trainable for group in self.layout.model_groups):
             raise ConfigError("every parameter of the model is frozen; set requires_grad on those to train")
 
     def _adopt_buffers(self) -> None:
