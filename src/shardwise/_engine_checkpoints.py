@@ -436,9 +436,11 @@ class EngineCheckpoints(EngineStates):
             trajectory.restore_scheduler(self.scheduler, saved["scheduler"])
 
     def _described_layout(self) -> dict[str, Any]:
-        layout = self.layout
+        layout, pipeline = self.layout, self.layout.pipeline
+        starts = [] if pipeline is None else [units[0] for units in pipeline.units]
         return {
             "mesh": asdict(layout.mesh),
+            "pipeline": {"schedule": self.config.pipeline.schedule, "starts": starts} if starts else None,
             "stage": self.config.zero.stage,
             "precision": asdict(layout.precision),
             "states": [{"name": state.name, "dtype": state.dtype, "codec": state.codec} for state in layout.states],

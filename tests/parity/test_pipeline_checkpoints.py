@@ -20,6 +20,7 @@ from harness.tensor import make_case
 from shardwise import Engine, init, initialize
 from shardwise.checkpoint.folder import read_manifest, step_name
 from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.checkpoint.show import describe_layout
 from shardwise.models import Decoder, lm_loss
 from shardwise.models.decoder import DecoderConfig
 
@@ -239,19 +240,20 @@ def test_what_does_not_fit_is_reported_alike_on_all_ranks(ranks: WorkerPool, tmp
 
 
 def freeze(engine: Engine) -> None:
-    """All of the first stage but one block."""
-    for module in (engine.model.embed, engine.model.blocks[0]):
+    """All of the first stage."""
+    for module in (engine.model.embed, *engine.model.blocks[:2]):
         module.requires_grad_(False)
 
 
 def save_parts(rank: int, world_size: int, root: Path) -> Any:
-    """What is trained alone, and the weights alone, by an engine that has frozen some of each stage."""
+    """What is trained alone, and the weights alone, by an engine of which one stage is frozen."""
     with make_engine(LAYOUTS["pp2 dp2"], is_tied=False) as engine:
         freeze(engine)
         train(engine)
         engine.save(root / "trainable", contents="trainable")
         engine.save(root / "weights", contents="weights")
-        names = ("embed.weight", "blocks.0.ffn.up.weight", "blocks.1.ffn.up.weight", "head.weight")
+        assert all(not group.trainable for group in engine.layout.groups) == (rank < 2)
+        names = ("embed.weight", "blocks.0.ffn.up.weight", "blocks.2.ffn.up.weight", "head.weight")
         return {name: engine.read(name) for name in names}
 
 
@@ -268,7 +270,11 @@ def load_parts(rank: int, world_size: int, root: Path) -> Any:
 
 def test_parts_of_what_a_pipeline_has_are_saved_and_loaded(ranks: WorkerPool, tmp_path: Path) -> None:
     saved = ranks(4).run(save_parts, tmp_path)[0]
-    there = {tensor.name for tensor in read_manifest(tmp_path / "trainable" / step_name(NUM_STEPS)).tensors}
+    manifest = read_manifest(tmp_path / "trainable" / step_name(NUM_STEPS))
+    assert describe_layout(manifest).startswith(
+        "ZeRO-3 over 4 ranks, pp 2 × dp_shard 2, gpipe over 2 stages from embed, blocks.2, fp64"
+    )
+    there = {tensor.name for tensor in manifest.tensors}
     assert not {"embed.weight", "blocks.0.ffn.up.weight"} & there
     for missing, step, trained, weights in ranks(4).run(load_parts, tmp_path):
         assert (missing, step) == ((), NUM_STEPS)

@@ -31,6 +31,7 @@ from shardwise.checkpoint.manifest import (
     StoredTensor,
     tensor_to_json,
 )
+from shardwise.checkpoint.matching import listed_names
 from shardwise.holdings import PARAM
 
 if TYPE_CHECKING:
@@ -158,6 +159,9 @@ def describe_layout(manifest: Manifest) -> str:
     >>> tiers = {"params": "device", "grads": "host", "optimizer": "nvme"}
     >>> describe_layout(Manifest(1, (), {}, layout={"mesh": {}, "stage": 2, "tiers": tiers}))
     'ZeRO-2 over 1 rank, gradients in host memory, optimizer states on NVMe'
+    >>> pipeline = {"schedule": "1f1b", "starts": ["embed", "blocks.2"]}
+    >>> describe_layout(Manifest(1, (), {}, layout={"mesh": {"pp": 2}, "stage": 1, "pipeline": pipeline}))
+    'ZeRO-1 over 2 ranks, pp 2, 1f1b over 2 stages from embed, blocks.2'
     """
     mesh = manifest.layout.get("mesh") or manifest.config.get("mesh") or {}
     axes = {name: size for name, size in mesh.items() if isinstance(size, int) and size > 1}
@@ -168,8 +172,11 @@ def describe_layout(manifest: Manifest) -> str:
         parts.append(f"ZeRO-{stage} over {_count(num_ranks, 'rank')}")
     elif mesh:
         parts.append(_count(num_ranks, "rank"))
-    if len(axes) > 1:
+    if len(axes) > 1 or "pp" in axes:
         parts.append(" × ".join(f"{name} {size}" for name, size in axes.items()))
+    if pipeline := manifest.layout.get("pipeline"):
+        starts = pipeline["starts"]
+        parts.append(f"{pipeline['schedule']} over {_count(len(starts), 'stage')} from {listed_names(starts)}")
     precision = manifest.layout.get("precision") or manifest.config.get("precision") or {}
     if "param" in precision:
         master = precision.get("master", precision["param"])
