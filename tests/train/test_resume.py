@@ -67,6 +67,20 @@ def test_what_the_user_gives_counts_over_the_saved_config_and_this_over_the_defa
     assert resumed(root)[0].optimizer.lr == 0.5
 
 
+def test_a_pipeline_is_taken_over_with_its_schedule_and_neither_without_the_other():
+    pipeline = {"schedule": "zb-v", "virtual_stages": 2, "cut": ["blocks.1", "blocks.3", "blocks.5"]}
+    saved = Config.from_dict({**SAVED, "mesh": {"pp": 2}, "pipeline": pipeline}).resolve(2).model_dump(mode="json")
+    root = write(Path("ck"), 10, config=saved)
+    same = resumed(root)[0].pipeline
+    assert (same.schedule, same.virtual_stages, list(same.cut)) == tuple(pipeline.values())
+    for pp in (1, 4):
+        config, _ = resumed(root, f"mesh.pp={pp}")
+        assert config.pipeline == Config().pipeline
+        assert config.resolve(4).mesh.pp == pp
+    config, _ = resumed(root, "mesh.pp=4", "pipeline.schedule=gpipe")
+    assert (config.pipeline.schedule, config.pipeline.cut) == ("gpipe", None)
+
+
 def test_what_belonged_to_the_machines_is_not_taken_over():
     config, _ = resumed(write(Path("ck"), 10))
     assert (config.run.num_procs, config.mesh.dp_shard, config.checkpoint.path) == (None, None, None)

@@ -72,7 +72,11 @@ def resumed_job(
         cure = f"; did you mean --resume {AUTO}?" if difflib.get_close_matches(resume.lower(), [AUTO]) else ""
         raise ConfigError(f"--resume {resume}: {error}{cure}") from None
     _refuse_unless_of_a_run(newest, manifest)
-    config = job_config(path, assignments, data_path, base=_taken_over(manifest.config))
+    saved = manifest.config
+    config = job_config(path, assignments, data_path, base=_taken_over(saved))
+    if config.mesh.pp != saved["mesh"]["pp"]:  # for which schedule and cut were chosen
+        without = {section: keys for section, keys in saved.items() if section != "pipeline"}
+        config = job_config(path, assignments, data_path, base=_taken_over(without))
     _refuse_another_model(newest, manifest, config)
     in_file = read_toml(path) if path is not None else {}
     batch = _resumed_batch(Config.from_dict(in_file).override(assignments).batch, manifest.config["batch"])
