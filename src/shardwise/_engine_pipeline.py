@@ -89,6 +89,7 @@ class PipelineRun:
         self._compute = StageCompute(forward, pipeline.num_stages, inlets, outlets, timeline, queue)
         self._learns = describe is not None
         self._has_failed = False
+        self._is_out_of_step = False
 
     def check_direct(self, call: str) -> None:
         """Raise: a rank has some of the layers.
@@ -103,6 +104,8 @@ class PipelineRun:
 
     def train(self, engine: Engine, batches: Sequence[Any]) -> StepResult:
         """Take a step as the schedule says."""
+        self._check_in_step()
+        engine._before_model()  # here, since behind the first stage's a rank would wait for what never comes
         work = _Work(self._pipeline, self._forward, self._groups, engine, batches, engine._books)
         self._learn(engine, work.taken[0])
         step = _StateActions(self._row, self._groups, self._layout, engine)
@@ -111,6 +114,9 @@ class PipelineRun:
         engine._is_broken, engine._syncs = True, False  # the schedule alone says when to reduce
         try:
             self._perform(engine, self._row, {**self._compute.handlers(work), **step.handlers()})
+        except BaseException:
+            self._is_out_of_step |= not step.has_begun
+            raise
         finally:
             engine._syncs = True
         if step.result is None:
@@ -120,12 +126,17 @@ class PipelineRun:
     def evaluate(self, engine: Engine, batches: Sequence[Any], books: LossBooks) -> None:
         """Run the forwards as a schedule says."""
         engine._check_usable(params_suffice=True)
+        self._check_in_step()
         row = evaluation_schedule(self._config, self._layout, len(batches)).ranks[self._pipeline.index]
         work = _Work(self._pipeline, self._forward, self._groups, engine, batches, books)
         self._learn(engine, work.taken[0])
         self._timeline.is_recording = False
         state = _StateActions(row, self._groups, self._layout, engine)
-        self._perform(engine, row, {**self._compute.handlers(work), **state.handlers()})
+        try:
+            self._perform(engine, row, {**self._compute.handlers(work), **state.handlers()})
+        except BaseException:
+            self._is_out_of_step = True
+            raise
 
     def forward(self, engine: Engine, batch: Any) -> Total | None:
         """Run the forward of one batch through all stages."""
@@ -141,6 +152,18 @@ class PipelineRun:
         """Give the channels up."""
         self._compute.close()
         self._examples.clear()
+
+    def _check_in_step(self) -> None:
+        """Raise where messages to or from other stages may be left of a schedule that has not reached its end.
+
+        Raises:
+            RuntimeError: they may.
+        """
+        if self._is_out_of_step:
+            raise RuntimeError(
+                "an exception has ended a step or an evaluation amid its schedule, so the stages are no longer at the "
+                "same message; call engine.close() on every rank, or start anew from a checkpoint"
+            )
 
     def _perform(self, engine: Engine, row: Sequence[Action], handlers: Handlers) -> None:
         """Carry a row out; where it fails, those that wait for this rank hear why."""
@@ -240,6 +263,7 @@ class _StateActions:
 
     def __init__(self, row: Sequence[Action], groups: ScheduledGroups, layout: Layout, engine: Engine) -> None:
         self.result: StepResult | None = None
+        self.has_begun = False  # the step: all messages between stages are over
         self._groups = groups
         self._engine = engine
         self._keeps = layout.stage.unshard_for_use and pipeline_of(layout).gathers_once
@@ -273,7 +297,7 @@ class _StateActions:
     def _step(self, action: Action) -> None:
         """The first takes the step of all stages of this rank: one norm clips them all."""
         if self.result is None:
-            self._engine._is_broken = False
+            self._engine._is_broken, self.has_begun = False, True
             self.result = self._engine._step()
 
     def _fetch(self, action: Action) -> None:

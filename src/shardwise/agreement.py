@@ -141,7 +141,7 @@ class BatchCheck:
 
     Args:
         store: of the engine; None where there is one process.
-        ranks: of the world, that share the matrices of layers.
+        ranks: of the world, that share the model's layers or the layers' matrices.
         rank: of this process in the world.
         config: of the run; with `check_collectives` all batches are compared, and not only those of the first step.
     """

@@ -178,7 +178,8 @@ def first_nonfinite_module(
 ) -> str:
     """Run the step's forwards again and say which module's output is the first that is not finite, on which rank.
 
-    All ranks call it, with as many batches each.
+    Each rank finds its own first; of those it is the first one in the model's order of modules. All ranks call it, with
+    as many batches each.
     """
     found: list[str] = []
 
@@ -191,9 +192,11 @@ def first_nonfinite_module(
         for batch in batches:
             forward(batch)
     reports = torch.zeros(comm.world_size, dtype=torch.float64, device=comm.device)
-    reports[comm.rank] = modules.index(found[0]) + 1 if found else 0
-    for rank, report in enumerate(comm.sum_scalars(reports, "first non-finite module")):
-        if report:
-            name = modules[int(report) - 1] or type(model).__name__
-            return f"the first module with a non-finite output is {name} on rank {rank}"
-    return "every module's output is finite, so it arose in the loss or in the backward"
+    reports[comm.rank] = modules.index(found[0]) or len(modules) if found else 0  # the model itself comes last
+    summed = comm.sum_scalars(reports, "first non-finite module")
+    reported = [(int(report), rank) for rank, report in enumerate(summed) if report]
+    if not reported:
+        return "every module's output is finite, so it arose in the loss or in the backward"
+    position, rank = min(reported)  # a stage hands on to the next, which may be a lower rank's, what it has computed
+    name = modules[position % len(modules)] or type(model).__name__
+    return f"the first module with a non-finite output is {name} on rank {rank}"

@@ -27,6 +27,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Kernels of these are C++ and call no Python; an op of any other may run further ops that a mode must see.
@@ -123,6 +124,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **(kwargs or {}))
         if dispatches_itself(types):
             return NotImplemented
         outputs = call_op(self, func, args, kwargs or {})
@@ -143,6 +146,8 @@ class LiveBytes(TorchDispatchMode):
             self._unpatch()
 
     def _measure(self, tensor: Tensor, origin: str) -> None:
+        if isinstance(tensor, FakeTensor):  # it has no memory
+            return
         if tensor.device.type == "cpu" and tensor.layout == torch.strided:
             self._measure_storage(tensor.untyped_storage(), origin)
 
