@@ -16,6 +16,7 @@ from harness.training import make_config
 from shardwise import initialize
 from shardwise.layout.stages import STAGES, ZeroStage
 from shardwise.schedule import Action, Kind, TimedAction, data_parallel_step, insert_offload, verify
+from shardwise.timeline import Timeline
 
 CASE = "untied-transformer"
 GROUPS = ("root", "blocks.0", "blocks.1", "blocks.2")
@@ -80,3 +81,23 @@ def test_communication_is_issued_ahead(ranks: WorkerPool) -> None:
     assert for_backward.start_s < spans["0B0[blocks.2]"][0].end_s
     reduce = spans["0REDUCE[blocks.2]"][0]
     assert reduce.start_s < spans["0B0[blocks.1]"][0].start_s < reduce.end_s
+
+
+def test_a_step_that_ends_amid_a_schedule_is_recorded_to_the_schedules_end() -> None:
+    timeline = Timeline(rank=0)
+    timeline.is_scheduled = True
+    with timeline.perform(Action.parse("0STEP")):
+        timeline.close_step()
+    with timeline.perform(Action.parse("0UNSHARD")):
+        pass
+    assert timeline.last_step == ()
+    timeline.close_step()
+    assert [str(timed.action) for timed in timeline.last_step] == ["0STEP", "0UNSHARD"]
+
+
+def test_an_action_that_raises_is_over() -> None:
+    timeline = Timeline(rank=0)
+    with pytest.raises(ZeroDivisionError), timeline.perform(Action.parse("0F0")):
+        raise ZeroDivisionError
+    timeline.close_step()
+    assert [str(timed.action) for timed in timeline.last_step] == ["0F0"]

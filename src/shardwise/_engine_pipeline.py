@@ -112,6 +112,7 @@ class PipelineRun:
         engine._batches.extend(batches)
         self._timeline.is_recording = True
         engine._is_broken, engine._syncs = True, False  # the schedule alone says when to reduce
+        self._timeline.is_recording = True
         try:
             self._perform(engine, self._row, {**self._compute.handlers(work), **step.handlers()})
         except BaseException:
@@ -119,6 +120,7 @@ class PipelineRun:
             raise
         finally:
             engine._syncs = True
+            self._timeline.close_step()  # behind what follows the step in the schedule
         if step.result is None:
             raise RuntimeError("the schedule has no STEP; add one")
         return step.result

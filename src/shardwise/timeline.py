@@ -82,10 +82,12 @@ class Timeline:
         if action.micro_batch is not None:
             self.micro_batch = action.micro_batch
         self._open.append(current)
-        yield
-        if not current.is_left_open:
-            current.end()
-        self._current = None
+        try:
+            yield
+        finally:
+            if not current.is_left_open:
+                current.end()
+            self._current = None
 
     def restart(self) -> None:
         """The action that is performed begins only now: until here it has waited for others."""
@@ -111,7 +113,9 @@ class Timeline:
         return time.perf_counter()
 
     def close_step(self) -> None:
-        """Finish the step's record."""
+        """Finish the step's record; amid an action of a schedule that is left to whoever executes it, at its end."""
+        if self._current is not None:
+            return
         self._closed, self._open = self._open, []
         self.micro_batch = 0
 
