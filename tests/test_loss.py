@@ -268,17 +268,21 @@ def test_finite_outputs_point_to_the_loss() -> None:
     assert run_first_nonfinite(poisoned_model(), [GOOD], FakeComm()) == FINITE
 
 
-def test_the_lowest_bad_rank_speaks_for_all() -> None:
-    """Rank 1 is this one; rank 0 or rank 2 found the fourth of the modules "", "0", "1", "1.0", "1.1", ..."""
+def test_the_first_bad_module_of_all_ranks_is_told() -> None:
+    """Rank 1 is this one and finds "1.1"; rank 0 or rank 2 found another of the modules "", "0", "1", "1.0", ..."""
     names = [name for name, _ in poisoned_model().named_modules()]
-    position = names.index("1.0") + 1
-    from_rank_0 = torch.tensor([position, 0, 0], dtype=torch.float64)
-    from_rank_2 = torch.tensor([0, 0, position], dtype=torch.float64)
+
+    def report(rank: int, name: str) -> Tensor:
+        return torch.zeros(3, dtype=torch.float64).index_fill_(0, torch.tensor(rank), names.index(name) or len(names))
+
     silent = torch.zeros(3, dtype=torch.float64)
     for batch, others, expected in (
-        (BAD, (from_rank_0, silent), "is 1.0 on rank 0"),
-        (BAD, (silent, from_rank_2), "is 1.1 on rank 1"),
-        (GOOD, (silent, from_rank_2), "is 1.0 on rank 2"),
+        (BAD, (report(0, "1.0"), silent), "is 1.0 on rank 0"),
+        (BAD, (silent, report(2, "1.0")), "is 1.0 on rank 2"),
+        (BAD, (report(0, "1.1"), silent), "is 1.1 on rank 0"),
+        (BAD, (report(0, ""), silent), "is 1.1 on rank 1"),
+        (GOOD, (silent, report(2, "1.0")), "is 1.0 on rank 2"),
+        (GOOD, (silent, report(2, "")), "is Sequential on rank 2"),
     ):
         found = run_first_nonfinite(poisoned_model(), [batch], FakeComm(rank=1, others=others))
         assert found.endswith(expected)

@@ -240,6 +240,11 @@ class _Work:
         self._groups.take_up(stage, micro_batch)
         self._engine._begin_backward()
 
+    def before_weight_gradients(self, stage: int, micro_batch: int) -> None:
+        """Expect gradients; no parameter is needed for them."""
+        self._groups.enter(stage)
+        self._engine._driver.is_expecting_gradients = True
+
     def after_backward(self, stage: int, micro_batch: int) -> None:
         """Its gradients are there."""
         self._engine._driver.is_expecting_gradients = False

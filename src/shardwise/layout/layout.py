@@ -196,10 +196,10 @@ class Layout:
         """Bytes a rank sends in one optimizer step, by collective, as a ring would: the scalars of the step excepted.
 
         Without a pipeline, or where it gathers for each micro-batch, parameters that rest as shards are gathered for
-        the forward and again for the backward of every micro-batch; the root's and the last block's stay unsharded in
-        between, and are gathered once. Replicas sum their shards once, in the last micro-batch. A pipeline that gathers
-        once a batch reduces once too. Of what stages send each other only the sums of tied parameters' gradients are
-        counted: activations are not the Layout's.
+        the forward and again for the backward of every micro-batch; without one the root's and the last block's stay
+        unsharded in between, and are gathered once. Replicas sum their shards once, in the last micro-batch. A
+        pipeline that gathers once a batch reduces once too. Of what stages send each other only the sums of tied
+        parameters' gradients are counted: activations are not the Layout's.
         """
         num_replicas = self.mesh.size_along(REPLICA_AXES)
         wire = {"all_reduce": 0, "reduce_scatter": 0, "all_gather": 0}
@@ -235,11 +235,15 @@ class Layout:
         return frozenset(each for each in holders if len(each) > 1)
 
     def num_unshards(self, group: GroupSpec, num_micro_batches: int) -> int:
-        """How often a step gathers a group for use; the root's and the last block's stay between their two uses."""
+        """How often a step gathers a group for use; the root's and the last block's stay between their two uses.
+
+        In a pipeline, where other micro-batches come between a forward and its backward, none stays.
+        """
         if not self.stage.unshard_for_use or group.rests_whole:
             return 0
-        if self.pipeline is not None and self.pipeline.gathers_once:
-            return 1
+        if self.pipeline is not None:
+            num_uses = 2 * num_micro_batches * len(self.pipeline.held.intersection(group.stages))
+            return 1 if self.pipeline.gathers_once else num_uses
         once = {ROOT, self.units[-1] if self.units else ROOT}
         return num_micro_batches * (1 if group.unit in once else 2)
 

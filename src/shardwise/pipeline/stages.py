@@ -33,8 +33,11 @@ class StageEvents(Protocol):
     def before_backward(self, stage: int, micro_batch: int) -> None:
         """A backward is about to begin."""
 
+    def before_weight_gradients(self, stage: int, micro_batch: int) -> None:
+        """The weights' gradients, which a backward has left, are about to be computed."""
+
     def after_backward(self, stage: int, micro_batch: int) -> None:
-        """It is over."""
+        """Either is over."""
 
     def loss_weight(self, loss: Tensor) -> Tensor:
         """The gradient of a loss that `forward` returned."""
@@ -152,7 +155,7 @@ class StageCompute:
     def run_backward_weight(self, stage: int, micro_batch: int, events: StageEvents) -> None:
         """Compute the gradients of weights that the backward of a micro-batch has left."""
         assert self._queue is not None, "only schedules that split backwards have these"
-        events.before_backward(stage, micro_batch)
+        events.before_weight_gradients(stage, micro_batch)
         self._queue.drain((stage, micro_batch))
         events.after_backward(stage, micro_batch)
 

@@ -73,8 +73,9 @@ class ScheduledGroups:
         self._driver.reduce(groups, is_last)
 
     def enter(self, stage: int) -> None:
-        """A stage is about to compute: its blocks are those that follow each other."""
+        """A stage is about to compute: its blocks follow each other, and beside them it uses its own parameters."""
         self._driver.order = self._orders[stage]
+        self._driver.units[0].stage = stage
 
     def set_aside(self, stage: int, micro_batch: int) -> None:
         """A forward has ended whose backward comes later, behind those of others."""
@@ -90,6 +91,7 @@ class ScheduledGroups:
         self._aside.clear()
         self._reduced_stages.clear()
         self._kept_for.clear()
+        self._driver.units[0].stage = None
 
     def _groups_of(self, stage: int) -> list[ParamGroup]:
         return [group for group in self._driver.groups if stage in group.spec.stages]

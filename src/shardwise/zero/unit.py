@@ -28,6 +28,7 @@ class Unit:
     def __init__(self, name: str, driver: ZeroDriver) -> None:
         self.name = name
         self.groups: tuple[ParamGroup, ...] = ()
+        self.stage: int | None = None  # of a pipeline, which computes now; None for all that the module belongs to
         self._driver = driver
         self._forward_start_s = 0.0
         self._backward_start_s: float | None = None
@@ -40,14 +41,19 @@ class Unit:
         """Whether a backward has begun and not ended."""
         return self._backward_start_s is not None
 
+    @property
+    def used_groups(self) -> tuple[ParamGroup, ...]:
+        """Those whose parameters the stage uses that computes now."""
+        return tuple(group for group in self.groups if self.stage is None or self.stage in group.spec.stages)
+
     def wait(self) -> None:
         """Have the parameters present."""
-        for group in self.groups:
+        for group in self.used_groups:
             group.wait()
 
     def unshard_ahead(self) -> None:
         """Start to gather the parameters, which are likely to be needed next."""
-        for group in self.groups:
+        for group in self.used_groups:
             if not group.is_ahead:
                 group.unshard()
 
@@ -65,7 +71,7 @@ class Unit:
         """Have the parameters present, and the next unit's on their way."""
         self._driver.enter_forward(self)
         self.wait()
-        for group in self.groups:
+        for group in self.used_groups:
             group.expose()
         self._driver.on_forward()
         self._forward_start_s = self._driver.timeline.now()
@@ -115,10 +121,10 @@ class Unit:
         if begins:
             self._driver.enter_backward(self)
         if torch.is_grad_enabled():
-            for group in self.groups:  # a graph through this backward is being built, and will need the data again
+            for group in self.used_groups:  # a graph through this backward is being built, and will need the data again
                 self._driver.keep_until_backward(group)
         self.wait()
-        for group in self.groups:
+        for group in self.used_groups:
             group.expose()  # to a recomputation, which runs inside the module's own hooks
         if begins:
             self._backward_start_s = self._driver.timeline.now()
