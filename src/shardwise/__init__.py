@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardwise.loss import NonFiniteLossError
     from shardwise.models.layer_list import LayerList, LayerSpec
     from shardwise.pipeline.measure import measure_units
+    from shardwise.recording import save_timeline
     from shardwise.results import EvalResult, StepResult
     from shardwise.simulation import Simulation, simulate
     from shardwise.start import initialize
@@ -57,6 +58,7 @@ __all__ = [
     "measure_units",
     "plan_layout",
     "propose_plan",
+    "save_timeline",
     "simulate",
 ]
 
@@ -84,6 +86,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "measure_units": "pipeline.measure",
     "plan_layout": "tensor.layout",
     "propose_plan": "tensor.propose",
+    "save_timeline": "recording",
     "simulate": "simulation",
 }
 

@@ -229,6 +229,7 @@ class RunConfig(Section):
 
     A collective that takes longer than `watchdog_s`, or half of `timeout_s`, is reported with what every rank does; 0
     turns that off. `check_collectives` compares each collective over the ranks before it starts: slow, for debugging.
+    `record_timeline`: the step whose timeline, of all ranks of a pipeline, is written into the run's folder.
     """
 
     steps: Positive = 200
@@ -244,3 +245,4 @@ class RunConfig(Section):
     timeout_s: PositiveFloat = 300.0
     watchdog_s: Annotated[float, Field(ge=0.0)] = 60.0
     check_collectives: bool = False
+    record_timeline: Positive | None = None

@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,9 +21,6 @@ from shardwise.report import timeline_html, timeline_svg, timeline_text
 from shardwise.report.chrome_trace import chrome_trace, read_chrome_trace
 from shardwise.report.panel import Panel
 from shardwise.schedule import (
-    COMPUTATIONS,
-    Cost,
-    Kind,
     ScheduleError,
     TimedAction,
     bubble_s,
@@ -32,6 +29,7 @@ from shardwise.schedule import (
     placement_of,
     simulate,
 )
+from shardwise.schedule.op_times import OpTimes, mean_times
 
 _EXAMPLES = """\
 Times are those of one micro-batch on one rank, all its stages together; a backward that is not split takes those of
@@ -47,27 +45,6 @@ examples:
 
 Split = Callable[[Sequence[str]], tuple[str | None, list[str]]]
 """From a command's settings to its config file, if there is one, and the assignments."""
-
-
-@dataclass(frozen=True)
-class OpTimes:
-    """Seconds that a rank takes for one micro-batch, all its stages together, and that a transfer takes."""
-
-    forward_s: float = 1.0
-    backward_input_s: float = 1.0
-    backward_weight_s: float = 1.0
-    transfer_s: float = 0.0
-
-    def cost(self, num_stages: int) -> Cost:
-        """What `simulate` asks for, where a rank has `num_stages` equal ones; all else takes no time."""
-        seconds = {
-            Kind.FORWARD: self.forward_s / num_stages,
-            Kind.BACKWARD: (self.backward_input_s + self.backward_weight_s) / num_stages,
-            Kind.BACKWARD_INPUT: self.backward_input_s / num_stages,
-            Kind.BACKWARD_WEIGHT: self.backward_weight_s / num_stages,
-            Kind.SEND: self.transfer_s,
-        }
-        return lambda rank, action: seconds.get(action.kind, 0.0)
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Split) -> None:
@@ -159,23 +136,6 @@ def num_micro_batches_of(config: Config) -> int:
         )
     accumulation = resolve_batch(batch, mesh.dp_shard * (mesh.dp_replicate or 1)).accumulation
     return accumulation or 1
-
-
-def mean_times(actions: Sequence[TimedAction]) -> OpTimes:
-    """The mean times of a recorded run; a backward that was not split counts half for each gradient."""
-    computations = [each for each in actions if each.action.kind in COMPUTATIONS]
-    num_passes = len({(each.rank, each.action.micro_batch) for each in computations})
-
-    def mean_s(kind: Kind) -> float:
-        return sum(each.duration_s for each in computations if each.action.kind is kind) / max(1, num_passes)
-
-    half_s = mean_s(Kind.BACKWARD) / 2
-    return OpTimes(
-        forward_s=mean_s(Kind.FORWARD),
-        # What is computed again is computed for the backward.
-        backward_input_s=half_s + mean_s(Kind.BACKWARD_INPUT) + mean_s(Kind.RECOMPUTE),
-        backward_weight_s=half_s + mean_s(Kind.BACKWARD_WEIGHT),
-    )
 
 
 def _op_times(arguments: argparse.Namespace, recorded: Sequence[TimedAction] | None) -> OpTimes:

@@ -217,15 +217,16 @@ def resolve_batch(batch: BatchConfig, num_data_ranks: int) -> BatchConfig:
     return BatchConfig(global_size=total, micro_size=micro, accumulation=accumulation)
 
 
-def batch_equation(batch: BatchConfig, num_data_ranks: int) -> str:
+def batch_equation(batch: BatchConfig, num_data_ranks: int, is_pipelined: bool = False) -> str:
     """The batch arithmetic of a resolved config as one line.
 
     >>> batch_equation(resolve_batch(BatchConfig(micro_size=4), 2), 2)
     'global batch 8 = 4 samples a micro-batch x 1 accumulation x 2 data-parallel ranks'
     """
+    chunks = "micro-batches (chunks)" if is_pipelined else "accumulation"
     return (
         f"global batch {batch.global_size} = {batch.micro_size} samples a micro-batch x "
-        f"{batch.accumulation} accumulation x {num_data_ranks} data-parallel ranks"
+        f"{batch.accumulation} {chunks} x {num_data_ranks} data-parallel ranks"
     )
 
 

@@ -95,7 +95,10 @@ def _header_lines(run: DryRun) -> Iterator[tuple[str, str]]:
     yield "layout", f"{layout_line(config, mesh)}, {config.precision.param}, recompute {recompute}"
     if tiers := tiers_line(run.simulation.layout):
         yield "at rest", tiers
-    yield "batch", f"{batch_equation(config.batch, mesh.num_data_ranks)}, {config.data.seq_len:,} tokens each"
+    yield (
+        "batch",
+        f"{batch_equation(config.batch, mesh.num_data_ranks, mesh.pp > 1)}, {config.data.seq_len:,} tokens each",
+    )
     if num_bytes := _checkpoint_bytes(run):
         yield "checkpoint", f"{format_bytes(num_bytes)} by all ranks together"
     is_cuda = config.run.device == "cuda"

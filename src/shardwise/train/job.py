@@ -15,6 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
@@ -159,7 +160,15 @@ def layout_line(config: Config, mesh: MeshShape) -> str:
     >>> config = Config.from_dict({"mesh": {"tp": 2}, "tensor": {"sequence_parallel": True}})
     >>> layout_line(config, MeshShape(dp_shard=4, tp=2))
     'ZeRO-2 over 4 of 8 ranks x tensor and sequence parallel over 2'
+    >>> layout_line(Config(), MeshShape(pp=2, dp_shard=4))
+    'pipeline over 2 of 8 ranks x ZeRO-2 over 4 ranks'
     """
+    if mesh.pp > 1:
+        others = replace(mesh, pp=1)
+        rest = f" x {layout_line(config, others)}" if others.world_size > 1 else ""
+        return (
+            f"pipeline over {mesh.pp} of {mesh.world_size:,} ranks{rest}" if rest else f"pipeline over {mesh.pp} ranks"
+        )
     if mesh.world_size == 1:
         return "1 rank, so nothing is sharded"
     num_sharing = mesh.world_size // mesh.tp

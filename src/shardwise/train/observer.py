@@ -76,7 +76,7 @@ class Observer:
         if not self._stop:
             self._display.close()
 
-    def outcome(self, ending: Ending, stopped_by: str | None) -> Outcome:
+    def outcome(self, ending: Ending, stopped_by: str | None, bubble: str = "") -> Outcome:
         """What is to be said in the end."""
         eval_loss = self._last.eval_loss if self._last is not None else ending.eval_loss
         elapsed_s = self._state.elapsed_s
@@ -91,6 +91,7 @@ class Observer:
             peak=self._trainer.peak,
             host=self._trainer.host,
             stopped_by=stopped_by,
+            bubble=bubble,
             train_loss=self._state.loss if self._state.num_taken else None,
             eval_loss=eval_loss,
             unigram_loss=self._trainer.unigram_loss() if eval_loss is not None else None,
@@ -108,12 +109,14 @@ def _header(trainer: Trainer, resumed: Resumed | None) -> Header:
     config, shape, engine = trainer.config, trainer.decoder.config, trainer.engine
     is_half = config.precision.param in ("bf16", "fp16")
     device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
-    layout = layout_line(config, engine.layout.mesh)
+    mesh = engine.layout.mesh
+    layout = layout_line(config, mesh)
+    equation = batch_equation(config.batch, mesh.num_data_ranks, mesh.pp > 1)
     return Header(
         model=f"{config.model.preset}, {short_count(num_params(shape))} parameters, "
         f"{shape.num_layers} layers of {shape.hidden_size}",
         layout=f"{layout}, {device}, {config.precision.param}{' with fp32 master' if is_half else ''}",
-        batch=f"{batch_equation(config.batch, engine.layout.mesh.num_data_ranks)}, {config.data.seq_len} tokens each",
+        batch=f"{equation}, {config.data.seq_len} tokens each",
         data=f"{trainer.data.source}, {short_count(trainer.data.num_tokens)} tokens",
         tiers=tiers_line(engine.layout),
         resumed="" if resumed is None else f"from step {resumed.step} of {resumed.path.parent}",

@@ -35,6 +35,7 @@ from shardwise.launch.local import default_num_ranks, launch_local
 from shardwise.launch.rank import StopFlag
 from shardwise.loss import NonFiniteLossError
 from shardwise.memory import format_bytes
+from shardwise.recording import save_timeline
 from shardwise.tiers.files import SwapError
 from shardwise.tiers.lane import LaneError
 from shardwise.train.checkpoints import RunCheckpoints, checkpoint_root, make_root
@@ -42,6 +43,7 @@ from shardwise.train.job import CONFIG_NAME, create_folder, device_kind, prepare
 from shardwise.train.loop import Trainer, build_trainer
 from shardwise.train.metrics import write_timeline
 from shardwise.train.observer import Observer
+from shardwise.train.pipeline import measured_note, plan_note
 from shardwise.train.prepare import PreparedData, open_data
 from shardwise.train.summary import Ending, render_outcome
 from shardwise.train.tiers import measure_disk
@@ -171,17 +173,20 @@ def run_rank(
         if resumed is not None:
             log.info("resumed from %s at step %d", resumed.path, resumed.step)
         notes = [measure_disk(trainer.engine, env.rank), *(resumed.notes if resumed is not None else ())]
+        if env.rank == 0:
+            notes.append(plan_note(trainer.config, trainer.decoder.config))
         observer = None
         if env.rank == 0:
             for note in filter(None, notes):
                 _say(console, note)
             observer = Observer(trainer, folder, console, stop, resumed)
         with stop.armed():
-            ending = _train(trainer, checkpoints, observer, stop, console)
+            ending = _train(trainer, checkpoints, folder, observer, stop, console)
+        bubble = measured_note(trainer.engine) if trainer.engine.num_steps > trainer.first_step else ""
         write_timeline(folder / f"timeline-{env.rank}.jsonl", trainer.engine.timeline)
         if observer is not None:
             stopped_by = _stopped_by(stop, env) if trainer.was_stopped else None
-            console.print(render_outcome(observer.outcome(ending, stopped_by)), crop=False)
+            console.print(render_outcome(observer.outcome(ending, stopped_by, bubble)), crop=False)
         if ending.failure is not None:
             raise ending.failure
     except KeyboardInterrupt:
@@ -200,7 +205,12 @@ def run_rank(
 
 
 def _train(
-    trainer: Trainer, checkpoints: RunCheckpoints, observer: Observer | None, stop: StopFlag, console: Console
+    trainer: Trainer,
+    checkpoints: RunCheckpoints,
+    folder: Path,
+    observer: Observer | None,
+    stop: StopFlag,
+    console: Console,
 ) -> Ending:
     """Take the steps, save, and write the sample; on every rank alike."""
     announce = observer.announce if observer is not None else log.info
@@ -208,6 +218,8 @@ def _train(
 
     def save(step: int) -> None:
         nonlocal failure
+        if step == trainer.config.run.record_timeline:
+            save_timeline(trainer.engine, folder / "timeline.json")
         if not checkpoints.is_due(step):
             return
         doing = f"saving step {step}"
@@ -244,7 +256,9 @@ def _evaluate_and_sample(trainer: Trainer, announce: Callable[[str], None]) -> E
     if trainer.engine.num_steps == trainer.first_step:  # else the last step has been evaluated
         announce("evaluating on held-out data")
         eval_loss = trainer.evaluate()
-    if trainer.config.run.sample_tokens:
+    if trainer.engine.layout.pipeline is not None:
+        log.info("no sample is written under mesh.pp, where no rank has all layers; export the weights to generate")
+    elif trainer.config.run.sample_tokens:
         announce("writing a sample")
         sample = trainer.sample()
     return Ending(eval_loss, sample)

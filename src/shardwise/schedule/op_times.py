@@ -1,0 +1,52 @@
+"""What the computations of a micro-batch take on a rank: as a price for `simulate`, and as a run has shown it.
+
+>>> forward, backward = (Action.parse(text) for text in ("0F0", "0B0"))
+>>> mean_times([TimedAction(forward, 0, 0.0, 1.0, "compute"), TimedAction(backward, 0, 1.0, 4.0, "compute")])
+OpTimes(forward_s=1.0, backward_input_s=1.5, backward_weight_s=1.5, transfer_s=0.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.schedule.actions import COMPUTATIONS, Kind, TimedAction
+from shardwise.schedule.simulator import Cost
+
+
+@dataclass(frozen=True)
+class OpTimes:
+    """Seconds that a rank takes for one micro-batch, all its stages together, and that a transfer takes."""
+
+    forward_s: float = 1.0
+    backward_input_s: float = 1.0
+    backward_weight_s: float = 1.0
+    transfer_s: float = 0.0
+
+    def cost(self, num_stages: int) -> Cost:
+        """What `simulate` asks for, where a rank has `num_stages` equal ones; all else takes no time."""
+        seconds = {
+            Kind.FORWARD: self.forward_s / num_stages,
+            Kind.BACKWARD: (self.backward_input_s + self.backward_weight_s) / num_stages,
+            Kind.BACKWARD_INPUT: self.backward_input_s / num_stages,
+            Kind.BACKWARD_WEIGHT: self.backward_weight_s / num_stages,
+            Kind.SEND: self.transfer_s,
+        }
+        return lambda rank, action: seconds.get(action.kind, 0.0)
+
+
+def mean_times(actions: Sequence[TimedAction]) -> OpTimes:
+    """The mean times of a recorded run; a backward that was not split counts half for each gradient."""
+    computations = [each for each in actions if each.action.kind in COMPUTATIONS]
+    num_passes = len({(each.rank, each.action.micro_batch) for each in computations})
+
+    def mean_s(kind: Kind) -> float:
+        return sum(each.duration_s for each in computations if each.action.kind is kind) / max(1, num_passes)
+
+    half_s = mean_s(Kind.BACKWARD) / 2
+    return OpTimes(
+        forward_s=mean_s(Kind.FORWARD),
+        # What is computed again is computed for the backward.
+        backward_input_s=half_s + mean_s(Kind.BACKWARD_INPUT) + mean_s(Kind.RECOMPUTE),
+        backward_weight_s=half_s + mean_s(Kind.BACKWARD_WEIGHT),
+    )
