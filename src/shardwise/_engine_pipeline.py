@@ -112,7 +112,6 @@ class PipelineRun:
         engine._batches.extend(batches)
         self._timeline.is_recording = True
         engine._is_broken, engine._syncs = True, False  # the schedule alone says when to reduce
-        self._timeline.is_recording = True
         try:
             self._perform(engine, self._row, {**self._compute.handlers(work), **step.handlers()})
         except BaseException:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.train.job import check_job, job_config
+from shardwise.train.pipeline import schedule_line
 from shardwise.train.tiers import tiers_line
 
 ROOT = Path(__file__).parents[2]
@@ -16,9 +17,12 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_is_a_job(path: Path) -> None:
     assert f"shardwise train examples/{path.name}" in path.read_text()
-    _, layout = check_job(job_config(path, ["run.device=cpu"]), world_size=2)
-    assert tiers_line(layout), "these show states off the device"
+    config = job_config(path, ["run.device=cpu"])
+    resolved, layout = check_job(config, world_size=config.run.num_procs or 2)
+    assert tiers_line(layout) or resolved.mesh.pp > 1, "these show states off the device, or stages"
+    if resolved.mesh.pp > 1:
+        assert "bubble" in schedule_line(resolved)
 
 
 def test_there_are_some() -> None:
-    assert {"offload.toml", "nvme.toml"} <= {path.name for path in EXAMPLES}
+    assert {"offload.toml", "nvme.toml", "pipeline.toml", "3d.toml"} <= {path.name for path in EXAMPLES}

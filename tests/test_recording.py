@@ -1,0 +1,67 @@
+"""The timeline of a pipeline's last step: the planned actions of all ranks, on one clock, in a file that reads back."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from harness.pool import WorkerPool
+from shardwise.recording import gather_timeline
+from shardwise.report.chrome_trace import read_chrome_trace
+from shardwise.schedule import Kind
+
+CLOCK_OFFSET_S = 1000.0
+
+
+def record(rank: int, world_size: int, mesh: dict[str, int], folder: Path) -> tuple[list[list[str]], Any]:
+    """The planned rows and the gathered actions; rank 1's clock is far ahead."""
+    config = {
+        "mesh": mesh,
+        "batch": {"accumulation": 4},
+        "pipeline": {"schedule": "zb-h1"} if mesh["pp"] > 1 else {},
+        "run": {"device": "cpu", "timeout_s": 30.0},
+    }
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    own_clock = time.perf_counter
+    with (
+        mock.patch.object(time, "perf_counter", lambda: own_clock() + CLOCK_OFFSET_S * rank),
+        shardwise.initialize(model, config, loss_fn=lambda output, batch: output.square().mean()) as engine,
+    ):
+        for _ in range(2):
+            engine.train_step([torch.ones(2, 4)] * 4)
+        actions = gather_timeline(engine)
+        shardwise.save_timeline(engine, folder / f"{rank}.json")
+        schedule = getattr(engine._run, "schedule", None)
+        rows = [[str(action) for action in row] for row in schedule.ranks] if schedule is not None else []
+    return rows, actions
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 2}, {"pp": 2, "dp_shard": 2}], ids=str)
+def test_every_rank_of_a_pipeline_is_in_it(ranks: WorkerPool, mesh: dict[str, int], tmp_path: Path) -> None:
+    num_ranks = 2 * mesh.get("dp_shard", 1)
+    results = ranks(num_ranks).run(record, mesh, tmp_path)
+    for rows, actions in results:
+        assert [[str(each.action) for each in actions if each.rank == rank] for rank in range(2)] == rows
+        assert min(each.start_s for each in actions) == 0.0
+        assert max(each.end_s for each in actions) < CLOCK_OFFSET_S / 2
+        starts_s = {str(each.action): each.start_s for each in actions if each.action.kind is Kind.FORWARD}
+        assert starts_s["0F0"] < starts_s["1F0"]
+    (written,) = tmp_path.iterdir()
+    assert written.name == "0.json"
+    for one, other in zip(results[0][1], read_chrome_trace(json.loads(written.read_text())), strict=True):
+        assert (one.action, one.rank, one.lane) == (other.action, other.rank, other.lane)
+        assert one.duration_s == pytest.approx(other.duration_s, abs=1e-6)
+
+
+def test_without_a_pipeline_it_is_the_own_ranks(ranks: WorkerPool, tmp_path: Path) -> None:
+    results = ranks(2).run(record, {"pp": 1}, tmp_path)
+    assert all({each.rank for each in actions} == {0} and len(actions) > 8 for _, actions in results)
+    assert [each.name for each in tmp_path.iterdir()] == ["0.json"]
