@@ -31,7 +31,7 @@ from shardwise.comm import CommError, Comms, MeshNetwork, connect
 from shardwise.comm_books import Call, CallNote, CommBooks
 from shardwise.config import RunConfig
 from shardwise.diagnosis import RankReport, diagnose, render
-from shardwise.layout.mesh_shape import MeshShape
+from shardwise.layout.layout import build_layout
 from shardwise.mesh import Mesh, open_store
 from shardwise.pool import BufferPool
 from shardwise.streams import Event, Streams
@@ -87,9 +87,9 @@ def make_comms(timeout_s: float = TIMEOUT_S) -> Comms:
     """The groups of an engine that checks its collectives, without the engine."""
     run = {**RUN, "check_collectives": True, "timeout_s": timeout_s}
     config = make_config(1, {"run": run}).resolve(dist.get_world_size())
-    shape = MeshShape.from_config(config.mesh)
-    network = MeshNetwork(Mesh(shape, timeout_s), CPU, open_store())
-    return connect(network, shape, config, CPU, Streams(CPU), BufferPool(CPU))
+    layout = build_layout(nn.Linear(1, 1), config)
+    network = MeshNetwork(Mesh(layout.mesh, timeout_s), CPU, open_store())
+    return connect(network, layout, config, CPU, Streams(CPU), BufferPool(CPU))
 
 
 class Records(logging.Handler):
