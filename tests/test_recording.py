@@ -32,7 +32,7 @@ def record(rank: int, world_size: int, mesh: dict[str, int], folder: Path) -> tu
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     own_clock = time.perf_counter
     with (
-        mock.patch.object(time, "perf_counter", lambda: own_clock() + CLOCK_OFFSET_S * rank),
+        mock.patch.object(time, "perf_counter", side_effect=lambda: own_clock() + CLOCK_OFFSET_S * rank),
         shardwise.initialize(model, config, loss_fn=lambda output, batch: output.square().mean()) as engine,
     ):
         for _ in range(2):

@@ -76,7 +76,7 @@ class Observer:
         if not self._stop:
             self._display.close()
 
-    def outcome(self, ending: Ending, stopped_by: str | None, bubble: str = "") -> Outcome:
+    def outcome(self, ending: Ending, stopped_by: str | None) -> Outcome:
         """What is to be said in the end."""
         eval_loss = self._last.eval_loss if self._last is not None else ending.eval_loss
         elapsed_s = self._state.elapsed_s
@@ -91,7 +91,7 @@ class Observer:
             peak=self._trainer.peak,
             host=self._trainer.host,
             stopped_by=stopped_by,
-            bubble=bubble,
+            pipeline=ending.pipeline,
             train_loss=self._state.loss if self._state.num_taken else None,
             eval_loss=eval_loss,
             unigram_loss=self._trainer.unigram_loss() if eval_loss is not None else None,

@@ -10,24 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwise.config import Config
-from shardwise.engine import Engine
 from shardwise.layout.cut import find_cut
-from shardwise.models import Decoder, DecoderConfig
+from shardwise.models import Decoder
 from shardwise.recording import gather_timeline
 from shardwise.schedule import ScheduleError, TimedAction, bubble_s, placement_of, rank_bubble_s, rank_span_s
 from shardwise.schedule.op_times import OpTimes, mean_times
+from shardwise.train.loop import Trainer
 
 
-def plan_note(config: Config, shape: DecoderConfig) -> str:
-    """The table of the cut and the schedule's promise; empty without a pipeline.
-
-    Args:
-        config: resolved.
-        shape: of the model.
-    """
+def plan_note(trainer: Trainer) -> str:
+    """The table of the cut and the schedule's promise; empty without a pipeline."""
+    config = trainer.config
     if config.mesh.pp == 1:
         return ""
-    return f"{find_cut(Decoder(shape, device='meta'), config).describe()}\n{schedule_line(config)}"
+    model = Decoder(trainer.decoder.config, device="meta")
+    return f"{find_cut(model, config).describe()}\n{schedule_line(config)}"
 
 
 def schedule_line(config: Config) -> str:
@@ -42,16 +39,15 @@ def schedule_line(config: Config) -> str:
     return f"{what}: bubble {share:.1%} of a rank's step, were F = B = W and transfers free".replace("%", " %")
 
 
-def measured_note(engine: Engine) -> str:
+def measured_note(trainer: Trainer) -> str:
     """The bubble of the last step beside that of the formula for the times measured; all ranks call it.
 
-    Empty without a pipeline, and where no step was taken.
+    Empty without a pipeline, and where this run has taken no step.
     """
-    if engine.layout.pipeline is None or engine.num_steps == 0:
+    engine = trainer.engine
+    if engine.layout.pipeline is None or engine.num_steps == trainer.first_step:
         return ""
     actions = gather_timeline(engine)
-    if not actions:
-        return ""
     formula = _formula_share(engine.config, mean_times(actions))
     said = "no formula for these times" if formula is None else f"{formula:.1%} by formula for the times measured"
     return f"bubble of the last step: {measured_share(actions):.1%} of the longest rank's, {said}".replace("%", " %")

@@ -173,20 +173,17 @@ def run_rank(
         if resumed is not None:
             log.info("resumed from %s at step %d", resumed.path, resumed.step)
         notes = [measure_disk(trainer.engine, env.rank), *(resumed.notes if resumed is not None else ())]
-        if env.rank == 0:
-            notes.append(plan_note(trainer.config, trainer.decoder.config))
         observer = None
         if env.rank == 0:
-            for note in filter(None, notes):
+            for note in filter(None, [*notes, plan_note(trainer)]):
                 _say(console, note)
             observer = Observer(trainer, folder, console, stop, resumed)
         with stop.armed():
             ending = _train(trainer, checkpoints, folder, observer, stop, console)
-        bubble = measured_note(trainer.engine) if trainer.engine.num_steps > trainer.first_step else ""
         write_timeline(folder / f"timeline-{env.rank}.jsonl", trainer.engine.timeline)
         if observer is not None:
             stopped_by = _stopped_by(stop, env) if trainer.was_stopped else None
-            console.print(render_outcome(observer.outcome(ending, stopped_by, bubble)), crop=False)
+            console.print(render_outcome(observer.outcome(ending, stopped_by)), crop=False)
         if ending.failure is not None:
             raise ending.failure
     except KeyboardInterrupt:
@@ -248,7 +245,7 @@ def _train(
             saved = checkpoints.finish()
         except CheckpointError as error:
             saved, failure = None, failure or error
-    return replace(ending, saved=saved, failure=failure)
+    return replace(ending, saved=saved, failure=failure, pipeline=measured_note(trainer))
 
 
 def _evaluate_and_sample(trainer: Trainer, announce: Callable[[str], None]) -> Ending:

@@ -32,12 +32,14 @@ class Ending:
         eval_loss: of a run that had no step left to take, on held-out data.
         saved: the checkpoints; told to rank 0 alone.
         failure: of the last save.
+        pipeline: what its ranks have waited; empty without one.
     """
 
     eval_loss: float | None = None
     sample: Sample | None = None
     saved: Saved | None = None
     failure: CheckpointError | None = None
+    pipeline: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Outcome:
         elapsed_s: of the steps.
         tokens_per_s: of all ranks, over all steps of this run.
         peak: of the last step whose memory was measured.
-        bubble: what the pipeline's ranks have waited; empty without one.
+        pipeline: as in `Ending`.
         host: of the host tier; None where nothing rests off the device.
     """
 
@@ -68,7 +70,7 @@ class Outcome:
     peak: MemorySnapshot | None = None
     host: MemorySnapshot | None = None
     stopped_by: str | None = None
-    bubble: str = ""
+    pipeline: str = ""
     train_loss: float | None = None
     eval_loss: float | None = None
     unigram_loss: float | None = None
@@ -115,8 +117,8 @@ def _rows(outcome: Outcome) -> Iterator[tuple[str, RenderableType]]:
     if outcome.num_taken:
         steps = f"{outcome.num_taken} steps in {clock(outcome.elapsed_s)}"
         yield "speed", f"{outcome.tokens_per_s:,.0f} tokens/s, {steps}"
-        if outcome.bubble:
-            yield "pipeline", outcome.bubble
+        if outcome.pipeline:
+            yield "pipeline", outcome.pipeline
         yield "at rest", _at_rest_table(outcome.at_rest)
     if outcome.peak is not None:
         yield "peak", _peak_text(outcome.peak)
