@@ -21,6 +21,7 @@ from rich.text import Text
 from shardwise.config import ConfigError
 from shardwise.launch.environment import detect, lone_rank
 from shardwise.launch.rank import exit_with_parent
+from shardwise.schedule import ScheduleError
 
 if TYPE_CHECKING:
     from shardwise.verify.compare import Difference
@@ -76,7 +77,7 @@ def _verify(arguments: argparse.Namespace, split: Split, environ: Mapping[str, s
 
         with progress.status("training") as status:
             outcome = verify(job, _rank_environ(environ), announce=status.update)
-    except ConfigError as error:
+    except (ConfigError, ScheduleError) as error:
         print(f"shardwise: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -184,11 +185,9 @@ def _difference(found: Difference, outcome: Outcome) -> list[Text]:
     first, last = found.names[0], found.names[-1]
     lines = [
         Text.assemble(("different", "bold red"), f": the {found.what} of ", (first, "bold"), f" in step {found.step}"),
-        Text(f"  held by {outcome.holders[0]}; the largest error is {by}"),
+        Text(f"  held by {outcome.holders[0]}; it differs {by}"),
     ]
     if len(found.names) > 1:
-        lines.append(
-            Text(f"  of {len(found.names)} tensors that differ it is the first; the last, at which a backward")
-        )
-        lines.append(Text(f"  begins, is {last}, held by {outcome.holders[1]}"))
+        where = f"the last, at which a backward begins, is {last}, held by {outcome.holders[1]}"
+        lines.append(Text(f"  {len(found.names)} tensors differ; {where}"))
     return lines

@@ -45,7 +45,7 @@ def test_fewer_processes_make_the_pipeline_shorter_but_drop_no_axis():
     mesh = MeshShape(pp=8, dp_shard=8, tp=8)
     assert fold_mesh(mesh, most=12).sizes == (3, 1, 2, 1, 2)
     assert fold_mesh(mesh, most=8).sizes == (2, 1, 2, 1, 2)
-    with pytest.raises(ConfigError, match=r"6 processes do not hold pp 2 x dp_shard 2 x tp 2 = 8, .* allow 8"):
+    with pytest.raises(ConfigError, match="6 processes do not hold pp 2 x dp_shard 2 x tp 2 = 8, "):
         fold_mesh(mesh, most=6)
     with pytest.raises(ConfigError, match=r"8 processes do not hold"):
         fold_mesh(MeshShape(pp=2, dp_replicate=2, dp_shard=2, tp=2), most=8)

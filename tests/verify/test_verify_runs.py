@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from harness.pool import WorkerPool
 from shardwise.comm import Comm
@@ -18,6 +19,7 @@ from shardwise.verify.job import VerifyJob, make_job, small_layout
 from shardwise.verify.rank import train_layout
 from shardwise.verify.reference import train_reference
 from shardwise.verify.run import Outcome, judge
+from shardwise.wearing import float64_throughout
 
 QWEN2 = {
     "model_type": "qwen2",
@@ -173,6 +175,17 @@ def test_the_first_difference_in_time():
     assert (found.what, found.step, found.names) == ("parameter", 2, ("up",))
     assert first_difference(Trace([2.0], [1.0], expected.gradients, later), expected).what == "loss"
     assert first_difference(Trace([2.0, 1.0], [1.0, 1.0], {}, later), expected).what == "gradient"
+
+
+def test_casts_keep_float64_for_as_long_as_is_asked():
+    wide = torch.ones(2, dtype=torch.float64)
+    with float64_throughout():
+        assert {wide.to(torch.float32).dtype, wide.float().dtype, F.softmax(wide, 0, dtype=torch.float32).dtype} == {
+            torch.float64
+        }
+        assert torch.ones(2).to(torch.bfloat16).dtype == torch.bfloat16
+    assert wide.to(torch.float32).dtype == wide.float().dtype == torch.float32
+    assert not {"to", "float"} & vars(torch.Tensor).keys()
 
 
 def _without_dropout(job: VerifyJob) -> VerifyJob:

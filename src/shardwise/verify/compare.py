@@ -65,9 +65,9 @@ class Difference:
     Attributes:
         what: differs.
         step: counted from 1.
-        error: the largest, as a share of the largest value in the model.
+        error: of the first tensor that differs, its largest one, as a share of the largest value in the model.
         names: of all tensors of this step that differ, in the order of the forward; none of a loss or norm.
-        values: the largest error's: what the layout has, and what one process has.
+        values: where that error is: what the layout has, and what one process has.
     """
 
     what: What
@@ -86,9 +86,8 @@ def first_difference(actual: Trace, expected: Trace, tolerance: float = PARITY) 
         errors = _errors(values, references)
         names = tuple(name for name, error in errors.items() if error > tolerance)
         if names:
-            worst = max(names, key=lambda name: errors[name])
-            pair = _worst_pair(values.get(worst), references[worst])
-            return Difference(what, step, errors[worst], names if what in ("gradient", "parameter") else (), pair)
+            pair = _worst_pair(values.get(names[0]), references[names[0]])
+            return Difference(what, step, errors[names[0]], names if what in ("gradient", "parameter") else (), pair)
     return None
 
 

@@ -22,6 +22,7 @@ from shardwise.config import Config, ConfigError
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import AXES, MeshShape
 from shardwise.layout.skeleton import find_units
+from shardwise.layout.splits import check_length
 from shardwise.models import DecoderConfig, decoder_config
 from shardwise.schedule.recipes import placement_of
 from shardwise.tensor.layout import plan_layout
@@ -149,7 +150,10 @@ def small_layout(job: VerifyJob) -> Layout:
     Raises:
         ConfigError: there is none: what the run's own size allows, the small one does not.
     """
-    return plan_layout(build_skeleton(job.model), job.config.resolve(job.world_size))
+    try:
+        return plan_layout(build_skeleton(job.model), job.config.resolve(job.world_size))
+    except ConfigError as error:
+        raise ConfigError(f"the run has a layout but its small copy has none: {error}") from error
 
 
 def _assume_world(config: Config, world_size: int | None) -> tuple[Config, int, tuple[str, ...]]:
@@ -175,6 +179,8 @@ def _check_run(config: Config, world_size: int, model: ModelSpec) -> Config:
     if model.kind == "decoder":
         return check_job(config, world_size)[0]
     resolved = config.resolve(world_size)
+    if resolved.tensor.sequence_parallel:
+        check_length(config.data.seq_len, resolved.mesh.tp, "data.seq_len=", "or set tensor.sequence_parallel=false")
     plan_layout(build_skeleton(model), resolved)
     return resolved
 
@@ -251,6 +257,8 @@ def _replaced(run: Config, small: Config) -> Iterator[str]:
         before, after = (getattr(getattr(config, section), leaf) for config in (run, small))
         if before != after:
             yield f"{key} left out" if after is None else f"{key} {_shown(before)} -> {_shown(after)}"
+    if run.tiers.nvme_path is not None:
+        yield "tiers.nvme_path -> a temporary folder"
 
 
 def _matching(model: nn.Module, patterns: Sequence[str] | None) -> tuple[str, ...] | None:

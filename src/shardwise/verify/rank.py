@@ -20,7 +20,7 @@ from shardwise.launch.group import start_process_group
 from shardwise.start import initialize
 from shardwise.verify.compare import Trace
 from shardwise.verify.job import VerifyJob
-from shardwise.verify.model import build_for_engine, loss_of, make_batch
+from shardwise.verify.model import build_for_engine, build_whole, loss_of, make_batch
 from shardwise.wearing import float64_throughout
 
 JOB_NAME: Final = "job.json"
@@ -81,10 +81,11 @@ def train_layout(job: VerifyJob, rank: int, folder: Path) -> Trace:
 
 def _first_gradients(job: VerifyJob, rank: int) -> dict[str, Tensor]:
     with _engine(job, job.config) as engine:
-        before = _read(engine)
         engine.train_step(_batches(job, engine, 0))
         after = _read(engine)
-    return {name: before[name] - after[name] for name in after}
+    # A model that the engine began with other weights than these is not equal either.
+    before = dict(build_whole(job.model, job.config.run.seed).named_parameters()) if rank == 0 else {}
+    return {name: before[name].detach() - tensor for name, tensor in after.items()}
 
 
 def _engine(job: VerifyJob, config: Config) -> Engine:
