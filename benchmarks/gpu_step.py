@@ -36,7 +36,7 @@ from shardwise.memory import Ledger
 from shardwise.mesh import Mesh
 from shardwise.models.decoder import Decoder, DecoderConfig, flops_per_token, lm_loss
 from shardwise.models.presets import preset
-from shardwise.simulation import SimulatedLinks, SimulatedNetwork
+from shardwise.simulated_links import SimulatedLinks, SimulatedNetwork
 from shardwise.tensor.layout import plan_layout
 
 DEVICE = torch.device("cuda", 0)

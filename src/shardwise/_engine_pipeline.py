@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._engine_runs import Taken, run_model
-from shardwise._torch_private import pytree
 from shardwise.comm_books import CommError
 from shardwise.comm_p2p import Pipes
 from shardwise.config import Config
-from shardwise.hooks import watch_calls
 from shardwise.layout.layout import Layout
 from shardwise.layout.pipeline import PipelineLayout
 from shardwise.layout.timetable import evaluation_schedule, pipeline_of, step_schedule
@@ -82,12 +80,10 @@ class PipelineRun:
         self._groups = groups
         self._timeline = timeline
         timeline.is_scheduled = True
-        self._examples: dict[int, Any] = {}  # of what a stage receives, where other ranks are simulated
-        describe = self._examples.__getitem__ if pipes.moves_nothing else None
+        describe = None if pipes.examples is None else pipes.examples.__getitem__
         inlets, outlets = open_ports(pipes, pipeline.placement, pipeline.index, (Recorded, *forward.types), describe)
         queue = WeightQueue() if recipe_of(config.pipeline.schedule).splits_backward else None
         self._compute = StageCompute(forward, pipeline.num_stages, inlets, outlets, timeline, queue)
-        self._learns = describe is not None
         self._has_failed = False
         self._is_out_of_step = False
 
@@ -107,7 +103,6 @@ class PipelineRun:
         self._check_in_step()
         engine._before_model()  # here, since behind the first stage's a rank would wait for what never comes
         work = _Work(self._pipeline, self._forward, self._groups, engine, batches, engine._books)
-        self._learn(engine, work.taken[0])
         step = _StateActions(self._row, self._groups, self._layout, engine)
         engine._batches.extend(batches)
         self._timeline.is_recording = True
@@ -130,7 +125,6 @@ class PipelineRun:
         self._check_in_step()
         row = evaluation_schedule(self._config, self._layout, len(batches)).ranks[self._pipeline.index]
         work = _Work(self._pipeline, self._forward, self._groups, engine, batches, books)
-        self._learn(engine, work.taken[0])
         self._timeline.is_recording = False
         state = _StateActions(row, self._groups, self._layout, engine)
         try:
@@ -152,7 +146,6 @@ class PipelineRun:
     def close(self) -> None:
         """Give the channels up."""
         self._compute.close()
-        self._examples.clear()
 
     def _check_in_step(self) -> None:
         """Raise where messages to or from other stages may be left of a schedule that has not reached its end.
@@ -181,22 +174,6 @@ class PipelineRun:
         if self._has_failed and engine._watchdog is not None:
             engine._watchdog.note_failure("")
             self._has_failed = False
-
-    def _learn(self, engine: Engine, taken: Taken) -> None:
-        """Where other ranks are simulated, see what the stages before this rank's return: run all of the model once."""
-        if not self._learns:
-            return
-        last_of = {units[-1]: stage + 1 for stage, units in enumerate(self._pipeline.units)}
-
-        running: list[str] = []
-
-        def leave(output: Any) -> None:
-            stage = last_of.get(running.pop())
-            if stage is not None:
-                self._examples[stage] = pytree.tree_map(_leaf_like, output)
-
-        with watch_calls(engine.model, lambda name, *_: running.append(name), leave), torch.no_grad():
-            run_model(engine, taken, lambda output: None)
 
 
 class _Work:
@@ -309,13 +286,6 @@ class _StateActions:
     def _fetch(self, action: Action) -> None:
         if self.result is None:
             self._groups.prefetch(action.stage)
-
-
-def _leaf_like(leaf: Any) -> Any:
-    """A tensor as it is received: a leaf, which requires a gradient where it can."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.empty_like(leaf, requires_grad=leaf.is_floating_point())
 
 
 def _nothing(action: Action) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "compiler_errors",
     "container_types",
     "fake_copy",
+    "fake_like",
     "fake_tensors",
     "in_backward",
     "in_op_mode",
@@ -221,8 +222,11 @@ def fake_copy(tensor: Tensor) -> Tensor:
 
     To be called inside `fake_tensors`.
     """
-    if isinstance(tensor, FakeTensor) and tensor.device.type == "cpu":
-        return tensor
+    return tensor if isinstance(tensor, FakeTensor) and tensor.device.type == "cpu" else fake_like(tensor)
+
+
+def fake_like(tensor: Tensor) -> Tensor:
+    """As `fake_copy`, but always another tensor."""
     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 

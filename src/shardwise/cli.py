@@ -1,4 +1,4 @@
-"""The command line: `shardwise train | verify | checkpoint | timeline | config | presets | doctor`.
+"""The command line: `shardwise train | verify | plan | checkpoint | timeline | config | presets | doctor`.
 
 It reads arguments and the environment, and turns errors into one line and an exit code: 2 for what the user can mend in
 the config, 1 for a run that failed, 128 + n for signal n. torch is imported by the commands that need it, so that
@@ -21,6 +21,7 @@ from pathlib import Path
 from rich.console import Console
 
 from shardwise.cli_checkpoint import add_commands as add_checkpoint_commands
+from shardwise.cli_plan import add_command as add_plan_command
 from shardwise.cli_timeline import add_command as add_timeline_command
 from shardwise.cli_verify import add_command as add_verify_command
 from shardwise.config import Config, ConfigError
@@ -85,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(run=_train)
     add_verify_command(commands, _split, os.environ)
     add_checkpoint_commands(commands)
+    add_plan_command(commands, _split)
     add_timeline_command(commands, _split)
     config = commands.add_parser("config", help="print every key with its default, as TOML")
     config.add_argument("settings", nargs="*", metavar="config.toml | key=value", help="as for train")
@@ -161,14 +163,11 @@ def _job(arguments: argparse.Namespace, console: Console | None) -> tuple[Config
 
 
 def _dry_run(arguments: argparse.Namespace) -> int:
-    from shardwise.launch.local import default_num_ranks
-    from shardwise.train.dry_run import dry_run, render
+    from shardwise.train.dry_run import dry_run, dry_run_size, render
     from shardwise.train.resume import keep_global_batch
 
     config, resume = _job(arguments, None)
-    num_ranks = config.run.num_procs if arguments.world_size is None else arguments.world_size
-    if num_ranks is None:
-        num_ranks = default_num_ranks(config.run.device)
+    num_ranks = dry_run_size(config, arguments.world_size)
     if resume is not None:
         config = keep_global_batch(config, num_ranks)
     Console().print(render(dry_run(config, num_ranks)))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,8 @@ _RING_BYTES: Final = 2**20
 
 class MeshNetwork:
     """A network of the mesh's process groups, and of this engine's part of their store."""
+
+    examples: Mapping[int, Any] | None = None
 
     def __init__(self, mesh: Mesh, device: torch.device, store: dist.Store | None = None) -> None:
         self.rank = mesh.rank

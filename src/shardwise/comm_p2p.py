@@ -157,6 +157,7 @@ class Pipes:
         books: CommBooks,
     ) -> None:
         self.device = device
+        self.examples = network.examples
         self._ranks = shape.ranks_along(PIPELINE_AXES, network.rank)
         self._host = network.links(PIPELINE_AXES, HOST)
         is_cuda = device.type == "cuda"

@@ -454,8 +454,8 @@ class Engine(EngineWeights):
         ahead = [self._sharded.has_stepped_ahead] if self._ahead.is_allowed else []
         scale = [self._books.normaliser * self._books.is_first] if self.layout.pipeline is not None else []
         summed = self._books.sum_with(own, "step", [*flags, *ahead, *scale])
-        if scale:  # which the ranks without a loss do not know
-            self._books.normaliser = summed.pop()
+        if scale:  # which the ranks without a loss do not know, and simulated ranks do not say
+            self._books.normaliser = summed.pop() or self._books.normaliser
         loss_sum, count, square_sum, *counts = summed
         used = {name: number > 0 for name, number in zip(names, counts, strict=False)}
         return loss_sum, count, square_sum, used, bool(ahead) and counts[-1] > 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -62,10 +62,13 @@ class Network(Protocol):
     Attributes:
         rank: of this process in the world.
         store: where ranks speak to each other beside their collectives; None where there is one process.
+        examples: where other ranks are simulated, what each stage of a pipeline receives, by stage; None where they are
+            real, or there is no pipeline.
     """
 
     rank: int
     store: dist.Store | None
+    examples: Mapping[int, Any] | None
 
     def links(self, axes: tuple[str, ...], use: str) -> Links:
         """Links to the ranks that differ from this one along `axes` only; another use never shares a communicator."""

@@ -31,25 +31,36 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise._torch_private import NO_VALUE_ERRORS, fake_copy, fake_tensors, pytree
+from shardwise._engine_runs import Taken, run_model
+from shardwise._torch_private import NO_VALUE_ERRORS, fake_copy, fake_like, fake_tensors, pytree
 from shardwise.comm import Call
-from shardwise.config import Config, ConfigError, Tier
+from shardwise.config import (
+    BatchConfig,
+    Config,
+    ConfigError,
+    MeshConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    RecomputeConfig,
+    Tier,
+    TiersConfig,
+)
 from shardwise.engine import Engine
+from shardwise.hooks import watch_calls
 from shardwise.layout.layout import Layout
-from shardwise.layout.mesh_shape import MeshShape
+from shardwise.layout.pipeline import PipelineLayout
 from shardwise.loss import LossFn
 from shardwise.memory import Category, Ledger, MemorySnapshot, explain_out_of_memory
+from shardwise.results import StepResult
 from shardwise.schedule.actions import TimedAction
+from shardwise.simulated_links import Backend, SimulatedNetwork
 from shardwise.tensor.layout import plan_layout
 from shardwise.zero.optimizer_plan import OptimizerFactory
-
-Backend = Literal["gloo", "nccl"]
 
 
 @dataclass(frozen=True)
@@ -100,81 +111,6 @@ class Simulation:
         return totals
 
 
-class SimulatedLinks:
-    """Links to ranks that are not there: nothing moves, and every collective is over at once.
-
-    Args:
-        rank: in the group.
-        world_size: of the group.
-        backend: in whose way `Comm` uses the links.
-    """
-
-    moves_nothing = True
-
-    def __init__(self, rank: int, world_size: int, backend: Backend) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.waits_on_host = backend == "gloo"
-
-    def all_gather(self, full: Tensor) -> list[dist.Work]:
-        """Leave `full` as it is."""
-        return []
-
-    def all_to_all(self, received: Tensor, source: Tensor) -> list[dist.Work]:
-        """Leave `received` as it is."""
-        return []
-
-    def exchange(self, received: Tensor, source: Tensor) -> list[dist.Work]:
-        """Leave `received` as it is."""
-        return []
-
-    def reduce_scatter(self, out: Tensor, source: Tensor) -> list[dist.Work]:
-        """Leave `out` as it is."""
-        return []
-
-    def all_reduce(self, buffer: Tensor, op: dist.ReduceOp.RedOpType) -> list[dist.Work]:
-        """Leave `buffer` as it is."""
-        return []
-
-    def broadcast(self, buffer: Tensor) -> list[dist.Work]:
-        """Leave `buffer` as it is."""
-        return []
-
-    def send(self, buffer: Tensor, to: int, tag: int = 0) -> list[dist.Work]:
-        """Nobody gets it."""
-        return []
-
-    def receive(self, buffer: Tensor, source: int, tag: int = 0) -> list[dist.Work]:
-        """Leave `buffer` as it is."""
-        return []
-
-    def read(self, values: Tensor, known: Sequence[float]) -> list[float]:
-        """Ones, with which any step goes through; of what the host knew, that: the other ranks do as this one."""
-        return [1.0] * (values.numel() - len(known)) + [float(number) for number in known]
-
-
-class SimulatedNetwork:
-    """A network around one rank of a mesh; see `SimulatedLinks`."""
-
-    def __init__(self, mesh: MeshShape, rank: int, backend: Backend) -> None:
-        self.rank = rank
-        self.store: dist.Store | None = None
-        self._mesh = mesh
-        self._backend = backend
-
-    def links(self, axes: tuple[str, ...], use: str) -> SimulatedLinks:
-        """Links along `axes`, whatever their use."""
-        return SimulatedLinks(self._mesh.index_along(axes, self.rank), self._mesh.size_along(axes), self._backend)
-
-    def links_among(self, axes: tuple[str, ...], indices: tuple[int, ...]) -> SimulatedLinks | None:
-        """Links among some of the ranks along `axes`."""
-        index = self._mesh.index_along(axes, self.rank)
-        return SimulatedLinks(indices.index(index), len(indices), self._backend) if index in indices else None
-
-    def close(self) -> None:
-        """There is nothing to give back."""
-
-
 def simulate(
     model: nn.Module | Callable[[], nn.Module],
     config: Config | Mapping[str, Any] | None,
@@ -214,15 +150,18 @@ def simulate(
     with fake_tensors(), _values_refused():
         model = _without_memory(made)
         layout = plan_layout(model, config, rank=rank)
-        network = SimulatedNetwork(layout.mesh, rank, "nccl" if config.run.device == "cuda" else "gloo")
+        steps = [_make_batches(config, make_batch) for _ in range(2)]
+        examples = None if layout.pipeline is None else _what_stages_receive(model, config, layout.pipeline, steps)
+        network = SimulatedNetwork(layout.mesh, rank, _backend(config), examples)
         with explain_out_of_memory(memory, config, f"on rank {rank} while its engine is made"):
-            engine = Engine(
+            engine = _WatchedEngine(
                 model, config, layout, memory, network, loss_fn=loss_fn, optimizer=optimizer, scheduler=None
             )
         # The first step makes the optimizer's states and learns the order of the blocks.
         with nullcontext() if device_gib is None else memory.meter():
-            _take_step(engine, _make_batches(config, make_batch))
-        at_rest, host_at_rest = _watch_step(engine, _make_batches(config, make_batch))
+            engine.train_step(steps[0])
+        _meter_step(engine, steps[1])
+    at_rest, host_at_rest = engine.before_step
     return Simulation(
         rank=rank,
         layout=layout,
@@ -258,29 +197,98 @@ def _make_batches(config: Config, make_batch: Callable[[], Any]) -> list[Any]:
     return pytree.tree_map(lambda leaf: fake_copy(leaf) if isinstance(leaf, Tensor) else leaf, batches)
 
 
-def _watch_step(engine: Engine, batches: Sequence[Any]) -> tuple[MemorySnapshot, MemorySnapshot]:
+class _WatchedEngine(Engine):
+    """Looks at the ledgers of device and host when the last backward is over and the step has not begun."""
+
+    before_step: tuple[MemorySnapshot, MemorySnapshot]
+
+    def _step(self) -> StepResult:
+        self.before_step = self.memory.snapshot(), self.tiers.memory.snapshot()
+        return super()._step()
+
+
+def _meter_step(engine: Engine, batches: Sequence[Any]) -> None:
     engine.comm.books.recent = deque()  # without a bound
     engine.memory.reset_peak()
     engine.tiers.traffic.reset()
     with engine.memory.meter():
-        return _take_step(engine, batches)
+        engine.train_step(batches)
 
 
-def _take_step(engine: Engine, batches: Sequence[Any]) -> tuple[MemorySnapshot, MemorySnapshot]:
-    """As `Engine.train_step`, with a look at the ledgers of device and host before the optimizer steps."""
-    for batch in batches:
-        engine.backward(engine(batch))
-    at_rest = engine.memory.snapshot(), engine.tiers.memory.snapshot()
-    engine.step()
-    return at_rest
+def _what_stages_receive(
+    model: nn.Module, config: Config, pipeline: PipelineLayout, steps: Sequence[Sequence[Any]]
+) -> dict[int, Any]:
+    """What each stage gets from the one before it, by stage: seen in a forward of all of the model on one rank.
+
+    Layers are split as in the pipeline, so the values are too.
+    """
+    sizes = {tuple(map(_size, pytree.tree_leaves(batch))) for step in steps for batch in step}
+    if len(sizes) > 1:
+        raise ConfigError(
+            "make_batch made micro-batches of several shapes, which a simulated pipeline does not know in advance; "
+            "make them alike, padded to one length"
+        )
+    whole = _without_pipeline(config)
+    copied = _copy_without_memory(model)
+    layout = plan_layout(copied, whole)
+    network = SimulatedNetwork(layout.mesh, 0, _backend(whole))
+    engine = Engine(copied, whole, layout, Ledger("cpu"), network, loss_fn=_no_loss, optimizer=None, scheduler=None)
+    last_of = {units[-1]: stage + 1 for stage, units in enumerate(pipeline.units[:-1])}
+    examples: dict[int, Any] = {}
+    running: list[str] = []
+
+    def leave(output: Any) -> None:
+        stage = last_of.get(running.pop())
+        if stage is not None:
+            examples[stage] = pytree.tree_map(_received, output)
+
+    with watch_calls(copied, lambda name, *_: running.append(name), leave):
+        run_model(engine, Taken.of(engine, steps[0][0], None), lambda output: None)
+    engine.close(keep_values=False)
+    return examples
+
+
+def _without_pipeline(config: Config) -> Config:
+    """The config of one rank, or of one tensor-parallel group, that computes the same activations."""
+    changed = {
+        "mesh": MeshConfig(tp=config.mesh.tp, dp_shard=1),
+        "zero": config.zero.model_copy(update={"stage": 0}),
+        "batch": BatchConfig(),
+        "tiers": TiersConfig(),
+        "pipeline": PipelineConfig(),
+        "recompute": RecomputeConfig(),
+        "optimizer": OptimizerConfig(name="sgd"),
+    }
+    return config.model_copy(update=changed).resolve(config.mesh.tp)
+
+
+def _received(leaf: Any) -> Any:
+    """A leaf of a value as the next rank gets it: without what it was computed from."""
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _size(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None
+
+
+def _no_loss(output: Any, batch: Any) -> Tensor:
+    return torch.zeros(())
+
+
+def _backend(config: Config) -> Backend:
+    return "nccl" if config.run.device == "cuda" else "gloo"
 
 
 def _without_memory(model: nn.Module) -> nn.Module:
     """The module itself where all its tensors are fake and on the CPU; otherwise a copy of which that is so."""
     tensors = [*model.parameters(), *model.buffers()]
     fakes = {id(tensor): fake_copy(tensor) for tensor in tensors}
-    if all(fakes[id(tensor)] is tensor for tensor in tensors):
-        return model
+    is_without = all(fakes[id(tensor)] is tensor for tensor in tensors)
+    return model if is_without else _copy_without_memory(model)
+
+
+def _copy_without_memory(model: nn.Module) -> nn.Module:
+    fakes = {id(tensor): fake_like(tensor) for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, fakes)  # takes what is in the memo for copied: ties stay, and no data is
 
 

@@ -199,6 +199,7 @@ _READABLE: Final = frozenset(
         torch.is_floating_point,
         torch.is_complex,
         torch.numel,
+        torch.ops.prim.device.default,  # how a mode of torch's dispatch reads the device of a fake tensor
     }
 )
 

@@ -11,6 +11,7 @@ from typing import Any
 from shardwise import Engine, Simulation
 from shardwise.comm import Call
 from shardwise.memory import Category
+from shardwise.results import StepResult
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,20 @@ def measure_steps(engine: Engine, steps: Sequence[Sequence[Any]]) -> Measured:
     """
     engine.train_step(steps[0])
     calls: tuple[Call, ...] = ()
-    at_rest, peaks = [], []
+    at_rest: list[dict[Category, int]] = []
+    peaks = []
+    step = engine._step
+
+    def watched_step() -> StepResult:
+        at_rest.append(_settled(engine))
+        return step()
+
+    engine._step = watched_step  # type: ignore[method-assign]
     for batches in steps[1:]:
         engine.comm.books.recent = deque()
         engine.memory.reset_peak()
         with engine.memory.meter():
-            for batch in batches:
-                engine.backward(engine(batch))
-            at_rest.append(_settled(engine))
-            engine.step()
+            engine.train_step(batches)
         peaks.append(engine.memory.snapshot())
         calls = calls or tuple(engine.comm.books.recent)
     actions = tuple(str(timed.action) for timed in engine.timeline)

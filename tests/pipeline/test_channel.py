@@ -25,7 +25,7 @@ from shardwise.mesh import Mesh
 from shardwise.pipeline.channel import AnyChannel, Boundary, Channel, LocalChannel, leaves_with_gradient
 from shardwise.pipeline.messages import MAX_PACKINGS
 from shardwise.pipeline.packing import put_together, take_apart
-from shardwise.simulation import SimulatedNetwork
+from shardwise.simulated_links import SimulatedNetwork
 from shardwise.streams import Streams
 
 CPU = torch.device("cpu")

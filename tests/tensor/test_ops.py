@@ -16,7 +16,7 @@ from harness.split_model import make_comm
 from shardwise._torch_private import fake_copy, fake_tensors
 from shardwise.comm import Comm
 from shardwise.pool import BufferPool
-from shardwise.simulation import SimulatedLinks
+from shardwise.simulated_links import SimulatedLinks
 from shardwise.streams import LaneName, Streams
 from shardwise.tensor import collectives
 from shardwise.tensor.ops import TensorOps

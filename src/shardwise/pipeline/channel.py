@@ -118,7 +118,8 @@ class Channel:
         """Start to send a boundary value."""
         if self._is_simulated:
             leaves = leaves_with_gradient(value)
-            self._simulated_gradients.append([torch.empty_like(leaf, requires_grad=False) for leaf in leaves])
+            # On meta: until they are received, no rank holds them.
+            self._simulated_gradients.append([torch.empty_like(leaf, device="meta") for leaf in leaves])
         return self._outbox.send(value)
 
     def post_receive(self) -> Incoming:

@@ -1,14 +1,15 @@
-"""What a job's rank 0 would hold and send, without starting any: the job's model, simulated, and the picture of it.
+"""What the ranks of a job would hold and send, without starting any: the job's model, simulated, and the picture of it.
 
 The data are not read, so the vocabulary is the preset's where the config gives no size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from rich.console import Group, RenderableType
@@ -16,40 +17,73 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.config import Config, Tier, batch_equation
-from shardwise.layout.layout import OPTIMIZER_STATES
-from shardwise.layout.mesh_shape import SHARD_AXES
+from shardwise.config import Config, ConfigError, batch_equation
+from shardwise.launch.local import default_num_ranks
+from shardwise.layout.cut import find_cut
+from shardwise.layout.layout import OPTIMIZER_STATES, Layout
+from shardwise.layout.mesh_shape import Coordinate, MeshShape
+from shardwise.layout.pipeline import PipelineLayout
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.memory import Category, format_bytes
+from shardwise.layout.stage_cut import StageCut
+from shardwise.memory import format_bytes
 from shardwise.models import Decoder, DecoderConfig, decoder_config, lm_loss, num_params
+from shardwise.schedule import ScheduleError, bubble_s
 from shardwise.simulation import Simulation, simulate
+from shardwise.train.dry_run_tables import rank_tables, ranks_tables
 from shardwise.train.job import check_job, layout_line, wanted_device
 from shardwise.train.progress import short_count
 from shardwise.train.tiers import tiers_line
 
 _LABEL_WIDTH = 11
+_MOST_STAGES: Final = 8
+
+Choice = Literal["stages", "worst"]
+"""One rank of each place in a pipeline; or the one of them with the highest peak."""
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """A job and the simulation of its rank 0; the config is resolved."""
+    """A job and the simulations of some of its ranks; the config is resolved.
+
+    Attributes:
+        cut: the stages of its pipeline; None without one.
+        elapsed_s: what all simulations took.
+        is_worst: of several ranks that were simulated the one with the highest peak is here.
+    """
 
     config: Config
     shape: DecoderConfig
-    simulation: Simulation
+    simulations: tuple[Simulation, ...]
+    cut: StageCut | None
+    elapsed_s: float
+    is_worst: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        """Of the first rank."""
+        return self.simulations[0].layout
 
 
-def dry_run(config: Config, world_size: int) -> DryRun:
-    """Simulate rank 0 of a job.
+def dry_run(
+    config: Config,
+    world_size: int,
+    ranks: Sequence[int] | Choice | None = (0,),
+    announce: Callable[[str], None] = lambda doing: None,
+) -> DryRun:
+    """Simulate ranks of a job.
 
     Args:
         config: as `job_config` returns it.
         world_size: of the job; this machine need not have as many devices.
+        ranks: of the world, or which are of interest; None for one of each place in a pipeline of up to 8 ranks, of a
+            longer one for the first, the second, the middle and the last.
+        announce: is told what is done.
 
     Raises:
         ConfigError: what is wrong with the config, as for a run, or that its optimizer cannot be simulated.
     """
-    config, _ = check_job(config, world_size)
+    start_s = time.perf_counter()
+    config, layout = check_job(config, world_size)
     config = config.model_copy(update={"run": config.run.model_copy(update={"device": wanted_device(config)})})
     shape = decoder_config(config.model, max_seq_len=config.data.seq_len)
 
@@ -57,26 +91,71 @@ def dry_run(config: Config, world_size: int) -> DryRun:
         tokens = torch.zeros(config.batch.micro_size or 1, config.data.seq_len, dtype=torch.int64)  # [B, S]
         return tokens, tokens
 
-    simulation = simulate(
-        lambda: Decoder(shape),
-        config,
-        make_batch,
-        loss_fn=lambda logits, batch: lm_loss(logits, batch[1]),
-        rank=0,
-        world_size=world_size,
-    )
-    return DryRun(config, shape, simulation)
+    chosen = _choose(layout.mesh, ranks)
+    simulations = []
+    for number, rank in enumerate(chosen, 1):
+        announce(f"simulating rank {rank:,} of {world_size:,} ({number} of {len(chosen)})")
+        simulation = simulate(
+            lambda: Decoder(shape),
+            config,
+            make_batch,
+            loss_fn=lambda logits, batch: lm_loss(logits, batch[1]),
+            rank=rank,
+            world_size=world_size,
+        )
+        simulations.append(simulation)
+    if ranks == "worst":
+        simulations = [max(simulations, key=lambda each: each.peak.peak_bytes)]
+    cut = find_cut(Decoder(shape, device="meta"), config) if layout.pipeline is not None else None
+    return DryRun(config, shape, tuple(simulations), cut, time.perf_counter() - start_s, ranks == "worst")
+
+
+def dry_run_size(config: Config, world_size: int | None) -> int:
+    """Ranks of a dry run: those asked for, else those that the config names, else those of a run on this machine."""
+    if world_size is not None:
+        return world_size
+    if config.run.num_procs is not None:
+        return config.run.num_procs
+    mesh = config.mesh
+    if mesh.dp_shard is not None:
+        return math.prod((mesh.pp, mesh.dp_replicate or 1, mesh.dp_shard, mesh.cp, mesh.tp))
+    return default_num_ranks(config.run.device)
+
+
+def _choose(mesh: MeshShape, ranks: Sequence[int] | Choice | None) -> list[int]:
+    """The ranks to simulate; along the other axes the first, which has the least padding."""
+    if ranks is not None and not isinstance(ranks, str):
+        for rank in ranks:
+            if not 0 <= rank < mesh.world_size:
+                raise ConfigError(
+                    f"--ranks {rank} is not in a world of {mesh.world_size}; give 0 to {mesh.world_size - 1}"
+                )
+        return list(dict.fromkeys(ranks))
+    places = list(range(mesh.pp))
+    if ranks is None and mesh.pp > _MOST_STAGES:
+        places = [0, 1, mesh.pp // 2, mesh.pp - 1]
+    return [mesh.rank_of(Coordinate(pp=place)) for place in places]
 
 
 def render(run: DryRun) -> RenderableType:
-    """The header, and what rank 0 holds and sends; 80 columns will do."""
-    simulation = run.simulation
-    footer = Text(
-        f"rank 0 simulated in {simulation.elapsed_s:.1f} s; nothing was started and no data read", style="dim"
-    )
-    tables: list[Table | Text] = [_header(run), _memory_table(simulation), *_tier_tables(run), _wire_table(simulation)]
-    parts = [Padding(table, (1, 1, 0, 1), expand=False) for table in (*tables, footer)]
+    """The header, and what the ranks hold and send; 80 columns will do."""
+    tables: list[RenderableType] = [_header(run)]
+    if run.cut is not None:
+        tables.append(Text(run.cut.describe()))
+    if len(run.simulations) == 1:
+        tables += rank_tables(run.simulations[0], run.config)
+    else:
+        tables += ranks_tables(run.simulations)
+    tables.append(Text(_footer(run), style="dim"))
+    parts = [Padding(table, (1, 1, 0, 1), expand=False) for table in tables]
     return Group(*parts)
+
+
+def _footer(run: DryRun) -> str:
+    ranks = ", ".join(f"{each.rank:,}" for each in run.simulations)
+    many = "ranks" if len(run.simulations) > 1 else "rank"
+    worst = ", of one rank of each stage that with the highest peak," if run.is_worst else ""
+    return f"{many} {ranks}{worst} simulated in {run.elapsed_s:.1f} s; nothing was started and no data read"
 
 
 def _header(run: DryRun) -> Table:
@@ -88,12 +167,14 @@ def _header(run: DryRun) -> Table:
 
 
 def _header_lines(run: DryRun) -> Iterator[tuple[str, str]]:
-    config, mesh = run.config, run.simulation.layout.mesh
+    config, mesh = run.config, run.layout.mesh
     params, layers = short_count(num_params(run.shape)), f"{run.shape.num_layers} layers of {run.shape.hidden_size:,}"
     yield "model", f"{config.model.preset}, {params} parameters, {layers}, {run.shape.vocab_size:,} tokens"
     recompute = "nothing" if config.recompute.mode == "none" else config.recompute.mode
     yield "layout", f"{layout_line(config, mesh)}, {config.precision.param}, recompute {recompute}"
-    if tiers := tiers_line(run.simulation.layout):
+    if run.layout.pipeline is not None:
+        yield "pipeline", _pipeline_line(config, run.layout.pipeline)
+    elif tiers := tiers_line(run.layout):
         yield "at rest", tiers
     yield (
         "batch",
@@ -109,7 +190,7 @@ def _checkpoint_bytes(run: DryRun) -> int:
     """Of what a checkpoint has of each parameter, once; 0 for an optimizer whose states are known only when it runs."""
     if run.config.optimizer.name.lower() not in OPTIMIZER_STATES:
         return 0
-    layout = run.simulation.layout
+    layout = run.layout
     has_master = any(state.name == "master" for state in layout.states)
     saved = [
         state for state in layout.states if state.role == "optimizer" or (state.name == "param" and not has_master)
@@ -117,56 +198,14 @@ def _checkpoint_bytes(run: DryRun) -> int:
     return num_params(run.shape) * sum(DTYPE_BYTES[state.dtype] for state in saved)
 
 
-def _memory_table(simulation: Simulation) -> Table:
-    table = _table("rank 0's device", "at rest", "at the peak")
-    at_rest, peak = simulation.at_rest.live_bytes, simulation.peak.peak_live_bytes
-    for category in Category:
-        if at_rest[category] or peak[category]:
-            table.add_row(category.value, _bytes(at_rest[category]), _bytes(peak[category]))
-    table.add_row("total", _bytes(sum(at_rest.values())), _bytes(sum(peak.values())), style="bold")
-    return table
-
-
-def _tier_tables(run: DryRun) -> Iterator[Table]:
-    """Where states rest and what moves in a step; nothing where all rest on the device."""
-    layout = run.simulation.layout
-    by_tier = layout.bytes_by_tier(layout.mesh.index_along(SHARD_AXES, run.simulation.rank))
-    if set(by_tier) == {"device"}:
-        return
-    rests = _table("at rest in", *_ROLES.values(), "total")
-    for tier, totals in by_tier.items():
-        row_bytes = [*(totals[role] for role in _ROLES), sum(totals.values())]
-        rests.add_row(_TIER_NAMES[tier], *map(_bytes, row_bytes))
-    yield rests
-    moves = _table("a step moves from", "to", "bytes")
-    for (source, target), num_bytes in layout.bytes_across(run.config.batch.accumulation or 1).items():
-        moves.add_row(_TIER_NAMES[source], _TIER_NAMES[target], _bytes(num_bytes))
-    yield moves
-
-
-_ROLES: Final[Mapping[str, str]] = MappingProxyType(
-    {"param": "parameters", "grad": "gradients", "optimizer": "optimizer"}
-)
-_TIER_NAMES: Final[Mapping[Tier, str]] = MappingProxyType({"device": "device", "host": "host", "nvme": "NVMe"})
-
-
-def _wire_table(simulation: Simulation) -> Table:
-    table = _table("a step sends over", "collective", "calls", "bytes")
-    for (axis, op), num_bytes in simulation.wire_bytes.items():
-        num_calls = sum((call.axis, call.op) == (axis, op) for call in simulation.calls)
-        table.add_row(axis, op.replace("_", "-"), f"{num_calls:,}", _bytes(num_bytes))
-    total_bytes = sum(simulation.wire_bytes.values())
-    table.add_row("total", "", f"{len(simulation.calls):,}", _bytes(total_bytes), style="bold")
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False, header_style="dim")
-    for column in columns:
-        is_text = column in (columns[0], "collective", "to")
-        table.add_column(column, justify="left" if is_text else "right", min_width=12, no_wrap=True)
-    return table
-
-
-def _bytes(num_bytes: int) -> str:
-    return format_bytes(num_bytes) if num_bytes else "-"
+def _pipeline_line(config: Config, pipeline: PipelineLayout) -> str:
+    """The schedule and its bubble, where a forward and both halves of a backward take alike."""
+    schedule, placement = config.pipeline.schedule, pipeline.placement
+    num_micro_batches, num_per_rank = config.batch.accumulation or 1, placement.stages_per_rank
+    stages = f" x {num_per_rank} stages" if num_per_rank > 1 else ""
+    line = f"{schedule} over {placement.num_ranks} ranks{stages}, {num_micro_batches} micro-batches; "
+    try:
+        idle_s = bubble_s(schedule, placement.num_ranks, num_micro_batches, config.pipeline.virtual_stages, 1, 1, 1)
+    except ScheduleError:
+        return line + "the bubble has no closed form: see shardwise timeline"
+    return line + f"bubble {idle_s / (3 * num_micro_batches + idle_s):.1%} by the formula"

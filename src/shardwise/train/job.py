@@ -171,14 +171,17 @@ def layout_line(config: Config, mesh: MeshShape) -> str:
         )
     if mesh.world_size == 1:
         return "1 rank, so nothing is sharded"
-    num_sharing = mesh.world_size // mesh.tp
+    num_sharing = mesh.world_size // mesh.tp // mesh.pp
+    over_pp = f" x pipeline over {mesh.pp}" if mesh.pp > 1 else ""
     kinds = "tensor and sequence parallel" if config.tensor.sequence_parallel else "tensor parallel"
     if num_sharing == 1:
-        return f"{kinds} over {mesh.tp} ranks, so ZeRO has nothing to shard"
-    ranks = f"{num_sharing:,} of {mesh.world_size:,} ranks" if mesh.tp > 1 else f"{num_sharing:,} ranks"
+        over = f"{kinds} over {mesh.tp} ranks{over_pp}" if mesh.tp > 1 else f"pipeline over {mesh.pp} ranks"
+        return f"{over}, so ZeRO has nothing to shard"
+    is_part = num_sharing < mesh.world_size
+    ranks = f"{num_sharing:,} of {mesh.world_size:,} ranks" if is_part else f"{num_sharing:,} ranks"
     groups = f", {mesh.dp_replicate} replicas of {mesh.dp_shard} shards" if mesh.dp_replicate > 1 else ""
     over_tp = f" x {kinds} over {mesh.tp}" if mesh.tp > 1 else ""
-    return f"ZeRO-{config.zero.stage} over {ranks}{groups}{over_tp}"
+    return f"ZeRO-{config.zero.stage} over {ranks}{groups}{over_tp}{over_pp}"
 
 
 def device_kind(config: Config) -> DeviceKind:

@@ -19,12 +19,9 @@ class AbsentParams:
         model: of the parameters.
         specs: the groups they are in.
         held_stages: of this rank, for messages.
-        is_simulated: nothing has values: then what is absent can be computed with, for its shapes.
     """
 
-    def __init__(
-        self, model: nn.Module, specs: Sequence[GroupSpec], held_stages: Sequence[int], is_simulated: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, specs: Sequence[GroupSpec], held_stages: Sequence[int]) -> None:
         self._specs = {id(model.get_parameter(place.name)): (spec, place) for spec in specs for place in spec.params}
         self._parameters = [model.get_parameter(place.name) for spec in specs for place in spec.params]
         self._kinds = [parameter_class(parameter) for parameter in self._parameters]
@@ -43,9 +40,8 @@ class AbsentParams:
             _, place = places[id(parameter)]
             dtype = parameter.dtype
             parameter.grad = None
-            set_data(parameter, torch.empty(place.shape, dtype=dtype, device="cpu" if is_simulated else "meta"))
-            if not is_simulated:
-                wear(parameter, released_type(refuse, kind))
+            set_data(parameter, torch.empty(place.shape, dtype=dtype, device="meta"))
+            wear(parameter, released_type(refuse, kind))
 
     @property
     def names(self) -> dict[int, str]:

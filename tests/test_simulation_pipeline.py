@@ -1,0 +1,94 @@
+"""A simulated rank of a pipeline is a real one, byte for byte, message for message and action for action."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from harness.combinations import cover
+from harness.pool import WorkerPool
+from harness.simulated import Measured, measure_steps, simulated
+from harness.tensor import DEEP_MODELS, MICRO_SIZE, make_case
+from harness.training import Overrides, make_config
+from shardwise import Simulation, initialize, simulate
+from shardwise.schedule import RECIPES
+
+NUM_STEPS = 3
+
+
+def measure(rank: int, world_size: int, name: str, num_micro_batches: int, overrides: Overrides) -> Measured:
+    case = make_case(name)
+    batch = case.batch(0, MICRO_SIZE, torch.float64)
+    engine = initialize(case.build(torch.float32), make_config(num_micro_batches, overrides), loss_fn=case.loss)
+    return measure_steps(engine, [[batch] * num_micro_batches] * NUM_STEPS)
+
+
+def simulate_case(
+    name: str, num_micro_batches: int, overrides: Overrides, rank: int, world_size: int, **options: Any
+) -> Simulation:
+    case = make_case(name)
+    batch = case.batch(0, MICRO_SIZE, torch.float64)
+    return simulate(
+        case.build(torch.float32),
+        make_config(num_micro_batches, overrides),
+        lambda: batch,
+        loss_fn=case.loss,
+        rank=rank,
+        world_size=world_size,
+        **options,
+    )
+
+
+def virtual_stages_of(schedule: str) -> int:
+    return 2 if schedule in ("interleaved", "zb-v") else 1
+
+
+def check_ranks(ranks: WorkerPool, num_ranks: int, *arguments: Any) -> None:
+    """Compare one rank of each place in the pipeline, with the last of its replicas; they lie next to each other."""
+    reals = ranks(num_ranks).run(measure, *arguments)
+    num_alike = num_ranks // arguments[-1]["mesh"]["pp"]
+    for rank in range(num_alike - 1, num_ranks, num_alike):
+        found = simulated(simulate_case(*arguments, rank, num_ranks))
+        assert found.actions == reals[rank].actions
+        assert found.calls == reals[rank].calls
+        assert found == reals[rank]
+
+
+@pytest.mark.parametrize(
+    "options",
+    cover(
+        {
+            "schedule": sorted(RECIPES),
+            "stage": [1, 3],
+            "pp": [2, 4],
+            "model": list(DEEP_MODELS),
+            "recompute": ["none", "full"],
+        }
+    ),
+)
+def test_simulated_ranks_are_real_ones(ranks: WorkerPool, options: dict[str, Any]) -> None:
+    """Of two replicas of the pipeline, or of a longer one."""
+    overrides = {
+        "mesh": {"pp": options["pp"]},
+        "zero": {"stage": options["stage"]},
+        "precision": {"param": "fp32"},
+        "recompute": {"mode": options["recompute"]},
+        "pipeline": {"schedule": options["schedule"], "virtual_stages": virtual_stages_of(options["schedule"])},
+    }
+    check_ranks(ranks, 4, options["model"], 4, overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"mesh": {"pp": 2}, "zero": {"stage": 0}},
+        {"mesh": {"pp": 2}, "zero": {"stage": 2}, "pipeline": {"schedule": "gpipe"}},
+        {"mesh": {"pp": 2}, "zero": {"stage": 3}, "pipeline": {"gather": "micro-batch"}},
+        {"mesh": {"pp": 2, "tp": 2}, "tensor": {"sequence_parallel": True}, "recompute": {"mode": "full"}},
+        {"mesh": {"pp": 2, "tp": 2}, "pipeline": {"schedule": "zb-v", "virtual_stages": 2}},
+    ],
+)
+def test_simulated_ranks_are_real_ones_on_every_axis(ranks: WorkerPool, overrides: dict[str, Any]) -> None:
+    check_ranks(ranks, 4, "deep-tied", 2, {"precision": {"param": "bf16"}, **overrides})
