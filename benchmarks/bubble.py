@@ -5,7 +5,9 @@ many ranks there are. A block sleeps in its forward, in the gradient of its inpu
 zero-bubble schedules put off. A rank sleeps as long for one micro-batch whether it has one stage or several.
 
 The bubble is what the rank with the longest span stands still in between its first computation and its last; where the
-formula does not hold for these times or counts, it is that of the simulated schedule.
+formula does not hold for these times or counts, it is that of the simulated schedule. "As timed" is the bubble of the
+schedule simulated with the time that operations did take, hooks and Python included: what is missing from there to the
+measured one are messages, and ranks that did not wake in time.
 
     python benchmarks/bubble.py --quick                             # 20 ms an operation
     python benchmarks/bubble.py --ranks 4 --micro-batches 8 --json bubble.json
@@ -23,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,10 @@ SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
 AIM = 0.03
 QUICK_MS = 20.0
 WIDTH = 4
+
+
+Measured = tuple[float, float, dict[str, float]]
+"""Of a step: bubble and span of the rank with the longest span, and medians of an operation by kind; seconds."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,11 @@ class Case:
         except ScheduleError:
             schedule = pipeline_step(self.schedule, *counts)
             return _longest(simulate(schedule, lambda rank, action: self._seconds(action)))[0], False
+
+    def bubble_as_timed_s(self, median_s: Mapping[str, float]) -> float:
+        """Seconds of the bubble where each kind of operation takes so long."""
+        schedule = pipeline_step(self.schedule, self.num_ranks, self.num_micro_batches, self.virtual_stages)
+        return _longest(simulate(schedule, lambda rank, action: median_s.get(action.kind.value, 0.0)))[0]
 
     def _seconds(self, action: Action) -> float:
         stage = self.times.of_stage(self.stages_per_rank)
@@ -200,7 +211,8 @@ def run_rank(rank: int, cases: Sequence[Case], num_steps: int, folder: str) -> N
         dist.all_gather_object(gathered, measure_case(case, num_steps))
         if rank == 0:
             steps = [[each for row in rows for each in row] for rows in zip(*gathered, strict=True)]
-            Path(folder, f"{index}.json").write_text(json.dumps([_longest(step) for step in steps]))
+            measured = [(*_longest(step), _medians_s(step)) for step in steps]
+            Path(folder, f"{index}.json").write_text(json.dumps(measured))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -212,8 +224,16 @@ def _longest(timed: Sequence[TimedAction]) -> tuple[float, float]:
     return rank_bubble_s(timed, longest), rank_span_s(timed, longest)
 
 
-def measure(cases: Sequence[Case], num_steps: int) -> list[list[tuple[float, float]]]:
-    """Bubble and span in seconds, of each case and step.
+def _medians_s(timed: Sequence[TimedAction]) -> dict[str, float]:
+    """Seconds of an operation, by kind."""
+    spans_s: dict[str, list[float]] = {}
+    for each in timed:
+        spans_s.setdefault(each.action.kind.value, []).append(each.end_s - each.start_s)
+    return {kind: statistics.median(times) for kind, times in spans_s.items()}
+
+
+def measure(cases: Sequence[Case], num_steps: int) -> list[list[Measured]]:
+    """Each case and step.
 
     Raises:
         RuntimeError: a rank failed; its traceback is on stderr.
@@ -236,16 +256,17 @@ def measure(cases: Sequence[Case], num_steps: int) -> list[list[tuple[float, flo
         return [json.loads(Path(folder, f"{index}.json").read_text()) for index in range(len(cases))]
 
 
-def summarize(case: Case, steps: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """The row of a case: seconds, and how far the bubble is off as a share of the expected span."""
-    measured_s = statistics.median(bubble for bubble, _ in steps)
-    span_s = statistics.median(span for _, span in steps)
+def summarize(case: Case, steps: Sequence[Measured]) -> dict[str, Any]:
+    """The row of a case: seconds, and how far bubble and span are off as shares of the expected ones."""
+    measured_s = statistics.median(bubble for bubble, _, _ in steps)
+    span_s = statistics.median(span for _, span, _ in steps)
     expected_s, is_formula = case.expected_s()
     ideal_s = case.num_micro_batches * case.times.whole_s
     return dataclasses.asdict(case) | {
         "bubble_s": measured_s,
         "expected_s": expected_s,
         "is_formula": is_formula,
+        "as_timed_s": statistics.median(case.bubble_as_timed_s(medians_s) for _, _, medians_s in steps),
         "bubble_off": measured_s / expected_s - 1 if expected_s else None,
         "share": measured_s / span_s,
         "expected_share": expected_s / (ideal_s + expected_s),
@@ -265,6 +286,7 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     for heading in (
         "v",
         "bubble ms",
+        "as timed",
         "expected",
         "by",
         "off",
@@ -280,6 +302,7 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
             row["schedule"],
             str(row["stages_per_rank"]),
             f"{1e3 * row['bubble_s']:.1f}",
+            f"{1e3 * row['as_timed_s']:.1f}",
             f"{1e3 * row['expected_s']:.1f}",
             "formula" if row["is_formula"] else "simulation",
             "" if row["bubble_off"] is None else f"{row['bubble_off']:+.1%}",

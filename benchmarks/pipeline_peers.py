@@ -11,7 +11,7 @@ theirs makes its rotary tables for each micro-batch, as the decoder does.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +24,7 @@ from peers import FP32, NUM_RANKS, Peer, Step, Workload, language_loss, mean_los
 from shardwise.config import Config
 from shardwise.layout.cut import cut_model
 from shardwise.models import Decoder, preset
-from shardwise.models.decoder import Block, rope_tables
+from shardwise.models.decoder import Block, DecoderConfig, rope_tables
 
 CPU = torch.device("cpu")
 VIRTUAL_STAGES: Mapping[str, int] = MappingProxyType({"interleaved": 2, "zb-v": 2})
@@ -44,20 +44,30 @@ class PipelineWorkload(Workload):
         """The systems of this file."""
         return PIPELINE_PEERS
 
+    @property
+    def shape(self) -> DecoderConfig:
+        """The preset's, but that head and embedding are apart, since torch's pipelines do not keep tied ones alike."""
+        return replace(preset(self.preset), tie_embeddings=False)
+
+    def model(self) -> Decoder:
+        """The decoder in fp32, with the same weights on every rank and in every system."""
+        torch.manual_seed(0)
+        return Decoder(self.shape)
+
     def tokens(self, step: int, rank: int) -> Tensor:
         """A step's tokens, [M * B, S], whatever the rank."""
         generator = torch.Generator().manual_seed(step)
         draws = torch.rand(self.num_micro_batches * self.micro_size, self.seq_len, generator=generator)  # [M * B, S]
-        return (draws**3 * preset(self.preset).vocab_size).long()
+        return (draws**3 * self.shape.vocab_size).long()
 
 
 def pipeline_config(workload: PipelineWorkload, schedule: str) -> dict[str, Any]:
-    """Of Shardwise: its defaults but for the schedule."""
+    """Of Shardwise: its defaults but for the schedule, and a cut by time alone."""
     return {
         "mesh": {"pp": NUM_RANKS},
         "batch": {"micro_size": workload.micro_size, "accumulation": workload.num_micro_batches},
         "precision": {"param": workload.dtype},
-        "pipeline": {"schedule": schedule, "virtual_stages": VIRTUAL_STAGES.get(schedule, 1)},
+        "pipeline": {"schedule": schedule, "balance": "time", "virtual_stages": VIRTUAL_STAGES.get(schedule, 1)},
         "optimizer": optimizer_section(workload),
         "scheduler": {"name": "constant"},
         "run": {"device": "cpu"},
@@ -67,7 +77,7 @@ def pipeline_config(workload: PipelineWorkload, schedule: str) -> dict[str, Any]
 def cut_of(workload: PipelineWorkload, schedule: str) -> tuple[tuple[str, ...], ...]:
     """Names of the units of each stage, as Shardwise cuts by cost."""
     config = Config.from_dict(pipeline_config(workload, schedule)).resolve(world_size=NUM_RANKS)
-    return cut_model(Decoder(preset(workload.preset), device="meta"), config).units
+    return cut_model(Decoder(workload.shape, device="meta"), config).units
 
 
 class Stage(nn.Module):

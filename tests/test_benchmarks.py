@@ -1,4 +1,4 @@
-"""The benchmarks of checkpoints and of the step on the host run and write what they measured, not asked how fast."""
+"""The benchmarks of checkpoints, of the step on the host and of pipelines run and write what they measured, not asked how fast."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 OPERATIONS = ["save", "load warm", "load cold", "save aside"]
@@ -47,3 +49,32 @@ def test_the_step_on_the_host_is_measured(tmp_path: Path) -> None:
     seconds = json.loads(kept.read_text())["seconds"]
     assert {"fused alone", "shardwise", "passes", "copy", "triad"} <= set(seconds)
     assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in seconds.values())
+
+
+def test_pipelines_are_measured(tmp_path: Path) -> None:
+    kept = tmp_path / "measured.json"
+    systems = ["torch-1f1b", "shardwise-1f1b", "shardwise-zb-v"]
+    options = ["--quick", "--micro-batches", "4", "--systems", ",".join(systems), "--versus", "torch-1f1b"]
+    command = [sys.executable, str(BENCHMARKS / "pipeline.py"), *options, "--json", str(kept)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-2000:]
+    (result,) = json.loads(kept.read_text())["results"]
+    rows = {row["system"]: row for row in result["systems"]}
+    assert [row["failure"] for row in rows.values()] == [None] * len(systems)
+    assert all(len(row["rounds"]) == 2 for row in rows.values())
+    for name in systems[1:]:
+        assert rows[name]["losses"] == pytest.approx(rows["torch-1f1b"]["losses"], rel=1e-4)
+    assert "shardwise-1f1b / torch-1f1b" in finished.stdout
+
+
+def test_bubbles_are_measured(tmp_path: Path) -> None:
+    kept = tmp_path / "measured.json"
+    options = ["--quick", "--ranks", "2", "--micro-batches", "4", "--schedules", "1f1b,zb-v", "--json", str(kept)]
+    command = [sys.executable, str(BENCHMARKS / "bubble.py"), *options]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-2000:]
+    rows = {row["schedule"]: row for row in json.loads(kept.read_text())["rows"]}
+    assert rows["1f1b"]["expected_s"] == pytest.approx(0.06)
+    assert rows["1f1b"]["bubble_s"] > rows["1f1b"]["expected_s"] / 2
+    assert rows["1f1b"]["as_timed_s"] > rows["1f1b"]["expected_s"] / 2
+    assert rows["zb-v"]["expected_s"] == 0

@@ -299,7 +299,10 @@ class Letter:
                 f"{self._inbox.way.name}: message {message} came where {self._number} was awaited; "
                 "run the same code on all ranks"
             )
-        return number, bool(is_changed), [bytes(self._read_bytes(num).tolist()).decode() for num in num_bytes]
+        return number, bool(is_changed), [self._read_text(num) for num in num_bytes]
+
+    def _read_text(self, num_bytes: int) -> str:
+        return bytes(self._read_bytes(num_bytes).tolist()).decode() if num_bytes else ""
 
     def _read_bytes(self, num_bytes: int) -> Tensor:
         text, way = torch.empty(num_bytes, dtype=torch.uint8), self._inbox.way
