@@ -1,4 +1,4 @@
-"""The benchmarks of checkpoints, of the step on the host and of pipelines run and write what they measured, not asked how fast."""
+"""Benchmarks run and write what they measured: checkpoints, the step on the host, pipelines. Not asked how fast."""
 
 from __future__ import annotations
 
