@@ -134,6 +134,23 @@ def test_other_names_of_sizes():
     assert small["moe_intermediate_size"] == round(4096 / 28672 * small["intermediate_size"])
 
 
+def test_heads_of_a_size_of_their_own():
+    gemma = {**LLAMA, "hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+    small = shrink_huggingface(gemma, scale_of(MeshShape(dp_shard=8), 4), seq_len=1024)
+    # Wider than the heads together, as before, and a multiple of their number.
+    assert (small["num_attention_heads"], small["head_dim"], small["hidden_size"]) == (4, 4, 20)
+    narrow = shrink_huggingface({**gemma, "hidden_size": 1024}, scale_of(MeshShape(dp_shard=8), 4), seq_len=1024)
+    assert narrow["hidden_size"] == 8
+
+
+def test_an_encoder_decoder_has_a_first_token():
+    t5 = {"model_type": "t5", "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_decoder_layers": 4}
+    t5 |= {"num_heads": 8, "vocab_size": 32128, "is_encoder_decoder": True}
+    small = shrink_huggingface(t5, scale_of(MeshShape(tp=2), 8), seq_len=512)
+    assert (small["num_layers"], small["num_decoder_layers"], small["d_kv"]) == (2, 2, 4)
+    assert (small["d_model"], small["d_ff"], small["decoder_start_token_id"]) == (16, 64, 0)
+
+
 def test_unknown_names_are_refused():
     with pytest.raises(ConfigError, match="of a clip has none of num_hidden_layers"):
         read_huggingface({"model_type": "clip", "text_config": {}})

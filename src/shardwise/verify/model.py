@@ -109,7 +109,7 @@ def _build_huggingface(values: Mapping[str, Any]) -> nn.Module:
         named = [getattr(transformers, name, None) for name in options.get("architectures") or ()]
         known = [each for each in named if each is not None]
         model: nn.Module = known[0](config) if known else transformers.AutoModelForCausalLM.from_config(config)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"transformers cannot build the model {kind}: {reason}; try its config there") from error
     choose_experts = getattr(model, "set_experts_implementation", None)

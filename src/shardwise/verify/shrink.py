@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
@@ -75,7 +76,9 @@ def shrink_sizes(sizes: ModelSizes, scale: Scale, head_dim: int = _HEAD_DIM) -> 
         num_heads += num_kv_heads
     hidden_size = num_heads * head_dim
     if sizes.hidden_size != sizes.num_heads * sizes.head_dim:
-        hidden_size = max(2, 2 * round(hidden_size * sizes.hidden_size / (sizes.num_heads * sizes.head_dim) / 2))
+        # Models whose heads are of a size of their own may still ask for a multiple of their number.
+        per_head = sizes.hidden_size * head_dim / (sizes.num_heads * sizes.head_dim)
+        hidden_size = num_heads * max(1, math.ceil(per_head) if per_head > head_dim else math.floor(per_head))
     return ModelSizes(
         num_layers=shrink_layers(sizes.num_layers, scale),
         hidden_size=hidden_size,
@@ -165,6 +168,8 @@ def shrink_huggingface(values: Mapping[str, Any], scale: Scale, seq_len: int) ->
     if isinstance(window, int) and window < seq_len:
         shrunk["sliding_window"] = _WINDOW
     shrunk |= dict(_small_tokens(values, small.vocab_size))
+    if values.get("is_encoder_decoder"):  # labels become the decoder's input behind this token
+        shrunk.setdefault("decoder_start_token_id", 0)
     return shrunk
 
 
