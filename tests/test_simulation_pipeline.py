@@ -12,10 +12,12 @@ from harness.pool import WorkerPool
 from harness.simulated import Measured, measure_steps, simulated
 from harness.tensor import DEEP_MODELS, MICRO_SIZE, make_case
 from harness.training import Overrides, make_config
-from shardwise import Simulation, initialize, simulate
-from shardwise.schedule import RECIPES
+from shardwise import ConfigError, Simulation, initialize, simulate
+from shardwise.memory import Category
+from shardwise.schedule import RECIPES, max_in_flight
 
 NUM_STEPS = 3
+PP = 4
 
 
 def measure(rank: int, world_size: int, name: str, num_micro_batches: int, overrides: Overrides) -> Measured:
@@ -77,7 +79,7 @@ def test_simulated_ranks_are_real_ones(ranks: WorkerPool, options: dict[str, Any
         "recompute": {"mode": options["recompute"]},
         "pipeline": {"schedule": options["schedule"], "virtual_stages": virtual_stages_of(options["schedule"])},
     }
-    check_ranks(ranks, 4, options["model"], 4, overrides)
+    check_ranks(ranks, 4, options["model"], 3, overrides)
 
 
 @pytest.mark.parametrize(
@@ -92,3 +94,39 @@ def test_simulated_ranks_are_real_ones(ranks: WorkerPool, options: dict[str, Any
 )
 def test_simulated_ranks_are_real_ones_on_every_axis(ranks: WorkerPool, overrides: dict[str, Any]) -> None:
     check_ranks(ranks, 4, "deep-tied", 2, {"precision": {"param": "bf16"}, **overrides})
+
+
+def held_activations(schedule: str, num_micro_batches: int, rank: int = 0) -> int:
+    pipeline = {"schedule": schedule, "virtual_stages": virtual_stages_of(schedule)}
+    overrides = {"mesh": {"pp": PP}, "pipeline": pipeline}
+    peak = simulate_case("deep", num_micro_batches, overrides, rank, PP).peak
+    return peak.peak_live_bytes[Category.ACTIVATIONS]
+
+
+def test_the_peak_shows_the_micro_batches_in_flight() -> None:
+    """Beside what one micro-batch leaves on rank 0 a peak holds the little that is at work."""
+    all_forward = {num: held_activations("gpipe", num) for num in (2, 2 * PP)}
+    of_one = (all_forward[2 * PP] - all_forward[2]) / (2 * PP - 2)
+
+    def num_held(schedule: str, num_micro_batches: int, rank: int = 0) -> int:
+        return round(held_activations(schedule, num_micro_batches, rank) / of_one)
+
+    assert {num: round(num_bytes / of_one) for num, num_bytes in all_forward.items()} == {2: 2, 2 * PP: 2 * PP}
+    assert [num_held("1f1b", num) for num in (2, PP, 2 * PP)] == [2, PP, PP]
+    assert num_held("1f1b", 2 * PP, rank=2) == 2
+    assert num_held("zb-h1", 2 * PP) == PP
+    assert num_held("zb-h2", 2 * PP) == max_in_flight("zb-h2", PP, 2 * PP, 1, rank=0) == 2 * PP - 1
+
+
+def test_what_a_stage_receives_must_be_known() -> None:
+    case = make_case("deep")
+    batches = iter([case.batch(0, size, torch.float64) for size in (2, 3, 2, 2)])
+    with pytest.raises(ConfigError, match=r"several shapes.*padded to one length"):
+        simulate(
+            case.build(torch.float32),
+            make_config(2, {"mesh": {"pp": 2}}),
+            lambda: next(batches),
+            loss_fn=case.loss,
+            rank=1,
+            world_size=2,
+        )

@@ -82,8 +82,12 @@ def parse_ranks(text: str | None) -> list[int] | Choice | None:
     Raises:
         ConfigError: it is something else.
     """
-    if text is None or text == "stages" or text == "worst":
-        return text
+    if text is None:
+        return None
+    if text == "worst":
+        return "worst"
+    if text == "stages":
+        return "stages"
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() for part in parts):
         raise ConfigError(f"--ranks {text} names no ranks; give numbers such as 0,8,16, or worst, or stages")

@@ -38,7 +38,7 @@ def shown(run: DryRun) -> list[list[str]]:
 
 def test_where_states_rest_and_what_a_step_moves() -> None:
     run = run_with(params="host", params_on_device=0.4, grads="host", optimizer="nvme", nvme_path="swap")
-    layout, rows = run.simulation.layout, shown(run)
+    layout, rows = run.layout, shown(run)
     by_tier = layout.bytes_by_tier()
     assert set(by_tier) == {"device", "host", "nvme"}
     for tier, totals in by_tier.items():

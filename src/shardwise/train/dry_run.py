@@ -91,7 +91,7 @@ def dry_run(
         tokens = torch.zeros(config.batch.micro_size or 1, config.data.seq_len, dtype=torch.int64)  # [B, S]
         return tokens, tokens
 
-    chosen = _choose(layout.mesh, ranks)
+    chosen = choose_ranks(layout.mesh, ranks)
     simulations = []
     for number, rank in enumerate(chosen, 1):
         announce(f"simulating rank {rank:,} of {world_size:,} ({number} of {len(chosen)})")
@@ -122,13 +122,20 @@ def dry_run_size(config: Config, world_size: int | None) -> int:
     return default_num_ranks(config.run.device)
 
 
-def _choose(mesh: MeshShape, ranks: Sequence[int] | Choice | None) -> list[int]:
-    """The ranks to simulate; along the other axes the first, which has the least padding."""
+def choose_ranks(mesh: MeshShape, ranks: Sequence[int] | Choice | None) -> list[int]:
+    """The ranks to simulate, of each place in a pipeline the first one, which has the least padding.
+
+    >>> choose_ranks(MeshShape(pp=4, dp_shard=2, tp=2), None), choose_ranks(MeshShape(pp=16, tp=8), None)
+    ([0, 4, 8, 12], [0, 8, 64, 120])
+
+    Raises:
+        ConfigError: there is no such rank.
+    """
     if ranks is not None and not isinstance(ranks, str):
         for rank in ranks:
             if not 0 <= rank < mesh.world_size:
                 raise ConfigError(
-                    f"--ranks {rank} is not in a world of {mesh.world_size}; give 0 to {mesh.world_size - 1}"
+                    f"rank {rank} is not in a world of {mesh.world_size}; give 0 to {mesh.world_size - 1}"
                 )
         return list(dict.fromkeys(ranks))
     places = list(range(mesh.pp))

@@ -1,0 +1,140 @@
+"""`shardwise plan --dry-run`: what the ranks of a job would hold and send, one of every pipeline stage."""
+
+from pathlib import Path
+
+import pytest
+
+from shardwise import cli
+from shardwise.config import Config
+from shardwise.layout.mesh_shape import MeshShape
+from shardwise.train.dry_run import choose_ranks, dry_run, dry_run_size
+
+SMALL = """
+[model]
+num_layers = 2
+hidden_size = 32
+num_heads = 4
+num_kv_heads = 4
+ffn_size = 48
+vocab_size = 64
+[data]
+seq_len = 16
+[precision]
+param = "fp32"
+[batch]
+micro_size = 2
+accumulation = 2
+[mesh]
+pp = 2
+dp_shard = 2
+[run]
+device = "cpu"
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    Path("my.toml").write_text(SMALL)
+
+
+def printed(capsys, *arguments: str) -> list[str]:
+    assert cli.main([*arguments]) == 0
+    captured = capsys.readouterr()
+    lines = [line.rstrip() for line in captured.out.splitlines()]
+    assert max(map(len, lines)) <= 80
+    return lines
+
+
+def table(lines: list[str], title: str) -> list[list[str]]:
+    """The words of a table's rows, the head among them."""
+    start = next(index for index, line in enumerate(lines) if line.strip().startswith(title))
+    return [line.split() for line in lines[start : lines.index("", start)]]
+
+
+def test_one_rank_of_every_stage_is_shown(capsys):
+    lines = printed(capsys, "plan", "--dry-run", "my.toml")
+    text = "\n".join(lines)
+    assert "ZeRO-2 over 2 of 4 ranks x pipeline over 2" in text
+    # (p - 1) of 2 + (p - 1) micro-batches.
+    assert "1f1b over 2 ranks, 2 micro-batches; bubble 33.3% by the formula" in text
+    assert "global batch 8 = 2 samples a micro-batch x 2 accumulation x 2" in text
+    assert [row[:3] for row in table(lines, "stage ")[1:3]] == [
+        ["0", "0", "embed..blocks.0"],
+        ["1", "1", "blocks.1..head"],
+    ]
+    run = dry_run(Config.from_toml("my.toml"), 4, None)
+    assert [each.rank for each in run.simulations] == [0, 2]
+    head, *ranks, largest = table(lines, "at rest, ")
+    assert head == ["at", "rest,", "KiB", "stages", "held", "params", "grads", "optimizer", "total"]
+    for row, simulation in zip(ranks, run.simulations, strict=True):
+        held = simulation.layout.bytes_at_rest()
+        sizes = [f"{num_bytes / 2**10:,.2f}" for num_bytes in (*held.values(), sum(held.values()))]
+        assert (row[:2], row[-4:]) == (["rank", str(simulation.rank)], sizes)
+    assert largest == ["largest", max(row[-1] for row in ranks)]
+    peaks = [sum(each.peak.peak_live_bytes.values()) for each in run.simulations]
+    _, *ranks, largest = table(lines, "peak, ")
+    assert [row[-1] for row in ranks] == [f"{peak / 2**10:,.2f}" for peak in peaks]
+    assert largest[-1] == f"{max(peaks) / 2**10:,.2f}"
+    sent = {tuple(row[:2]): row[2:] for row in table(lines, "a step sends over")[1:]}
+    assert sent["pp", "send"][0] == "4"  # of each micro-batch a header and a tensor
+    assert "ranks 0, 2 simulated" in text
+
+
+def test_one_rank_is_shown_as_a_dry_run_of_train_shows_it(capsys):
+    planned = printed(capsys, "plan", "--dry-run", "my.toml", "--ranks", "0")
+    trained = printed(capsys, "train", "--dry-run", "my.toml")
+    footers = [line for lines in (planned, trained) for line in lines if "nothing was started" in line]
+    assert len(footers) == 2
+    assert [line for line in planned if line not in footers] == [line for line in trained if line not in footers]
+    assert not list(Path().glob("runs/*"))
+
+
+def test_the_worst_rank_is_shown_in_detail(capsys):
+    lines = printed(capsys, "plan", "--dry-run", "my.toml", "--ranks", "worst", "run.device=cuda")
+    run = dry_run(Config.from_toml("my.toml").override(["run.device=cuda"]), 4, "stages")
+    worst = max(run.simulations, key=lambda each: each.peak.peak_bytes)
+    assert any(line.strip().startswith(f"rank {worst.rank}'s device") for line in lines)
+    assert "of one rank of each stage that with the highest peak" in " ".join(lines)
+
+
+def test_tiers_have_rows_of_their_own(capsys):
+    lines = printed(capsys, "plan", "--dry-run", "my.toml", "tiers.optimizer=host")
+    head, *rows = table(lines, "at rest, ")
+    assert head[5] == "in"
+    assert [row[0] for row in rows] == ["rank", "host", "rank", "host", "largest"]
+
+
+def test_which_ranks_are_simulated():
+    long = MeshShape(pp=16, dp_shard=2, tp=4)
+    assert choose_ranks(long, None) == [0, 8, 64, 120]
+    assert choose_ranks(long, "stages") == choose_ranks(long, "worst") == list(range(0, 128, 8))
+    assert choose_ranks(MeshShape(pp=8, tp=2), None) == list(range(0, 16, 2))
+    assert choose_ranks(long, [5, 3, 5]) == [5, 3]
+
+
+def test_the_world_is_that_of_the_mesh_unless_it_is_given():
+    config = Config().override(["mesh.pp=2", "mesh.dp_shard=8", "mesh.tp=4"])
+    assert dry_run_size(config, None) == 64
+    assert dry_run_size(config, 128) == 128
+    assert dry_run_size(config.override(["run.num_procs=8"]), None) == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "add --dry-run"),
+        (["--dry-run", "--ranks", "first"], "--ranks first names no ranks; give numbers such as 0,8,16"),
+        (["--dry-run", "--ranks", "4"], "rank 4 is not in a world of 4; give 0 to 3"),
+        (["--dry-run", "--world-size", "6"], "world size 6 is not"),
+        (["--dry-run", "pipeline.shedule=gpipe"], "did you mean pipeline.schedule?"),
+        (["--dry-run", "mesh.pp=9"], "stages"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_line(arguments, message, capsys):
+    assert cli.main(["plan", "my.toml", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("shardwise: ")
+    assert error.count("\n") == 1
