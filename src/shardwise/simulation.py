@@ -141,10 +141,7 @@ def simulate(
             values.
     """
     start_s = time.perf_counter()
-    config = config if isinstance(config, Config) else Config.from_dict(config or {})
-    config = config.resolve(world_size)
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"rank {rank} is not in a world of {world_size}; give 0 to {world_size - 1}")
+    config = _resolved(config, rank, world_size)
     made = model if isinstance(model, nn.Module) else _make_on_meta(model)
     memory = Ledger("cpu", limit_bytes=None if device_gib is None else int(device_gib * 2**30))
     with fake_tensors(), _values_refused():
@@ -174,6 +171,13 @@ def simulate(
         actions=engine.timeline,
         elapsed_s=time.perf_counter() - start_s,
     )
+
+
+def _resolved(config: Config | Mapping[str, Any] | None, rank: int, world_size: int) -> Config:
+    config = config if isinstance(config, Config) else Config.from_dict(config or {})
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank} is not in a world of {world_size}; give 0 to {world_size - 1}")
+    return config.resolve(world_size)
 
 
 @contextmanager
@@ -243,7 +247,7 @@ def _what_stages_receive(
             examples[stage] = pytree.tree_map(_received, output)
 
     with watch_calls(copied, lambda name, *_: running.append(name), leave):
-        run_model(engine, Taken.of(engine, steps[0][0], None), lambda output: None)
+        run_model(engine, Taken.of(engine, steps[0][0], first_sample=0, number=0), lambda output: None)
     engine.close(keep_values=False)
     return examples
 
