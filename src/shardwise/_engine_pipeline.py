@@ -84,6 +84,7 @@ class PipelineRun:
         inlets, outlets = open_ports(pipes, pipeline.placement, pipeline.index, (Recorded, *forward.types), describe)
         queue = WeightQueue() if recipe_of(config.pipeline.schedule).splits_backward else None
         self._compute = StageCompute(forward, pipeline.num_stages, inlets, outlets, timeline, queue)
+        self._evaluations: dict[int, Sequence[Action]] = {}
         self._has_failed = False
         self._is_out_of_step = False
 
@@ -123,7 +124,10 @@ class PipelineRun:
         """Run the forwards as a schedule says."""
         engine._check_usable(params_suffice=True)
         self._check_in_step()
-        row = evaluation_schedule(self._config, self._layout, len(batches)).ranks[self._pipeline.index]
+        if len(batches) not in self._evaluations:  # mostly as many each time
+            schedule = evaluation_schedule(self._config, self._layout, len(batches))
+            self._evaluations[len(batches)] = schedule.ranks[self._pipeline.index]
+        row = self._evaluations[len(batches)]
         work = _Work(self._pipeline, self._forward, self._groups, engine, batches, books)
         self._timeline.is_recording = False
         state = _StateActions(row, self._groups, self._layout, engine)
