@@ -85,6 +85,17 @@ def test_ctrl_c_leaves_nothing_behind(monkeypatch, capsys, tmp_path):
     assert "stopped by Ctrl-C" in capsys.readouterr().err
 
 
+def test_a_model_that_nobody_can_train_is_refused(monkeypatch, capsys):
+    def fail(job):
+        raise RuntimeError("no such kernel\nat line 7")
+
+    monkeypatch.setattr(running, "train_reference", fail)
+    assert cli.main(["verify", "--world-size", "2"]) == 2
+    assert "cannot train the small copy, so there is nothing to compare with (RuntimeError: no such kernel);" in (
+        capsys.readouterr().err
+    )
+
+
 def test_a_difference_is_told():
     found = Difference("gradient", 1, 0.25, ("embed.weight", "blocks.0.ffn.up.weight"), (1.25, 1.0))
     told = conclude(small_job(), Outcome(1, found, ("stages 0, 1, rank 1", "stage 0, rank 0"))).plain

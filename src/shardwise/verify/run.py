@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from shardwise.config import ConfigError
 from shardwise.launch.local import launch_local
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import AXES, PIPELINE_AXES, Coordinate
@@ -61,12 +62,12 @@ def verify(
         argv: of a rank, behind the interpreter; gets the folder.
 
     Raises:
-        ConfigError: the small run has no layout.
+        ConfigError: the small run has no layout, or one process cannot train it either.
     """
     start_s = time.perf_counter()
     layout = small_layout(job)
     announce("training in one process")
-    expected = train_reference(job)
+    expected = _train_reference(job)
     folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
     keeps_logs = False
     try:
@@ -83,6 +84,17 @@ def verify(
         if not keeps_logs:
             shutil.rmtree(folder, ignore_errors=True)
     return judge(layout, actual, expected, time.perf_counter() - start_s)
+
+
+def _train_reference(job: VerifyJob) -> Trace:
+    try:
+        return train_reference(job)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(
+            f"one plain process cannot train the small copy, so there is nothing to compare with ({reason}); "
+            "see in docs/verify.md which models can be scaled down"
+        ) from error
 
 
 def judge(layout: Layout, actual: Trace, expected: Trace, elapsed_s: float) -> Outcome:

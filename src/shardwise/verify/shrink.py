@@ -130,7 +130,8 @@ _MORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "num_layers": ("num_decoder_layers", "encoder_layers"),
         "num_heads": ("encoder_attention_heads",),
         "ffn_size": ("encoder_ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size"),
-        "hidden_size": ("word_embed_proj_dim", "n_ctx"),
+        "hidden_size": ("word_embed_proj_dim",),
+        "max_seq_len": ("n_ctx",),
     }
 )
 _EXPERTS: Final[Mapping[str, int]] = MappingProxyType(
