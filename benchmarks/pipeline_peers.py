@@ -4,8 +4,8 @@ Where it is cut, Shardwise decides by what the units cost; all others are given 
 theirs makes its rotary tables for each micro-batch, as the decoder does.
 
 >>> workload = PipelineWorkload("tiny", "fp32", seq_len=8, micro_size=1, num_micro_batches=4)
->>> cut_of(workload, "1f1b")[0]
-('embed', 'blocks.0')
+>>> [units[0] for units in cut_of(workload, "1f1b")]
+['embed', 'blocks.3']
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PipelineWorkload(Workload):
     num_micro_batches: int = 4
 
     def __str__(self) -> str:
-        return f"{super().__str__()}, {self.num_micro_batches} micro-batches of {self.micro_size}"
+        return f"{super().__str__()}, {self.num_micro_batches} micro-batches"
 
     @property
     def peers(self) -> Mapping[str, Peer]:
