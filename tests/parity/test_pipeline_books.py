@@ -55,11 +55,11 @@ Trace = tuple[list[str], list[tuple[float, float]]]
 
 
 def trace(rank: int, world_size: int, sections: Sections) -> tuple[list[str], list[Trace]]:
-    """The planned actions, and those of three steps, between which there are evaluations."""
+    """The planned actions, and those of two steps, between which there are evaluations."""
     traces = []
     with make_engine(rank, sections, "deep-tied") as engine:
         planned = [str(action) for action in engine._run.schedule.ranks[engine.layout.pipeline.index]]
-        for step in range(3):
+        for step in range(2):
             batches = batches_of(rank, world_size, step)
             engine.eval_step(batches[:2])
             engine.train_step(batches)
