@@ -249,7 +249,7 @@ def test_a_half_set_environment_is_refused(settings, capsys, monkeypatch):
 
 
 def test_unknown_commands_and_options_are_refused(capsys):
-    for arguments in (["plan"], ["train", "--nope"], ["presets", "tiny"], []):
+    for arguments in (["plam"], ["train", "--nope"], ["presets", "tiny"], []):
         with pytest.raises(SystemExit) as exited:
             cli.main(arguments)
         assert exited.value.code == 2

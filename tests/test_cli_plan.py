@@ -56,10 +56,10 @@ def table(lines: list[str], title: str) -> list[list[str]]:
 def test_one_rank_of_every_stage_is_shown(capsys):
     lines = printed(capsys, "plan", "--dry-run", "my.toml")
     text = "\n".join(lines)
-    assert "ZeRO-2 over 2 of 4 ranks x pipeline over 2" in text
+    assert "pipeline over 2 of 4 ranks x ZeRO-2" in text
     # (p - 1) of 2 + (p - 1) micro-batches.
     assert "1f1b over 2 ranks, 2 micro-batches; bubble 33.3% by the formula" in text
-    assert "global batch 8 = 2 samples a micro-batch x 2 accumulation x 2" in text
+    assert "global batch 8 = 2 samples a micro-batch x 2 micro-batches (chunks) x 2" in " ".join(text.split())
     assert [row[:3] for row in table(lines, "stage ")[1:3]] == [
         ["0", "0", "embed..blocks.0"],
         ["1", "1", "blocks.1..head"],

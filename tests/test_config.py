@@ -52,6 +52,17 @@ def legal_values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
     return {"boolean": st.booleans(), "string": TEXT, "null": st.none()}[kind]
 
 
+def in_toml(value: Any) -> str:
+    """A value as TOML writes it, on one line."""
+    if isinstance(value, dict):
+        return (
+            "{"
+            + ", ".join(f"{json.dumps(key, ensure_ascii=False)} = {in_toml(each)}" for key, each in value.items())
+            + "}"
+        )
+    return json.dumps(value, ensure_ascii=False)
+
+
 SECTIONS = {
     name: st.fixed_dictionaries(
         {},
@@ -67,7 +78,7 @@ def as_toml(written: dict[str, dict[str, Any]]) -> str:
     lines = []
     for section, values in written.items():
         lines.append(f"[{section}]")
-        lines += [f"{key} = {json.dumps(v, ensure_ascii=False)}" for key, v in values.items() if v is not None]
+        lines += [f"{key} = {in_toml(v)}" for key, v in values.items() if v is not None]
     return "\n".join(lines)
 
 
@@ -94,7 +105,7 @@ def test_toml_and_assignments_mean_what_the_dict_means(
 ) -> None:
     config = Config.from_dict(written)
     assignments = [
-        f"{section}.{key}={'none' if value is None else json.dumps(value, ensure_ascii=False)}"
+        f"{section}.{key}={'none' if value is None else in_toml(value)}"
         for section, values in written.items()
         for key, value in values.items()
     ]

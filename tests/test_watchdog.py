@@ -89,7 +89,7 @@ def make_comms(timeout_s: float = TIMEOUT_S) -> Comms:
     config = make_config(1, {"run": run}).resolve(dist.get_world_size())
     layout = build_layout(nn.Linear(1, 1), config)
     network = MeshNetwork(Mesh(layout.mesh, timeout_s), CPU, open_store())
-    return connect(network, layout, config, CPU, Streams(CPU), BufferPool(CPU))
+    return connect(network, layout.mesh, config, CPU, Streams(CPU), BufferPool(CPU))
 
 
 class Records(logging.Handler):

@@ -335,6 +335,8 @@ def _rule(schema: Mapping[str, Any]) -> str:
     if schema["type"] == "array":
         each = schema["items"] if "items" in schema else schema["prefixItems"][0]
         return f"a list{' of ' + str(schema['maxItems']) if 'maxItems' in schema else ''}, each {_rule(each)}"
+    if schema["type"] == "object":
+        return f"a table of names, each {_rule(schema['additionalProperties'])}"
     kinds = {"integer": "an integer", "number": "a finite number", "boolean": "true or false", "string": "a string"}
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<="}
     bounds = " and ".join(f"{sign} {schema[bound]:g}" for bound, sign in signs.items() if bound in schema)

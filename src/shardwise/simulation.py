@@ -175,9 +175,10 @@ def simulate(
 
 def _resolved(config: Config | Mapping[str, Any] | None, rank: int, world_size: int) -> Config:
     config = config if isinstance(config, Config) else Config.from_dict(config or {})
+    config = config.resolve(world_size)
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} is not in a world of {world_size}; give 0 to {world_size - 1}")
-    return config.resolve(world_size)
+    return config
 
 
 @contextmanager

@@ -381,6 +381,7 @@ def use_and_close(
     rank: int, sections: Sections, fails: bool, batches: list[Any], live: LiveBytes, pages: HostPages
 ) -> dict[str, int]:
     baseline = settled_bytes(live)
+    others = set(threading.enumerate())  # an engine of another test may not have been collected yet
     engine = make_engine(rank, sections, "deep-tied")
     model, driver = engine.model, weakref.ref(engine._driver)
     engine.eval_step(batches[:2])
@@ -401,7 +402,7 @@ def use_and_close(
         "worn": len({type(each) for each in model.parameters()} - {nn.Parameter}),
         "ledger": sum(num_bytes for category, num_bytes in ledger.items() if category != Category.OTHER),
         "host": engine.tiers.memory.snapshot().total_bytes + pages.live_bytes,
-        "threads": sum("shardwise" in each.name for each in threading.enumerate()),
+        "threads": sum("shardwise" in each.name for each in threading.enumerate() if each not in others),
         "hooks": sum(
             len(value) for module in model.modules() for key, value in vars(module).items() if "_hooks" in key
         ),

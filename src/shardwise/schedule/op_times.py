@@ -1,5 +1,6 @@
 """What the computations of a micro-batch take on a rank: as a price for `simulate`, and as a run has shown it.
 
+>>> from shardwise.schedule.actions import Action
 >>> forward, backward = (Action.parse(text) for text in ("0F0", "0B0"))
 >>> mean_times([TimedAction(forward, 0, 0.0, 1.0, "compute"), TimedAction(backward, 0, 1.0, 4.0, "compute")])
 OpTimes(forward_s=1.0, backward_input_s=1.5, backward_weight_s=1.5, transfer_s=0.0)
