@@ -104,7 +104,7 @@ class PipelineRun:
         self._check_in_step()
         engine._before_model()  # here, since behind the first stage's a rank would wait for what never comes
         work = _Work(self._pipeline, self._forward, self._groups, engine, batches, engine._books)
-        step = _StateActions(self._row, self._groups, self._layout, engine)
+        step = _StateActions(self._row, self._groups, self._layout, engine, self._compute)
         engine._batches.extend(batches)
         self._timeline.is_recording = True
         engine._is_broken, engine._syncs = True, False  # the schedule alone says when to reduce
@@ -130,7 +130,7 @@ class PipelineRun:
         row = self._evaluations[len(batches)]
         work = _Work(self._pipeline, self._forward, self._groups, engine, batches, books)
         self._timeline.is_recording = False
-        state = _StateActions(row, self._groups, self._layout, engine)
+        state = _StateActions(row, self._groups, self._layout, engine, self._compute)
         try:
             self._perform(engine, row, {**self._compute.handlers(work), **state.handlers()})
         except BaseException:
@@ -248,11 +248,19 @@ class _Work:
 class _StateActions:
     """The actions of one execution of a row that touch states, and the result of its step."""
 
-    def __init__(self, row: Sequence[Action], groups: ScheduledGroups, layout: Layout, engine: Engine) -> None:
+    def __init__(
+        self,
+        row: Sequence[Action],
+        groups: ScheduledGroups,
+        layout: Layout,
+        engine: Engine,
+        compute: StageCompute,
+    ) -> None:
         self.result: StepResult | None = None
         self.has_begun = False  # the step: all messages between stages are over
         self._groups = groups
         self._engine = engine
+        self._compute = compute
         self._keeps = layout.stage.unshard_for_use and pipeline_of(layout).gathers_once
         self._num_reduces = dict.fromkeys({action.stage for action in row}, 0)
         for action in row:
@@ -284,6 +292,7 @@ class _StateActions:
     def _step(self, action: Action) -> None:
         """The first takes the step of all stages of this rank: one norm clips them all."""
         if self.result is None:
+            self._compute.check_done()
             self._engine._is_broken, self.has_begun = False, True
             self.result = self._engine._step()
 

@@ -176,6 +176,15 @@ class StageCompute:
         else:
             self._outlets[stage].post_gradients(micro_batch, on_end)
 
+    def check_done(self) -> None:
+        """Make sure that every gradient has been computed.
+
+        Raises:
+            RuntimeError: the schedule has left some.
+        """
+        if self._queue is not None:
+            self._queue.check_empty()
+
     def finish(self) -> None:
         """Wait until all that was sent is through."""
         for port in (*self._inlets.values(), *self._outlets.values()):
