@@ -1,0 +1,167 @@
+"""Which blocks of keys each block of queries sees: the value on which every back end plans.
+
+A `Pattern` is one sequence's. A `BlockLayout` is that of one row of a batch: one pattern, or those of several documents
+packed one behind another, whose tokens never see each other. Only `allowed`, for proofs and drawings, is of size N x N.
+
+>>> layout = BlockLayout.from_blocks(torch.tensor([[1, 0], [1, 1]]), block=2, causal=True, num_tokens=3)
+>>> layout.allowed()[0].int().tolist()
+[[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+>>> pack([layout, layout]).num_queries
+6
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from shardwise.config import ConfigError
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """The blocks of one sequence, whose queries and keys are the same tokens.
+
+    Attributes:
+        blocks: [heads or 1, num_blocks, num_blocks], bool, on the CPU, rows of queries; not to be written to.
+        block: tokens of a block; the last one may have fewer.
+        causal: a token sees none after it, inside a block too.
+        num_tokens: of the sequence.
+        first_query: where the queries begin, which go to the sequence's end; not 0 where keys are cached.
+    """
+
+    blocks: Tensor
+    block: int
+    causal: bool
+    num_tokens: int
+    first_query: int = 0
+
+    @property
+    def num_queries(self) -> int:
+        return self.num_tokens - self.first_query
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLayout:
+    """Patterns one behind another, with what back ends have planned on them.
+
+    Attributes:
+        patterns: one, or a packed document each; of the same block size and number of heads.
+    """
+
+    patterns: tuple[Pattern, ...]
+    _made: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
+
+    @staticmethod
+    def from_blocks(blocks: Tensor, block: int, *, causal: bool = False, num_tokens: int | None = None) -> BlockLayout:
+        """A layout of the user's own blocks.
+
+        Args:
+            blocks: [num_blocks, num_blocks] or [heads, num_blocks, num_blocks]; not 0 where a block of queries (rows)
+                sees a block of keys (columns).
+            block: tokens of a block.
+            causal: a token sees none after it, whatever the blocks say.
+            num_tokens: of the sequence; all blocks are whole when left out.
+
+        Raises:
+            ConfigError: the blocks are not square, or as many as `num_tokens` need.
+        """
+        if blocks.ndim not in (2, 3) or blocks.shape[-1] != blocks.shape[-2] or not blocks.numel():
+            raise ConfigError(
+                f"blocks of shape {tuple(blocks.shape)} are not square; give [num_blocks, num_blocks] or "
+                "[heads, num_blocks, num_blocks]"
+            )
+        if block < 1:
+            raise ConfigError(f"block={block} is not positive; 64 and 128 are fastest")
+        most = blocks.shape[-1] * block
+        num_tokens = most if num_tokens is None else num_tokens
+        if not most - block < num_tokens <= most:
+            raise ConfigError(
+                f"num_tokens={num_tokens} needs {-(-num_tokens // block)} blocks of {block}, and there are "
+                f"{blocks.shape[-1]}; nearest legal: {most - block + 1} to {most}"
+            )
+        three_dims = blocks.detach().to("cpu", torch.bool, copy=True).reshape(-1, *blocks.shape[-2:])
+        if causal:
+            three_dims = three_dims.tril()
+        return BlockLayout((Pattern(three_dims, block, causal, num_tokens),))
+
+    @property
+    def num_queries(self) -> int:
+        return sum(pattern.num_queries for pattern in self.patterns)
+
+    @property
+    def num_keys(self) -> int:
+        return sum(pattern.num_tokens for pattern in self.patterns)
+
+    @property
+    def num_heads(self) -> int:
+        """Heads that differ: 1 where all heads share a layout."""
+        return self.patterns[0].blocks.shape[0]
+
+    @property
+    def block(self) -> int:
+        return self.patterns[0].block
+
+    def cached(self, key: Hashable, make: Callable[[BlockLayout], Made]) -> Made:
+        """What `make` gives for this layout, made once for each key and kept as long as the layout is."""
+        if key not in self._made:
+            self._made[key] = make(self)
+        return self._made[key]  # type: ignore[return-value]
+
+    def of_heads(self, first: int, num: int) -> BlockLayout:
+        """The layout of a tensor-parallel rank's heads; itself where all heads share one."""
+        if self.num_heads == 1:
+            return self
+        return self.cached(
+            ("heads", first, num), lambda whole: _each(whole, lambda blocks: blocks[first : first + num])
+        )
+
+    def queries_from(self, first_query: int) -> BlockLayout:
+        """The layout of the last queries alone, as when the keys of those before are cached; of one pattern only.
+
+        Raises:
+            ConfigError: there are several documents, or no such query.
+        """
+        if len(self.patterns) > 1 or not 0 <= first_query < self.num_keys:
+            raise ConfigError(
+                f"first_query={first_query} of {len(self.patterns)} documents of {self.num_keys} tokens in all; "
+                "give one document and a position inside it"
+            )
+        return BlockLayout((replace(self.patterns[0], first_query=first_query),))
+
+    def allowed(self) -> Tensor:
+        """Whether each query sees each key, bool [heads or 1, num_queries, num_keys]: for proofs and drawings."""
+        whole = torch.zeros(self.num_heads, self.num_queries, self.num_keys, dtype=torch.bool)
+        row = column = 0
+        for pattern in self.patterns:
+            tokens = torch.arange(pattern.num_tokens)
+            index = tokens // pattern.block
+            queries = tokens[pattern.first_query :]
+            seen = pattern.blocks[:, index[queries]][:, :, index]  # [heads or 1, queries, keys]
+            if pattern.causal:
+                seen = seen & (queries[:, None] >= tokens)
+            whole[:, row : row + pattern.num_queries, column : column + pattern.num_tokens] = seen
+            row, column = row + pattern.num_queries, column + pattern.num_tokens
+        return whole
+
+
+def pack(layouts: Sequence[BlockLayout]) -> BlockLayout:
+    """The layout of documents one behind another, each with its own, whose tokens do not see each other.
+
+    Raises:
+        ConfigError: there are none, or they differ in block size or number of heads.
+    """
+    kinds = {(layout.block, layout.num_heads) for layout in layouts}
+    if len(kinds) != 1:
+        raise ConfigError(f"documents of (block, heads) {sorted(kinds)} cannot be packed; give one or more of one kind")
+    return BlockLayout(tuple(pattern for layout in layouts for pattern in layout.patterns))
+
+
+def _each(layout: BlockLayout, change: Callable[[Tensor], Tensor]) -> BlockLayout:
+    return BlockLayout(tuple(replace(pattern, blocks=change(pattern.blocks)) for pattern in layout.patterns))
