@@ -109,10 +109,7 @@ class PipelineRun:
         self._timeline.is_recording = True
         engine._is_broken, engine._syncs = True, False  # the schedule alone says when to reduce
         try:
-            self._perform(engine, self._row, {**self._compute.handlers(work), **step.handlers()})
-        except BaseException:
-            self._is_out_of_step |= not step.has_begun
-            raise
+            self._perform(engine, self._row, work, step)
         finally:
             engine._syncs = True
             self._timeline.close_step()  # behind what follows the step in the schedule
@@ -131,11 +128,7 @@ class PipelineRun:
         work = _Work(self._pipeline, self._forward, self._groups, engine, batches, books)
         self._timeline.is_recording = False
         state = _StateActions(row, self._groups, self._layout, engine, self._compute)
-        try:
-            self._perform(engine, row, {**self._compute.handlers(work), **state.handlers()})
-        except BaseException:
-            self._is_out_of_step = True
-            raise
+        self._perform(engine, row, work, state)
 
     def forward(self, engine: Engine, batch: Any) -> Total | None:
         """Run the forward of one batch through all stages."""
@@ -163,12 +156,13 @@ class PipelineRun:
                 "same message; call engine.close() on every rank, or start anew from a checkpoint"
             )
 
-    def _perform(self, engine: Engine, row: Sequence[Action], handlers: Handlers) -> None:
+    def _perform(self, engine: Engine, row: Sequence[Action], work: _Work, state: _StateActions) -> None:
         """Carry a row out; where it fails, those that wait for this rank hear why."""
         try:
-            execute(row, handlers, self._timeline)
+            execute(row, {**self._compute.handlers(work), **state.handlers()}, self._timeline)
             self._compute.finish()
         except BaseException as error:
+            self._is_out_of_step |= not state.has_begun
             self.end_step()
             if isinstance(error, Exception) and not isinstance(error, CommError) and engine._watchdog is not None:
                 # The other stages wait for this one, in vain, and are to say why.

@@ -425,7 +425,7 @@ class Engine(EngineWeights):
         self.layout = layout
 
     def _refuse_unless_trainable(self) -> None:
-        if not any(group.trainable for group in self.layout.model_groups):
+        if not self.layout.trained_names:
             raise ConfigError("every parameter of the model is frozen; set requires_grad on those to train")
 
     def _adopt_buffers(self) -> None:
@@ -449,7 +449,7 @@ class Engine(EngineWeights):
             own_square.zero_()  # others hold the same gradient: it counts once
         own = own_square.reshape(1).to(self.device)
         was_used = dict(zip(self._sharded.names, self._sharded.used(), strict=True))
-        names = [each.name for group in self.layout.model_groups if group.trainable for each in group.params]
+        names = self.layout.trained_names
         flags = [was_used.get(name, False) for name in names]
         ahead = [self._sharded.has_stepped_ahead] if self._ahead.is_allowed else []
         scale = [self._books.normaliser * self._books.is_first] if self.layout.pipeline is not None else []

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Final
@@ -38,7 +39,7 @@ from shardwise.layout.precision import DTYPE_BYTES, PrecisionPolicy, precision_p
 from shardwise.layout.skeleton import ROOT, find_units, read_parameters
 from shardwise.layout.stages import Placement, ZeroStage, effective_stage
 from shardwise.layout.tensor_plan import TensorLayout
-from shardwise.layout.tiers import assign_tiers, assign_tiers_by_rank
+from shardwise.layout.tiers import assign_tiers_by_rank
 
 # The tensors, each as long as the parameter, that torch's optimizers of these names keep beside the master.
 OPTIMIZER_STATES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -146,12 +147,17 @@ class Layout:
         elsewhere = tuple(group for group in self.model_groups if held.isdisjoint(group.stages))
         return replace(self, groups=groups, elsewhere=elsewhere, pipeline=replace(self.pipeline, index=index))
 
-    @property
+    @cached_property
     def model_groups(self) -> tuple[GroupSpec, ...]:
         """The groups of all stages, on every rank in the same order."""
         order = {unit: index for index, unit in enumerate((ROOT, *self.units))}
         every = (*self.groups, *self.elsewhere)
         return tuple(sorted(every, key=lambda group: (order[group.unit], group.stages, not group.trainable)))
+
+    @cached_property
+    def trained_names(self) -> tuple[str, ...]:
+        """The parameters of all stages that have gradients, on every rank in the same order."""
+        return tuple(place.name for group in self.model_groups if group.trainable for place in group.params)
 
     @property
     def held_units(self) -> tuple[str, ...]:
@@ -317,10 +323,9 @@ def build_layout(
     splits = None if tensor is None else tensor.splits
     stages_of = None if pipeline is None else pipeline.stages_of
     groups = build_groups(entries, units, num_ranks, num_shards, config.zero.replicate_frozen, splits, stages_of)
-    if pipeline is None:
-        groups = assign_tiers(groups, config.tiers)
-    else:
-        groups = assign_tiers_by_rank(groups, config.tiers, lambda group: pipeline.holders(group.stages)[0])
+    groups = assign_tiers_by_rank(
+        groups, config.tiers, lambda group: 0 if pipeline is None else pipeline.holders(group.stages)[0]
+    )
     states = _states(stage, policy, config.optimizer, groups)
     layout = Layout(mesh, units, groups, stage, policy, states, tensor, pipeline)
     return layout if pipeline is None else layout.of_pipeline_rank(pipeline.index)

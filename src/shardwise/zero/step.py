@@ -210,29 +210,30 @@ class ShardedOptimizer:
         shared: list[tuple[Sharing, Flat]] = []
         for group, grads in held:
             if grads.sharing.summed:
-                grads.await_taken()
-                whole = self._gradients.get(group)
-                shared.append((grads.sharing, grads.rest if whole is None else MemoryFlat(whole)))
+                shared.append((grads.sharing, self._flat_of(group, grads)))
         sum_over_sharers(shared, self._tensor)
         self._sum_over_stages([(group, grads) for group, grads in held if group in self._holders])
         squares = []
         for group, grads in held:
-            whole = self._gradients.get(group)
-            square = grads.square() if whole is None else square_sum(grads.sharing, whole)
             if self._holders.get(group, (self._pipeline_rank,))[0] != self._pipeline_rank:
                 continue  # another stage counts it
+            whole = self._gradients.get(group)
+            square = grads.square() if whole is None else square_sum(grads.sharing, whole)
             squares.append(square.to(self._tensor.device, non_blocking=True))
         return squares
 
     def _sum_over_stages(self, tied: Sequence[tuple[ParamGroup, GroupGrads]]) -> None:
         by_holders: dict[tuple[int, ...], list[Flat]] = {}
         for group, grads in tied:
-            grads.await_taken()
-            whole = self._gradients.get(group)
+            by_holders.setdefault(self._holders[group], []).append(self._flat_of(group, grads))
             grads.forget_square()
-            flat = grads.rest if whole is None else MemoryFlat(whole)
-            by_holders.setdefault(self._holders[group], []).append(flat)
         sum_over_stages(by_holders, self._tied)
+
+    def _flat_of(self, group: ParamGroup, grads: GroupGrads) -> Flat:
+        """A group's gradients, final and where they are now."""
+        grads.await_taken()
+        whole = self._gradients.get(group)
+        return grads.rest if whole is None else MemoryFlat(whole)
 
     def step(self, factor: float, used: Mapping[str, bool], timeline: Timeline) -> dict[ParamGroup, Task]:
         """Update the masters with `factor` times the gradients; what rests off the device is updated in the background.

@@ -44,7 +44,9 @@ class Unit:
     @property
     def used_groups(self) -> tuple[ParamGroup, ...]:
         """Those whose parameters the stage uses that computes now."""
-        return tuple(group for group in self.groups if self.stage is None or self.stage in group.spec.stages)
+        if self.stage is None:
+            return self.groups
+        return tuple(group for group in self.groups if self.stage in group.spec.stages)
 
     def wait(self) -> None:
         """Have the parameters present."""
