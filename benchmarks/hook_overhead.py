@@ -33,15 +33,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.config import Config
 from shardwise.engine import Engine
 from shardwise.hooks import hook_gradient, hook_unit
 from shardwise.layout.layout import build_layout
+from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.stages import STAGES
 from shardwise.memory import Ledger
+from shardwise.simulated_links import SimulatedLinks, SimulatedNetwork
 
 WIDTH = 8
 DEPTHS = (8, 40)
@@ -51,43 +52,23 @@ Pass = Callable[[], None]
 System = tuple[Pass, Pass]  # what is timed, and what follows it untimed
 
 
-class FreeLinks:
-    """Links to nobody: every collective is done at once, and moves nothing."""
+class FreeLinks(SimulatedLinks):
+    """Links of a lone rank: every collective is done at once, and what is read is its own."""
 
-    rank, world_size, waits_on_host, moves_nothing = 0, 1, True, False
-
-    def all_gather(self, full: Tensor) -> list[dist.Work]:
-        return []
-
-    def all_to_all(self, received: Tensor, source: Tensor) -> list[dist.Work]:
-        return []
-
-    def exchange(self, received: Tensor, source: Tensor) -> list[dist.Work]:
-        return []
-
-    def reduce_scatter(self, out: Tensor, source: Tensor) -> list[dist.Work]:
-        return []
-
-    def all_reduce(self, buffer: Tensor, op: dist.ReduceOp.RedOpType) -> list[dist.Work]:
-        return []
-
-    def broadcast(self, buffer: Tensor) -> list[dist.Work]:
-        return []
+    moves_nothing = False
 
     def read(self, values: Tensor, known: Sequence[float]) -> list[float]:
         return values.tolist()
 
 
-class FreeNetwork:
+class FreeNetwork(SimulatedNetwork):
     """A network of free links."""
 
-    rank, store = 0, None
+    def __init__(self) -> None:
+        super().__init__(MeshShape(), 0, "gloo")
 
     def links(self, axes: tuple[str, ...], use: str) -> FreeLinks:
-        return FreeLinks()
-
-    def close(self) -> None:
-        pass
+        return FreeLinks(0, 1, "gloo")
 
 
 class Block(nn.Module):

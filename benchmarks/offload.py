@@ -38,7 +38,7 @@ from disk_peers import fio_bandwidth, raw_bandwidth
 from offload_peers import DEEPSPEED, OFFLOAD_PEERS, SHARDWISE, OffloadWorkload, TierDisk, layout_of, serve_turns
 from pairs import Record, Residents
 from shardwise.tiers.io_threads import BLOCK_BYTES, NUM_THREADS
-from step_time import MB, machine, parse_known_systems, ratio
+from step_time import MB, machine, names, parse_known_systems, parser_of, ratio
 
 GB = 1e9
 SECTIONS = ("cpu", "disk", "step", "peers")
@@ -241,14 +241,7 @@ SHOWN = {"cpu": show_cpu, "disk": show_disk, "step": show_step, "peers": show_pe
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line; `--quick` changes the defaults, so other flags still count."""
-
-    def names(text: str) -> list[str]:
-        return text.split(",")
-
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny model, few steps: does it run?")
     parser.add_argument("--sections", type=names, default=SECTIONS, help=", ".join(SECTIONS))
     parser.add_argument("--folder", type=Path, help="on the disk to measure; a new one where temporary files go")

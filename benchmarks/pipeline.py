@@ -21,7 +21,18 @@ from typing import Any
 from rich.console import Console
 
 from pipeline_peers import PIPELINE_PEERS, SHARDWISE_SCHEDULES, PipelineWorkload, cut_of
-from step_time import Records, is_installed, keep_results, machine, measure, parse_known_systems, ratio, results_table
+from step_time import (
+    Records,
+    is_installed,
+    keep_results,
+    machine,
+    measure,
+    names,
+    parse_known_systems,
+    parser_of,
+    ratio,
+    results_table,
+)
 
 SHAPES = {4: (2, 256), 16: (1, 128)}  # micro-batch and tokens a sequence, by micro-batches a step
 AIM = 0.95  # of the faster peer's time, at most
@@ -52,14 +63,7 @@ def aim_lines(records: Records) -> list[str]:
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line; `--quick` changes the defaults, so other flags still count."""
-
-    def names(text: str) -> list[str]:
-        return text.split(",")
-
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny model, few steps: does it run?")
     parser.add_argument("--models", type=names, default=["25m", "100m"], help="presets of shardwise.models")
     counts = ", ".join(map(str, SHAPES))

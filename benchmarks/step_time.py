@@ -180,16 +180,22 @@ def runnable(systems: list[str], console: Console) -> list[str]:
     return [system for system in systems if system not in missing]
 
 
-def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line; `--quick` changes the defaults, so other flags still count."""
+def names(text: str) -> list[str]:
+    """The parts of an option's value that are parted by commas."""
+    return text.split(",")
 
-    def names(text: str) -> list[str]:
-        return text.split(",")
 
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
+def parser_of(documentation: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is a script's documentation."""
+    summary, _, details = (documentation or "").partition("\n\n")
+    return argparse.ArgumentParser(
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line; `--quick` changes the defaults, so other flags still count."""
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny model, few steps: does it run?")
     parser.add_argument("--models", type=names, default=["25m", "100m"], help="presets of shardwise.models")
     parser.add_argument("--dtypes", type=names, default=["bf16", "fp32"])

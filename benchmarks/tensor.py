@@ -17,7 +17,17 @@ from typing import Any
 
 from rich.console import Console
 
-from step_time import Records, keep_results, machine, measure, parse_known_systems, ratio, results_table
+from step_time import (
+    Records,
+    keep_results,
+    machine,
+    measure,
+    names,
+    parse_known_systems,
+    parser_of,
+    ratio,
+    results_table,
+)
 from tensor_peers import TENSOR_PEERS, TensorWorkload
 
 LARGE, SMALL = (4, 256), (1, 16)  # micro-batch, tokens a sequence
@@ -39,14 +49,7 @@ def aim_lines(workload: TensorWorkload, records: Records) -> list[str]:
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line; `--quick` changes the defaults, so other flags still count."""
-
-    def names(text: str) -> list[str]:
-        return text.split(",")
-
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="few steps: does it run?")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--systems", type=names, default=list(TENSOR_PEERS), help=", ".join(TENSOR_PEERS))

@@ -1,26 +1,19 @@
-"""Tiny Hugging Face models with random weights, their batches, and float64 throughout.
+"""Tiny Hugging Face models with random weights, and their batches.
 
 Nothing is downloaded: models are built from configs. `transformers` takes seconds to import, so it is imported when a
 model is made and not before, and only the modules of that model.
 
-The models compute norms, softmax and losses in float32 whatever their dtype. Rounding to float32 turns a difference of
-the last bit of a float64, which the order of a sum makes, into one of 1e-7: `float64_throughout` keeps what is float64
-as it is, so that parity can be asked for to 1e-9.
-
->>> with float64_throughout():
-...     torch.ones(2, dtype=torch.float64).to(torch.float32).dtype
-torch.float64
+The models compute norms, softmax and losses in float32 whatever their dtype; `shardwise.wearing.float64_throughout`
+keeps what is float64 as it is, so that parity can be asked for to 1e-9.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -100,30 +93,6 @@ def build_model(
 def make_case(family: str, **options: Any) -> ModelCase:
     """The case of a family's model, whose own output carries the loss; options as in `build_model`."""
     return ModelCase(family, lambda: build_model(family, **options), FAMILIES[family].batch, None)
-
-
-@contextmanager
-def float64_throughout() -> Iterator[None]:
-    """Inside the context, casts of float64 to float32 do nothing, also where a softmax is asked for one.
-
-    A patch and no `TorchFunctionMode`: those are not in force while a backward recomputes.
-    """
-
-    def widened(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def widen(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if tensor.dtype is torch.float64:
-                args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-                kwargs = {name: torch.float64 if arg is torch.float32 else arg for name, arg in kwargs.items()}
-            return function(tensor, *args, **kwargs)
-
-        return widen
-
-    with (
-        mock.patch.object(Tensor, "to", widened(Tensor.to)),
-        mock.patch.object(Tensor, "float", Tensor.double),  # of integers too: positions meet float64 frequencies
-        mock.patch.object(F, "softmax", widened(F.softmax)),
-    ):
-        yield
 
 
 def _causal_batch(seed: int, num_samples: int, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from harness.huggingface import FAMILIES, PAD, VOCAB_SIZE, build_model, float64_throughout
+from harness.huggingface import FAMILIES, PAD, VOCAB_SIZE, build_model
 from harness.models import IGNORED, ModelCase
 from harness.reference import Trace, train_reference
 from harness.training import Overrides, make_config, make_optimizer
@@ -28,6 +28,7 @@ from shardwise import initialize
 from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.models import Decoder, lm_loss
 from shardwise.models.decoder import DecoderConfig
+from shardwise.wearing import float64_throughout
 
 NUM_STEPS: Final = 5
 NUM_MICRO_BATCHES: Final = 2  # of a data rank

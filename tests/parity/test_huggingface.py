@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 import shardwise
 from harness.combinations import cover
-from harness.huggingface import FAMILIES, VOCAB_SIZE, build_model, float64_throughout, make_case
+from harness.huggingface import FAMILIES, VOCAB_SIZE, build_model, make_case
 from harness.models import ModelCase
 from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity
 from harness.training import make_config, make_optimizer, merge_ranks, reference_of, train_case
 from shardwise import initialize
 from shardwise.layout.skeleton import find_units
-from shardwise.wearing import ReleasedParameterError
+from shardwise.wearing import ReleasedParameterError, float64_throughout
 
 pytest.importorskip("transformers")
 

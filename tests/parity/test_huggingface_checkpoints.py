@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import shardwise
 from harness.combinations import cover
-from harness.huggingface import VOCAB_SIZE, build_model, float64_throughout
+from harness.huggingface import VOCAB_SIZE, build_model
 from harness.pool import WorkerPool
 from harness.random_models import LayoutSpec
 from shardwise import Engine, cli, initialize
@@ -26,6 +26,7 @@ from shardwise.checkpoint.loading import LoadReport
 from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.deferred import ValueSource
 from shardwise.models import Decoder, DecoderConfig, lm_loss
+from shardwise.wearing import float64_throughout
 from shardwise.zero.access import GRAD
 
 pytest.importorskip("transformers")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from harness.chains import CHAINS
-from harness.huggingface import float64_throughout, make_case
+from harness.huggingface import make_case
 from harness.live_bytes import LiveBytes
 from harness.models import ModelCase, make_batches
 from harness.pool import WorkerPool
@@ -20,6 +20,7 @@ from harness.reference import Trace, check_parity
 from harness.training import make_config, merge_ranks, reference_of
 from shardwise import Config, init, initialize
 from shardwise.deferred import ValueSource
+from shardwise.wearing import float64_throughout
 
 NUM_STEPS = 2
 CLIP_NORM = 0.05

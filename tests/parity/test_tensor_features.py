@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.combinations import cover
-from harness.huggingface import build_model, float64_throughout
+from harness.huggingface import build_model
 from harness.models import ModelCase
 from harness.pool import WorkerPool
 from harness.reference import PARITY, call_model, max_error
@@ -20,6 +20,7 @@ from shardwise import ConfigError, Engine, init, initialize
 from shardwise import backward as backward_common
 from shardwise.models.generate import generate
 from shardwise.tensor.plans import find_plan
+from shardwise.wearing import float64_throughout
 from shardwise.zero.tensor_parts import cut
 
 pytest.importorskip("transformers")

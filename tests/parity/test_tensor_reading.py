@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from harness.huggingface import build_model, float64_throughout
+from harness.huggingface import build_model
 from harness.pool import WorkerPool
 from harness.tensor import make_case
 from harness.training import make_config
 from shardwise import initialize
+from shardwise.wearing import float64_throughout
 
 pytest.importorskip("transformers")
 
