@@ -85,8 +85,12 @@ def test_documents_may_differ_in_causality() -> None:
 
 
 @pytest.mark.parametrize("first_query", [1, 128, 299])
-def test_queries_behind_cached_keys(first_query: int) -> None:
-    check(random_layout(0, 128, 300, causal=True).queries_from(first_query))
+@pytest.mark.parametrize("block", [64, 128, 256])
+def test_queries_behind_cached_keys(block: int, first_query: int) -> None:
+    check(random_layout(0, block, 300, causal=True).queries_from(first_query))
+    num_blocks = -(-300 // block)
+    whole = BlockLayout.from_blocks(torch.ones(num_blocks, num_blocks), block, causal=True, num_tokens=300)
+    check(whole.queries_from(first_query))
 
 
 def test_whole_blocks_of_the_tiles_size_are_not_masked() -> None:
