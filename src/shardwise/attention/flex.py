@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -83,8 +83,10 @@ def flex_options(q: Tensor, k: Tensor, layout: BlockLayout, extras: Extras) -> d
 
 
 def block_mask_of(layout: BlockLayout, device: torch.device) -> BlockMask:
-    """The layout in FlexAttention's terms, kept on the layout for each device."""
-    return layout.cached(("flex", device), lambda whole: _block_mask(whole, device))
+    """The layout in FlexAttention's terms, of tensors that the layout keeps for each device."""
+    tensors = layout.cached(("flex", device), functools.partial(_planned, device))
+    others: Any = (*tensors[:8], (TILE, TILE), _mask_mod(layout, tensors[8:]))
+    return BlockMask((layout.num_queries, layout.num_keys), *others)
 
 
 @functools.cache
@@ -95,20 +97,12 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention, fullgraph=True, **limit)  # type: ignore[call-overload]
 
 
-def _block_mask(layout: BlockLayout, device: torch.device) -> BlockMask:
+def _planned(device: torch.device, layout: BlockLayout) -> tuple[Tensor, ...]:
+    """The eight lists of a block mask, then what its function looks up. A graph holds tensors, but no `BlockMask`."""
     partial, full = _tiles(layout)
-    num_partial, partial_columns, num_full, full_columns = (
-        each.to(device) for each in (*_ordered(partial), *_ordered(full))
-    )
-    return BlockMask.from_kv_blocks(
-        num_partial,
-        partial_columns,
-        num_full,
-        full_columns,
-        BLOCK_SIZE=TILE,
-        mask_mod=_mask_mod(layout, device),
-        seq_lengths=(layout.num_queries, layout.num_keys),
-    )
+    lists = [each for tiles in (partial, full) for each in _ordered(tiles)]
+    lists += [each for tiles in (partial, full) for each in _ordered(tiles.transpose(-1, -2))]
+    return tuple(each.to(device) for each in (*lists, *_looked_up(layout)))
 
 
 def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,12 +152,20 @@ def _add(total: Tensor, values: Tensor, queries: _Pieces, keys: _Pieces) -> None
     total[row : row + num_rows, column : column + num_columns].index_add_(1, keys.tiles - column, of_rows)
 
 
-def _mask_mod(layout: BlockLayout, device: torch.device) -> MaskMod:
+def _mask_mod(layout: BlockLayout, looked_up: tuple[Tensor, ...]) -> MaskMod:
     """Whether a query sees a key of a tile that is seen in part; b, h, row and column are indices."""
-    (pattern, *others) = layout.patterns
-    if others or pattern.first_query or pattern.block % TILE:
-        return _looked_up(layout, device)
-    return _not_after if pattern.causal else _always
+    if not looked_up:
+        return _not_after if layout.patterns[0].causal else _always
+    query_document, reach, line, key_document, position, block, blocks = looked_up
+    per_head = int(layout.num_heads > 1)
+
+    def mask_mod(b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        sees = (query_document[row] == key_document[column]) & (reach[row] >= position[column])
+        # Between documents the index means nothing, and may lie outside.
+        index = torch.where(sees, line[row] + block[column], 0)
+        return sees & blocks[h * per_head, index]
+
+    return mask_mod
 
 
 def _not_after(b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
@@ -174,8 +176,15 @@ def _always(b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
     return row >= 0
 
 
-def _looked_up(layout: BlockLayout, device: torch.device) -> MaskMod:
-    """By the blocks of all documents, one behind another, and what is known of each token."""
+def _looked_up(layout: BlockLayout) -> list[Tensor]:
+    """What is known of each token, and the blocks of all documents one behind another; nothing where indices suffice.
+
+    Of queries [Nq]: document, last position seen, and where the row of its block begins in the blocks. Of keys [Nk]:
+    document, position, and block. Then the blocks, [heads or 1, all blocks].
+    """
+    (pattern, *others) = layout.patterns
+    if not others and not pattern.first_query and not pattern.block % TILE:
+        return []
     fields: list[tuple[Tensor, ...]] = []
     base = 0
     for document, pattern in enumerate(layout.patterns):
@@ -193,19 +202,9 @@ def _looked_up(layout: BlockLayout, device: torch.device) -> MaskMod:
             )
         )
         base += num_blocks**2
-    query_document, reach, line, key_document, position, block = (
-        torch.cat(each).to(device, torch.int32 if base < 2**31 else torch.int64) for each in zip(*fields, strict=True)
-    )
-    blocks = torch.cat([each.blocks.flatten(1) for each in layout.patterns], 1).to(device)  # [heads or 1, all blocks]
-    per_head = int(layout.num_heads > 1)
-
-    def mask_mod(b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        sees = (query_document[row] == key_document[column]) & (reach[row] >= position[column])
-        # Between documents the index means nothing, and may lie outside.
-        index = torch.where(sees, line[row] + block[column], 0)
-        return sees & blocks[h * per_head, index]
-
-    return mask_mod
+    width = torch.int32 if base < 2**31 else torch.int64
+    tokens = [torch.cat(each).to(width) for each in zip(*fields, strict=True)]
+    return [*tokens, torch.cat([each.blocks.flatten(1) for each in layout.patterns], 1)]
 
 
 def _score_mod(extras: Extras) -> ScoreMod | None:
@@ -222,4 +221,4 @@ def _score_mod(extras: Extras) -> ScoreMod | None:
             score = torch.where(key_padding[b, column], score, -torch.inf)
         return score
 
-    return cast(ScoreMod, score_mod)
+    return score_mod
