@@ -7,11 +7,13 @@ computes, those of the lower triangle where it is causal. Efficiency (`eff`) is 
 where a score costs what it costs there. `flex` is our time / FlexAttention's, `diff` how far their outputs differ.
 
 `--longest` finds the longest sequence that a 1B decoder trains on this GPU, dense and sparse, with full recomputation,
-by doubling and halving. What the time left does not allow is skipped.
+by doubling and halving. `--tune` times our kernels with other tiles: of each (head size, block) the fastest are shown,
+for queries (forward, and the backward as a whole) and for keys. What the time left does not allow is skipped.
 
     python benchmarks/gpu_attention.py --minutes 9 --json gpu_attention.json
     python benchmarks/gpu_attention.py --quick
     python benchmarks/gpu_attention.py --lengths '' --longest --minutes 9
+    python benchmarks/gpu_attention.py --lengths 16384 --tune --directions causal --densities 0.1
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -322,6 +325,68 @@ def longest_rows(options: argparse.Namespace, ends_s: float) -> list[dict[str, A
     return rows
 
 
+@dataclass(frozen=True)
+class Tiling:
+    """What a kernel is launched with: the widest tile, tokens of an entry, warps, and entries in flight."""
+
+    tile: int
+    entry: int
+    num_warps: int
+    num_stages: int
+
+
+def tilings() -> list[Tiling]:
+    """Those worth a try; of wide entries and tiles, what does not fit fails and is left out."""
+    widths = ((128, 128), (128, 64), (128, 32), (64, 128), (64, 64), (64, 32), (32, 64))
+    return [Tiling(*width, warps, stages) for width in widths for warps in (4, 8) for stages in (2, 3)]
+
+
+@contextmanager
+def tiled(tiling: Tiling, of_queries: bool) -> Iterator[None]:
+    """Launch the kernels of one side so; plans are the layout's, so that a tiling needs a layout of its own."""
+    from shardwise.attention.kernels import launches, plans
+
+    widest, others = plans.widest, launches.warps_and_stages
+
+    def width(head_dim: int, dtype: torch.dtype, asked: bool) -> tuple[int, int]:
+        return (tiling.entry, tiling.tile) if asked == of_queries else widest(head_dim, dtype, asked)
+
+    def warps(tile: int, head_dim: int, dtype: torch.dtype, of_keys: bool = False) -> tuple[int, int]:
+        is_other = of_keys == of_queries
+        return others(tile, head_dim, dtype, of_keys) if is_other else (tiling.num_warps, tiling.num_stages)
+
+    with mock.patch.object(plans, "widest", width), mock.patch.object(launches, "warps_and_stages", warps):
+        yield
+
+
+def tune(case: Case, options: argparse.Namespace, ends_s: float) -> list[dict[str, Any]]:
+    """Seconds of forward and backward with each tiling of each side, the fastest of each printed."""
+    given, found = tensors(case), []
+    for block, density, of_queries in itertools.product(options.blocks, options.densities, (True, False)):
+        rows = []
+        for tiling in tilings():
+            if time.monotonic() > ends_s:
+                break
+            attend = sparse_attend("triton", layout_of_density(case, block, density, options.num_global))
+            try:
+                with tiled(tiling, of_queries):
+                    peak_gib(attend, given)  # compiles and plans
+                    forward_s, backward_s = (statistics.median(each) for each in timed(attend, given, 5))
+            except Exception as error:  # shared memory that does not suffice
+                print(f"{tiling} failed: {type(error).__name__}")
+                continue
+            side = "queries" if of_queries else "keys"
+            sizes = {"head_dim": case.head_dim, "block": block, "density": density, "side": side}
+            rows.append(sizes | asdict(tiling) | {"forward_s": forward_s, "backward_s": backward_s})
+        for key in ("forward_s", "backward_s") if of_queries else ("backward_s",):
+            print(f"head size {case.head_dim}, block {block}, {'queries' if of_queries else 'keys'}, by {key}:")
+            for row in sorted(rows, key=lambda row: row[key])[:3]:
+                shown = {name: row[name] for name in ("tile", "entry", "num_warps", "num_stages")}
+                print(f"  {row[key] * 1e3:.3f} ms {shown}", flush=True)
+        found += rows
+    return found
+
+
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options, with lists split."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -336,6 +401,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--runs", type=int, default=3, help="in a turn")
     parser.add_argument("--longest", action="store_true", help="search the longest sequence of --model")
+    parser.add_argument("--tune", action="store_true", help="time our kernels' tiles, and nothing else")
     parser.add_argument("--model", default="1b")
     parser.add_argument("--window", type=int, default=4096, help="tokens before it that a query sees, with --longest")
     parser.add_argument("--minutes", type=float, default=9.0, help="start no case after so long")
@@ -366,7 +432,7 @@ def main() -> None:
     ends_s = time.monotonic() + options.minutes * 60
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "host": platform.machine()}
     print(f"{machine['gpu']}, torch {machine['torch']}")
-    results: dict[str, Any] = {"machine": machine, "cases": [], "longest": []}
+    results: dict[str, Any] = {"machine": machine, "cases": [], "longest": [], "tilings": []}
 
     def keep() -> None:
         if options.json:
@@ -375,6 +441,10 @@ def main() -> None:
     for case in cases_of(options):
         if time.monotonic() > ends_s:
             print(f"no time left for {case}")
+            continue
+        if options.tune:
+            results["tilings"] += tune(case, options, ends_s)
+            keep()
             continue
         rows, notes = measure(case, options)
         print("\n".join(table(case, rows, notes)), flush=True)

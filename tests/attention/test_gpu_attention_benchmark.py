@@ -88,3 +88,29 @@ def test_options(script: ModuleType) -> None:
     assert {case.num_tokens for case in script.cases_of(script.parsed(["--quick"]))} == {16_384}
     with pytest.raises(SystemExit):
         script.parsed(["--systems", "flsh"])
+
+
+def test_a_tiling_reaches_the_plan_of_its_side_and_the_launch(script: ModuleType) -> None:
+    pytest.importorskip("triton")
+    from shardwise.attention.kernels import launches, plans
+    from shardwise.attention.kernels.tiles import Heads
+
+    def numbers() -> tuple[int, ...]:
+        layout = BlockLayout.from_blocks(torch.ones(4, 4), 128)
+        kinds = {"head_dim": 64, "dtype": torch.bfloat16, "device": torch.device("cpu")}
+        return plans.plan_of(layout, Heads(1, 1), **kinds).numbers
+
+    def warps(of_keys: bool) -> tuple[int, int]:
+        return launches.warps_and_stages(64, 64, torch.bfloat16, of_keys=of_keys)
+
+    usual = numbers(), warps(False), warps(True)
+    tiling = script.Tiling(32, 16, 2, 5)
+    with script.tiled(tiling, of_queries=True):
+        assert numbers()[:2] == (32, 16)
+        assert numbers()[5:] == usual[0][5:]
+        assert (warps(False), warps(True)) == ((2, 5), usual[2])
+    with script.tiled(tiling, of_queries=False):
+        assert numbers()[:5] == usual[0][:5]
+        assert numbers()[5:7] == (32, 16)
+        assert (warps(False), warps(True)) == (usual[1], (2, 5))
+    assert (numbers(), warps(False), warps(True)) == usual
