@@ -139,6 +139,24 @@ def test_uncompiled_flex_equals_the_reference(name: str, extras: str) -> None:
     assert not aux.lse.isnan().any()
 
 
+@pytest.mark.parametrize("num_heads", [1, 6])
+def test_a_bias_has_the_references_gradient(num_heads: int) -> None:
+    """By both results, through flex's own backward without kernels; on CPUs it refuses q, k and v that need one."""
+    layout = random_layout(1, 64, 150, causal=True)
+    q, k, v = qkv(1, 6, 2, layout)
+    bias = torch.randn(1, num_heads, 150, 150, dtype=torch.float64, requires_grad=True)
+    padding = torch.rand(1, 150, generator=torch.Generator().manual_seed(1)) < 0.8
+    options = flex_options(q, k, layout, Extras(0.3, padding, bias))
+    out, aux = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")(q, k, v, **options)
+    expected = reference_attention(q, k, v, layout.allowed(), scale=0.3, key_padding=padding, bias=bias)
+    grads = [
+        torch.autograd.grad(each.sin().sum() + lse[lse > -torch.inf].sum(), bias)[0]
+        for each, lse in ((out, aux.lse), expected)
+    ]
+    torch.testing.assert_close(grads[0], grads[1])
+    assert grads[1].any()
+
+
 @pytest.mark.full
 def test_compiled_flex_equals_the_reference() -> None:
     """Of what torch compiles for CPUs, there are neither gradients nor the log-sum-exp."""
