@@ -20,12 +20,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_in_torch_dispatch_mode
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 __all__ = [
     "NO_VALUE_ERRORS",
     "OpMode",
     "OpOverload",
     "compiler_errors",
+    "constant_in_graphs",
     "container_types",
     "fake_copy",
     "fake_like",
@@ -90,6 +92,15 @@ def compiler_errors() -> tuple[type[Exception], type[Exception]]:
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return TorchDynamoException, FailOnRecompileLimitHit
+
+
+def constant_in_graphs(function: AnyFunction) -> AnyFunction:
+    """`torch.compiler.assume_constant_result`: compiled code runs it when it is compiled, and keeps what it returns.
+
+    The public name imports all of dynamo, which takes a second, to set this one attribute.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.attention.block_layout import BlockLayout
+from shardwise.dropout.bits import keep_threshold
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +38,7 @@ class Draw:
     @property
     def threshold(self) -> int:
         """Of the signed 32-bit numbers, those below it are kept."""
-        return min(round((1.0 - self.p) * 2.0**32) - 2**31, 2**31 - 1)
+        return keep_threshold(self.p)
 
 
 @dataclass(frozen=True, eq=False)

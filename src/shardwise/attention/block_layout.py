@@ -19,6 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from shardwise._torch_private import constant_in_graphs, unseen_by_op_modes
 from shardwise.config import ConfigError
 
 Made = TypeVar("Made")
@@ -108,10 +109,13 @@ class BlockLayout:
     def block(self) -> int:
         return self.patterns[0].block
 
+    @constant_in_graphs
     def cached(self, key: Hashable, make: Callable[[BlockLayout], Made]) -> Made:
         """What `make` gives for this layout, made once for each key and kept as long as the layout is."""
         if key not in self._made:
-            self._made[key] = make(self)
+            # A recomputation finds it made, and no mode may see a difference; it is real, whoever asks first.
+            with unseen_by_op_modes(is_real=True):
+                self._made[key] = make(self)
         return self._made[key]  # type: ignore[return-value]
 
     def of_heads(self, first: int, num: int) -> BlockLayout:

@@ -27,6 +27,7 @@ True
 from shardwise.dropout.bits import Zone
 from shardwise.dropout.draws import KeyedDraws
 from shardwise.dropout.find import drops_by_function
+from shardwise.dropout.functions import probability_hashes
 from shardwise.dropout.sites import key_dropouts
 
-__all__ = ["KeyedDraws", "Zone", "drops_by_function", "key_dropouts"]
+__all__ = ["KeyedDraws", "Zone", "drops_by_function", "key_dropouts", "probability_hashes"]

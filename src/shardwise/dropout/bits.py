@@ -50,7 +50,24 @@ class Grid:
     columns: Tensor
 
 
-def grid_of(shape: Sequence[int], zone: Zone | None, samples: Samples, device: torch.device) -> Grid:
+@dataclass(frozen=True, eq=False)
+class Hashes:
+    """A key's hashes for a tensor; `keyed_mask` says what is kept by them.
+
+    Attributes:
+        factors: odd; [number of rows], int32.
+        offsets: [number of rows], int32.
+        columns: [columns], int32.
+    """
+
+    factors: Tensor
+    offsets: Tensor
+    columns: Tensor
+
+
+def grid_of(
+    shape: Sequence[int], zone: Zone | None, samples: Samples, device: torch.device, first_row: int = 0
+) -> Grid:
     """Hash the indices of a tensor by its place in the unsplit tensor of the whole batch.
 
     Args:
@@ -58,6 +75,7 @@ def grid_of(shape: Sequence[int], zone: Zone | None, samples: Samples, device: t
         zone: None where the tensor is whole.
         samples: that the forward computes.
         device: of the tensor.
+        first_row: where the last dim but one begins, as when a sequence's queries are its last ones only.
     """
     sizes = list(shape) + [1] * max(0, 2 - len(shape))
     starts = [0] * len(sizes)
@@ -66,6 +84,7 @@ def grid_of(shape: Sequence[int], zone: Zone | None, samples: Samples, device: t
         dim = zone.dim % max(1, len(shape))
         starts[dim] = zone.index * sizes[dim]
         num_rows *= zone.degree if dim == 0 else 1
+    starts[-2] += first_row
     is_per_sample = num_rows % samples.num == 0
     starts[0] += samples.first * (num_rows // samples.num if is_per_sample else 1)
     spans = [
@@ -96,16 +115,42 @@ def keyed_mask(grid: Grid, key: int, p: float) -> Tensor:
     return mask
 
 
-def _keyed_mask(rows: Tensor, columns: Tensor, key: int, p: float) -> Tensor:
-    num_rows, num_columns, device = rows.numel(), columns.numel(), rows.device
+def keyed_hashes(grid: Grid, key: int) -> Hashes:
+    """The hashes by which `keyed_mask` draws, for those who draw no mask.
+
+    Args:
+        grid: of the tensor.
+        key: of 63 bits; names the draw.
+    """
+    factors, offsets = torch.ops.shardwise.keyed_hashes(grid.rows, key)
+    return Hashes(factors, offsets, grid.columns)
+
+
+def keep_threshold(p: float) -> int:
+    """Of the signed 32-bit numbers that are drawn, those below it are kept."""
+    return min(round((1.0 - p) * 2.0**32) - 2**31, 2**31 - 1)
+
+
+def _row_hashes(rows: Tensor, key: int) -> tuple[Tensor, Tensor]:
+    """Factors and offsets, [rows, 1] each: views of one tensor."""
     mixed = (rows ^ key).mul_(_FIRST)
     halves = mixed.view(torch.int32).view(-1, 2)  # [rows, 2]: the lower and the upper bits
     lower, upper = halves[:, :1], halves[:, 1:]  # [rows, 1] each
     lower ^= upper
     mixed.mul_(_SECOND)
     lower ^= upper
-    factors = upper | 1  # [rows, 1]
-    threshold = min(round((1.0 - p) * 2.0**32) - 2**31, 2**31 - 1)
+    return upper | 1, lower
+
+
+def _keyed_hashes(rows: Tensor, key: int) -> tuple[Tensor, Tensor]:
+    factors, offsets = _row_hashes(rows, key)
+    return factors.view(-1), offsets.reshape(-1).clone()
+
+
+def _keyed_mask(rows: Tensor, columns: Tensor, key: int, p: float) -> Tensor:
+    num_rows, num_columns, device = rows.numel(), columns.numel(), rows.device
+    factors, offsets = _row_hashes(rows, key)  # [rows, 1] each
+    threshold = keep_threshold(p)
     mask = torch.empty(num_rows, num_columns, dtype=torch.bool, device=device)  # [rows, columns]
     num_elements = _CHUNK_ELEMENTS if device.type == "cpu" else _DEVICE_CHUNK_ELEMENTS
     step = max(1, min(num_rows, num_elements // num_columns))
@@ -114,7 +159,7 @@ def _keyed_mask(rows: Tensor, columns: Tensor, key: int, p: float) -> Tensor:
         here = slice(first, first + step)
         numbers = space[: num_rows - first]  # [rows of this chunk, columns]
         torch.mul(columns, factors[here], out=numbers)
-        numbers.add_(lower[here]).addcmul_(numbers, numbers, value=2)
+        numbers.add_(offsets[here]).addcmul_(numbers, numbers, value=2)
         torch.lt(numbers, threshold, out=mask[here])
     return mask
 
@@ -122,6 +167,14 @@ def _keyed_mask(rows: Tensor, columns: Tensor, key: int, p: float) -> Tensor:
 _LIBRARY: Final = torch.library.Library("shardwise", "FRAGMENT")
 _LIBRARY.define("keyed_mask(Tensor rows, Tensor columns, int key, float p) -> Tensor")
 _LIBRARY.impl("keyed_mask", _keyed_mask, "CompositeExplicitAutograd")
+_LIBRARY.define("keyed_hashes(Tensor rows, int key) -> (Tensor, Tensor)")
+_LIBRARY.impl("keyed_hashes", _keyed_hashes, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("shardwise::keyed_hashes", lib=_LIBRARY)
+def _fake_hashes(rows: Tensor, key: int) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape, dtype=torch.int32), rows.new_empty(rows.shape, dtype=torch.int32)
+
 
 _CHUNK_ELEMENTS: Final = 1 << 16  # on the CPU: 256 KiB of int32, which stay in the cache of a core
 _DEVICE_CHUNK_ELEMENTS: Final = 1 << 26  # elsewhere: bounds the memory that a mask takes while it is drawn

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise._torch_private import unseen_by_op_modes
-from shardwise.dropout.bits import Grid, Samples, Zone, grid_of, keyed_mask
+from shardwise.dropout.bits import Grid, Hashes, Samples, Zone, grid_of, keyed_hashes, keyed_mask
 from shardwise.rng import derive_seed, seeded
 
 
@@ -106,13 +106,36 @@ class KeyedDraws:
         Returns:
             bools of the shape.
         """
+        key = self._next_key(site)
+        return keyed_mask(self._grid(shape, zone, device), key, p).view(shape)
+
+    def hashes(
+        self, site: str, shape: Sequence[int], zone: Zone | None, device: torch.device, first_row: int = 0
+    ) -> Hashes:
+        """As `mask`, whose next call this is, but its hashes: attention that makes no mask draws by them.
+
+        Args:
+            site: the name of the module that drops.
+            shape: of the tensor; none of its sizes is 0.
+            zone: of the tensor, None where it is whole.
+            device: of the tensor.
+            first_row: where its last dim but one begins.
+        """
+        key = self._next_key(site)
+        return keyed_hashes(self._grid(shape, zone, device, first_row), key)
+
+    def _next_key(self, site: str) -> int:
         forward = self._forwards[torch.initial_seed()]
-        key = derive_seed(self._seed, "dropout", forward.step, site, forward.number(site))
+        return derive_seed(self._seed, "dropout", forward.step, site, forward.number(site))
+
+    def _grid(self, shape: Sequence[int], zone: Zone | None, device: torch.device, first_row: int = 0) -> Grid:
+        """Of a tensor of the open forward."""
+        forward = self._forwards[torch.initial_seed()]
         if self._has_grids is not forward:
             self._grids.clear()
             self._has_grids = forward
-        place = (tuple(shape), zone, device)
+        place = (tuple(shape), zone, device, first_row)
         if place not in self._grids:
             with unseen_by_op_modes():
-                self._grids[place] = grid_of(shape, zone, forward.samples, device)
-        return keyed_mask(self._grids[place], key, p).view(shape)
+                self._grids[place] = grid_of(shape, zone, forward.samples, device, first_row)
+        return self._grids[place]

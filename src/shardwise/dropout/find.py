@@ -11,6 +11,7 @@ from typing import Any, Final
 from torch import nn
 
 DROPOUT_MODULES: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+_ATTENTIONS: Final = ("scaled_dot_product_attention", "block_sparse_attention")
 
 
 def drops_by_function(module: nn.Module) -> bool:
@@ -18,9 +19,9 @@ def drops_by_function(module: nn.Module) -> bool:
 
     It does if its forward, or what that calls of its class and its file, speaks of something with "dropout" in its name
     that is not one of its own dropout modules, or passes on an argument of such a name; or if it calls torch's
-    attention and either speaks of anything that may be a rate or passes on arguments that are not named there. One
-    named too many costs about a microsecond for each call of torch in it. One that calls a dropout under another name
-    is not seen, and drops as torch does.
+    attention or the library's and either speaks of anything that may be a rate or passes on arguments that are not
+    named there. One named too many costs about a microsecond for each call of torch in it. One that calls a dropout
+    under another name is not seen, and drops as torch does.
     """
     own = {name for name, child in module.named_children() if isinstance(child, DROPOUT_MODULES)}
     return any(_speaks_of_dropout(code, own) for code in _reachable(type(module)))
@@ -43,7 +44,7 @@ def _speaks_of_dropout(code: CodeType, own: set[str]) -> bool:
     names = [name for name in code.co_names if is_function or name not in own]
     if any("dropout" in name for name in names + arguments):
         return True
-    if not any("scaled_dot_product_attention" in name for name in names):
+    if not any(kind in name for name in names for kind in _ATTENTIONS):
         return False
     # A rate may be the fifth argument by position.
     if any(map(_may_be_rate, (*names, *arguments, *code.co_varnames, *code.co_freevars))):

@@ -9,36 +9,62 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+
+from shardwise.dropout.bits import Grid, Hashes, Samples, grid_of, keyed_hashes
 
 
-class Drop(Protocol):
-    """Dropout at one site: values of any shape, the rate, and whether to change the values in place."""
+class Site(Protocol):
+    """Where dropouts draw."""
 
-    def __call__(self, values: Tensor, p: float, inplace: bool = False) -> Tensor: ...
+    def drop(self, values: Tensor, p: float, inplace: bool = False) -> Tensor:
+        """Dropout of values of any shape, in place where asked for."""
+
+    def hashes(self, shape: Sequence[int], device: torch.device, first_row: int) -> Hashes:
+        """See `probability_hashes`."""
+
+
+def probability_hashes(shape: Sequence[int], device: torch.device, first_row: int = 0) -> Hashes:
+    """By what attention that makes no mask drops its probabilities: `KeyedFunctions`' hashes, or new ones.
+
+    New ones follow torch's generator for the CPU, which checkpoints put back for recomputations. All that acts on
+    torch's functions can act on this one (`torch.overrides`).
+
+    Args:
+        shape: [samples, heads, queries, keys]; none of them is 0.
+        device: of the attention.
+        first_row: the position of the first query.
+    """
+    # Dropout in compiled blocks is torch's own kind, of keys that are drawn where it runs.
+    if not torch.compiler.is_compiling() and has_torch_function(()):
+        found: Hashes = handle_torch_function(probability_hashes, (), shape, device, first_row)
+        return found
+    key = torch.randint(2**62, (), device="cpu")
+    grid = grid_of(shape, None, Samples(0, shape[0]), device, first_row)
+    return keyed_hashes(Grid(grid.rows ^ key, grid.columns), 0)
 
 
 class KeyedFunctions(TorchFunctionMode):
-    """Inside the context torch's dropouts by function are `drop`'s, those of attention too.
+    """Inside the context torch's dropouts by function are the site's, those of attention too.
 
     Args:
-        drop: of the module whose forward runs.
+        site: of the module whose forward runs.
     """
 
-    def __init__(self, drop: Drop) -> None:
+    def __init__(self, site: Site) -> None:
         super().__init__()
-        self._drop = drop
+        self._site = site
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _REPLACED:
-            return _REPLACED[func](self._drop, func, *args, **(kwargs or {}))
+            return _REPLACED[func](self._site, func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 def _dropout(
-    drop: Drop,
+    site: Site,
     func: Any,
     input: Tensor,  # noqa: A002
     p: float = 0.5,
@@ -49,11 +75,11 @@ def _dropout(
     """`F.dropout`; and `torch.dropout` and `torch.dropout_`, whose third argument is `train`."""
     if not kwargs.get("train", training):
         return input
-    return drop(input, p, inplace or func is torch.dropout_)
+    return site.drop(input, p, inplace or func is torch.dropout_)
 
 
 def _attention(
-    drop: Drop,
+    site: Site,
     func: Any,
     query: Tensor,
     key: Tensor,
@@ -66,7 +92,7 @@ def _attention(
     """`F.scaled_dot_product_attention`; with dropout its probabilities are written out, as no kernel takes a mask.
 
     Args:
-        drop: for the probabilities.
+        site: for the probabilities.
         func: torch's own.
         query: [..., H, L, E].
         key: [..., H or a divisor of it, S, E].
@@ -83,6 +109,25 @@ def _attention(
     if dropout_p == 0.0 or is_refused or query.is_nested:
         own: Tensor = func(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
         return own
+    if has_torch_function(()):  # what acts on torch's attention further out, which may do without probabilities
+        found: Tensor = handle_torch_function(
+            keyed_attention, (), site, query, key, value, attn_mask, dropout_p, is_causal, **kwargs
+        )
+        return found
+    return keyed_attention(site, query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+
+
+def keyed_attention(
+    site: Site,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    **kwargs: Any,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` with its probabilities written out, dropped by a site; arguments as there."""
     if kwargs.get("enable_gqa"):
         num_sharers = query.shape[-3] // key.shape[-3]
         key, value = (each.repeat_interleave(num_sharers, dim=-3) for each in (key, value))
@@ -91,7 +136,7 @@ def _attention(
     scores = scaled @ key.transpose(-2, -1)  # [..., H, L, S]
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()  # [L, S]
-    return drop(_softmax(scores, attn_mask), dropout_p) @ value
+    return site.drop(_softmax(scores, attn_mask), dropout_p) @ value
 
 
 def _softmax(scores: Tensor, attn_mask: Tensor | None) -> Tensor:
@@ -116,4 +161,5 @@ _REPLACED: Final[Mapping[Any, Callable[..., Tensor]]] = {
     torch.dropout: _dropout,
     torch.dropout_: _dropout,
     F.scaled_dot_product_attention: _attention,
+    probability_hashes: lambda site, func, shape, device, first_row: site.hashes(shape, device, first_row),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.dropout.bits import Zone
+from shardwise.dropout.bits import Hashes, Zone
 from shardwise.dropout.draws import KeyedDraws
 from shardwise.dropout.find import DROPOUT_MODULES, drops_by_function, rate_names
 from shardwise.dropout.functions import KeyedFunctions
@@ -98,18 +98,30 @@ class _Site:
         """
         if not 0.0 < p < 1.0 or values.numel() == 0:
             return F.dropout(values, p, True, inplace)
-        if not self.draws.is_open:
-            raise ValueError(
-                f"{self.name or type(self.module()).__name__} drops, and ranks that share a layer must drop alike, "
-                "which they know of the engine's own forwards only; call engine(batch) in place of the model, or "
-                "model.eval() first"
-            )
+        self._check_is_open()
         mask = self.draws.mask(self.name, values.shape, p, self.zone, values.device)
         scale = 1.0 / (1.0 - p)
         if inplace:
             return values.mul_(mask.to(values.dtype).mul_(scale))
         dropped: Tensor = _Masked.apply(values, mask, scale)
         return dropped
+
+    def hashes(self, shape: Sequence[int], device: torch.device, first_row: int) -> Hashes:
+        """See `shardwise.dropout.functions.probability_hashes`.
+
+        Raises:
+            ValueError: no forward is open to draw for.
+        """
+        self._check_is_open()
+        return self.draws.hashes(self.name, shape, self.zone, device, first_row)
+
+    def _check_is_open(self) -> None:
+        if not self.draws.is_open:
+            raise ValueError(
+                f"{self.name or type(self.module()).__name__} drops, and ranks that share a layer must drop alike, "
+                "which they know of the engine's own forwards only; call engine(batch) in place of the model, or "
+                "model.eval() first"
+            )
 
 
 _SITE: Final = "_shardwise_dropout_site"
@@ -143,7 +155,7 @@ def _keyed_functions(own: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or (site := _open_site(self)) is None or site.is_idle:
             return own.forward(self, *args, **kwargs)
-        with KeyedFunctions(site.drop):
+        with KeyedFunctions(site):
             return own.forward(self, *args, **kwargs)
 
     return _subclass(own, forward)

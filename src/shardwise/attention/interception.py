@@ -1,0 +1,278 @@
+"""Block-sparse attention in models that call torch's, `F.scaled_dot_product_attention`, without changing them.
+
+A query sees a key if both the structure and the call let it: a causal call under a structure that is not causal is
+causal all the same. What becomes of a call:
+
+| call | |
+|---|---|
+| queries and keys of different numbers: cross attention, cached keys | dense |
+| no mask, `is_causal` | block-sparse |
+| bool mask that is one of keys, or that and causal (as Hugging Face writes them out) | block-sparse, the mask unread |
+| any other bool mask, masks of floats | block-sparse, the mask added as a bias |
+| other than 4 dims, nested, values of another head size, other heads or length than a fixed layout's | `otherwise` |
+
+>>> import torch
+>>> from torch.nn import functional as F
+>>> from shardwise.attention import BlockLayout
+>>> q, k, v = torch.randn(3, 2, 4, 32, 8)
+>>> with sparse_sdpa(BlockLayout.from_blocks(torch.eye(2), block=16)):
+...     sparse = F.scaled_dot_product_attention(q, k, v)
+>>> own = slice(16, 32)
+>>> dense = F.scaled_dot_product_attention(q[:, :, own], k[:, :, own], v[:, :, own])
+>>> torch.allclose(sparse[:, :, own], dense, atol=1e-6)
+True
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from shardwise._torch_private import is_fake, unseen_by_op_modes, version, view_base
+from shardwise.attention.block_layout import BlockLayout
+from shardwise.attention.functional import block_sparse_attention
+from shardwise.config import ConfigError
+from shardwise.dropout.functions import KeyedFunctions, Site, keyed_attention
+from shardwise.wearing import become, set_attribute
+
+Otherwise = Literal["raise", "dense"]
+
+
+class Structure(Protocol):
+    """What has a layout for each length."""
+
+    def layout(self, seq_len: int) -> BlockLayout:
+        """That of a sequence of this many tokens."""
+
+
+@contextmanager
+def sparse_sdpa(structure: BlockLayout | Structure, *, otherwise: Otherwise = "raise") -> Iterator[None]:
+    """Inside the context, torch's attention is block-sparse where it can be.
+
+    Recomputations run where the backward does, so the context must stand around that too, on its thread; for a model
+    that recomputes, and on GPUs, use `sparse_sdpa_module`.
+
+    Args:
+        structure: a layout, or what has one for each length.
+        otherwise: what becomes of a call that cannot be: "raise" an error, or leave it "dense".
+
+    Raises:
+        ConfigError: in a call that cannot be, if it is to.
+    """
+    with _Interception(structure, otherwise):
+        yield
+
+
+def sparse_sdpa_module(
+    module: nn.Module, structure: BlockLayout | Structure, *, otherwise: Otherwise = "raise"
+) -> Callable[[], None]:
+    """As `sparse_sdpa`, in all forwards of a module and of those inside it, and in their recomputations.
+
+    To be called before `initialize`. Recomputed pieces must be modules, or functions that call modules.
+
+    Returns:
+        what takes it back.
+    """
+    mode = _Interception(structure, otherwise)
+    undo: list[Callable[[], Any]] = []
+    for each in module.modules():
+        is_torchs = type(each).__module__.startswith("torch.")
+        if (is_torchs and not any(each.children())) or isinstance(each, nn.ModuleList | nn.ModuleDict):
+            continue  # it calls no attention
+        undo.append(set_attribute(each, _MODE, mode))
+        undo.append(become(each, _Sparse))
+
+    def put_back() -> None:
+        while undo:
+            undo.pop()()
+
+    return put_back
+
+
+_MODE: Final = "_shardwise_sparse_sdpa"
+
+
+class _Sparse(nn.Module):
+    """A module whose forward runs inside an interception: as it is found by recomputations, it enters itself."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        mode: _Interception = self.__dict__[_MODE]
+        with nullcontext() if mode.is_open else mode:
+            return super().forward(*args, **kwargs)
+
+
+class _Interception(TorchFunctionMode):
+    """Replaces torch's attention, and keyed attention, that with dropout in an engine's forward.
+
+    Args:
+        structure: a layout, or what has one for each length.
+        otherwise: see `sparse_sdpa`.
+    """
+
+    def __init__(self, structure: BlockLayout | Structure, otherwise: Otherwise) -> None:
+        super().__init__()
+        if otherwise not in ("raise", "dense"):
+            raise ConfigError(f'otherwise={otherwise!r} is not known; legal: "raise", "dense"')
+        if not isinstance(structure, BlockLayout) and not hasattr(structure, "layout"):
+            raise ConfigError(
+                f"a {type(structure).__name__} has no layout(seq_len); give a BlockLayout, or a structure such as "
+                "FixedSparsityConfig"
+            )
+        self._structure, self._otherwise = structure, otherwise
+        self._layouts: dict[int, BlockLayout] = {}
+        self._seen: tuple[weakref.ref[Tensor], Any, str] | None = None
+        self._on_thread = threading.local()
+
+    def __reduce__(self) -> Any:
+        return _Interception, (self._structure, self._otherwise)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this thread is inside."""
+        return getattr(self._on_thread, "depth", 0) > 0
+
+    def __enter__(self) -> Any:
+        self._on_thread.depth = getattr(self._on_thread, "depth", 0) + 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        self._on_thread.depth -= 1
+        return super().__exit__(*error)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            call = _Call(*args, **given)
+        elif func is keyed_attention:
+            call = replace(_Call(*args[1:], **given), site=args[0])
+        else:
+            return func(*args, **given)
+        # Torch itself says what is wrong with such a call.
+        is_refused = call.is_causal and call.attn_mask is not None
+        if is_refused or call.is_cross:
+            return func(*args, **given)
+        reason = call.obstacle() or self._misfit(call)
+        if reason is None:
+            return self._attend(call)
+        if self._otherwise == "dense":
+            return func(*args, **given)
+        raise ConfigError(f'{reason}, so it cannot be block-sparse; give otherwise="dense" to leave such calls dense')
+
+    def _misfit(self, call: _Call) -> str | None:
+        """What of a fixed layout does not fit a call."""
+        layout, (_, num_heads, length, _) = self._structure, call.query.shape
+        if isinstance(layout, BlockLayout) and (layout.num_queries, layout.num_keys) != (length, length):
+            return f"attention over {length} tokens is given a layout of {layout.num_keys}"
+        if self._layout(length).num_heads not in (1, num_heads):
+            return f"attention of {num_heads} heads is given a layout of {self._layout(length).num_heads}"
+        return None
+
+    def _layout(self, length: int) -> BlockLayout:
+        if isinstance(self._structure, BlockLayout):
+            return self._structure
+        if length not in self._layouts:
+            with unseen_by_op_modes(is_real=True):
+                self._layouts[length] = self._structure.layout(length)
+        return self._layouts[length]
+
+    def _attend(self, call: _Call) -> Tensor:
+        query, mask = call.query, call.attn_mask
+        layout, key_padding, bias = self._layout(query.shape[2]), None, None
+        kind = "causal" if call.is_causal else None
+        if mask is not None:
+            mask = mask.view((1,) * (4 - mask.ndim) + mask.shape)  # [1 or B, 1 or H, 1 or N, 1 or N]
+            square = (query.shape[2], query.shape[2])
+            kind = self._kind(mask)
+            if kind == "bias":
+                bias = mask if mask.dtype != torch.bool else query.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+                bias = bias.expand(*bias.shape[:2], *square)
+            else:
+                key_padding = mask[:, 0, -1].expand(query.shape[0], query.shape[2])
+        with KeyedFunctions(call.site) if call.site is not None else nullcontext():
+            return block_sparse_attention(
+                query,
+                call.key,
+                call.value,
+                _causal(layout) if kind == "causal" else layout,
+                key_padding=key_padding,
+                bias=bias,
+                dropout=call.dropout_p,
+                scale=call.scale,
+            )
+
+    def _kind(self, mask: Tensor) -> str:
+        """Whether a mask [., ., ., .] is "padding", that and "causal", or to be a "bias"; layers share masks."""
+        if mask.dtype != torch.bool or mask.shape[1] > 1:
+            return "bias"
+        if mask.shape[2] == 1 or is_fake(mask):  # a fake has no values; most masks are of keys
+            return "padding"
+        base = view_base(mask)
+        source = mask if base is None else base
+        place = (version(source), mask.storage_offset(), mask.shape, mask.stride())
+        if self._seen is None or self._seen[0]() is not source or self._seen[1] != place:
+            with unseen_by_op_modes(is_real=True):
+                self._seen = (weakref.ref(source), place, _kind_of_values(mask))
+        return self._seen[2]
+
+
+def _kind_of_values(mask: Tensor) -> str:
+    keys = mask[:, :, -1:]  # [1 or B, 1, 1, N]: what the last query sees
+    if torch.equal(mask, keys.expand(mask.shape)):
+        return "padding"
+    return "causal" if torch.equal(mask, keys.expand(mask.shape).tril()) else "bias"
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """Arguments of `F.scaled_dot_product_attention`, and by what site its dropout draws, if any."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    site: Site | None = None
+
+    @property
+    def is_cross(self) -> bool:
+        tensors = (self.query, self.key)
+        return not any(each.is_nested for each in tensors) and self.query.shape[-2] != self.key.shape[-2]
+
+    def obstacle(self) -> str | None:
+        """Why no layout would fit."""
+        query, key, value = self.query, self.key, self.value
+        if query.is_nested or key.is_nested or value.is_nested:
+            return "attention is of nested tensors"
+        if query.ndim != 4:
+            return f"attention of shape {tuple(query.shape)} has {query.ndim} dims, not 4"
+        if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
+            return f"attention has heads of {query.shape[-1]} for queries and {value.shape[-1]} for values"
+        if query.shape[1] != key.shape[1] and not self.enable_gqa:
+            return f"attention has {query.shape[1]} heads and {key.shape[1]} KV heads without enable_gqa=True"
+        return None
+
+
+def _causal(layout: BlockLayout) -> BlockLayout:
+    """Of a layout, what a causal call leaves."""
+    if all(pattern.causal for pattern in layout.patterns):
+        return layout
+    return layout.cached(
+        "causal",
+        lambda whole: BlockLayout(
+            tuple(replace(each, blocks=each.blocks.tril(), causal=True) for each in whole.patterns)
+        ),
+    )

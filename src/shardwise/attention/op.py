@@ -1,0 +1,202 @@
+"""Block-sparse attention as a pair of registered ops, so that all that acts on ops sees one in place of many.
+
+Autograd keeps q, k, v, the output, the log-sum-exp and what extras there are. Selective recomputation saves the op's
+results, fake tensors follow it without a plan, and compiled code holds it whole. Gradients of gradients raise.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise._torch_private import is_fake
+from shardwise.attention.backends import Backend, Draw, Extras, Plan, Saved, wide_dtype
+from shardwise.attention.block_layout import BlockLayout
+
+BACKENDS: Final[Mapping[str, tuple[str, str]]] = {
+    "cpu": ("shardwise.attention.cpu", "CpuBackend"),
+    "triton": ("shardwise.attention.kernels.backend", "TritonBackend"),
+}
+"""Module and class of the back ends behind the ops; each is imported when it is first used."""
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, extras: Extras, layout: BlockLayout, backend: str) -> tuple[Tensor, Tensor]:
+    """Output [B, H, Nq, D] and log-sum-exp [B, H, Nq] of arguments that fit; differentiable once.
+
+    Args:
+        q: [B, H, Nq, D].
+        k: [B, K, Nk, D].
+        v: [B, K, Nk, D].
+        extras: what acts on the scores.
+        layout: of Nq queries and Nk keys, and 1 or H heads.
+        backend: one of `BACKENDS`.
+    """
+    tensors, numbers = _planned(layout, q, k, backend)
+    draw = extras.draw
+    out, lse = torch.ops.shardwise.block_sparse_attention(
+        q,
+        k,
+        v,
+        extras.key_padding,
+        extras.bias,
+        None if draw is None else draw.factors,
+        None if draw is None else draw.offsets,
+        None if draw is None else draw.columns,
+        tensors,
+        numbers,
+        extras.scale,
+        0.0 if draw is None else draw.p,
+        backend,
+    )
+    return out, lse
+
+
+def backend_named(name: str) -> Backend:
+    """The back end of a name."""
+    module, kind = BACKENDS[name]
+    backend: Backend = getattr(importlib.import_module(module), kind)()
+    return backend
+
+
+_Planned = tuple[tuple[Tensor, ...], tuple[int, ...]]
+
+
+def _planned(layout: BlockLayout, q: Tensor, k: Tensor, backend: str) -> _Planned:
+    """The tensors and numbers of a layout's plan, kept with it."""
+    if not torch.compiler.is_compiling() and is_fake(q):
+        return (), ()  # shapes need none
+    place = (backend, q.shape[1], k.shape[1], q.shape[3], q.dtype, q.device)
+    return layout.cached(place, functools.partial(_plan, place))
+
+
+def _plan(place: tuple[Any, ...], layout: BlockLayout) -> _Planned:
+    backend, num_heads, num_kv_heads, head_dim, dtype, device = place
+    one = torch.empty((), dtype=dtype, device=device)
+    q = one.expand(1, num_heads, layout.num_queries, head_dim)
+    k = one.expand(1, num_kv_heads, layout.num_keys, head_dim)
+    plan = backend_named(backend).plan(layout, q, k)
+    return plan.tensors, plan.numbers
+
+
+class _Extra(NamedTuple):
+    """What the ops take behind the tensors of attention, in the schemas' order."""
+
+    key_padding: Tensor | None
+    bias: Tensor | None
+    factors: Tensor | None
+    offsets: Tensor | None
+    columns: Tensor | None
+    plan: list[Tensor]
+    numbers: list[int]
+    scale: float
+    p: float
+    backend: str
+
+    def extras(self) -> Extras:
+        draw = None
+        if self.factors is not None and self.offsets is not None and self.columns is not None:
+            draw = Draw(self.factors, self.offsets, self.columns, self.p)
+        return Extras(self.scale, self.key_padding, self.bias, draw)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *extra: Any) -> tuple[Tensor, Tensor]:
+    given = _Extra(*extra)
+    plan = Plan(tuple(given.plan), tuple(given.numbers))
+    out, lse = backend_named(given.backend).forward(q, k, v, given.extras(), plan)
+    return _in_form(out, _empty_output(q.to("meta"))), lse.contiguous()
+
+
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *extra: Any) -> tuple[Tensor, Tensor]:
+    return _empty_output(q), q.new_empty(q.shape[:3], dtype=wide_dtype(q.dtype))
+
+
+def _backward(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *extra: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *rest, needs_bias = extra
+    given = _Extra(*rest)
+    plan = Plan(tuple(given.plan), tuple(given.numbers))
+    saved = Saved(q, k, v, out, lse)
+    grads = backend_named(given.backend).backward(grad_out, grad_lse, saved, given.extras(), plan, needs_bias)
+    grad_bias = q.new_empty(0) if given.bias is None or grads.bias is None else _like(grads.bias, given.bias)
+    return _like(grads.q, q), _like(grads.k, k), _like(grads.v, v), grad_bias
+
+
+def _backward_fake(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *extra: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *rest, needs_bias = extra
+    bias = _Extra(*rest).bias
+    grad_bias = q.new_empty(0) if bias is None or not needs_bias else torch.empty_like(bias)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), grad_bias
+
+
+def _empty_output(q: Tensor) -> Tensor:
+    """[B, H, Nq, D], in memory [B, Nq, H, D]: what the next product reads needs no copy."""
+    samples, heads, queries, head_dim = q.shape
+    return q.new_empty(samples, queries, heads, head_dim).transpose(1, 2)
+
+
+def _like(found: Tensor, like: Tensor) -> Tensor:
+    return _in_form(found, torch.empty_like(like, device="meta"))
+
+
+def _in_form(found: Tensor, form: Tensor) -> Tensor:
+    """`found` in the dtype and with the strides of `form`, which is what fakes are told."""
+    pairs = zip(found.stride(), form.stride(), found.shape, strict=True)
+    if found.dtype == form.dtype and all(own == other for own, other, size in pairs if size > 1):
+        return found
+    return torch.empty_like(form, device=found.device).copy_(found)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *extra = inputs
+    given = _Extra(*extra)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, *given[:5])
+    ctx.others = given[5:]  # the plan lives with its layout
+
+
+def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, *extra = ctx.saved_tensors
+    plan, numbers, *_ = ctx.others
+    needs_bias = bool(ctx.needs_input_grad[4])
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    grads = torch.ops.shardwise.block_sparse_attention_backward(
+        grad_out, grad_lse, q, k, v, out, lse, *extra, *ctx.others, needs_bias
+    )
+    grad_bias = grads[3] if needs_bias else None
+    # In the structure of the inputs, where torch takes an empty list of numbers for one of tensors.
+    lists: tuple[Any, Any] = ([None] * len(plan), None if numbers else [])
+    return (*grads[:3], None, grad_bias, None, None, None, *lists, None, None, None)
+
+
+def _refuse(ctx: Any, *grads: Any) -> Any:
+    raise NotImplementedError(
+        "the gradient of a gradient of block-sparse attention does not exist; leave out create_graph=True, or use "
+        "dense attention"
+    )
+
+
+_EXTRA: Final = (
+    "Tensor? key_padding, Tensor? bias, Tensor? factors, Tensor? offsets, Tensor? columns, "
+    "Tensor[] plan, int[] numbers, float scale, float p, str backend"
+)
+_LIBRARY: Final = torch.library.Library("shardwise", "FRAGMENT")
+_LIBRARY.define(f"block_sparse_attention(Tensor q, Tensor k, Tensor v, {_EXTRA}) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    "block_sparse_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
+    f"Tensor lse, {_EXTRA}, bool needs_bias) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.impl("block_sparse_attention", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("block_sparse_attention_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("shardwise::block_sparse_attention", _forward_fake, lib=_LIBRARY)
+torch.library.register_fake("shardwise::block_sparse_attention_backward", _backward_fake, lib=_LIBRARY)
+torch.library.register_autograd("shardwise::block_sparse_attention", _differentiate, setup_context=_keep, lib=_LIBRARY)
+torch.library.register_autograd("shardwise::block_sparse_attention_backward", _refuse, lib=_LIBRARY)
