@@ -12,6 +12,7 @@ from shardwise._torch_private import (
     NO_VALUE_ERRORS,
     OpMode,
     compiler_errors,
+    constant_in_graphs,
     container_types,
     fake_copy,
     fake_tensors,
@@ -372,3 +373,19 @@ def test_pytree_nodes_take_one_level_apart_and_put_it_together() -> None:
     assert node.unflatten_fn(children, context) == {"a": [1], "b": 2}
     assert pytree_node(set) is None
     assert {dict, list, tuple} < set(container_types())
+
+
+def test_constants_in_graphs_are_made_once_in_python() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.made: list[int] = []
+
+        @constant_in_graphs
+        def constant(self, number: int) -> tuple[Tensor, ...]:
+            self.made.append(number)
+            return (torch.tensor(float(str(number))),)  # no compiler follows this
+
+    owner = Owner()
+    compiled = torch.compile(lambda x: x + owner.constant(3)[0], fullgraph=True, backend="eager")
+    assert [compiled(torch.tensor(value)).item() for value in (1.0, 2.0)] == [4.0, 5.0]
+    assert owner.made == [3]

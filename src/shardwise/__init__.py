@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from shardwise.attention.functional import block_sparse_attention
+    from shardwise.attention.interception import sparse_sdpa, sparse_sdpa_module
     from shardwise.checkpoint.loading import LoadReport
     from shardwise.checkpoint.manifest import CheckpointError, DamagedError
     from shardwise.comm import CommError
@@ -52,6 +54,7 @@ __all__ = [
     "Simulation",
     "StepResult",
     "backward",
+    "block_sparse_attention",
     "build_layout",
     "init",
     "initialize",
@@ -60,6 +63,8 @@ __all__ = [
     "propose_plan",
     "save_timeline",
     "simulate",
+    "sparse_sdpa",
+    "sparse_sdpa_module",
 ]
 
 _MODULES: Final[Mapping[str, str]] = {
@@ -80,6 +85,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "Simulation": "simulation",
     "StepResult": "results",
     "backward": "joint_backward",
+    "block_sparse_attention": "attention.functional",
     "build_layout": "layout.layout",
     "init": "deferred",
     "initialize": "start",
@@ -88,6 +94,8 @@ _MODULES: Final[Mapping[str, str]] = {
     "propose_plan": "tensor.propose",
     "save_timeline": "recording",
     "simulate": "simulation",
+    "sparse_sdpa": "attention.interception",
+    "sparse_sdpa_module": "attention.interception",
 }
 
 

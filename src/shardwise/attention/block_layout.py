@@ -159,12 +159,15 @@ def pack(layouts: Sequence[BlockLayout]) -> BlockLayout:
     """The layout of documents one behind another, each with its own, whose tokens do not see each other.
 
     Raises:
-        ConfigError: there are none, or they differ in block size or number of heads.
+        ConfigError: there are none, or they differ in block size or number of heads, where that is not 1.
     """
-    kinds = {(layout.block, layout.num_heads) for layout in layouts}
+    num_heads = max((layout.num_heads for layout in layouts), default=1)
+    kinds = {(layout.block, num_heads if layout.num_heads == 1 else layout.num_heads) for layout in layouts}
     if len(kinds) != 1:
         raise ConfigError(f"documents of (block, heads) {sorted(kinds)} cannot be packed; give one or more of one kind")
-    return BlockLayout(tuple(pattern for layout in layouts for pattern in layout.patterns))
+    # Heads that differ in a long document may be alike in a short one.
+    spread = [_each(layout, lambda blocks: blocks.expand(num_heads, -1, -1)) for layout in layouts]
+    return BlockLayout(tuple(pattern for layout in spread for pattern in layout.patterns))
 
 
 def _each(layout: BlockLayout, change: Callable[[Tensor], Tensor]) -> BlockLayout:

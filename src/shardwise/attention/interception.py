@@ -1,7 +1,7 @@
 """Block-sparse attention in models that call torch's, `F.scaled_dot_product_attention`, without changing them.
 
-A query sees a key if both the structure and the call let it: a causal call under a structure that is not causal is
-causal all the same. What becomes of a call:
+A query sees a key if the structure, the call's mask and its `is_causal` all let it: a causal call is causal under a
+structure that is not, too. What becomes of a call:
 
 | call | |
 |---|---|
@@ -158,9 +158,7 @@ class _Interception(TorchFunctionMode):
             call = replace(_Call(*args[1:], **given), site=args[0])
         else:
             return func(*args, **given)
-        # Torch itself says what is wrong with such a call.
-        is_refused = call.is_causal and call.attn_mask is not None
-        if is_refused or call.is_cross:
+        if call.is_cross:
             return func(*args, **given)
         reason = call.obstacle() or self._misfit(call)
         if reason is None:
@@ -189,11 +187,12 @@ class _Interception(TorchFunctionMode):
     def _attend(self, call: _Call) -> Tensor:
         query, mask = call.query, call.attn_mask
         layout, key_padding, bias = self._layout(query.shape[2]), None, None
-        kind = "causal" if call.is_causal else None
+        is_causal = call.is_causal
         if mask is not None:
             mask = mask.view((1,) * (4 - mask.ndim) + mask.shape)  # [1 or B, 1 or H, 1 or N, 1 or N]
             square = (query.shape[2], query.shape[2])
             kind = self._kind(mask)
+            is_causal = is_causal or kind == "causal"
             if kind == "bias":
                 bias = mask if mask.dtype != torch.bool else query.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
                 bias = bias.expand(*bias.shape[:2], *square)
@@ -204,7 +203,7 @@ class _Interception(TorchFunctionMode):
                 query,
                 call.key,
                 call.value,
-                _causal(layout) if kind == "causal" else layout,
+                _causal(layout) if is_causal else layout,
                 key_padding=key_padding,
                 bias=bias,
                 dropout=call.dropout_p,

@@ -36,7 +36,7 @@ def probability_hashes(shape: Sequence[int], device: torch.device, first_row: in
         first_row: the position of the first query.
     """
     # Dropout in compiled blocks is torch's own kind, of keys that are drawn where it runs.
-    if not torch.compiler.is_compiling() and has_torch_function(()):
+    if not torch.compiler.is_compiling() and has_torch_function((None,)):
         found: Hashes = handle_torch_function(probability_hashes, (), shape, device, first_row)
         return found
     key = torch.randint(2**62, (), device="cpu")
@@ -109,7 +109,7 @@ def _attention(
     if dropout_p == 0.0 or is_refused or query.is_nested:
         own: Tensor = func(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
         return own
-    if has_torch_function(()):  # what acts on torch's attention further out, which may do without probabilities
+    if has_torch_function((None,)):  # what acts on torch's attention further out, which may do without probabilities
         found: Tensor = handle_torch_function(
             keyed_attention, (), site, query, key, value, attn_mask, dropout_p, is_causal, **kwargs
         )
