@@ -152,6 +152,12 @@ class TestFakes:
         assert calls == []
         assert [form(each) for each in fake] == [form(each) for each in real]
 
+    def test_meta_tensors_need_no_plan_either(self, calls: list[str]) -> None:
+        inputs = [each.detach().to("meta").requires_grad_() for each in tensors()]
+        out = block_sparse_attention(*inputs, layout(), dropout=P)
+        assert [each.device.type for each in (out, *torch.autograd.grad(out.sum(), inputs))] == ["meta"] * 4
+        assert calls == []
+
     def test_who_comes_first_leaves_nothing_fake(self) -> None:
         whole, inputs = layout(), tensors()
         with fake_tensors():

@@ -203,6 +203,13 @@ class TestEdges:
         assert (out.dtype, lse.dtype) == (dtype, torch.float32)
         torch.testing.assert_close(out.double(), expected[0], rtol=0, atol=2e-2)
 
+    def test_autocast_casts_as_for_sdpa(self) -> None:
+        q, k, v = tensors(dtype=torch.float32)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = block_sparse_attention(q, k.bfloat16(), v, structure("fixed").layout(LENGTH))
+            assert out.dtype == F.scaled_dot_product_attention(q, k.bfloat16(), v).dtype
+        assert [each.dtype for each in torch.autograd.grad(out.sum(), (q, k))] == [torch.float32] * 2
+
     def test_no_samples(self) -> None:
         inputs = [each[:0] for each in tensors()]
         assert block_sparse_attention(*inputs, structure("fixed").layout(LENGTH), dropout=0.1).shape == inputs[0].shape

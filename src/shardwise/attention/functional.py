@@ -67,7 +67,7 @@ def block_sparse_attention(
 ) -> Tensor:
     """Attention of the blocks of a layout: softmax(scale * q k^T + bias) v over the keys that a query sees.
 
-    Rows that see no key give 0, and so do all gradients through them.
+    Rows that see no key give 0, and so do all gradients through them. Under autocast q, k and v are cast.
 
     Args:
         q: [B, H, Nq, D]: samples, heads, queries, head size.
@@ -107,6 +107,7 @@ def block_sparse_attention_with_lse(
     Returns:
         [B, H, Nq, D]; and [B, H, Nq], in fp32 (fp64 for fp64), -inf where a query sees no key.
     """
+    q, k, v = (_autocast(each) for each in (q, k, v))
     _check_tensors(q, k, v)
     _check_layout(q, k, layout)
     _check_extras(q, k, key_padding, bias)
@@ -126,6 +127,14 @@ def block_sparse_attention_with_lse(
         found: tuple[Tensor, Tensor] = flex.flex_attention_of(q, k, v, layout, extras)
         return found
     return attend(q, k, v, extras, layout, backend)
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """As torch casts the inputs of its attention under autocast: all but fp64."""
+    kind = tensor.device.type
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind)) if tensor.is_floating_point() else tensor
 
 
 @constant_in_graphs

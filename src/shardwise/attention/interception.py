@@ -77,7 +77,8 @@ def sparse_sdpa_module(
 ) -> Callable[[], None]:
     """As `sparse_sdpa`, in all forwards of a module and of those inside it, and in their recomputations.
 
-    To be called before `initialize`. Recomputed pieces must be modules, or functions that call modules.
+    To be called before `initialize`. Recomputed pieces must be modules, or functions that call modules; compiled ones are
+    not served, where `block_sparse_attention` itself is.
 
     Returns:
         what takes it back.
@@ -106,7 +107,9 @@ class _Sparse(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         mode: _Interception = self.__dict__[_MODE]
-        with nullcontext() if mode.is_open else mode:
+        if torch.compiler.is_compiling():
+            raise ConfigError("attention inside sparse_sdpa_module cannot be compiled; set compile.enabled=false")
+        with mode.once():
             return super().forward(*args, **kwargs)
 
 
@@ -135,18 +138,18 @@ class _Interception(TorchFunctionMode):
     def __reduce__(self) -> Any:
         return _Interception, (self._structure, self._otherwise)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether this thread is inside."""
-        return getattr(self._on_thread, "depth", 0) > 0
-
-    def __enter__(self) -> Any:
-        self._on_thread.depth = getattr(self._on_thread, "depth", 0) + 1
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> Any:
-        self._on_thread.depth -= 1
-        return super().__exit__(*error)
+    @contextmanager
+    def once(self) -> Iterator[None]:
+        """Inside, however often this thread has entered so; nothing else costs calls of torch twice the time."""
+        if getattr(self._on_thread, "is_inside", False):
+            yield
+            return
+        self._on_thread.is_inside = True
+        try:
+            with self:
+                yield
+        finally:
+            self._on_thread.is_inside = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -269,9 +272,8 @@ def _causal(layout: BlockLayout) -> BlockLayout:
     """Of a layout, what a causal call leaves."""
     if all(pattern.causal for pattern in layout.patterns):
         return layout
-    return layout.cached(
-        "causal",
-        lambda whole: BlockLayout(
-            tuple(replace(each, blocks=each.blocks.tril(), causal=True) for each in whole.patterns)
-        ),
-    )
+    return layout.cached("causal", _lower)
+
+
+def _lower(layout: BlockLayout) -> BlockLayout:
+    return BlockLayout(tuple(replace(each, blocks=each.blocks.tril(), causal=True) for each in layout.patterns))

@@ -68,7 +68,7 @@ _Planned = tuple[tuple[Tensor, ...], tuple[int, ...]]
 
 def _planned(layout: BlockLayout, q: Tensor, k: Tensor, backend: str) -> _Planned:
     """The tensors and numbers of a layout's plan, kept with it."""
-    if not torch.compiler.is_compiling() and is_fake(q):
+    if q.is_meta or (not torch.compiler.is_compiling() and is_fake(q)):
         return (), ()  # shapes need none
     place = (backend, q.shape[1], k.shape[1], q.shape[3], q.dtype, q.device)
     return layout.cached(place, functools.partial(_plan, place))
