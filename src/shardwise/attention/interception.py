@@ -77,8 +77,8 @@ def sparse_sdpa_module(
 ) -> Callable[[], None]:
     """As `sparse_sdpa`, in all forwards of a module and of those inside it, and in their recomputations.
 
-    To be called before `initialize`. Recomputed pieces must be modules, or functions that call modules; compiled ones are
-    not served, where `block_sparse_attention` itself is.
+    To be called before `initialize`. Recomputed pieces must be modules, or functions that call modules. Compiled
+    code is not served; there `block_sparse_attention` is to be called itself.
 
     Returns:
         what takes it back.

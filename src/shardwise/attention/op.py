@@ -18,11 +18,11 @@ from shardwise._torch_private import is_fake
 from shardwise.attention.backends import Backend, Draw, Extras, Plan, Saved, wide_dtype
 from shardwise.attention.block_layout import BlockLayout
 
-BACKENDS: Final[Mapping[str, tuple[str, str]]] = {
+BACKENDS: Final[Mapping[str, tuple[str, str | None]]] = {
     "cpu": ("shardwise.attention.cpu", "CpuBackend"),
-    "triton": ("shardwise.attention.kernels.backend", "TritonBackend"),
+    "triton": ("shardwise.attention.kernels.backend", None),
 }
-"""Module and class of the back ends behind the ops; each is imported when it is first used."""
+"""The back ends behind the ops: a module and a class in it, or a module that is one; imported when first used."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, extras: Extras, layout: BlockLayout, backend: str) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, extras: Extras, layout: BlockLayout,
 def backend_named(name: str) -> Backend:
     """The back end of a name."""
     module, kind = BACKENDS[name]
-    backend: Backend = getattr(importlib.import_module(module), kind)()
+    found: Any = importlib.import_module(module)
+    backend: Backend = found if kind is None else getattr(found, kind)()
     return backend
 
 
