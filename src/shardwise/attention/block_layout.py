@@ -20,9 +20,15 @@ import torch
 from torch import Tensor
 
 from shardwise._torch_private import constant_in_graphs, unseen_by_op_modes
+from shardwise.attention.density import causal_pairs, tile_pairs, visible_pairs
 from shardwise.config import ConfigError
 
 Made = TypeVar("Made")
+BlockFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From indices of head [heads, 1, 1], block of queries [rows, 1] and block of keys [num_blocks], int64, to whether the
+one sees the other, bool, which broadcasts to [heads, rows, num_blocks]."""
+
+_MAX_FUNCTION_NUMEL = 2**22
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +98,31 @@ class BlockLayout:
             three_dims = three_dims.tril()
         return BlockLayout((Pattern(three_dims, block, causal, num_tokens),))
 
+    @staticmethod
+    def from_function(
+        function: BlockFunction, num_tokens: int, block: int, *, num_heads: int = 1, causal: bool = False
+    ) -> BlockLayout:
+        """A layout as a function of block indices.
+
+        >>> layout = BlockLayout.from_function(lambda head, query, key: (query - key) % 2 == head, 64, 16, num_heads=2)
+        >>> layout.patterns[0].blocks[1].int().tolist()
+        [[0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0]]
+
+        Args:
+            function: called on some rows at a time.
+            num_tokens: of the sequence.
+            block: tokens of a block.
+            num_heads: heads that differ; 1 where all share a layout.
+            causal: a token sees none after it, whatever the function says.
+
+        Raises:
+            ConfigError: there is no token, or the function does not work on tensors.
+        """
+        if block < 1 or num_tokens < 1:
+            raise ConfigError(f"num_tokens={num_tokens} in blocks of {block} are no blocks; give 1 or more of each")
+        blocks = blocks_of_function(function, num_heads, -(-num_tokens // block))
+        return BlockLayout.from_blocks(blocks, block, causal=causal, num_tokens=num_tokens)
+
     @property
     def num_queries(self) -> int:
         return sum(pattern.num_queries for pattern in self.patterns)
@@ -108,6 +139,25 @@ class BlockLayout:
     @property
     def block(self) -> int:
         return self.patterns[0].block
+
+    @property
+    def density(self) -> float:
+        """Share of all pairs of a query and a key that is visible, exact to the token; the mean over heads."""
+        return visible_pairs(self.patterns) / (self.num_queries * self.num_keys)
+
+    @property
+    def causal_density(self) -> float:
+        """Share of the pairs of a query and a key not after it that is visible: against dense causal attention."""
+        return visible_pairs(self.patterns, up_to_diagonal=True) / causal_pairs(self.patterns)
+
+    def tile_density(self, rows: int, columns: int) -> float:
+        """Share of all pairs that a kernel computes in whole tiles of `rows` queries and `columns` keys.
+
+        A tile of rows visits the blocks of keys that any of its rows sees, gathered one behind another. A pair is
+        counted where it is computed, visible or not, so this is the density that the time follows; above 1 it is
+        slower than dense.
+        """
+        return tile_pairs(self.patterns, rows, columns) / (self.num_queries * self.num_keys)
 
     @constant_in_graphs
     def cached(self, key: Hashable, make: Callable[[BlockLayout], Made]) -> Made:
@@ -168,6 +218,27 @@ def pack(layouts: Sequence[BlockLayout]) -> BlockLayout:
     # Heads that differ in a long document may be alike in a short one.
     spread = [_each(layout, lambda blocks: blocks.expand(num_heads, -1, -1)) for layout in layouts]
     return BlockLayout(tuple(pattern for layout in spread for pattern in layout.patterns))
+
+
+def blocks_of_function(function: BlockFunction, num_heads: int, num_blocks: int) -> Tensor:
+    """What a function of block indices says, bool [num_heads, num_blocks, num_blocks].
+
+    Raises:
+        ConfigError: the function does not work on tensors.
+    """
+    blocks = torch.empty(num_heads, num_blocks, num_blocks, dtype=torch.bool)
+    heads, indices = torch.arange(num_heads)[:, None, None], torch.arange(num_blocks)
+    for rows in indices.split(max(1, _MAX_FUNCTION_NUMEL // (num_heads * num_blocks))):
+        try:
+            blocks[:, rows] = (
+                torch.as_tensor(function(heads, rows[:, None], indices)).bool().expand(num_heads, len(rows), num_blocks)
+            )
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(
+                f"the function of block indices failed on tensors: {str(error).splitlines()[0]}; write it with tensor "
+                "operations (&, |, torch.where), so that its result broadcasts over heads, queries and keys"
+            ) from error
+    return blocks
 
 
 def _each(layout: BlockLayout, change: Callable[[Tensor], Tensor]) -> BlockLayout:

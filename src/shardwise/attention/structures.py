@@ -1,0 +1,370 @@
+"""Block-sparse structures with DeepSpeed's names, parameters and defaults; each gives the layout of any length.
+
+`strict_deepspeed=True` reproduces DeepSpeed's layouts and errors, quirks included. The default differs in this:
+
+- `attention="unidirectional"` means that no token sees one after it. DeepSpeed looks at whole blocks only, and lets
+  Fixed with several global blocks, and Variable with ranges or random blocks, see blocks ahead.
+- A unidirectional layout is the beginning of that of any longer sequence, so that generation sees what training saw.
+- Any length is taken: the last block may be short, and windows, global and random blocks are as
+  many as there are.
+- Random blocks come from `seed`, not from Python's global generator, and a row that looks back has as many as fit.
+- Every parameter is checked when the structure is made.
+
+>>> structure = LocalSlidingWindowSparsityConfig(num_heads=4, block=64, num_sliding_window_blocks=3)
+>>> structure.layout(200).patterns[0].blocks[0].int().tolist()
+[[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+>>> structure.layout_of_documents([100, 70]).num_queries
+170
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shardwise.attention.block_layout import BlockFunction, blocks_of_function
+from shardwise.attention.sparsity_base import Attention, Sample, SparsityConfig
+from shardwise.config import ConfigError
+
+__all__ = [
+    "BSLongformerSparsityConfig",
+    "BigBirdSparsityConfig",
+    "CustomSparsityConfig",
+    "DenseSparsityConfig",
+    "FixedSparsityConfig",
+    "LocalSlidingWindowSparsityConfig",
+    "SparsityConfig",
+    "VariableSparsityConfig",
+]
+
+_RANDOM: Final = "Number of random blocks"
+_SLIDING: Final = "Number of sliding window blocks"
+_GLOBAL: Final = "Number of global blocks"
+
+
+@dataclass(frozen=True)
+class DenseSparsityConfig(SparsityConfig):
+    """All blocks.
+
+    Attributes:
+        attention: `unidirectional` for causal attention; DeepSpeed has no such key here.
+    """
+
+    attention: Attention = field(default="bidirectional", kw_only=True)
+
+    def _check(self) -> None:
+        self._need_attention(self.attention, is_checked_by_deepspeed=False)
+        if self.strict_deepspeed and self.attention != "bidirectional":
+            raise ConfigError(
+                f"attention={self.attention!r} is unknown to DeepSpeed's dense structure; leave strict_deepspeed out"
+            )
+
+    @property
+    def _num_made(self) -> int:
+        return 1
+
+    def _fill(self, blocks: Tensor, head: int, sample: Sample) -> None:
+        blocks.fill_(True)
+
+
+@dataclass(frozen=True)
+class FixedSparsityConfig(SparsityConfig):
+    """Windows of blocks that see each other, each with global blocks that represent it (Child et al., 2019,
+    arXiv 1904.10509, "fixed", as customised by DeepSpeed).
+
+    Attributes:
+        num_local_blocks: of a window.
+        num_global_blocks: of each window, seen by all; its last ones where there is one pattern.
+        attention: which way tokens look.
+        horizontal_global_attention: the global blocks see all others.
+        num_different_global_patterns: heads take turns in which blocks of a window are global.
+    """
+
+    num_local_blocks: int = 4
+    num_global_blocks: int = 1
+    attention: Attention = "bidirectional"
+    horizontal_global_attention: bool = False
+    num_different_global_patterns: int = 1
+
+    def _check(self) -> None:
+        num_local, num_global, num_patterns = (
+            self.num_local_blocks,
+            self.num_global_blocks,
+            self.num_different_global_patterns,
+        )
+        self._need_counts(1, "num_local_blocks", "num_global_blocks", "num_different_global_patterns")
+        self._need(
+            num_local % num_global == 0,
+            f"num_global_blocks={num_global} does not divide num_local_blocks={num_local}; nearest legal: "
+            f"{', '.join(str(each) for each in range(1, num_local + 1) if num_local % each == 0)}",
+            f"Number of blocks in a local window, {num_local}, must be dividable by number of global blocks, "
+            f"{num_global}!",
+        )
+        self._need_attention(self.attention)
+        self._need_no_horizontal(self.attention, self.horizontal_global_attention)
+        self._need(
+            num_patterns <= 1 or self.different_layout_per_head,
+            f"num_different_global_patterns={num_patterns} needs heads that differ; set different_layout_per_head=True",
+            "Number of different layouts cannot be more than one when you have set a single layout for all heads! Set "
+            "different_layout_per_head to True.",
+        )
+        most = num_local // num_global
+        self._need(
+            num_patterns <= most,
+            f"num_different_global_patterns={num_patterns} is more than num_local_blocks / num_global_blocks = {most}; "
+            f"give 1 to {most}",
+            f"Number of layout versions (num_different_global_patterns), {num_patterns}, cannot be larger than number "
+            f"of local window blocks divided by number of global blocks, {num_local} / {num_global} = {most}!",
+        )
+
+    @property
+    def _num_made(self) -> int:
+        return min(self.num_layout_heads, self.num_different_global_patterns)
+
+    def _fill(self, blocks: Tensor, head: int, sample: Sample) -> None:
+        num_blocks, num_local, num_global = len(blocks), self.num_local_blocks, self.num_global_blocks
+        _fill_windows(blocks, ((start, start + num_local) for start in range(0, num_blocks, num_local)))
+        if self._looks_back:
+            blocks.tril_()
+        first = num_local - (1 + head % self.num_different_global_patterns) * num_global
+        end = num_blocks - num_blocks % num_local
+        starts = [*range(first, end, num_local)]
+        if end < num_blocks:
+            starts.append(self._last_start(end + first, num_blocks))
+        for start in starts:
+            blocks[start if self._looks_back else 0 :, start : start + num_global] = True
+            if self.horizontal_global_attention:
+                blocks[start : start + num_global] = True
+
+    def _last_start(self, start: int, num_blocks: int) -> int:
+        """Where the global blocks of a short last window begin, which would begin at `start` in a whole one."""
+        if self.causal:
+            return start  # None after it would see them: moved, they would only make the layout depend on its length.
+        moved = min(start, num_blocks - self.num_global_blocks)
+        return moved if self.strict_deepspeed else max(moved, 0)
+
+
+@dataclass(frozen=True)
+class VariableSparsityConfig(SparsityConfig):
+    """Windows of given sizes, given global blocks, and random ones.
+
+    Attributes:
+        num_random_blocks: that each row of blocks sees besides.
+        local_window_blocks: sizes of the windows; the last one repeats.
+        global_block_indices: blocks that all see, or where ranges of them begin; those beyond the sequence count for
+            nothing.
+        global_block_end_indices: where the ranges end, exclusive.
+        attention: which way tokens look.
+        horizontal_global_attention: the global blocks see all others.
+    """
+
+    num_random_blocks: int = 0
+    local_window_blocks: Sequence[int] = (4,)
+    global_block_indices: Sequence[int] = (0,)
+    global_block_end_indices: Sequence[int] | None = None
+    attention: Attention = "bidirectional"
+    horizontal_global_attention: bool = False
+
+    def _check(self) -> None:
+        self._freeze("local_window_blocks", "global_block_indices", "global_block_end_indices")
+        self._need_counts(0, "num_random_blocks")
+        self._need(
+            len(self.local_window_blocks) > 0 and min(self.local_window_blocks) >= 1,
+            f"local_window_blocks={list(self.local_window_blocks)} are no sizes of windows; give one or more, each 1 "
+            "or more",
+            None,
+        )
+        self._need_spans(self.global_block_indices, self.global_block_end_indices)
+        self._need_attention(self.attention)
+        self._need_no_horizontal(self.attention, self.horizontal_global_attention)
+
+    @property
+    def _num_made(self) -> int:
+        return self.num_layout_heads if self.num_random_blocks else 1
+
+    def _fill(self, blocks: Tensor, head: int, sample: Sample) -> None:
+        _fill_windows(blocks, _windows(self.local_window_blocks, len(blocks)))
+        if self._looks_back:
+            blocks.tril_()
+        self._need_room(_RANDOM, self.num_random_blocks, len(blocks))
+        _fill_random(blocks, self.num_random_blocks, sample, self.causal, is_cut=not self.strict_deepspeed)
+        for span in _spans(self.global_block_indices, self.global_block_end_indices, len(blocks)):
+            if self.horizontal_global_attention:
+                blocks[span] = True
+            first_row = span.start if isinstance(span, slice) else span
+            blocks[first_row if self._looks_back else 0 :, span] = True
+
+
+@dataclass(frozen=True)
+class BigBirdSparsityConfig(SparsityConfig):
+    """Random blocks, a sliding window, and global first blocks (Zaheer et al., 2020, arXiv 2007.14062, "ITC").
+
+    Attributes:
+        num_random_blocks: that each row of blocks sees besides.
+        num_sliding_window_blocks: of a window; half of it, rounded down, stands on either side of its row's block.
+        num_global_blocks: first ones, which see all and are seen by all.
+        attention: which way tokens look.
+    """
+
+    num_random_blocks: int = 1
+    num_sliding_window_blocks: int = 3
+    num_global_blocks: int = 1
+    attention: Attention = "bidirectional"
+
+    def _check(self) -> None:
+        self._need_counts(0, "num_random_blocks", "num_global_blocks")
+        self._need_counts(1, "num_sliding_window_blocks")
+        self._need_attention(self.attention)
+
+    @property
+    def _num_made(self) -> int:
+        return self.num_layout_heads if self.num_random_blocks else 1
+
+    def _fill(self, blocks: Tensor, head: int, sample: Sample) -> None:
+        self._need_room(_RANDOM, self.num_random_blocks, len(blocks))
+        _fill_random(blocks, self.num_random_blocks, sample, self._looks_back, is_cut=not self.strict_deepspeed)
+        self._need_room(_SLIDING, self.num_sliding_window_blocks, len(blocks))
+        _fill_sliding(blocks, self.num_sliding_window_blocks)
+        self._need_room(_GLOBAL, self.num_global_blocks, len(blocks))
+        blocks[: self.num_global_blocks] = True
+        blocks[:, : self.num_global_blocks] = True
+        if self._looks_back:
+            blocks.tril_()
+
+
+@dataclass(frozen=True)
+class BSLongformerSparsityConfig(SparsityConfig):
+    """A sliding window and given global blocks (Beltagy et al., 2020, arXiv 2004.05150, in blocks).
+
+    Attributes:
+        num_sliding_window_blocks: of a window; half of it, rounded down, stands on either side of its row's block.
+        global_block_indices: blocks that see all and are seen by all, or where ranges of them begin; those beyond the
+            sequence do not count.
+        global_block_end_indices: where the ranges end, exclusive.
+        attention: which way tokens look. DeepSpeed takes any word for `bidirectional`.
+    """
+
+    num_sliding_window_blocks: int = 3
+    global_block_indices: Sequence[int] = (0,)
+    global_block_end_indices: Sequence[int] | None = None
+    attention: Attention = "bidirectional"
+
+    def _check(self) -> None:
+        self._freeze("global_block_indices", "global_block_end_indices")
+        self._need_counts(1, "num_sliding_window_blocks")
+        self._need_attention(self.attention, is_checked_by_deepspeed=False)
+        self._need_spans(self.global_block_indices, self.global_block_end_indices)
+
+    @property
+    def _num_made(self) -> int:
+        return 1
+
+    def _fill(self, blocks: Tensor, head: int, sample: Sample) -> None:
+        self._need_room(_SLIDING, self.num_sliding_window_blocks, len(blocks))
+        _fill_sliding(blocks, self.num_sliding_window_blocks)
+        for span in _spans(self.global_block_indices, self.global_block_end_indices, len(blocks)):
+            blocks[span] = True
+            blocks[:, span] = True
+        if self._looks_back:
+            blocks.tril_()
+
+
+@dataclass(frozen=True)
+class LocalSlidingWindowSparsityConfig(SparsityConfig):
+    """A sliding window alone.
+
+    Attributes:
+        num_sliding_window_blocks: of a window; half of it, rounded down, stands on either side of its row's block, or
+            before it alone where unidirectional.
+        attention: which way tokens look. DeepSpeed takes any word for `unidirectional`.
+    """
+
+    different_layout_per_head: bool = field(default=False, init=False, repr=False)
+    num_sliding_window_blocks: int = 3
+    attention: Attention = "unidirectional"
+
+    def _check(self) -> None:
+        self._need_counts(1, "num_sliding_window_blocks")
+        self._need_attention(self.attention, is_checked_by_deepspeed=False)
+
+    @property
+    def _looks_back(self) -> bool:
+        return self.attention != "bidirectional"
+
+    def _fill(self, blocks: Tensor, head: int, sample: Sample) -> None:
+        self._need_room(_SLIDING, self.num_sliding_window_blocks, len(blocks))
+        _fill_sliding(blocks, self.num_sliding_window_blocks)
+        if self._looks_back:
+            blocks.tril_()
+
+
+@dataclass(frozen=True)
+class CustomSparsityConfig(SparsityConfig):
+    """A structure of the user's own, for any length.
+
+    >>> def strided(head, query, key):
+    ...     return ((query - key) % 4 == 0) | (query - key <= 1)
+    >>> structure = CustomSparsityConfig(num_heads=8, block=64, function=strided, attention="unidirectional")
+    >>> structure.layout(320).patterns[0].blocks[0].int()[4].tolist()
+    [1, 0, 0, 1, 1]
+
+    Attributes:
+        function: from indices of head, block of queries and block of keys, int64 tensors that broadcast, to whether it
+            is visible.
+        attention: which way tokens look; where unidirectional, what the function says of blocks ahead does not count.
+    """
+
+    function: BlockFunction = field(kw_only=True)
+    attention: Attention = field(default="bidirectional", kw_only=True)
+
+    def _check(self) -> None:
+        self._need_attention(self.attention)
+        if self.strict_deepspeed:
+            raise ConfigError(
+                "strict_deepspeed=True has no meaning here: DeepSpeed has no such structure; leave it out"
+            )
+
+    def _heads(self, num_blocks: int) -> Tensor:
+        return blocks_of_function(self.function, self.num_layout_heads, num_blocks)
+
+
+def _windows(sizes: Sequence[int], num_blocks: int) -> Iterable[tuple[int, int]]:
+    start = 0
+    for size in sizes:
+        yield start, start + size
+        start += size
+    for again in range(start, num_blocks, sizes[-1]):
+        yield again, again + sizes[-1]
+
+
+def _spans(starts: Sequence[int], ends: Sequence[int] | None, num_blocks: int) -> Iterable[int | slice]:
+    """The global blocks of a sequence, as indices."""
+    if ends is None:
+        return [start for start in starts if start < num_blocks]
+    return [slice(start, end) for start, end in zip(starts, ends, strict=True) if start < num_blocks]
+
+
+def _fill_windows(blocks: Tensor, windows: Iterable[tuple[int, int]]) -> None:
+    for start, end in windows:
+        blocks[start:end, start:end] = True
+
+
+def _fill_sliding(blocks: Tensor, num_window: int) -> None:
+    side = num_window // 2
+    blocks |= torch.ones_like(blocks).triu_(-side).tril_(side)
+
+
+def _fill_random(blocks: Tensor, num: int, sample: Sample, looks_back: bool, *, is_cut: bool) -> None:
+    """Set `num` random blocks of each row, or as many as there are where `is_cut`."""
+    rows: list[int] = []
+    columns: list[int] = []
+    for row in range(len(blocks) if num else 0):
+        population = range(row + 1 if looks_back else len(blocks))
+        drawn = sample(population, min(num, len(population)) if is_cut else num)
+        columns += drawn
+        rows += [row] * len(drawn)
+    blocks[rows, columns] = True
