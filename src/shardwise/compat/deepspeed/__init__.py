@@ -1,0 +1,1 @@
+"""DeepSpeed's names, at DeepSpeed's paths."""

@@ -1,0 +1,1 @@
+"""DeepSpeed's operators, at DeepSpeed's paths."""

@@ -1,0 +1,20 @@
+"""BERT's self-attention over a structure; the default one has as many heads as the config, where DeepSpeed's has four."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.attention import bert, structures
+from shardwise.compat.deepspeed.ops.sparse_attention.sparsity_config import FixedSparsityConfig
+
+
+class BertSparseSelfAttention(bert.BertSparseSelfAttention):
+    """As `shardwise.attention.bert.BertSparseSelfAttention`, with a strict default.
+
+    Args:
+        config: of BERT, for `hidden_size` and `num_attention_heads`.
+        sparsity_config: the structure; `FixedSparsityConfig` when left out.
+    """
+
+    def __init__(self, config: Any, sparsity_config: structures.SparsityConfig | None = None) -> None:
+        super().__init__(config, sparsity_config or FixedSparsityConfig(config.num_attention_heads))

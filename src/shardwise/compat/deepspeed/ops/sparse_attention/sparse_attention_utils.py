@@ -1,0 +1,80 @@
+"""DeepSpeed's helpers around a model, as functions of one class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.attention import padding, positions, structures
+from shardwise.attention.huggingface import use_sparse_attention
+from shardwise.compat.deepspeed.ops.sparse_attention.bert_sparse_self_attention import BertSparseSelfAttention
+from shardwise.compat.deepspeed.ops.sparse_attention.sparsity_config import FixedSparsityConfig
+from shardwise.wearing import set_attribute
+
+
+class SparseAttentionUtils:
+    """DeepSpeed's names for this library's functions; each takes more models than DeepSpeed's, which knew two."""
+
+    extend_position_embedding = staticmethod(positions.extend_position_embedding)
+    update_tokenizer_model_max_length = staticmethod(positions.update_tokenizer_model_max_length)
+    unpad_sequence_output = staticmethod(padding.unpad_sequence_output)
+
+    @staticmethod
+    def replace_model_self_attention_with_sparse_self_attention(
+        model: nn.Module, max_position: int, sparsity_config: structures.SparsityConfig | None = None
+    ) -> nn.Module:
+        """Let a Hugging Face model's self-attention see the blocks of a structure alone; its modules stay.
+
+        Args:
+            model: of transformers; changed in place.
+            max_position: tokens of the longest sequence, which the model's positions must allow:
+                `extend_position_embedding` sees to that, and to the config.
+            sparsity_config: `FixedSparsityConfig` when left out.
+
+        Returns:
+            the model.
+        """
+        num_heads = model.config.num_attention_heads  # type: ignore[union-attr]
+        use_sparse_attention(model, sparsity_config or FixedSparsityConfig(int(num_heads)))
+        return model
+
+    @staticmethod
+    def replace_self_attention_layer_with_sparse_self_attention_layer(
+        config: Any, layers: Iterable[Any], sparsity_config: structures.SparsityConfig | None = None
+    ) -> Iterable[Any]:
+        """Put a `BertSparseSelfAttention` with the same weights into each layer's `attention.self`; returns the layers.
+
+        For models of the user's own: those of transformers call their modules in another way, and need
+        `replace_model_self_attention_with_sparse_self_attention`.
+        """
+        for layer in layers:
+            sparse = BertSparseSelfAttention(config, sparsity_config)
+            for name in ("query", "key", "value"):
+                set_attribute(sparse, name, getattr(layer.attention.self, name))
+            set_attribute(layer.attention, "self", sparse)
+        return layers
+
+    @staticmethod
+    def pad_to_block_size(
+        block_size: int,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        pad_token_id: int,
+        model_embeddings: Callable[[Tensor], Tensor] | None,
+    ) -> padding.PaddedInputs:
+        """As `shardwise.attention.padding.pad_to_block_size`, with DeepSpeed's names of arguments."""
+        return padding.pad_to_block_size(
+            block_size,
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            pad_token_id,
+            model_embeddings,
+        )

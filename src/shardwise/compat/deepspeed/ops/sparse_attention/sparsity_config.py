@@ -1,0 +1,82 @@
+"""The structures, in DeepSpeed's strict mode unless told otherwise, and the base of a user's own.
+
+>>> class Diagonal(SparsityConfig):
+...     def make_layout(self, seq_len):
+...         layout = self.setup_layout(seq_len)
+...         layout[0].fill_diagonal_(1)
+...         return self.check_and_propagate_first_head_layout(layout)
+>>> Diagonal(num_heads=2, block=16).layout(64).density
+0.25
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.attention import structures
+
+
+class SparsityConfig(structures.SparsityConfig):
+    """The base of structures: a subclass of the user's own defines `make_layout`.
+
+    Args:
+        num_heads: query heads.
+        block: tokens of a block.
+        different_layout_per_head: `check_and_propagate_first_head_layout` then leaves heads as they are.
+    """
+
+    # A subclass's attributes are its own to set, and two of its instances need not be equal where these fields are.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+    __setattr__ = object.__setattr__
+
+    def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False) -> None:
+        super().__init__(num_heads, block, different_layout_per_head, strict_deepspeed=True)
+
+    def setup_layout(self, seq_len: int) -> Tensor:
+        """A layout without a visible block, int64 [num_heads, num_blocks, num_blocks].
+
+        Raises:
+            ValueError: blocks do not divide `seq_len`.
+        """
+        num_blocks = self._num_blocks(seq_len)
+        return torch.zeros(self.num_heads, num_blocks, num_blocks, dtype=torch.int64)
+
+    def check_and_propagate_first_head_layout(self, layout: Tensor) -> Tensor:
+        """The layout with the first head's blocks in all heads, unless they are to differ; changed in place."""
+        if not self.different_layout_per_head:
+            layout[1:] = layout[:1].clone()
+        return layout
+
+
+class DenseSparsityConfig(structures.DenseSparsityConfig, SparsityConfig):
+    def __init__(self, *args: Any, strict_deepspeed: bool = True, **options: Any) -> None:
+        structures.DenseSparsityConfig.__init__(self, *args, strict_deepspeed=strict_deepspeed, **options)
+
+
+class FixedSparsityConfig(structures.FixedSparsityConfig, SparsityConfig):
+    def __init__(self, *args: Any, strict_deepspeed: bool = True, **options: Any) -> None:
+        structures.FixedSparsityConfig.__init__(self, *args, strict_deepspeed=strict_deepspeed, **options)
+
+
+class VariableSparsityConfig(structures.VariableSparsityConfig, SparsityConfig):
+    def __init__(self, *args: Any, strict_deepspeed: bool = True, **options: Any) -> None:
+        structures.VariableSparsityConfig.__init__(self, *args, strict_deepspeed=strict_deepspeed, **options)
+
+
+class BigBirdSparsityConfig(structures.BigBirdSparsityConfig, SparsityConfig):
+    def __init__(self, *args: Any, strict_deepspeed: bool = True, **options: Any) -> None:
+        structures.BigBirdSparsityConfig.__init__(self, *args, strict_deepspeed=strict_deepspeed, **options)
+
+
+class BSLongformerSparsityConfig(structures.BSLongformerSparsityConfig, SparsityConfig):
+    def __init__(self, *args: Any, strict_deepspeed: bool = True, **options: Any) -> None:
+        structures.BSLongformerSparsityConfig.__init__(self, *args, strict_deepspeed=strict_deepspeed, **options)
+
+
+class LocalSlidingWindowSparsityConfig(structures.LocalSlidingWindowSparsityConfig, SparsityConfig):
+    def __init__(self, *args: Any, strict_deepspeed: bool = True, **options: Any) -> None:
+        structures.LocalSlidingWindowSparsityConfig.__init__(self, *args, strict_deepspeed=strict_deepspeed, **options)
