@@ -1,4 +1,4 @@
-"""The command line: `shardwise train | verify | plan | checkpoint | timeline | config | presets | doctor`.
+"""The command line: `shardwise train | verify | plan | checkpoint | timeline | attention | config | presets | doctor`.
 
 It reads arguments and the environment, and turns errors into one line and an exit code: 2 for what the user can mend in
 the config, 1 for a run that failed, 128 + n for signal n. torch is imported by the commands that need it, so that
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from shardwise.cli_attention import add_command as add_attention_command
 from shardwise.cli_checkpoint import add_commands as add_checkpoint_commands
 from shardwise.cli_plan import add_command as add_plan_command
 from shardwise.cli_timeline import add_command as add_timeline_command
@@ -88,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     add_checkpoint_commands(commands)
     add_plan_command(commands, _split)
     add_timeline_command(commands, _split)
+    add_attention_command(commands, _split)
     config = commands.add_parser("config", help="print every key with its default, as TOML")
     config.add_argument("settings", nargs="*", metavar="config.toml | key=value", help="as for train")
     config.set_defaults(run=_config)

@@ -1,4 +1,4 @@
-"""BERT's self-attention over a structure; the default one has as many heads as the config, where DeepSpeed's has four."""
+"""BERT's self-attention over a structure; the default one has the heads of the config, where DeepSpeed's has four."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ class SparseAttentionUtils:
         Returns:
             the model.
         """
-        num_heads = model.config.num_attention_heads  # type: ignore[union-attr]
-        use_sparse_attention(model, sparsity_config or FixedSparsityConfig(int(num_heads)))
+        config: Any = model.config
+        use_sparse_attention(model, sparsity_config or FixedSparsityConfig(config.num_attention_heads))
         return model
 
     @staticmethod
