@@ -90,6 +90,15 @@ def test_where_there_is_no_quirk_it_is_what_deepspeed_has(case):
         assert torch.equal(ours, theirs)
 
 
+def test_a_short_last_window_adds_nothing_that_a_longer_unidirectional_layout_lacks():
+    structure = FixedSparsityConfig(
+        2, 16, True, num_local_blocks=4, num_global_blocks=2, attention=BACK, num_different_global_patterns=2
+    )
+    whole = structure.make_layout(16 * 16)
+    for num_blocks in range(1, 16):
+        assert torch.equal(structure.make_layout(16 * num_blocks), whole[:, :num_blocks, :num_blocks])
+
+
 def test_random_blocks_follow_the_seed_alone():
     first = BigBirdSparsityConfig(4, num_random_blocks=2, different_layout_per_head=True, seed=1)
     random.seed(0)

@@ -144,8 +144,7 @@ class FixedSparsityConfig(SparsityConfig):
         """Where the global blocks of a short last window begin, which would begin at `start` in a whole one."""
         if self.causal:
             return start  # None after it would see them: moved, they would only make the layout depend on its length.
-        moved = min(start, num_blocks - self.num_global_blocks)
-        return moved if self.strict_deepspeed else max(moved, 0)
+        return min(start, num_blocks - self.num_global_blocks)
 
 
 @dataclass(frozen=True)
