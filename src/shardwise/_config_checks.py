@@ -10,9 +10,13 @@ tiers.params=host needs zero.stage=3, which gathers parameters for their use, no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Final
 
 from shardwise._config_sections import (
+    AttentionConfig,
     CompileConfig,
     MeshConfig,
     PipelineConfig,
@@ -80,3 +84,54 @@ def wrong_pipeline(
     if pipeline.gather == "micro-batch" and zero.stage < 3:
         rule = f"is how parameters that rest as shards are gathered, and in zero.stage={zero.stage} they rest whole"
         yield f"pipeline.gather=micro-batch {rule}; set zero.stage=3, or leave the key out"
+
+
+_OF_HEADS: Final = ("block", "different_layout_per_head")
+ATTENTION_KEYS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "dense": (),
+        "fixed": (
+            *_OF_HEADS,
+            "num_local_blocks",
+            "num_global_blocks",
+            "horizontal_global_attention",
+            "num_different_global_patterns",
+        ),
+        "variable": (
+            *_OF_HEADS,
+            "num_random_blocks",
+            "local_window_blocks",
+            "global_block_indices",
+            "global_block_end_indices",
+            "horizontal_global_attention",
+            "seed",
+        ),
+        "bigbird": (*_OF_HEADS, "num_random_blocks", "num_sliding_window_blocks", "num_global_blocks", "seed"),
+        "bslongformer": (
+            *_OF_HEADS,
+            "num_sliding_window_blocks",
+            "global_block_indices",
+            "global_block_end_indices",
+        ),
+        "sliding-window": ("block", "num_sliding_window_blocks"),
+    }
+)
+"""The keys of `attention` that each of its kinds has."""
+
+
+def wrong_attention(attention: AttentionConfig) -> Iterator[str]:
+    """Keys that the kind of attention does not have; whether those that it has go together, the structure says.
+
+    >>> from shardwise._config_sections import AttentionConfig
+    >>> next(wrong_attention(AttentionConfig(kind="fixed", num_random_blocks=2))).partition(";")[0]
+    'attention.num_random_blocks=2 is a key of variable, bigbird, and not of attention.kind=fixed'
+    """
+    keys, defaults = ATTENTION_KEYS[attention.kind], AttentionConfig()
+    for key, value in attention:
+        if key == "kind" or key in keys or value == getattr(defaults, key):
+            continue
+        kinds = [kind for kind, its in ATTENTION_KEYS.items() if key in its]
+        close = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
+        cure = f"did you mean attention.{close[0]}?" if close else f"set attention.kind={kinds[0]} or leave the key out"
+        rule = f"is a key of {', '.join(kinds)}, and not of attention.kind={attention.kind}"
+        yield f"attention.{key}={value} {rule}; {cure}"

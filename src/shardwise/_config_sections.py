@@ -28,6 +28,8 @@ PositiveFloat = Annotated[float, Field(gt=0.0)]
 Betas = Annotated[tuple[Fraction, Fraction], Field(strict=False)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 Cores = Annotated[tuple[NotNegative, ...], Field(strict=False)]
+Blocks = Annotated[tuple[Positive, ...], Field(strict=False)]
+Indices = Annotated[tuple[NotNegative, ...], Field(strict=False)]
 
 
 class ModelConfig(Section):
@@ -165,9 +167,25 @@ class ContextConfig(Section):
 
 
 class AttentionConfig(Section):
-    """Which keys each query sees."""
+    """Which keys each query of `shardwise train`'s decoder sees: all before it, or those of a block-sparse structure.
+
+    The other keys are the structures' parameters, by DeepSpeed's names; `shardwise.attention.structures` says what each
+    means, and what it is where it is left out. `block`: tokens of a block. `seed`: of random blocks.
+    """
 
     kind: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "sliding-window"] = "dense"
+    block: Positive = 64
+    different_layout_per_head: bool | None = None
+    num_local_blocks: Positive | None = None
+    num_global_blocks: NotNegative | None = None
+    num_different_global_patterns: Positive | None = None
+    horizontal_global_attention: bool | None = None
+    num_random_blocks: NotNegative | None = None
+    num_sliding_window_blocks: Positive | None = None
+    local_window_blocks: Blocks | None = None
+    global_block_indices: Indices | None = None
+    global_block_end_indices: Indices | None = None
+    seed: NotNegative | None = None
 
 
 class RecomputeConfig(Section):

@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ValidationError
 
-from shardwise._config_checks import wrong_pipeline, wrong_tiers
+from shardwise._config_checks import wrong_attention, wrong_pipeline, wrong_tiers
 from shardwise._config_sections import (
     AttentionConfig,
     BatchConfig,
@@ -161,6 +161,7 @@ class Config(Section):
         for message in (
             *wrong_tiers(self.tiers, self.zero, self.recompute),
             *wrong_pipeline(self.pipeline, self.mesh, self.zero, self.compile),
+            *wrong_attention(self.attention),
         ):
             raise ConfigError(message)
         mesh = _resolve_mesh(self.mesh, world_size)
@@ -266,7 +267,6 @@ def _unbuilt_features(config: Config) -> Iterator[tuple[str, Any, Any, str]]:
     """(key, value asked for, value that is built, name of the feature)."""
     yield "mesh.cp", config.mesh.cp, 1, "context parallelism"
     yield "context.transport", config.context.transport, "ring", "context parallelism"
-    yield "attention.kind", config.attention.kind, "dense", "block-sparse attention"
 
 
 def _refuse_unbuilt(config: Config) -> None:

@@ -71,7 +71,7 @@ class Emulation:
         self._cut(splits)
         for layer in plan.layers:
             self._wear(layer)
-        for name, attribute, value in plan.attributes:
+        for name, attribute, value in plan.attributes_of(ring.rank, len(ring.slots)):
             setattr(self.model.get_submodule(name), attribute, value)
         for region in plan.regions:
             self._enter(region.module, region.inputs, self.is_split(region.module))

@@ -25,6 +25,7 @@ from harness.models import IGNORED, ModelCase
 from harness.reference import Trace, train_reference
 from harness.training import Overrides, make_config, make_optimizer
 from shardwise import initialize
+from shardwise.config import AttentionConfig
 from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.models import Decoder, lm_loss
 from shardwise.models.decoder import DecoderConfig
@@ -50,6 +51,12 @@ _DROPS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 )
 MODELS: Final = ("decoder", *_DROPS)
 DEEP_MODELS: Final = ("deep", "deep-tied")  # decoders of 8 blocks, for pipelines
+SPARSE_MODELS: Final[Mapping[str, AttentionConfig]] = MappingProxyType(
+    {
+        "sparse-fixed": AttentionConfig(kind="fixed", block=2, num_local_blocks=2),
+        "sparse-bigbird": AttentionConfig(kind="bigbird", block=2, different_layout_per_head=True),
+    }
+)
 
 
 def make_case(name: str) -> ModelCase:
@@ -58,6 +65,8 @@ def make_case(name: str) -> ModelCase:
         return ModelCase(name, _decoder, _decoder_batch, _decoder_loss)
     if name in DEEP_MODELS:
         return ModelCase(name, partial(_decoder, 8, name == "deep-tied"), _decoder_batch, _decoder_loss)
+    if name in SPARSE_MODELS:
+        return ModelCase(name, partial(_decoder, attention=SPARSE_MODELS[name]), _decoder_batch, _decoder_loss)
     options = dict.fromkeys(_DROPS[name], DROPOUT)
     family = FAMILIES[name]
 
@@ -141,7 +150,7 @@ def train_whole(
     return replace(trace, gradients={})
 
 
-def _decoder(num_layers: int = 3, tie_embeddings: bool = False) -> Decoder:
+def _decoder(num_layers: int = 3, tie_embeddings: bool = False, attention: AttentionConfig | None = None) -> Decoder:
     config = DecoderConfig(
         vocab_size=VOCAB_SIZE,
         num_layers=num_layers,
@@ -152,6 +161,7 @@ def _decoder(num_layers: int = 3, tie_embeddings: bool = False) -> Decoder:
         ffn_size=24,
         max_seq_len=32,
         tie_embeddings=tie_embeddings,
+        attention=attention or AttentionConfig(),
     )
     return Decoder(config)
 

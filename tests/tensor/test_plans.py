@@ -145,10 +145,13 @@ def test_decoder() -> None:
     assert plan.stacks == (SequenceStack("blocks.0", "x", "norm", ("blocks.0", "blocks.1", "norm")),)
 
 
-@pytest.mark.parametrize(("degree", "num_kv_heads", "shares"), [(2, 2, True), (4, 2, False), (4, 1, False)])
-def test_decoder_knows_whether_its_local_heads_share(degree: int, num_kv_heads: int, shares: bool) -> None:
-    plan = find(decoder(num_kv_heads=num_kv_heads), degree)
-    assert plan.attributes[0] == ("blocks.0.attention", "shares_kv", shares)
+@pytest.mark.parametrize(("degree", "first_heads"), [(2, [0, 2]), (4, [0, 1, 2, 3])])
+def test_decoder_knows_each_ranks_first_head(degree: int, first_heads: list[int]) -> None:
+    plan = find(decoder(), degree)
+    assert [plan.attributes_of(rank, degree) for rank in range(degree)] == [
+        [(f"blocks.{block}.attention", "first_head", first) for block in (0, 1)] for first in first_heads
+    ]
+    assert "blocks.*.attention.first_head = the first of a rank's part of 4" in str(plan)
 
 
 def test_llama() -> None:

@@ -15,6 +15,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from shardwise.layout.splits import Part
+
 if TYPE_CHECKING:
     from shardwise.layout.tensor_plan import LayerSplit, TensorPlan
 
@@ -22,12 +24,16 @@ if TYPE_CHECKING:
 def plan_lines(plan: TensorPlan) -> list[str]:
     """What a plan does, and its notes, each once."""
     lines = layer_lines(plan.layers)
-    lines += [f"{pattern(name)}.{attribute} = {value}" for name, attribute, value in plan.attributes]
+    lines += [f"{pattern(name)}.{attribute} = {_shown(value)}" for name, attribute, value in plan.attributes]
     lines += [f"{pattern(name)}: gradients summed over the ranks" for name in plan.partial]
     lines += [f"{pattern(each.module)}: dropout drawn as of the whole tensor" for each in plan.dropouts]
     stacks = (", ".join(dict.fromkeys(pattern(f"{name}.x")[:-2] for name in stack.modules)) for stack in plan.stacks)
     lines += [f"{modules}: sequence split" for modules in stacks]
     return list(dict.fromkeys([*lines, *plan.notes]))
+
+
+def _shown(value: int | Part) -> str:
+    return f"the first of a rank's part of {value.size}" if isinstance(value, Part) else str(value)
 
 
 def pattern(name: str) -> str:

@@ -112,7 +112,8 @@ class TensorPlan:
         regions: where inputs enter once for several column layers.
         stacks: for sequence parallelism; none where the plan does not know any.
         partial: parameters that every rank holds whole but uses on its own part of the heads or features.
-        attributes: (module, attribute, value on every rank), such as a number of heads that the model's code reads.
+        attributes: (module, attribute, value on every rank), such as a number of heads that the model's code reads;
+            where the value is a part, each rank has its first index.
         dropouts: on tensors that are split over ranks.
         notes: lines to tell the user, such as what was guessed.
     """
@@ -121,9 +122,16 @@ class TensorPlan:
     regions: tuple[Region, ...] = ()
     stacks: tuple[SequenceStack, ...] = ()
     partial: tuple[str, ...] = ()
-    attributes: tuple[tuple[str, str, int], ...] = ()
+    attributes: tuple[tuple[str, str, int | Part], ...] = ()
     dropouts: tuple[SplitDropout, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def attributes_of(self, rank: int, degree: int) -> list[tuple[str, str, int]]:
+        """(module, attribute, value) on a rank of a tensor-parallel group of `degree` ranks."""
+        return [
+            (module, name, value.range_of(rank, degree)[0] if isinstance(value, Part) else value)
+            for module, name, value in self.attributes
+        ]
 
     def __str__(self) -> str:
         """What is split, and the notes, in lines; equal blocks as one."""

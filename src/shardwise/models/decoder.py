@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardwise.config import ConfigError
+from shardwise.config import AttentionConfig, ConfigError
 from shardwise.layout.tensor_plan import TensorPlan
+from shardwise.models.attend import Attend, attend_of, attention_density
 from shardwise.models.decoder_plan import decoder_plan
 
 IGNORED_TARGET = -100
@@ -41,8 +43,11 @@ INIT_STD = 0.02
 class DecoderConfig:
     """The shape of a decoder; `head_dim` is given, since it need not be hidden_size / num_heads.
 
+    `attention` is which keys before it each query sees, in every layer; no parameter depends on it.
+
     Raises:
-        ConfigError: a size is not positive, `head_dim` is odd, or `num_kv_heads` does not divide `num_heads`.
+        ConfigError: a size is not positive, `head_dim` is odd, `num_kv_heads` does not divide `num_heads`, or there is
+            no such attention.
     """
 
     vocab_size: int
@@ -56,11 +61,12 @@ class DecoderConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
+    attention: AttentionConfig = AttentionConfig()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name != "tie_embeddings" and not value > 0:
+            if field.name not in ("tie_embeddings", "attention") and not value > 0:
                 raise ConfigError(f"{field.name}={value} is not positive; give more than 0")
         if self.head_dim % 2:
             legal = f"{self.head_dim - 1}, {self.head_dim + 1}" if self.head_dim > 1 else "2"
@@ -72,6 +78,21 @@ class DecoderConfig:
             raise ConfigError(
                 f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; nearest legal: {legal}"
             )
+        attend_of(self.attention, self.num_heads)  # refuses what cannot be
+
+    def values(self) -> dict[str, Any]:
+        """All fields as JSON keeps them, for `from_values`; of dense attention there is nothing to say."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.attention.kind == "dense":
+            del values["attention"]
+        else:
+            values["attention"] = self.attention.model_dump(mode="json", exclude_none=True)
+        return values
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> DecoderConfig:
+        """The config of which `values` gave these."""
+        return cls(**{**values, "attention": AttentionConfig(**values.get("attention", {}))})
 
 
 class Linear(nn.Linear):
@@ -137,13 +158,19 @@ class _RMSNormProduct(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions; H / K query heads share each key and value head."""
+    """Causal self-attention with rotary positions; H / K query heads share each key and value head.
 
-    def __init__(self, config: DecoderConfig, **factory: Any) -> None:
+    Args:
+        config: of the decoder.
+        attend: how queries mix values.
+        factory: device and dtype of the parameters.
+    """
+
+    def __init__(self, config: DecoderConfig, attend: Attend, **factory: Any) -> None:
         super().__init__()
+        self.attend, self.first_head = attend, 0  # tensor parallelism gives each rank its own first
         hidden, self.head_dim = config.hidden_size, config.head_dim
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.shares_kv = config.num_kv_heads != config.num_heads
         self.query = Linear(hidden, query_size, **factory)
         self.key = Linear(hidden, kv_size, **factory)
         self.value = Linear(hidden, kv_size, **factory)
@@ -154,7 +181,7 @@ class Attention(nn.Module):
         q = rotate(self.query(x).view(heads), rope).transpose(1, 2)  # [B, H, S, D]
         k = rotate(self.key(x).view(heads), rope).transpose(1, 2)  # [B, K, S, D]
         v = self.value(x).view(heads).transpose(1, 2)  # [B, K, S, D]
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.shares_kv)
+        mixed = self.attend(q, k, v, self.first_head)
         return self.out(mixed.transpose(1, 2).flatten(2))  # [B, H, S, D] -> [B, S, E]
 
 
@@ -172,12 +199,19 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then feed-forward, each normalised before and added to the residual stream."""
+    """One layer: attention, then feed-forward, each normalised before and added to the residual stream.
 
-    def __init__(self, config: DecoderConfig, **factory: Any) -> None:
+    Args:
+        config: of the decoder.
+        attend: what all layers share; of the config when left out.
+        factory: device and dtype of the parameters.
+    """
+
+    def __init__(self, config: DecoderConfig, attend: Attend | None = None, **factory: Any) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, **factory)
-        self.attention = Attention(config, **factory)
+        attend = attend or attend_of(config.attention, config.num_heads)
+        self.attention = Attention(config, attend, **factory)
         self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps, **factory)
         self.ffn = FeedForward(config, **factory)
 
@@ -206,7 +240,8 @@ class Decoder(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_size, **factory)
-        self.blocks = nn.ModuleList(Block(config, **factory) for _ in range(config.num_layers))
+        attend = attend_of(config.attention, config.num_heads)
+        self.blocks = nn.ModuleList(Block(config, attend, **factory) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, **factory)
         self.head = Linear(config.hidden_size, config.vocab_size, **factory)
         if config.tie_embeddings:
@@ -335,11 +370,14 @@ def num_params(config: DecoderConfig) -> int:
 def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
     """Model FLOPs of forward and backward for one token: 6 N + 12 L H D S (PaLM, arXiv 2204.02311, app. B).
 
-    N are the parameters of matrix products: the head counts and the embedding does not. Attention counts in
-    full, as in the paper, although the causal mask spares half of it; recomputation does not count.
+    N are the parameters of matrix products: the head counts and the embedding does not. Dense attention counts in
+    full, as in the paper, although the causal mask spares half of it; block-sparse attention counts the
+    pairs of tokens that are visible, exactly. Recomputation does not count.
     """
     matmul_params = config.num_layers * _block_matmul_params(config) + config.vocab_size * config.hidden_size
-    return 6 * matmul_params + 12 * config.num_layers * config.num_heads * config.head_dim * seq_len
+    scores = config.num_layers * config.num_heads * seq_len  # a token's, over all layers
+    density = attention_density(config.attention, config.num_heads, seq_len)
+    return 6 * matmul_params + round(12 * config.head_dim * scores * density)
 
 
 def _block_matmul_params(config: DecoderConfig) -> int:

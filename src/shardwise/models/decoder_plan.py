@@ -28,7 +28,6 @@ def decoder_plan(config: DecoderConfig, degree: int) -> TensorPlan:
     check_divides(degree, config.num_heads, "num_heads")
     kv.check(degree, "num_kv_heads")
     check_divides(degree, config.ffn_size, "ffn_size")
-    shares_kv = query.local_size(degree) != kv.local_size(degree)
 
     blocks = [f"blocks.{index}" for index in range(config.num_layers)]
     layers = [LayerSplit("embed", "vocab", (vocab,)), LayerSplit("head", "head", (vocab,))]
@@ -42,5 +41,5 @@ def decoder_plan(config: DecoderConfig, degree: int) -> TensorPlan:
         layers=tuple(layers),
         regions=tuple(Region(f"{block}.{name}", ("x",)) for block in blocks for name in ("attention", "ffn")),
         stacks=(SequenceStack(blocks[0], "x", "norm", (*blocks, "norm")),),
-        attributes=tuple((f"{block}.attention", "shares_kv", shares_kv) for block in blocks),
+        attributes=tuple((f"{block}.attention", "first_head", Part(config.num_heads)) for block in blocks),
     )

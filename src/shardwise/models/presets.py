@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from shardwise.config import ConfigError, ModelConfig
+from shardwise.config import AttentionConfig, ConfigError, ModelConfig
 from shardwise.models.decoder import DecoderConfig
 
 
@@ -130,20 +130,27 @@ def preset(name: str) -> DecoderConfig:
     raise ConfigError(f"{name} is not a preset; {cure}")
 
 
-def decoder_config(model: ModelConfig, max_seq_len: int | None = None, vocab_size: int | None = None) -> DecoderConfig:
+def decoder_config(
+    model: ModelConfig,
+    max_seq_len: int | None = None,
+    vocab_size: int | None = None,
+    attention: AttentionConfig | None = None,
+) -> DecoderConfig:
     """The preset that the config's `model` section names, with what section, data and tokenizer change.
 
     Args:
         model: the section; `head_dim` follows from hidden_size / num_heads where either is set.
         max_seq_len: the data's; the preset's when left out.
         vocab_size: the number of tokens the tokenizer knows; `model.vocab_size` may be larger.
+        attention: the config's section; the preset's, which is dense, when left out.
 
     Raises:
-        ConfigError: an unknown preset, heads that do not divide the hidden size, a shape that `DecoderConfig`
-            refuses, or a vocabulary smaller than the tokenizer's.
+        ConfigError: an unknown preset, heads that do not divide the hidden size, a shape or an attention that
+            `DecoderConfig` refuses, or a vocabulary smaller than the tokenizer's.
     """
     shape = preset(model.preset)
-    changes = {key: value for key, value in model.model_dump(exclude={"preset"}).items() if value is not None}
+    given = model.model_dump(exclude={"preset"}) | {"max_seq_len": max_seq_len, "attention": attention}
+    changes = {key: value for key, value in given.items() if value is not None}
     if "hidden_size" in changes or "num_heads" in changes:
         hidden = changes.get("hidden_size", shape.hidden_size)
         heads = changes.get("num_heads", shape.num_heads)
@@ -154,8 +161,6 @@ def decoder_config(model: ModelConfig, max_seq_len: int | None = None, vocab_siz
                 f"nearest legal hidden_size: {', '.join(map(str, nearest))}"
             )
         changes["head_dim"] = hidden // heads
-    if max_seq_len is not None:
-        changes["max_seq_len"] = max_seq_len
     if vocab_size is not None and changes.setdefault("vocab_size", vocab_size) < vocab_size:
         raise ConfigError(
             f"model.vocab_size={changes['vocab_size']} is smaller than the tokenizer's {vocab_size} tokens; "

@@ -63,7 +63,7 @@ def split_model(
             surgeon.open_region(region)
         for stack in stacks:
             surgeon.bound(stack)
-        for name, attribute, value in plan.attributes:
+        for name, attribute, value in plan.attributes_of(comm.rank, comm.world_size):
             surgeon.undo.append(set_attribute(model.get_submodule(name), attribute, value))
     except BaseException:
         for undo in reversed(surgeon.undo):

@@ -85,7 +85,7 @@ def dry_run(
     start_s = time.perf_counter()
     config, layout = check_job(config, world_size)
     config = config.model_copy(update={"run": config.run.model_copy(update={"device": wanted_device(config)})})
-    shape = decoder_config(config.model, max_seq_len=config.data.seq_len)
+    shape = decoder_config(config.model, max_seq_len=config.data.seq_len, attention=config.attention)
 
     def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.zeros(config.batch.micro_size or 1, config.data.seq_len, dtype=torch.int64)  # [B, S]

@@ -120,7 +120,7 @@ def check_job(config: Config, world_size: int) -> tuple[Config, Layout]:
         raise ConfigError(f"run.name={name} is not the name of a folder; leave out the slashes")
     if config.optimizer.name.lower() not in optimizer_names():
         build_optimizer(config.optimizer, [])  # says why not; a real one is not built here, since that takes a second
-    shape = decoder_config(config.model, max_seq_len=config.data.seq_len)
+    shape = decoder_config(config.model, max_seq_len=config.data.seq_len, attention=config.attention)
     if resolved.tensor.sequence_parallel:
         check_length(config.data.seq_len, resolved.mesh.tp, "data.seq_len=", "or set tensor.sequence_parallel=false")
     return resolved, plan_layout(Decoder(shape, device="meta"), resolved)

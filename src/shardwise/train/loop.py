@@ -292,7 +292,7 @@ def build_trainer(config: Config, data: PreparedData) -> Trainer:
         ConfigError: model, data and world do not fit each other.
         torch.OutOfMemoryError: the states do not fit.
     """
-    shape = decoder_config(config.model, max_seq_len=config.data.seq_len, vocab_size=data.vocab_size)
+    shape = decoder_config(config.model, config.data.seq_len, data.vocab_size, config.attention)
     try:
         model = Decoder(shape, device="meta")  # the engine draws the weights, each rank its own
         engine = initialize(model, config, loss_fn=lambda logits, batch: lm_loss(logits, batch[1]))

@@ -186,7 +186,8 @@ def _check_run(config: Config, world_size: int, model: ModelSpec) -> Config:
 
 
 def _decoder_spec(config: Config) -> ModelSpec:
-    return ModelSpec("decoder", asdict(decoder_config(config.model, max_seq_len=config.data.seq_len)))
+    shape = decoder_config(config.model, max_seq_len=config.data.seq_len, attention=config.attention)
+    return ModelSpec("decoder", shape.values())
 
 
 def _sizes(model: ModelSpec) -> ModelSizes:
@@ -198,7 +199,7 @@ def _sizes(model: ModelSpec) -> ModelSizes:
 def _shrink_model(model: ModelSpec, scale: Scale, seq_len: int) -> ModelSpec:
     if model.kind == "huggingface":
         return ModelSpec(model.kind, shrink_huggingface(model.values, scale, seq_len))
-    return ModelSpec(model.kind, asdict(shrink_decoder(DecoderConfig(**model.values), scale)))
+    return ModelSpec(model.kind, shrink_decoder(DecoderConfig.from_values(model.values), scale).values())
 
 
 def _small_config(
@@ -207,6 +208,7 @@ def _small_config(
     """The small run's config, and what it has in place of the run's besides mesh and model."""
     skeleton = build_skeleton(model)
     accumulation = fold_micro_batches(resolved.batch.accumulation or 1, resolved.mesh.pp, folded.pp)
+    attention = DecoderConfig.from_values(model.values).attention if model.kind == "decoder" else resolved.attention
     updates: dict[str, dict[str, Any]] = {
         "batch": {
             "micro_size": min(resolved.batch.micro_size or 1, _MOST_MICRO_SIZE),
@@ -217,6 +219,7 @@ def _small_config(
         "precision": {"param": "fp64"},
         "zero": {"blocks": _matching(skeleton, resolved.zero.blocks)},
         "tiers": {"bind_cores": False, "cores": None, "pin_memory": False},
+        "attention": {"block": attention.block},
         "tensor": {"overlap_chunks": min(resolved.tensor.overlap_chunks, _MOST_CHUNKS)},
         "pipeline": {
             "virtual_stages": virtual_stages,
@@ -245,6 +248,7 @@ def _replaced(run: Config, small: Config) -> Iterator[str]:
         "batch.micro_size",
         "zero.blocks",
         "tensor.overlap_chunks",
+        "attention.block",
         "pipeline.cut",
         "pipeline.units",
         "pipeline.unit_seconds",

@@ -35,7 +35,7 @@ class ModelSpec:
 def build_skeleton(spec: ModelSpec) -> nn.Module:
     """The model on meta."""
     if spec.kind == "decoder":
-        return Decoder(DecoderConfig(**spec.values), device="meta")
+        return Decoder(DecoderConfig.from_values(spec.values), device="meta")
     with torch.device("meta"):
         return _build_huggingface(spec.values)
 
@@ -48,7 +48,7 @@ def build_for_engine(spec: ModelSpec, seed: int) -> nn.Module:
 def build_whole(spec: ModelSpec, seed: int) -> nn.Module:
     """The model with its weights in float64, the same in every process."""
     if spec.kind == "decoder":
-        decoder = Decoder(DecoderConfig(**spec.values), dtype=torch.float64)
+        decoder = Decoder(DecoderConfig.from_values(spec.values), dtype=torch.float64)
         init_parameters(decoder, seed)
         return decoder
     with torch.random.fork_rng(devices=[]):

@@ -27,6 +27,7 @@ _NUM_EXPERTS: Final = 4
 _MANY_SHARERS: Final = 8
 _NUM_POSITIONS: Final = 48
 _WINDOW: Final = 6
+_BLOCK: Final = 2
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,15 @@ def shrink_seq_len(seq_len: int, scale: Scale) -> int:
 
 
 def shrink_decoder(shape: DecoderConfig, scale: Scale) -> DecoderConfig:
-    """A decoder's shape with small sizes; the rest, such as tied embeddings, as it is."""
+    """A decoder's shape with small sizes, blocks of attention too; the rest, such as tied embeddings, as it is."""
     sizes = ModelSizes(**{field.name: getattr(shape, field.name) for field in fields(ModelSizes)})
     small = shrink_sizes(sizes, scale)
-    return replace(shape, **{field.name: getattr(small, field.name) for field in fields(ModelSizes)})
+    attention = shape.attention
+    if attention.kind != "dense":
+        attention = attention.model_copy(update={"block": _BLOCK})
+    return replace(
+        shape, attention=attention, **{field.name: getattr(small, field.name) for field in fields(ModelSizes)}
+    )
 
 
 # What the families call their sizes; the first that a config has says how large the model is, all of them are changed.

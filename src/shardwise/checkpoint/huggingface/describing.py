@@ -48,6 +48,8 @@ def describe(model: nn.Module) -> dict[str, Any]:
             generation = getattr(model, "generation_config", None)
             if callable(getattr(generation, "to_json_string", None)):
                 described["generation_config"] = _values_of(generation)
+        elif isinstance(config, DecoderConfig):
+            described["config"] = config.values()
         elif is_dataclass(config) and not isinstance(config, type):
             described["config"] = json.loads(json.dumps(asdict(config), default=str))
     except (TypeError, ValueError) as error:  # no reason not to save
@@ -57,7 +59,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
 
 def describe_decoder(config: DecoderConfig) -> dict[str, Any]:
     """What `describe` says of our decoder."""
-    return {"class": _DECODER, "config": asdict(config)}
+    return {"class": _DECODER, "config": config.values()}
 
 
 def names_of(described: Mapping[str, Any]) -> NameMap:
@@ -85,6 +87,8 @@ def config_files(described: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     """
     decoder, values = decoder_config(described), described.get("config", {})
     if decoder is not None:
+        if decoder.attention.kind != "dense":
+            log.warning("config.json is a Llama's, whose attention is dense; here it is %s", decoder.attention.kind)
         return {CONFIG_NAME: _text(hf_config_of(decoder, dtype))}
     if "model_type" not in values:
         return {}
@@ -98,9 +102,10 @@ def config_files(described: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
 def decoder_config(described: Mapping[str, Any]) -> DecoderConfig | None:
     """The shape of our decoder, if it is one that is described."""
     values = described.get("config", {})
-    if described.get("class") != _DECODER or values.keys() != {field.name for field in fields(DecoderConfig)}:
+    names = {field.name for field in fields(DecoderConfig)}
+    if described.get("class") != _DECODER or values.keys() | {"attention"} != names:
         return None
-    return DecoderConfig(**values)
+    return DecoderConfig.from_values(values)
 
 
 def _values_of(config: Any) -> Any:

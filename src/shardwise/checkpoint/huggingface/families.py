@@ -86,7 +86,7 @@ def family_names(config: Mapping[str, Any]) -> NameMap:
 
 
 def hf_config_of(config: DecoderConfig, dtype: str) -> dict[str, Any]:
-    """The config.json with which transformers reads an exported decoder as a Llama.
+    """The config.json with which transformers reads an exported decoder as a Llama; block-sparse attention is lost.
 
     Args:
         config: of the decoder.

@@ -1,0 +1,96 @@
+"""How the decoder's queries mix values: densely, or as a block-sparse structure says; always causally.
+
+Shapes: B batch, H query heads, K key and value heads, S sequence, D head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise._torch_private import constant_in_graphs, unseen_by_op_modes
+from shardwise.attention.block_layout import BlockLayout
+from shardwise.attention.chosen import structure_of
+from shardwise.attention.functional import block_sparse_attention
+from shardwise.attention.structures import SparsityConfig
+from shardwise.config import AttentionConfig
+
+_MAX_LAYOUTS: Final = 32
+
+
+class Attend(Protocol):
+    """Causal attention of some heads."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, first_head: int) -> Tensor:
+        """Mix values.
+
+        Args:
+            q: [B, H, S, D].
+            k: [B, K, S, D].
+            v: [B, K, S, D].
+            first_head: of the whole model's query heads, that of `q`'s first.
+
+        Returns:
+            [B, H, S, D].
+        """
+
+
+def attend_densely(q: Tensor, k: Tensor, v: Tensor, first_head: int) -> Tensor:  # [B, H, S, D], [B, K, S, D]
+    """Every query sees itself and all keys before it."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSparse:
+    """Every query sees, of itself and the keys before it, those in blocks of the structure's.
+
+    All layers and copies of a model share one, and so the layouts and what is planned on them.
+
+    Attributes:
+        structure: causal, of the whole model's query heads.
+    """
+
+    structure: SparsityConfig
+    _layouts: dict[tuple[int, int, int], BlockLayout] = field(default_factory=dict, init=False, repr=False)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, first_head: int) -> Tensor:  # [B, H, S, D], [B, K, S, D]
+        place = q.shape[2], first_head, q.shape[1]
+        self._lay_out(*place)
+        return block_sparse_attention(q, k, v, self._layouts[place])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockSparse:
+        return self
+
+    @constant_in_graphs
+    def _lay_out(self, seq_len: int, first_head: int, num_heads: int) -> None:
+        """Keep the layout; compiled code does so when it is compiled, and cannot be given a layout itself."""
+        place = seq_len, first_head, num_heads
+        if place in self._layouts:
+            return
+        if len(self._layouts) >= _MAX_LAYOUTS:  # generation meets every length
+            del self._layouts[next(iter(self._layouts))]
+        with unseen_by_op_modes(is_real=True):  # a recomputation finds it made, and no mode may see a difference
+            self._layouts[place] = self.structure.layout(seq_len).of_heads(first_head, num_heads)
+
+
+def attend_of(section: AttentionConfig, num_heads: int) -> Attend:
+    """What a config's section chooses.
+
+    Args:
+        section: of the config.
+        num_heads: query heads of the whole model.
+
+    Raises:
+        ConfigError: there is no such attention.
+    """
+    structure = structure_of(section, num_heads)
+    return attend_densely if structure is None else BlockSparse(structure)
+
+
+def attention_density(section: AttentionConfig, num_heads: int, seq_len: int) -> float:
+    """Of all pairs of a query and a key, the share that counts: all for dense attention, else those that are visible."""
+    structure = structure_of(section, num_heads)
+    return 1.0 if structure is None else structure.layout(seq_len).density

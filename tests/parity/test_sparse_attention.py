@@ -1,0 +1,65 @@
+"""A decoder with block-sparse attention under ZeRO, tensor, sequence and pipeline parallelism equals one plain process.
+
+In float64. Heads of `sparse-bigbird` have different layouts, so a rank must take those of its own heads.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from harness.combinations import cover
+from harness.pool import WorkerPool
+from harness.reference import Trace, check_parity
+from harness.tensor import SPARSE_MODELS, make_case, step_batches, train_split, train_whole
+from harness.training import merge_ranks
+
+NUM_STEPS = 2
+NUM_MICRO_BATCHES = 2
+FACTORS = {
+    "model": list(SPARSE_MODELS),
+    "stage": [0, 3],
+    "tp": [1, 2, 4],
+    "pp": [1, 2],
+    "sequence_parallel": [False, True],
+    "recompute": ["none", "full", "selective"],
+}
+
+
+def fits(options: dict[str, Any]) -> bool:
+    """Four ranks, of which two share data where there is room; four share two KV heads."""
+    return options["tp"] * options["pp"] <= 4
+
+
+@functools.cache
+def reference(model: str, num_data_ranks: int) -> Trace:
+    return train_whole(model, num_data_ranks, NUM_MICRO_BATCHES, NUM_STEPS)
+
+
+@pytest.mark.parametrize("options", cover(FACTORS, fits))
+def test_sparse_attention_equals_one_process_in_every_layout(ranks: WorkerPool, options: dict[str, Any]) -> None:
+    num_ranks = max(2, options["tp"] * options["pp"])
+    overrides = {
+        "mesh": {"tp": options["tp"], "pp": options["pp"]},
+        "tensor": {"sequence_parallel": options["sequence_parallel"]},
+        "zero": {"stage": options["stage"]},
+        "recompute": {"mode": options["recompute"]},
+    }
+    traces = ranks(num_ranks).run(train_split, options["model"], overrides, NUM_MICRO_BATCHES, NUM_STEPS)
+    num_data_ranks = num_ranks // options["tp"] // options["pp"]
+    check_parity(merge_ranks(traces), reference(options["model"], num_data_ranks))
+
+
+def test_the_models_differ_from_the_dense_one_and_heads_from_each_other() -> None:
+    """What the parity stands on: the layouts leave pairs out, and other ones for each half of the heads."""
+    losses = [reference(model, 1).losses for model in ("decoder", *SPARSE_MODELS)]
+    assert len(set(map(tuple, losses))) == len(losses)
+    case = make_case("sparse-bigbird")
+    seq_len = step_batches(case, 0, 1)[0][0].shape[1]
+    model = case.build(torch.float64)
+    layout = model.blocks[0].attention.attend.structure.layout(seq_len)
+    assert layout.num_heads == 4
+    assert not layout.of_heads(0, 2).allowed().equal(layout.of_heads(2, 2).allowed())
