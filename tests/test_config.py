@@ -453,7 +453,6 @@ def test_resolve_fills_mesh_and_batch_once(world_size: int, micro: int, accumula
 UNBUILT = {
     "mesh.cp=2": "context parallelism",
     'context.transport="ulysses"': "context parallelism",
-    'attention.kind="bigbird"': "block-sparse attention",
 }
 
 
@@ -472,9 +471,34 @@ def test_features_not_built_yet_are_refused_by_name(assignment: str, feature: st
 
 def test_every_key_of_an_unbuilt_section_is_refused() -> None:
     """A key that is read by nothing must not be taken silently."""
-    unbuilt = ("context", "attention")
+    unbuilt = ("context",)
     keys = {key for key in all_keys() if key.partition(".")[0] in unbuilt}
     assert keys <= {assignment.partition("=")[0] for assignment in UNBUILT}
+
+
+ATTENTIONS = {
+    "attention.num_local_blocks=8": "attention.num_local_blocks=8 is a key of fixed, and attention.kind=dense has none; "
+    "set attention.kind=fixed or leave the key out",
+    "attention.kind=bslongformer attention.seed=2": "attention.seed=2 is a key of variable, bigbird, and "
+    "attention.kind=bslongformer has block, different_layout_per_head, num_sliding_window_blocks, "
+    "global_block_indices, global_block_end_indices; set attention.kind=variable or leave the key out",
+}
+
+
+@pytest.mark.parametrize(("assignments", "message"), ATTENTIONS.items())
+def test_keys_of_another_kind_of_attention_are_refused(assignments: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        Config().override(assignments.split()).resolve(1)
+
+
+def test_a_structure_of_attention_round_trips(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('[attention]\nkind = "variable"\nlocal_window_blocks = [2, 4]\nglobal_block_indices = [0, 9]\n')
+    config = Config.from_toml(path).resolve(1)
+    assert config.attention.local_window_blocks == (2, 4)
+    assert Config.from_json(config.to_json()) == config
+    with pytest.raises(ConfigError, match=r"^attention.local_window_blocks='2' must be a list, each an integer >= 1;"):
+        Config().override(["attention.local_window_blocks='2'"])
 
 
 PIPELINES = {

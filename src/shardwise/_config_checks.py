@@ -10,7 +10,6 @@ tiers.params=host needs zero.stage=3, which gathers parameters for their use, no
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
@@ -123,15 +122,13 @@ def wrong_attention(attention: AttentionConfig) -> Iterator[str]:
     """Keys that the kind of attention does not have; whether those that it has go together, the structure says.
 
     >>> from shardwise._config_sections import AttentionConfig
-    >>> next(wrong_attention(AttentionConfig(kind="fixed", num_random_blocks=2))).partition(";")[0]
-    'attention.num_random_blocks=2 is a key of variable, bigbird, and not of attention.kind=fixed'
+    >>> next(wrong_attention(AttentionConfig(kind="sliding-window", seed=2))).partition(";")[0]
+    'attention.seed=2 is a key of variable, bigbird, and attention.kind=sliding-window has block, num_sliding_window_blocks'
     """
     keys, defaults = ATTENTION_KEYS[attention.kind], AttentionConfig()
     for key, value in attention:
         if key == "kind" or key in keys or value == getattr(defaults, key):
             continue
         kinds = [kind for kind, its in ATTENTION_KEYS.items() if key in its]
-        close = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
-        cure = f"did you mean attention.{close[0]}?" if close else f"set attention.kind={kinds[0]} or leave the key out"
-        rule = f"is a key of {', '.join(kinds)}, and not of attention.kind={attention.kind}"
-        yield f"attention.{key}={value} {rule}; {cure}"
+        rule = f"is a key of {', '.join(kinds)}, and attention.kind={attention.kind} has {', '.join(keys) or 'none'}"
+        yield f"attention.{key}={value} {rule}; set attention.kind={kinds[0]} or leave the key out"

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from harness.live_bytes import LiveBytes, settled_bytes, storage_bytes
 from harness.pool import WorkerPool
 from harness.split_model import cut, make_comm
-from shardwise.config import TensorConfig
+from shardwise.config import AttentionConfig, TensorConfig
 from shardwise.hooks import run_forward
 from shardwise.layout.activations import LayerShape, activation_bytes_per_layer
 from shardwise.layout.tensor_plan import tensor_layout
@@ -28,7 +29,12 @@ DTYPES = [torch.bfloat16, torch.float32]
 SIZES = [(8, 8, 256), (8, 2, 256), (8, 2, 512), (6, 3, 256)]  # query heads, KV heads, sequence
 
 
-def make_block(num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> tuple[Block, LayerShape]:
+SPARSE = AttentionConfig(kind="bigbird", different_layout_per_head=True)
+
+
+def make_block(
+    num_heads: int, num_kv_heads: int, dtype: torch.dtype, attention: AttentionConfig | None = None
+) -> tuple[Block, LayerShape]:
     """A block whose hidden size is not num_heads * head_dim, so that no two terms of the formula are alike."""
     sizes = {
         "hidden_size": 448,
@@ -37,7 +43,8 @@ def make_block(num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> tuple[B
         "head_dim": HEAD_DIM,
         "ffn_size": 688,
     }
-    config = DecoderConfig(vocab_size=64, num_layers=1, max_seq_len=512, **sizes)
+    attention = attention or AttentionConfig()
+    config = DecoderConfig(vocab_size=64, num_layers=1, max_seq_len=512, attention=attention, **sizes)
     return Block(config, dtype=dtype), LayerShape(**sizes)
 
 
@@ -47,11 +54,12 @@ def kept_bytes(
     x: Tensor,
     rope: Tensor,
     read: Callable[[LiveBytes], int] = LiveBytes.live_bytes,
+    made: Sequence[Tensor] = (),
 ) -> int:
-    """What `run(x, rope)` leaves alive for its backward, `x` included, and parameters, tables and the output not."""
+    """What `run(x, rope)` leaves alive for its backward, `x` included; parameters, tables, output and `made` are not."""
     gc.collect()
     with LiveBytes() as live:
-        live.mark([*block.parameters(), *block.buffers(), rope])
+        live.mark([*block.parameters(), *block.buffers(), rope, *made])
         before = live.live_bytes()
         live.mark([x])
         output = run(x, rope)  # [B, S / tp or S, E]
@@ -108,6 +116,21 @@ def test_the_formula_is_exact_in_each_recompute_mode(
     kept = kept_bytes(block, lambda *args: run_forward(block.forward, recompute, args, {}), x, rope)
     assert kept == activation_bytes_per_layer(
         shape, seq_len=seq_len, micro_size=MICRO_SIZE, element_bytes=dtype.itemsize, recompute=recompute
+    )
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_block_sparse_attention_keeps_what_dense_attention_does(dtype: torch.dtype, recompute: Any) -> None:
+    """Not a byte for scores or for what is planned on the layout, which is made once and not of a layer."""
+    block, shape = make_block(8, 2, dtype, SPARSE)
+    x, rope = inputs(dtype, shape.hidden_size, 256)
+    block(x, rope)
+    (layout,) = block.attention.attend._layouts.values()
+    planned = [each for each in tree_leaves(list(layout._made.values())) if isinstance(each, Tensor)]
+    kept = kept_bytes(block, lambda *args: run_forward(block.forward, recompute, args, {}), x, rope, made=planned)
+    assert kept == activation_bytes_per_layer(
+        shape, seq_len=256, micro_size=MICRO_SIZE, element_bytes=dtype.itemsize, recompute=recompute
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from shardwise.checkpoint.folder import begin, commit
 from shardwise.checkpoint.manifest import MANIFEST_NAME, Manifest
-from shardwise.config import BatchConfig, Config, ConfigError
+from shardwise.config import AttentionConfig, BatchConfig, Config, ConfigError
 from shardwise.models import decoder_config
 from shardwise.train.checkpoints import make_root, refuse_foreign_checkpoints
 from shardwise.train.resume import FOLDER_NAME, fit_micro_size, keep_global_batch, resumed_job
@@ -171,6 +171,15 @@ def test_auto_finds_what_the_newest_run_of_that_name_has_saved_elsewhere():
     elsewhere = write(Path("elsewhere"), 10)  # the checkpoint.path that its config names
     assert resumed("auto", "run.name=mine")[1] == elsewhere
     assert resumed(newest)[1] == elsewhere
+
+
+def test_the_attention_is_taken_over_and_may_be_another():
+    """No parameter depends on it, so a model may go on with longer sequences."""
+    saved = Config.from_dict({**SAVED, "attention": {"kind": "variable", "local_window_blocks": [2, 4]}}).resolve(2)
+    root = write(Path("ck"), 10, config=saved.model_dump(mode="json"))
+    assert resumed(root)[0].attention == saved.attention
+    other, source = resumed(root, "attention.kind=fixed", "attention.local_window_blocks=none")
+    assert (source, other.attention) == (root, AttentionConfig(kind="fixed"))
 
 
 def test_another_model_is_refused_before_anything_starts():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config import Config, ConfigError
+from shardwise.config import AttentionConfig, Config, ConfigError
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.models import PRESETS, Decoder, DecoderConfig, num_params, preset
 from shardwise.tensor.layout import plan_layout
@@ -55,6 +55,17 @@ def decoders(draw):
         tie_embeddings=draw(st.booleans()),
     )
     return shape, MeshShape(pp=draw(st.integers(1, 16)), dp_shard=draw(st.integers(1, 4)), tp=tp)
+
+
+def test_sparse_attention_has_several_small_blocks():
+    """A block of the run's would hold all of the small sequence, and the structure would leave no pair out."""
+    attention = AttentionConfig(kind="bigbird", num_random_blocks=2, different_layout_per_head=True)
+    shape = replace(preset("llama-3-8b"), attention=attention)
+    mesh = MeshShape(pp=2, dp_shard=2, tp=4)
+    small = shrink_decoder(shape, scale_of(mesh, shape.num_kv_heads))
+    assert small.attention == attention.model_copy(update={"block": 2})
+    assert small.max_seq_len >= 12
+    assert shrink_decoder(preset("llama-3-8b"), scale_of(mesh, 8)).attention == AttentionConfig()
 
 
 @given(decoders(), st.integers(1, 3), st.integers(1, 4))

@@ -136,6 +136,22 @@ def test_ranks_that_share_kv_heads(ranks, tmp_path):
     assert run(ranks, job, tmp_path).difference is None
 
 
+def test_block_sparse_attention_with_layouts_of_each_head(ranks, tmp_path):
+    config = Config.from_dict(
+        {
+            "model": {"preset": "tiny", "num_heads": 8, "num_kv_heads": 4},
+            "data": {"seq_len": 4096},
+            "attention": {"kind": "bigbird", "different_layout_per_head": True},
+            "mesh": {"tp": 2},
+            "optimizer": {"name": "sgd"},
+        }
+    )
+    job = make_job(config, 2)
+    assert "attention.block 64 -> 2" in job.replaced
+    assert job.model.values["attention"]["block"] == job.config.attention.block == 2
+    assert run(ranks, job, tmp_path).difference is None
+
+
 def test_a_wrong_gradient_between_stages_is_found(ranks, tmp_path):
     config = Config.from_dict({"mesh": {"pp": 2}, "batch": {"accumulation": 4}})
     job = make_job(config, 2, num_steps=1)

@@ -91,6 +91,6 @@ def attend_of(section: AttentionConfig, num_heads: int) -> Attend:
 
 
 def attention_density(section: AttentionConfig, num_heads: int, seq_len: int) -> float:
-    """Of all pairs of a query and a key, the share that counts: all for dense attention, else those that are visible."""
+    """Of all pairs of a query and a key, the share that counts: all where dense, else those that are visible."""
     structure = structure_of(section, num_heads)
     return 1.0 if structure is None else structure.layout(seq_len).density

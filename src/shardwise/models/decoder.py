@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -61,13 +61,13 @@ class DecoderConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
-    attention: AttentionConfig = AttentionConfig()
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name not in ("tie_embeddings", "attention") and not value > 0:
-                raise ConfigError(f"{field.name}={value} is not positive; give more than 0")
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            if each.name not in ("tie_embeddings", "attention") and not value > 0:
+                raise ConfigError(f"{each.name}={value} is not positive; give more than 0")
         if self.head_dim % 2:
             legal = f"{self.head_dim - 1}, {self.head_dim + 1}" if self.head_dim > 1 else "2"
             raise ConfigError(
@@ -82,7 +82,7 @@ class DecoderConfig:
 
     def values(self) -> dict[str, Any]:
         """All fields as JSON keeps them, for `from_values`; of dense attention there is nothing to say."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         if self.attention.kind == "dense":
             del values["attention"]
         else:

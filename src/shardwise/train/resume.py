@@ -28,7 +28,7 @@ from shardwise.checkpoint.manifest import CheckpointError, DamagedError, Manifes
 from shardwise.config import BatchConfig, Config, ConfigError, TiersConfig, read_toml
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.splits import nearest_legal
-from shardwise.models import DecoderConfig, decoder_config
+from shardwise.models import decoder_config
 from shardwise.train.job import CONFIG_NAME, job_config
 
 AUTO: Final = "auto"
@@ -225,27 +225,17 @@ def _refuse_unless_of_a_run(newest: Path, manifest: Manifest) -> None:
 
 
 def _refuse_another_model(newest: Path, manifest: Manifest, config: Config) -> None:
-    sections = ("model", "attention")
-    saved = Config.from_dict({name: manifest.config[name] for name in sections})
-    if _shape(saved) == _shape(config):
+    saved, given = Config.from_dict({"model": manifest.config["model"]}).model, config.model
+    if decoder_config(saved) == decoder_config(given):
         return
-    was_and_now = [(name, getattr(saved, name).model_dump(), getattr(config, name).model_dump()) for name in sections]
-    keys = [
-        (f"{name}.{key}", value, now[key])
-        for name, was, now in was_and_now
-        for key, value in was.items()
-        if value != now[key]
-    ]
+    now = given.model_dump()
+    keys = [(f"model.{key}", value, now[key]) for key, value in saved.model_dump().items() if value != now[key]]
     was = ", ".join(f"{key}={'its default' if value is None else value}" for key, value, _ in keys)
     wanted = ", ".join(f"{key}={'its default' if value is None else value}" for key, _, value in keys)
     raise ConfigError(
         f"{newest} is of another model: it has {was}, and you give {wanted}; leave that out, or start afresh without "
         "--resume"
     )
-
-
-def _shape(config: Config) -> DecoderConfig:
-    return decoder_config(config.model, attention=config.attention)
 
 
 def _taken_over(saved: Mapping[str, Any]) -> dict[str, Any]:
