@@ -477,8 +477,8 @@ def test_every_key_of_an_unbuilt_section_is_refused() -> None:
 
 
 ATTENTIONS = {
-    "attention.num_local_blocks=8": "attention.num_local_blocks=8 is a key of fixed, and attention.kind=dense has none; "
-    "set attention.kind=fixed or leave the key out",
+    "attention.num_local_blocks=8": "attention.num_local_blocks=8 is a key of fixed, and attention.kind=dense has "
+    "none; set attention.kind=fixed or leave the key out",
     "attention.kind=bslongformer attention.seed=2": "attention.seed=2 is a key of variable, bigbird, and "
     "attention.kind=bslongformer has block, different_layout_per_head, num_sliding_window_blocks, "
     "global_block_indices, global_block_end_indices; set attention.kind=variable or leave the key out",

@@ -122,8 +122,8 @@ def wrong_attention(attention: AttentionConfig) -> Iterator[str]:
     """Keys that the kind of attention does not have; whether those that it has go together, the structure says.
 
     >>> from shardwise._config_sections import AttentionConfig
-    >>> next(wrong_attention(AttentionConfig(kind="sliding-window", seed=2))).partition(";")[0]
-    'attention.seed=2 is a key of variable, bigbird, and attention.kind=sliding-window has block, num_sliding_window_blocks'
+    >>> next(wrong_attention(AttentionConfig(seed=2))).partition(";")[0]
+    'attention.seed=2 is a key of variable, bigbird, and attention.kind=dense has none'
     """
     keys, defaults = ATTENTION_KEYS[attention.kind], AttentionConfig()
     for key, value in attention:

@@ -56,7 +56,7 @@ def kept_bytes(
     read: Callable[[LiveBytes], int] = LiveBytes.live_bytes,
     made: Sequence[Tensor] = (),
 ) -> int:
-    """What `run(x, rope)` leaves alive for its backward, `x` included; parameters, tables, output and `made` are not."""
+    """What `run(x, rope)` leaves alive for its backward, `x` included; parameters, tables, output, `made` are not."""
     gc.collect()
     with LiveBytes() as live:
         live.mark([*block.parameters(), *block.buffers(), rope, *made])

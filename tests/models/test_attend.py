@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from shardwise.hooks import run_forward
 from shardwise.models import Decoder, DecoderConfig, flops_per_token, generate, lm_loss
 from shardwise.models import decoder_config as chosen_config
 from shardwise.models.attend import BlockSparse, attend_densely, attend_of
-from shardwise.models.decoder import Block, rope_tables
+from shardwise.models.decoder import Attention, Block, rope_tables
 from shardwise.simulation import simulate
 from shardwise.tensor.layout import plan_layout
 
@@ -34,8 +35,13 @@ def sparse(attention: AttentionConfig) -> Decoder:
         return Decoder(dataclasses.replace(SHAPE, attention=attention), dtype=torch.float64)
 
 
+def attends_of(model: nn.Module) -> list[Any]:
+    """What each layer attends by."""
+    return [module.attend for module in model.modules() if isinstance(module, Attention)]
+
+
 def layout_of(model: nn.Module, seq_len: int) -> Tensor:
-    return model.get_submodule("blocks.0.attention").attend.structure.layout(seq_len).allowed()  # type: ignore[union-attr]
+    return attends_of(model)[0].structure.layout(seq_len).allowed()
 
 
 @pytest.mark.parametrize("attention", KINDS, ids=lambda each: each.kind)
@@ -49,8 +55,9 @@ def test_a_decoder_computes_what_its_layout_allows(attention: AttentionConfig) -
     def under_mask(q: Tensor, k: Tensor, v: Tensor, first_head: int) -> Tensor:
         return reference_attention(q, k, v, allowed)[0]
 
-    for block in expected.blocks:
-        block.attention.attend = under_mask  # type: ignore[union-attr]
+    for module in expected.modules():
+        if isinstance(module, Attention):
+            module.attend = under_mask
     for each in (model, expected):
         lm_loss(each(tokens), tokens)[0].backward()
     torch.testing.assert_close(model(tokens), expected(tokens), rtol=1e-9, atol=1e-12)
@@ -60,8 +67,8 @@ def test_a_decoder_computes_what_its_layout_allows(attention: AttentionConfig) -
 
 def test_all_layers_share_a_layout_and_its_plans() -> None:
     model = sparse(BIGBIRD)
-    attends = [block.attention.attend for block in model.blocks]  # type: ignore[union-attr]
-    assert attends[0] is attends[1] is copy.deepcopy(model).blocks[0].attention.attend  # type: ignore[union-attr]
+    attends = attends_of(model)
+    assert len({*attends, *attends_of(copy.deepcopy(model))}) == 1
     model(torch.zeros(1, 16, dtype=torch.int64))
     (layout,) = attends[0]._layouts.values()
     num_made = len(layout._made)
@@ -72,7 +79,7 @@ def test_all_layers_share_a_layout_and_its_plans() -> None:
 def test_generation_of_any_length_keeps_a_bounded_number_of_layouts() -> None:
     model = sparse(BIGBIRD)
     generate(model, torch.ones(1, 1, dtype=torch.int64), 40, max_seq_len=SHAPE.max_seq_len, temperature=0)
-    attend = model.blocks[0].attention.attend  # type: ignore[union-attr]
+    attend = attends_of(model)[0]
     assert len(attend._layouts) == 32
     longer = dataclasses.replace(model.config, max_seq_len=64)
     model.config = longer
@@ -81,7 +88,7 @@ def test_generation_of_any_length_keeps_a_bounded_number_of_layouts() -> None:
 
 
 def test_the_heads_of_a_rank_have_their_own_layouts() -> None:
-    attend = attend_of(BIGBIRD, 4)
+    attend: Any = attend_of(BIGBIRD, 4)
     q, k, v = torch.randn(3, 1, 4, 16, 8, dtype=torch.float64).unbind()
     halves = [attend(*(each[:, first : first + 2] for each in (q, k, v)), first) for first in (0, 2)]
     torch.testing.assert_close(torch.cat(halves, 1), attend(q, k, v, 0), rtol=1e-12, atol=1e-12)
