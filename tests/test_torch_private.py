@@ -14,8 +14,11 @@ from shardwise._torch_private import (
     compiler_errors,
     constant_in_graphs,
     container_types,
+    cpu_flash_attention,
+    cpu_flash_attention_backward,
     fake_copy,
     fake_tensors,
+    has_cpu_flash_attention,
     in_backward,
     in_op_mode,
     is_fake,
@@ -389,3 +392,36 @@ def test_constants_in_graphs_are_made_once_in_python() -> None:
     compiled = torch.compile(lambda x: x + owner.constant(3)[0], fullgraph=True, backend="eager")
     assert [compiled(torch.tensor(value)).item() for value in (1.0, 2.0)] == [4.0, 5.0]
     assert owner.made == [3]
+
+
+def test_cpu_flash_attention_is_attention() -> None:
+    assert has_cpu_flash_attention()
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 3, num, 8, dtype=torch.float64) for num in (5, 7, 7, 5))
+    mask = torch.zeros(2, 1, 5, 7, dtype=torch.float64)
+    mask[:, :, 0] = mask[:, :, :, 2] = -torch.inf
+    out, lse = cpu_flash_attention(q, k, v, mask, 0.3)
+    leaves = [leaf.clone().requires_grad_() for leaf in (q, k, v)]
+    scores = (leaves[0] @ leaves[1].mT * 0.3 + mask)[:, :, 1:]  # [2, 3, 4, 7]: the first row sees nothing
+    expected = scores.softmax(-1) @ leaves[2]
+    torch.testing.assert_close(out[:, :, 1:], expected)
+    torch.testing.assert_close(lse[:, :, 1:], scores.logsumexp(-1))
+    expected_grads = torch.autograd.grad(expected, leaves, grad[:, :, 1:])
+    out[:, :, 0], lse[:, :, 0] = 0, torch.inf
+    for mine, theirs in zip(
+        cpu_flash_attention_backward(grad, q, k, v, out, lse, mask, 0.3), expected_grads, strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_cpu_flash_attention_backward_adds_up_over_parts_of_the_keys() -> None:
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 2, 6, 8, dtype=torch.float64) for _ in range(4))
+    out, lse = cpu_flash_attention(q, k, v, None, 0.3)
+    whole = cpu_flash_attention_backward(grad, q, k, v, out, lse, None, 0.3)
+    parts = [
+        cpu_flash_attention_backward(grad, q, k[:, :, part], v[:, :, part], out, lse, None, 0.3)
+        for part in (slice(0, 2), slice(2, 6))
+    ]
+    torch.testing.assert_close(parts[0][0] + parts[1][0], whole[0])
+    torch.testing.assert_close(torch.cat([parts[0][1], parts[1][1]], 2), whole[1])

@@ -29,9 +29,12 @@ __all__ = [
     "compiler_errors",
     "constant_in_graphs",
     "container_types",
+    "cpu_flash_attention",
+    "cpu_flash_attention_backward",
     "fake_copy",
     "fake_like",
     "fake_tensors",
+    "has_cpu_flash_attention",
     "in_backward",
     "in_op_mode",
     "is_fake",
@@ -308,3 +311,33 @@ def pytree_node(kind: type) -> Any:
     One level at a time, because a `TreeSpec` can only be rebuilt from text by importing what the text names.
     """
     return pytree.SUPPORTED_NODES.get(kind)
+
+
+def has_cpu_flash_attention() -> bool:
+    """Whether this torch has the ops of the two functions below."""
+    names = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
+    return all(hasattr(torch.ops.aten, name) for name in names)
+
+
+def cpu_flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; the public `scaled_dot_product_attention` gives no log-sum-exp.
+
+    Args:
+        q: [B, H, Nq, D].
+        k: [B, H, Nk, D].
+        v: [B, H, Nk, D].
+        mask: added to the scaled scores, in the dtype of q; [1 or B, 1 or H, Nq, Nk].
+        scale: of q k^T.
+    """
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = op(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+    return out, lse
+
+
+def cpu_flash_attention_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, from an output and log-sum-exp that may be of more keys; shapes as above."""
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    grad_q, grad_k, grad_v = op(grad_out, q, k, v, out, lse, 0.0, False, attn_mask=mask, scale=scale)
+    return grad_q, grad_k, grad_v

@@ -1,0 +1,252 @@
+"""How the CPU cuts a layout into tiles: rows of blocks that see nearly the same keys are computed as one.
+
+A tile is a run of block rows and the union of the key blocks they see, listed by index; it is masked where a row does
+not see all of them. Taller tiles multiply faster and copy each key once for more rows, and compute more that nobody
+sees: a measured price decides, bottom up over aligned pairs of rows. Tiles of equal sizes form a bucket, and a call of
+a kernel takes several tiles of one bucket.
+
+Tokens of a sequence whose last block is short, or of packed documents, are laid into slots: whole blocks, with gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.attention.backends import Plan
+from shardwise.attention.block_layout import BlockLayout, Pattern
+
+MOST_TILE_TOKENS: Final = 256
+ALL_HEADS: Final = -1
+NEVER_SEEN: Final = 2**30  # the position of a slot without a key
+# Seconds of a tile are about keys x (rows + this): what a key costs beside its scores, measured forward and backward.
+ROWS_OF_A_KEY: Final = 30
+MASK_FACTOR: Final = 1.05  # what a mask adds
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Tiles of equal sizes.
+
+    Attributes:
+        head: of the queries that the tiles are of, or `ALL_HEADS`.
+        rows: [tiles, block rows of a tile], which blocks of queries.
+        columns: [tiles, key blocks of a tile], which blocks of keys.
+        seen: [tiles, key blocks, block rows], which of them the layout has; None where no score needs a mask.
+    """
+
+    head: int
+    rows: Tensor
+    columns: Tensor
+    seen: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """Whole blocks of tokens, or of gaps.
+
+    Attributes:
+        num_blocks: of them.
+        token_of: [slots], the token in each, -1 in a gap; empty where each slot holds the token of its number.
+        slot_of: [tokens], where each is; empty likewise.
+        positions: [slots], int32: keys up to that of a query are seen by it.
+    """
+
+    num_blocks: int
+    token_of: Tensor
+    slot_of: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class CpuPlan:
+    """A plan, unfolded."""
+
+    block: int
+    queries: Slots
+    keys: Slots
+    buckets: tuple[Bucket, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """Where a pattern lies among the slots."""
+
+    queries: Slots
+    keys: Slots
+    first_row: int
+    first_column: int
+    block: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Tiles:
+    """Tiles of one pattern and one height, unsorted; `columns` and `seen` run on from tile to tile."""
+
+    heads: Tensor  # [tiles]
+    rows: Tensor  # [tiles, block rows]
+    nums: Tensor  # [tiles], key blocks of each
+    is_masked: Tensor  # [tiles]
+    columns: Tensor  # [key blocks of all tiles]
+    seen: Tensor  # [key blocks of all tiles, block rows]
+
+
+def make_plan(layout: BlockLayout, group: int) -> Plan:
+    """Plan a layout.
+
+    Args:
+        layout: of any patterns.
+        group: query heads of a KV head, whose rows a kernel computes as one where all heads share the layout.
+    """
+    group = group if layout.num_heads == 1 else 1
+    queries, keys = _slots(layout, is_query=True), _slots(layout, is_query=False)
+    by_height: dict[int, list[_Tiles]] = {}
+    row = column = 0
+    for pattern in layout.patterns:
+        first = pattern.first_query // pattern.block
+        for tiles in _tiles_of(pattern, group, _Place(queries, keys, row, column, layout.block)):
+            by_height.setdefault(tiles.rows.shape[1], []).append(tiles)
+        row, column = row + pattern.blocks.shape[1] - first, column + pattern.blocks.shape[1]
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    numbers = [layout.block, queries.num_blocks, keys.num_blocks]
+    for tiles_of_height in by_height.values():
+        parts.append(_sorted_into(numbers, tiles_of_height, layout.num_heads == 1))
+    none = torch.empty(0, dtype=torch.int64)
+    rows, columns, seen = (torch.cat([part[index] for part in parts]) if parts else none for index in range(3))
+    positions = (queries.positions, keys.positions)
+    return Plan(
+        (rows, columns, seen, *positions, queries.token_of, queries.slot_of, keys.token_of, keys.slot_of),
+        tuple(numbers),
+    )
+
+
+def unfold(plan: Plan) -> CpuPlan:
+    """What `make_plan` has put into a plan."""
+    rows, columns, seen, query_positions, key_positions, *slots = plan.tensors
+    block, num_query_blocks, num_key_blocks, *sizes = plan.numbers
+    buckets = []
+    row = column = bit = 0
+    for start in range(0, len(sizes), 5):
+        head, height, width, num, is_masked = sizes[start : start + 5]
+        next_row, next_column = row + num * height, column + num * width
+        next_bit = bit + is_masked * num * height * width
+        here = seen[bit:next_bit].view(num, width, height) if is_masked else None
+        in_rows = rows[row:next_row].view(num, height)
+        buckets.append(Bucket(head, in_rows, columns[column:next_column].view(num, width), here))
+        row, column, bit = next_row, next_column, next_bit
+    queries = Slots(num_query_blocks, slots[0], slots[1], query_positions)
+    return CpuPlan(block, queries, Slots(num_key_blocks, slots[2], slots[3], key_positions), tuple(buckets))
+
+
+def _slots(layout: BlockLayout, is_query: bool) -> Slots:
+    """The slots of all queries, or of all keys."""
+    token_of, positions = [], []
+    num_tokens = num_before = 0
+    for pattern in layout.patterns:
+        first = pattern.first_query if is_query else 0
+        start = first // pattern.block * pattern.block
+        local = torch.arange(start, pattern.blocks.shape[1] * pattern.block)
+        is_token = (local >= first) & (local < pattern.num_tokens)
+        token_of.append(torch.where(is_token, local - first + num_tokens, -1))
+        if is_query:
+            last = local if pattern.causal else torch.full_like(local, pattern.num_tokens - 1)
+            positions.append(torch.where(is_token, last + num_before, -1))
+        else:
+            positions.append(torch.where(is_token, local + num_before, NEVER_SEEN))
+        num_tokens += pattern.num_tokens - first
+        num_before += pattern.num_tokens
+    tokens = torch.cat(token_of)  # [slots]
+    slot_of = (tokens >= 0).nonzero()[:, 0]
+    num_blocks = tokens.numel() // layout.block
+    if slot_of.numel() == tokens.numel():
+        tokens = slot_of = tokens[:0].clone()
+    return Slots(num_blocks, tokens, slot_of, torch.cat(positions).to(torch.int32))
+
+
+def _tiles_of(pattern: Pattern, group: int, place: _Place) -> Iterator[_Tiles]:
+    """The cheapest tiles of one pattern, one height after another, tallest first."""
+    start = pattern.first_query // pattern.block
+    blocks = F.pad(pattern.blocks[:, start:], (0, -pattern.blocks.shape[2] % 8))  # [heads, block rows, whole words]
+    if pattern.causal:
+        blocks = blocks.tril(start)
+    unions = [blocks.contiguous().view(torch.int64)]  # [heads, groups of block rows, words of 8 key blocks] each
+    nums = [_num_blocks(unions[0])]  # [heads, groups] each
+    merged: list[Tensor] = []  # [heads, groups] each: whether a group is cheaper than its halves
+    best = _price(nums[0], nums[0], 1, pattern.block * group)
+    while 2 ** len(unions) * pattern.block <= MOST_TILE_TOKENS and unions[-1].shape[1] > 1:
+        height, whole = 2 ** len(unions), unions[-1].shape[1] // 2 * 2
+        unions.append(unions[-1][:, 0:whole:2] | unions[-1][:, 1:whole:2])
+        nums.append(_num_blocks(unions[-1]))
+        num_seen = nums[0][:, : whole // 2 * height].unflatten(1, (-1, height)).sum(-1)  # [heads, groups]
+        price = _price(nums[-1], num_seen, height, pattern.block * group)
+        apart = best[:, :whole].unflatten(1, (-1, 2)).sum(-1)
+        merged.append(price < apart)
+        best = torch.minimum(price, apart)
+    taken_above = torch.zeros(blocks.shape[0], 0, dtype=torch.bool)
+    for level in reversed(range(len(unions))):
+        is_taken = torch.zeros(nums[level].shape, dtype=torch.bool)
+        is_taken[:, : 2 * taken_above.shape[1]] = taken_above.repeat_interleave(2, 1)
+        own = (merged[level - 1] if level else nums[0] > 0) & ~is_taken
+        taken_above = is_taken | own
+        if own.any():
+            yield _tiles_at(blocks, unions[level], own, 2**level, place)
+
+
+def _num_blocks(words: Tensor) -> Tensor:
+    """How many of the bytes of words, [..., words], are 1: words are added as they are, 255 at most, ten times faster."""
+    chunked = F.pad(words, (0, -words.shape[-1] % 128)).unflatten(-1, (-1, 128))
+    return chunked.sum(-1).view(torch.uint8).sum(-1)
+
+
+def _price(nums: Tensor, num_seen: Tensor, height: int, rows_of_a_block: int) -> Tensor:
+    """What tiles cost, [heads, tiles], in key blocks x rows."""
+    rows = torch.where(nums * height == num_seen, 1.0, MASK_FACTOR) * (height * rows_of_a_block)
+    return nums * (rows + ROWS_OF_A_KEY)
+
+
+def _tiles_at(blocks: Tensor, union: Tensor, own: Tensor, height: int, place: _Place) -> _Tiles:
+    """The tiles of one height, of the groups of rows in `own` [heads, groups]."""
+    heads, groups = own.nonzero().unbind(1)  # [tiles] each
+    local_rows = groups[:, None] * height + torch.arange(height)  # [tiles, height]
+    listed = union.flatten(0, 1).index_select(0, heads * union.shape[1] + groups)  # [tiles, words]
+    in_tiles, words = listed.nonzero().unbind(1)  # [words with blocks] each
+    at, byte = listed[in_tiles, words, None].view(torch.bool).nonzero().unbind(1)  # [key blocks of all tiles] each
+    tiles, columns = in_tiles[at], words[at] * 8 + byte
+    seen = blocks[heads[tiles, None], local_rows[tiles], columns[:, None]]  # [key blocks of all tiles, height]
+    nums = torch.bincount(tiles, minlength=len(heads))
+    rows, columns = local_rows + place.first_row, columns + place.first_column
+    last_key = place.keys.positions.view(-1, place.block).amax(1).long()[columns]  # [key blocks of all tiles]
+    positions = place.queries.positions.view(-1, place.block).long()  # [blocks of queries, block]
+    first_seen = positions.masked_fill(positions < 0, NEVER_SEEN).amin(1)[rows].amin(1)  # [tiles]
+    is_partial = (~seen.all(1)) | (last_key > first_seen[tiles])  # [key blocks of all tiles]
+    is_masked = torch.zeros(len(heads), dtype=torch.bool)
+    is_masked[tiles[is_partial]] = True
+    return _Tiles(heads, rows, nums, is_masked, columns, seen)
+
+
+def _sorted_into(numbers: list[int], several: list[_Tiles], is_shared: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort tiles of one height into buckets; add the buckets' sizes to the numbers. Rows, columns, seen; flat."""
+    heads, nums, is_masked = (
+        torch.cat([getattr(tiles, name) for tiles in several]) for name in ("heads", "nums", "is_masked")
+    )
+    rows, columns, seen = (
+        torch.cat([getattr(tiles, name) for tiles in several]) for name in ("rows", "columns", "seen")
+    )
+    widest = int(nums.max()) + 1
+    kinds, kind_of, counts = torch.unique(
+        (heads * widest + nums) * 2 + is_masked, return_inverse=True, return_counts=True
+    )
+    order = kind_of.argsort(stable=True)  # [tiles]
+    kind_of_column = kind_of.repeat_interleave(nums)  # [key blocks of all tiles]
+    column_order = kind_of_column.argsort(stable=True)
+    masked_order = column_order[kinds[kind_of_column[column_order]] % 2 == 1]
+    height = rows.shape[1]
+    for kind, count in zip(kinds.tolist(), counts.tolist(), strict=True):
+        head, num = divmod(kind // 2, widest)
+        numbers.extend((ALL_HEADS if is_shared else head, height, num, count, kind % 2))
+    return rows[order].reshape(-1), columns[column_order], seen[masked_order].reshape(-1)
