@@ -1,4 +1,4 @@
-"""Benchmarks run and write what they measured: checkpoints, the step on the host, pipelines. Not asked how fast."""
+"""Benchmarks run and write what they measured: checkpoints, host steps, pipelines, attention. Not asked how fast."""
 
 from __future__ import annotations
 
@@ -78,3 +78,19 @@ def test_bubbles_are_measured(tmp_path: Path) -> None:
     assert rows["1f1b"]["bubble_s"] > rows["1f1b"]["expected_s"] / 2
     assert rows["1f1b"]["as_timed_s"] > rows["1f1b"]["expected_s"] / 2
     assert rows["zb-v"]["expected_s"] == 0
+
+
+def test_attention_is_measured(tmp_path: Path) -> None:
+    kept = tmp_path / "measured.json"
+    command = [sys.executable, str(BENCHMARKS / "attention.py"), "--quick", "--no-flex", "--json", str(kept)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-2000:]
+    results = json.loads(kept.read_text())["results"]
+    assert [result["mask"] for result in results] == ["bidirectional", "causal"]
+    for result in results:
+        rows = {row["name"]: row for row in result["ways"]}
+        assert list(rows) == ["dense", "block 16, 50%", "block 64, 50%"]
+        assert rows["dense"]["speed_up"] == rows["dense"]["density"] == 1
+        for row in rows.values():
+            assert row["efficiency"] == pytest.approx(row["speed_up"] * row["density"])
+            assert 0.4 < row["density"] <= 1

@@ -41,7 +41,7 @@ from shardwise.attention.cpu_tiles import (
 )
 from shardwise.attention.cpu_written_out import Scores, TileGrads
 
-FLASH_SCORES: Final = 1 << 20  # of a call: keys and values of so many stay in a shared cache
+FLASH_SCORES: Final = 1 << 21  # of a call: keys and values of so many stay in a shared cache
 WRITTEN_OUT_SCORES: Final = 1 << 18  # of a call: in the cache of a core
 
 

@@ -198,7 +198,7 @@ def _tiles_of(pattern: Pattern, group: int, place: _Place) -> Iterator[_Tiles]:
 
 
 def _num_blocks(words: Tensor) -> Tensor:
-    """How many of the bytes of words, [..., words], are 1: words are added as they are, 255 at most, ten times faster."""
+    """How many of the bytes of words [..., words] are 1: words are added whole, 128 at most, ten times faster."""
     chunked = F.pad(words, (0, -words.shape[-1] % 128)).unflatten(-1, (-1, 128))
     return chunked.sum(-1).view(torch.uint8).sum(-1)
 
