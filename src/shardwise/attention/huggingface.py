@@ -1,0 +1,399 @@
+"""Block-sparse attention in unchanged Hugging Face models, through the registries of transformers.
+
+A model's attention modules are given a structure, and its config names an attention that reads it there. So models with
+different structures live side by side, and copies and pickles take the structure along; `save_pretrained` writes a
+plain model. The mask function is registered under the same name: without it transformers drops padding without a word.
+
+    with use_sparse_attention(model, LocalSlidingWindowSparsityConfig(num_heads=12, block=64)):
+        model(**batch).loss.backward()
+
+What is computed is the structure, and within it what the model itself lets a token see:
+- In causal models every structure becomes token-causal. One that is token-causal is refused in bidirectional models.
+- Padding (2-D masks) and sequences packed by `position_ids` or `cu_seq_lens_q`, where each document has a layout of its
+  own, cost nothing extra. Position biases (T5) are added; they are of size N x N.
+- With cached keys, queries have the last rows of the layout for all tokens so far. It equals a run without cache where
+  the structure does not change with the length (windows, global blocks at the start).
+- Cross attention stays dense. Windows of the model's own, soft caps, sinks, 4-D masks and weights to be returned
+  (`output_attentions`) are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise._torch_private import is_fake, unseen_by_op_modes
+from shardwise.attention.block_layout import BlockLayout
+from shardwise.attention.functional import block_sparse_attention
+from shardwise.config import ConfigError
+from shardwise.wearing import set_attribute
+
+NAME: Final = "shardwise_block_sparse"
+_GIVEN: Final = "_shardwise_structure"
+_NUM_PACKED: Final = 16
+_CROSS: Final = re.compile(r"cross_?att|enc_?dec_?att|encoder_att", re.IGNORECASE)
+
+
+class Structure(Protocol):
+    """What makes layouts of any length, such as a `FixedSparsityConfig`."""
+
+    def layout(self, seq_len: int) -> BlockLayout:
+        """Of one sequence."""
+
+    def layout_of_documents(self, lengths: Sequence[int]) -> BlockLayout:
+        """Of documents packed one behind another."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """What an attention module is given; shared by its copies, and registering itself again where it is unpickled.
+
+    Attributes:
+        structure: of the model.
+        is_cross: the module attends to another sequence.
+        name: under which transformers knows the attention.
+        packed: layouts by lengths of documents; shared by the modules of a model.
+    """
+
+    structure: Structure | BlockLayout
+    is_cross: bool
+    name: str
+    packed: dict[tuple[int, ...], BlockLayout] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _given, (self.structure, self.is_cross, self.name)
+
+    def layout(self, num_keys: int, lengths: tuple[int, ...] | None) -> BlockLayout:
+        """Of a sequence, or of packed documents: for these the last few layouts are kept, as all layers ask."""
+        if isinstance(self.structure, BlockLayout):
+            return _cropped(self.structure, num_keys, lengths)
+        if lengths is None:
+            return self.structure.layout(num_keys)
+        if lengths not in self.packed:
+            while len(self.packed) >= _NUM_PACKED:
+                del self.packed[next(iter(self.packed))]
+            self.packed[lengths] = self.structure.layout_of_documents(lengths)
+        return self.packed[lengths]
+
+
+def _given(structure: Structure | BlockLayout, is_cross: bool, name: str) -> _Given:
+    register(name)
+    return _Given(structure, is_cross, name)
+
+
+class SparseAttention(AbstractContextManager["SparseAttention"]):
+    """A model's sparse attention, until it is taken back by `undo` or by the end of a `with`."""
+
+    def __init__(self, undo: list[Callable[[], None]]) -> None:
+        self._undo = undo
+
+    def undo(self) -> None:
+        """Give the model its own attention back; again does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+def register(name: str = NAME) -> None:
+    """Register attention and mask under one name with transformers; the functions know no structure of their own."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, sparse_attention_forward)
+    AttentionMaskInterface.register(name, padding_mask)
+
+
+def use_sparse_attention(
+    model: nn.Module, structure_or_layout: Structure | BlockLayout, *, name: str = NAME
+) -> SparseAttention:
+    """Give a Hugging Face model's self-attention a block-sparse structure, without changing the model's code.
+
+    Args:
+        model: a `PreTrainedModel`, or a module around some.
+        structure_or_layout: a structure makes a layout for each length; a layout is that of its length, and of shorter
+            sequences its first blocks. One by head serves tensor-parallel ranks too, which take their own heads.
+        name: under which transformers knows the attention.
+
+    Returns:
+        what takes it back, also as a context manager. What was registered stays, since copies of the model use it.
+
+    Raises:
+        ConfigError: there is no model of transformers, or one that does not look its attention up.
+    """
+    from transformers import PreTrainedModel
+
+    inner = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+    if not inner:
+        raise ConfigError(
+            f"{type(model).__name__} holds no model of transformers; for others, use block_sparse_attention in a "
+            "context, or SparseSelfAttention"
+        )
+    modules = [(path, each) for path, each in model.named_modules() if _attends(each) and each not in inner]
+    register(name)
+    undo: list[Callable[[], None]] = []
+    for config in _configs(inner):
+        undo.append(_restoring(config))
+    for each in inner:
+        each.set_attn_implementation(name)
+    packed: dict[tuple[int, ...], BlockLayout] = {}
+    for path, module in modules:
+        is_cross = _CROSS.search(f"{path} {type(module).__name__}") is not None
+        undo.append(set_attribute(module, _GIVEN, _Given(structure_or_layout, is_cross, name, packed)))
+    used = SparseAttention(undo)
+    deaf = [type(each).__name__ for each in inner if each.config._attn_implementation != name]
+    if deaf or not modules:
+        used.undo()
+        raise ConfigError(
+            f"{(deaf or [type(model).__name__])[0]} does not look its attention up in transformers' "
+            "AttentionInterface; use a model that does, or intercept scaled_dot_product_attention"
+        )
+    return used
+
+
+def _attends(module: nn.Module) -> bool:
+    return "Attention" in type(module).__name__ or "is_causal" in module.__dict__
+
+
+def _configs(models: Sequence[Any]) -> Iterator[Any]:
+    """Each config once, those around others first, as setting one sets those inside."""
+    seen: set[int] = set()
+    waiting = [model.config for model in models]
+    while waiting:
+        config = waiting.pop(0)
+        if config is not None and id(config) not in seen:
+            seen.add(id(config))
+            yield config
+            waiting = [getattr(config, each, None) for each in config.sub_configs] + waiting
+
+
+def _restoring(config: Any) -> Callable[[], None]:
+    before = config._attn_implementation
+
+    def put_back() -> None:
+        config._attn_implementation = before
+
+    return put_back
+
+
+def padding_mask(batch_size: int, q_length: int, kv_length: int, **options: Any) -> Tensor | None:
+    """What transformers' mask functions are asked for, as attention needs it here: of size B x N.
+
+    Args:
+        batch_size: B.
+        q_length: queries.
+        kv_length: room for keys, more than there are in a static cache.
+        options: `q_offset`, `kv_offset`, `mask_function`, `attention_mask` [B, Nk] and others, as transformers gives
+            them.
+
+    Returns:
+        None; or bool [B, Nk], True for a real token; or, where documents are packed, their numbers as int64 [B, Nk].
+
+    Raises:
+        ConfigError: the model masks more than padding and documents.
+    """
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    mask, function = options.get("attention_mask"), options.get("mask_function", causal_mask_function)
+    is_own = options.get("use_vmap", False)
+    if is_own or options.get("kv_offset", 0) or (mask is not None and mask.ndim != 2):
+        what = "a mask function of its own" if is_own else "a sliding cache" if mask is None else "a mask not [B, N]"
+        raise ConfigError(f"block-sparse attention got {what}; it takes padding masks [B, N] and packed documents")
+    num_keys = kv_length
+    if function is not bidirectional_mask_function:
+        num_keys = min(kv_length, int(options.get("q_offset", 0)) + q_length)
+    if mask is None and function not in (causal_mask_function, bidirectional_mask_function) and q_length == kv_length:
+        return _documents(function, batch_size, q_length, torch.device(options.get("device", "cpu")))
+    if mask is None:
+        missing = torch.ones(batch_size, num_keys, dtype=torch.bool, device=options.get("device", "cpu"))
+        return missing if num_keys < kv_length else None
+    return F.pad(mask[:, :num_keys], (0, max(num_keys - mask.shape[1], 0)))  # [B, Nk]
+
+
+def _documents(function: Callable[..., Tensor], batch_size: int, length: int, device: torch.device) -> Tensor | None:
+    """Numbers of documents, int64 [B, N], which begin where a token does not see the one before; None for one each."""
+    rows = torch.arange(batch_size, device=device)[:, None]
+    tokens = torch.arange(1, length, device=device)[None]
+    begins = ~function(rows, 0, tokens, tokens - 1)  # [B, N - 1]
+    ahead = function(rows, 0, tokens - 1, tokens)  # [B, N - 1]
+    if is_fake(begins):
+        return None  # simulated tokens have no values; they count as one document
+    if ahead.expand(batch_size, -1).any():
+        raise ConfigError(
+            "the model's mask lets tokens see some after them, beyond padding and documents; such models need their "
+            "own attention"
+        )
+    numbers = F.pad(begins.expand(batch_size, -1).cumsum(-1), (1, 0))  # [B, N]
+    return numbers if numbers.any() else None
+
+
+def sparse_attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it.
+
+    Args:
+        module: the attention module.
+        query: [B, H, Nq, D].
+        key: [B, K, Nk, D], whose heads are not repeated.
+        value: [B, K, Nk, D].
+        attention_mask: as `padding_mask` gives it.
+        options: `scaling`, `dropout`, `is_causal`, `position_bias`, `cu_seq_lens_q` and others.
+
+    Returns:
+        output [B, Nq, H, D], and no weights.
+
+    Raises:
+        ConfigError: the module has no structure, or asks for what block-sparse attention does not compute.
+    """
+    given: _Given | None = getattr(module, _GIVEN, None)
+    if given is None:
+        raise ConfigError(f"{type(module).__name__} has no structure; call use_sparse_attention on the whole model")
+    _refuse(module, attention_mask, key.shape[2], options)
+    is_causal = _is_causal(module, options)
+    if given.is_cross or (not is_causal and query.shape[2] != key.shape[2]):
+        return _dense(query, key, value, attention_mask, options), None
+    if attention_mask is not None and attention_mask.shape[1] < key.shape[2]:  # a static cache, not full yet
+        key, value = (each[:, :, : attention_mask.shape[1]] for each in (key, value))  # [B, K, Nk, D]
+    lengths = _lengths(attention_mask, options, query)
+    padding = attention_mask if attention_mask is not None and attention_mask.dtype == torch.bool else None
+    flat = lengths is not None and sum(lengths) != query.shape[2]
+    batch_size = query.shape[0]
+    if flat:  # rows of a batch packed in different ways are one long row
+        query, key, value = (each.transpose(0, 1).flatten(1, 2)[None] for each in (query, key, value))
+    # A recomputation finds the layout made, and no mode may see a difference.
+    with unseen_by_op_modes(is_real=True):
+        layout = _of_rank(module, _layout(given, key.shape[2], lengths, is_causal), query.shape[1])
+        layout = _last_queries(layout, query.shape[2])
+    out = block_sparse_attention(
+        query,
+        key,
+        value,
+        layout,
+        key_padding=padding,
+        bias=options.get("position_bias"),
+        dropout=options.get("dropout", 0.0),
+        scale=options.get("scaling"),
+    )  # [B, H, Nq, D]
+    out = out.transpose(1, 2)  # [B, Nq, H, D]
+    return (out.reshape(batch_size, -1, *out.shape[2:]) if flat else out), None
+
+
+def _refuse(module: nn.Module, mask: Tensor | None, num_keys: int, options: dict[str, Any]) -> None:
+    window = options.get("sliding_window")
+    if window is not None and window < num_keys:
+        raise ConfigError(
+            f"{type(module).__name__} has a window of sliding_window={window} tokens, less than the {num_keys} keys; "
+            "set config.sliding_window=None and use_sliding_window=False, or layer_types of full attention, and give "
+            "LocalSlidingWindowSparsityConfig"
+        )
+    refused = [each for each in ("softcap", "s_aux", "output_attentions") if options.get(each)]
+    if refused:
+        raise ConfigError(
+            f"{refused[0]} of {type(module).__name__} is not computed block-sparsely; use eager attention"
+        )
+    if mask is not None and mask.ndim != 2:
+        raise ConfigError(
+            f"attention_mask of shape {tuple(mask.shape)} is not [B, N]; give that of the padding, and the rest as a "
+            "structure"
+        )
+
+
+def _is_causal(module: nn.Module, options: dict[str, Any]) -> bool:
+    told = options.get("is_causal")
+    own = getattr(module, "is_causal", True) and getattr(getattr(module, "config", None), "is_causal", True)
+    return bool(own if told is None else told)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
+    """Cross attention, [B, Nq, H, D]."""
+    seen = None if mask is None else mask[:, None, None, :]  # [B, 1, 1, Nk]
+    bias = options.get("position_bias")
+    if bias is not None:
+        seen = bias if seen is None else bias.masked_fill(~seen, torch.finfo(bias.dtype).min)  # [B, H, Nq, Nk]
+    rate, scale = options.get("dropout", 0.0), options.get("scaling")
+    out = F.scaled_dot_product_attention(q, k, v, seen, rate, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
+
+
+def _lengths(mask: Tensor | None, options: dict[str, Any], query: Tensor) -> tuple[int, ...] | None:
+    """Of the packed documents of a row; of all rows where they differ; None where nothing is packed."""
+    ends = options.get("cu_seq_lens_q")
+    if ends is not None:
+        return tuple(ends.diff().tolist())
+    if mask is None or mask.dtype == torch.bool:
+        return None
+    rows = [tuple(row.bincount().tolist()) for row in mask]
+    return rows[0] if len(set(rows)) == 1 else tuple(length for row in rows for length in row)
+
+
+def _layout(given: _Given, num_keys: int, lengths: tuple[int, ...] | None, is_causal: bool) -> BlockLayout:
+    layout = given.layout(num_keys, lengths)
+    if is_causal:
+        return layout.cached("token-causal", _token_causal)
+    if any(pattern.causal for pattern in layout.patterns):
+        raise ConfigError(
+            "a token-causal structure in a bidirectional model would hide half of each sequence; give "
+            'attention="bidirectional"'
+        )
+    return layout
+
+
+def _cropped(layout: BlockLayout, num_keys: int, lengths: tuple[int, ...] | None) -> BlockLayout:
+    """The user's layout, or its first blocks for a shorter sequence."""
+    have = tuple(pattern.num_tokens for pattern in layout.patterns)
+    if have == (lengths or (num_keys,)) or (lengths is None and sum(have) == num_keys):
+        return layout
+    if lengths is not None or len(have) > 1 or num_keys > have[0]:
+        raise ConfigError(
+            f"the layout is for documents of {have} tokens, and the model got {lengths or num_keys}; give a structure, "
+            "which makes layouts of all lengths"
+        )
+    num_blocks = -(-num_keys // layout.block)
+    pattern = layout.patterns[0]
+    return layout.cached(
+        ("cropped", num_keys),
+        lambda _: BlockLayout(
+            (replace(pattern, blocks=pattern.blocks[:, :num_blocks, :num_blocks], num_tokens=num_keys),)
+        ),
+    )
+
+
+def _last_queries(layout: BlockLayout, num_queries: int) -> BlockLayout:
+    first_query = layout.num_keys - num_queries
+    if first_query == 0:
+        return layout
+    return layout.cached(("queries", first_query), lambda whole: whole.queries_from(first_query))
+
+
+def _token_causal(layout: BlockLayout) -> BlockLayout:
+    if all(pattern.causal for pattern in layout.patterns):
+        return layout
+    return BlockLayout(
+        tuple(replace(pattern, blocks=pattern.blocks.tril(), causal=True) for pattern in layout.patterns)
+    )
+
+
+def _of_rank(module: nn.Module, layout: BlockLayout, num_heads: int) -> BlockLayout:
+    """The part of a layout by head that a tensor-parallel rank's module computes."""
+    if layout.num_heads in (1, num_heads):
+        return layout
+    # A split layer inside the module knows which of the ranks this is.
+    states = (each.__dict__.get("_shardwise_linear") for each in module.modules())
+    ranks = [state.ops.comm.rank for state in states if state is not None]
+    if not ranks or layout.num_heads % num_heads:
+        raise ConfigError(
+            f"the layout has {layout.num_heads} heads, and {type(module).__name__} has {num_heads}; give as many, or "
+            "one for all heads"
+        )
+    return layout.of_heads(ranks[0] * num_heads, num_heads)

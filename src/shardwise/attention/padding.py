@@ -1,0 +1,102 @@
+"""A batch's sequences made as long as whole blocks, and outputs cut back.
+
+The library's own layouts take any length, with a short last block, and need none of this. It is for structures in
+DeepSpeed's strict mode, and for code that was written for it.
+
+>>> pad_len, ids, mask, *_ = pad_to_block_size(4, torch.tensor([[5, 6, 7]]))
+>>> pad_len, ids.tolist(), mask.tolist()
+(1, [[5, 6, 7, 0]], [[1, 1, 1, 0]])
+>>> unpad_sequence_output(pad_len, ids).tolist()
+[[5, 6, 7]]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shardwise.config import ConfigError
+
+
+class PaddedInputs(NamedTuple):
+    """Inputs of whole blocks, in the order of DeepSpeed's `pad_to_block_size`; None for what was not given.
+
+    Attributes:
+        pad_len: tokens added to each sequence.
+        input_ids: [B, N].
+        attention_mask: [B, N], 0 for added tokens.
+        token_type_ids: [B, N], 0 for added tokens.
+        position_ids: [B or 1, N], 0 for added tokens, a position that every model has.
+        inputs_embeds: [B, N, D].
+    """
+
+    pad_len: int
+    input_ids: Tensor | None
+    attention_mask: Tensor | None
+    token_type_ids: Tensor | None
+    position_ids: Tensor | None
+    inputs_embeds: Tensor | None
+
+
+def pad_to_block_size(
+    block: int,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    token_type_ids: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    pad_token_id: int = 0,
+    model_embeddings: Callable[[Tensor], Tensor] | None = None,
+) -> PaddedInputs:
+    """Pad a batch on the right to a multiple of the block size; it comes back as it is where it is one.
+
+    DeepSpeed pads positions with `pad_token_id`; here they get 0.
+
+    Args:
+        block: tokens of a block.
+        input_ids: [B, N].
+        attention_mask: [B, N], 1 or True for a real token; made where tokens are added and it is left out.
+        token_type_ids: [B, N].
+        position_ids: [B or 1, N].
+        inputs_embeds: [B, N, D].
+        pad_token_id: of added tokens.
+        model_embeddings: of tokens, for `inputs_embeds`.
+
+    Raises:
+        ConfigError: there is neither `input_ids` nor `inputs_embeds`, or no `model_embeddings` for the latter.
+    """
+    given = inputs_embeds if input_ids is None else input_ids
+    if given is None or block < 1:
+        raise ConfigError(f"nothing to pad to block={block}; give input_ids or inputs_embeds and a positive block")
+    batch_size, seq_len = given.shape[:2]
+    pad_len = -seq_len % block
+    if pad_len == 0:
+        return PaddedInputs(0, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+    if inputs_embeds is not None:
+        if model_embeddings is None:
+            raise ConfigError(f"inputs_embeds lack {pad_len} tokens, and there is no model_embeddings to make them")
+        added = torch.full((batch_size, pad_len), pad_token_id, dtype=torch.long, device=given.device)
+        inputs_embeds = torch.cat([inputs_embeds, model_embeddings(added).to(inputs_embeds.dtype)], dim=1)
+    if attention_mask is None:
+        attention_mask = torch.ones(batch_size, seq_len, dtype=torch.long, device=given.device)
+    return PaddedInputs(
+        pad_len,
+        _padded(input_ids, pad_len, pad_token_id),
+        _padded(attention_mask, pad_len),
+        _padded(token_type_ids, pad_len),
+        _padded(position_ids, pad_len),
+        inputs_embeds,
+    )
+
+
+def _padded(rows: Tensor | None, pad_len: int, value: int = 0) -> Tensor | None:
+    return None if rows is None else F.pad(rows, (0, pad_len), value=value)
+
+
+def unpad_sequence_output(pad_len: int, sequence_output: Tensor) -> Tensor:
+    """A model's output [B, N, ...] without the tokens that `pad_to_block_size` added."""
+    return sequence_output[:, : sequence_output.shape[1] - pad_len]

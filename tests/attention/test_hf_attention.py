@@ -1,0 +1,337 @@
+"""Hugging Face models, unchanged, with block-sparse attention, against their own with the layout as a mask."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.huggingface import FAMILIES, VOCAB_SIZE, build_model, float64_throughout
+from harness.models import ModelCase
+from harness.pool import WorkerPool
+from harness.reference import Trace, check_parity, train_reference
+from harness.training import make_config, make_optimizer, merge_ranks, reference_of, train_case
+from shardwise import initialize
+from shardwise.attention.block_layout import BlockLayout, pack
+from shardwise.config import ConfigError
+
+pytest.importorskip("transformers")
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from shardwise.attention.huggingface import NAME, use_sparse_attention
+
+CAUSAL = ("llama", "gpt2", "mistral", "qwen2")
+LENGTH = 13
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Each head sees one block more to the left than the head before; the same at all lengths."""
+
+    block: int = 4
+    num_heads: int = 4
+    causal: bool = False
+
+    def layout(self, seq_len: int) -> BlockLayout:
+        index = torch.arange(-(-seq_len // self.block))
+        distance = index[:, None] - index  # [num_blocks, num_blocks]
+        heads = [(distance <= head) & (distance >= -1) for head in range(self.num_heads)]
+        return BlockLayout.from_blocks(torch.stack(heads), self.block, causal=self.causal, num_tokens=seq_len)
+
+    def layout_of_documents(self, lengths: Any) -> BlockLayout:
+        return pack([self.layout(length) for length in lengths])
+
+
+class Dense(Windows):
+    def layout(self, seq_len: int) -> BlockLayout:
+        num_blocks = -(-seq_len // self.block)
+        return BlockLayout.from_blocks(torch.ones(num_blocks, num_blocks), self.block, num_tokens=seq_len)
+
+
+def make_model(family: str, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    if family == "roberta":
+        from transformers import RobertaConfig, RobertaForMaskedLM
+
+        sizes = {key: value for key, value in FAMILIES["bert"].options.items() if key != "pad_token_id"}
+        model = RobertaForMaskedLM(RobertaConfig(**{**sizes, "pad_token_id": 1, **options}))
+    else:
+        model = build_model(family, **options)
+    return model.double().eval()
+
+
+def make_batch(family: str, num_samples: int = 3) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(4, VOCAB_SIZE, (num_samples, LENGTH), generator=generator)
+    lengths = torch.tensor([LENGTH, 6, 9, 1][:num_samples])
+    return {"input_ids": tokens, "attention_mask": (torch.arange(LENGTH) < lengths[:, None]).long()}
+
+
+def as_mask(structure: Windows, batch: dict[str, Tensor], is_causal: bool) -> Tensor:
+    """What a sparse model's tokens see, additive [B, H, N, N], for the model's own attention."""
+    allowed = structure.layout(LENGTH).allowed() & batch["attention_mask"].bool()[:, None, None, :]
+    if is_causal:
+        allowed = allowed & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    return torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, torch.finfo(torch.float64).min)
+
+
+def run(model: nn.Module, batch: dict[str, Any], real: Tensor | None = None) -> dict[str, Tensor]:
+    """Outputs of real tokens and the gradients of their sum of squares."""
+    model.zero_grad()
+    with float64_throughout():
+        logits = model(**batch).logits  # [B, N, V]
+    real = batch["attention_mask"].bool() if real is None else real
+    logits[real].square().mean().backward()
+    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return {"logits": logits[real].detach(), **found}
+
+
+def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    most = max(float(each.abs().max()) for each in expected.values())
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-10 * most, msg=name)
+
+
+@pytest.mark.parametrize("family", [*CAUSAL, "bert", "roberta"])
+def test_sparse_equals_the_models_own_attention_with_the_layout_as_a_mask(family: str) -> None:
+    model, batch = make_model(family, attn_implementation="eager"), make_batch(family)
+    # Rows of padding see nothing, where softmax over nothing differs; they are not compared, nor seen.
+    own = run(model, {**batch, "attention_mask": as_mask(Windows(), batch, family in CAUSAL)}, real_of(batch))
+    plain = run(model, batch)
+    with use_sparse_attention(model, Windows()):
+        found = run(model, batch)
+    check_equal(found, own)
+    assert not torch.allclose(found["logits"], plain["logits"])
+
+
+def real_of(batch: dict[str, Tensor]) -> Tensor:
+    return batch["attention_mask"].bool()
+
+
+@pytest.mark.parametrize("own", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", [*CAUSAL, "bert", "roberta"])
+def test_a_dense_layout_equals_the_models_own_attention(family: str, own: str) -> None:
+    model, batch = make_model(family, attn_implementation=own), make_batch(family)
+    expected = run(model, batch)
+    with use_sparse_attention(model, Dense()):
+        assert model.config._attn_implementation == NAME
+        found = run(model, batch)
+    check_equal(found, expected)
+    assert model.config._attn_implementation == own
+    check_equal(run(model, batch), expected)
+
+
+@pytest.mark.parametrize("family", [*CAUSAL, "bert"])
+def test_padded_and_unpadded_batches_agree(family: str) -> None:
+    model, batch = make_model(family), make_batch(family)
+    with use_sparse_attention(model, Windows()), float64_throughout(), torch.no_grad():
+        padded = model(**batch).logits
+        for row, mask in enumerate(batch["attention_mask"].bool()):
+            alone = model(input_ids=batch["input_ids"][row : row + 1, mask]).logits
+            torch.testing.assert_close(padded[row : row + 1, mask], alone)
+
+
+def test_encoder_decoder_models_keep_cross_attention_dense() -> None:
+    model = make_model("t5")
+    batch = FAMILIES["t5"].batch(1, 2, torch.float64)
+    with float64_throughout():
+        expected = model(**batch).loss
+        with use_sparse_attention(model, Dense()):
+            torch.testing.assert_close(model(**batch).loss, expected)
+        with use_sparse_attention(model, Windows(block=1)):
+            assert not torch.allclose(model(**batch).loss, expected)
+
+
+def test_both_registries_know_the_name() -> None:
+    with use_sparse_attention(make_model("bert"), Windows(), name="of_a_test"):
+        assert "of_a_test" in AttentionInterface()
+        assert "of_a_test" in AttentionMaskInterface()
+
+
+def test_models_with_different_structures_live_side_by_side() -> None:
+    batch = make_batch("bert")
+    first, second = make_model("bert"), make_model("bert")
+    alone = []
+    for structure in (Windows(), Windows(block=2)):
+        with use_sparse_attention(first, structure):
+            alone.append(run(first, batch))
+    with use_sparse_attention(first, Windows()), use_sparse_attention(second, Windows(block=2)):
+        check_equal(run(second, batch), alone[1])
+        check_equal(run(first, batch), alone[0])
+    assert not torch.allclose(alone[0]["logits"], alone[1]["logits"])
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_keeps_the_structure_when_the_model_gives_it_back(how: str) -> None:
+    model, batch = make_model("gpt2"), make_batch("gpt2")
+    used = use_sparse_attention(model, Windows())
+    expected = run(model, batch)
+    if how == "deepcopy":
+        copied = copy.deepcopy(model)
+    else:
+        torch.save(model, buffer := io.BytesIO())
+        buffer.seek(0)
+        copied = torch.load(buffer, weights_only=False)
+    used.undo()
+    used.undo()
+    check_equal(run(copied, batch), expected)
+    assert not torch.allclose(run(model, batch)["logits"], expected["logits"])
+
+
+def test_a_saved_model_is_a_plain_one(tmp_path: Path) -> None:
+    model, batch = make_model("llama"), make_batch("llama")
+    expected = run(model, batch)
+    with use_sparse_attention(model, Windows()):
+        model.save_pretrained(tmp_path)
+    assert "shardwise" not in (tmp_path / "config.json").read_text()
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64).eval()
+    assert loaded.config._attn_implementation != NAME
+    check_equal(run(loaded, batch), expected)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_generation_with_a_cache_equals_that_without(family: str, cache: str) -> None:
+    model, batch = make_model(family), make_batch(family)
+    flipped = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"].flip(1)}  # padding is left
+    options = {"max_new_tokens": 9, "do_sample": False, "min_new_tokens": 9, "output_logits": True}
+    with use_sparse_attention(model, Windows()), float64_throughout():
+        made = [
+            model.generate(**flipped, **options, **each, return_dict_in_generate=True)
+            for each in ({"use_cache": False}, {"cache_implementation": cache})
+        ]
+    assert torch.equal(made[0].sequences, made[1].sequences)
+    for without, cached in zip(made[0].logits, made[1].logits, strict=True):
+        torch.testing.assert_close(cached, without)
+
+
+@pytest.mark.parametrize("told_by", ["position_ids", "cu_seq_lens"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_packed_documents_equal_documents_alone(family: str, told_by: str) -> None:
+    model, rows = make_model(family), [[6, 7], [13]] if told_by == "position_ids" else [[5, 8]]
+    tokens = make_batch(family)["input_ids"][: len(rows)]
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])  # [B, N]
+    options: dict[str, Any] = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+    if told_by == "cu_seq_lens":
+        ends = torch.tensor([0, 5, 13], dtype=torch.int32)
+        options |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 8, "max_length_k": 8}
+    with use_sparse_attention(model, Windows()), float64_throughout(), torch.no_grad():
+        packed = model(**options).logits
+        for row, lengths in enumerate(rows):
+            parts = zip(tokens[row].split(lengths), packed[row].split(lengths), strict=True)
+            for document, logits in parts:
+                torch.testing.assert_close(model(input_ids=document[None]).logits[0], logits)
+
+
+def test_dropout_acts_in_training_alone() -> None:
+    model, batch = make_model("llama", attention_dropout=0.5), make_batch("llama")
+    with use_sparse_attention(model, Windows()), float64_throughout(), torch.no_grad():
+        rested = model(**batch).logits
+        assert torch.equal(model(**batch).logits, rested)
+        model.train()
+        torch.manual_seed(3)
+        dropped = model(**batch).logits
+        torch.manual_seed(3)
+        assert torch.equal(model(**batch).logits, dropped)
+        assert not torch.allclose(dropped, rested)
+
+
+def test_a_layout_of_its_own_length_serves_shorter_sequences() -> None:
+    model, batch = make_model("bert"), make_batch("bert")
+    with use_sparse_attention(model, Windows()):
+        expected = run(model, batch)
+    with use_sparse_attention(model, Windows().layout(29)):
+        check_equal(run(model, batch), expected)
+    with use_sparse_attention(model, Windows().layout(12)), pytest.raises(ConfigError, match=r"\(12,\) tokens"):
+        run(model, batch)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], Windows, Callable[[dict[str, Tensor]], dict[str, Any]], str]] = {
+    "a causal structure in BERT": ("bert", {}, Windows(causal=True), lambda batch: batch, "bidirectional"),
+    "a window": ("mistral", {"sliding_window": 5}, Windows(), lambda batch: batch, "sliding_window=5"),
+    "a 4-D mask": (
+        "llama",
+        {},
+        Windows(),
+        lambda batch: {**batch, "attention_mask": as_mask(Windows(), batch, True)},
+        "not .B, N.",
+    ),
+    "other heads": ("llama", {}, Windows(num_heads=3), lambda batch: batch, "3 heads"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_computed_is_refused(case: str) -> None:
+    family, options, structure, change, message = REFUSED[case]
+    model, batch = make_model(family, **options), make_batch(family)
+    with use_sparse_attention(model, structure), pytest.raises(ConfigError, match=message):
+        run(model, change(batch), real_of(batch))
+
+
+def test_attention_weights_are_refused() -> None:
+    model, batch = make_model("bert"), make_batch("bert")
+    with use_sparse_attention(model, Windows()), pytest.raises(ValueError, match="output_attentions"):
+        model(**batch, output_attentions=True)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), functools.partial(build_model, "mamba")])
+def test_a_model_without_the_registry_is_refused(model: Any) -> None:
+    with pytest.raises(ConfigError):
+        use_sparse_attention(model if isinstance(model, nn.Module) else model(), Windows())
+
+
+def make_case(family: str) -> ModelCase:
+    def build() -> nn.Module:
+        model = build_model(family)
+        use_sparse_attention(model, Windows(block=2))
+        return model
+
+    def batch(seed: int, num_samples: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        made = FAMILIES[family].batch(seed, num_samples, dtype)
+        return {key: nn.functional.pad(tensor, (0, 12 - tensor.shape[1]), value=0) for key, tensor in made.items()}
+
+    return ModelCase(family, build, batch, None)
+
+
+def train(rank: int, world_size: int, family: str, overrides: dict[str, dict[str, Any]]) -> Trace:
+    with float64_throughout():
+        return train_case(rank, world_size, make_case(family), 2, 2, overrides)
+
+
+@pytest.mark.parametrize(("family", "recompute"), [("llama", "full"), ("bert", "selective")])
+def test_training_in_zero_3_equals_one_process(ranks: WorkerPool, family: str, recompute: str) -> None:
+    overrides = {"zero": {"stage": 3}, "recompute": {"mode": recompute}}
+    traces = ranks(2).run(train, family, overrides)
+    with float64_throughout():
+        reference = reference_of(make_case(family), 2, 2, 2, None)
+    check_parity(merge_ranks(traces), reference)
+
+
+def train_split(rank: int, world_size: int, family: str) -> tuple[list[float], dict[str, Tensor]]:
+    case = make_case(family)
+    model = case.build(torch.float64, seed=rank)
+    config = make_config(1, {"mesh": {"tp": world_size}, "zero": {"stage": 1}})
+    with float64_throughout(), initialize(model, config, loss_fn=case.loss) as engine:
+        losses = [engine.train_step([case.batch(step, 2, torch.float64)]).loss for step in range(2)]
+        return losses, {name: engine.read(name) for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "gpt2"])
+def test_tensor_parallel_ranks_take_their_own_heads(ranks: WorkerPool, family: str) -> None:
+    case = make_case(family)
+    with float64_throughout():
+        batches = [[case.batch(step, 2, torch.float64)] for step in range(2)]
+        reference = train_reference(case.build(torch.float64), batches, case.loss, make_optimizer, None)
+    for losses, parameters in ranks(2).run(train_split, family):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(reference.losses), rtol=1e-9, atol=0)
+        for name, expected in reference.parameters.items():
+            torch.testing.assert_close(parameters[name], expected, rtol=1e-8, atol=1e-9)
