@@ -94,3 +94,16 @@ def test_attention_is_measured(tmp_path: Path) -> None:
         for row in rows.values():
             assert row["efficiency"] == pytest.approx(row["speed_up"] * row["density"])
             assert 0.4 < row["density"] <= 1
+
+
+def test_models_with_sparse_attention_are_measured(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    kept = tmp_path / "measured.json"
+    command = [sys.executable, str(BENCHMARKS / "attention_models.py"), "--quick", "--models", "bert-base"]
+    finished = subprocess.run([*command, "--json", str(kept)], capture_output=True, text=True, timeout=240)
+    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-2000:]
+    found = json.loads(kept.read_text())["results"]["bert-base"]
+    assert all(len(rounds) == 1 and rounds[0] > 0 for rounds in found["cpu_s"].values())
+    longest = found["longest"]
+    assert longest["eager"] < longest["eager + recompute"] < longest["sparse + recompute"]
+    assert longest["eager"] < longest["sparse"] < longest["sparse + recompute"]
