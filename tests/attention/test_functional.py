@@ -7,15 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from shardwise.attention.structures import (
-    BigBirdSparsityConfig,
-    BSLongformerSparsityConfig,
-    DenseSparsityConfig,
-    FixedSparsityConfig,
-    LocalSlidingWindowSparsityConfig,
-    SparsityConfig,
-    VariableSparsityConfig,
-)
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -29,6 +20,15 @@ from shardwise.attention import (
     block_sparse_attention_with_lse,
 )
 from shardwise.attention.draws import drawn
+from shardwise.attention.structures import (
+    BigBirdSparsityConfig,
+    BSLongformerSparsityConfig,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    SparsityConfig,
+    VariableSparsityConfig,
+)
 from shardwise.config import ConfigError
 
 STRUCTURES: Mapping[str, type[SparsityConfig]] = {

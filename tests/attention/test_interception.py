@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from shardwise.attention.structures import FixedSparsityConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harness.attention import reference_attention
 from shardwise.attention import BlockLayout, block_sparse_attention, sparse_sdpa, sparse_sdpa_module
+from shardwise.attention.structures import FixedSparsityConfig
 from shardwise.config import ConfigError
 from shardwise.dropout import KeyedDraws, Zone, key_dropouts
 from shardwise.hooks import recompute_forward

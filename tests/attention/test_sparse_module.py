@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from shardwise.attention.structures import FixedSparsityConfig
 from torch import Tensor
 
 from shardwise.attention import BlockLayout, SparseSelfAttention
+from shardwise.attention.structures import FixedSparsityConfig
 from shardwise.config import ConfigError
 
 LENGTH, BLOCK = 64, 16
