@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.huggingface import FAMILIES, VOCAB_SIZE, build_model, float64_throughout
+from harness.huggingface import FAMILIES, VOCAB_SIZE, build_model
 from harness.models import ModelCase
 from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity, train_reference
@@ -22,6 +22,7 @@ from harness.training import make_config, make_optimizer, merge_ranks, reference
 from shardwise import initialize
 from shardwise.attention.block_layout import BlockLayout, pack
 from shardwise.config import ConfigError
+from shardwise.wearing import float64_throughout
 
 pytest.importorskip("transformers")
 from transformers import AttentionInterface, AttentionMaskInterface

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from harness.huggingface import build_model, float64_throughout
+from harness.huggingface import build_model
 from shardwise.checkpoint.huggingface import (
     ExportTensor,
     NameMap,
@@ -43,6 +43,7 @@ from shardwise.flats import MemoryFlat
 from shardwise.holdings import Holding
 from shardwise.layout.pieces import Piece, Rect
 from shardwise.models import Decoder, DecoderConfig
+from shardwise.wearing import float64_throughout
 
 TOKENS = torch.arange(20).view(2, 10)  # [B, S]
 FAMILIES = ["llama", "qwen2", "mistral", "gpt2", "mixtral"]

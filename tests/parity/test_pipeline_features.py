@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.huggingface import float64_throughout
 from harness.live_bytes import LiveBytes, settled_bytes, storage_bytes
 from harness.pool import WorkerPool
 from harness.reference import PARITY, Trace, call_model, check_parity, max_error
@@ -25,6 +24,7 @@ from harness.tier_bytes import HostPages
 from harness.training import make_config, make_optimizer, merge_ranks
 from shardwise import ConfigError, Engine, NonFiniteLossError, initialize
 from shardwise.memory import Category
+from shardwise.wearing import float64_throughout
 
 pytest.importorskip("transformers")
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from harness.combinations import cover
-from harness.huggingface import float64_throughout
 from harness.pool import WorkerPool
 from harness.reference import Trace, call_model, check_parity
 from harness.tensor import MICRO_SIZE, MODELS, make_case, step_batches, train_split, train_whole
 from harness.training import make_config, merge_ranks
 from shardwise import initialize
 from shardwise.dropout import KeyedDraws, key_dropouts
+from shardwise.wearing import float64_throughout
 
 pytest.importorskip("transformers")
 

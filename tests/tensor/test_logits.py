@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.huggingface import FAMILIES, build_model, float64_throughout
+from harness.huggingface import FAMILIES, build_model
 from harness.live_bytes import LiveBytes
 from harness.pool import WorkerPool
 from harness.training import make_config
@@ -28,6 +28,7 @@ from shardwise.pool import BufferPool
 from shardwise.streams import Streams
 from shardwise.tensor.cross_entropy import Vocab
 from shardwise.tensor.logits import VocabHead, VocabLogits
+from shardwise.wearing import float64_throughout
 
 B, S, E, V = 2, 5, 4, 7
 Operation = Callable[[Any], Any]

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harness.emulated_ranks import emulate, slices
-from harness.huggingface import float64_throughout
 from shardwise.config import ConfigError
 from shardwise.layout.splits import Part
 from shardwise.layout.tensor_plan import LayerSplit, Region, SequenceStack, SplitDropout, TensorPlan, param_splits
 from shardwise.models.decoder import Decoder, DecoderConfig, lm_loss
 from shardwise.tensor.plans import find_plan
+from shardwise.wearing import float64_throughout
 
 SIZES: Final[Mapping[str, Any]] = MappingProxyType(
     {
