@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 
@@ -14,6 +15,8 @@ from harness.faults import NUM_RANKS, Whole, run_to_end, stored
 from harness.pool import WorkerPool
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, here and in worker processes
 # The same examples in every run: a suite that fails once in ten runs is a suite nobody trusts.
 hypothesis.settings.register_profile("shardwise", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("shardwise")

@@ -1,0 +1,220 @@
+"""Which kernels a forward and a backward launch, as values: tests compile them for GPUs that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import e, log2
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from shardwise.attention.backends import Extras
+from shardwise.attention.kernels import backward, forward
+from shardwise.attention.kernels.parts import Given, Inputs, Lists, Merges, Numbers, Rows, Shape
+from shardwise.attention.kernels.plans import Table, warps_and_stages
+
+NO_BIAS_STRIDES = (0, 0, 0, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """A kernel, its grid, its arguments, and the warps and stages that it is compiled for."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    arguments: tuple[Any, ...]
+    num_warps: int
+    num_stages: int
+
+    def run(self) -> None:
+        if all(self.grid):
+            self.kernel[self.grid](*self.arguments, num_warps=self.num_warps, num_stages=self.num_stages)
+
+
+def rows_of(tensor: Tensor) -> Rows:
+    sample, head, token, _ = tensor.stride()
+    return Rows(tensor, sample, head, token)
+
+
+def forward_launches(inputs: Sequence[Tensor], extras: Extras, table: Table, results: Sequence[Tensor]) -> list[Launch]:
+    """The forward's kernel, and the merge of split tiles.
+
+    Args:
+        inputs: q, k, v.
+        extras: of the attention.
+        table: of queries.
+        results: out, and lse [B, H, Nq], to be written.
+    """
+    q, out, lse = inputs[0], *results
+    shape, numbers, given = _shape(inputs, extras, table), _numbers(inputs, extras, table), _given(extras)
+    samples, heads = q.shape[:2]
+    sums = _slots(q, heads, table, (table.tile, shape.WIDE_D))
+    most, total = (_slots(q, heads, table, (table.tile,)) for _ in range(2))
+    attended = forward.Attended(rows_of(out), lse, sums, most, total)
+    arguments = (Inputs(*map(rows_of, inputs)), attended, _lists(table), given, numbers, shape)
+    warps, stages = warps_and_stages(table.tile, shape.WIDE_D, q.dtype)
+    launches = [Launch(forward.forward, (table.num_items, heads, samples), arguments, warps, stages)]
+    if table.num_slots:
+        grid = (table.num_merges, heads, samples)
+        launches.append(Launch(forward.merge_softmax, grid, (attended, _merges(table), numbers, shape), 4, 2))
+    return launches
+
+
+def prepare_launch(inputs: Sequence[Tensor], outputs: Sequence[Tensor | None], incoming: backward.Incoming) -> Launch:
+    """delta and the log-sum-exp in powers of 2, into `incoming`; outputs: out, lse, and lse's gradient or None."""
+    q = inputs[0]
+    out, lse, grad_lse = outputs
+    assert out is not None
+    shape = _bare_shape(inputs, 32)
+    prepared = backward.Prepared(rows_of(out), lse, grad_lse)
+    arguments = (prepared, incoming, _bare_numbers(inputs), grad_lse is not None, shape)
+    return Launch(backward.prepare, (triton.cdiv(q.shape[2], 32), q.shape[1], q.shape[0]), arguments, 4, 2)
+
+
+def query_launches(
+    inputs: Sequence[Tensor],
+    incoming: backward.Incoming,
+    extras: Extras,
+    table: Table,
+    grads: tuple[Tensor, Tensor | None],
+) -> list[Launch]:
+    """dQ, and the gradient of the bias where it is wanted.
+
+    A bias broadcast over samples or heads takes one launch for each of them, which adds to what the one before wrote.
+
+    Args:
+        inputs: q, k, v.
+        incoming: as `prepare` leaves it.
+        extras: of the attention.
+        table: of queries.
+        grads: of q, to be written; of the bias, zeros in its shape, or None.
+    """
+    q, (grad, grad_bias) = inputs[0], grads
+    shape, numbers, given = _shape(inputs, extras, table), _numbers(inputs, extras, table), _given(extras)
+    samples, heads = q.shape[:2]
+    sums = _slots(q, heads, table, (table.tile, shape.WIDE_D))
+    out = backward.GradOfQueries(rows_of(grad), sums, grad_bias, _bias_strides(grad_bias), 0, 0)
+    over = (samples, heads) if grad_bias is None else grad_bias.shape[:2]  # of one launch
+    mode = 0 if grad_bias is None else 1 + (tuple(over) != (samples, heads))
+    warps, stages = warps_and_stages(table.tile, shape.WIDE_D, q.dtype)
+    launches = []
+    for sample in range(0, samples, over[0]):
+        for head in range(0, heads, over[1]):
+            here = out._replace(sample=sample, head=head)
+            arguments = (
+                Inputs(*map(rows_of, inputs)), incoming, here, _lists(table), given, numbers, mode, shape
+            )  # fmt: skip
+            grid = (table.num_items, over[1], over[0])
+            launches.append(Launch(backward.backward_queries, grid, arguments, warps, stages))
+    if table.num_slots:
+        grid = (table.num_merges, heads, samples)
+        launches.append(Launch(backward.merge_sums, grid, (sums, rows_of(grad), _merges(table), numbers, shape), 4, 2))
+    return launches
+
+
+def key_launches(
+    inputs: Sequence[Tensor],
+    incoming: backward.Incoming,
+    extras: Extras,
+    table: Table,
+    grads: tuple[Tensor, Tensor],
+) -> list[Launch]:
+    """dK and dV, which are the `grads` to be written."""
+    q, k, _ = inputs
+    shape, numbers, given = _shape(inputs, extras, table), _numbers(inputs, extras, table), _given(extras)
+    samples, heads = k.shape[:2]
+    sums = [_slots(q, heads, table, (table.tile, shape.WIDE_D)) for _ in range(2)]
+    out = backward.GradOfKeys(*map(rows_of, grads), *sums)
+    arguments = (Inputs(*map(rows_of, inputs)), incoming, out, _lists(table), given, numbers, shape)
+    warps, stages = warps_and_stages(table.tile, shape.WIDE_D, q.dtype, of_keys=True)
+    launches = [Launch(backward.backward_keys, (table.num_items, heads, samples), arguments, warps, stages)]
+    if table.num_slots:
+        grid = (table.num_merges, heads, samples)
+        for each, grad in zip(sums, grads, strict=True):
+            merged = (each, rows_of(grad), _merges(table), numbers, shape)
+            launches.append(Launch(backward.merge_sums, grid, merged, 4, 2))
+    return launches
+
+
+def _slots(like: Tensor, heads: int, table: Table, sizes: tuple[int, ...]) -> Tensor:
+    """Room for the partial sums of split tiles."""
+    return torch.empty(like.shape[0], heads, table.num_slots, *sizes, dtype=torch.float32, device=like.device)
+
+
+def _lists(table: Table) -> Lists:
+    return Lists(table.items, table.full, table.partial, _group_stride(table.items))
+
+
+def _merges(table: Table) -> Merges:
+    return Merges(table.merges, _group_stride(table.merges))
+
+
+def _group_stride(tensor: Tensor) -> int:
+    """Between the tables of two heads; 0 where all share one."""
+    return tensor.stride(0) if tensor.shape[0] > 1 else 0
+
+
+def _given(extras: Extras) -> Given:
+    draw = extras.draw
+    parts = (None, None, None, 0) if draw is None else (draw.factors, draw.offsets, draw.columns, draw.threshold)
+    return Given(extras.key_padding, extras.bias, _bias_strides(extras.bias), *parts)
+
+
+def _bias_strides(bias: Tensor | None) -> tuple[int, int, int, int]:
+    if bias is None:
+        return NO_BIAS_STRIDES
+    strides = [stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride(), strict=True)]
+    return strides[0], strides[1], strides[2], strides[3]
+
+
+def _bare_numbers(inputs: Sequence[Tensor]) -> Numbers:
+    q, k, _ = inputs
+    return Numbers(q.shape[1], k.shape[1], q.shape[2], k.shape[2], 0, 1.0, 1.0, 1.0)
+
+
+def _numbers(inputs: Sequence[Tensor], extras: Extras, table: Table) -> Numbers:
+    kept_scale = 1.0 if extras.draw is None else 1.0 / (1.0 - extras.draw.p)
+    return _bare_numbers(inputs)._replace(
+        num_slots=table.num_slots,
+        scale=extras.scale,
+        scale_log2=extras.scale * log2(e),
+        kept_scale=kept_scale,
+    )
+
+
+def _bare_shape(inputs: Sequence[Tensor], tile: int) -> Shape:
+    q, k, _ = inputs
+    return Shape(
+        D=q.shape[3],
+        WIDE_D=max(16, triton.next_power_of_2(q.shape[3])),
+        TILE=tile,
+        ENTRY=16,
+        RUN=tile,
+        SUB=16,
+        GROUP=q.shape[1] // k.shape[1],
+        LISTS=1,
+        HAS_PADDING=False,
+        HAS_BIAS=False,
+        HAS_DROPOUT=False,
+        IS_SPLIT=False,
+        IS_PLAIN=True,
+        UPCAST=not isinstance(forward.forward, JITFunction),
+    )
+
+
+def _shape(inputs: Sequence[Tensor], extras: Extras, table: Table) -> Shape:
+    return _bare_shape(inputs, table.tile)._replace(
+        ENTRY=table.entry,
+        RUN=table.run,
+        SUB=table.sub_block,
+        LISTS=table.num_lists,
+        HAS_PADDING=extras.key_padding is not None,
+        HAS_BIAS=extras.bias is not None,
+        HAS_DROPOUT=extras.draw is not None,
+        IS_SPLIT=table.num_slots > 0,
+        IS_PLAIN=extras.scale >= 0,
+    )

@@ -1,0 +1,215 @@
+"""What the kernels share: their arguments as tuples, and how a program reads its tables, rows and extras.
+
+A program owns the tile [TILE] of a table's item and walks over entries [ENTRY]; "at" is (sample, query head), both
+int64. Index arguments `queries` and `keys` are two-dimensional and broadcast, so that one function serves tiles of
+queries [TILE, 1] with keys [1, ENTRY] as well as tiles of keys [TILE, 1] with queries [1, ENTRY].
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from shardwise.attention.kernels.tiles import ITEM_HEAD
+
+HEAD = tl.constexpr(ITEM_HEAD)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+class Rows(NamedTuple):
+    """A tensor [B, heads, N, D] whose last dim is contiguous: where it begins, and its other strides."""
+
+    at: Any
+    sample: int
+    head: int
+    token: int
+
+
+class Inputs(NamedTuple):
+    q: Rows
+    k: Rows
+    v: Rows
+
+
+class Lists(NamedTuple):
+    """One side's tables; `group` is the stride of items between heads, 0 where they share."""
+
+    items: Any
+    full: Any
+    partial: Any
+    group: int
+
+
+class Merges(NamedTuple):
+    """The tiles that are split; the stride between heads, 0 where they share."""
+
+    items: Any
+    group: int
+
+
+class Given(NamedTuple):
+    """The extras, None where there are none; strides of the bias are 0 where it is broadcast."""
+
+    padding: Any
+    bias: Any
+    bias_strides: tuple[int, int, int, int]
+    factors: Any
+    offsets: Any
+    columns: Any
+    threshold: int
+
+
+class Numbers(NamedTuple):
+    """Sizes, the scale of the scores as it is and for powers of 2, and what a kept probability is multiplied by."""
+
+    num_heads: int
+    num_kv: int
+    num_queries: int
+    num_keys: int
+    num_slots: int
+    scale: float
+    scale_log2: float
+    kept_scale: float
+
+
+class Shape(NamedTuple):
+    """What a kernel is compiled for; UPCAST in the interpreter, whose product of bf16 is wrong."""
+
+    D: int
+    WIDE_D: int
+    TILE: int
+    ENTRY: int
+    RUN: int
+    SUB: int
+    GROUP: int
+    LISTS: int
+    HAS_PADDING: bool
+    HAS_BIAS: bool
+    HAS_DROPOUT: bool
+    IS_SPLIT: bool
+    IS_PLAIN: bool
+    UPCAST: bool
+
+
+@triton.jit
+def dot(a: Any, b: Any, shape: tl.constexpr) -> Any:
+    if shape.UPCAST:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee", out_dtype=tl.float32)
+
+
+@triton.jit
+def head_of(rows: Any, sample: Any, head: Any) -> Any:
+    """Where a head's rows begin, and the stride between them."""
+    return rows.at + sample * rows.sample + head * rows.head, rows.token
+
+
+@triton.jit
+def row_pointers(rows: Any, tokens: Any, shape: tl.constexpr) -> Any:
+    begin, stride = rows
+    return begin + tokens[:, None].to(tl.int64) * stride + tl.arange(0, shape.WIDE_D)[None, :]
+
+
+@triton.jit
+def row_mask(is_real: Any, shape: tl.constexpr) -> Any:
+    if shape.WIDE_D == shape.D:
+        return is_real[:, None]
+    return is_real[:, None] & (tl.arange(0, shape.WIDE_D) < shape.D)[None, :]
+
+
+@triton.jit
+def load_rows(rows: Any, tokens: Any, is_real: Any, masked: tl.constexpr, shape: tl.constexpr) -> Any:
+    """[tokens, WIDE_D], 0 beyond the head size and, where `masked`, in rows that do not exist."""
+    pointers = row_pointers(rows, tokens, shape)
+    if masked:
+        return tl.load(pointers, mask=row_mask(is_real, shape), other=0.0)
+    if shape.WIDE_D == shape.D:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=(tl.arange(0, shape.WIDE_D) < shape.D)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(rows: Any, tokens: Any, is_real: Any, values: Any, shape: tl.constexpr) -> Any:
+    pointers = row_pointers(rows, tokens, shape)
+    tl.store(pointers, values.to(pointers.dtype.element_ty), mask=row_mask(is_real, shape))
+
+
+@triton.jit
+def item_of(items: Any, index: Any, group: Any) -> Any:
+    """An item's origin, begin, end and its two further numbers."""
+    item = items + group + index.to(tl.int64)
+    return tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
+
+
+@triton.jit
+def ranges_of(items: Any, index: Any, group: Any, each: Any) -> Any:
+    """Where the full and the partial entries of an item begin and end, for one of its lists."""
+    item = items + group + index.to(tl.int64) + HEAD + 4 * each
+    return tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+
+
+@triton.jit
+def entry_tokens(lists: Any, entry: Any, is_partial: tl.constexpr, shape: tl.constexpr) -> Any:
+    """An entry's tokens [ENTRY], and whether each exists, which in a full one all do."""
+    place = tl.arange(0, shape.ENTRY)
+    num_subs: tl.constexpr = shape.ENTRY // shape.SUB
+    if is_partial:
+        row = lists.partial + entry * (2 * num_subs + shape.TILE // shape.RUN)
+    else:
+        row = lists.full + entry * num_subs
+    sub = 0 if num_subs == 1 else place // shape.SUB
+    tokens = tl.load(row + sub) + place % shape.SUB
+    is_real = tokens < tl.load(row + num_subs + sub) if is_partial else place >= 0
+    return tokens, is_real
+
+
+@triton.jit
+def pairs_seen(lists: Any, entry: Any, pairs: Any, is_real: Any, shape: tl.constexpr) -> Any:
+    """Of a partial entry, which pairs are seen, [TILE, ENTRY]; `pairs`: queries, keys and the shift between them."""
+    queries, keys, shift = pairs
+    seen = (keys <= queries + shift) & is_real[None, :]
+    num_subs: tl.constexpr = shape.ENTRY // shape.SUB
+    if num_subs > 1 or shape.TILE > shape.RUN:
+        row = lists.partial + entry * (2 * num_subs + shape.TILE // shape.RUN) + 2 * num_subs
+        bits = tl.load(row + tl.arange(0, shape.TILE) // shape.RUN)
+        sub = tl.arange(0, shape.ENTRY) // shape.SUB
+        seen = seen & (((bits[:, None] >> sub[None, :]) & 1) != 0)
+    return seen
+
+
+@triton.jit
+def biased(scores: Any, pairs: Any, is_pair: Any, at: Any, given: Any, numbers: Any) -> Any:
+    """Scores, in powers of 2, with the bias of each pair."""
+    queries, keys, _ = pairs
+    sample, head = at
+    bias = given.bias + sample * given.bias_strides[0] + head * given.bias_strides[1]
+    pointers = bias + queries.to(tl.int64) * given.bias_strides[2] + keys.to(tl.int64) * given.bias_strides[3]
+    return scores + tl.load(pointers, mask=is_pair, other=0.0).to(tl.float32) * LOG2_E
+
+
+@triton.jit
+def kept(pairs: Any, is_query: Any, is_key: Any, at: Any, given: Any, numbers: Any) -> Any:
+    """Which probabilities the dropout keeps (`backends.Draw`); int32 wraps."""
+    queries, keys, _ = pairs
+    sample, head = at
+    row = (sample * numbers.num_heads + head) * numbers.num_queries + queries
+    factors = tl.load(given.factors + row, mask=is_query, other=0)
+    offsets = tl.load(given.offsets + row, mask=is_query, other=0)
+    x = factors * tl.load(given.columns + keys, mask=is_key, other=0) + offsets
+    return x * (2 * x + 1) < given.threshold
+
+
+@triton.jit
+def slot_tokens(slot: Any, at: Any, num_heads: Any, num_slots: Any, shape: tl.constexpr) -> Any:
+    """Rows of partial sums, numbered through all slots: [TILE], int64."""
+    sample, head = at
+    first = ((sample * num_heads + head) * num_slots + slot) * shape.TILE
+    return first + tl.arange(0, shape.TILE)
+
+
+@triton.jit
+def slot_pointers(sums: Any, tokens: Any, shape: tl.constexpr) -> Any:
+    return sums + tokens[:, None] * shape.WIDE_D + tl.arange(0, shape.WIDE_D)[None, :]
