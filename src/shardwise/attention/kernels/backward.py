@@ -27,6 +27,7 @@ from shardwise.attention.kernels.parts import (
     slot_pointers,
     slot_tokens,
     store_rows,
+    zero_rows,
 )
 
 
@@ -52,7 +53,10 @@ class GradOfQueries(NamedTuple):
     grad: Rows
     sums: Any
     bias: Any
-    bias_strides: tuple[int, int, int, int]
+    bias_sample: int
+    bias_head: int
+    bias_query: int
+    bias_key: int
     sample: int
     head: int
 
@@ -67,7 +71,9 @@ class GradOfKeys(NamedTuple):
 
 
 @triton.jit
-def prepare(prepared: Any, incoming: Any, numbers: Any, has_grad_lse: tl.constexpr, shape: tl.constexpr) -> None:
+def prepare(
+    prepared: tl.tuple, incoming: tl.tuple, numbers: tl.tuple, has_grad_lse: tl.constexpr, shape: tl.constexpr
+) -> None:
     """delta = rowsum(out * grad_out) - grad_lse."""
     head, sample = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     queries = tl.program_id(0) * shape.TILE + tl.arange(0, shape.TILE)
@@ -86,12 +92,12 @@ def prepare(prepared: Any, incoming: Any, numbers: Any, has_grad_lse: tl.constex
 
 @triton.jit
 def backward_queries(
-    inputs: Any,
-    incoming: Any,
-    out: Any,
-    lists: Any,
-    given: Any,
-    numbers: Any,
+    inputs: tl.tuple,
+    incoming: tl.tuple,
+    out: tl.tuple,
+    lists: tl.tuple,
+    given: tl.tuple,
+    numbers: tl.tuple,
     bias_mode: tl.constexpr,
     shape: tl.constexpr,
 ) -> None:
@@ -112,7 +118,7 @@ def backward_queries(
     keys_of = (head_of(inputs.k, sample, head // shape.GROUP), head_of(inputs.v, sample, head // shape.GROUP))
     tile = (q, grad, lse, delta, queries, is_query, shift)
     at, tables = (sample, head), (lists, given, numbers, out)
-    sums = tl.zeros([shape.TILE, shape.WIDE_D], tl.float32)
+    sums = zero_rows(shape)
     for entry in range(full, full_end):
         sums += _grad_of_queries(entry, tile, keys_of, at, tables, bias_mode, False, shape)
     for entry in range(partial, partial_end):
@@ -128,15 +134,15 @@ def backward_queries(
 
 @triton.jit
 def _grad_of_queries(
-    entry: Any,
-    tile: Any,
-    keys_of: Any,
-    at: Any,
-    tables: Any,
+    entry: tl.tensor,
+    tile: tl.tuple,
+    keys_of: tl.tuple,
+    at: tl.tuple,
+    tables: tl.tuple,
     bias_mode: tl.constexpr,
     is_partial: tl.constexpr,
     shape: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """What one entry adds to dQ, before the scale."""
     q, grad, lse, delta, queries, is_query, shift = tile
     lists, given, numbers, out = tables
@@ -159,8 +165,8 @@ def _grad_of_queries(
         grad_p = tl.where(is_kept, grad_p * numbers.kept_scale, 0.0)
     grad_scores = p * (grad_p - delta[:, None])
     if bias_mode > 0:
-        bias = out.bias + at[0] * out.bias_strides[0] + at[1] * out.bias_strides[1]
-        pointers = bias + pairs[0].to(tl.int64) * out.bias_strides[2] + pairs[1].to(tl.int64) * out.bias_strides[3]
+        bias = out.bias + at[0] * out.bias_sample + at[1] * out.bias_head
+        pointers = bias + pairs[0].to(tl.int64) * out.bias_query + pairs[1].to(tl.int64) * out.bias_key
         written = grad_scores
         if bias_mode > 1:
             written += tl.load(pointers, mask=is_pair, other=0.0)
@@ -170,7 +176,13 @@ def _grad_of_queries(
 
 @triton.jit
 def backward_keys(
-    inputs: Any, incoming: Any, out: Any, lists: Any, given: Any, numbers: Any, shape: tl.constexpr
+    inputs: tl.tuple,
+    incoming: tl.tuple,
+    out: tl.tuple,
+    lists: tl.tuple,
+    given: tl.tuple,
+    numbers: tl.tuple,
+    shape: tl.constexpr,
 ) -> None:
     """dK and dV of one key and value head, over all the query heads that share it."""
     kv, sample = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -183,8 +195,8 @@ def backward_keys(
     k = load_rows(head_of(inputs.k, sample, kv), keys, is_key, True, shape)
     v = load_rows(head_of(inputs.v, sample, kv), keys, is_key, True, shape)
     tile, tables = (k, v, keys, is_key, shift), (lists, given, numbers)
-    k_sums = tl.zeros([shape.TILE, shape.WIDE_D], tl.float32)
-    v_sums = tl.zeros([shape.TILE, shape.WIDE_D], tl.float32)
+    k_sums = zero_rows(shape)
+    v_sums = zero_rows(shape)
     for each in range(shape.GROUP):
         head = kv * shape.GROUP + each
         queries_of = (head_of(inputs.q, sample, head), head_of(incoming.grad, sample, head), incoming)
@@ -214,15 +226,15 @@ def backward_keys(
 
 @triton.jit
 def _grad_of_keys(
-    state: Any,
-    entry: Any,
-    tile: Any,
-    queries_of: Any,
-    at: Any,
-    tables: Any,
+    state: tl.tuple,
+    entry: tl.tensor,
+    tile: tl.tuple,
+    queries_of: tl.tuple,
+    at: tl.tuple,
+    tables: tl.tuple,
     is_partial: tl.constexpr,
     shape: tl.constexpr,
-) -> Any:
+) -> tl.tuple:
     """Add one entry of one query head to dK, before the scale, and to dV, before that of kept probabilities."""
     k_sums, v_sums = state
     k, v, keys, is_key, shift = tile
@@ -253,14 +265,14 @@ def _grad_of_keys(
 
 
 @triton.jit
-def merge_sums(sums: Any, out: Any, merges: Any, numbers: Any, shape: tl.constexpr) -> None:
+def merge_sums(sums: tl.tensor, out: tl.tuple, merges: tl.tuple, numbers: tl.tuple, shape: tl.constexpr) -> None:
     """Add the parts of split tiles, first to last; the grid's second axis is of the heads of `out`."""
     head, sample = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     origin, begin, end, slot, num = item_of(merges.items, tl.program_id(0) * 5, head * merges.group)
     if begin >= end:
         return
     tile = origin + tl.arange(0, shape.TILE)
-    values = tl.zeros([shape.TILE, shape.WIDE_D], tl.float32)
+    values = zero_rows(shape)
     for part in range(slot, slot + num):
         tokens = slot_tokens(part, (sample, head), tl.num_programs(1), numbers.num_slots, shape)
         values += tl.load(slot_pointers(sums, tokens, shape))

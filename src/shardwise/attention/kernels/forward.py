@@ -27,6 +27,7 @@ from shardwise.attention.kernels.parts import (
     slot_pointers,
     slot_tokens,
     store_rows,
+    zero_rows,
 )
 
 
@@ -41,7 +42,9 @@ class Attended(NamedTuple):
 
 
 @triton.jit
-def forward(inputs: Any, attended: Any, lists: Any, given: Any, numbers: Any, shape: tl.constexpr) -> None:
+def forward(
+    inputs: tl.tuple, attended: tl.tuple, lists: tl.tuple, given: tl.tuple, numbers: tl.tuple, shape: tl.constexpr
+) -> None:
     head, sample = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     index = tl.program_id(0) * (HEAD + 4 * shape.LISTS)
     origin, begin, end, shift, slot = item_of(lists.items, index, head * lists.group)
@@ -53,9 +56,7 @@ def forward(inputs: Any, attended: Any, lists: Any, given: Any, numbers: Any, sh
     q = load_rows(head_of(inputs.q, sample, head), queries, is_query, True, shape)
     keys_of = (head_of(inputs.k, sample, head // shape.GROUP), head_of(inputs.v, sample, head // shape.GROUP))
     tile, at, tables = (q, queries, is_query, shift), (sample, head), (lists, given, numbers)
-    sums = tl.zeros([shape.TILE, shape.WIDE_D], tl.float32)
-    most = tl.full([shape.TILE], float("-inf"), tl.float32)
-    total = tl.zeros([shape.TILE], tl.float32)
+    sums, most, total = _start(shape)
     for entry in range(full, full_end):
         sums, most, total = _visit((sums, most, total), entry, tile, keys_of, at, tables, False, shape)
     for entry in range(partial, partial_end):
@@ -71,9 +72,23 @@ def forward(inputs: Any, attended: Any, lists: Any, given: Any, numbers: Any, sh
 
 
 @triton.jit
+def _start(shape: tl.constexpr) -> tl.tuple:
+    """Of rows that have seen no key: the weighted sum of values, the largest score, the sum of the weights."""
+    tile: tl.constexpr = shape.TILE
+    return zero_rows(shape), tl.full([tile], float("-inf"), tl.float32), tl.zeros([tile], tl.float32)
+
+
+@triton.jit
 def _visit(
-    state: Any, entry: Any, tile: Any, keys_of: Any, at: Any, tables: Any, is_partial: tl.constexpr, shape: tl.constexpr
-) -> Any:
+    state: tl.tuple,
+    entry: tl.tensor,
+    tile: tl.tuple,
+    keys_of: tl.tuple,
+    at: tl.tuple,
+    tables: tl.tuple,
+    is_partial: tl.constexpr,
+    shape: tl.constexpr,
+) -> tl.tuple:
     """One entry's part of the online softmax."""
     sums, most, total = state
     q, queries, is_query, shift = tile
@@ -107,7 +122,9 @@ def _visit(
 
 
 @triton.jit
-def _finish(state: Any, tile: Any, at: Any, attended: Any, numbers: Any, shape: tl.constexpr) -> None:
+def _finish(
+    state: tl.tuple, tile: tl.tuple, at: tl.tuple, attended: tl.tuple, numbers: tl.tuple, shape: tl.constexpr
+) -> None:
     """Write a tile's output and log-sum-exp; 0 and -inf in rows that saw no key."""
     sums, most, total = state
     queries, is_query = tile
@@ -121,16 +138,14 @@ def _finish(state: Any, tile: Any, at: Any, attended: Any, numbers: Any, shape: 
 
 
 @triton.jit
-def merge_softmax(attended: Any, merges: Any, numbers: Any, shape: tl.constexpr) -> None:
+def merge_softmax(attended: tl.tuple, merges: tl.tuple, numbers: tl.tuple, shape: tl.constexpr) -> None:
     """Join the parts of split tiles, first to last."""
     head, sample = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     origin, begin, end, slot, num = item_of(merges.items, tl.program_id(0) * 5, head * merges.group)
     if begin >= end:
         return
     queries = origin + tl.arange(0, shape.TILE)
-    sums = tl.zeros([shape.TILE, shape.WIDE_D], tl.float32)
-    most = tl.full([shape.TILE], float("-inf"), tl.float32)
-    total = tl.zeros([shape.TILE], tl.float32)
+    sums, most, total = _start(shape)
     for part in range(slot, slot + num):
         tokens = slot_tokens(part, (sample, head), numbers.num_heads, numbers.num_slots, shape)
         part_most = tl.load(attended.most + tokens)

@@ -56,11 +56,11 @@ def forward_launches(inputs: Sequence[Tensor], extras: Extras, table: Table, res
     most, total = (_slots(q, heads, table, (table.tile,)) for _ in range(2))
     attended = forward.Attended(rows_of(out), lse, sums, most, total)
     arguments = (Inputs(*map(rows_of, inputs)), attended, _lists(table), given, numbers, shape)
-    warps, stages = warps_and_stages(table.tile, shape.WIDE_D, q.dtype)
+    warps, stages = warps_and_stages(table, shape.WIDE_D, q.dtype)
     launches = [Launch(forward.forward, (table.num_items, heads, samples), arguments, warps, stages)]
     if table.num_slots:
         grid = (table.num_merges, heads, samples)
-        launches.append(Launch(forward.merge_softmax, grid, (attended, _merges(table), numbers, shape), 4, 2))
+        launches.append(Launch(forward.merge_softmax, grid, (attended, _merges(table), numbers, shape), 8, 2))
     return launches
 
 
@@ -97,10 +97,10 @@ def query_launches(
     shape, numbers, given = _shape(inputs, extras, table), _numbers(inputs, extras, table), _given(extras)
     samples, heads = q.shape[:2]
     sums = _slots(q, heads, table, (table.tile, shape.WIDE_D))
-    out = backward.GradOfQueries(rows_of(grad), sums, grad_bias, _bias_strides(grad_bias), 0, 0)
+    out = backward.GradOfQueries(rows_of(grad), sums, grad_bias, *_bias_strides(grad_bias), 0, 0)
     over = (samples, heads) if grad_bias is None else grad_bias.shape[:2]  # of one launch
     mode = 0 if grad_bias is None else 1 + (tuple(over) != (samples, heads))
-    warps, stages = warps_and_stages(table.tile, shape.WIDE_D, q.dtype)
+    warps, stages = warps_and_stages(table, shape.WIDE_D, q.dtype)
     launches = []
     for sample in range(0, samples, over[0]):
         for head in range(0, heads, over[1]):
@@ -112,7 +112,7 @@ def query_launches(
             launches.append(Launch(backward.backward_queries, grid, arguments, warps, stages))
     if table.num_slots:
         grid = (table.num_merges, heads, samples)
-        launches.append(Launch(backward.merge_sums, grid, (sums, rows_of(grad), _merges(table), numbers, shape), 4, 2))
+        launches.append(Launch(backward.merge_sums, grid, (sums, rows_of(grad), _merges(table), numbers, shape), 8, 2))
     return launches
 
 
@@ -130,13 +130,13 @@ def key_launches(
     sums = [_slots(q, heads, table, (table.tile, shape.WIDE_D)) for _ in range(2)]
     out = backward.GradOfKeys(*map(rows_of, grads), *sums)
     arguments = (Inputs(*map(rows_of, inputs)), incoming, out, _lists(table), given, numbers, shape)
-    warps, stages = warps_and_stages(table.tile, shape.WIDE_D, q.dtype, of_keys=True)
+    warps, stages = warps_and_stages(table, shape.WIDE_D, q.dtype, of_keys=True)
     launches = [Launch(backward.backward_keys, (table.num_items, heads, samples), arguments, warps, stages)]
     if table.num_slots:
         grid = (table.num_merges, heads, samples)
         for each, grad in zip(sums, grads, strict=True):
             merged = (each, rows_of(grad), _merges(table), numbers, shape)
-            launches.append(Launch(backward.merge_sums, grid, merged, 4, 2))
+            launches.append(Launch(backward.merge_sums, grid, merged, 8, 2))
     return launches
 
 
@@ -161,7 +161,7 @@ def _group_stride(tensor: Tensor) -> int:
 def _given(extras: Extras) -> Given:
     draw = extras.draw
     parts = (None, None, None, 0) if draw is None else (draw.factors, draw.offsets, draw.columns, draw.threshold)
-    return Given(extras.key_padding, extras.bias, _bias_strides(extras.bias), *parts)
+    return Given(extras.key_padding, extras.bias, *_bias_strides(extras.bias), *parts)
 
 
 def _bias_strides(bias: Tensor | None) -> tuple[int, int, int, int]:

@@ -55,7 +55,10 @@ class Given(NamedTuple):
 
     padding: Any
     bias: Any
-    bias_strides: tuple[int, int, int, int]
+    bias_sample: int
+    bias_head: int
+    bias_query: int
+    bias_key: int
     factors: Any
     offsets: Any
     columns: Any
@@ -95,64 +98,80 @@ class Shape(NamedTuple):
 
 
 @triton.jit
-def dot(a: Any, b: Any, shape: tl.constexpr) -> Any:
+def dot(a: tl.tensor, b: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     if shape.UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee", out_dtype=tl.float32)
 
 
 @triton.jit
-def head_of(rows: Any, sample: Any, head: Any) -> Any:
+def zero_rows(shape: tl.constexpr) -> tl.tensor:
+    """[TILE, WIDE_D] in fp32."""
+    tile: tl.constexpr = shape.TILE
+    size: tl.constexpr = shape.WIDE_D
+    return tl.zeros([tile, size], tl.float32)
+
+
+@triton.jit
+def head_of(rows: tl.tuple, sample: tl.tensor, head: tl.tensor) -> tl.tuple:
     """Where a head's rows begin, and the stride between them."""
     return rows.at + sample * rows.sample + head * rows.head, rows.token
 
 
 @triton.jit
-def row_pointers(rows: Any, tokens: Any, shape: tl.constexpr) -> Any:
+def row_pointers(rows: tl.tuple, tokens: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     begin, stride = rows
     return begin + tokens[:, None].to(tl.int64) * stride + tl.arange(0, shape.WIDE_D)[None, :]
 
 
 @triton.jit
-def row_mask(is_real: Any, shape: tl.constexpr) -> Any:
+def row_mask(is_real: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     if shape.WIDE_D == shape.D:
-        return is_real[:, None]
-    return is_real[:, None] & (tl.arange(0, shape.WIDE_D) < shape.D)[None, :]
+        mask = is_real[:, None]
+    else:
+        mask = is_real[:, None] & (tl.arange(0, shape.WIDE_D) < shape.D)[None, :]
+    return mask
 
 
 @triton.jit
-def load_rows(rows: Any, tokens: Any, is_real: Any, masked: tl.constexpr, shape: tl.constexpr) -> Any:
+def load_rows(
+    rows: tl.tuple, tokens: tl.tensor, is_real: tl.tensor, masked: tl.constexpr, shape: tl.constexpr
+) -> tl.tensor:
     """[tokens, WIDE_D], 0 beyond the head size and, where `masked`, in rows that do not exist."""
     pointers = row_pointers(rows, tokens, shape)
     if masked:
-        return tl.load(pointers, mask=row_mask(is_real, shape), other=0.0)
-    if shape.WIDE_D == shape.D:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=(tl.arange(0, shape.WIDE_D) < shape.D)[None, :], other=0.0)
+        values = tl.load(pointers, mask=row_mask(is_real, shape), other=0.0)
+    elif shape.WIDE_D == shape.D:
+        values = tl.load(pointers)
+    else:
+        values = tl.load(pointers, mask=(tl.arange(0, shape.WIDE_D) < shape.D)[None, :], other=0.0)
+    return values
 
 
 @triton.jit
-def store_rows(rows: Any, tokens: Any, is_real: Any, values: Any, shape: tl.constexpr) -> Any:
+def store_rows(
+    rows: tl.tuple, tokens: tl.tensor, is_real: tl.tensor, values: tl.tensor, shape: tl.constexpr
+) -> tl.tensor:
     pointers = row_pointers(rows, tokens, shape)
     tl.store(pointers, values.to(pointers.dtype.element_ty), mask=row_mask(is_real, shape))
 
 
 @triton.jit
-def item_of(items: Any, index: Any, group: Any) -> Any:
+def item_of(items: tl.tensor, index: tl.tensor, group: tl.tensor) -> tl.tuple:
     """An item's origin, begin, end and its two further numbers."""
     item = items + group + index.to(tl.int64)
     return tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
 
 
 @triton.jit
-def ranges_of(items: Any, index: Any, group: Any, each: Any) -> Any:
+def ranges_of(items: tl.tensor, index: tl.tensor, group: tl.tensor, each: tl.tensor) -> tl.tuple:
     """Where the full and the partial entries of an item begin and end, for one of its lists."""
     item = items + group + index.to(tl.int64) + HEAD + 4 * each
     return tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
 
 
 @triton.jit
-def entry_tokens(lists: Any, entry: Any, is_partial: tl.constexpr, shape: tl.constexpr) -> Any:
+def entry_tokens(lists: tl.tuple, entry: tl.tensor, is_partial: tl.constexpr, shape: tl.constexpr) -> tl.tuple:
     """An entry's tokens [ENTRY], and whether each exists, which in a full one all do."""
     place = tl.arange(0, shape.ENTRY)
     num_subs: tl.constexpr = shape.ENTRY // shape.SUB
@@ -167,7 +186,9 @@ def entry_tokens(lists: Any, entry: Any, is_partial: tl.constexpr, shape: tl.con
 
 
 @triton.jit
-def pairs_seen(lists: Any, entry: Any, pairs: Any, is_real: Any, shape: tl.constexpr) -> Any:
+def pairs_seen(
+    lists: tl.tuple, entry: tl.tensor, pairs: tl.tuple, is_real: tl.tensor, shape: tl.constexpr
+) -> tl.tensor:
     """Of a partial entry, which pairs are seen, [TILE, ENTRY]; `pairs`: queries, keys and the shift between them."""
     queries, keys, shift = pairs
     seen = (keys <= queries + shift) & is_real[None, :]
@@ -181,17 +202,21 @@ def pairs_seen(lists: Any, entry: Any, pairs: Any, is_real: Any, shape: tl.const
 
 
 @triton.jit
-def biased(scores: Any, pairs: Any, is_pair: Any, at: Any, given: Any, numbers: Any) -> Any:
+def biased(
+    scores: tl.tensor, pairs: tl.tuple, is_pair: tl.tensor, at: tl.tuple, given: tl.tuple, numbers: tl.tuple
+) -> tl.tensor:
     """Scores, in powers of 2, with the bias of each pair."""
     queries, keys, _ = pairs
     sample, head = at
-    bias = given.bias + sample * given.bias_strides[0] + head * given.bias_strides[1]
-    pointers = bias + queries.to(tl.int64) * given.bias_strides[2] + keys.to(tl.int64) * given.bias_strides[3]
+    bias = given.bias + sample * given.bias_sample + head * given.bias_head
+    pointers = bias + queries.to(tl.int64) * given.bias_query + keys.to(tl.int64) * given.bias_key
     return scores + tl.load(pointers, mask=is_pair, other=0.0).to(tl.float32) * LOG2_E
 
 
 @triton.jit
-def kept(pairs: Any, is_query: Any, is_key: Any, at: Any, given: Any, numbers: Any) -> Any:
+def kept(
+    pairs: tl.tuple, is_query: tl.tensor, is_key: tl.tensor, at: tl.tuple, given: tl.tuple, numbers: tl.tuple
+) -> tl.tensor:
     """Which probabilities the dropout keeps (`backends.Draw`); int32 wraps."""
     queries, keys, _ = pairs
     sample, head = at
@@ -203,7 +228,9 @@ def kept(pairs: Any, is_query: Any, is_key: Any, at: Any, given: Any, numbers: A
 
 
 @triton.jit
-def slot_tokens(slot: Any, at: Any, num_heads: Any, num_slots: Any, shape: tl.constexpr) -> Any:
+def slot_tokens(
+    slot: tl.tensor, at: tl.tuple, num_heads: tl.tensor, num_slots: tl.tensor, shape: tl.constexpr
+) -> tl.tensor:
     """Rows of partial sums, numbered through all slots: [TILE], int64."""
     sample, head = at
     first = ((sample * num_heads + head) * num_slots + slot) * shape.TILE
@@ -211,5 +238,5 @@ def slot_tokens(slot: Any, at: Any, num_heads: Any, num_slots: Any, shape: tl.co
 
 
 @triton.jit
-def slot_pointers(sums: Any, tokens: Any, shape: tl.constexpr) -> Any:
+def slot_pointers(sums: tl.tensor, tokens: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     return sums + tokens[:, None] * shape.WIDE_D + tl.arange(0, shape.WIDE_D)[None, :]

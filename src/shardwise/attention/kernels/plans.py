@@ -91,13 +91,17 @@ def _table(tensors: tuple[Tensor, ...], numbers: tuple[int, ...]) -> Table:
 def widest(head_dim: int, dtype: torch.dtype, of_queries: bool) -> tuple[int, int]:
     """Tokens of an entry, and at most of a tile: what registers hold without spilling."""
     if dtype == torch.float32:
-        return (32, 64) if head_dim <= 64 else (16, 32)
+        return (32, 64) if head_dim <= 64 else (16, 32) if head_dim <= 128 else (16, 16)
     if of_queries:
         return (64, 128) if head_dim <= 128 else (32, 64)
     return (64, 64) if head_dim <= 64 else (32, 128) if head_dim <= 128 else (16, 64)
 
 
-def warps_and_stages(tile: int, wide_head_dim: int, dtype: torch.dtype, of_keys: bool = False) -> tuple[int, int]:
-    """How many warps share a tile, and how many entries are in flight."""
-    warps = 8 if tile >= 128 or (of_keys and tile >= 64) else 4
-    return warps, 3 if wide_head_dim <= 64 and dtype != torch.float32 else 2
+def warps_and_stages(table: Table, wide_head_dim: int, dtype: torch.dtype, of_keys: bool = False) -> tuple[int, int]:
+    """How many warps share a tile, and how many entries are in flight: what spills least (`ptxas` for sm_90)."""
+    if dtype == torch.float32:  # products without matrix instructions
+        return 8, 2
+    is_wide = table.tile >= 128 or wide_head_dim > 128 or (of_keys and table.tile >= 64)
+    is_gathered = table.sub_block < table.entry  # whose tokens must be known a stage before they are read
+    has_room = wide_head_dim <= 64 or (wide_head_dim <= 128 and (is_gathered or not of_keys))
+    return 8 if is_wide else 4, 3 if has_room else 2
