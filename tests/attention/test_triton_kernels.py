@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from harness.attention import reference_attention
+from shardwise.attention import kernels
 from shardwise.attention.backends import Draw, Extras, Grads, Plan, Saved
 from shardwise.attention.block_layout import BlockLayout, pack
 from shardwise.attention.kernels import backend
@@ -126,7 +129,7 @@ def expected(case: Case, tensors: Given) -> tuple[Tensor, Tensor, list[Tensor]]:
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-CASES = {  # every pair of: heads, block, head size, dtype, tokens, causal, padding, bias, dropout, split
+CASES = {  # every pair of values of: group, block, head size, dtype, tokens, causal, padding, bias, dropout, split
     "plain": Case((2, 1), 32, tokens="whole"),
     "causal": Case((2, 2), 64, 64, FP32, "ragged", True),
     "split": Case((2, 1), 32, 32, FP32, "ragged", True, False, "BH", 0.3, 1),
@@ -142,6 +145,19 @@ CASES = {  # every pair of: heads, block, head size, dtype, tokens, causal, padd
     "cached_wide": Case((2, 1), 32, 80, FP32, "cached", True, True, "B", 0.0, 1),
     "bias_of_none": Case((2, 2), 32, 32, FP32, "empty", True, False, "-", 0.0, None, 2),
     "bias_of_samples": Case((2, 1), 32, 32, BF16, "ragged", False, False, "B", 0.0, None, 2),
+    "few_queries": Case((1, 1), 16, 32, FP16, "cached", False, False, "", 0.2, 1),
+    "wide_packed": Case((2, 1), 128, 32, FP32, "packed", False, True, "", 0.0, 1),
+    "empty_split": Case((2, 1), 64, 80, BF16, "empty", False, False, "BH", 0.1, 1),
+    "empty_small": Case((2, 2), 16, 64, FP16, "empty", True, True, "H"),
+    "own_heads": Case((2, 1), 64, 64, FP16, "per_head", True, False, "", 0.2),
+    "packed_fp16": Case((1, 1), 64, 80, FP16, "packed", False),
+    "whole_bias": Case((2, 1), 16, 80, BF16, "whole", True, False, "BH"),
+    "ragged_padded": Case((1, 1), 16, 64, BF16, "ragged", False, True),
+    "cached_bf16": Case((1, 1), 128, 32, BF16, "cached", True, False),
+    "wide_own_heads": Case((1, 1), 128, 64, FP16, "per_head", False, False),
+    "wide_empty": Case((1, 1), 128, 64, FP32, "empty", True, False),
+    "cached_whole": Case((1, 1), 64, 64, FP32, "cached", True),
+    "middling": Case((1, 1), 32, 32, FP32, "packed", True, False),
     "negative_scale": Case((1, 1), 64, 32, FP32, "ragged", False, False, "", 0.0, None, 1, -0.3),
     "odd_block": Case((1, 1), 24, 48, FP32, "ragged", True, False, "", 0.0),
 }
@@ -178,6 +194,17 @@ def test_the_cases_hold_what_their_names_say() -> None:
             seen |= {(side, "heads", len(items) > 1)}
     kinds = ("split", "gathered", "runs", "full", "partial", "heads")
     assert seen >= {(side, kind, True) for side in ("queries", "keys") for kind in kinds}
+
+
+def test_the_cases_hold_every_pair_of_values() -> None:
+    def values(case: Case) -> list[object]:
+        shape = [case.heads[0] // case.heads[1], case.block, case.head_dim, case.dtype, case.tokens, case.is_causal]
+        return [*shape, case.has_padding, bool(case.bias), case.p > 0, case.limit == 1]
+
+    rows = [values(case) for name, case in CASES.items() if name not in ("odd_block", "negative_scale")]
+    columns = list(zip(*rows, strict=True))
+    for one, other in itertools.combinations(columns, 2):
+        assert set(zip(one, other, strict=True)) == set(itertools.product(one, other))
 
 
 def test_is_bitwise_repeatable_and_the_same_alone_or_in_a_batch() -> None:
@@ -228,3 +255,12 @@ def test_what_no_kernel_serves_is_refused() -> None:
     many = torch.zeros(1, 3, 16, 32)
     with pytest.raises(ConfigError, match="2 heads and the queries 3"):
         backend.plan(BlockLayout.from_blocks(torch.ones(2, 1, 1), 16), many, many)
+
+
+def test_says_that_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(kernels, "launches", raising=False)
+    monkeypatch.setitem(sys.modules, "shardwise.attention.kernels.launches", None)
+    case = Case((1, 1), 16, 32)
+    tensors = given(case)
+    with pytest.raises(ConfigError, match="pip install 'triton"):
+        backend.forward(tensors.q, tensors.k, tensors.v, tensors.extras, planned(case, tensors.q))

@@ -75,8 +75,7 @@ def spilled_bytes(launch: Launch) -> int:
         else:
             signature[parameter.name] = type_of(value, (index,), constants, attributes)
     source = ASTSource(launch.kernel, signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

@@ -40,8 +40,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, plan: Plan) -> tupl
     out = q.new_empty(samples, tokens, heads, head_dim).transpose(1, 2)  # [B, H, Nq, D]
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)  # [B, H, Nq]
     queries, _ = tables_in(plan)
-    for launch in _launches().forward_launches(inputs, _contiguous(extras), queries, (out, lse)):
-        launch.run()
+    with torch.cuda.device_of(q):
+        for launch in _launches().forward_launches(inputs, _contiguous(extras), queries, (out, lse)):
+            launch.run()
     return out, lse
 
 
@@ -61,11 +62,12 @@ def backward(
     ]  # [B, H, Nq] each
     incoming = make.backward.Incoming(make.rows_of(grad_out), *rows)
     queries, keys = tables_in(plan)
-    make.prepare_launch(inputs, (out, saved.lse.contiguous(), grad_lse), incoming).run()
-    for launch in make.query_launches(inputs, incoming, extras, queries, (grads[0], grad_bias)):
-        launch.run()
-    for launch in make.key_launches(inputs, incoming, extras, keys, (grads[1], grads[2])):
-        launch.run()
+    with torch.cuda.device_of(saved.q):
+        make.prepare_launch(inputs, (out, saved.lse.contiguous(), grad_lse), incoming).run()
+        for launch in make.query_launches(inputs, incoming, extras, queries, (grads[0], grad_bias)):
+            launch.run()
+        for launch in make.key_launches(inputs, incoming, extras, keys, (grads[1], grads[2])):
+            launch.run()
     if grad_bias is not None and extras.bias is not None:
         grad_bias = grad_bias.to(extras.bias.dtype)
     return Grads(grads[0], grads[1], grads[2], grad_bias)

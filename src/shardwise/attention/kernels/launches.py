@@ -30,9 +30,13 @@ class Launch:
     num_warps: int
     num_stages: int
 
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+
     def run(self) -> None:
         if all(self.grid):
-            self.kernel[self.grid](*self.arguments, num_warps=self.num_warps, num_stages=self.num_stages)
+            self.kernel[self.grid](*self.arguments, **self.options)
 
 
 def rows_of(tensor: Tensor) -> Rows:
