@@ -151,7 +151,7 @@ def _grad_of_queries(
     k = load_rows(keys_of[0], keys, is_key, is_partial, shape)
     scores = dot(q, tl.trans(k), shape) * numbers.scale_log2
     if shape.HAS_BIAS:
-        scores = biased(scores, pairs, is_pair, at, given, numbers)
+        scores = biased(scores, pairs, is_pair, at, given)
     if is_partial:
         scores = tl.where(pairs_seen(lists, entry, pairs, is_key, shape), scores, float("-inf"))
     if shape.HAS_PADDING:
@@ -247,7 +247,7 @@ def _grad_of_keys(
     lse = tl.load(incoming.lse + row, mask=is_query, other=float("inf"))
     scores = dot(k, tl.trans(q), shape) * numbers.scale_log2  # [TILE, ENTRY]: transposed
     if shape.HAS_BIAS:
-        scores = biased(scores, pairs, is_query[None, :] & is_key[:, None], at, given, numbers)
+        scores = biased(scores, pairs, is_query[None, :] & is_key[:, None], at, given)
     if is_partial:
         scores = tl.where(pairs_seen(lists, entry, pairs, is_query, shape), scores, float("-inf"))
     p = tl.exp2(scores - lse[None, :])

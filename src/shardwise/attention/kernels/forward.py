@@ -100,7 +100,7 @@ def _visit(
     if is_partial or shape.HAS_PADDING or shape.HAS_BIAS or not shape.IS_PLAIN:
         scores = scores * numbers.scale_log2
         if shape.HAS_BIAS:
-            scores = biased(scores, pairs, is_query[:, None] & is_key[None, :], at, given, numbers)
+            scores = biased(scores, pairs, is_query[:, None] & is_key[None, :], at, given)
         if is_partial:
             scores = tl.where(pairs_seen(lists, entry, pairs, is_key, shape), scores, float("-inf"))
         if shape.HAS_PADDING:

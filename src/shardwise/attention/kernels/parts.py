@@ -202,9 +202,7 @@ def pairs_seen(
 
 
 @triton.jit
-def biased(
-    scores: tl.tensor, pairs: tl.tuple, is_pair: tl.tensor, at: tl.tuple, given: tl.tuple, numbers: tl.tuple
-) -> tl.tensor:
+def biased(scores: tl.tensor, pairs: tl.tuple, is_pair: tl.tensor, at: tl.tuple, given: tl.tuple) -> tl.tensor:
     """Scores, in powers of 2, with the bias of each pair."""
     queries, keys, _ = pairs
     sample, head = at
