@@ -52,6 +52,14 @@ def test_length_and_heads_are_those_of_the_config_when_left_out(capsys):
     assert lines[:3] == ["fixed, causal: 100 tokens, 2 heads", "██", "████"]
 
 
+def test_more_blocks_than_memory_holds_are_refused_before_they_are_made(capsys):
+    assert cli.main(["attention", "show", *FIXED, "--seq-len", "100000000"]) == 2
+    assert capsys.readouterr().err == (
+        "shardwise: 100,000,000 tokens in blocks of 64 are too many to draw; draw 2,097,152 or fewer, or take a larger "
+        "attention.block\n"
+    )
+
+
 def test_both_ways_above_the_diagonal_too(capsys):
     lines = shown(capsys, "attention.kind=sliding-window", "--seq-len", "256", "--bidirectional")
     assert lines[:5] == [

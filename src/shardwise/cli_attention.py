@@ -32,6 +32,7 @@ examples:
 _TILES = (64, 128)
 _MAX_PANELS = 4
 _SVG_CELLS = 240
+_MAX_BLOCKS = 2**15
 
 Split = Callable[[Sequence[str]], tuple[str | None, list[str]]]
 """From a command's settings to its config file, if there is one, and the assignments."""
@@ -105,6 +106,11 @@ def _layout(config: Config, seq_len: int, num_heads: int | None, *, causal: bool
         raise ConfigError(
             "attention.kind=dense has no blocks to draw; set attention.kind=fixed, variable, bigbird, bslongformer or "
             "sliding-window"
+        )
+    if seq_len > _MAX_BLOCKS * structure.block:  # some GiB of blocks, for a picture
+        raise ConfigError(
+            f"{seq_len:,} tokens in blocks of {structure.block} are too many to draw; draw "
+            f"{_MAX_BLOCKS * structure.block:,} or fewer, or take a larger attention.block"
         )
     return num_heads, structure.layout(seq_len)
 

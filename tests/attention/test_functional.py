@@ -46,7 +46,7 @@ def structure(kind: str, is_causal: bool = False, per_head: bool = False) -> Spa
     given: dict[str, Any] = {"block": BLOCK}
     if kind != "window":
         given["different_layout_per_head"] = per_head
-    if kind != "dense":
+    if kind != "dense" or is_causal:
         given["attention"] = "unidirectional" if is_causal else "bidirectional"
     if kind in ("variable", "bigbird"):
         given["num_random_blocks"] = 1
@@ -93,8 +93,8 @@ FACTORS: Mapping[str, list[Any]] = {
 
 
 def exists(row: dict[str, Any]) -> bool:
-    """Dense structures have no direction; windows are all alike."""
-    return not (row["kind"] == "dense" and row["is_causal"]) and not (row["kind"] == "window" and row["per_head"])
+    """Windows are all alike."""
+    return not (row["kind"] == "window" and row["per_head"])
 
 
 @pytest.mark.parametrize("row", cover(FACTORS, exists))
@@ -155,7 +155,7 @@ class TestEdges:
             expected = block_sparse_attention(q, k, v, layout, dropout=whole)[:, :, 70:]
             torch.testing.assert_close(last, expected, rtol=0, atol=1e-12)
 
-    @pytest.mark.parametrize("kind", ["fixed", "bigbird", "window"])
+    @pytest.mark.parametrize("kind", STRUCTURES)
     def test_causal_never_leaks(self, kind: str) -> None:
         layout = structure(kind, is_causal=True).layout(LENGTH)
         q, k, v = tensors(dtype=torch.float32)

@@ -290,6 +290,14 @@ def test_a_model_without_the_registry_is_refused(model: Any) -> None:
         use_sparse_attention(model if isinstance(model, nn.Module) else model(), Windows())
 
 
+def test_what_is_no_structure_is_refused_and_leaves_the_model_alone() -> None:
+    model = make_model("bert")
+    before = model.config._attn_implementation
+    with pytest.raises(ConfigError, match=r"^a str has no layout\(seq_len\); give a BlockLayout, or a structure"):
+        use_sparse_attention(model, "fixed")  # type: ignore[arg-type]
+    assert model.config._attn_implementation == before
+
+
 def make_case(family: str) -> ModelCase:
     def build() -> nn.Module:
         model = build_model(family)

@@ -201,6 +201,14 @@ def test_a_model_of_transformers_attends_sparsely_by_deepspeeds_function():
     assert not torch.allclose(dense, before, atol=1e-3)
 
 
+def test_what_is_no_model_or_no_structure_is_refused():
+    replace = SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention
+    with pytest.raises(ConfigError, match=r"^Linear holds no model of transformers; for others use"):
+        replace(torch.nn.Linear(2, 2), 64)
+    with pytest.raises(ConfigError, match=r"^a NoneType has no layout\(seq_len\); give a BlockLayout, or a structure"):
+        SparseSelfAttention(None)
+
+
 def test_batches_are_padded_with_deepspeeds_arguments():
     padded = SparseAttentionUtils.pad_to_block_size(
         block_size=4,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from io import StringIO
 
+import pytest
 from rich.console import Console
 
 from shardwise.config import Config
@@ -14,9 +15,10 @@ SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, 
 NAMES = {"device": "device", "host": "host", "nvme": "NVMe"}
 
 
-def run_with(**tiers: object) -> DryRun:
+def run_with(attention: str = "dense", **tiers: object) -> DryRun:
     config = {
         "model": SMALL,
+        "attention": {"kind": attention},
         "data": {"seq_len": 16},
         "batch": {"micro_size": 2, "accumulation": 3},
         "precision": {"param": "bf16"},
@@ -56,3 +58,9 @@ def test_what_rests_on_the_device_needs_no_tables_of_memories() -> None:
     rows = shown(run_with(activations="device"))
     assert not any(row[:2] in (["at", "rest"], ["a", "step", "moves"]) for row in rows)
     assert any(row[:3] == ["a", "step", "sends"] for row in rows)
+
+
+@pytest.mark.parametrize("kind", ["dense", "sliding-window"])
+def test_sparse_attention_is_said_with_the_model(kind: str) -> None:
+    text = " ".join(word for row in shown(run_with(kind)) for word in row)
+    assert ("sliding-window attention over 100 % of the causal half" in text) == (kind != "dense")

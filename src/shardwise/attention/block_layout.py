@@ -205,6 +205,19 @@ class BlockLayout:
         return whole
 
 
+def require_structure(given: object) -> None:
+    """Raise unless something is a layout, or has one for each length.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if not isinstance(given, BlockLayout) and not callable(getattr(given, "layout", None)):
+        raise ConfigError(
+            f"a {type(given).__name__} has no layout(seq_len); give a BlockLayout, or a structure such as "
+            "FixedSparsityConfig"
+        )
+
+
 def pack(layouts: Sequence[BlockLayout]) -> BlockLayout:
     """The layout of documents one behind another, each with its own, whose tokens do not see each other.
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise._torch_private import is_fake, unseen_by_op_modes
-from shardwise.attention.block_layout import BlockLayout
+from shardwise.attention.block_layout import BlockLayout, require_structure
 from shardwise.attention.functional import block_sparse_attention
 from shardwise.config import ConfigError
 from shardwise.wearing import set_attribute
@@ -129,15 +129,16 @@ def use_sparse_attention(
         what takes it back, also as a context manager. What was registered stays, since copies of the model use it.
 
     Raises:
-        ConfigError: there is no model of transformers, or one that does not look its attention up.
+        ConfigError: there is no model of transformers, or one that does not look its attention up, or no structure.
     """
     from transformers import PreTrainedModel
 
+    require_structure(structure_or_layout)
     inner = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
     if not inner:
         raise ConfigError(
-            f"{type(model).__name__} holds no model of transformers; for others, use block_sparse_attention in a "
-            "context, or SparseSelfAttention"
+            f"{type(model).__name__} holds no model of transformers; for others use "
+            "sparse_sdpa_module, where they call torch's attention, or SparseSelfAttention"
         )
     modules = [(path, each) for path, each in model.named_modules() if _attends(each) and each not in inner]
     register(name)
@@ -156,7 +157,7 @@ def use_sparse_attention(
         used.undo()
         raise ConfigError(
             f"{(deaf or [type(model).__name__])[0]} does not look its attention up in transformers' "
-            "AttentionInterface; use a model that does, or intercept scaled_dot_product_attention"
+            "AttentionInterface; use a model that does, or sparse_sdpa_module, where it calls torch's attention"
         )
     return used
 

@@ -38,7 +38,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from shardwise._torch_private import is_fake, unseen_by_op_modes, version, view_base
-from shardwise.attention.block_layout import BlockLayout
+from shardwise.attention.block_layout import BlockLayout, require_structure
 from shardwise.attention.functional import block_sparse_attention
 from shardwise.config import ConfigError
 from shardwise.dropout.functions import KeyedFunctions, Site, keyed_attention
@@ -125,11 +125,7 @@ class _Interception(TorchFunctionMode):
         super().__init__()
         if otherwise not in ("raise", "dense"):
             raise ConfigError(f'otherwise={otherwise!r} is not known; legal: "raise", "dense"')
-        if not isinstance(structure, BlockLayout) and not hasattr(structure, "layout"):
-            raise ConfigError(
-                f"a {type(structure).__name__} has no layout(seq_len); give a BlockLayout, or a structure such as "
-                "FixedSparsityConfig"
-            )
+        require_structure(structure)
         self._structure, self._otherwise = structure, otherwise
         self._layouts: dict[int, BlockLayout] = {}
         self._seen: tuple[weakref.ref[Tensor], Any, str] | None = None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._torch_private import is_fake, unseen_by_op_modes, version
-from shardwise.attention.block_layout import BlockLayout
+from shardwise.attention.block_layout import BlockLayout, require_structure
 from shardwise.attention.functional import block_sparse_attention
 from shardwise.config import ConfigError
 
@@ -40,7 +40,7 @@ class SparseSelfAttention(nn.Module):
         max_seq_length: in strict mode, the most tokens.
 
     Raises:
-        ConfigError: there is no such mode.
+        ConfigError: there is no such mode, or no structure.
     """
 
     master_layout: Tensor
@@ -56,6 +56,7 @@ class SparseSelfAttention(nn.Module):
         for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
             if mode not in _MODES:
                 raise ConfigError(f'{name}={mode!r} does not exist; legal: "add", "mul"')
+        require_structure(sparsity_config)
         self.sparsity_config = sparsity_config
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode

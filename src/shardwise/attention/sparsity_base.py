@@ -154,7 +154,7 @@ class SparsityConfig:
         self._need(
             attention == "bidirectional" or not is_horizontal,
             f"horizontal_global_attention=True lets global blocks see those ahead, and attention={attention} does not; "
-            "leave one out",
+            "leave the former out, or look both ways",
             'only "bi-directional" attentions can support horizontal global attention!',
         )
 

@@ -27,6 +27,7 @@ _TITLE_HEIGHT = 28
 _LINE_HEIGHT = 19
 _LETTER_WIDTH = 8
 _STYLE = """\
+rect { shape-rendering: crispEdges; }
 text { font: 13px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: #14181f; }
 .title { font-weight: 600; }
 .figures { font: 12px ui-monospace, "DejaVu Sans Mono", monospace; }

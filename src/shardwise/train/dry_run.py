@@ -30,7 +30,7 @@ from shardwise.models import Decoder, DecoderConfig, decoder_config, lm_loss, nu
 from shardwise.schedule import ScheduleError, bubble_s
 from shardwise.simulation import Simulation, simulate
 from shardwise.train.dry_run_tables import rank_tables, ranks_tables
-from shardwise.train.job import check_job, layout_line, wanted_device
+from shardwise.train.job import check_job, layout_line, sparse_words, wanted_device
 from shardwise.train.progress import short_count
 from shardwise.train.tiers import tiers_line
 
@@ -176,7 +176,8 @@ def _header(run: DryRun) -> Table:
 def _header_lines(run: DryRun) -> Iterator[tuple[str, str]]:
     config, mesh = run.config, run.layout.mesh
     params, layers = short_count(num_params(run.shape)), f"{run.shape.num_layers} layers of {run.shape.hidden_size:,}"
-    yield "model", f"{config.model.preset}, {params} parameters, {layers}, {run.shape.vocab_size:,} tokens"
+    sparse = sparse_words(config, run.shape.num_heads)
+    yield "model", f"{config.model.preset}, {params} parameters, {layers}{sparse}, {run.shape.vocab_size:,} tokens"
     recompute = "nothing" if config.recompute.mode == "none" else config.recompute.mode
     yield "layout", f"{layout_line(config, mesh)}, {config.precision.param}, recompute {recompute}"
     if run.layout.pipeline is not None:

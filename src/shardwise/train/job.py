@@ -22,6 +22,7 @@ from typing import Any, Final, Literal
 
 import torch
 
+from shardwise.attention.chosen import structure_of
 from shardwise.config import Config, ConfigError, read_toml, set_key
 from shardwise.layout.layout import TIERS, Layout
 from shardwise.layout.mesh_shape import MeshShape
@@ -182,6 +183,20 @@ def layout_line(config: Config, mesh: MeshShape) -> str:
     groups = f", {mesh.dp_replicate} replicas of {mesh.dp_shard} shards" if mesh.dp_replicate > 1 else ""
     over_tp = f" x {kinds} over {mesh.tp}" if mesh.tp > 1 else ""
     return f"ZeRO-{config.zero.stage} over {ranks}{groups}{over_tp}{over_pp}"
+
+
+def sparse_words(config: Config, num_heads: int) -> str:
+    """What a run's attention sees, to be said behind other things; nothing where it is dense.
+
+    >>> config = Config.from_dict({"attention": {"kind": "sliding-window"}, "data": {"seq_len": 1024}})
+    >>> sparse_words(config, num_heads=4)
+    ', sliding-window attention over 18 % of the causal half'
+    """
+    structure = structure_of(config.attention, num_heads)
+    if structure is None:
+        return ""
+    share = 100 * structure.layout(config.data.seq_len).causal_density
+    return f", {config.attention.kind} attention over {share:.3g} % of the causal half"
 
 
 def device_kind(config: Config) -> DeviceKind:

@@ -15,7 +15,7 @@ from shardwise.config import batch_equation
 from shardwise.launch.rank import StopFlag
 from shardwise.models import num_params
 from shardwise.train.checkpoints import Resumed
-from shardwise.train.job import layout_line
+from shardwise.train.job import layout_line, sparse_words
 from shardwise.train.loop import Trainer
 from shardwise.train.metrics import MetricsWriter, StepRecord
 from shardwise.train.progress import Display, Header, Progress, short_count
@@ -114,7 +114,7 @@ def _header(trainer: Trainer, resumed: Resumed | None) -> Header:
     equation = batch_equation(config.batch, mesh.num_data_ranks, mesh.pp > 1)
     return Header(
         model=f"{config.model.preset}, {short_count(num_params(shape))} parameters, "
-        f"{shape.num_layers} layers of {shape.hidden_size}",
+        f"{shape.num_layers} layers of {shape.hidden_size}{sparse_words(config, shape.num_heads)}",
         layout=f"{layout}, {device}, {config.precision.param}{' with fp32 master' if is_half else ''}",
         batch=f"{equation}, {config.data.seq_len} tokens each",
         data=f"{trainer.data.source}, {short_count(trainer.data.num_tokens)} tokens",

@@ -36,8 +36,9 @@ class SparseAttentionUtils:
         Returns:
             the model.
         """
-        config: Any = model.config
-        use_sparse_attention(model, sparsity_config or FixedSparsityConfig(config.num_attention_heads))
+        config: Any = getattr(model, "config", None)
+        heads = getattr(config, "num_attention_heads", 1)  # of what is no model, the error is `use_sparse_attention`'s
+        use_sparse_attention(model, sparsity_config or FixedSparsityConfig(heads))
         return model
 
     @staticmethod
