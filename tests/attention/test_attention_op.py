@@ -9,8 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.live_bytes import LiveBytes
 from shardwise._torch_private import OpMode, fake_tensors
-from shardwise.attention import BlockLayout, block_sparse_attention, block_sparse_attention_with_lse
+from shardwise.attention import (
+    BlockLayout,
+    BSLongformerSparsityConfig,
+    block_sparse_attention,
+    block_sparse_attention_with_lse,
+)
 from shardwise.attention.backends import Extras, Grads, Plan, Saved
 from shardwise.attention.op import BACKENDS, backend_named
 from shardwise.hooks import run_forward
@@ -93,6 +99,18 @@ def test_keeps_its_inputs_output_and_log_sum_exp_alone() -> None:
         results = block_sparse_attention_with_lse(*inputs, layout())
     assert [each.data_ptr() for each in saved] == [each.data_ptr() for each in (*inputs, *results)]
     assert sum(each.nbytes for each in saved) == 8 * (2 * 60) * (2 * 2 * 8 + 2 * 1 * 8 + 2)
+
+
+@pytest.mark.parametrize("p", [0.0, P])
+def test_memory_grows_no_faster_than_the_length(p: float) -> None:
+    peaks = []
+    for num_tokens in (1024, 2048, 4096):
+        whole = BSLongformerSparsityConfig(num_heads=2, block=64).layout(num_tokens)
+        inputs = [torch.randn(1, 2, num_tokens, 16, requires_grad=True) for _ in range(3)]
+        with LiveBytes() as live:
+            block_sparse_attention(*inputs, whole, dropout=p).sum().backward()
+        peaks.append(live.peak_bytes())
+    assert 0 < peaks[2] - peaks[1] < 2.1 * (peaks[1] - peaks[0])  # 4 times, where it grew by the square
 
 
 def test_dropout_keeps_two_numbers_a_row_and_one_a_column() -> None:

@@ -1,4 +1,11 @@
-"""Block-sparse attention: layouts, one functional entry, back ends for CPUs and GPUs, and ways into models."""
+"""Block-sparse attention: layouts, one functional entry, back ends for CPUs and GPUs, and ways into models.
+
+Every name is imported from its module when it is first used, so that one brings nothing of the others along.
+
+>>> from shardwise.attention import FixedSparsityConfig
+>>> FixedSparsityConfig(num_heads=4, block=64).layout(1000).num_keys
+1000
+"""
 
 from __future__ import annotations
 
@@ -14,31 +21,69 @@ if TYPE_CHECKING:
         block_sparse_attention,
         block_sparse_attention_with_lse,
     )
+    from shardwise.attention.huggingface import use_sparse_attention
     from shardwise.attention.interception import sparse_sdpa, sparse_sdpa_module
     from shardwise.attention.module import SparseSelfAttention
+    from shardwise.attention.padding import pad_to_block_size, unpad_sequence_output
+    from shardwise.attention.positions import extend_position_embedding, extend_rope, update_tokenizer_model_max_length
+    from shardwise.attention.structures import (
+        BigBirdSparsityConfig,
+        BSLongformerSparsityConfig,
+        CustomSparsityConfig,
+        DenseSparsityConfig,
+        FixedSparsityConfig,
+        LocalSlidingWindowSparsityConfig,
+        VariableSparsityConfig,
+    )
 
 __all__ = [
+    "BSLongformerSparsityConfig",
+    "BigBirdSparsityConfig",
     "BlockLayout",
+    "CustomSparsityConfig",
+    "DenseSparsityConfig",
     "Draw",
+    "FixedSparsityConfig",
+    "LocalSlidingWindowSparsityConfig",
     "SparseSelfAttention",
+    "VariableSparsityConfig",
     "attention_backend",
     "block_sparse_attention",
     "block_sparse_attention_with_lse",
+    "extend_position_embedding",
+    "extend_rope",
     "pack",
+    "pad_to_block_size",
     "sparse_sdpa",
     "sparse_sdpa_module",
+    "unpad_sequence_output",
+    "update_tokenizer_model_max_length",
+    "use_sparse_attention",
 ]
 
 _MODULES: Final[Mapping[str, str]] = {
+    "BSLongformerSparsityConfig": "structures",
+    "BigBirdSparsityConfig": "structures",
     "BlockLayout": "block_layout",
+    "CustomSparsityConfig": "structures",
+    "DenseSparsityConfig": "structures",
     "Draw": "backends",
+    "FixedSparsityConfig": "structures",
+    "LocalSlidingWindowSparsityConfig": "structures",
     "SparseSelfAttention": "module",
+    "VariableSparsityConfig": "structures",
     "attention_backend": "functional",
     "block_sparse_attention": "functional",
     "block_sparse_attention_with_lse": "functional",
+    "extend_position_embedding": "positions",
+    "extend_rope": "positions",
     "pack": "block_layout",
+    "pad_to_block_size": "padding",
     "sparse_sdpa": "interception",
     "sparse_sdpa_module": "interception",
+    "unpad_sequence_output": "padding",
+    "update_tokenizer_model_max_length": "positions",
+    "use_sparse_attention": "huggingface",
 }
 
 
