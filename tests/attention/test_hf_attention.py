@@ -141,6 +141,31 @@ def test_padded_and_unpadded_batches_agree(family: str) -> None:
             torch.testing.assert_close(padded[row : row + 1, mask], alone)
 
 
+@pytest.mark.parametrize("family", [*CAUSAL, "bert"])
+def test_padding_on_the_left_is_not_seen_either(family: str) -> None:
+    """With a dense layout, as blocks count from the row's first token: padding there moves them."""
+    model, batch = make_model(family), make_batch(family)
+    tokens, mask = batch["input_ids"], batch["attention_mask"].flip(1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)  # [B, N]
+    with use_sparse_attention(model, Dense()), float64_throughout(), torch.no_grad():
+        padded = model(input_ids=tokens, attention_mask=mask, position_ids=positions).logits
+        for row, real in enumerate(mask.bool()):
+            alone = model(input_ids=tokens[row : row + 1, real]).logits
+            torch.testing.assert_close(padded[row : row + 1, real], alone)
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_causal_models_never_leak(family: str) -> None:
+    """Under a structure that looks both ways too."""
+    model, tokens = make_model(family), make_batch(family, 1)["input_ids"]
+    others = tokens.clone()
+    others[:, 6:] = (others[:, 6:] + 1) % VOCAB_SIZE
+    with use_sparse_attention(model, Windows()), torch.no_grad():
+        before, after = (model(input_ids=each).logits for each in (tokens, others))
+    assert torch.equal(before[:, :6], after[:, :6])
+    assert not torch.equal(before[:, 6:], after[:, 6:])
+
+
 def test_encoder_decoder_models_keep_cross_attention_dense() -> None:
     model = make_model("t5")
     batch = FAMILIES["t5"].batch(1, 2, torch.float64)

@@ -158,6 +158,8 @@ class TestRefusals:
     def test_shapes(self) -> None:
         with pytest.raises(ConfigError, match=r"^attn_mask of shape \(2, 64, 64\) does not fit; give \[64, 64\]$"):
             SparseSelfAttention(config())(*tensors(), attn_mask=torch.ones(2, LENGTH, LENGTH))
+        with pytest.raises(ConfigError, match=r"^query of shape \(64, 8\) has 2 dims; give \[samples, heads, tokens,"):
+            SparseSelfAttention(config())(*torch.ones(3, 64, 8))
 
 
 def test_a_layout_of_ones_own() -> None:

@@ -90,6 +90,10 @@ class SparseSelfAttention(nn.Module):
         Raises:
             ConfigError: shapes do not fit, or a mask of bools is to be added.
         """
+        if query.ndim != 4:
+            raise ConfigError(
+                f"query of shape {tuple(query.shape)} has {query.ndim} dims; give [samples, heads, tokens, head size]"
+            )
         num_samples, _, length, _ = query.shape
         parts = [] if rpe is None else [rpe.reshape((1,) * (4 - rpe.ndim) + rpe.shape)]
         key_padding = None
