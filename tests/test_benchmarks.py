@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,19 @@ def test_attention_is_measured(tmp_path: Path) -> None:
             assert 0.4 < row["density"] <= 1
 
 
+@pytest.mark.parametrize("of_length", [lambda n: 3 * n + 70, lambda n: n * n // 50 + n, lambda n: 10**7])
+@pytest.mark.parametrize("limit_bytes", [1_000, 40_000, 1_000_000])
+def test_the_longest_sequence_is_the_longest(
+    monkeypatch: pytest.MonkeyPatch, of_length: Callable[[int], int], limit_bytes: int
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    script = importlib.import_module("attention_models")
+    fitting = [length for length in range(script.STEP, 10**6, script.STEP) if of_length(length) <= limit_bytes]
+    assert script.longest(of_length, limit_bytes) == max(fitting, default=0)
+
+
+@pytest.mark.full
 def test_models_with_sparse_attention_are_measured(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     kept = tmp_path / "measured.json"

@@ -62,7 +62,7 @@ def check(layout: BlockLayout) -> BlockMask:
     return mask
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.integers(0, 9),
     st.sampled_from([1, 16, 48, 64, 96, 128, 192, 256]),
