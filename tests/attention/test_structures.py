@@ -206,7 +206,10 @@ def test_a_structure_without_blocks_says_so():
         (lambda: FixedSparsityConfig(2, num_global_blocks=0), "num_global_blocks=0 is not a count; give"),
         (lambda: FixedSparsityConfig(2, num_local_blocks=6, num_global_blocks=4), "nearest legal: 1, 2, 3, 6"),
         (lambda: FixedSparsityConfig(2, attention="causal"), "attention='causal' is neither; give 'unidirectional' or"),
-        (lambda: FixedSparsityConfig(2, attention=BACK, horizontal_global_attention=True), "leave the former out, or look both ways"),
+        (
+            lambda: FixedSparsityConfig(2, attention=BACK, horizontal_global_attention=True),
+            "leave the former out, or look both ways",
+        ),
         (lambda: FixedSparsityConfig(2, num_different_global_patterns=2), "set different_layout_per_head=True"),
         (
             lambda: FixedSparsityConfig(2, different_layout_per_head=True, num_different_global_patterns=5),
@@ -216,7 +219,10 @@ def test_a_structure_without_blocks_says_so():
         (lambda: VariableSparsityConfig(2, local_window_blocks=[]), "local_window_blocks=[] are no sizes of windows"),
         (lambda: VariableSparsityConfig(2, local_window_blocks=[4, 0]), "local_window_blocks=[4, 0] are no sizes"),
         (lambda: VariableSparsityConfig(2, global_block_indices=[-1]), "global_block_indices=[-1] go below 0"),
-        (lambda: VariableSparsityConfig(2, attention=BACK, horizontal_global_attention=True), "leave the former out, or look both ways"),
+        (
+            lambda: VariableSparsityConfig(2, attention=BACK, horizontal_global_attention=True),
+            "leave the former out, or look both ways",
+        ),
         (lambda: BSLongformerSparsityConfig(2, global_block_end_indices=[1, 2]), "has 1 entries and global_block_end"),
         (
             lambda: BSLongformerSparsityConfig(2, global_block_indices=[3], global_block_end_indices=[3]),
