@@ -190,7 +190,7 @@ def test_the_cases_hold_what_their_names_say() -> None:
             items, full, partial, _ = plan.tensors[:4] if side == "queries" else plan.tensors[4:]
             tile, entry, run, sub_block, num_slots = numbers
             seen |= {(side, "split", num_slots > 0), (side, "gathered", entry > sub_block), (side, "runs", tile > run)}
-            seen |= {(side, "full", len(full) > 0), (side, "partial", len(partial) > 0)}
+            seen |= {(side, "full", len(full) > 1), (side, "partial", len(partial) > 1)}
             seen |= {(side, "heads", len(items) > 1)}
     kinds = ("split", "gathered", "runs", "full", "partial", "heads")
     assert seen >= {(side, kind, True) for side in ("queries", "keys") for kind in kinds}

@@ -17,6 +17,7 @@ from shardwise.attention.kernels.parts import (
     Rows,
     biased,
     dot,
+    entry_at,
     entry_tokens,
     head_of,
     item_of,
@@ -119,9 +120,15 @@ def backward_queries(
     tile = (q, grad, lse, delta, queries, is_query, shift)
     at, tables = (sample, head), (lists, given, numbers, out)
     sums = zero_rows(shape)
-    for entry in range(full, full_end):
+    begins, ends = entry_at(lists, full, False, shape)
+    for number in range(full, full_end):
+        entry = (number, begins, ends)
+        begins, ends = entry_at(lists, number + 1, False, shape)
         sums += _grad_of_queries(entry, tile, keys_of, at, tables, bias_mode, False, shape)
-    for entry in range(partial, partial_end):
+    begins, ends = entry_at(lists, partial, True, shape)
+    for number in range(partial, partial_end):
+        entry = (number, begins, ends)
+        begins, ends = entry_at(lists, number + 1, True, shape)
         sums += _grad_of_queries(entry, tile, keys_of, at, tables, bias_mode, True, shape)
     sums *= numbers.scale
     if shape.IS_SPLIT:  # noqa: SIM102  (`and` would compile both)
@@ -134,7 +141,7 @@ def backward_queries(
 
 @triton.jit
 def _grad_of_queries(
-    entry: tl.tensor,
+    entry: tl.tuple,
     tile: tl.tuple,
     keys_of: tl.tuple,
     at: tl.tuple,
@@ -146,7 +153,7 @@ def _grad_of_queries(
     """What one entry adds to dQ, before the scale."""
     q, grad, lse, delta, queries, is_query, shift = tile
     lists, given, numbers, out = tables
-    keys, is_key = entry_tokens(lists, entry, is_partial, shape)
+    keys, is_key = entry_tokens(entry, is_partial, shape)
     pairs, is_pair = (queries[:, None], keys[None, :], shift), is_query[:, None] & is_key[None, :]
     k = load_rows(keys_of[0], keys, is_key, is_partial, shape)
     scores = dot(q, tl.trans(k), shape) * numbers.scale_log2
@@ -202,11 +209,17 @@ def backward_keys(
         queries_of = (head_of(inputs.q, sample, head), head_of(incoming.grad, sample, head), incoming)
         which = each if shape.LISTS > 1 else 0
         full, full_end, partial, partial_end = ranges_of(lists.items, index, kv * lists.group, which)
-        for entry in range(full, full_end):
+        begins, ends = entry_at(lists, full, False, shape)
+        for number in range(full, full_end):
+            entry = (number, begins, ends)
+            begins, ends = entry_at(lists, number + 1, False, shape)
             k_sums, v_sums = _grad_of_keys(
                 (k_sums, v_sums), entry, tile, queries_of, (sample, head), tables, False, shape
             )
-        for entry in range(partial, partial_end):
+        begins, ends = entry_at(lists, partial, True, shape)
+        for number in range(partial, partial_end):
+            entry = (number, begins, ends)
+            begins, ends = entry_at(lists, number + 1, True, shape)
             k_sums, v_sums = _grad_of_keys(
                 (k_sums, v_sums), entry, tile, queries_of, (sample, head), tables, True, shape
             )
@@ -227,7 +240,7 @@ def backward_keys(
 @triton.jit
 def _grad_of_keys(
     state: tl.tuple,
-    entry: tl.tensor,
+    entry: tl.tuple,
     tile: tl.tuple,
     queries_of: tl.tuple,
     at: tl.tuple,
@@ -240,7 +253,10 @@ def _grad_of_keys(
     k, v, keys, is_key, shift = tile
     q_rows, grad_rows, incoming = queries_of
     lists, given, numbers = tables
-    queries, is_query = entry_tokens(lists, entry, is_partial, shape)
+    number, begins, ends = entry
+    if shape.SUB < shape.ENTRY:  # there are no registers for what is gathered in the next turn
+        begins, ends = entry_at(lists, number, is_partial, shape)
+    queries, is_query = entry_tokens((number, begins, ends), is_partial, shape)
     pairs = (queries[None, :], keys[:, None], shift)
     q = load_rows(q_rows, queries, is_query, is_partial, shape)
     row = (at[0] * numbers.num_heads + at[1]) * numbers.num_queries + queries

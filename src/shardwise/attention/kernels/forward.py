@@ -17,6 +17,7 @@ from shardwise.attention.kernels.parts import (
     Rows,
     biased,
     dot,
+    entry_at,
     entry_tokens,
     head_of,
     item_of,
@@ -57,9 +58,15 @@ def forward(
     keys_of = (head_of(inputs.k, sample, head // shape.GROUP), head_of(inputs.v, sample, head // shape.GROUP))
     tile, at, tables = (q, queries, is_query, shift), (sample, head), (lists, given, numbers)
     sums, most, total = _start(shape)
-    for entry in range(full, full_end):
+    begins, ends = entry_at(lists, full, False, shape)
+    for number in range(full, full_end):
+        entry = (number, begins, ends)
+        begins, ends = entry_at(lists, number + 1, False, shape)
         sums, most, total = _visit((sums, most, total), entry, tile, keys_of, at, tables, False, shape)
-    for entry in range(partial, partial_end):
+    begins, ends = entry_at(lists, partial, True, shape)
+    for number in range(partial, partial_end):
+        entry = (number, begins, ends)
+        begins, ends = entry_at(lists, number + 1, True, shape)
         sums, most, total = _visit((sums, most, total), entry, tile, keys_of, at, tables, True, shape)
     if shape.IS_SPLIT:  # noqa: SIM102  (`and` would compile both)
         if slot >= 0:
@@ -81,7 +88,7 @@ def _start(shape: tl.constexpr) -> tl.tuple:
 @triton.jit
 def _visit(
     state: tl.tuple,
-    entry: tl.tensor,
+    entry: tl.tuple,
     tile: tl.tuple,
     keys_of: tl.tuple,
     at: tl.tuple,
@@ -93,7 +100,7 @@ def _visit(
     sums, most, total = state
     q, queries, is_query, shift = tile
     lists, given, numbers = tables
-    keys, is_key = entry_tokens(lists, entry, is_partial, shape)
+    keys, is_key = entry_tokens(entry, is_partial, shape)
     pairs = (queries[:, None], keys[None, :], shift)
     k = load_rows(keys_of[0], keys, is_key, is_partial, shape)
     scores = dot(q, tl.trans(k), shape)

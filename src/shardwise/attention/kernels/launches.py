@@ -22,17 +22,19 @@ NO_BIAS_STRIDES = (0, 0, 0, 0)
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """A kernel, its grid, its arguments, and the warps and stages that it is compiled for."""
+    """A kernel, its grid, its arguments, and the warps, stages and registers that it is compiled for."""
 
     kernel: Any
     grid: tuple[int, int, int]
     arguments: tuple[Any, ...]
     num_warps: int
     num_stages: int
+    most_registers: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+        limit = {} if self.most_registers is None else {"maxnreg": self.most_registers}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True, **limit}
 
     def run(self) -> None:
         if all(self.grid):
@@ -60,8 +62,8 @@ def forward_launches(inputs: Sequence[Tensor], extras: Extras, table: Table, res
     most, total = (_slots(q, heads, table, (table.tile,)) for _ in range(2))
     attended = forward.Attended(rows_of(out), lse, sums, most, total)
     arguments = (Inputs(*map(rows_of, inputs)), attended, _lists(table), given, numbers, shape)
-    warps, stages = warps_and_stages(table, shape.WIDE_D, q.dtype)
-    launches = [Launch(forward.forward, (table.num_items, heads, samples), arguments, warps, stages)]
+    warps, stages = warps_and_stages(table.tile, shape.WIDE_D, q.dtype)
+    launches = [Launch(forward.forward, (table.num_items, heads, samples), arguments, warps, stages, _registers(shape, q))]
     if table.num_slots:
         grid = (table.num_merges, heads, samples)
         launches.append(Launch(forward.merge_softmax, grid, (attended, _merges(table), numbers, shape), 8, 2))
@@ -104,7 +106,8 @@ def query_launches(
     out = backward.GradOfQueries(rows_of(grad), sums, grad_bias, *_bias_strides(grad_bias), 0, 0)
     over = (samples, heads) if grad_bias is None else grad_bias.shape[:2]  # of one launch
     mode = 0 if grad_bias is None else 1 + (tuple(over) != (samples, heads))
-    warps, stages = warps_and_stages(table, shape.WIDE_D, q.dtype)
+    warps, stages = warps_and_stages(table.tile, shape.WIDE_D, q.dtype)
+    registers = None if mode else _registers(shape, q)
     launches = []
     for sample in range(0, samples, over[0]):
         for head in range(0, heads, over[1]):
@@ -113,7 +116,7 @@ def query_launches(
                 Inputs(*map(rows_of, inputs)), incoming, here, _lists(table), given, numbers, mode, shape
             )  # fmt: skip
             grid = (table.num_items, over[1], over[0])
-            launches.append(Launch(backward.backward_queries, grid, arguments, warps, stages))
+            launches.append(Launch(backward.backward_queries, grid, arguments, warps, stages, registers))
     if table.num_slots:
         grid = (table.num_merges, heads, samples)
         launches.append(Launch(backward.merge_sums, grid, (sums, rows_of(grad), _merges(table), numbers, shape), 8, 2))
@@ -134,7 +137,7 @@ def key_launches(
     sums = [_slots(q, heads, table, (table.tile, shape.WIDE_D)) for _ in range(2)]
     out = backward.GradOfKeys(*map(rows_of, grads), *sums)
     arguments = (Inputs(*map(rows_of, inputs)), incoming, out, _lists(table), given, numbers, shape)
-    warps, stages = warps_and_stages(table, shape.WIDE_D, q.dtype, of_keys=True)
+    warps, stages = warps_and_stages(table.tile, shape.WIDE_D, q.dtype, of_keys=True)
     launches = [Launch(backward.backward_keys, (table.num_items, heads, samples), arguments, warps, stages)]
     if table.num_slots:
         grid = (table.num_merges, heads, samples)
@@ -142,6 +145,13 @@ def key_launches(
             merged = (each, rows_of(grad), _merges(table), numbers, shape)
             launches.append(Launch(backward.merge_sums, grid, merged, 8, 2))
     return launches
+
+
+def _registers(shape: Shape, q: Tensor) -> int | None:
+    """Of a thread at most, where two programs then run on a multiprocessor, for 64 bytes spilled or less."""
+    is_gathered = shape.SUB < shape.ENTRY
+    is_light = not (shape.HAS_BIAS or shape.HAS_DROPOUT or shape.HAS_PADDING or is_gathered)
+    return 128 if is_light and shape.TILE >= 128 and shape.WIDE_D <= 64 and q.dtype != torch.float32 else None
 
 
 def _slots(like: Tensor, heads: int, table: Table, sizes: tuple[int, ...]) -> Tensor:

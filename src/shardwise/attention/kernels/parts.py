@@ -171,30 +171,47 @@ def ranges_of(items: tl.tensor, index: tl.tensor, group: tl.tensor, each: tl.ten
 
 
 @triton.jit
-def entry_tokens(lists: tl.tuple, entry: tl.tensor, is_partial: tl.constexpr, shape: tl.constexpr) -> tl.tuple:
-    """An entry's tokens [ENTRY], and whether each exists, which in a full one all do."""
-    place = tl.arange(0, shape.ENTRY)
+def entry_at(lists: tl.tuple, number: tl.tensor, is_partial: tl.constexpr, shape: tl.constexpr) -> tl.tuple:
+    """Where the sub-blocks of an entry begin and end.
+
+    Loops load them a turn ahead, for which tables have a row to spare: where a load of rows waits for another load of
+    its own turn, fewer entries are in flight.
+    """
     num_subs: tl.constexpr = shape.ENTRY // shape.SUB
-    if is_partial:
-        row = lists.partial + entry * (2 * num_subs + shape.TILE // shape.RUN)
-    else:
-        row = lists.full + entry * num_subs
-    sub = 0 if num_subs == 1 else place // shape.SUB
-    tokens = tl.load(row + sub) + place % shape.SUB
-    is_real = tokens < tl.load(row + num_subs + sub) if is_partial else place >= 0
+    row = entry_row(lists, number, is_partial, shape) + (0 if num_subs == 1 else tl.arange(0, shape.ENTRY) // shape.SUB)
+    begins = tl.load(row)
+    ends = tl.load(row + num_subs) if is_partial else begins
+    return begins, ends
+
+
+@triton.jit
+def entry_row(lists: tl.tuple, number: tl.tensor, is_partial: tl.constexpr, shape: tl.constexpr) -> tl.tensor:
+    """Where an entry's numbers stand in the table."""
+    num_subs: tl.constexpr = shape.ENTRY // shape.SUB
+    size: tl.constexpr = 2 * num_subs + shape.TILE // shape.RUN if is_partial else num_subs
+    return (lists.partial if is_partial else lists.full) + tl.full([], size, tl.int64) * number
+
+
+@triton.jit
+def entry_tokens(entry: tl.tuple, is_partial: tl.constexpr, shape: tl.constexpr) -> tl.tuple:
+    """An entry's tokens [ENTRY], and whether each exists, which in a full one all do."""
+    _, begins, ends = entry
+    place = tl.arange(0, shape.ENTRY)
+    tokens = begins + place % shape.SUB
+    is_real = tokens < ends if is_partial else place >= 0
     return tokens, is_real
 
 
 @triton.jit
 def pairs_seen(
-    lists: tl.tuple, entry: tl.tensor, pairs: tl.tuple, is_real: tl.tensor, shape: tl.constexpr
+    lists: tl.tuple, entry: tl.tuple, pairs: tl.tuple, is_real: tl.tensor, shape: tl.constexpr
 ) -> tl.tensor:
     """Of a partial entry, which pairs are seen, [TILE, ENTRY]; `pairs`: queries, keys and the shift between them."""
     queries, keys, shift = pairs
     seen = (keys <= queries + shift) & is_real[None, :]
     num_subs: tl.constexpr = shape.ENTRY // shape.SUB
     if num_subs > 1 or shape.TILE > shape.RUN:
-        row = lists.partial + entry * (2 * num_subs + shape.TILE // shape.RUN) + 2 * num_subs
+        row = entry_row(lists, entry[0], True, shape) + 2 * num_subs
         bits = tl.load(row + tl.arange(0, shape.TILE) // shape.RUN)
         sub = tl.arange(0, shape.ENTRY) // shape.SUB
         seen = seen & (((bits[:, None] >> sub[None, :]) & 1) != 0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from shardwise.attention.kernels.tiles import ITEM_HEAD, Heads, Side, best_width
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """One side's tables (`tiles.Tables`) on the device, int32."""
+    """One side's tables (`tiles.Tables`) on the device, int32; with a row behind the entries, for a load ahead."""
 
     items: Tensor
     full: Tensor
@@ -71,7 +72,8 @@ def plan_of(
     for of_queries in (True, False):
         width = best_width(layout, of_queries, *widest(head_dim, dtype, of_queries))
         tables = tables_of(layout, Side(of_queries, width), heads, limit)
-        arrays = (tables.items, tables.full, tables.partial, tables.merges)
+        full, partial = (np.pad(each, ((0, 1), (0, 0))) for each in (tables.full, tables.partial))
+        arrays = (tables.items, full, partial, tables.merges)
         tensors += [torch.from_numpy(each).to(device, torch.int32) for each in arrays]
         numbers += [width.tile, width.entry, tables.run, tables.sub_block, tables.num_slots]
     return Plan(tuple(tensors), tuple(numbers))
@@ -94,14 +96,12 @@ def widest(head_dim: int, dtype: torch.dtype, of_queries: bool) -> tuple[int, in
         return (32, 64) if head_dim <= 64 else (16, 32) if head_dim <= 128 else (16, 16)
     if of_queries:
         return (64, 128) if head_dim <= 128 else (32, 64)
-    return (64, 64) if head_dim <= 64 else (32, 128) if head_dim <= 128 else (16, 64)
+    return (32, 128) if head_dim <= 128 else (16, 64)
 
 
-def warps_and_stages(table: Table, wide_head_dim: int, dtype: torch.dtype, of_keys: bool = False) -> tuple[int, int]:
+def warps_and_stages(tile: int, wide_head_dim: int, dtype: torch.dtype, of_keys: bool = False) -> tuple[int, int]:
     """How many warps share a tile, and how many entries are in flight: what spills least (`ptxas` for sm_90)."""
     if dtype == torch.float32:  # products without matrix instructions
         return 8, 2
-    is_wide = table.tile >= 128 or wide_head_dim > 128 or (of_keys and table.tile >= 64)
-    is_gathered = table.sub_block < table.entry  # whose tokens must be known a stage before they are read
-    has_room = wide_head_dim <= 64 or (wide_head_dim <= 128 and (is_gathered or not of_keys))
-    return 8 if is_wide else 4, 3 if has_room else 2
+    is_wide = tile >= 128 or wide_head_dim > 128 or (of_keys and tile >= 64 and wide_head_dim > 64)
+    return 8 if is_wide else 4, 3 if wide_head_dim <= 128 else 2
