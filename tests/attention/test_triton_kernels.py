@@ -158,14 +158,21 @@ CASES = {  # every pair of values of: group, block, head size, dtype, tokens, ca
     "wide_empty": Case((1, 1), 128, 64, FP32, "empty", True, False),
     "cached_whole": Case((1, 1), 64, 64, FP32, "cached", True),
     "middling": Case((1, 1), 32, 32, FP32, "packed", True, False),
-    "negative_scale": Case((1, 1), 64, 32, FP32, "ragged", False, False, "", 0.0, None, 1, -0.3),
-    "odd_block": Case((1, 1), 24, 48, FP32, "ragged", True, False, "", 0.0),
+}
+ODD = {  # values beside those
+    "negative_scale": Case((1, 1), 64, 32, FP32, "ragged", scale=-0.3),
+    "block_24": Case((1, 1), 24, 48, FP32, "ragged", True),
+    "block_48": Case((4, 1), 48, 160, FP16, "per_head", True, True, limit=1),
+    "block_96": Case((1, 1), 96, 96, FP16, "packed", True, p=0.1),
+    "small_heads": Case((2, 2), 16, 8, FP32, "ragged", True, bias="H"),
+    "widest_heads": Case((4, 1), 16, 256, BF16, "ragged", p=0.2, limit=1, scale=0.05),
+    "widest_fp32": Case((1, 1), 16, 256, FP32, "per_head", True, limit=1, scale=0.05),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *ODD])
 def test_equals_the_reference(name: str) -> None:
-    case = CASES[name]
+    case = (CASES | ODD)[name]
     tensors = given(case)
     out, lse, grads = computed(case, tensors)
     wanted_out, wanted_lse, wanted = expected(case, tensors)
@@ -201,10 +208,49 @@ def test_the_cases_hold_every_pair_of_values() -> None:
         shape = [case.heads[0] // case.heads[1], case.block, case.head_dim, case.dtype, case.tokens, case.is_causal]
         return [*shape, case.has_padding, bool(case.bias), case.p > 0, case.limit == 1]
 
-    rows = [values(case) for name, case in CASES.items() if name not in ("odd_block", "negative_scale")]
+    rows = [values(case) for case in CASES.values()]
     columns = list(zip(*rows, strict=True))
     for one, other in itertools.combinations(columns, 2):
         assert set(zip(one, other, strict=True)) == set(itertools.product(one, other))
+
+
+def test_tensors_may_lie_in_memory_as_they_like() -> None:
+    """Views of fused projections, heads that are one by expansion, and the gradient of a sum, which has no strides."""
+    case = Case((2, 2), 32, 32, FP16, "whole", True, samples=2)
+    tensors = given(case)
+    num_tokens, shape = case.layout.num_keys, tensors.q.shape
+    fused = torch.randn(num_tokens, 2, 3, 2, 32, device=DEVICE).half().permute(2, 1, 3, 0, 4)  # [q k v, B, H, N, D]
+    odd = {
+        "fused": replace(tensors, q=fused[0], k=fused[1], v=fused[2]),
+        "expanded": replace(tensors, k=fused[1][:, :1].expand(shape), v=fused[2][:, :, :1].expand(shape)),
+        "transposed": replace(tensors, q=torch.randn(2, 2, 32, num_tokens, device=DEVICE).half().mT),
+        "gradient of a sum": replace(tensors, grad_out=torch.ones((), device=DEVICE).half().expand(shape)),
+    }
+    for name, strided in odd.items():
+        plain = {each: getattr(strided, each).contiguous() for each in ("q", "k", "v", "grad_out")}
+        results = flat(computed(case, strided)), flat(computed(case, replace(strided, **plain)))
+        assert all(torch.equal(one, other) for one, other in zip(*results, strict=True)), name
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
+def test_a_bias_of_minus_infinity_hides_a_pair_and_may_hide_a_row(dtype: torch.dtype) -> None:
+    case = Case((1, 1), 16, 32, dtype, "ragged", bias="H")
+    tensors = given(case)
+    bias = tensors.extras.bias
+    assert bias is not None
+    bias[:, :, 3], bias[:, :, :, 5] = -torch.inf, -torch.inf
+    out, lse, grads = computed(case, tensors)
+    sees = (bias > -torch.inf) & case.layout.allowed().to(DEVICE)
+    wide = (tensors.q.double(), tensors.k.double(), tensors.v.double())
+    finite = bias.nan_to_num(neginf=0.0).double()
+    wanted_out, wanted_lse = reference_attention(*wide, sees, scale=case.scale, bias=finite)
+    torch.testing.assert_close(out.double(), wanted_out, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+    torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-5, atol=1e-5)
+    assert lse[0, 0, 3] == -torch.inf
+    assert grads.bias is not None
+    assert all(each.isfinite().all() for each in (grads.q, grads.k, grads.v, grads.bias))
+    for hidden in (out[:, :, 3], grads.q[:, :, 3], grads.k[:, :, 5], grads.v[:, :, 5], grads.bias[:, :, 3]):
+        assert not hidden.any()
 
 
 def test_is_bitwise_repeatable_and_the_same_alone_or_in_a_batch() -> None:

@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
 
 from shardwise.attention.backends import Draw, Extras
 from shardwise.attention.block_layout import BlockLayout
@@ -30,7 +30,6 @@ from shardwise.attention.kernels.launches import (
 from shardwise.attention.kernels.plans import plan_of, tables_in
 from shardwise.attention.kernels.tiles import Heads
 
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.bool: "i1"}
 NUM_TOKENS = 1024
 
 
@@ -63,19 +62,22 @@ def launches_of(head_dim: int, block: int, dtype: torch.dtype, extras: str, is_s
     ]
 
 
+class NoGpu:
+    """Triton's driver of an H100 or H200 that is not there, by which kernels are specialised as for a launch."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
 def spilled_bytes(launch: Launch) -> int:
     """Bytes of stack a thread, of the machine code that a launch would run."""
-    signature: dict[str, Any] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    for index, (parameter, value) in enumerate(zip(launch.kernel.params, launch.arguments, strict=True)):
-        if parameter.is_constexpr:
-            signature[parameter.name] = "constexpr"
-            constants[(index,)] = value
-        else:
-            signature[parameter.name] = type_of(value, (index,), constants, attributes)
-    source = ASTSource(launch.kernel, signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
+    compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.options)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -85,23 +87,9 @@ def spilled_bytes(launch: Launch) -> int:
     return int(stack) + int(local)
 
 
-def type_of(value: Any, path: tuple[int, ...], constants: dict[Any, Any], attributes: dict[Any, Any]) -> Any:
-    """The type of an argument as a launch would tell it, with constants and divisibility noted by path."""
-    if isinstance(value, tuple):
-        parts = [type_of(each, (*path, i), constants, attributes) for i, each in enumerate(value)]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    if value is None or (isinstance(value, int) and value == 1):
-        constants[path] = value
-        return "constexpr"
-    if isinstance(value, float):
-        return "fp32"
-    if isinstance(value, Tensor) or value % 16 == 0:
-        attributes[path] = [["tt.divisibility", 16]]
-    return f"*{TYPES[value.dtype]}" if isinstance(value, Tensor) else "i32"
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    driver.set_active(NoGpu())
     found: dict[Any, dict[str, int]] = {}
     for variant in ast.literal_eval(sys.argv[1]):
         head_dim, block, dtype, extras, is_split = variant

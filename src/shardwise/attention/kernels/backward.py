@@ -153,7 +153,7 @@ def _grad_of_queries(
     """What one entry adds to dQ, before the scale."""
     q, grad, lse, delta, queries, is_query, shift = tile
     lists, given, numbers, out = tables
-    keys, is_key = entry_tokens(entry, is_partial, shape)
+    keys, is_key = entry_tokens(lists, entry, is_partial, shape)
     pairs, is_pair = (queries[:, None], keys[None, :], shift), is_query[:, None] & is_key[None, :]
     k = load_rows(keys_of[0], keys, is_key, is_partial, shape)
     scores = dot(q, tl.trans(k), shape) * numbers.scale_log2
@@ -253,10 +253,7 @@ def _grad_of_keys(
     k, v, keys, is_key, shift = tile
     q_rows, grad_rows, incoming = queries_of
     lists, given, numbers = tables
-    number, begins, ends = entry
-    if shape.SUB < shape.ENTRY:  # there are no registers for what is gathered in the next turn
-        begins, ends = entry_at(lists, number, is_partial, shape)
-    queries, is_query = entry_tokens((number, begins, ends), is_partial, shape)
+    queries, is_query = entry_tokens(lists, entry, is_partial, shape)
     pairs = (queries[None, :], keys[:, None], shift)
     q = load_rows(q_rows, queries, is_query, is_partial, shape)
     row = (at[0] * numbers.num_heads + at[1]) * numbers.num_queries + queries

@@ -100,7 +100,7 @@ def _visit(
     sums, most, total = state
     q, queries, is_query, shift = tile
     lists, given, numbers = tables
-    keys, is_key = entry_tokens(entry, is_partial, shape)
+    keys, is_key = entry_tokens(lists, entry, is_partial, shape)
     pairs = (queries[:, None], keys[None, :], shift)
     k = load_rows(keys_of[0], keys, is_key, is_partial, shape)
     scores = dot(q, tl.trans(k), shape)

@@ -63,7 +63,8 @@ def forward_launches(inputs: Sequence[Tensor], extras: Extras, table: Table, res
     attended = forward.Attended(rows_of(out), lse, sums, most, total)
     arguments = (Inputs(*map(rows_of, inputs)), attended, _lists(table), given, numbers, shape)
     warps, stages = warps_and_stages(table.tile, shape.WIDE_D, q.dtype)
-    launches = [Launch(forward.forward, (table.num_items, heads, samples), arguments, warps, stages, _registers(shape, q))]
+    registers = _registers(shape, warps)
+    launches = [Launch(forward.forward, (table.num_items, heads, samples), arguments, warps, stages, registers)]
     if table.num_slots:
         grid = (table.num_merges, heads, samples)
         launches.append(Launch(forward.merge_softmax, grid, (attended, _merges(table), numbers, shape), 8, 2))
@@ -107,7 +108,7 @@ def query_launches(
     over = (samples, heads) if grad_bias is None else grad_bias.shape[:2]  # of one launch
     mode = 0 if grad_bias is None else 1 + (tuple(over) != (samples, heads))
     warps, stages = warps_and_stages(table.tile, shape.WIDE_D, q.dtype)
-    registers = None if mode else _registers(shape, q)
+    registers = None if mode else _registers(shape, warps)
     launches = []
     for sample in range(0, samples, over[0]):
         for head in range(0, heads, over[1]):
@@ -132,7 +133,7 @@ def key_launches(
 ) -> list[Launch]:
     """dK and dV, which are the `grads` to be written."""
     q, k, _ = inputs
-    shape, numbers, given = _shape(inputs, extras, table), _numbers(inputs, extras, table), _given(extras)
+    shape, numbers, given = _shape(inputs, extras, table, of_keys=True), _numbers(inputs, extras, table), _given(extras)
     samples, heads = k.shape[:2]
     sums = [_slots(q, heads, table, (table.tile, shape.WIDE_D)) for _ in range(2)]
     out = backward.GradOfKeys(*map(rows_of, grads), *sums)
@@ -147,11 +148,11 @@ def key_launches(
     return launches
 
 
-def _registers(shape: Shape, q: Tensor) -> int | None:
-    """Of a thread at most, where two programs then run on a multiprocessor, for 64 bytes spilled or less."""
+def _registers(shape: Shape, warps: int) -> int | None:
+    """Of a thread at most: those with which two programs run on a multiprocessor, where next to nothing spills."""
     is_gathered = shape.SUB < shape.ENTRY
     is_light = not (shape.HAS_BIAS or shape.HAS_DROPOUT or shape.HAS_PADDING or is_gathered)
-    return 128 if is_light and shape.TILE >= 128 and shape.WIDE_D <= 64 and q.dtype != torch.float32 else None
+    return 65_536 // (2 * 32 * warps) if is_light and shape.WIDE_D <= 64 and warps > 4 else None
 
 
 def _slots(like: Tensor, heads: int, table: Table, sizes: tuple[int, ...]) -> Tensor:
@@ -216,11 +217,13 @@ def _bare_shape(inputs: Sequence[Tensor], tile: int) -> Shape:
         HAS_DROPOUT=False,
         IS_SPLIT=False,
         IS_PLAIN=True,
+        IS_AHEAD=True,
         UPCAST=not isinstance(forward.forward, JITFunction),
     )
 
 
-def _shape(inputs: Sequence[Tensor], extras: Extras, table: Table) -> Shape:
+def _shape(inputs: Sequence[Tensor], extras: Extras, table: Table, of_keys: bool = False) -> Shape:
+    is_heavy = extras.bias is not None or extras.draw is not None
     return _bare_shape(inputs, table.tile)._replace(
         ENTRY=table.entry,
         RUN=table.run,
@@ -231,4 +234,5 @@ def _shape(inputs: Sequence[Tensor], extras: Extras, table: Table) -> Shape:
         HAS_DROPOUT=extras.draw is not None,
         IS_SPLIT=table.num_slots > 0,
         IS_PLAIN=extras.scale >= 0,
+        IS_AHEAD=not (is_heavy or (of_keys and table.sub_block < table.entry)),
     )

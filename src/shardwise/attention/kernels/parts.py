@@ -79,7 +79,11 @@ class Numbers(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a kernel is compiled for; UPCAST in the interpreter, whose product of bf16 is wrong."""
+    """What a kernel is compiled for.
+
+    IS_PLAIN: the scale is not negative. IS_AHEAD: registers suffice to know an entry's place a turn before it is read.
+    UPCAST: in the interpreter, whose product of bf16 is wrong.
+    """
 
     D: int
     WIDE_D: int
@@ -94,6 +98,7 @@ class Shape(NamedTuple):
     HAS_DROPOUT: bool
     IS_SPLIT: bool
     IS_PLAIN: bool
+    IS_AHEAD: bool
     UPCAST: bool
 
 
@@ -174,8 +179,8 @@ def ranges_of(items: tl.tensor, index: tl.tensor, group: tl.tensor, each: tl.ten
 def entry_at(lists: tl.tuple, number: tl.tensor, is_partial: tl.constexpr, shape: tl.constexpr) -> tl.tuple:
     """Where the sub-blocks of an entry begin and end.
 
-    Loops load them a turn ahead, for which tables have a row to spare: where a load of rows waits for another load of
-    its own turn, fewer entries are in flight.
+    Loops ask for it a turn ahead, for which tables have a row to spare: where a load of rows waits for another load of
+    its own turn, one entry less is in flight.
     """
     num_subs: tl.constexpr = shape.ENTRY // shape.SUB
     row = entry_row(lists, number, is_partial, shape) + (0 if num_subs == 1 else tl.arange(0, shape.ENTRY) // shape.SUB)
@@ -193,9 +198,11 @@ def entry_row(lists: tl.tuple, number: tl.tensor, is_partial: tl.constexpr, shap
 
 
 @triton.jit
-def entry_tokens(entry: tl.tuple, is_partial: tl.constexpr, shape: tl.constexpr) -> tl.tuple:
+def entry_tokens(lists: tl.tuple, entry: tl.tuple, is_partial: tl.constexpr, shape: tl.constexpr) -> tl.tuple:
     """An entry's tokens [ENTRY], and whether each exists, which in a full one all do."""
-    _, begins, ends = entry
+    number, begins, ends = entry
+    if not shape.IS_AHEAD:
+        begins, ends = entry_at(lists, number, is_partial, shape)
     place = tl.arange(0, shape.ENTRY)
     tokens = begins + place % shape.SUB
     is_real = tokens < ends if is_partial else place >= 0
@@ -203,9 +210,7 @@ def entry_tokens(entry: tl.tuple, is_partial: tl.constexpr, shape: tl.constexpr)
 
 
 @triton.jit
-def pairs_seen(
-    lists: tl.tuple, entry: tl.tuple, pairs: tl.tuple, is_real: tl.tensor, shape: tl.constexpr
-) -> tl.tensor:
+def pairs_seen(lists: tl.tuple, entry: tl.tuple, pairs: tl.tuple, is_real: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """Of a partial entry, which pairs are seen, [TILE, ENTRY]; `pairs`: queries, keys and the shift between them."""
     queries, keys, shift = pairs
     seen = (keys <= queries + shift) & is_real[None, :]
