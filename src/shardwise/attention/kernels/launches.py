@@ -63,7 +63,7 @@ def forward_launches(inputs: Sequence[Tensor], extras: Extras, table: Table, res
     attended = forward.Attended(rows_of(out), lse, sums, most, total)
     arguments = (Inputs(*map(rows_of, inputs)), attended, _lists(table), given, numbers, shape)
     warps, stages = warps_and_stages(table.tile, shape.WIDE_D, q.dtype)
-    registers = _registers(shape, warps)
+    registers = _registers(shape, warps, q.dtype)
     launches = [Launch(forward.forward, (table.num_items, heads, samples), arguments, warps, stages, registers)]
     if table.num_slots:
         grid = (table.num_merges, heads, samples)
@@ -108,7 +108,7 @@ def query_launches(
     over = (samples, heads) if grad_bias is None else grad_bias.shape[:2]  # of one launch
     mode = 0 if grad_bias is None else 1 + (tuple(over) != (samples, heads))
     warps, stages = warps_and_stages(table.tile, shape.WIDE_D, q.dtype)
-    registers = None if mode else _registers(shape, warps)
+    registers = None if mode else _registers(shape, warps, q.dtype)
     launches = []
     for sample in range(0, samples, over[0]):
         for head in range(0, heads, over[1]):
@@ -148,10 +148,10 @@ def key_launches(
     return launches
 
 
-def _registers(shape: Shape, warps: int) -> int | None:
+def _registers(shape: Shape, warps: int, dtype: torch.dtype) -> int | None:
     """Of a thread at most: those with which two programs run on a multiprocessor, where next to nothing spills."""
-    is_gathered = shape.SUB < shape.ENTRY
-    is_light = not (shape.HAS_BIAS or shape.HAS_DROPOUT or shape.HAS_PADDING or is_gathered)
+    is_apart = shape.SUB < shape.ENTRY or dtype == torch.float32  # gathered, or without matrix instructions
+    is_light = not (shape.HAS_BIAS or shape.HAS_DROPOUT or shape.HAS_PADDING or is_apart)
     return 65_536 // (2 * 32 * warps) if is_light and shape.WIDE_D <= 64 and warps > 4 else None
 
 
