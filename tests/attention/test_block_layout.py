@@ -1,5 +1,9 @@
 """Layouts of blocks: how they are made, cut and packed, and how dense they are."""
 
+import copy
+import pickle
+import weakref
+
 import pytest
 import torch
 from hypothesis import given
@@ -125,3 +129,23 @@ def test_documents_of_different_kinds_are_not_packed():
     one, other = BlockLayout.from_blocks(torch.ones(2, 2), 4), BlockLayout.from_blocks(torch.ones(2, 2), 8)
     with pytest.raises(ConfigError, match=r"\[\(4, 1\), \(8, 1\)\] cannot be packed"):
         pack([one, other])
+
+
+def test_copies_and_pickles_take_no_plans_along():
+    layout = BlockLayout.from_blocks(torch.eye(3), block=4)
+    plan = layout.cached("plan", lambda whole: torch.ones(2**20))
+    module = torch.nn.Module()
+    module.layout = layout
+    assert copy.deepcopy(module).layout is copy.copy(layout) is layout
+    pickled = pickle.dumps(module)
+    assert len(pickled) < plan.nbytes // 100
+    loaded = pickle.loads(pickled).layout
+    assert loaded.allowed().equal(layout.allowed())
+    assert loaded.cached("plan", lambda whole: "made anew") == "made anew"
+
+
+def test_of_many_keys_the_last_made_are_kept():
+    layout = BlockLayout.from_blocks(torch.eye(3), block=4)
+    plans = [weakref.ref(layout.cached(key, lambda whole: torch.ones(1))) for key in range(200)]
+    assert plans[-1]() is layout.cached(199, lambda whole: torch.zeros(1))
+    assert sum(plan() is not None for plan in plans) < 100

@@ -6,6 +6,7 @@ In float64. Heads of `sparse-bigbird` have different layouts, so a rank must tak
 from __future__ import annotations
 
 import functools
+import shutil
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from harness.combinations import cover
 from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity
 from harness.tensor import SPARSE_MODELS, make_case, step_batches, train_split, train_whole
-from harness.training import merge_ranks
+from harness.training import merge_ranks, reference_of, train_case
 
 NUM_STEPS = 2
 NUM_MICRO_BATCHES = 2
@@ -39,6 +40,12 @@ def reference(model: str, num_data_ranks: int) -> Trace:
     return train_whole(model, num_data_ranks, NUM_MICRO_BATCHES, NUM_STEPS)
 
 
+def train_compiled(rank: int, world_size: int, backend: str) -> Trace:
+    overrides = {"zero": {"stage": 3}, "compile": {"enabled": True, "backend": backend}}
+    torch._dynamo.reset()
+    return train_case(rank, world_size, make_case("sparse-fixed"), NUM_MICRO_BATCHES, NUM_STEPS, overrides)
+
+
 @pytest.mark.parametrize("options", cover(FACTORS, fits))
 def test_sparse_attention_equals_one_process_in_every_layout(ranks: WorkerPool, options: dict[str, Any]) -> None:
     num_ranks = max(2, options["tp"] * options["pp"])
@@ -51,6 +58,13 @@ def test_sparse_attention_equals_one_process_in_every_layout(ranks: WorkerPool, 
     traces = ranks(num_ranks).run(train_split, options["model"], overrides, NUM_MICRO_BATCHES, NUM_STEPS)
     num_data_ranks = num_ranks // options["tp"] // options["pp"]
     check_parity(merge_ranks(traces), reference(options["model"], num_data_ranks))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_compiled_blocks_equal_one_process(ranks: WorkerPool, backend: str) -> None:
+    traces = ranks(2).run(train_compiled, backend)
+    check_parity(merge_ranks(traces), reference_of(make_case("sparse-fixed"), 2, NUM_MICRO_BATCHES, NUM_STEPS, None))
 
 
 def test_the_models_differ_from_the_dense_one_and_heads_from_each_other() -> None:

@@ -12,9 +12,10 @@ packed one behind another, whose tokens never see each other. Only `allowed`, fo
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,11 +25,13 @@ from shardwise.attention.density import causal_pairs, tile_pairs, visible_pairs
 from shardwise.config import ConfigError
 
 Made = TypeVar("Made")
+Key = TypeVar("Key", bound=Hashable)
 BlockFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From indices of head [heads, 1, 1], block of queries [rows, 1] and block of keys [num_blocks], int64, to whether the
 one sees the other, bool, which broadcasts to [heads, rows, num_blocks]."""
 
 _MAX_FUNCTION_NUMEL = 2**22
+_MOST_MADE: Final = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +61,24 @@ class Pattern:
 class BlockLayout:
     """Patterns one behind another, with what back ends have planned on them.
 
+    A copy is the layout itself, and a pickle has the patterns alone: plans are never copied.
+
     Attributes:
         patterns: one, or a packed document each; of the same block size and number of heads.
     """
 
     patterns: tuple[Pattern, ...]
     _made: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
+    _name: str = field(default_factory=lambda: uuid.uuid4().hex, init=False, repr=False)
+
+    def __copy__(self) -> BlockLayout:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockLayout:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BlockLayout, (self.patterns,)
 
     @staticmethod
     def from_blocks(blocks: Tensor, block: int, *, causal: bool = False, num_tokens: int | None = None) -> BlockLayout:
@@ -159,13 +174,17 @@ class BlockLayout:
         """
         return tile_pairs(self.patterns, rows, columns) / (self.num_queries * self.num_keys)
 
-    @constant_in_graphs
     def cached(self, key: Hashable, make: Callable[[BlockLayout], Made]) -> Made:
-        """What `make` gives for this layout, made once for each key and kept as long as the layout is."""
-        if key not in self._made:
-            # A recomputation finds it made, and no mode may see a difference; it is real, whoever asks first.
-            with unseen_by_op_modes(is_real=True):
-                self._made[key] = make(self)
+        """What `make` gives for this layout, made once for each key; those made last are kept as long as the layout is.
+
+        Compiled code keeps it as a constant, and is compiled anew for another layout.
+        """
+        # Compiled code is guarded by values that it reads, such as a name, and not by whose methods are constants.
+        return self._cached(self._name, key, make)
+
+    @constant_in_graphs
+    def _cached(self, name: str, key: Hashable, make: Callable[[BlockLayout], Made]) -> Made:
+        keep_last(self._made, key, lambda: make(self), _MOST_MADE)
         return self._made[key]  # type: ignore[return-value]
 
     def of_heads(self, first: int, num: int) -> BlockLayout:
@@ -216,6 +235,20 @@ def require_structure(given: object) -> None:
             f"a {type(given).__name__} has no layout(seq_len); give a BlockLayout, or a structure such as "
             "FixedSparsityConfig"
         )
+
+
+def keep_last(kept: dict[Key, Made], key: Key, make: Callable[[], Made], most: int) -> None:
+    """See that `kept[key]` is there, and of all but the `most` made last nothing.
+
+    It is made out of sight of op modes: a recomputation may find it made, and they may see no difference. It is real,
+    whoever asks first.
+    """
+    if key in kept:
+        return
+    while len(kept) >= most:
+        del kept[next(iter(kept))]
+    with unseen_by_op_modes(is_real=True):
+        kept[key] = make()
 
 
 def pack(layouts: Sequence[BlockLayout]) -> BlockLayout:

@@ -19,25 +19,27 @@ What is computed is the structure, and within it what the model itself lets a to
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise._torch_private import is_fake, unseen_by_op_modes
-from shardwise.attention.block_layout import BlockLayout, require_structure
+from shardwise._torch_private import constant_in_graphs, is_fake
+from shardwise.attention.block_layout import BlockLayout, keep_last, require_structure
 from shardwise.attention.functional import block_sparse_attention
 from shardwise.config import ConfigError
 from shardwise.wearing import set_attribute
 
 NAME: Final = "shardwise_block_sparse"
 _GIVEN: Final = "_shardwise_structure"
-_NUM_PACKED: Final = 16
+_MOST_LAYOUTS: Final = 32
+_MOST_WITH_CACHE: Final = 4  # generation meets every length once
 _CROSS: Final = re.compile(r"cross_?att|enc_?dec_?att|encoder_att", re.IGNORECASE)
 
 
@@ -51,6 +53,43 @@ class Structure(Protocol):
         """Of documents packed one behind another."""
 
 
+class _Place(NamedTuple):
+    """What a layout is made for.
+
+    Attributes:
+        num_heads: of this rank.
+        rank: of those that the model's heads are split over; None where they are not.
+        num_queries: the last ones of a sequence.
+        num_keys: of the sequence.
+        lengths: of packed documents; None for one sequence.
+        is_causal: the model is.
+    """
+
+    num_heads: int
+    rank: int | None
+    num_queries: int
+    num_keys: int
+    lengths: tuple[int, ...] | None
+    is_causal: bool
+
+
+class _Layouts:
+    """The layouts made last: for whole sequences, and, fewer of them, for queries behind cached keys."""
+
+    def __init__(self) -> None:
+        self._whole: dict[_Place, BlockLayout] = {}
+        self._with_cache: dict[_Place, BlockLayout] = {}
+
+    def at(self, place: _Place) -> dict[_Place, BlockLayout]:
+        """Where the layout of a place is kept."""
+        return self._whole if place.num_queries == place.num_keys else self._with_cache
+
+    def keep(self, place: _Place, make: Callable[[], BlockLayout]) -> None:
+        """See that the layout of a place is there."""
+        whole = place.num_queries == place.num_keys
+        keep_last(self.at(place), place, make, _MOST_LAYOUTS if whole else _MOST_WITH_CACHE)
+
+
 @dataclass(frozen=True, eq=False)
 class _Given:
     """What an attention module is given; shared by its copies, and registering itself again where it is unpickled.
@@ -59,13 +98,15 @@ class _Given:
         structure: of the model.
         is_cross: the module attends to another sequence.
         name: under which transformers knows the attention.
-        packed: layouts by lengths of documents; shared by the modules of a model.
+        shared: what the modules of a model have made, so that all layers have one plan.
+        own: what this module has used.
     """
 
     structure: Structure | BlockLayout
     is_cross: bool
     name: str
-    packed: dict[tuple[int, ...], BlockLayout] = field(default_factory=dict)
+    shared: _Layouts = field(default_factory=_Layouts)
+    own: _Layouts = field(default_factory=_Layouts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -73,17 +114,38 @@ class _Given:
     def __reduce__(self) -> tuple[Any, ...]:
         return _given, (self.structure, self.is_cross, self.name)
 
-    def layout(self, num_keys: int, lengths: tuple[int, ...] | None) -> BlockLayout:
-        """Of a sequence, or of packed documents: for these the last few layouts are kept, as all layers ask."""
+    @constant_in_graphs
+    def lay_out(self, *place: Any) -> None:
+        """Keep the layout of a place; compiled code does so when it is compiled, and cannot be given a layout itself.
+
+        Raises:
+            ConfigError: the structure does not fit the model.
+        """
+        at = _Place(*place)
+        self.own.keep(at, lambda: self._shared(at))
+
+    def _shared(self, place: _Place) -> BlockLayout:
+        self.shared.keep(place, lambda: self._new(place))
+        return self.shared.at(place)[place]
+
+    def _new(self, place: _Place) -> BlockLayout:
+        if place.num_queries != place.num_keys:
+            layout = self._new(place._replace(num_queries=place.num_keys))
+            return layout.queries_from(place.num_keys - place.num_queries)
         if isinstance(self.structure, BlockLayout):
-            return _cropped(self.structure, num_keys, lengths)
-        if lengths is None:
-            return self.structure.layout(num_keys)
-        if lengths not in self.packed:
-            while len(self.packed) >= _NUM_PACKED:
-                del self.packed[next(iter(self.packed))]
-            self.packed[lengths] = self.structure.layout_of_documents(lengths)
-        return self.packed[lengths]
+            layout = _cropped(self.structure, place.num_keys, place.lengths)
+        elif place.lengths is None:
+            layout = self.structure.layout(place.num_keys)
+        else:
+            layout = self.structure.layout_of_documents(place.lengths)
+        if place.is_causal:
+            layout = _token_causal(layout)
+        elif any(pattern.causal for pattern in layout.patterns):
+            raise ConfigError(
+                "a token-causal structure in a bidirectional model would hide half of each sequence; give "
+                'attention="bidirectional"'
+            )
+        return _of_rank(layout, place)
 
 
 def _given(structure: Structure | BlockLayout, is_cross: bool, name: str) -> _Given:
@@ -147,10 +209,10 @@ def use_sparse_attention(
         undo.append(_restoring(config))
     for each in inner:
         each.set_attn_implementation(name)
-    packed: dict[tuple[int, ...], BlockLayout] = {}
+    shared = _Layouts()
     for path, module in modules:
         is_cross = _CROSS.search(f"{path} {type(module).__name__}") is not None
-        undo.append(set_attribute(module, _GIVEN, _Given(structure_or_layout, is_cross, name, packed)))
+        undo.append(set_attribute(module, _GIVEN, _Given(structure_or_layout, is_cross, name, shared)))
     used = SparseAttention(undo)
     deaf = [type(each).__name__ for each in inner if each.config._attn_implementation != name]
     if deaf or not modules:
@@ -272,10 +334,12 @@ def sparse_attention_forward(
     batch_size = query.shape[0]
     if flat:  # rows of a batch packed in different ways are one long row
         query, key, value = (each.transpose(0, 1).flatten(1, 2)[None] for each in (query, key, value))
-    # A recomputation finds the layout made, and no mode may see a difference.
-    with unseen_by_op_modes(is_real=True):
-        layout = _of_rank(module, _layout(given, key.shape[2], lengths, is_causal), query.shape[1])
-        layout = _last_queries(layout, query.shape[2])
+    num_heads, num_queries, num_keys = map(
+        operator.index, (*query.shape[1:3], key.shape[2])
+    )  # compiled code fixes them
+    place = _Place(num_heads, _rank_of(module), num_queries, num_keys, lengths, is_causal)
+    given.lay_out(*place)
+    layout = given.own.at(place)[place]
     out = block_sparse_attention(
         query,
         key,
@@ -338,18 +402,6 @@ def _lengths(mask: Tensor | None, options: dict[str, Any], query: Tensor) -> tup
     return rows[0] if len(set(rows)) == 1 else tuple(length for row in rows for length in row)
 
 
-def _layout(given: _Given, num_keys: int, lengths: tuple[int, ...] | None, is_causal: bool) -> BlockLayout:
-    layout = given.layout(num_keys, lengths)
-    if is_causal:
-        return layout.cached("token-causal", _token_causal)
-    if any(pattern.causal for pattern in layout.patterns):
-        raise ConfigError(
-            "a token-causal structure in a bidirectional model would hide half of each sequence; give "
-            'attention="bidirectional"'
-        )
-    return layout
-
-
 def _cropped(layout: BlockLayout, num_keys: int, lengths: tuple[int, ...] | None) -> BlockLayout:
     """The user's layout, or its first blocks for a shorter sequence."""
     have = tuple(pattern.num_tokens for pattern in layout.patterns)
@@ -361,20 +413,9 @@ def _cropped(layout: BlockLayout, num_keys: int, lengths: tuple[int, ...] | None
             "which makes layouts of all lengths"
         )
     num_blocks = -(-num_keys // layout.block)
-    pattern = layout.patterns[0]
-    return layout.cached(
-        ("cropped", num_keys),
-        lambda _: BlockLayout(
-            (replace(pattern, blocks=pattern.blocks[:, :num_blocks, :num_blocks], num_tokens=num_keys),)
-        ),
-    )
-
-
-def _last_queries(layout: BlockLayout, num_queries: int) -> BlockLayout:
-    first_query = layout.num_keys - num_queries
-    if first_query == 0:
-        return layout
-    return layout.cached(("queries", first_query), lambda whole: whole.queries_from(first_query))
+    (pattern,) = layout.patterns
+    cropped = replace(pattern, blocks=pattern.blocks[:, :num_blocks, :num_blocks], num_tokens=num_keys)
+    return BlockLayout((cropped,))
 
 
 def _token_causal(layout: BlockLayout) -> BlockLayout:
@@ -385,16 +426,23 @@ def _token_causal(layout: BlockLayout) -> BlockLayout:
     )
 
 
-def _of_rank(module: nn.Module, layout: BlockLayout, num_heads: int) -> BlockLayout:
+def _rank_of(module: nn.Module) -> int | None:
+    """Of the tensor-parallel ranks that have a module's heads: a split layer inside it knows."""
+    for each in module.modules():
+        state = getattr(each, "_shardwise_linear", None)
+        if state is not None:
+            rank: int = state.ops.comm.rank
+            return rank
+    return None
+
+
+def _of_rank(layout: BlockLayout, place: _Place) -> BlockLayout:
     """The part of a layout by head that a tensor-parallel rank's module computes."""
-    if layout.num_heads in (1, num_heads):
+    if layout.num_heads in (1, place.num_heads):
         return layout
-    # A split layer inside the module knows which of the ranks this is.
-    states = (each.__dict__.get("_shardwise_linear") for each in module.modules())
-    ranks = [state.ops.comm.rank for state in states if state is not None]
-    if not ranks or layout.num_heads % num_heads:
+    if place.rank is None or layout.num_heads % place.num_heads:
         raise ConfigError(
-            f"the layout has {layout.num_heads} heads, and {type(module).__name__} has {num_heads}; give as many, or "
-            "one for all heads"
+            f"the layout has {layout.num_heads} heads, and the model's attention has {place.num_heads}; give as many, "
+            "or one for all heads"
         )
-    return layout.of_heads(ranks[0] * num_heads, num_heads)
+    return layout.of_heads(place.rank * place.num_heads, place.num_heads)

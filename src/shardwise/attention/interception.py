@@ -30,6 +30,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Any, Final, Literal, Protocol
 
 import torch
@@ -37,14 +38,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from shardwise._torch_private import is_fake, unseen_by_op_modes, version, view_base
-from shardwise.attention.block_layout import BlockLayout, require_structure
+from shardwise._torch_private import constant_in_graphs, is_fake, unseen_by_op_modes, version, view_base
+from shardwise.attention.block_layout import BlockLayout, keep_last, require_structure
 from shardwise.attention.functional import block_sparse_attention
 from shardwise.config import ConfigError
 from shardwise.dropout.functions import KeyedFunctions, Site, keyed_attention
 from shardwise.wearing import become, set_attribute
 
 Otherwise = Literal["raise", "dense"]
+_MOST_LAYOUTS: Final = 32
 
 
 class Structure(Protocol):
@@ -127,7 +129,7 @@ class _Interception(TorchFunctionMode):
             raise ConfigError(f'otherwise={otherwise!r} is not known; legal: "raise", "dense"')
         require_structure(structure)
         self._structure, self._otherwise = structure, otherwise
-        self._layouts: dict[int, BlockLayout] = {}
+        self._layouts: dict[tuple[int, bool], BlockLayout] = {}
         self._seen: tuple[weakref.ref[Tensor], Any, str] | None = None
         self._on_thread = threading.local()
 
@@ -175,18 +177,26 @@ class _Interception(TorchFunctionMode):
             return f"attention of {num_heads} heads is given a layout of {self._layout(length).num_heads}"
         return None
 
-    def _layout(self, length: int) -> BlockLayout:
-        if isinstance(self._structure, BlockLayout):
+    def _layout(self, length: int, is_causal: bool = False) -> BlockLayout:
+        if isinstance(self._structure, BlockLayout) and not is_causal:
             return self._structure
-        if length not in self._layouts:
-            with unseen_by_op_modes(is_real=True):
-                self._layouts[length] = self._structure.layout(length)
-        return self._layouts[length]
+        place = (index(length), is_causal)  # compiled code fixes it
+        self._lay_out(*place)
+        return self._layouts[place]
+
+    @constant_in_graphs
+    def _lay_out(self, length: int, is_causal: bool) -> None:
+        """Keep the layout; compiled code does so when it is compiled, and cannot be given a layout itself."""
+        keep_last(self._layouts, (length, is_causal), lambda: self._new_layout(length, is_causal), _MOST_LAYOUTS)
+
+    def _new_layout(self, length: int, is_causal: bool) -> BlockLayout:
+        structure = self._structure
+        layout = structure if isinstance(structure, BlockLayout) else structure.layout(length)
+        return _causal(layout) if is_causal else layout
 
     def _attend(self, call: _Call) -> Tensor:
         query, mask = call.query, call.attn_mask
-        layout, key_padding, bias = self._layout(query.shape[2]), None, None
-        is_causal = call.is_causal
+        key_padding, bias, is_causal = None, None, call.is_causal
         if mask is not None:
             mask = mask.view((1,) * (4 - mask.ndim) + mask.shape)  # [1 or B, 1 or H, 1 or N, 1 or N]
             square = (query.shape[2], query.shape[2])
@@ -202,7 +212,7 @@ class _Interception(TorchFunctionMode):
                 query,
                 call.key,
                 call.value,
-                _causal(layout) if is_causal else layout,
+                self._layout(query.shape[2], is_causal),
                 key_padding=key_padding,
                 bias=bias,
                 dropout=call.dropout_p,
@@ -268,7 +278,7 @@ def _causal(layout: BlockLayout) -> BlockLayout:
     """Of a layout, what a causal call leaves."""
     if all(pattern.causal for pattern in layout.patterns):
         return layout
-    return layout.cached("causal", _lower)
+    return layout.cached("causal", _lower)  # contexts are entered anew for each step
 
 
 def _lower(layout: BlockLayout) -> BlockLayout:

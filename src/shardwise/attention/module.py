@@ -13,17 +13,19 @@ torch.Size([1, 4, 32, 8])
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch_private import is_fake, unseen_by_op_modes, version
-from shardwise.attention.block_layout import BlockLayout, require_structure
+from shardwise._torch_private import constant_in_graphs, is_fake, version
+from shardwise.attention.block_layout import BlockLayout, keep_last, require_structure
 from shardwise.attention.functional import block_sparse_attention
 from shardwise.config import ConfigError
 
 _MODES: Final = ("add", "mul")
+_MOST_LAYOUTS: Final = 32
 
 
 class SparseSelfAttention(nn.Module):
@@ -57,13 +59,23 @@ class SparseSelfAttention(nn.Module):
             if mode not in _MODES:
                 raise ConfigError(f'{name}={mode!r} does not exist; legal: "add", "mul"')
         require_structure(sparsity_config)
+        self._layouts: dict[tuple[int, int], BlockLayout] = {}
         self.sparsity_config = sparsity_config
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode
         self._is_strict = bool(getattr(sparsity_config, "strict_deepspeed", False))
-        self._layouts: dict[tuple[int, int], BlockLayout] = {}
         if self._is_strict:
             self.register_buffer("master_layout", sparsity_config.make_layout(max_seq_length))
+
+    @property
+    def sparsity_config(self) -> Any:
+        """The structure; another may be given to a module that is not strict."""
+        return self._structure
+
+    @sparsity_config.setter
+    def sparsity_config(self, structure: Any) -> None:
+        self._structure = structure
+        self._layouts.clear()
 
     def forward(
         self,
@@ -115,24 +127,33 @@ class SparseSelfAttention(nn.Module):
         return block_sparse_attention(query, key, value, self._layout(length), key_padding=key_padding, bias=bias)
 
     def _layout(self, length: int) -> BlockLayout:
-        if not self._is_strict:
-            with unseen_by_op_modes(is_real=True):
-                layout: BlockLayout = self.sparsity_config.layout(length)
-            return layout
+        if self._is_strict and torch.compiler.is_compiling():
+            raise ConfigError(
+                "a layout in DeepSpeed's strict mode is a buffer, whose values compiled code does not follow; leave "
+                "the strict mode, or this module uncompiled"
+            )
+        # A checkpoint brings a strict layout of its own.
+        place = (index(length), version(self.master_layout) if self._is_strict else 0)
+        self._lay_out(*place)
+        return self._layouts[place]
+
+    @constant_in_graphs
+    def _lay_out(self, *place: int) -> None:
+        """Keep the layout; compiled code does so when it is compiled, and cannot be given a layout itself."""
+        length, _ = place
+        make = self._strict_layout if self._is_strict else self.sparsity_config.layout
+        keep_last(self._layouts, (length, place[1]), lambda: make(length), _MOST_LAYOUTS)
+
+    def _strict_layout(self, length: int) -> BlockLayout:
         block, num_blocks = self.sparsity_config.block, self.master_layout.shape[-1]
         if length % block or length > num_blocks * block:
             raise ConfigError(
                 f"Sequence Length, {length}, needs to be dividable by Block size {block} and at most "
                 f"max_seq_length={num_blocks * block}; pad it, or leave DeepSpeed's strict mode"
             )
-        place = (length, version(self.master_layout))  # a checkpoint brings its own
-        if place not in self._layouts:
-            size = length // block
-            with unseen_by_op_modes(is_real=True):
-                is_real = not (is_fake(self.master_layout) or self.master_layout.is_meta)
-                whole = self.master_layout if is_real else self.sparsity_config.make_layout(num_blocks * block)
-                self._layouts[place] = BlockLayout.from_blocks(whole[:, :size, :size], block)
-        return self._layouts[place]
+        is_real = not (is_fake(self.master_layout) or self.master_layout.is_meta)
+        whole = self.master_layout if is_real else self.sparsity_config.make_layout(num_blocks * block)
+        return BlockLayout.from_blocks(whole[:, : length // block, : length // block], block)
 
 
 def _shaped(name: str, mask: Tensor, shape: tuple[int, int]) -> Tensor:

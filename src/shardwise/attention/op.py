@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -71,7 +72,8 @@ def _planned(layout: BlockLayout, q: Tensor, k: Tensor, backend: str) -> _Planne
     """The tensors and numbers of a layout's plan, kept with it."""
     if q.is_meta or (not torch.compiler.is_compiling() and is_fake(q)):
         return (), ()  # shapes need none
-    place = (backend, q.shape[1], k.shape[1], q.shape[3], q.dtype, q.device)
+    sizes = map(operator.index, (q.shape[1], k.shape[1], q.shape[3]))  # compiled code fixes them
+    place = (backend, *sizes, q.dtype, q.device)
     return layout.cached(place, functools.partial(_plan, place))
 
 

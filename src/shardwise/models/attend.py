@@ -6,13 +6,14 @@ Shapes: B batch, H query heads, K key and value heads, S sequence, D head.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any, Final, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise._torch_private import constant_in_graphs, unseen_by_op_modes
-from shardwise.attention.block_layout import BlockLayout
+from shardwise._torch_private import constant_in_graphs
+from shardwise.attention.block_layout import BlockLayout, keep_last
 from shardwise.attention.chosen import structure_of
 from shardwise.attention.functional import block_sparse_attention
 from shardwise.attention.structures import SparsityConfig
@@ -57,7 +58,7 @@ class BlockSparse:
     _layouts: dict[tuple[int, int, int], BlockLayout] = field(default_factory=dict, init=False, repr=False)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, first_head: int) -> Tensor:  # [B, H, S, D], [B, K, S, D]
-        place = q.shape[2], first_head, q.shape[1]
+        place = index(q.shape[2]), first_head, index(q.shape[1])  # compiled code fixes them
         self._lay_out(*place)
         return block_sparse_attention(q, k, v, self._layouts[place])
 
@@ -67,13 +68,12 @@ class BlockSparse:
     @constant_in_graphs
     def _lay_out(self, seq_len: int, first_head: int, num_heads: int) -> None:
         """Keep the layout; compiled code does so when it is compiled, and cannot be given a layout itself."""
-        place = seq_len, first_head, num_heads
-        if place in self._layouts:
-            return
-        if len(self._layouts) >= _MAX_LAYOUTS:  # generation meets every length
-            del self._layouts[next(iter(self._layouts))]
-        with unseen_by_op_modes(is_real=True):  # a recomputation finds it made, and no mode may see a difference
-            self._layouts[place] = self.structure.layout(seq_len).of_heads(first_head, num_heads)
+        keep_last(
+            self._layouts,
+            (seq_len, first_head, num_heads),
+            lambda: self.structure.layout(seq_len).of_heads(first_head, num_heads),
+            _MAX_LAYOUTS,
+        )
 
 
 def attend_of(section: AttentionConfig, num_heads: int) -> Attend:
