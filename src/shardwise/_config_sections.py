@@ -167,7 +167,7 @@ class ContextConfig(Section):
 
 
 class AttentionConfig(Section):
-    """Which keys each query of `shardwise train`'s decoder sees: all before it, or those of a block-sparse structure.
+    """Which keys each query sees, in `shardwise train`'s decoder and models of transformers: all, or a structure's.
 
     The other keys are the structures' parameters, by DeepSpeed's names; `shardwise.attention.structures` says what each
     means, and what it is where it is left out. `block`: tokens of a block. `seed`: of random blocks.

@@ -30,6 +30,7 @@ from shardwise.layout.mesh_shape import PIPELINE_AXES, TENSOR_AXES
 from shardwise.layout.stages import Placement
 from shardwise.loss import LossBooks, LossFn, NonFiniteLossError, Total, first_nonfinite_module
 from shardwise.memory import Category, Ledger
+from shardwise.models.given_attention import give_attention
 from shardwise.optim import own_scheduler
 from shardwise.pipeline.parts import StageForward
 from shardwise.pool import BufferPool
@@ -169,7 +170,8 @@ class Engine(EngineWeights):
         return driver
 
     def _alter_modules(self) -> None:
-        """Split layers, key dropouts, recompute and compile blocks; in this order, each inside the next."""
+        """Give attention, split layers, key dropouts, recompute and compile blocks; in this order."""
+        self._undo += give_attention(self.model, self.config.attention)
         tensor, tp = self.layout.tensor, self._comms.tensor
         if tensor is not None:
             self._undo += split_model(

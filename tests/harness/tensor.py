@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harness.huggingface import FAMILIES, PAD, VOCAB_SIZE, build_model
@@ -29,6 +29,7 @@ from shardwise.config import AttentionConfig
 from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.models import Decoder, lm_loss
 from shardwise.models.decoder import DecoderConfig
+from shardwise.models.given_attention import give_attention
 from shardwise.wearing import float64_throughout
 
 NUM_STEPS: Final = 5
@@ -57,10 +58,15 @@ SPARSE_MODELS: Final[Mapping[str, AttentionConfig]] = MappingProxyType(
         "sparse-bigbird": AttentionConfig(kind="bigbird", block=2, different_layout_per_head=True),
     }
 )
+GIVEN: Final = "given-"  # before a name of `MODELS`: that of transformers with this attention
+GIVEN_ATTENTION: Final = AttentionConfig(kind="bigbird", block=2, different_layout_per_head=True)
 
 
 def make_case(name: str) -> ModelCase:
     """A model of `MODELS`: tiny, with 4 heads over 2 KV heads where it groups them, dropping where it can."""
+    if name.startswith(GIVEN):
+        case = make_case(name.removeprefix(GIVEN))
+        return replace(case, make=partial(_given, case))
     if name == "decoder":
         return ModelCase(name, _decoder, _decoder_batch, _decoder_loss)
     if name in DEEP_MODELS:
@@ -164,6 +170,12 @@ def _decoder(num_layers: int = 3, tie_embeddings: bool = False, attention: Atten
         attention=attention or AttentionConfig(),
     )
     return Decoder(config)
+
+
+def _given(case: ModelCase) -> nn.Module:
+    model = case.make()
+    give_attention(model, GIVEN_ATTENTION)
+    return model
 
 
 def _decoder_batch(seed: int, num_samples: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

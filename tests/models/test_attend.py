@@ -182,5 +182,5 @@ def test_a_model_that_has_not_the_configs_attention_is_refused() -> None:
     config = Config(attention=BIGBIRD).resolve(1)
     plan_layout(sparse(BIGBIRD), config)
     for model in (sparse(FIXED), nn.Linear(2, 2)):
-        with pytest.raises(ConfigError, match=r"^attention.kind=bigbird is how shardwise train builds its decoder"):
+        with pytest.raises(ConfigError, match=r"^attention.kind=bigbird is for the decoder of shardwise train"):
             plan_layout(model, config)

@@ -15,7 +15,7 @@ import torch
 from harness.combinations import cover
 from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity
-from harness.tensor import SPARSE_MODELS, make_case, step_batches, train_split, train_whole
+from harness.tensor import GIVEN, GIVEN_ATTENTION, SPARSE_MODELS, make_case, step_batches, train_split, train_whole
 from harness.training import merge_ranks, reference_of, train_case
 
 NUM_STEPS = 2
@@ -60,6 +60,32 @@ def test_sparse_attention_equals_one_process_in_every_layout(ranks: WorkerPool, 
     check_parity(merge_ranks(traces), reference(options["model"], num_data_ranks))
 
 
+GIVEN_FACTORS = {
+    "model": ["llama", "bert"],
+    "stage": [0, 3],
+    "tp": [1, 2],
+    "pp": [1, 2],
+    "recompute": ["none", "full", "selective"],
+}
+
+
+@pytest.mark.parametrize("options", cover(GIVEN_FACTORS))
+def test_a_hugging_face_model_given_the_configs_attention_equals_one_process(
+    ranks: WorkerPool, options: dict[str, Any]
+) -> None:
+    pytest.importorskip("transformers")
+    num_ranks = max(2, options["tp"] * options["pp"])
+    overrides = {
+        "mesh": {"tp": options["tp"], "pp": options["pp"]},
+        "zero": {"stage": options["stage"]},
+        "recompute": {"mode": options["recompute"]},
+        "attention": GIVEN_ATTENTION.model_dump(),
+    }
+    traces = ranks(num_ranks).run(train_split, options["model"], overrides, NUM_MICRO_BATCHES, NUM_STEPS)
+    num_data_ranks = num_ranks // options["tp"] // options["pp"]
+    check_parity(merge_ranks(traces), reference(GIVEN + options["model"], num_data_ranks))
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_compiled_blocks_equal_one_process(ranks: WorkerPool, backend: str) -> None:
@@ -69,7 +95,8 @@ def test_compiled_blocks_equal_one_process(ranks: WorkerPool, backend: str) -> N
 
 def test_the_models_differ_from_the_dense_one_and_heads_from_each_other() -> None:
     """What the parity stands on: the layouts leave pairs out, and other ones for each half of the heads."""
-    losses = [reference(model, 1).losses for model in ("decoder", *SPARSE_MODELS)]
+    names = ("decoder", *SPARSE_MODELS, *(GIVEN * given + model for model in ("llama", "bert") for given in (0, 1)))
+    losses = [reference(model, 1).losses for model in names]
     assert len(set(map(tuple, losses))) == len(losses)
     case = make_case("sparse-bigbird")
     seq_len = step_batches(case, 0, 1)[0][0].shape[1]

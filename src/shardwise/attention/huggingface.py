@@ -211,8 +211,8 @@ def use_sparse_attention(
         each.set_attn_implementation(name)
     shared = _Layouts()
     for path, module in modules:
-        is_cross = _CROSS.search(f"{path} {type(module).__name__}") is not None
-        undo.append(set_attribute(module, _GIVEN, _Given(structure_or_layout, is_cross, name, shared)))
+        given = _Given(structure_or_layout, _crosses(path, module), name, shared)
+        undo.append(set_attribute(module, _GIVEN, given))
     used = SparseAttention(undo)
     deaf = [type(each).__name__ for each in inner if each.config._attn_implementation != name]
     if deaf or not modules:
@@ -222,6 +222,17 @@ def use_sparse_attention(
             "AttentionInterface; use a model that does, or sparse_sdpa_module, where it calls torch's attention"
         )
     return used
+
+
+def attends_causally(model: nn.Module) -> bool:
+    """Whether all self-attention of a model lets a token see none after it; an encoder's and a decoder's do not."""
+    modules = [(path, each) for path, each in model.named_modules() if _attends(each)]
+    own = [each for path, each in modules if not _crosses(path, each)]
+    return bool(own) and all(_is_causal(each, {}) for each in own)
+
+
+def _crosses(path: str, module: nn.Module) -> bool:
+    return _CROSS.search(f"{path} {type(module).__name__}") is not None
 
 
 def _attends(module: nn.Module) -> bool:

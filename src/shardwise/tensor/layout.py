@@ -17,11 +17,12 @@ from typing import Any, Final
 
 from torch import nn
 
-from shardwise.config import AttentionConfig, Config, ConfigError
+from shardwise.config import Config
 from shardwise.dropout import Zone, drops_by_function
 from shardwise.layout.cut import cut_model
 from shardwise.layout.layout import Layout, build_layout
 from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, is_within, tensor_layout
+from shardwise.models.given_attention import check_attention
 from shardwise.tensor.plans import find_plan
 
 _LOG: Final = logging.getLogger("shardwise")
@@ -41,9 +42,9 @@ def plan_layout(
 
     Raises:
         ConfigError: the model has no parameters, `zero.blocks` does not fit it, or no plan or sizes that do not
-            divide; or it cannot be cut into the stages; or its attention is not the config's.
+            divide; or it cannot be cut into the stages; or its attention cannot be the config's.
     """
-    _check_attention(model, config.attention)
+    check_attention(model, config.attention)
     degree, sequence_parallel = config.mesh.tp, config.tensor.sequence_parallel
     pipeline = cut_model(model, config, rank) if config.mesh.pp > 1 else None
     if degree == 1:
@@ -51,17 +52,6 @@ def plan_layout(
     found = find_plan(model, degree, plan, sequence_parallel)
     _LOG.info("split over tp=%d:\n%s", degree, found)
     return build_layout(model, config, tensor_layout(model, found, degree, sequence_parallel), pipeline)
-
-
-def _check_attention(model: nn.Module, attention: AttentionConfig) -> None:
-    """The section builds the decoder of `shardwise train`; another model must not be trained in silence without it."""
-    own = getattr(getattr(model, "config", None), "attention", None)
-    if attention.kind != "dense" and own != attention:
-        raise ConfigError(
-            f"attention.kind={attention.kind} is how shardwise train builds its decoder, and this "
-            f"{type(model).__name__} is not one with that attention; leave the section out, and see "
-            "docs/attention.md for other models, or build Decoder with DecoderConfig(attention=config.attention)"
-        )
 
 
 def dropout_zones(model: nn.Module, tensor: TensorLayout, tp_index: int) -> dict[str, Zone]:
