@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,10 @@ from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity, train_reference
 from harness.training import make_config, make_optimizer, merge_ranks, reference_of, train_case
 from shardwise import initialize
+from shardwise.attention.backends import Plan
 from shardwise.attention.block_layout import BlockLayout, pack
+from shardwise.attention.cpu import CpuBackend
+from shardwise.attention.structures import LocalSlidingWindowSparsityConfig
 from shardwise.config import ConfigError
 from shardwise.wearing import float64_throughout
 
@@ -238,6 +242,28 @@ def test_generation_with_a_cache_equals_that_without(family: str, cache: str) ->
     assert torch.equal(made[0].sequences, made[1].sequences)
     for without, cached in zip(made[0].logits, made[1].logits, strict=True):
         torch.testing.assert_close(cached, without)
+
+
+def test_generation_plans_once_a_length_and_keeps_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many layers there are, and whether or not the structure keeps its layouts."""
+    plans: list[weakref.ref[Tensor]] = []
+    plain = CpuBackend.plan
+
+    def plan(backend: CpuBackend, layout: BlockLayout, q: Tensor, k: Tensor) -> Plan:
+        made = plain(backend, layout, q, k)
+        plans.append(weakref.ref(made.tensors[0]))
+        return made
+
+    monkeypatch.setattr(CpuBackend, "plan", plan)
+    model, tokens = make_model("llama", max_position_embeddings=256), make_batch("llama")["input_ids"]
+    assert len(model.model.layers) > 1
+    structures = (Windows(block=64), 200), (LocalSlidingWindowSparsityConfig(4, 64, 3, "unidirectional"), 20)
+    for structure, length in structures:
+        plans.clear()
+        with use_sparse_attention(model, structure):
+            model.generate(input_ids=tokens[:1], max_new_tokens=length, min_new_tokens=length, do_sample=False)
+            assert len(plans) == length
+            assert sum(plan() is not None for plan in plans) <= 8
 
 
 @pytest.mark.parametrize("told_by", ["position_ids", "cu_seq_lens"])

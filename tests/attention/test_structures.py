@@ -257,3 +257,14 @@ def test_strict_layouts_are_of_whole_blocks_and_let_a_block_see_itself():
     assert not layout.patterns[0].causal
     assert layout.patterns[0].blocks.triu(1).any()
     assert torch.equal(strict.make_layout(128)[0].bool(), layout.patterns[0].blocks[0])
+
+
+def test_lengths_of_as_many_blocks_share_them():
+    structure = BigBirdSparsityConfig(2, block=16, different_layout_per_head=True)
+    first, second, third = (structure.layout(length) for length in (100, 112, 113))
+    assert first.patterns[0].blocks is second.patterns[0].blocks
+    assert third.patterns[0].blocks.shape[1] == 8
+    for layout, length in ((first, 100), (second, 112)):
+        assert layout.num_keys == length
+        fresh = BigBirdSparsityConfig(2, block=16, different_layout_per_head=True).layout(length)
+        assert layout.allowed().equal(fresh.allowed())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias
 
 import torch
@@ -103,7 +103,11 @@ class SparsityConfig:
     def _new_layout(self, seq_len: int) -> BlockLayout:
         # A subclass's own `make_layout` counts; that of the library would spread all heads over eight times the bytes.
         if type(self).make_layout is SparsityConfig.make_layout:
-            blocks = self._heads(self._num_blocks(seq_len))
+            num_blocks = self._num_blocks(seq_len)
+            for (pattern,) in (layout.patterns for layout in self._layouts.values()):
+                if pattern.blocks.shape[1] == num_blocks:  # generation meets every length
+                    return BlockLayout((replace(pattern, num_tokens=seq_len),))
+            blocks = self._heads(num_blocks)
         else:
             blocks = self.make_layout(seq_len).bool()  # [num_heads, num_blocks, num_blocks]
         if (blocks[1:] == blocks[:1]).all():
