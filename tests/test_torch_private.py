@@ -23,6 +23,7 @@ from shardwise._torch_private import (
     in_op_mode,
     is_fake,
     is_plain,
+    is_transformed,
     named_arguments,
     num_recorded,
     on_backward_end,
@@ -347,6 +348,28 @@ def test_a_wrapper_has_what_it_is_told_and_no_data() -> None:
         *((2, 3), torch.bfloat16, "meta"),
         False,
     )
+
+
+def test_what_transforms_follow_is_transformed() -> None:
+    seen: list[bool] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        seen.append(is_transformed(tensor))
+        return tensor.sum()
+
+    x = torch.ones(2, 2, requires_grad=True)
+    look(x)
+    assert seen == [False]
+    torch.vmap(look)(x)
+    torch.func.grad(look)(x)
+    torch.func.jvp(look, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        look(torch.autograd.forward_ad.make_dual(x, x))
+        assert seen[1:] == [True] * 4
+        look(x)
+    assert seen[-1] is False
+    with fake_tensors():
+        assert not is_transformed(torch.ones(2))
 
 
 def test_what_is_plain_is_memory_and_no_more() -> None:

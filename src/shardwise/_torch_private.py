@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_in_torch_dispatch_mode
 
@@ -39,6 +39,7 @@ __all__ = [
     "in_op_mode",
     "is_fake",
     "is_plain",
+    "is_transformed",
     "named_arguments",
     "num_recorded",
     "on_backward_end",
@@ -282,6 +283,20 @@ def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is memory of its shape and strides and no more: no parameter, no subclass, nothing lazy."""
     is_strided = type(tensor) in (Tensor, FakeTensor) and tensor.layout is torch.strided
     return is_strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether one of `torch.func`'s transforms follows a tensor, or it has a tangent.
+
+    An op with no rule for them fails with words about torch's inside, and forward-mode derivatives of it are 0 without
+    a word. Public torch has the query for the latter only, while outer transforms hide it.
+    """
+    functorch = torch._C._functorch
+    return (
+        functorch.is_batchedtensor(tensor)
+        or functorch.is_gradtrackingtensor(tensor)
+        or forward_ad.unpack_dual(tensor).tangent is not None
+    )
 
 
 def parameter_class(parameter: nn.Parameter) -> type[nn.Parameter]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from shardwise.attention.functional import block_sparse_attention
 from shardwise.attention.interception import sparse_sdpa
 from shardwise.attention.module import SparseSelfAttention
 from shardwise.attention.structures import FixedSparsityConfig, LocalSlidingWindowSparsityConfig
+from shardwise.config import AttentionConfig
+from shardwise.models import Decoder, DecoderConfig
 
 ALL = BlockLayout.from_blocks(torch.ones(2, 2), block=16)
 OWN = BlockLayout.from_blocks(torch.eye(2), block=16)
@@ -102,6 +105,30 @@ def test_intercepted_attention_follows_the_context(is_causal: bool) -> None:
             expected = run(q)
             torch.testing.assert_close(run_compiled(q), expected)
     torch.testing.assert_close(run_compiled(q), run(q))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_decoders_of_one_shape_keep_their_own_structures_at_all_lengths(dynamic: bool | None) -> None:
+    sizes = {"vocab_size": 17, "num_layers": 1, "hidden_size": 8, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
+    shape = DecoderConfig(**sizes, ffn_size=8, max_seq_len=32)
+    models = [
+        Decoder(
+            replace(shape, attention=AttentionConfig(kind="sliding-window", block=4, num_sliding_window_blocks=num))
+        )
+        for num in (1, 5)
+    ]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def run(model: nn.Module, tokens: Tensor) -> Any:
+        return model(tokens)
+
+    run_compiled, seen = torch.compile(run, backend="eager", fullgraph=True, dynamic=dynamic), []
+    for length in (32, 21):
+        tokens = torch.arange(length)[None] % 17
+        for model in models:
+            seen.append(run(model, tokens))
+            torch.testing.assert_close(run_compiled(model, tokens), seen[-1])
+    assert not torch.allclose(seen[0], seen[1])
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("bert", marks=pytest.mark.full)])

@@ -143,6 +143,27 @@ def test_only_what_is_asked_for_gets_gradients() -> None:
         assert not block_sparse_attention(q, k, v, layout()).requires_grad
 
 
+def dual(run: Any, q: Tensor) -> Tensor:
+    with torch.autograd.forward_ad.dual_level():
+        return run(torch.autograd.forward_ad.make_dual(q, q))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda run, q: torch.vmap(run)(q[None]),
+        lambda run, q: torch.func.grad(lambda each: run(each).sum())(q),
+        lambda run, q: torch.func.jvp(run, (q,), (q,)),
+        dual,
+    ],
+)
+def test_transforms_are_refused(transform: Any) -> None:
+    """Forward-mode derivatives would be 0 without a word."""
+    q, blocks = torch.randn(1, 2, 60, 8), layout()
+    with pytest.raises(NotImplementedError, match=r"has no rule for torch.func's transforms"):
+        transform(lambda each: block_sparse_attention(each, q, q, blocks), q)
+
+
 def test_gradients_of_gradients_are_refused() -> None:
     q, k, v = tensors()
     out = block_sparse_attention(q, k, v, layout())

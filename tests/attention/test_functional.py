@@ -228,6 +228,8 @@ class TestRefusals:
             ({"q": torch.ones(2, 4, 31, 8)}, r"^31 queries and 32 keys do not fit a layout of 32 and 32; make"),
             ({"k": torch.ones(2, 4, 32, 8).double()}, r"^k is of torch.float64 on cpu and q of torch.float32 on cpu"),
             ({"v": torch.ones(2, 4, 32, 8, device="meta")}, r"^v is of torch.float32 on meta and q of"),
+            (dict.fromkeys("qkv", torch.ones(2, 0, 32, 8)), r"^q of shape .* has no heads or no head size"),
+            (dict.fromkeys("qkv", torch.ones(2, 4, 32, 0)), r"^q of shape .* has no heads or no head size"),
             ({"layout": torch.ones(2, 2)}, r"^layout is of type Tensor, not BlockLayout; give"),
             ({"layout": BlockLayout.from_blocks(torch.ones(3, 2, 2), 16)}, r"^a layout of 3 heads .* 1 or 4$"),
             ({"key_padding": torch.ones(2, 32)}, r"^key_padding is of torch.float32; give bools"),

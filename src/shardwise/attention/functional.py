@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardwise._torch_private import constant_in_graphs
+from shardwise._torch_private import constant_in_graphs, is_transformed
 from shardwise.attention.backends import Draw, Extras
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.attention.draws import drawn
@@ -109,6 +109,7 @@ def block_sparse_attention_with_lse(
     """
     q, k, v = (_autocast(each) for each in (q, k, v))
     _check_tensors(q, k, v)
+    _check_untransformed(q, k, v, bias)
     _check_layout(q, k, layout)
     _check_extras(q, k, key_padding, bias)
     p = dropout.p if isinstance(dropout, Draw) else dropout
@@ -159,6 +160,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"q of shape {tuple(q.shape)} and k of shape {tuple(k.shape)} differ in samples or head size; "
             "make both alike"
         )
+    if not q.shape[1] or not q.shape[3]:
+        raise ConfigError(f"q of shape {tuple(q.shape)} has no heads or no head size; give 1 or more of each")
     if not k.shape[1] or q.shape[1] % k.shape[1]:
         legal = [number for number in range(1, q.shape[1] + 1) if q.shape[1] % number == 0]
         raise ConfigError(
@@ -172,6 +175,16 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name} is of {each.dtype} on {each.device} and q of {q.dtype} on {q.device}; move {name} with "
                 f"{name}.to(q)"
             )
+
+
+def _check_untransformed(*tensors: Tensor | None) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if any(each is not None and is_transformed(each) for each in tensors):
+        raise NotImplementedError(
+            "block-sparse attention has no rule for torch.func's transforms (vmap, grad, jvp) nor for forward-mode "
+            "derivatives; use loss.backward(), more samples in place of vmap, or dense attention"
+        )
 
 
 def _check_layout(q: Tensor, k: Tensor, layout: BlockLayout) -> None:
