@@ -15,6 +15,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 OPERATIONS = ["save", "load warm", "load cold", "save aside"]
 
 
+@pytest.mark.full
 def test_checkpoints_are_measured(tmp_path: Path) -> None:
     kept, folder = tmp_path / "measured.json", tmp_path / "folder"
     folder.mkdir()
@@ -53,6 +54,7 @@ def test_the_step_on_the_host_is_measured(tmp_path: Path) -> None:
     assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in seconds.values())
 
 
+@pytest.mark.full
 def test_pipelines_are_measured(tmp_path: Path) -> None:
     kept = tmp_path / "measured.json"
     systems = ["torch-1f1b", "shardwise-1f1b", "shardwise-zb-v"]

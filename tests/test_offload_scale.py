@@ -87,6 +87,7 @@ TRILLION = DecoderConfig(
 )
 
 
+@pytest.mark.full
 def test_a_trillion_parameters_train_on_16_devices_and_nvme() -> None:
     """NCCL's collectives, and blocks gathered and reduced ahead: with `zero.overlap=false` 8 GiB less would do."""
     away = {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "nvme_path": "swap", "activations": "host"}

@@ -67,7 +67,9 @@ def check_ranks(ranks: WorkerPool, num_ranks: int, *arguments: Any) -> None:
             "pp": [2, 4],
             "model": list(DEEP_MODELS),
             "recompute": ["none", "full"],
-        }
+        },
+        # Stages 1 and 3 differ in what a schedule's gathers and reductions are lowered to: two schedules show it.
+        lambda options: options["stage"] == 3 or options["schedule"] in ("1f1b", "zb-v"),
     ),
 )
 def test_simulated_ranks_are_real_ones(ranks: WorkerPool, options: dict[str, Any]) -> None:

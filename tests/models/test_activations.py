@@ -107,7 +107,7 @@ def test_a_block_keeps_what_the_ledger_says(
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "seq_len"), SIZES)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "seq_len"), SIZES[1:3])
 def test_the_formula_is_exact_in_each_recompute_mode(
     num_heads: int, num_kv_heads: int, seq_len: int, dtype: torch.dtype, recompute: Any
 ) -> None:

@@ -419,7 +419,7 @@ def use_and_close(
     [
         (2, {"pipeline": V, "recompute": {"mode": "full"}}),
         (4, SHARDED),
-        (4, EACH_TIME),
+        pytest.param(4, EACH_TIME, marks=pytest.mark.full),
         (2, {"pipeline": LOOPED, "zero": {"stage": 3}, "tiers": {**HOST, "params": "host"}}),
     ],
 )
