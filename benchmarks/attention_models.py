@@ -223,7 +223,8 @@ def table_of(name: str, values: Mapping[str, float], title: str, better: Callabl
     for way, value in values.items():
         table.add_row(way, f"{value:,}" if isinstance(value, int) else f"{value:,.3f}")
     for first, second, what in PAIRS:
-        table.add_row(f"{first} / {second} ({what})", f"{better(values[first], values[second]):.2f}x")
+        ratio = f"{better(values[first], values[second]):.2f}x" if values[first] and values[second] else "none fits"
+        table.add_row(f"{first} / {second} ({what})", ratio)
     return table
 
 
@@ -256,9 +257,7 @@ def main(arguments: Sequence[str]) -> None:
         found["longest"] = {
             way: longest(functools.partial(peak_bytes, name, way, options), limit_bytes) for way in WAYS
         }
-        console.print(
-            table_of(name, found["longest"], f"longest in {options.gib:g} GiB", lambda new, old: new / max(old, 1))
-        )
+        console.print(table_of(name, found["longest"], f"longest in {options.gib:g} GiB", lambda new, old: new / old))
         results[name] = found
     if given.json:
         facts = {"machine": machine(), "options": vars(options), "length": given.length}
