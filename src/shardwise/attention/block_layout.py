@@ -195,6 +195,17 @@ class BlockLayout:
             ("heads", first, num), lambda whole: _each(whole, lambda blocks: blocks[first : first + num])
         )
 
+    @property
+    def is_token_causal(self) -> bool:
+        """Whether no token sees one after it, by what the patterns say of tokens."""
+        return all(pattern.causal for pattern in self.patterns)
+
+    def token_causal(self) -> BlockLayout:
+        """What is left where a token sees none after it; itself where that is so."""
+        if self.is_token_causal:
+            return self
+        return BlockLayout(tuple(replace(each, blocks=each.blocks.tril(), causal=True) for each in self.patterns))
+
     def queries_from(self, first_query: int) -> BlockLayout:
         """The layout of the last queries alone, as when the keys of those before are cached; of one pattern only.
 

@@ -139,7 +139,7 @@ class _Given:
         else:
             layout = self.structure.layout_of_documents(place.lengths)
         if place.is_causal:
-            layout = _token_causal(layout)
+            layout = layout.token_causal()
         elif any(pattern.causal for pattern in layout.patterns):
             raise ConfigError(
                 "a token-causal structure in a bidirectional model would hide half of each sequence; give "
@@ -427,14 +427,6 @@ def _cropped(layout: BlockLayout, num_keys: int, lengths: tuple[int, ...] | None
     (pattern,) = layout.patterns
     cropped = replace(pattern, blocks=pattern.blocks[:, :num_blocks, :num_blocks], num_tokens=num_keys)
     return BlockLayout((cropped,))
-
-
-def _token_causal(layout: BlockLayout) -> BlockLayout:
-    if all(pattern.causal for pattern in layout.patterns):
-        return layout
-    return BlockLayout(
-        tuple(replace(pattern, blocks=pattern.blocks.tril(), causal=True) for pattern in layout.patterns)
-    )
 
 
 def _rank_of(module: nn.Module) -> int | None:

@@ -192,7 +192,10 @@ class _Interception(TorchFunctionMode):
     def _new_layout(self, length: int, is_causal: bool) -> BlockLayout:
         structure = self._structure
         layout = structure if isinstance(structure, BlockLayout) else structure.layout(length)
-        return _causal(layout) if is_causal else layout
+        if not is_causal or layout.is_token_causal:
+            return layout
+        # Kept with the layout too, as contexts are entered anew for each step.
+        return layout.cached("token-causal", BlockLayout.token_causal)
 
     def _attend(self, call: _Call) -> Tensor:
         query, mask = call.query, call.attn_mask
@@ -272,14 +275,3 @@ class _Call:
         if query.shape[1] != key.shape[1] and not self.enable_gqa:
             return f"attention has {query.shape[1]} heads and {key.shape[1]} KV heads without enable_gqa=True"
         return None
-
-
-def _causal(layout: BlockLayout) -> BlockLayout:
-    """Of a layout, what a causal call leaves."""
-    if all(pattern.causal for pattern in layout.patterns):
-        return layout
-    return layout.cached("causal", _lower)  # contexts are entered anew for each step
-
-
-def _lower(layout: BlockLayout) -> BlockLayout:
-    return BlockLayout(tuple(replace(each, blocks=each.blocks.tril(), causal=True) for each in layout.patterns))
