@@ -161,9 +161,19 @@ class PipelineConfig(Section):
 
 
 class ContextConfig(Section):
-    """How the `cp` axis exchanges keys and values."""
+    """One sequence over the `cp` axis, and long sequences on one rank.
+
+    `transport`: keys come step by step and are computed meanwhile (ring), all at once (all-gather), or the ranks
+    exchange heads for tokens (ulysses). `heads_over`: that many neighbouring ranks exchange heads, and the transport
+    runs over such teams; all ranks for ulysses. `token_layout`: which tokens a rank computes; auto balances the work.
+    `chunk_tokens`: MLPs, and the head with its loss, take so many tokens at a time, so neither inner states nor logits
+    of a sequence exist whole; for any mesh.
+    """
 
     transport: Literal["ring", "all-gather", "ulysses"] = "ring"
+    heads_over: Positive | None = None
+    token_layout: Literal["auto", "contiguous", "zigzag", "balanced"] = "auto"
+    chunk_tokens: Positive | None = None
 
 
 class AttentionConfig(Section):

@@ -266,7 +266,8 @@ def _resolve_mesh(mesh: MeshConfig, world_size: int) -> MeshConfig:
 def _unbuilt_features(config: Config) -> Iterator[tuple[str, Any, Any, str]]:
     """(key, value asked for, value that is built, name of the feature)."""
     yield "mesh.cp", config.mesh.cp, 1, "context parallelism"
-    yield "context.transport", config.context.transport, "ring", "context parallelism"
+    for key, value in config.context:
+        yield f"context.{key}", value, getattr(ContextConfig(), key), "context parallelism"
 
 
 def _refuse_unbuilt(config: Config) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from shardwise._torch_private import constant_in_graphs, unseen_by_op_modes
 from shardwise.attention.density import causal_pairs, tile_pairs, visible_pairs
 from shardwise.config import ConfigError
+from shardwise.layout.runs import Runs, count_tokens, intersect, shift
 
 Made = TypeVar("Made")
 Key = TypeVar("Key", bound=Hashable)
@@ -43,18 +44,38 @@ class Pattern:
         block: tokens of a block; the last one may have fewer.
         causal: a token sees none after it, inside a block too.
         num_tokens: of the sequence.
-        first_query: where the queries begin, which go to the sequence's end; not 0 where keys are cached.
+        queries: the tokens whose queries are there, in this order; None for all. Fewer where keys are cached, or
+            where the sequence is spread over ranks.
+        keys: likewise of keys.
     """
 
     blocks: Tensor
     block: int
     causal: bool
     num_tokens: int
-    first_query: int = 0
+    queries: Runs | None = None
+    keys: Runs | None = None
+
+    @property
+    def query_runs(self) -> Runs:
+        return ((0, self.num_tokens),) if self.queries is None else self.queries
+
+    @property
+    def key_runs(self) -> Runs:
+        return ((0, self.num_tokens),) if self.keys is None else self.keys
+
+    @property
+    def first_query(self) -> int:
+        """Of queries in one run."""
+        return self.query_runs[0][0]
 
     @property
     def num_queries(self) -> int:
-        return self.num_tokens - self.first_query
+        return count_tokens(self.query_runs)
+
+    @property
+    def num_keys(self) -> int:
+        return count_tokens(self.key_runs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +165,7 @@ class BlockLayout:
 
     @property
     def num_keys(self) -> int:
-        return sum(pattern.num_tokens for pattern in self.patterns)
+        return sum(pattern.num_keys for pattern in self.patterns)
 
     @property
     def num_heads(self) -> int:
@@ -217,21 +238,41 @@ class BlockLayout:
                 f"first_query={first_query} of {len(self.patterns)} documents of {self.num_keys} tokens in all; "
                 "give one document and a position inside it"
             )
-        return BlockLayout((replace(self.patterns[0], first_query=first_query),))
+        return self.select(((first_query, self.num_keys),), ((0, self.num_keys),))
+
+    def select(self, queries: Runs, keys: Runs) -> BlockLayout:
+        """The layout of some queries and some keys alone, which lie one run behind another.
+
+        >>> layout = BlockLayout.from_blocks(torch.ones(2, 2), block=4, causal=True)
+        >>> layout.select(queries=((2, 4), (6, 7)), keys=((0, 4),)).allowed()[0].int().tolist()
+        [[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
+
+        Args:
+            queries: of the layout's tokens, documents one behind another; the layout has all of its own.
+            keys: likewise.
+        """
+        patterns, before = [], 0
+        for pattern in self.patterns:
+            own = ((before, before + pattern.num_tokens),)
+            here, there = (shift(intersect(runs, own), -before) for runs in (queries, keys))
+            patterns.append(replace(pattern, queries=here, keys=there))
+            before += pattern.num_tokens
+        return BlockLayout(tuple(patterns))
 
     def allowed(self) -> Tensor:
         """Whether each query sees each key, bool [heads or 1, num_queries, num_keys]: for proofs and drawings."""
         whole = torch.zeros(self.num_heads, self.num_queries, self.num_keys, dtype=torch.bool)
         row = column = 0
         for pattern in self.patterns:
-            tokens = torch.arange(pattern.num_tokens)
-            index = tokens // pattern.block
-            queries = tokens[pattern.first_query :]
-            seen = pattern.blocks[:, index[queries]][:, :, index]  # [heads or 1, queries, keys]
+            queries, keys = (
+                torch.tensor([token for run in runs for token in range(*run)], dtype=torch.int64)
+                for runs in (pattern.query_runs, pattern.key_runs)
+            )
+            seen = pattern.blocks[:, queries // pattern.block][:, :, keys // pattern.block]  # [heads or 1, ...]
             if pattern.causal:
-                seen = seen & (queries[:, None] >= tokens)
-            whole[:, row : row + pattern.num_queries, column : column + pattern.num_tokens] = seen
-            row, column = row + pattern.num_queries, column + pattern.num_tokens
+                seen = seen & (queries[:, None] >= keys)
+            whole[:, row : row + pattern.num_queries, column : column + pattern.num_keys] = seen
+            row, column = row + pattern.num_queries, column + pattern.num_keys
         return whole
 
 

@@ -44,6 +44,7 @@ SHARD_AXES: Final = ("dp_shard", "cp")  # ZeRO shards states over these
 REPLICA_AXES: Final = ("dp_replicate",)  # ranks along these hold the same shard
 GRADIENT_AXES: Final = ("dp_replicate", "dp_shard", "cp")  # gradients are averaged over these
 DATA_AXES: Final = ("dp_replicate", "dp_shard")  # micro-batches differ along these
+CONTEXT_AXES: Final = ("cp",)  # each sample's tokens are split over these
 TENSOR_AXES: Final = ("tp",)  # layers' matrices are split over these
 PIPELINE_AXES: Final = ("pp",)  # the stages of the model lie along these
 
