@@ -37,7 +37,7 @@ def test_density_is_the_share_of_pairs_that_are_allowed(layout):
     query = 0
     before = 0
     for pattern in layout.patterns:
-        for position in range(pattern.first_query, pattern.num_tokens):
+        for position in range(pattern.query_runs[0][0], pattern.num_tokens):
             below[query, : before + position + 1] = True
             query += 1
         before += pattern.num_tokens
@@ -49,7 +49,7 @@ def test_tile_density_counts_whole_tiles_over_the_gathered_blocks_of_each_row_of
     computed = 0
     for pattern in layout.patterns:
         for head in pattern.blocks:
-            for start in range(pattern.first_query, pattern.num_tokens, rows):
+            for start in range(pattern.query_runs[0][0], pattern.num_tokens, rows):
                 queries = range(start, min(start + rows, pattern.num_tokens))
                 keys = {key for query in queries for key in range(head.shape[-1]) if head[query // pattern.block, key]}
                 computed += rows * columns * -(-len(keys) * pattern.block // columns)

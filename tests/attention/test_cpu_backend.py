@@ -23,7 +23,7 @@ SPLITTING = CpuBackend(flash_scores=1 << 13, written_out_scores=1 << 13)
 # Odd settings of each feature: every pair of settings of two features meets in some case.
 FEATURES: dict[str, tuple[Any, ...]] = {
     "blocks": ("window", "random", "empty", "dense"),
-    "form": ("plain", "ragged", "packed", "cached"),
+    "form": ("plain", "ragged", "packed", "cached", "selected"),
     "block": (16, 64),
     "causal": (False, True),
     "num_kv": (4, 2, 1),
@@ -92,6 +92,9 @@ def layout_of(case: dict[str, Any]) -> BlockLayout:
 
     if case["form"] == "packed":
         return pack([one(case["blocks"], 150), one("window", 64), one("random", 70)])
+    if case["form"] == "selected":
+        documents = pack([one(case["blocks"], 150), one("window", 64)])
+        return documents.select(((5, 40), (70, 75), (128, 192)), ((0, 33), (48, 122), (155, 160)))
     layout = one(case["blocks"], 256 if case["form"] == "plain" else 201)
     return layout.queries_from(37) if case["form"] == "cached" else layout
 

@@ -92,7 +92,7 @@ class Saved:
 
 @dataclass(frozen=True, eq=False)
 class Grads:
-    """Gradients of q, k, v and, where asked for, of the bias in its own shape."""
+    """Gradients of q, k, v and, where asked for, of the bias in its own shape; in their dtypes, or the wide one."""
 
     q: Tensor
     k: Tensor
@@ -110,9 +110,20 @@ class Backend(Protocol):
         """Output [B, H, Nq, D], in memory [B, Nq, H, D] where that costs nothing, and log-sum-exp [B, H, Nq]."""
 
     def backward(
-        self, grad_out: Tensor, grad_lse: Tensor | None, saved: Saved, extras: Extras, plan: Plan, needs_bias: bool
+        self,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        saved: Saved,
+        extras: Extras,
+        plan: Plan,
+        needs_bias: bool,
+        is_wide: bool = False,
     ) -> Grads:
-        """The gradients, given those of the output and, if any, of the log-sum-exp."""
+        """The gradients, given those of the output and, if any, of the log-sum-exp.
+
+        What is saved of the output may be that of attention over more keys than these: the gradients are then this
+        part's of the whole. Those of q, k and v are in the dtype in which sums run where `is_wide`.
+        """
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -178,13 +178,16 @@ class BlockLayout:
 
     @property
     def density(self) -> float:
-        """Share of all pairs of a query and a key that is visible, exact to the token; the mean over heads."""
-        return visible_pairs(self.patterns) / (self.num_queries * self.num_keys)
+        """Share of all pairs of a query and a key that is visible, exact to the token; the mean over heads.
+
+        This density and the others are 0 where there are no pairs.
+        """
+        return visible_pairs(self.patterns) / max(1, self.num_queries * self.num_keys)
 
     @property
     def causal_density(self) -> float:
         """Share of the pairs of a query and a key not after it that is visible: against dense causal attention."""
-        return visible_pairs(self.patterns, up_to_diagonal=True) / causal_pairs(self.patterns)
+        return visible_pairs(self.patterns, up_to_diagonal=True) / max(1, causal_pairs(self.patterns))
 
     def tile_density(self, rows: int, columns: int) -> float:
         """Share of all pairs that a kernel computes in whole tiles of `rows` queries and `columns` keys.
@@ -193,7 +196,7 @@ class BlockLayout:
         counted where it is computed, visible or not, so this is the density that the time follows; above 1 it is
         slower than dense.
         """
-        return tile_pairs(self.patterns, rows, columns) / (self.num_queries * self.num_keys)
+        return tile_pairs(self.patterns, rows, columns) / max(1, self.num_queries * self.num_keys)
 
     def cached(self, key: Hashable, make: Callable[[BlockLayout], Made]) -> Made:
         """What `make` gives for this layout, made once for each key; those made last are kept as long as the layout is.

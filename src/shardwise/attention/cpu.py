@@ -82,28 +82,38 @@ class CpuBackend:
         return out_of_blocks(out, sources.plan.queries).transpose(1, 2), lse
 
     def backward(
-        self, grad_out: Tensor, grad_lse: Tensor | None, saved: Saved, extras: Extras, plan: Plan, needs_bias: bool
+        self,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        saved: Saved,
+        extras: Extras,
+        plan: Plan,
+        needs_bias: bool,
+        is_wide: bool = False,
     ) -> Grads:
         """The gradients; dq, dk and dv in memory [B, N, H, D] where all heads share the layout."""
+        dtype = wide_dtype(saved.q.dtype) if is_wide else saved.q.dtype
         sources = _sources(saved.q, saved.k, saved.v, extras, plan)
         is_flash = not (needs_bias or grad_lse is not None or extras.draw is not None)
         is_flash = is_flash and self.may_flash and has_cpu_flash_attention()
         rows = _RowSource.of(grad_out, grad_lse, saved, sources.plan)
-        grads = _new_grads(saved, sources)
+        grads = _new_grads(sources, dtype)
         grad_bias = torch.zeros_like(extras.bias) if needs_bias and extras.bias is not None else None
-        mask_dtype = saved.q.dtype if is_flash else wide_dtype(saved.q.dtype)
+        mask_dtype = dtype if is_flash else wide_dtype(dtype)
         for call in calls_of(sources.plan, len(saved.q), sources.heads, self._num_scores(is_flash), mask_dtype):
             qkv = sources.of_call(call)
             scores = sources.scores.scores(call, mask_dtype)
-            tiles = _flash_backward(rows, call, qkv, scores) if is_flash else _written_out(rows, call, qkv, scores)
-            put_rows(grads[0], call, tiles.q.to(saved.q.dtype))
+            tiles = (
+                _flash_backward(rows, call, qkv, scores, dtype) if is_flash else _written_out(rows, call, qkv, scores)
+            )
+            put_rows(grads[0], call, tiles.q.to(dtype))
             add_keys(grads[1], call, tiles.k)
             add_keys(grads[2], call, tiles.v)
             if grad_bias is not None and tiles.scores is not None:
                 sources.scores.add_bias_grad(grad_bias, call, tiles.scores)
         queries, keys = sources.plan.queries, sources.plan.keys
         dq, dk, dv = (
-            out_of_blocks(grad, slots).transpose(1, 2).to(saved.q.dtype)
+            out_of_blocks(grad, slots).transpose(1, 2).to(dtype)
             for grad, slots in zip(grads, (queries, keys, keys), strict=True)
         )
         return Grads(dq, dk, dv, grad_bias)
@@ -164,7 +174,7 @@ class _RowSource:
         )
 
 
-def _new_grads(saved: Saved, sources: _Sources) -> tuple[Tensor, Tensor, Tensor]:
+def _new_grads(sources: _Sources, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Zeros [B, num_blocks, block, H or K, D]; those of keys in the wide dtype, since they are added to."""
 
     def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -173,8 +183,8 @@ def _new_grads(saved: Saved, sources: _Sources) -> tuple[Tensor, Tensor, Tensor]
             return like.new_zeros(num_samples, num_blocks, block, heads, size, dtype=dtype)
         return like.new_zeros(like.shape, dtype=dtype).permute(0, 2, 3, 1, 4)  # a call has one head: its rows lie close
 
-    wide = wide_dtype(saved.q.dtype)
-    return zeros(sources.q, saved.q.dtype), zeros(sources.k, wide), zeros(sources.v, wide)
+    wide = wide_dtype(dtype)
+    return zeros(sources.q, dtype), zeros(sources.k, wide), zeros(sources.v, wide)
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -186,9 +196,13 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Ten
     return out.transpose(0, 1), lse.transpose(0, 1)
 
 
-def _flash_backward(rows: _RowSource, call: Call, qkv: tuple[Tensor, Tensor, Tensor], scores: Scores) -> TileGrads:
-    grad_out, out, lse = (queries_of(blocks, call).transpose(0, 1) for blocks in (rows.grad_out, rows.out, rows.lse))
-    q, k, v = (each.transpose(0, 1) for each in qkv)  # [T, L, ...] each
+def _flash_backward(
+    rows: _RowSource, call: Call, qkv: tuple[Tensor, Tensor, Tensor], scores: Scores, dtype: torch.dtype
+) -> TileGrads:
+    lse = queries_of(rows.lse, call).transpose(0, 1)
+    of_rows = (queries_of(blocks, call) for blocks in (rows.grad_out, rows.out))
+    # It gives gradients in the dtype of what it is given.
+    grad_out, out, q, k, v = (each.transpose(0, 1).to(dtype) for each in (*of_rows, *qkv))  # [T, L, ...] each
     grads = cpu_flash_attention_backward(grad_out, q, k, v, out, lse, _by_tile(scores.mask), scores.scale)
     return TileGrads(*(grad.transpose(0, 1) for grad in grads))
 

@@ -5,7 +5,8 @@ not see all of them. Taller tiles multiply faster and copy each key once for mor
 sees: a measured price decides, bottom up over aligned pairs of rows. Tiles of equal sizes form a bucket, and a call of
 a kernel takes several tiles of one bucket.
 
-Tokens of a sequence whose last block is short, or of packed documents, are laid into slots: whole blocks, with gaps.
+Tokens of a sequence whose last block is short, of packed documents, or of runs that cut blocks, are laid into slots:
+whole blocks, with gaps, of those blocks alone that have tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from shardwise.attention.backends import Plan
 from shardwise.attention.block_layout import BlockLayout, Pattern
+from shardwise.attention.selected import cut, is_there
 
 MOST_TILE_TOKENS: Final = 256
 ALL_HEADS: Final = -1
@@ -74,14 +76,20 @@ class CpuPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class _Place:
-    """Where a pattern lies among the slots."""
+class _Side:
+    """A pattern's blocks with queries, or those with keys.
 
-    queries: Slots
-    keys: Slots
-    first_row: int
-    first_column: int
-    block: int
+    Attributes:
+        blocks: [blocks], which of the pattern's, ascending.
+        start: where the first of them is among the blocks of slots.
+        first: [blocks], the lowest position of a token in each.
+        last: [blocks], the highest position of a slot in each: keys' gaps have the highest of all.
+    """
+
+    blocks: Tensor
+    start: int
+    first: Tensor
+    last: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,23 +112,21 @@ def make_plan(layout: BlockLayout, group: int) -> Plan:
         group: query heads of a KV head, whose rows a kernel computes as one where all heads share the layout.
     """
     group = group if layout.num_heads == 1 else 1
-    queries, keys = _slots(layout, is_query=True), _slots(layout, is_query=False)
+    (queries, rows_of), (keys, columns_of) = _slots(layout, is_query=True), _slots(layout, is_query=False)
     by_height: dict[int, list[_Tiles]] = {}
-    row = column = 0
-    for pattern in layout.patterns:
-        first = pattern.first_query // pattern.block
-        for tiles in _tiles_of(pattern, group, _Place(queries, keys, row, column, layout.block)):
-            by_height.setdefault(tiles.rows.shape[1], []).append(tiles)
-        row, column = row + pattern.blocks.shape[1] - first, column + pattern.blocks.shape[1]
+    for pattern, rows, columns in zip(layout.patterns, rows_of, columns_of, strict=True):
+        if len(rows.blocks) and len(columns.blocks):
+            for tiles in _tiles_of(pattern, group, rows, columns):
+                by_height.setdefault(tiles.rows.shape[1], []).append(tiles)
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     numbers = [layout.block, queries.num_blocks, keys.num_blocks]
     for tiles_of_height in by_height.values():
         parts.append(_sorted_into(numbers, tiles_of_height, layout.num_heads == 1))
     none = torch.empty(0, dtype=torch.int64)
-    rows, columns, seen = (torch.cat([part[index] for part in parts]) if parts else none for index in range(3))
+    listed = (torch.cat([part[index] for part in parts]) if parts else none for index in range(3))
     positions = (queries.positions, keys.positions)
     return Plan(
-        (rows, columns, seen, *positions, queries.token_of, queries.slot_of, keys.token_of, keys.slot_of),
+        (*listed, *positions, queries.token_of, queries.slot_of, keys.token_of, keys.slot_of),
         tuple(numbers),
     )
 
@@ -143,38 +149,41 @@ def unfold(plan: Plan) -> CpuPlan:
     return CpuPlan(block, queries, Slots(num_key_blocks, slots[2], slots[3], key_positions), tuple(buckets))
 
 
-def _slots(layout: BlockLayout, is_query: bool) -> Slots:
-    """The slots of all queries, or of all keys."""
-    token_of, positions = [], []
-    num_tokens = num_before = 0
+def _slots(layout: BlockLayout, is_query: bool) -> tuple[Slots, list[_Side]]:
+    """The slots of all queries, or of all keys; and each pattern's part of them."""
+    token_of, positions, sides = [], [], []
+    num_tokens = num_before = num_blocks = 0
     for pattern in layout.patterns:
-        first = pattern.first_query if is_query else 0
-        start = first // pattern.block * pattern.block
-        local = torch.arange(start, pattern.blocks.shape[1] * pattern.block)
-        is_token = (local >= first) & (local < pattern.num_tokens)
-        token_of.append(torch.where(is_token, local - first + num_tokens, -1))
-        if is_query:
-            last = local if pattern.causal else torch.full_like(local, pattern.num_tokens - 1)
-            positions.append(torch.where(is_token, last + num_before, -1))
-        else:
-            positions.append(torch.where(is_token, local + num_before, NEVER_SEEN))
-        num_tokens += pattern.num_tokens - first
+        there = is_there(pattern.query_runs if is_query else pattern.key_runs, pattern.blocks.shape[1], pattern.block)
+        blocks = there.any(1).nonzero()[:, 0]
+        is_token = there[blocks]  # [blocks with tokens, block]
+        token_of.append(torch.where(is_token, is_token.flatten().cumsum(0).view_as(is_token) - 1 + num_tokens, -1))
+        position = blocks[:, None] * pattern.block + torch.arange(pattern.block) + num_before
+        if is_query and not pattern.causal:
+            position.fill_(num_before + pattern.num_tokens - 1)
+        positions.append(torch.where(is_token, position, -1 if is_query else NEVER_SEEN))
+        first = position.masked_fill_(~is_token, NEVER_SEEN).amin(1)  # [blocks with tokens]
+        sides.append(_Side(blocks, num_blocks, first, positions[-1].amax(1)))
+        num_tokens += int(is_token.sum())
         num_before += pattern.num_tokens
-    tokens = torch.cat(token_of)  # [slots]
+        num_blocks += len(blocks)
+    tokens = torch.cat(token_of).flatten()  # [slots]
     slot_of = (tokens >= 0).nonzero()[:, 0]
-    num_blocks = tokens.numel() // layout.block
     if slot_of.numel() == tokens.numel():
         tokens = slot_of = tokens[:0].clone()
-    return Slots(num_blocks, tokens, slot_of, torch.cat(positions).to(torch.int32))
+    return Slots(num_blocks, tokens, slot_of, torch.cat(positions).flatten().to(torch.int32)), sides
 
 
-def _tiles_of(pattern: Pattern, group: int, place: _Place) -> Iterator[_Tiles]:
+def _tiles_of(pattern: Pattern, group: int, rows: _Side, columns: _Side) -> Iterator[_Tiles]:
     """The cheapest tiles of one pattern, one height after another, tallest first."""
-    start = pattern.first_query // pattern.block
-    blocks = F.pad(pattern.blocks[:, start:], (0, -pattern.blocks.shape[2] % 8))  # [heads, block rows, whole words]
+    num_columns = len(columns.blocks)
+    blocks = torch.zeros(
+        len(pattern.blocks), len(rows.blocks), num_columns + -num_columns % 8, dtype=torch.bool
+    )  # [heads, block rows, key blocks in whole words]
+    blocks[:, :, :num_columns] = cut(pattern.blocks, rows.blocks, columns.blocks)
     if pattern.causal:
-        blocks = blocks.tril(start)
-    unions = [blocks.contiguous().view(torch.int64)]  # [heads, groups of block rows, words of 8 key blocks] each
+        blocks[:, :, :num_columns] &= rows.last[:, None] >= columns.first
+    unions = [blocks.view(torch.int64)]  # [heads, groups of block rows, words of 8 key blocks] each
     nums = [_num_blocks(unions[0])]  # [heads, groups] each
     merged: list[Tensor] = []  # [heads, groups] each: whether a group is cheaper than its halves
     best = _price(nums[0], nums[0], 1, pattern.block * group)
@@ -194,7 +203,7 @@ def _tiles_of(pattern: Pattern, group: int, place: _Place) -> Iterator[_Tiles]:
         own = (merged[level - 1] if level else nums[0] > 0) & ~is_taken
         taken_above = is_taken | own
         if own.any():
-            yield _tiles_at(blocks, unions[level], own, 2**level, place)
+            yield _tiles_at(blocks, unions[level], own, 2**level, rows, columns)
 
 
 def _num_blocks(words: Tensor) -> Tensor:
@@ -209,7 +218,7 @@ def _price(nums: Tensor, num_seen: Tensor, height: int, rows_of_a_block: int) ->
     return nums * (rows + ROWS_OF_A_KEY)
 
 
-def _tiles_at(blocks: Tensor, union: Tensor, own: Tensor, height: int, place: _Place) -> _Tiles:
+def _tiles_at(blocks: Tensor, union: Tensor, own: Tensor, height: int, queries: _Side, keys: _Side) -> _Tiles:
     """The tiles of one height, of the groups of rows in `own` [heads, groups]."""
     heads, groups = own.nonzero().unbind(1)  # [tiles] each
     local_rows = groups[:, None] * height + torch.arange(height)  # [tiles, height]
@@ -219,14 +228,11 @@ def _tiles_at(blocks: Tensor, union: Tensor, own: Tensor, height: int, place: _P
     tiles, columns = in_tiles[at], words[at] * 8 + byte
     seen = blocks[heads[tiles, None], local_rows[tiles], columns[:, None]]  # [key blocks of all tiles, height]
     nums = torch.bincount(tiles, minlength=len(heads))
-    rows, columns = local_rows + place.first_row, columns + place.first_column
-    last_key = place.keys.positions.view(-1, place.block).amax(1).long()[columns]  # [key blocks of all tiles]
-    positions = place.queries.positions.view(-1, place.block).long()  # [blocks of queries, block]
-    first_seen = positions.masked_fill(positions < 0, NEVER_SEEN).amin(1)[rows].amin(1)  # [tiles]
-    is_partial = (~seen.all(1)) | (last_key > first_seen[tiles])  # [key blocks of all tiles]
+    first_seen = queries.first[local_rows].amin(1)  # [tiles]
+    is_partial = (~seen.all(1)) | (keys.last[columns] > first_seen[tiles])  # [key blocks of all tiles]
     is_masked = torch.zeros(len(heads), dtype=torch.bool)
     is_masked[tiles[is_partial]] = True
-    return _Tiles(heads, rows, nums, is_masked, columns, seen)
+    return _Tiles(heads, local_rows + queries.start, nums, is_masked, columns + keys.start, seen)
 
 
 def _sorted_into(numbers: list[int], several: list[_Tiles], is_shared: bool) -> tuple[Tensor, Tensor, Tensor]:

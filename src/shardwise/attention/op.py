@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import importlib
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise._torch_private import is_fake
-from shardwise.attention.backends import Backend, Draw, Extras, Plan, Saved, wide_dtype
+from shardwise.attention.backends import Backend, Draw, Extras, Grads, Plan, Saved, wide_dtype
 from shardwise.attention.block_layout import BlockLayout
 
 BACKENDS: Final[Mapping[str, tuple[str, str | None]]] = {
@@ -37,12 +37,51 @@ def attend(q: Tensor, k: Tensor, v: Tensor, extras: Extras, layout: BlockLayout,
         layout: of Nq queries and Nk keys, and 1 or H heads.
         backend: one of `BACKENDS`.
     """
+    out, lse = torch.ops.shardwise.block_sparse_attention(q, k, v, *_given(q, k, extras, layout, backend))
+    return out, lse
+
+
+def attend_partly(
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, layout: BlockLayout, backend: str
+) -> tuple[Tensor, Tensor]:
+    """As `attend`, for those who bring their own autograd: the results belong to no graph."""
+    with torch.no_grad():
+        return attend(q, k, v, extras, layout, backend)
+
+
+def differentiate_partly(grad_out: Tensor, saved: Saved, extras: Extras, layout: BlockLayout, backend: str) -> Grads:
+    """The gradients of q, k and v of attention over some of the keys, in the dtype in which sums run.
+
+    With the output and log-sum-exp of all keys, a part gives exactly what its keys add to the gradients, as
+    probabilities are exp(score - lse), and what is subtracted from their gradients is sum(out * grad_out), of the whole
+    (Dao et al., FlashAttention, 2022, algorithm 4). So parts are summed.
+
+    Args:
+        grad_out: [B, H, Nq, D], of the whole.
+        saved: the keys and values of the part; the output and the log-sum-exp of the whole.
+        extras: of the part; its bias gets no gradient.
+        layout: of the queries and the part's keys.
+        backend: one of `BACKENDS`.
+    """
+    given = _given(saved.q, saved.k, extras, layout, backend)
+    tensors = (saved.q, saved.k, saved.v, saved.out, saved.lse)
+    with torch.no_grad():
+        q, k, v, _ = torch.ops.shardwise.block_sparse_attention_backward(grad_out, None, *tensors, *given, False, True)
+    return Grads(q, k, v, None)
+
+
+def backend_named(name: str) -> Backend:
+    """The back end of a name."""
+    module, kind = BACKENDS[name]
+    found: Any = importlib.import_module(module)
+    backend: Backend = found if kind is None else getattr(found, kind)()
+    return backend
+
+
+def _given(q: Tensor, k: Tensor, extras: Extras, layout: BlockLayout, backend: str) -> _Extra:
     tensors, numbers = _planned(layout, q, k, backend)
     draw = extras.draw
-    out, lse = torch.ops.shardwise.block_sparse_attention(
-        q,
-        k,
-        v,
+    return _Extra(
         extras.key_padding,
         extras.bias,
         None if draw is None else draw.factors,
@@ -54,15 +93,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, extras: Extras, layout: BlockLayout,
         0.0 if draw is None else draw.p,
         backend,
     )
-    return out, lse
-
-
-def backend_named(name: str) -> Backend:
-    """The back end of a name."""
-    module, kind = BACKENDS[name]
-    found: Any = importlib.import_module(module)
-    backend: Backend = found if kind is None else getattr(found, kind)()
-    return backend
 
 
 _Planned = tuple[tuple[Tensor, ...], tuple[int, ...]]
@@ -94,8 +124,8 @@ class _Extra(NamedTuple):
     factors: Tensor | None
     offsets: Tensor | None
     columns: Tensor | None
-    plan: list[Tensor]
-    numbers: list[int]
+    plan: Sequence[Tensor]
+    numbers: Sequence[int]
     scale: float
     p: float
     backend: str
@@ -121,22 +151,23 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *extra: Any) -> tuple[Tensor,
 def _backward(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *extra: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *rest, needs_bias = extra
+    *rest, needs_bias, is_wide = extra
     given = _Extra(*rest)
     plan = Plan(tuple(given.plan), tuple(given.numbers))
     saved = Saved(q, k, v, out, lse)
-    grads = backend_named(given.backend).backward(grad_out, grad_lse, saved, given.extras(), plan, needs_bias)
+    grads = backend_named(given.backend).backward(grad_out, grad_lse, saved, given.extras(), plan, needs_bias, is_wide)
     grad_bias = q.new_empty(0) if given.bias is None or grads.bias is None else _like(grads.bias, given.bias)
-    return _like(grads.q, q), _like(grads.k, k), _like(grads.v, v), grad_bias
+    return _like(grads.q, q, is_wide), _like(grads.k, k, is_wide), _like(grads.v, v, is_wide), grad_bias
 
 
 def _backward_fake(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *extra: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *rest, needs_bias = extra
+    *rest, needs_bias, is_wide = extra
     bias = _Extra(*rest).bias
     grad_bias = q.new_empty(0) if bias is None or not needs_bias else torch.empty_like(bias)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), grad_bias
+    dq, dk, dv = (torch.empty_like(each, dtype=_grad_dtype(each, is_wide)) for each in (q, k, v))
+    return dq, dk, dv, grad_bias
 
 
 def _empty_output(q: Tensor) -> Tensor:
@@ -145,8 +176,12 @@ def _empty_output(q: Tensor) -> Tensor:
     return q.new_empty(samples, queries, heads, head_dim).transpose(1, 2)
 
 
-def _like(found: Tensor, like: Tensor) -> Tensor:
-    return _in_form(found, torch.empty_like(like, device="meta"))
+def _grad_dtype(of: Tensor, is_wide: bool) -> torch.dtype:
+    return wide_dtype(of.dtype) if is_wide else of.dtype
+
+
+def _like(found: Tensor, like: Tensor, is_wide: bool = False) -> Tensor:
+    return _in_form(found, torch.empty_like(like, dtype=_grad_dtype(like, is_wide), device="meta"))
 
 
 def _in_form(found: Tensor, form: Tensor) -> Tensor:
@@ -172,7 +207,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     grads = torch.ops.shardwise.block_sparse_attention_backward(
-        grad_out, grad_lse, q, k, v, out, lse, *extra, *ctx.others, needs_bias
+        grad_out, grad_lse, q, k, v, out, lse, *extra, *ctx.others, needs_bias, False
     )
     grad_bias = grads[3] if needs_bias else None
     # In the structure of the inputs, where torch takes an empty list of numbers for one of tensors.
@@ -195,7 +230,7 @@ _LIBRARY: Final = torch.library.Library("shardwise", "FRAGMENT")
 _LIBRARY.define(f"block_sparse_attention(Tensor q, Tensor k, Tensor v, {_EXTRA}) -> (Tensor, Tensor)")
 _LIBRARY.define(
     "block_sparse_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
-    f"Tensor lse, {_EXTRA}, bool needs_bias) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"Tensor lse, {_EXTRA}, bool needs_bias, bool is_wide) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.impl("block_sparse_attention", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("block_sparse_attention_backward", _backward, "CompositeExplicitAutograd")
