@@ -16,6 +16,7 @@ from shardwise.attention.backends import Draw, Extras
 from shardwise.attention.block_layout import BlockLayout, pack
 from shardwise.attention.flex import TILE, _compiled, block_mask_of, flex_attention_of, flex_options
 from shardwise.config import ConfigError
+from shardwise.layout.runs import Runs
 
 CPU = torch.device("cpu")
 
@@ -177,3 +178,13 @@ def test_what_flex_has_not_is_said() -> None:
         flex_options(q, k, layout, Extras(0.3, draw=draw))
     with pytest.raises(ConfigError, match="device='cpu'"):
         flex_attention_of(q, k, v, layout, Extras(0.3))
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [(((0, 64),), ((0, 256),)), (((0, 64), (192, 256)), ((0, 256),)), (((0, 256),), ((64, 256),)), ((), ((0, 256),))],
+)
+def test_flex_refuses_other_selections_than_the_last_queries(queries: Runs, keys: Runs) -> None:
+    layout = random_layout(0, 64, 256).select(queries, keys)
+    with pytest.raises(ConfigError, match=r'keys of 256 tokens are not for flex.*attention_backend\("triton"\)'):
+        block_mask_of(layout, CPU)

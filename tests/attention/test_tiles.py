@@ -8,40 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.tiles import require_complete, visits
 from shardwise.attention.block_layout import BlockLayout, Pattern, pack
-from shardwise.attention.kernels.tiles import ITEM_HEAD, Heads, Side, Tables, Width, best_width, tables_of
-
-
-def visits(tables: Tables, side: Side, shape: tuple[int, int, int], heads: Heads) -> np.ndarray:
-    """How often each pair is visited, [heads or 1, Nq, Nk], walking the tables as the kernels do."""
-    times = np.zeros(shape, dtype=int)
-    lists = (tables.items.shape[2] - ITEM_HEAD) // 4
-    num_subs = tables.full.shape[1]
-    for group, items in enumerate(tables.items):
-        for origin, begin, end, shift, _, *ranges in items:
-            for each in range(lists):
-                head = group * lists + each
-                full0, full1, partial0, partial1 = ranges[4 * each : 4 * each + 4]
-                tile = np.arange(origin, origin + side.width.tile)
-                exists = (tile >= begin) & (tile < end)
-                for entry in range(full0, full1):
-                    others = (tables.full[entry][:, None] + np.arange(tables.sub_block)).reshape(-1)
-                    add(times[head], tile[exists], others, np.ones((exists.sum(), len(others)), bool), side)
-                for entry in range(partial0, partial1):
-                    row = tables.partial[entry]
-                    others = (row[:num_subs, None] + np.arange(tables.sub_block)).reshape(-1)
-                    real = others < row[num_subs : 2 * num_subs].repeat(tables.sub_block)
-                    bits = row[2 * num_subs :].repeat(tables.run)[:, None]
-                    seen = (bits >> np.arange(num_subs).repeat(tables.sub_block)) & 1 > 0
-                    queries, keys = (tile[:, None], others) if side.of_queries else (others, tile[:, None])
-                    seen &= keys <= queries + shift
-                    add(times[head], tile[exists], others[real], seen[exists][:, real], side)
-    return times
-
-
-def add(times: np.ndarray, tile: np.ndarray, others: np.ndarray, seen: np.ndarray, side: Side) -> None:
-    assert len(set(others)) == len(others)
-    times[np.ix_(tile, others) if side.of_queries else np.ix_(others, tile)] += seen if side.of_queries else seen.T
+from shardwise.attention.kernels.tiles import ITEM_HEAD, Heads, Side, Width, best_width, tables_of
 
 
 @st.composite
@@ -84,22 +53,7 @@ def test_each_allowed_pair_is_visited_once(
 @given(layout=layouts(), of_queries=st.booleans(), limit=st.sampled_from([None, 1, 3]))
 def test_tiles_and_slots_are_complete(layout: BlockLayout, of_queries: bool, limit: int | None) -> None:
     tables = tables_of(layout, Side(of_queries, Width(64, 16)), Heads(4, 2), limit)
-    for items, merges in zip(tables.items, tables.merges, strict=True):
-        written = np.zeros(layout.num_queries if of_queries else layout.num_keys, dtype=int)
-        slots = []
-        for origin, begin, end, _, slot in items[:, :ITEM_HEAD]:
-            assert origin <= begin
-            assert end <= origin + 64
-            if begin < end and slot < 0:
-                written[begin:end] += 1
-            slots += [slot] if begin < end and slot >= 0 else []
-        merged = []
-        for _, begin, end, first, num in merges:
-            written[begin:end] += 1
-            merged += range(first, first + num)
-        assert (written == 1).all()
-        assert sorted(slots) == sorted(merged) == list(range(len(slots)))
-        assert len(slots) <= tables.num_slots
+    require_complete(tables, 64, layout.num_queries if of_queries else layout.num_keys)
 
 
 def test_the_longest_come_first_and_long_ones_are_split() -> None:

@@ -49,7 +49,8 @@ def flex_attention_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extr
         Output [B, H, Nq, D] and log-sum-exp [B, H, Nq] in fp32; 0 and -inf in rows that see no key.
 
     Raises:
-        ConfigError: there is dropout, or the tensors are not on a GPU.
+        ConfigError: there is dropout, tokens other than a document's first queries are left out, or the tensors are
+            not on a GPU.
     """
     if q.device.type == "cpu":
         raise ConfigError(
@@ -65,7 +66,7 @@ def flex_options(q: Tensor, k: Tensor, layout: BlockLayout, extras: Extras) -> d
     """The arguments of torch's `flex_attention` behind q, k and v.
 
     Raises:
-        ConfigError: there is dropout.
+        ConfigError: there is dropout, or tokens other than a document's first queries are left out.
     """
     if extras.draw is not None:
         raise ConfigError(
@@ -83,7 +84,11 @@ def flex_options(q: Tensor, k: Tensor, layout: BlockLayout, extras: Extras) -> d
 
 
 def block_mask_of(layout: BlockLayout, device: torch.device) -> BlockMask:
-    """The layout in FlexAttention's terms, of tensors that the layout keeps for each device."""
+    """The layout in FlexAttention's terms, of tensors that the layout keeps for each device.
+
+    Raises:
+        ConfigError: tokens other than a document's first queries are left out.
+    """
     tensors = layout.cached(("flex", device), functools.partial(_planned, device))
     others: Any = (*tensors[:8], (TILE, TILE), _mask_mod(layout, tensors[8:]))
     return BlockMask((layout.num_queries, layout.num_keys), *others)
@@ -105,6 +110,18 @@ def _planned(device: torch.device, layout: BlockLayout) -> tuple[Tensor, ...]:
     return tuple(each.to(device) for each in (*lists, *_looked_up(layout)))
 
 
+def _first_query(pattern: Pattern) -> int:
+    """Where the queries begin, which go to the document's end."""
+    num_tokens = pattern.num_tokens
+    if [stop for _, stop in pattern.query_runs] != [num_tokens] or pattern.key_runs != ((0, num_tokens),):
+        raise ConfigError(
+            f"{pattern.num_queries} queries in {len(pattern.query_runs)} runs and {pattern.num_keys} keys of "
+            f"{num_tokens} tokens are not for flex, which takes queries in one run to the end and all keys; use "
+            '`with attention_backend("triton"):`, or "cpu" on CPUs'
+        )
+    return pattern.query_runs[0][0]
+
+
 def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
     """The number of True in each row, [1, heads, rows], and all columns, those first: [1, heads, rows, columns]."""
     columns = tiles.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)  # [heads, rows, columns]
@@ -117,7 +134,7 @@ def _tiles(layout: BlockLayout) -> tuple[Tensor, Tensor]:
     seen = torch.zeros(2, layout.num_heads, num_rows, num_columns)  # pieces seen at all, tokens of those seen wholly
     row = column = 0
     for pattern in layout.patterns:
-        queries, keys = _Pieces(pattern, pattern.first_query, row), _Pieces(pattern, 0, column)
+        queries, keys = _Pieces(pattern, _first_query(pattern), row), _Pieces(pattern, 0, column)
         for head, blocks in enumerate(pattern.blocks):
             some = every = blocks[queries.blocks][:, keys.blocks]  # [pieces of queries, pieces of keys]
             if pattern.causal:
@@ -183,13 +200,13 @@ def _looked_up(layout: BlockLayout) -> list[Tensor]:
     document, position, and block. Then the blocks, [heads or 1, all blocks].
     """
     (pattern, *others) = layout.patterns
-    if not others and not pattern.first_query and not pattern.block % TILE:
+    if not others and not _first_query(pattern) and not pattern.block % TILE:
         return []
     fields: list[tuple[Tensor, ...]] = []
     base = 0
     for document, pattern in enumerate(layout.patterns):
         positions = torch.arange(pattern.num_tokens)
-        queries, num_blocks = positions[pattern.first_query :], pattern.blocks.shape[-1]
+        queries, num_blocks = positions[_first_query(pattern) :], pattern.blocks.shape[-1]
         reach = queries if pattern.causal else torch.full_like(queries, pattern.num_tokens)
         fields.append(
             (

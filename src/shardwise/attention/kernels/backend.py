@@ -47,12 +47,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, plan: Plan) -> tupl
 
 
 def backward(
-    grad_out: Tensor, grad_lse: Tensor | None, saved: Saved, extras: Extras, plan: Plan, needs_bias: bool
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    saved: Saved,
+    extras: Extras,
+    plan: Plan,
+    needs_bias: bool,
+    is_wide: bool = False,
 ) -> Grads:
     """The gradients, in memory as their inputs; that of a bias which is broadcast is summed in fp32."""
     make = _launches()
     inputs = [_last_dim_contiguous(each) for each in (saved.q, saved.k, saved.v)]
-    grads = [torch.empty_like(each) for each in inputs]
+    grads = [torch.empty_like(each, dtype=torch.float32 if is_wide else None) for each in inputs]
     extras = _contiguous(extras)
     grad_bias = _bias_room(saved.q, extras.bias) if needs_bias else None
     out, grad_out = _last_dim_contiguous(saved.out), _last_dim_contiguous(grad_out)

@@ -1,9 +1,9 @@
 """Look-up tables of the kernels: which tokens each program reads. Pure numpy; no Triton.
 
-A TILE is a run of tokens of one document that a program owns: queries for the forward and dQ, keys for dK and dV. It
-reads ENTRIES of the other axis, each gathered from runs of one block's tokens (SUB-BLOCKS), so that small blocks waste
-nothing. Every pair of a FULL entry is seen; a PARTIAL entry says by bits which runs of the tile see which sub-block,
-and the kernel compares positions where the pattern is causal.
+A TILE is tokens of one document, as they lie in the tensor, that a program owns: queries for the forward and dQ, keys
+for dK and dV (`axes`). It reads ENTRIES of the other axis, each gathered from runs of one block's tokens (SUB-BLOCKS),
+so that small blocks waste nothing. Every pair of a FULL entry is seen; a PARTIAL entry says by bits which runs of the
+tile see which sub-block, and the kernel compares places where the pattern is causal.
 
 >>> import torch
 >>> layout = BlockLayout.from_blocks(torch.eye(2), block=64)
@@ -22,11 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.attention.block_layout import BlockLayout, Pattern
+from shardwise.attention.kernels.axes import Axis, Granules, Ints, Tiles, granules_of, stretches_of, tiles_of
 
-Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
 
-NOT_CAUSAL: Final = 1 << 30  # a shift that lets every query see every key
 ITEM_HEAD: Final = 5  # numbers of an item before its ranges: origin, begin, end, shift, slot
 _PROGRAMS: Final = 264  # that run at once: two for each multiprocessor of an H100 or H200
 _FEWEST_ENTRIES: Final = 16  # a part of a split tile has as many, or merging costs more than it gains
@@ -91,9 +90,8 @@ def tables_of(layout: BlockLayout, side: Side, heads: Heads, limit: int | None =
         heads: of the tensors.
         limit: entries a program may visit, beyond which a tile is split; from the layout's own balance when left out.
     """
-    parts = [_heads_lists(pattern, side) for pattern in layout.patterns]  # per document and head
-    shifts = _tile_shifts(layout, side)
-    tokens = np.concatenate([np.column_stack(_with(each, parts[i][0].tokens)) for i, each in enumerate(shifts)])
+    parts = [_heads_lists(*each, side) for each in _places(layout)]  # per document and head
+    tokens = np.concatenate([part[0].tokens for part in parts])
     ranges, full, partial = [], [], []
     num_full = num_partial = 0
     for head in range(layout.num_heads):
@@ -101,14 +99,12 @@ def tables_of(layout: BlockLayout, side: Side, heads: Heads, limit: int | None =
         lengths = np.concatenate([part.lengths for part in of_head])  # [tiles, 2]: full and partial entries
         ends = lengths.cumsum(0) + np.array([num_full, num_partial])
         ranges.append(np.stack([ends[:, 0] - lengths[:, 0], ends[:, 0], ends[:, 1] - lengths[:, 1], ends[:, 1]], 1))
-        num_full, num_partial = ends[-1]
-        for part, shift in zip(of_head, shifts, strict=True):
-            full.append(part.full + shift.entry)
-            partial.append(part.partial.copy())
-            num_subs = part.full.shape[1]
-            partial[-1][:, : 2 * num_subs] += shift.entry
+        num_full, num_partial = num_full + int(lengths[:, 0].sum()), num_partial + int(lengths[:, 1].sum())
+        full += [part.full for part in of_head]
+        partial += [part.partial for part in of_head]
     lists = heads.query // heads.kv if layout.num_heads > 1 and not side.of_queries else 1
-    grouped = np.stack(ranges).reshape(-1, lists, len(tokens), 4).swapaxes(1, 2)  # [groups, tiles, lists, 4]
+    shape = layout.num_heads // lists, lists, len(tokens), 4
+    grouped = np.stack(ranges).reshape(shape).swapaxes(1, 2)  # [groups, tiles, lists, 4]
     programs = heads.query if side.of_queries else heads.kv
     if limit is None:
         work = (grouped[..., 1::2] - grouped[..., ::2]).sum() * programs // len(grouped)
@@ -125,7 +121,7 @@ def best_width(layout: BlockLayout, of_queries: bool, entry: int, most_tile: int
     for tile in (128, 64, 32, 16):
         if tile <= most_tile:
             side = Side(of_queries, Width(tile, entry))
-            lengths = sum(part.lengths.sum() for pattern in layout.patterns for part in _heads_lists(pattern, side))
+            lengths = sum(part.lengths.sum() for each in _places(layout) for part in _heads_lists(*each, side))
             costs[tile] = int(lengths) * (tile + _ENTRY_COST) * (1.0 if tile >= 64 else _NARROW_COST)
     return Width(min(costs, key=lambda tile: costs[tile]), entry)
 
@@ -136,7 +132,7 @@ _NARROW_COST: Final = 1.6  # a tile below 64 cannot use the widest matrix instru
 
 @dataclass(frozen=True, eq=False)
 class _Lists:
-    """Of one document and head, in its own tokens: tiles [tiles, 3], lengths [tiles, 2], and their entries."""
+    """Of one document and head: tiles [tiles, 4], lengths [tiles, 2], and their entries."""
 
     tokens: Ints
     lengths: Ints
@@ -144,28 +140,14 @@ class _Lists:
     partial: Ints
 
 
-@dataclass(frozen=True)
-class _Shift:
-    """Where a document's tokens lie in the tensors: of tiles, of entries; and the shift of the causal comparison."""
-
-    tile: int
-    entry: int
-    causal: int
-
-
-def _with(shift: _Shift, tokens: Ints) -> list[Ints]:
-    return [tokens + shift.tile, np.full((len(tokens), 1), shift.causal)]
-
-
-def _tile_shifts(layout: BlockLayout, side: Side) -> list[_Shift]:
-    shifts = []
+def _places(layout: BlockLayout) -> list[tuple[Pattern, int, int]]:
+    """Each document, and where its queries and its keys begin in the tensors."""
+    found = []
     query = key = 0
     for pattern in layout.patterns:
-        first = query - pattern.first_query  # where the document's token 0 would be among the queries
-        causal = key - first if pattern.causal else NOT_CAUSAL
-        shifts.append(_Shift(first, key, causal) if side.of_queries else _Shift(key, first, causal))
-        query, key = query + pattern.num_queries, key + pattern.num_tokens
-    return shifts
+        found.append((pattern, query, key))
+        query, key = query + pattern.num_queries, key + pattern.num_keys
+    return found
 
 
 def _granule(block: int) -> int:
@@ -177,58 +159,39 @@ def _runs(block: int, width: Width) -> tuple[int, int]:
     return min(_granule(block), width.tile), min(_granule(block), width.entry)
 
 
-def _heads_lists(pattern: Pattern, side: Side) -> list[_Lists]:
-    return [_lists(pattern, head.numpy(), side) for head in pattern.blocks]
+def _heads_lists(pattern: Pattern, query: int, key: int, side: Side) -> list[_Lists]:
+    """The entries of each tile of a document, for each head."""
+    run, sub_block = _runs(pattern.block, side.width)
+    queries = Axis(pattern.query_runs, pattern.key_runs, (query, key), of_queries=True)
+    keys = Axis(pattern.key_runs, pattern.query_runs, (key, query), of_queries=False)
+    own, other = (queries, keys) if side.of_queries else (keys, queries)
+    tiles = tiles_of(own, causal=pattern.causal, granule=run, width=side.width.tile)
+    entries = granules_of(stretches_of(other, causal=False), sub_block)
+    return [_lists(pattern, head.numpy(), tiles, entries, side) for head in pattern.blocks]
 
 
-@dataclass(frozen=True, eq=False)
-class _Axis:
-    """The granules of one axis of a document: the block of each, its first token and the one after its last."""
-
-    block: Ints
-    begin: Ints
-    end: Ints
-
-
-def _axis(pattern: Pattern, granule: int, of_queries: bool) -> _Axis:
-    begin = np.arange(0, pattern.num_tokens, granule)
-    first = pattern.first_query if of_queries else 0
-    end = np.minimum(begin + granule, pattern.num_tokens)
-    return _Axis(begin // pattern.block, np.maximum(begin, first), end)
-
-
-def _lists(pattern: Pattern, blocks: Bools, side: Side) -> _Lists:
+def _lists(pattern: Pattern, blocks: Bools, tiles: Tiles, entries: Granules, side: Side) -> _Lists:
     """The entries of each tile of a document, for one head."""
     run, sub_block = _runs(pattern.block, side.width)
-    tiles, entries = _axis(pattern, run, side.of_queries), _axis(pattern, sub_block, not side.of_queries)
-    seen, whole = _pairs(pattern, blocks if side.of_queries else blocks.T, (tiles, entries), side.of_queries)
-    num_runs = side.width.tile // run
-    num_tiles = -(-len(tiles.begin) // num_runs)
-    padding = num_tiles * num_runs - len(tiles.begin)
-    exists = np.pad(tiles.begin < tiles.end, (0, padding))
-    seen = np.pad(seen, ((0, padding), (0, 0))).reshape(num_tiles, num_runs, -1)  # [tiles, runs, sub-blocks]
-    whole = (np.pad(whole, ((0, padding), (0, 0))) | ~exists[:, None]).reshape(seen.shape)
-    origin = np.arange(num_tiles) * side.width.tile
-    begin = np.maximum(origin, pattern.first_query if side.of_queries else 0)
-    end = np.minimum(origin + side.width.tile, pattern.num_tokens)
-    kept = begin < end
-    tokens = np.stack([origin, begin, end], 1)[kept]  # [tiles, 3]
-    seen, whole = seen[kept], whole[kept]
+    some, every = _pairs(pattern, blocks if side.of_queries else blocks.T, (tiles.granules, entries), side.of_queries)
+    shape = len(tiles.tokens), side.width.tile // run, len(entries.begin)  # [tiles, runs, sub-blocks]
+    seen, whole = np.zeros(shape, dtype=bool), np.ones(shape, dtype=bool)
+    for found, into in ((some, seen), (every, whole)):
+        into.reshape(shape[0] * shape[1], shape[2])[tiles.slots] = found
     is_full = whole.all(1) & (entries.end - entries.begin == sub_block)  # [tiles, sub-blocks]
     num_subs = side.width.entry // sub_block
     rank = is_full.cumsum(1) - 1
     is_full &= rank < (is_full.sum(1, keepdims=True) // num_subs) * num_subs  # the rest join the partial ones
     is_partial = seen.any(1) & ~is_full
-    full = entries.begin[np.nonzero(is_full)[1]].reshape(-1, num_subs)
+    full = entries.index[np.nonzero(is_full)[1]].reshape(-1, num_subs)
     lengths = np.stack([is_full.sum(1) // num_subs, -(-is_partial.sum(1) // num_subs)], 1)
-    return _Lists(tokens, lengths, full, _partial(is_partial, seen, entries, num_subs))
+    return _Lists(tiles.tokens, lengths, full, _partial(is_partial, seen, entries, num_subs))
 
 
-def _pairs(pattern: Pattern, blocks: Bools, axes: tuple[_Axis, _Axis], of_queries: bool) -> tuple[Bools, Bools]:
+def _pairs(pattern: Pattern, blocks: Bools, axes: tuple[Granules, Granules], of_queries: bool) -> tuple[Bools, Bools]:
     """Of granules [of tiles, of entries]: whether any pair of tokens is seen, and whether all are."""
     tiles, entries = axes
-    exists = (tiles.begin < tiles.end)[:, None] & (entries.begin < entries.end)
-    seen = blocks[np.ix_(tiles.block, entries.block)] & exists
+    seen = blocks[np.ix_(tiles.begin // pattern.block, entries.begin // pattern.block)]
     if not pattern.causal:
         return seen, seen
     if of_queries:
@@ -240,7 +203,7 @@ def _pairs(pattern: Pattern, blocks: Bools, axes: tuple[_Axis, _Axis], of_querie
     return seen & any_pair, seen & all_pairs
 
 
-def _partial(is_partial: Bools, seen: Bools, entries: _Axis, num_subs: int) -> Ints:
+def _partial(is_partial: Bools, seen: Bools, entries: Granules, num_subs: int) -> Ints:
     """The partial entries of all tiles, [entries, 2 * sub-blocks + runs]; sub-blocks that miss are empty."""
     tile, column = np.nonzero(is_partial)
     counts = is_partial.sum(1)
@@ -249,8 +212,8 @@ def _partial(is_partial: Bools, seen: Bools, entries: _Axis, num_subs: int) -> I
     entry = np.repeat(num_entries.cumsum() - num_entries, counts) + rank // num_subs
     place = rank % num_subs
     table = np.zeros((int(num_entries.sum()), 2 * num_subs + seen.shape[1]), dtype=np.int64)
-    table[entry, place] = entries.begin[column]
-    table[entry, num_subs + place] = entries.end[column]
+    table[entry, place] = entries.index[column]
+    table[entry, num_subs + place] = (entries.index + entries.end - entries.begin)[column]
     bits = seen[tile, :, column].astype(np.int64) << place[:, None]  # [sub-blocks, runs]
     np.add.at(table[:, 2 * num_subs :], entry, bits)
     return table
@@ -275,7 +238,7 @@ def _items(tokens: Ints, ranges: Ints, limit: int) -> tuple[Ints, Ints, int]:
         slot = np.where(is_split, is_split.cumsum() - 1, -1)
         cuts = [of_group[tile, :, ::2] + lengths[tile] * each[:, None, None] // parts[tile, None, None]
                 for each in (part, part + 1)]  # fmt: skip
-        cut = np.stack(cuts, -1).reshape(len(tile), -1)  # [items, 4 * lists]
+        cut = np.stack(cuts, -1).reshape(len(tile), 4 * of_group.shape[1])
         order = np.argsort(-(cuts[1] - cuts[0]).sum((1, 2)), kind="stable")
         items.append(np.concatenate([tokens[tile], slot[:, None], cut], 1)[order])
         split = np.nonzero(parts > 1)[0]
