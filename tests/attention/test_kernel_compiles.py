@@ -17,7 +17,8 @@ import pytest
 pytest.importorskip("triton")
 HARNESS = Path(__file__).parents[1] / "harness" / "compiled_kernels.py"
 
-# head size, block, dtype, extras (p: padding, b: bias with its gradient, d: dropout), is_split -> bytes spilled at most
+# head size, block, dtype, extras (p: padding, b: bias with its gradient, d: dropout, w: wide gradients), is_split ->
+# bytes spilled at most
 DEFAULTS = {
     (64, 16, "bfloat16", "", False): 0,
     (128, 64, "bfloat16", "p", True): 160,
@@ -31,12 +32,14 @@ OTHERS = {
     (64, 64, "float32", "", False): 32,
     (64, 128, "bfloat16", "", True): 32,
     (64, 64, "bfloat16", "", False): 32,
+    (64, 64, "bfloat16", "w", False): 64,
     (64, 64, "bfloat16", "pbd", True): 96,
     (64, 128, "float16", "p", False): 32,
     (64, 16, "bfloat16", "bd", False): 32,
     (80, 64, "bfloat16", "", False): 160,
     (128, 64, "bfloat16", "", False): 160,
     (128, 128, "bfloat16", "d", False): 32,
+    (128, 64, "bfloat16", "w", True): 160,
     (128, 64, "bfloat16", "pbd", True): 1024,
     (128, 128, "float32", "", False): 64,
     (256, 64, "bfloat16", "", False): 256,

@@ -42,8 +42,10 @@ def launches_of(head_dim: int, block: int, dtype: torch.dtype, extras: str, is_s
     plan = plan_of(layout, Heads(4, 2), head_dim=head_dim, dtype=dtype, device=device, limit=limit)
     queries, keys = tables_in(plan)
 
-    def rows(heads: int) -> Tensor:  # [1, heads, N, D]
+    def rows(heads: int, dtype: torch.dtype = dtype) -> Tensor:  # [1, heads, N, D]
         return torch.empty(1, NUM_TOKENS, heads, head_dim, dtype=dtype).transpose(1, 2)
+
+    grads = [rows(heads, torch.float32 if "w" in extras else dtype) for heads in (4, 2, 2)]
 
     bits = torch.empty(1, 4, NUM_TOKENS, dtype=torch.int32)
     given = Extras(
@@ -57,8 +59,8 @@ def launches_of(head_dim: int, block: int, dtype: torch.dtype, extras: str, is_s
     return [
         *forward_launches(inputs, given, queries, (rows(4), lse)),
         prepare_launch(inputs, (rows(4), lse, lse), incoming),
-        *query_launches(inputs, incoming, given, queries, (rows(4), given.bias)),
-        *key_launches(inputs, incoming, given, keys, (rows(2), rows(2))),
+        *query_launches(inputs, incoming, given, queries, (grads[0], given.bias)),
+        *key_launches(inputs, incoming, given, keys, (grads[1], grads[2])),
     ]
 
 
