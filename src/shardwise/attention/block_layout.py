@@ -65,11 +65,6 @@ class Pattern:
         return ((0, self.num_tokens),) if self.keys is None else self.keys
 
     @property
-    def first_query(self) -> int:
-        """Of queries in one run."""
-        return self.query_runs[0][0]
-
-    @property
     def num_queries(self) -> int:
         return count_tokens(self.query_runs)
 
