@@ -23,8 +23,16 @@ from shardwise.agreement import CallCheck
 from shardwise.comm_books import AbsentError, Call, CommBooks, CommError
 from shardwise.config import Config, ConfigError
 from shardwise.group_links import GroupLinks
-from shardwise.layout.mesh_shape import GRADIENT_AXES, PIPELINE_AXES, REPLICA_AXES, SHARD_AXES, TENSOR_AXES, MeshShape
-from shardwise.links import Links, Network
+from shardwise.layout.mesh_shape import (
+    CONTEXT_AXES,
+    GRADIENT_AXES,
+    PIPELINE_AXES,
+    REPLICA_AXES,
+    SHARD_AXES,
+    TENSOR_AXES,
+    MeshShape,
+)
+from shardwise.links import Links, Network, check_exchange
 from shardwise.mesh import DOWN, HOST, UP, Mesh
 from shardwise.pending import Pending
 from shardwise.pool import BufferPool
@@ -234,6 +242,42 @@ class Comm:
         start = partial(self._links.exchange, out, slices[1 - self.rank])
         return self._start(call, start, partial(out.add_, slices[self.rank]))
 
+    def exchange(
+        self,
+        sends: Mapping[int, Sequence[Tensor]],
+        receives: Mapping[int, Sequence[Tensor]],
+        name: str,
+        lane: LaneName | None = "context",
+    ) -> Pending:
+        """Start to send tensors to other ranks and to receive from them; all ranks call it, those too with nothing.
+
+        Args:
+            sends: by rank of the group, without this one: contiguous tensors of any dtype, none of them empty. They
+                must not change until the exchange is waited for.
+            receives: what they fill, by the rank that sends them: as many, as large and in the same order.
+            name: for counts and messages.
+            lane: as for `all_gather`.
+
+        Raises:
+            ValueError: a tensor has no element, is not contiguous, or is of no other rank.
+        """
+        check_exchange(sends, receives, self.rank, self.world_size)
+        if self.world_size == 1:
+            return Pending(None)
+        num_bytes = sum(each.numel() * each.element_size() for tensors in sends.values() for each in tensors)
+        call = self._checked(self.books.add_exchange(name, self._group, num_bytes))
+        start = partial(self._links.exchange_all, sends, receives)
+        if self._links.waits_on_host:
+            return self._start(call, start)
+        moved = self._enqueue(lane, call, start)
+        held = [each for tensors in (*sends.values(), *receives.values()) for each in tensors]
+
+        def finish() -> None:
+            moved.wait()
+            held.clear()  # their memory goes back to the compute stream, which now waits for the lane
+
+        return Pending(finish)
+
     def max_in_place(self, buffer: Tensor, name: str) -> None:
         """Leave in `buffer` [n] the element-wise maximum over the ranks."""
         if self.world_size > 1:
@@ -314,7 +358,9 @@ class Comm:
         return read
 
     def _count(self, op: str, name: str, buffer: Tensor, passes: int) -> Call:
-        call = self.books.add(op, name, self._group, buffer, passes)
+        return self._checked(self.books.add(op, name, self._group, buffer, passes))
+
+    def _checked(self, call: Call) -> Call:
         if self.books.check is not None and self.world_size > 1:
             self.books.enter(call)
             try:
@@ -358,7 +404,7 @@ class Comms:
     """An engine's groups of ranks; where two hold the same ranks they are one object.
 
     On a 2x2 mesh, dp_replicate=2 x dp_shard=2, rank 1's `data` are all four ranks, its `shards` (0, 1) and its
-    `replicas` (1, 3).
+    `replicas` (1, 3). With dp_shard=2 x cp=2, its `shards` are all four and its `context` is (0, 1).
 
     Attributes:
         data: the ranks that average gradients.
@@ -366,6 +412,7 @@ class Comms:
         reductions: the same ranks as `shards`; on CUDA over a communicator of its own.
         replicas: those that hold the same shard.
         tensor: those that share a layer's matrices.
+        context: those that share each sample's tokens; over a communicator of its own.
         model: `data` and `tensor` together: all that hold parts of the same stages of the model.
         pipeline: those with the other stages, at the same place of their meshes.
         all: `model` and `pipeline` together: all that take the same optimizer step.
@@ -377,6 +424,7 @@ class Comms:
     reductions: Comm
     replicas: Comm
     tensor: Comm
+    context: Comm
     model: Comm
     pipeline: Comm
     all: Comm
@@ -436,6 +484,7 @@ def connect(
         reductions=reductions,
         replicas=over(REPLICA_AXES),
         tensor=over(TENSOR_AXES),
+        context=over(CONTEXT_AXES, "context" if shape.cp > 1 else "gather"),
         model=over(cell),
         pipeline=over(PIPELINE_AXES),
         all=over((*PIPELINE_AXES, *cell)),

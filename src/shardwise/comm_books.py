@@ -39,6 +39,9 @@ SEND: Final = "send"
 RECEIVE: Final = "receive"
 MESSAGE: Final = "message"
 
+# In which each rank sends others as much as it likes.
+EXCHANGE: Final = "exchange"
+
 
 class CommError(RuntimeError):
     """A collective failed or was not begun alike; the message says which rank was in which collective, and why."""
@@ -77,7 +80,7 @@ class CallNote:
         axis: of the mesh.
         group: key of the group of ranks.
         position: counts up over the collectives of that group; all its ranks are at the same.
-        numel: elements of the buffer.
+        numel: elements of the buffer; of an exchange, those that this rank sends.
         dtype: of each, on the wire.
     """
 
@@ -93,7 +96,8 @@ class CallNote:
     @property
     def signature(self) -> tuple[str, str, int, str]:
         """What must be alike on all ranks of the group at one position."""
-        return MESSAGE if self.op in (SEND, RECEIVE) else self.op, self.name, self.numel, self.dtype
+        op = MESSAGE if self.op in (SEND, RECEIVE) else self.op
+        return op, self.name, 0 if op == EXCHANGE else self.numel, self.dtype
 
     @property
     def title(self) -> str:
@@ -101,7 +105,8 @@ class CallNote:
         return f"{self.op} #{self.number} of {self.name}"
 
     def __str__(self) -> str:
-        return f"{self.title} ({self.numel} x {self.dtype} over {self.axis})"
+        amount = f"{self.numel} bytes sent" if self.op == EXCHANGE else f"{self.numel} x {self.dtype}"
+        return f"{self.title} ({amount} over {self.axis})"
 
 
 class Call(NamedTuple):
@@ -211,10 +216,17 @@ class CommBooks:
         """Book a collective that sends `passes` times (n - 1)/n of the buffer from each rank, as a ring does."""
         num_ranks = len(group.ranks)
         wire_bytes = passes * buffer.numel() * buffer.element_size() * (num_ranks - 1) // num_ranks
+        return self._add(op, name, group, buffer.numel(), buffer.dtype, wire_bytes)
+
+    def add_exchange(self, name: str, group: RankGroup, num_bytes: int) -> Call:
+        """Book an exchange in which this rank sends `num_bytes`; other ranks may send more or less."""
+        return self._add(EXCHANGE, name, group, num_bytes, torch.uint8, num_bytes)
+
+    def _add(self, op: str, name: str, group: RankGroup, numel: int, dtype: torch.dtype, wire_bytes: int) -> Call:
         self.num_calls += 1
         self.positions[group.key] += 1
         position = self.positions[group.key]
-        call = Call(self.num_calls, op, name, group, position, buffer.numel(), buffer.dtype, wire_bytes)
+        call = Call(self.num_calls, op, name, group, position, numel, dtype, wire_bytes)
         self.recent.append(call)
         count = self.counts.setdefault((group.axis, op), Count())
         count.num_calls += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ class GroupLinks:
         self.world_size = dist.get_world_size(group)
         self.waits_on_host = not (dist.get_backend(group) == "nccl" or device.type == "cuda")
         self._group = group
+        self._device = device
+        self._is_connected = self.waits_on_host
 
     def all_gather(self, full: Tensor) -> list[dist.Work]:
         """Fill `full` [n * s]: natively on NCCL, by sends and receives on gloo."""
@@ -52,6 +54,22 @@ class GroupLinks:
             *_works(dist.isend(source, group=self._group, group_dst=other)),
             *_works(dist.irecv(received, group=self._group, group_src=other)),
         ]
+
+    def exchange_all(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
+    ) -> list[dist.Work]:
+        """As bytes and in one batch, so that on NCCL no order of sends and receives deadlocks."""
+        if not self._is_connected:
+            # NCCL makes a communicator with the first batch, in which all ranks must take part: not all might.
+            dist.all_reduce(torch.zeros(1, dtype=torch.uint8, device=self._device), group=self._group)
+            self._is_connected = True
+        batch = []
+        for distance in range(1, self.world_size):
+            to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
+            for op, peer, buffers in ((dist.isend, to, sends), (dist.irecv, source, receives)):
+                moved = map(_bytes_of, buffers.get(peer, ()))
+                batch += [dist.P2POp(op, each, group=self._group, group_peer=peer) for each in moved]
+        return self._in_stream(dist.batch_isend_irecv(batch)) if batch else []
 
     def reduce_scatter(self, out: Tensor, source: Tensor) -> list[dist.Work]:
         """Sum in the dtype on the wire."""

@@ -34,6 +34,14 @@ class Links(Protocol):
     def exchange(self, received: Tensor, source: Tensor) -> list[dist.Work]:
         """Of two ranks: send `source` [s] to the other, and receive its own into `received` [s]."""
 
+    def exchange_all(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
+    ) -> list[dist.Work]:
+        """Send tensors to other ranks and receive from them, all at once; contiguous ones, not empty, by rank.
+
+        All ranks of the group call it alike, those too that send and receive nothing.
+        """
+
     def reduce_scatter(self, out: Tensor, source: Tensor) -> list[dist.Work]:
         """Sum `source` [n * s] over the ranks in the dtype on the wire; leave this rank's slice in `out` [s]."""
 
@@ -78,3 +86,18 @@ class Network(Protocol):
 
     def close(self) -> None:
         """Give back what was made."""
+
+
+def check_exchange(
+    sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], rank: int, world_size: int
+) -> None:
+    """Raise unless an exchange is one.
+
+    Raises:
+        ValueError: a tensor has no element, is not contiguous, or is for no other rank of the group.
+    """
+    for peer, tensors in (*sends.items(), *receives.items()):
+        if peer == rank or not 0 <= peer < world_size:
+            raise ValueError(f"rank {rank} of {world_size} exchanges nothing with rank {peer}; name another rank")
+        if not all(each.numel() and each.is_contiguous() for each in tensors):
+            raise ValueError(f"a tensor between ranks {rank} and {peer} is empty or strided; leave it out or copy it")

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-LaneName = Literal["gather", "reduce", "tensor", "offload", "reload"]
+LaneName = Literal["gather", "reduce", "tensor", "context", "offload", "reload"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Event:
 
 
 class Streams:
-    """An engine's side streams: for gathers, reductions, what runs beside a split layer, copies to the host and back.
+    """An engine's side streams: for gathers, reductions, what runs beside a split layer or travels between the ranks of
+    a sequence, copies to the host and back.
 
     On the CPU there are none.
 
@@ -70,6 +71,7 @@ class Streams:
                 "gather": torch.cuda.Stream(device, priority=-1),
                 "reduce": torch.cuda.Stream(device),
                 "tensor": torch.cuda.Stream(device, priority=-1),
+                "context": torch.cuda.Stream(device, priority=-1),
                 # A bus carries as much in each direction as in one.
                 "offload": torch.cuda.Stream(device),
                 "reload": torch.cuda.Stream(device),
