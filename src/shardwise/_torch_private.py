@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -334,25 +334,40 @@ def has_cpu_flash_attention() -> bool:
     return all(hasattr(torch.ops.aten, name) for name in names)
 
 
-def cpu_flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def cpu_flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None, scale: float
+) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; the public `scaled_dot_product_attention` gives no log-sum-exp.
 
     Args:
         q: [B, H, Nq, D].
         k: [B, H, Nk, D].
         v: [B, H, Nk, D].
-        mask: added to the scaled scores, in the dtype of q; [1 or B, 1 or H, Nq, Nk].
+        mask: added to the scaled scores, in the dtype of q; [1 or B, 1 or H, Nq, Nk]. Or that the i-th query sees the
+            first i keys alone.
         scale: of q k^T.
     """
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = op(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+    out, lse = op(q, k, v, 0.0, isinstance(mask, str), attn_mask=_mask_tensor(mask), scale=scale)
     return out, lse
 
 
 def cpu_flash_attention_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, scale: float
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | Literal["causal"] | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, from an output and log-sum-exp that may be of more keys; shapes as above."""
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    grad_q, grad_k, grad_v = op(grad_out, q, k, v, out, lse, 0.0, False, attn_mask=mask, scale=scale)
+    is_causal, mask = isinstance(mask, str), _mask_tensor(mask)
+    grad_q, grad_k, grad_v = op(grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
     return grad_q, grad_k, grad_v
+
+
+def _mask_tensor(mask: Tensor | Literal["causal"] | None) -> Tensor | None:
+    return None if isinstance(mask, str) else mask

@@ -262,7 +262,7 @@ class TestRefusals:
 
     def test_backends_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(
-            ConfigError, match=r"^attention backend 'cuda' does not exist; there are cpu, triton, flex$"
+            ConfigError, match=r"^attention backend 'cuda' does not exist; there are cpu, dense, triton, flex$"
         ):
             attention_backend("cuda").__enter__()
         used = []

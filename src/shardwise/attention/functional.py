@@ -36,7 +36,7 @@ _forced: Final[ContextVar[str | None]] = ContextVar("shardwise_attention_backend
 
 @contextmanager
 def attention_backend(name: str) -> Iterator[None]:
-    """Inside the context, block-sparse attention runs on the back end "cpu", "triton" or "flex".
+    """Inside the context, block-sparse attention runs on the back end "cpu", "dense", "triton" or "flex".
 
     Recomputations run where the backward does, so a forward that is recomputed must enter the context itself. Compiled
     code keeps the back end that it was compiled with.
@@ -121,7 +121,7 @@ def block_sparse_attention_with_lse(
     elif p > 0.0 and q.numel() and k.numel():
         draw = drawn(q, layout, p)
     extras = Extras(q.shape[-1] ** -0.5 if scale is None else float(scale), key_padding, bias, draw)
-    backend = _backend_for(q.device.type)
+    backend = backend_for(q.device.type)
     if backend == _FLEX:
         # Imported when it is first used, as it brings the compiler along.
         flex: Any = importlib.import_module("shardwise.attention.flex")
@@ -139,9 +139,9 @@ def _autocast(tensor: Tensor) -> Tensor:
 
 
 @constant_in_graphs
-def _backend_for(device_type: str) -> str:
-    """Of a device: the back end that is forced, else the one measured faster."""
-    return _forced.get() or ("cpu" if device_type in ("cpu", "meta") else _DEFAULT_ON_DEVICES)
+def backend_for(device_type: str, preferred: str | None = None) -> str:
+    """Of a device: the back end that is forced, else the preferred one, else the one measured faster."""
+    return _forced.get() or preferred or ("cpu" if device_type in ("cpu", "meta") else _DEFAULT_ON_DEVICES)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

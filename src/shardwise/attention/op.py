@@ -21,6 +21,7 @@ from shardwise.attention.block_layout import BlockLayout
 
 BACKENDS: Final[Mapping[str, tuple[str, str | None]]] = {
     "cpu": ("shardwise.attention.cpu", "CpuBackend"),
+    "dense": ("shardwise.attention.dense", "DenseBackend"),
     "triton": ("shardwise.attention.kernels.backend", None),
 }
 """The back ends behind the ops: a module and a class in it, or a module that is one; imported when first used."""

@@ -1,0 +1,330 @@
+"""Dense attention among some of a sequence's tokens on the CPU, in as few calls of torch's flash attention as it takes.
+
+A rank's queries and the keys that it has at a time are runs of tokens. Of causal attention, neighbouring queries see
+one rectangle of keys, and perhaps a triangle behind it: these are the calls, merged where queries are in two.
+
+>>> layout = dense_layout(8, causal=True)
+>>> for band in bands_of(layout.select(queries=((0, 2), (6, 8)), keys=((2, 4), (6, 8)))):
+...     print(band)
+Band(queries=slice(2, 4, None), keys=slice(0, 2, None), diagonal_queries=slice(2, 4, None), \
+diagonal_keys=slice(2, 4, None))
+>>> [len(bands_of(layout.select(share, share))) for share in (((0, 8),), ((0, 2), (6, 8)))]
+[1, 1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise._torch_private import cpu_flash_attention, cpu_flash_attention_backward, has_cpu_flash_attention
+from shardwise.attention.backends import Extras, Grads, Plan, Saved, wide_dtype
+from shardwise.attention.block_layout import BlockLayout, Pattern, pack
+from shardwise.attention.functional import backend_for
+from shardwise.attention.merge import merge_partial
+from shardwise.config import ConfigError
+from shardwise.layout.runs import Runs
+
+CausalMask = Literal["causal"] | None
+
+_BLOCK: Final = 128
+_MOST_BLOCKS: Final = 4096
+
+
+def dense_layout(num_tokens: int, *, causal: bool) -> BlockLayout:
+    """The layout in which every token sees every other one, or all up to itself.
+
+    Args:
+        num_tokens: of the sequence.
+        causal: a token sees none after it.
+
+    Raises:
+        ConfigError: there is no token.
+    """
+    return dense_layout_of_documents([num_tokens], causal=causal)
+
+
+def dense_layout_of_documents(lengths: Sequence[int], *, causal: bool) -> BlockLayout:
+    """The layout of documents one behind another, in which a token sees its own one, or all of that up to itself.
+
+    Args:
+        lengths: tokens of each.
+        causal: a token sees none after it.
+
+    Raises:
+        ConfigError: there is no document, or one has no token.
+    """
+    block = _BLOCK
+    while max(lengths, default=0) > block * _MOST_BLOCKS:
+        block *= 2
+    layouts = {
+        length: BlockLayout.from_blocks(
+            torch.ones(-(-length // block), -(-length // block), dtype=torch.bool),
+            block,
+            causal=causal,
+            num_tokens=length,
+        )
+        for length in set(lengths)
+    }
+    return pack([layouts[length] for length in lengths])
+
+
+def is_dense(layout: BlockLayout) -> bool:
+    """Whether each token sees its whole document, or all of it up to itself."""
+    return layout.cached("is_dense", lambda whole: all(map(_is_dense, whole.patterns)))
+
+
+def partial_backend(layout: BlockLayout, q: Tensor, extras: Extras) -> str:
+    """The back end, one of `op.BACKENDS` or "flex", for attention over some of the keys.
+
+    Args:
+        layout: of these queries and keys.
+        q: [B, H, Nq, D].
+        extras: what acts on the scores.
+    """
+    fits = q.device.type == "cpu" and has_cpu_flash_attention() and _is_bare(extras) and is_dense(layout)
+    return backend_for(q.device.type, "dense" if fits else None)
+
+
+class Band(NamedTuple):
+    """Neighbouring queries and what they see; all of them as indices into the tensors.
+
+    Attributes:
+        queries: of the band.
+        keys: that all of them see; perhaps none.
+        diagonal_queries: the last ones of the band, perhaps none, that see more.
+        diagonal_keys: those right behind `keys`: the first of the diagonal's queries sees one of them and each other
+            one more, and all of them where there are more queries than keys.
+    """
+
+    queries: slice
+    keys: slice
+    diagonal_queries: slice
+    diagonal_keys: slice
+
+    def rectangles(self) -> Iterator[tuple[slice, slice, CausalMask]]:
+        """Queries, keys, and the mask between them."""
+        if self.keys.start < self.keys.stop:
+            yield self.queries, self.keys, None
+        if self.diagonal_keys.start < self.diagonal_keys.stop:
+            yield self.diagonal_queries, self.diagonal_keys, "causal"
+
+
+def bands_of(layout: BlockLayout) -> list[Band]:
+    """The bands of a dense layout, ascending; queries that see no key are in none.
+
+    Raises:
+        ConfigError: the layout is not dense.
+    """
+    if not is_dense(layout):
+        raise ConfigError(
+            "the dense back end computes layouts in which every block, or every one up to the diagonal, is seen; "
+            "leave the choice of the back end to the library"
+        )
+    bands, queries, keys = [], 0, 0
+    for pattern in layout.patterns:
+        make = _causal_bands if pattern.causal else _whole_band
+        bands += [each.band() for each in make(pattern, queries, keys)]
+        queries, keys = queries + pattern.num_queries, keys + pattern.num_keys
+    return bands
+
+
+@dataclass(frozen=True)
+class _Edges:
+    """Where a band starts, where its diagonal does, and where it stops, in queries and keys."""
+
+    q_start: int
+    q_diagonal: int
+    q_stop: int
+    k_start: int
+    k_diagonal: int
+    k_stop: int
+
+    @property
+    def has_diagonal(self) -> bool:
+        return self.k_diagonal < self.k_stop
+
+    @property
+    def is_square(self) -> bool:
+        """Whether the next query may see one key more than the last one."""
+        return self.q_stop - self.q_diagonal == self.k_stop - self.k_diagonal
+
+    def band(self) -> Band:
+        return Band(
+            slice(self.q_start, self.q_stop),
+            slice(self.k_start, self.k_diagonal),
+            slice(self.q_diagonal, self.q_stop),
+            slice(self.k_diagonal, self.k_stop),
+        )
+
+
+def _whole_band(pattern: Pattern, query: int, key: int) -> list[_Edges]:
+    last_query, last_key = query + pattern.num_queries, key + pattern.num_keys
+    sees_any = query < last_query and key < last_key
+    return [_Edges(query, last_query, last_query, key, last_key, last_key)] if sees_any else []
+
+
+def _causal_bands(pattern: Pattern, query: int, key: int) -> list[_Edges]:
+    """Walk through the tokens; what has queries extends the last band while it sees the keys so far and its own."""
+    first_key = key
+    bands: list[_Edges] = []
+    for size, has_queries, has_keys in _stretches(pattern.query_runs, pattern.key_runs):
+        next_query, next_key = query + size * has_queries, key + size * has_keys
+        if has_queries and next_key > first_key:  # the others see none
+            if not bands or bands[-1].k_stop != key or (has_keys and not bands[-1].is_square):
+                bands.append(_Edges(query, query, query, first_key, key, key))
+            band = bands[-1]
+            if not band.has_diagonal:
+                band = replace(band, q_diagonal=query if has_keys else next_query)
+            bands[-1] = replace(band, q_stop=next_query, k_stop=next_key)
+        query, key = next_query, next_key
+    return bands
+
+
+def _stretches(queries: Runs, keys: Runs) -> Iterator[tuple[int, bool, bool]]:
+    """Sizes of the stretches of tokens between any two edges of runs, and whether their queries and keys are there."""
+    starts = [{start for start, _ in runs} for runs in (queries, keys)]
+    stops = [{stop for _, stop in runs} for runs in (queries, keys)]
+    has = [False, False]
+    for start, stop in pairwise(sorted(set().union(*starts, *stops))):
+        has = [start in starts[i] or (has[i] and start not in stops[i]) for i in range(2)]
+        yield stop - start, has[0], has[1]
+
+
+class DenseBackend:
+    """The `Backend` of dense layouts on the CPU; extras are their scale alone."""
+
+    def plan(self, layout: BlockLayout, q: Tensor, k: Tensor) -> Plan:
+        """The bands, as eight numbers each; the same for all tensors."""
+        return Plan((), tuple(edge for band in bands_of(layout) for each in band for edge in (each.start, each.stop)))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, plan: Plan) -> tuple[Tensor, Tensor]:
+        """Output [B, H, Nq, D], in memory [B, Nq, H, D], and log-sum-exp [B, H, Nq]."""
+        _require_bare(extras)
+        q, k, v = map(_with_close_rows, (q, k, v))
+        wide = wide_dtype(q.dtype)
+        out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+        for band in _unfold(plan) if q.numel() else ():
+            (queries, keys, mask), *second = band.rectangles()
+            own = _flash(q[:, :, queries], k[:, :, keys], v[:, :, keys], extras.scale, mask)
+            for queries, keys, mask in second:
+                own = own[0].to(wide), own[1]
+                part = _flash(q[:, :, queries], k[:, :, keys], v[:, :, keys], extras.scale, mask)
+                num_before = queries.start - band.queries.start
+                merge_partial(own[0][:, :, num_before:], own[1][:, :, num_before:], *part)
+            out[:, :, band.queries], lse[:, :, band.queries] = own
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        saved: Saved,
+        extras: Extras,
+        plan: Plan,
+        needs_bias: bool,
+        is_wide: bool = False,
+    ) -> Grads:
+        """The gradients, in the forms of q, k and v."""
+        _require_bare(extras)
+        if grad_lse is not None:
+            raise ConfigError("the dense back end has no gradient of the log-sum-exp; use attention_backend('cpu')")
+        grad_out, q, k, v, out = map(_with_close_rows, (grad_out, saved.q, saved.k, saved.v, saved.out))
+        grads = [torch.zeros_like(each, dtype=wide_dtype(each.dtype)) for each in (saved.q, saved.k, saved.v)]
+        for band in _unfold(plan) if q.numel() else ():
+            for queries, keys, mask in band.rectangles():
+                own_q, own_out, own_lse = (each[:, :, queries] for each in (q, out, saved.lse))
+                own = Saved(own_q, k[:, :, keys], v[:, :, keys], own_out, own_lse)
+                parts = _flash_backward(grad_out[:, :, queries], own, extras.scale, mask)
+                for grad, part, where in zip(grads, parts, (queries, keys, keys), strict=True):
+                    grad[:, :, where] += part
+        dq, dk, dv = grads if is_wide else (grad.to(q.dtype) for grad in grads)
+        return Grads(dq, dk, dv, None)
+
+
+def _unfold(plan: Plan) -> list[Band]:
+    edges = iter(plan.numbers)
+    slices = iter([slice(start, stop) for start, stop in zip(edges, edges, strict=True)])
+    return [Band(*four) for four in zip(slices, slices, slices, slices, strict=True)]
+
+
+def _is_dense(pattern: Pattern) -> bool:
+    seen = pattern.blocks
+    if not pattern.causal:
+        return bool(seen.all())
+    return bool((seen | torch.ones_like(seen[0]).triu(1)).all())
+
+
+def _is_bare(extras: Extras) -> bool:
+    return extras.key_padding is None and extras.bias is None and extras.draw is None
+
+
+def _require_bare(extras: Extras) -> None:
+    if not _is_bare(extras):
+        raise ConfigError(
+            "the dense back end has no key padding, bias or dropout; leave the choice of the back end to the library"
+        )
+
+
+def _with_close_rows(tensor: Tensor) -> Tensor:
+    """[B, H, N, D] as torch's kernel reads it, which takes numbers of a row as neighbours and rows as apart."""
+    is_read = tensor.stride(-1) == 1 and tensor.stride(-2) >= tensor.shape[-1]
+    return tensor if is_read else tensor.contiguous()
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: CausalMask) -> tuple[Tensor, Tensor]:
+    """Output [B, H, Nq, D] and log-sum-exp [B, H, Nq] of queries and keys [B, K, Nk, D]."""
+    heads = _Heads(q.shape[1], k.shape[1])
+    if heads.group == 1:
+        return cpu_flash_attention(q, k, v, mask, scale)
+    found = [
+        cpu_flash_attention(heads.of_queries(q[i]), heads.of_keys(k[i]), heads.of_keys(v[i]), mask, scale)
+        for i in range(len(q))
+    ]
+    out, lse = (torch.stack(each).flatten(1, 2) for each in zip(*found, strict=True))
+    return out, lse
+
+
+def _flash_backward(grad_out: Tensor, saved: Saved, scale: float, mask: CausalMask) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, from an output and log-sum-exp that may be of more keys; shapes as above."""
+    q, k, v, out, lse = saved.q, saved.k, saved.v, saved.out, saved.lse
+    heads, wide = _Heads(q.shape[1], k.shape[1]), wide_dtype(q.dtype)
+    if heads.group == 1:
+        return cpu_flash_attention_backward(grad_out, q, k, v, out, lse, mask, scale)
+    found = []
+    for i in range(len(q)):
+        own_grad_out, own_q, own_out, own_lse = (heads.of_queries(each[i]) for each in (grad_out, q, out, lse))
+        own_k, own_v = heads.of_keys(k[i]), heads.of_keys(v[i])
+        dq, dk, dv = cpu_flash_attention_backward(own_grad_out, own_q, own_k, own_v, own_out, own_lse, mask, scale)
+        found.append((dq.flatten(0, 1), dk.sum(1, dtype=wide), dv.sum(1, dtype=wide)))
+    dq, dk, dv = (torch.stack(each) for each in zip(*found, strict=True))
+    return dq, dk, dv
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Heads of queries and of keys, of one sample as views in which there are equally many of both.
+
+    By itself torch's kernel reads fewer heads of keys in its newest versions only.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    def of_queries(self, tensor: Tensor) -> Tensor:
+        """From [H, ...] to [K, H / K, ...]."""
+        return tensor.unflatten(0, (self.num_kv_heads, self.group))
+
+    def of_keys(self, tensor: Tensor) -> Tensor:
+        """From [K, Nk, D] to [K, H / K, Nk, D]."""
+        return tensor.unsqueeze(1).expand(-1, self.group, -1, -1)
