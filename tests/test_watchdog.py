@@ -412,6 +412,17 @@ def test_ranks_in_different_collectives_of_one_group_have_diverged() -> None:
     )
 
 
+def test_exchanges_of_one_name_have_not_diverged_whatever_each_rank_sends() -> None:
+    def inside(rank: int, name: str) -> CallNote:
+        books = CommBooks(rank)
+        return books.add_exchange(name, books.open_group("cp", (0, 1)), 10 * rank).note()
+
+    text = diagnose({rank: report(rank, inside(rank, "keys")) for rank in range(2)})
+    assert "the network or a device is stuck, or only slow" in text
+    text = diagnose({rank: report(rank, inside(rank, ("keys", "grads")[rank])) for rank in range(2)})
+    assert text.startswith("rank 1 is at exchange #1 of grads (10 bytes sent over cp), rank 0 at exchange #1 of keys (")
+
+
 def test_the_first_of_several_divergences_is_named() -> None:
     earlier = (note(name="blocks.1", position=3), note(name="blocks.2", position=3))
     reports = {rank: replace(report(rank, note()), recent=(earlier[rank], note())) for rank in range(2)}

@@ -235,8 +235,12 @@ class DenseBackend:
         _require_bare(extras)
         if grad_lse is not None:
             raise ConfigError("the dense back end has no gradient of the log-sum-exp; use attention_backend('cpu')")
-        grad_out, q, k, v, out = map(_with_close_rows, (grad_out, saved.q, saved.k, saved.v, saved.out))
-        grads = [torch.zeros_like(each, dtype=wide_dtype(each.dtype)) for each in (saved.q, saved.k, saved.v)]
+        wide = wide_dtype(saved.q.dtype)
+        grads = [torch.zeros_like(each, dtype=wide) for each in (saved.q, saved.k, saved.v)]
+        # torch's kernel gives gradients in the dtype of what it is given.
+        dtype = wide if is_wide else saved.q.dtype
+        tensors = (each.to(dtype) for each in (grad_out, saved.q, saved.k, saved.v, saved.out))
+        grad_out, q, k, v, out = map(_with_close_rows, tensors)
         for band in _unfold(plan) if q.numel() else ():
             for queries, keys, mask in band.rectangles():
                 own_q, own_out, own_lse = (each[:, :, queries] for each in (q, out, saved.lse))
@@ -244,7 +248,7 @@ class DenseBackend:
                 parts = _flash_backward(grad_out[:, :, queries], own, extras.scale, mask)
                 for grad, part, where in zip(grads, parts, (queries, keys, keys), strict=True):
                     grad[:, :, where] += part
-        dq, dk, dv = grads if is_wide else (grad.to(q.dtype) for grad in grads)
+        dq, dk, dv = (grad.to(dtype) for grad in grads)
         return Grads(dq, dk, dv, None)
 
 
