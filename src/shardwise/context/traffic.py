@@ -1,0 +1,133 @@
+"""How many bytes a rank sends in one attention over the ranks of the `cp` axis: exact, from what is planned.
+
+For dense attention both ways it is what the papers say (c ranks, n tokens of each, B samples, H query and K key heads
+of D, e bytes an element and w of the wide dtype; u ranks that exchange heads):
+
+| transport | forward | backward |
+|---|---|---|
+| ring, all-gather (Liu et al. 2023, arXiv 2310.01889) | (c - 1) 2 n B K D e | (c - 1) 2 n B K D (e + w) |
+| heads for tokens (Jacobs et al. 2023, arXiv 2309.14509) | (u - 1) / u  n B (2 H + 2 K) D e | the same |
+
+The backward of a ring moves keys and values again, and their gradients in the wide dtype. Of causal attention a
+contiguous split moves half of that, the mean over ranks, and a zigzag 3/4: a rank needs one chunk of every other, and
+the other one of those whose second chunk is before its own. Where there are fewer KV heads than ranks that exchange
+heads, each gets one, so K is u there, and their gradients come back in the wide dtype, since they are summed.
+
+>>> sizes = Sizes(samples=1, num_heads=8, num_kv_heads=2, head_dim=64)
+>>> bytes_of_heads(128, team_size=2, sizes=sizes)
+Sent(forward=163840, backward=163840)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from shardwise.attention.block_layout import BlockLayout
+from shardwise.context.plan import plan_steps
+from shardwise.context.steps import Step
+from shardwise.layout.runs import Runs, count_tokens
+from shardwise.layout.token_split import TokenSplit
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one attention on a rank, before any heads are exchanged.
+
+    Attributes:
+        samples: of the batch.
+        num_heads: query heads.
+        num_kv_heads: of keys and values.
+        head_dim: of a head.
+        element_bytes: of q, k, v and the output.
+        wide_bytes: of log-sum-exps, and of gradients that are summed.
+    """
+
+    samples: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    element_bytes: int = 2
+    wide_bytes: int = 4
+
+
+class Sent(NamedTuple):
+    """Bytes that a rank sends.
+
+    Attributes:
+        forward: in the forward.
+        backward: in the backward.
+    """
+
+    forward: int
+    backward: int
+
+
+def bytes_of_attention(
+    layout: BlockLayout, split: TokenSplit, rank: int, sizes: Sizes, *, heads_over: int = 1, one_by_one: bool = True
+) -> Sent:
+    """Bytes that a rank sends in one attention.
+
+    Args:
+        layout: of the whole sequence.
+        split: of its tokens.
+        rank: of the split.
+        sizes: of the rank.
+        heads_over: neighbouring ranks that exchange heads.
+        one_by_one: keys come in steps, as in a ring; the bytes are the same in one.
+
+    Raises:
+        ConfigError: the split is not of the layout's tokens.
+    """
+    exchanged = bytes_of_heads(split.own_size, heads_over, sizes)
+    steps = plan_steps(layout, split.teams(heads_over), rank // heads_over, one_by_one=one_by_one)
+    own = replace(sizes, num_heads=sizes.num_heads // heads_over, num_kv_heads=max(1, sizes.num_kv_heads // heads_over))
+    stepped = bytes_of_steps(steps, own)
+    return Sent(exchanged.forward + stepped.forward, exchanged.backward + stepped.backward)
+
+
+def bytes_of_steps(steps: Sequence[Step], sizes: Sizes) -> Sent:
+    """Bytes that a rank sends in steps.
+
+    In the forward keys with their values, and queries that are answered with their output and log-sum-exp. In the
+    backward the same, with queries their output, its gradient and their log-sum-exp, and gradients back.
+
+    Args:
+        steps: of the rank.
+        sizes: with the heads that the rank has in them.
+    """
+    keys = _count(runs for step in steps for runs in step.sent_keys.values())
+    queries = _count(runs for step in steps for runs in step.sent_queries.values())
+    keys_here = _count(runs for step in steps for runs in step.received_keys.values())
+    queries_here = _count(runs for step in steps for runs in step.received_queries.values())
+    of_key = 2 * sizes.samples * sizes.num_kv_heads * sizes.head_dim  # numbers of a token: its key and its value
+    of_query = sizes.samples * sizes.num_heads * sizes.head_dim
+    of_lse = sizes.samples * sizes.num_heads * sizes.wide_bytes
+    narrow, wide = sizes.element_bytes, sizes.wide_bytes
+    moved = keys * of_key * narrow
+    forward = moved + queries * of_query * narrow + queries_here * (of_query * narrow + of_lse)
+    backward = moved + queries * (3 * of_query * narrow + of_lse)
+    backward += keys_here * of_key * wide + queries_here * of_query * wide
+    return Sent(forward, backward)
+
+
+def bytes_of_heads(num_tokens: int, team_size: int, sizes: Sizes) -> Sent:
+    """Bytes that a rank sends to exchange heads for tokens and back: q, k and v and then the output; its gradient and
+    then theirs.
+
+    Args:
+        num_tokens: of the rank.
+        team_size: ranks that exchange heads; 1 where none do.
+        sizes: of the rank before.
+    """
+    query_heads, kv_heads = sizes.num_heads // team_size, max(1, sizes.num_kv_heads // team_size)
+    of_head = (team_size - 1) * num_tokens * sizes.samples * sizes.head_dim
+    kv_bytes = sizes.wide_bytes if sizes.num_kv_heads < team_size else sizes.element_bytes
+    queries = 2 * query_heads * of_head * sizes.element_bytes
+    keys = 2 * kv_heads * of_head
+    return Sent(queries + keys * sizes.element_bytes, queries + keys * kv_bytes)
+
+
+def _count(several: Iterable[Runs]) -> int:
+    return sum(count_tokens(runs) for runs in several)
