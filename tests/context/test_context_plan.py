@@ -43,15 +43,15 @@ def layouts(draw):
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
     documents = []
     for _ in range(draw(st.integers(1, 3))):
-        num_blocks = draw(st.integers(1, 12))
-        density = draw(st.sampled_from((0.0, 0.05, 0.3, 1.0)))
+        num_blocks = draw(st.integers(1, 20))
+        density = draw(st.sampled_from((0.0, 0.0, 0.05, 0.3, 1.0)))
         blocks = torch.rand(num_heads, num_blocks, num_blocks, generator=generator) < density
         if draw(st.booleans()):
             blocks[:, draw(st.integers(0, num_blocks - 1))] = True
         num_tokens = num_blocks * block - draw(st.integers(0, block - 1))
         documents.append(BlockLayout.from_blocks(blocks, block, causal=draw(st.booleans()), num_tokens=num_tokens))
     if missing := -sum(each.num_queries for each in documents) % 12:
-        documents.append(BlockLayout.from_blocks(torch.ones(2 * [-(-missing // block)]), block, num_tokens=missing))
+        documents.append(BlockLayout.from_blocks(torch.eye(-(-missing // block)), block, num_tokens=missing))
     return pack(documents)
 
 

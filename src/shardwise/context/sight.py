@@ -32,6 +32,7 @@ class _Document:
         block: tokens of a block.
         whole: [num_blocks, num_blocks], bool, whether any head's row sees all of a column's keys.
         diagonal: [num_blocks], bool, whether it sees those of its own block that are not after it: only where causal.
+        num_seen: [num_blocks], blocks that each row sees any of.
     """
 
     before: int
@@ -39,6 +40,7 @@ class _Document:
     block: int
     whole: Tensor
     diagonal: Tensor | None
+    num_seen: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,13 +64,7 @@ class Sight:
 
     def rows_seeing_most(self, share: float) -> Runs:
         """Tokens of the rows of blocks that see at least a share of the document's blocks."""
-        found = []
-        for each in self.documents:
-            seen = each.whole.sum(-1)  # [num_blocks]
-            if each.diagonal is not None:
-                seen = seen + each.diagonal
-            found.append(_tokens(each, seen >= share * len(seen)))
-        return join(found)
+        return join(_tokens(each, each.num_seen >= share * len(each.num_seen)) for each in self.documents)
 
     def keys_seen(self, queries: Runs) -> Runs:
         """The tokens whose keys any of the queries sees, of all heads."""
@@ -87,12 +83,14 @@ class Sight:
 
 def _document(pattern: Pattern, before: int) -> _Document:
     blocks = pattern.blocks[0] if pattern.blocks.shape[0] == 1 else pattern.blocks.any(0)  # [num_blocks, num_blocks]
-    whole, diagonal = (blocks.tril(-1), blocks.diagonal()) if pattern.causal else (blocks, None)
-    return _Document(before, pattern.num_tokens, pattern.block, whole, diagonal)
+    if not pattern.causal:
+        return _Document(before, pattern.num_tokens, pattern.block, blocks, None, blocks.sum(-1))
+    whole, diagonal = blocks.tril(-1), blocks.diagonal()
+    return _Document(before, pattern.num_tokens, pattern.block, whole, diagonal, whole.sum(-1) + diagonal)
 
 
 def _keys_seen(document: _Document, queries: Runs) -> Runs:
-    seen = document.whole[_touched(document, queries)].any(0)  # [num_blocks]
+    seen = _any(document.whole[_touched(document, queries)], 0)  # [num_blocks]
     partly = []
     if document.diagonal is not None:
         for start, stop in queries:
@@ -109,7 +107,7 @@ def _queries_seeing(document: _Document, keys: Runs, among: Runs) -> Runs:
         return ()
     rows, columns = _touched(document, shift(own, -document.before)), _touched(document, keys)
     seeing = torch.zeros(len(document.whole), dtype=torch.bool)
-    seeing[rows] = document.whole[rows][:, columns].any(1)
+    seeing[rows] = _any(document.whole[rows][:, columns], 1)
     partly = []
     if document.diagonal is not None:
         for start, stop in keys:
@@ -135,3 +133,8 @@ def _tokens(document: _Document, chosen: Tensor) -> Runs:
     tokens = (bounds * document.block).clamp(max=document.num_tokens) + document.before
     starts, stops = tokens[0::2].tolist(), tokens[1::2].tolist()
     return tuple(zip(starts, stops, strict=True))
+
+
+def _any(blocks: Tensor, dim: int) -> Tensor:
+    """What `any` gives, which takes seven times as long."""
+    return blocks.view(torch.uint8).amax(dim).bool()
