@@ -74,7 +74,7 @@ def test_balance_and_choice_of_each_layout(name):
     assert [row.token_layout for row in rows] == ["contiguous", "zigzag"]
     for row, (work, traffic) in zip(rows, expected, strict=True):
         assert (row.work, row.traffic) == (pytest.approx(work, abs=0.006), pytest.approx(traffic, abs=0.006))
-    assert of_balanced.work <= 1.01 * min(row.work for row in rows)
+    assert of_balanced.work <= 1.05 * min(row.work for row in rows)
     assert choose_split("auto", layout, 8).kind == CHOSEN.get(name, "contiguous")
 
 
@@ -85,6 +85,17 @@ def test_rows_of_uneven_cost_are_balanced_by_cost_alone():
     work = {row.token_layout: row.work for row in balance_table(layout, 8)}
     assert work["balanced"] < 1.1 < min(work["contiguous"], work["zigzag"])
     assert choose_split("balanced", layout, 8) is balanced(layout, 8)
+
+
+def test_rows_that_are_pushed_do_not_count_as_their_owners_work():
+    blocks, rows = torch.eye(128), torch.randperm(128, generator=torch.Generator().manual_seed(0)).tolist()
+    for at, row in enumerate(rows[:16]):
+        blocks[row, max(0, row - 10 - at) : row + 10 + at] = 1
+    blocks[rows[16:20]] = 1
+    layout = BlockLayout.from_blocks(blocks, 16)
+    assert plan_steps(layout, balanced(layout, 8), 0, one_by_one=False)[-1].is_answered
+    mean = sum(work_per_rank(layout, balanced(layout, 8))) / 8
+    assert max(work_per_rank(layout, balanced(layout, 8))) < 1.07 * mean
 
 
 def test_cuts_are_between_blocks_where_that_goes():
