@@ -120,7 +120,7 @@ def choose_split(token_layout: str, layout: BlockLayout, degree: int, heads_over
 
     Args:
         token_layout: contiguous, zigzag, balanced or auto.
-        layout: of the whole sequence.
+        layout: of the whole sequence, and of all heads, so that tensor-parallel ranks choose alike.
         degree: ranks of the axis.
         heads_over: neighbouring ranks that exchange heads, and have each other's tokens for attention.
 
@@ -132,7 +132,16 @@ def choose_split(token_layout: str, layout: BlockLayout, degree: int, heads_over
 
 
 def balance_table(layout: BlockLayout, degree: int, heads_over: int = 1) -> list[Balance]:
-    """Work and traffic of each token layout that divides."""
+    """Work and traffic of each token layout that divides, contiguous first.
+
+    Args:
+        layout: of the whole sequence.
+        degree: ranks of the axis.
+        heads_over: neighbouring ranks that exchange heads.
+
+    Raises:
+        ConfigError: none divides.
+    """
     sight = Sight.of(layout)
     cost = _cost(layout, sight)
     rows = []
@@ -140,10 +149,10 @@ def balance_table(layout: BlockLayout, degree: int, heads_over: int = 1) -> list
         teams = split.teams(heads_over)
         moves = find_moves(sight, teams)
         work = _work(cost, teams, moves)
-        most = sum(work) / len(work)
+        mean = sum(work) / len(work)
         remote = teams.degree * (teams.num_tokens - teams.own_size)
         traffic = sum(moves.tokens_pulled()) / remote if remote else 0.0
-        rows.append(Balance(split.kind, max(work) / most if most else 1.0, traffic))
+        rows.append(Balance(split.kind, max(work) / mean if mean else 1.0, traffic))
     return rows
 
 
