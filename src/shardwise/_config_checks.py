@@ -17,6 +17,7 @@ from typing import Final
 from shardwise._config_sections import (
     AttentionConfig,
     CompileConfig,
+    ContextConfig,
     MeshConfig,
     PipelineConfig,
     RecomputeConfig,
@@ -83,6 +84,25 @@ def wrong_pipeline(
     if pipeline.gather == "micro-batch" and zero.stage < 3:
         rule = f"is how parameters that rest as shards are gathered, and in zero.stage={zero.stage} they rest whole"
         yield f"pipeline.gather=micro-batch {rule}; set zero.stage=3, or leave the key out"
+
+
+def wrong_chunks(context: ContextConfig, pipeline: PipelineConfig, compile_config: CompileConfig) -> Iterator[str]:
+    """What would keep whole what `context.chunk_tokens` is to keep in parts.
+
+    >>> from shardwise._config_sections import CompileConfig, ContextConfig, PipelineConfig
+    >>> chunks, compiled = ContextConfig(chunk_tokens=8), CompileConfig(enabled=True)
+    >>> next(wrong_chunks(chunks, PipelineConfig(), compiled)).partition(";")[2]
+    ' set compile.enabled=false or leave context.chunk_tokens out'
+    """
+    if context.chunk_tokens is None:
+        return
+    key = f"context.chunk_tokens={context.chunk_tokens}"
+    if compile_config.enabled:
+        rule = "recomputes parts of a block, and compiled blocks decide what they keep"
+        yield f"{key} {rule}; set compile.enabled=false or leave context.chunk_tokens out"
+    if pipeline.schedule.startswith("zb-"):
+        rule = f"keeps no inner states, and pipeline.schedule={pipeline.schedule} holds them for gradients of weights"
+        yield f"{key} {rule}; set pipeline.schedule=1f1b or leave context.chunk_tokens out"
 
 
 _OF_HEADS: Final = ("block", "different_layout_per_head")

@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ValidationError
 
-from shardwise._config_checks import wrong_attention, wrong_pipeline, wrong_tiers
+from shardwise._config_checks import wrong_attention, wrong_chunks, wrong_pipeline, wrong_tiers
 from shardwise._config_sections import (
     AttentionConfig,
     BatchConfig,
@@ -162,6 +162,7 @@ class Config(Section):
             *wrong_tiers(self.tiers, self.zero, self.recompute),
             *wrong_pipeline(self.pipeline, self.mesh, self.zero, self.compile),
             *wrong_attention(self.attention),
+            *wrong_chunks(self.context, self.pipeline, self.compile),
         ):
             raise ConfigError(message)
         mesh = _resolve_mesh(self.mesh, world_size)
@@ -267,6 +268,8 @@ def _unbuilt_features(config: Config) -> Iterator[tuple[str, Any, Any, str]]:
     """(key, value asked for, value that is built, name of the feature)."""
     yield "mesh.cp", config.mesh.cp, 1, "context parallelism"
     for key, value in config.context:
+        if key == "chunk_tokens":
+            continue
         yield f"context.{key}", value, getattr(ContextConfig(), key), "context parallelism"
 
 

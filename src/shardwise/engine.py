@@ -37,6 +37,7 @@ from shardwise.pool import BufferPool
 from shardwise.precision import LossScaler, to_device, torch_dtype
 from shardwise.results import EvalResult, Scheduler, StepResult
 from shardwise.streams import Streams
+from shardwise.tensor.chunks import chunk_model
 from shardwise.tensor.layout import dropout_zones
 from shardwise.tensor.surgery import split_model
 from shardwise.tiers.activations import build_store
@@ -170,7 +171,7 @@ class Engine(EngineWeights):
         return driver
 
     def _alter_modules(self) -> None:
-        """Give attention, split layers, key dropouts, recompute and compile blocks; in this order."""
+        """Give attention, split layers, key dropouts, chunk, recompute and compile blocks; in this order."""
         self._undo += give_attention(self.model, self.config.attention)
         tensor, tp = self.layout.tensor, self._comms.tensor
         if tensor is not None:
@@ -182,6 +183,7 @@ class Engine(EngineWeights):
         # Other random operations agree over tensor-parallel ranks too.
         self._draws_numbers = bool(keyed) or tensor is not None
         self._undo += keyed
+        self._undo += chunk_model(self.model, self.config, self.layout, self._draws)
         tiers = self.tiers
         self._activations = build_store(self.config, tiers.streams, tiers.buffers, tiers.traffic, self.memory)
         self._undo += replace_forwards(self.model, self.layout, self.config, self._activations)

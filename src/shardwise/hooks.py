@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from types import MethodType
 from typing import Any, Final, Protocol, cast
 
@@ -206,6 +207,25 @@ def run_forward(forward: Callable[..., Any], recompute: str, args: tuple[Any, ..
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
+def run_part(forward: Callable[[Tensor], Any], x: Tensor) -> Any:
+    """Run a forward on a part of its input, keeping that part alone; so too inside a recomputation of any mode."""
+    if not torch.is_grad_enabled():
+        return forward(x)
+    return checkpoint(_unsaved, forward, x, use_reentrant=False)
+
+
+def _unsaved(forward: Callable[[Tensor], Any], x: Tensor) -> Any:
+    token = _IN_PART.set(True)
+    try:
+        return forward(x)
+    finally:
+        _IN_PART.reset(token)
+
+
+# Selective recomputation around it would save the products of all parts, and with them what the parts are not to keep.
+_IN_PART: Final[ContextVar[bool]] = ContextVar("shardwise_in_part", default=False)
+
+
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
     """Have a module run `forward` in place of its own.
 
@@ -385,7 +405,7 @@ def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoi
     """Save what costs most to compute for its size: matrix products, attention (Korthikanti et al. 2022, section 5)."""
     name = op.name() if hasattr(op, "name") else ""
     is_product = name in _SAVED_PRODUCTS or "scaled_dot_product" in name or name.startswith(_SAVED_PREFIXES)
-    is_product = is_product and not name.startswith(_RECOMPUTED_PREFIX)
+    is_product = is_product and not name.startswith(_RECOMPUTED_PREFIX) and not _IN_PART.get()
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -38,6 +38,15 @@ class Samples:
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """The part of a sequence, dim 1, that a forward is called with: `num` of `total` from number `first` on."""
+
+    first: int
+    num: int
+    total: int
+
+
+@dataclass(frozen=True)
 class Grid:
     """Hashes of the indices of a tensor, whatever is drawn for it.
 
@@ -66,7 +75,12 @@ class Hashes:
 
 
 def grid_of(
-    shape: Sequence[int], zone: Zone | None, samples: Samples, device: torch.device, first_row: int = 0
+    shape: Sequence[int],
+    zone: Zone | None,
+    samples: Samples,
+    device: torch.device,
+    first_row: int = 0,
+    tokens: Tokens | None = None,
 ) -> Grid:
     """Hash the indices of a tensor by its place in the unsplit tensor of the whole batch.
 
@@ -76,15 +90,18 @@ def grid_of(
         samples: that the forward computes.
         device: of the tensor.
         first_row: where the last dim but one begins, as when a sequence's queries are its last ones only.
+        tokens: where dim 1 holds a part of what the zone says; None where it holds all.
     """
     sizes = list(shape) + [1] * max(0, 2 - len(shape))
     starts = [0] * len(sizes)
     num_rows = sizes[0]
     if zone is not None:
         dim = zone.dim % max(1, len(shape))
-        starts[dim] = zone.index * sizes[dim]
+        starts[dim] = zone.index * (sizes[dim] if dim != 1 or tokens is None else tokens.total)
         num_rows *= zone.degree if dim == 0 else 1
     starts[-2] += first_row
+    if tokens is not None:
+        starts[1] += tokens.first
     is_per_sample = num_rows % samples.num == 0
     starts[0] += samples.first * (num_rows // samples.num if is_per_sample else 1)
     spans = [

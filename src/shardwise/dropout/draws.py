@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +11,28 @@ import torch
 from torch import Tensor
 
 from shardwise._torch_private import unseen_by_op_modes
-from shardwise.dropout.bits import Grid, Hashes, Samples, Zone, grid_of, keyed_hashes, keyed_mask
+from shardwise.dropout.bits import Grid, Hashes, Samples, Tokens, Zone, grid_of, keyed_hashes, keyed_mask
 from shardwise.rng import derive_seed, seeded
+
+
+@dataclass(eq=False)
+class _Part:
+    """A call on some tokens of a sequence; those on the others are one call with it.
+
+    Attributes:
+        tokens: which.
+        mark: of all parts of the sequence.
+        num_calls: of each site within this part.
+    """
+
+    tokens: Tokens
+    mark: int
+    num_calls: dict[str, int] = field(default_factory=dict)
+
+    def mark_of(self, site: str) -> Hashable:
+        """Of this call of a site, alike in every part."""
+        number = self.num_calls[site] = self.num_calls.get(site, 0) + 1
+        return site, self.mark, number
 
 
 @dataclass(eq=False)
@@ -22,24 +42,28 @@ class _Forward:
     Attributes:
         step: in which it runs.
         samples: that it computes.
-        numbers: of the calls of each site, by (site, what torch's generator gave at the call).
+        numbers: of the calls of each site, by (site, what torch's generator gave at the call), or by a part's mark.
         num_calls: of each site.
     """
 
     step: int
     samples: Samples
-    numbers: dict[tuple[str, int], int] = field(default_factory=dict)
+    numbers: dict[Hashable, int] = field(default_factory=dict)
     num_calls: dict[str, int] = field(default_factory=dict)
 
-    def number(self, site: str) -> int:
-        """Of this call of a site, in the forward and in its recomputation alike."""
-        # A checkpoint puts the CPU's generator back, so a recomputation gets here what its forward got.
-        with unseen_by_op_modes(is_real=True):
-            mark = (site, int(torch.randint(2**62, (), device="cpu").item()))
+    def number(self, site: str, part: _Part | None) -> int:
+        """Of this call of a site, in the forward and in its recomputation alike, and in every part of a sequence."""
+        mark = (site, _draw_mark()) if part is None else part.mark_of(site)
         if mark not in self.numbers:
             self.numbers[mark] = self.num_calls.get(site, 0)
             self.num_calls[site] = self.numbers[mark] + 1
         return self.numbers[mark]
+
+
+def _draw_mark() -> int:
+    # A checkpoint puts the CPU's generator back, so a recomputation gets here what its forward got.
+    with unseen_by_op_modes(is_real=True):
+        return int(torch.randint(2**62, (), device="cpu").item())
 
 
 class KeyedDraws:
@@ -60,6 +84,7 @@ class KeyedDraws:
         # Sites of one shape share their grids; those of one forward at a time are kept.
         self._grids: dict[Any, Grid] = {}
         self._has_grids: _Forward | None = None
+        self._part: _Part | None = None
 
     @contextmanager
     def at(self, step: int, micro_batch: int, first_sample: int, num_samples: int) -> Iterator[None]:
@@ -81,6 +106,26 @@ class KeyedDraws:
         finally:
             if is_new and not torch.is_grad_enabled():  # nothing will recompute it
                 del self._forwards[seed]
+
+    def mark(self) -> int:
+        """What the parts of a sequence are to be given, where a module is called with one part at a time."""
+        return _draw_mark() if self.is_open else 0
+
+    @contextmanager
+    def on_tokens(self, tokens: Tokens, mark: int) -> Iterator[None]:
+        """Inside the context, which a recomputation enters again, sites draw for a part of a sequence.
+
+        Together the parts draw what one call on the whole sequence would.
+
+        Args:
+            tokens: of the part; tensors that drop have it as their dim 1.
+            mark: what `mark` gave for all the parts.
+        """
+        before, self._part = self._part, _Part(tokens, mark)
+        try:
+            yield
+        finally:
+            self._part = before
 
     def forget(self) -> None:
         """The step has ended: none of its forwards will be recomputed."""
@@ -126,7 +171,7 @@ class KeyedDraws:
 
     def _next_key(self, site: str) -> int:
         forward = self._forwards[torch.initial_seed()]
-        return derive_seed(self._seed, "dropout", forward.step, site, forward.number(site))
+        return derive_seed(self._seed, "dropout", forward.step, site, forward.number(site, self._part))
 
     def _grid(self, shape: Sequence[int], zone: Zone | None, device: torch.device, first_row: int = 0) -> Grid:
         """Of a tensor of the open forward."""
@@ -134,8 +179,15 @@ class KeyedDraws:
         if self._has_grids is not forward:
             self._grids.clear()
             self._has_grids = forward
-        place = (tuple(shape), zone, device, first_row)
+        tokens = self._part.tokens if self._part is not None else None
+        if tokens is not None and (len(shape) < 3 or shape[1] != tokens.num):
+            raise ValueError(
+                f"a dropout on a tensor of shape {tuple(shape)} in a feed-forward that takes {tokens.num} tokens at a "
+                "time: which tokens it has is not known; leave context.chunk_tokens out, or set the rate to 0 (or "
+                "tensor.sequence_parallel=false, where that gathers the tokens)"
+            )
+        place = (tuple(shape), zone, device, first_row, tokens)
         if place not in self._grids:
             with unseen_by_op_modes():
-                self._grids[place] = grid_of(shape, zone, forward.samples, device, first_row)
+                self._grids[place] = grid_of(shape, zone, forward.samples, device, first_row, tokens)
         return self._grids[place]

@@ -40,10 +40,14 @@ from shardwise.tensor import collectives
 
 @dataclass(frozen=True)
 class Vocab:
-    """A vocabulary of `size` tokens over the ranks of `comm`; None where one rank has all of it."""
+    """A vocabulary of `size` tokens over the ranks of `comm`; None where one rank has all of it.
+
+    At most `chunk_tokens` tokens of a text are worked through at a time; None leaves that to the device.
+    """
 
     size: int
     comm: Comm | None = None
+    chunk_tokens: int | None = None
 
     @property
     def num_rows(self) -> int:
@@ -132,7 +136,7 @@ class _Job:
 
     def chunks(self, hidden: Tensor, targets: Tensor) -> Iterator[tuple[slice, Tensor, _Targets]]:
         """Some tokens at a time: which, their hidden states, their targets."""
-        step = _num_tokens(self.vocab.num_rows, hidden.device)
+        step = min(_num_tokens(self.vocab.num_rows, hidden.device), self.vocab.chunk_tokens or len(targets) or 1)
         for start in range(0, len(targets), step):
             part = slice(start, start + step)
             yield part, hidden[part], _Targets.of(targets[part], self)

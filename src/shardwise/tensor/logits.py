@@ -1,9 +1,10 @@
 """Logits that are not computed until something else than a cross entropy reads them.
 
-A head whose rows lie over the ranks returns `VocabLogits`, which has the shape and dtype of the logits, but holds the
-hidden states and the head's weight. Reshaping and indexing tokens, and widening, do the same to the hidden states;
-`F.cross_entropy` goes to `shardwise.tensor.cross_entropy`. Whatever else is asked computes the logits and gathers
-them, a collective: all ranks must ask alike. They are computed with the values that the weight has then.
+A head whose rows lie over the ranks, or that takes some tokens at a time, returns `VocabLogits`, which has the shape
+and dtype of the logits, but holds the hidden states and the head's weight. Reshaping and indexing tokens, and widening,
+do the same to the hidden states; `F.cross_entropy` goes to `shardwise.tensor.cross_entropy`. Whatever else is asked
+computes the logits and gathers them, a collective: all ranks must ask alike. They are computed with the values that the
+weight has then.
 
 >>> hidden, weight, targets = torch.randn(2, 6, 8), torch.randn(16, 8), torch.zeros(2, 5, dtype=torch.int64)
 >>> logits = VocabLogits(hidden, weight, None, VocabHead(Vocab(16)))
@@ -50,14 +51,15 @@ class VocabHead:
         self._has_warned = False
 
     def warn(self, operation: str, shape: Sequence[int]) -> None:
-        """Say once, on the group's first rank, that `operation` has the logits gathered."""
+        """Say once, on the group's first rank, that `operation` has the logits computed, and gathered."""
         is_first = self.vocab.comm is None or self.vocab.comm.rank == 0
         if is_first and not self._has_warned:
             self._has_warned = True
             _LOG.warning(
-                "%s reads the logits of %s, so from now on full logits (here %s) are computed and gathered on every "
-                "rank; take the loss from F.cross_entropy, and read logits under torch.no_grad()",
+                "%s reads the logits of %s, so from now on full logits (here %s) are %s; take the loss from "
+                "F.cross_entropy, and read logits under torch.no_grad()",
                 *(operation, self.name, " x ".join(map(str, shape))),
+                "computed" if self.vocab.comm is None else "computed and gathered on every rank",
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VocabHead:
