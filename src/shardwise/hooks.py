@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
@@ -207,19 +208,73 @@ def run_forward(forward: Callable[..., Any], recompute: str, args: tuple[Any, ..
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def run_part(forward: Callable[[Tensor], Any], x: Tensor) -> Any:
-    """Run a forward on a part of its input, keeping that part alone; so too inside a recomputation of any mode."""
+def run_in_parts(forward: Callable[[int, Tensor], Any], x: Tensor, num_tokens: int) -> Iterator[Any]:
+    """Run a forward on parts of a tensor, each recomputed in its own backward; of all of them `x` alone is kept.
+
+    So too inside a recomputation, of any mode: that one keeps nothing of the parts, and computes none of them where
+    nothing behind them is asked for.
+
+    Args:
+        forward: is given the number of a part, and the part.
+        x: [B, S, ...].
+        num_tokens: of a part, along dim 1; the last may have less.
+
+    Returns:
+        what the forward returns, one by one.
+    """
     if not torch.is_grad_enabled():
-        return forward(x)
-    return checkpoint(_unsaved, forward, x, use_reentrant=False)
+        yield from (forward(index, part) for index, part in enumerate(x.split(num_tokens, dim=1)))
+        return
+    kept = _KeptInput(x, num_tokens)
+    for index, part in enumerate(x.split(num_tokens, dim=1)):
+        # A checkpoint restores the generators of the devices of its arguments. What it saves of them is none of the
+        # business of one around it, which would run all parts in its recomputation to find the last one's.
+        with saved_tensors_hooks(_as_it_is, _as_it_is):
+            output = checkpoint(_run_part, x.new_empty(0), forward, kept, index, [part], use_reentrant=False)
+        yield output
 
 
-def _unsaved(forward: Callable[[Tensor], Any], x: Tensor) -> Any:
+class _KeptInput:
+    """What all parts are computed from, saved once, by whatever autograd saves with."""
+
+    def __init__(self, x: Tensor, num_tokens: int) -> None:
+        anchor = torch.empty(0, device=x.device, requires_grad=True)
+        self._node: Any = _Keep.apply(x, anchor).grad_fn
+        self._num_tokens = num_tokens
+        self._needs_gradient = x.requires_grad
+        self._parts: tuple[Tensor, ...] | None = None
+
+    def part(self, index: int) -> Tensor:
+        """To be called in a backward."""
+        if self._parts is None:  # a checkpoint around it hands out what it has saved once only
+            (x,) = self._node.saved_tensors
+            self._parts = x.detach().requires_grad_(self._needs_gradient).split(self._num_tokens, dim=1)
+        return self._parts[index]
+
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError("nothing is computed of what keeps an input")
+
+
+def _run_part(
+    place: Tensor, forward: Callable[[int, Tensor], Any], kept: _KeptInput, index: int, given: list[Tensor]
+) -> Any:
     token = _IN_PART.set(True)
     try:
-        return forward(x)
+        return forward(index, given.pop() if given else kept.part(index))
     finally:
         _IN_PART.reset(token)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 # Selective recomputation around it would save the products of all parts, and with them what the parts are not to keep.

@@ -138,6 +138,24 @@ def test_parts_drop_what_the_whole_drops(ranks: WorkerPool) -> None:
     assert all(each.any() for each in found)
 
 
+class PostNorm(Block):
+    """Keeps something of its feed-forward's result, unlike `Block`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square()
+
+
+@pytest.mark.parametrize(("block", "num_runs"), [(Block, 2), (PostNorm, 3)])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_parts_run_no_more_than_they_must(block: type[Block], num_runs: int, mode: str) -> None:
+    """A block's recomputation runs none of them for their own backwards, which do so themselves."""
+    sections = {"context": {"chunk_tokens": 3}, "recompute": {"mode": mode}}
+    model = nn.Sequential(block(), block()).double()
+    with initialize(model, make_config(1, sections), loss_fn=lambda y, _: y.square().mean()) as engine:
+        engine.backward(engine(torch.ones(2, 7, 4, dtype=torch.float64)))
+    assert [sorted(each.mlp.seen) for each in model] == [sorted([3, 3, 1] * num_runs)] * 2
+
+
 class Pair(nn.Linear):
     def forward(self, x: Tensor) -> Any:
         return x, x
