@@ -42,6 +42,7 @@ from torch.nn import functional as F
 from shardwise._torch_private import in_backward, on_backward_end, version
 from shardwise.comm import Comm, Pending
 from shardwise.layout.splits import check_length
+from shardwise.op_registry import OpRegistry
 from shardwise.streams import LaneName
 from shardwise.tensor import collectives
 from shardwise.tensor.row import Later, row_function, rows_of, weight_gradient
@@ -66,7 +67,7 @@ class TensorOps:
         self.comm = comm
         self._may_keep_whole = may_keep_whole
         self._keeps_whole = False
-        register = self._registry = _Registry(comm.is_simulated)
+        register = self._registry = OpRegistry(comm.is_simulated)
         n = comm.world_size
 
         def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, is_sequence: bool, name: str) -> Tensor:
@@ -199,42 +200,6 @@ class TensorOps:
     def close(self) -> None:
         """Take the registered ops back; graphs through them raise from now on."""
         self._registry.close()
-
-
-class _Registry:
-    """Registers ops under names of which no other library alive has one.
-
-    Args:
-        runs_on_fakes: the kernel is also what fake tensors get.
-    """
-
-    def __init__(self, runs_on_fakes: bool) -> None:
-        self._library: Any = torch.library.Library("shardwise", "FRAGMENT")
-        self.is_open = True
-        self._runs_on_fakes = runs_on_fakes
-
-    def close(self) -> None:
-        """Take the ops back."""
-        self.is_open, self._library = False, None
-
-    def __call__(self, schema: str, kernel: Op, shape_only: Op) -> Op:
-        plain, _, signature = schema.partition("(")
-        name = f"{plain}_{id(self._library):x}"
-        self._library.define(f"{name}({signature}")
-        self._library.impl(name, kernel, "CompositeExplicitAutograd")
-        # A simulated rank's tensors are fake, and its collectives are counted by running them.
-        fake = kernel if self._runs_on_fakes else shape_only
-        torch.library.register_fake(f"shardwise::{name}", fake, lib=self._library)
-        op = getattr(torch.ops.shardwise, name).default
-
-        def call(*args: Any) -> Tensor:
-            # torch does not ask whether an op is still registered: it reads freed memory.
-            if not self.is_open:
-                raise RuntimeError(f"{plain} of an engine that is closed; run backwards before engine.close()")
-            result: Tensor = op(*args)
-            return result
-
-        return call
 
 
 def _scaled(x: Tensor, dim: int, factor: int, divisor: int = 1) -> list[Any]:

@@ -1,0 +1,59 @@
+"""Ops registered with torch for as long as an engine lives, so that recomputation, `torch.compile` and fake tensors see
+each as one.
+
+Every engine registers its own, whose kernels know its ranks, and takes them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Op = Callable[..., Any]
+
+
+class OpRegistry:
+    """Registers ops under names of which no other library alive has one.
+
+    Args:
+        runs_on_fakes: the kernel is also what fake tensors get.
+    """
+
+    def __init__(self, runs_on_fakes: bool) -> None:
+        self._library: Any = torch.library.Library("shardwise", "FRAGMENT")
+        self.is_open = True
+        self._runs_on_fakes = runs_on_fakes
+
+    def close(self) -> None:
+        """Take the ops back."""
+        self.is_open, self._library = False, None
+
+    def __call__(self, schema: str, kernel: Op, shape_only: Op) -> Op:
+        """Register an op.
+
+        Args:
+            schema: such as `all_reduce(Tensor x, str name) -> Tensor`.
+            kernel: what it does.
+            shape_only: what fake tensors get, of the same shapes, dtypes and strides.
+
+        Returns:
+            what calls it, and raises once it is taken back.
+        """
+        plain, _, signature = schema.partition("(")
+        name = f"{plain}_{id(self._library):x}"
+        self._library.define(f"{name}({signature}")
+        self._library.impl(name, kernel, "CompositeExplicitAutograd")
+        # A simulated rank's tensors are fake, and its collectives are counted by running them.
+        fake = kernel if self._runs_on_fakes else shape_only
+        torch.library.register_fake(f"shardwise::{name}", fake, lib=self._library)
+        op = getattr(torch.ops.shardwise, name).default
+
+        def call(*args: Any) -> Any:
+            # torch does not ask whether an op is still registered: it reads freed memory.
+            if not self.is_open:
+                raise RuntimeError(f"{plain} of an engine that is closed; run backwards before engine.close()")
+            return op(*args)
+
+        return call
