@@ -1,0 +1,165 @@
+"""Attention of one sequence over the ranks of the `cp` axis: token layout x transport x kernel.
+
+| transport | what moves |
+|---|---|
+| ring | keys and values, step by step, while those that came are computed (Liu et al. 2023) |
+| all-gather | all needed keys and values at once (Llama Team 2024, section 3.3.2) |
+| ulysses | heads for tokens, and back (Jacobs et al. 2023) |
+| ring or all-gather with `heads_over` | heads for tokens inside teams of neighbours, keys between teams |
+
+Each is a list of steps (`shardwise.context.steps`) for the same loop (`shardwise.context.loop`), which only needed keys
+enter. Autograd keeps q, k, v, the output and its log-sum-exp of this rank's tokens; where heads are exchanged, those of
+this rank's heads, so that nothing of the forward travels again.
+
+Underneath are ops that each engine registers (`shardwise.op_registry`). They name what is planned by a number, as an op
+can be given no layout.
+"""
+
+from __future__ import annotations
+
+import functools
+from operator import index
+
+import torch
+from torch import Tensor
+
+from shardwise.attention.block_layout import BlockLayout
+from shardwise.attention.functional import backend_for
+from shardwise.attention.op import BACKENDS
+from shardwise.comm import Comm
+from shardwise.config import ConfigError, ContextConfig
+from shardwise.context.heads import check_heads, check_team, team_size
+from shardwise.context.kept_plans import KeptPlans
+from shardwise.context.ops import ContextOps
+from shardwise.dropout import probability_hashes
+from shardwise.layout.token_split import TokenSplit
+
+
+class ContextAttention:
+    """Attention over the ranks of one group; `close` takes the registered ops back.
+
+    Args:
+        comm: over the `cp` axis.
+        section: of the config.
+
+    Raises:
+        ConfigError: the ranks do not make the teams that exchange heads.
+    """
+
+    def __init__(self, comm: Comm, section: ContextConfig) -> None:
+        check_team(section, comm.world_size)
+        self._comm, self._section = comm, section
+        self._size = team_size(section, comm.world_size)
+        self._plans = KeptPlans(comm, section)
+        self._ops = ContextOps(self._plans, comm.is_simulated)
+        # Compiled code takes functions and tuples of numbers for constants, but neither splits nor this.
+        self._place = self._plans.place_for_good
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: BlockLayout,
+        split: TokenSplit,
+        *,
+        key_padding: Tensor | None = None,
+        dropout: float = 0.0,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Attention of this rank's queries; all ranks call it alike. Differentiable once.
+
+        Args:
+            q: [B, H, n, D], of this rank's tokens, ascending.
+            k: [B, K, n, D], likewise.
+            v: [B, K, n, D], likewise.
+            layout: of the whole sequence, with 1 or H heads.
+            split: who has which of its tokens.
+            key_padding: bool [B, N] of the whole sequence, True for a real token; no query sees the others.
+            dropout: the rate, of 0 up to but without 1, at which probabilities are dropped, as one process would.
+            scale: 1 / sqrt(D) when left out.
+
+        Returns:
+            [B, H, n, D], in memory [B, n, H, D].
+
+        Raises:
+            ConfigError: the arguments do not fit each other, or the ranks.
+        """
+        q, k, v = (_autocast(each) for each in (q, k, v))
+        self._check(q, k, layout, split, key_padding, dropout)
+        draw: tuple[Tensor | None, ...] = (None, None, None)
+        if dropout > 0.0:
+            shape = (q.shape[0], q.shape[1], split.num_tokens)
+            hashes = probability_hashes((*shape, split.num_tokens), q.device)
+            draw = hashes.factors.view(shape), hashes.offsets.view(shape), hashes.columns
+        scale, p = q.shape[-1] ** -0.5 if scale is None else float(scale), float(dropout)
+        out: Tensor = self._ops.attend(q, k, v, key_padding, *draw, self._size, self._plan(layout, split), scale, p)
+        return out
+
+    def close(self) -> None:
+        """Take the registered ops back, and forget what is planned; graphs through them raise from now on."""
+        self._ops.close()
+        self._plans.clear()
+
+    def _plan(self, layout: BlockLayout, split: TokenSplit) -> int:
+        if not torch.compiler.is_compiling():
+            return self._plans.place(layout, split)
+        # Compiled code fixes numbers where it is told so.
+        shares = tuple([tuple([(index(start), index(stop)) for start, stop in share]) for share in split.shares])
+        place = (split.kind, index(split.num_tokens), shares)
+        return layout.cached(("context plan", self._plans.name, place), functools.partial(self._place, place))
+
+    def _check(
+        self,
+        q: Tensor,
+        k: Tensor,
+        layout: BlockLayout,
+        split: TokenSplit,
+        key_padding: Tensor | None,
+        dropout: float,
+    ) -> None:
+        degree = self._comm.world_size
+        if split.degree != degree:
+            raise ConfigError(f"a split over cp={split.degree} is not one over mesh.cp={degree}; split the tokens anew")
+        if q.shape[2] != split.own_size or k.shape[2] != split.own_size:
+            raise ConfigError(
+                f"{q.shape[2]} queries and {k.shape[2]} keys are not the {split.own_size} tokens of a rank; give those "
+                "that the split says"
+            )
+        if (layout.num_queries, layout.num_keys) != (split.num_tokens, split.num_tokens):
+            raise ConfigError(
+                f"a layout of {layout.num_queries} queries and {layout.num_keys} keys does not fit a sequence of "
+                f"{split.num_tokens} tokens; make the layout for this length"
+            )
+        if layout.num_heads not in (1, q.shape[1]):
+            raise ConfigError(
+                f"a layout of {layout.num_heads} heads does not fit {q.shape[1]} query heads; legal: 1 or {q.shape[1]}"
+            )
+        if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+            legal = [each for each in range(1, q.shape[1] + 1) if q.shape[1] % each == 0]
+            raise ConfigError(
+                f"{k.shape[1]} KV heads do not divide {q.shape[1]} query heads; legal: {', '.join(map(str, legal))}"
+            )
+        check_heads(q.shape[1], k.shape[1], self._section, degree)
+        if key_padding is not None and (
+            key_padding.dtype != torch.bool or tuple(key_padding.shape) != (q.shape[0], split.num_tokens)
+        ):
+            raise ConfigError(
+                f"key_padding of {key_padding.dtype} and shape {tuple(key_padding.shape)} does not fit; give bools of "
+                f"the whole sequence, [{q.shape[0]}, {split.num_tokens}]"
+            )
+        if backend_for(q.device.type) not in BACKENDS:
+            raise ConfigError(
+                "attention_backend('flex') gives no gradients of parts, which context parallelism needs; choose one of "
+                f"{', '.join(BACKENDS)}"
+            )
+        if not 0.0 <= dropout < 1.0:
+            raise ConfigError(f"dropout={dropout} is no rate; nearest legal: {0.0 if dropout < 0 else 0.99}")
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """As torch casts the inputs of its attention under autocast: all but fp64."""
+    kind = tensor.device.type
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))

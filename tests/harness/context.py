@@ -1,0 +1,106 @@
+"""Cases of context parallelism and what one process computes for them, for tests of attention over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.attention import reference_attention
+from shardwise.attention.backends import Draw
+from shardwise.attention.block_layout import BlockLayout, pack
+from shardwise.attention.structures import (
+    BigBirdSparsityConfig,
+    BSLongformerSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    SparsityConfig,
+)
+from shardwise.config import ContextConfig
+from shardwise.dropout import probability_hashes
+from shardwise.layout.runs import Runs
+
+SAMPLES, HEADS, TOKENS, HEAD_DIM, BLOCK, RATE = 2, 4, 96, 8, 8, 0.25
+
+KV_HEADS = {"mha": 4, "pairs": 2, "mqa": 1}
+TRANSPORTS: Mapping[str, ContextConfig] = {
+    "ring": ContextConfig(transport="ring"),
+    "all-gather": ContextConfig(transport="all-gather"),
+    "ulysses": ContextConfig(transport="ulysses"),
+    "ring over pairs": ContextConfig(transport="ring", heads_over=2),
+    "all-gather over pairs": ContextConfig(transport="all-gather", heads_over=2),
+}
+_STRUCTURES: Mapping[str, SparsityConfig] = {
+    "fixed": FixedSparsityConfig(HEADS, BLOCK, num_local_blocks=3, attention="unidirectional"),
+    "window": LocalSlidingWindowSparsityConfig(HEADS, BLOCK, num_sliding_window_blocks=3),
+    "bigbird": BigBirdSparsityConfig(HEADS, BLOCK, num_random_blocks=1, num_sliding_window_blocks=3),
+    # Few enough global rows for their queries to be pushed.
+    "longformer": BSLongformerSparsityConfig(HEADS, 4, num_sliding_window_blocks=1, global_block_indices=(10,)),
+    "per head": BigBirdSparsityConfig(
+        HEADS, BLOCK, different_layout_per_head=True, num_random_blocks=2, num_sliding_window_blocks=1
+    ),
+}
+
+
+def layout_of(structure: str) -> BlockLayout:
+    """The layout of a structure, over 96 tokens."""
+    if structure.startswith("dense"):
+        num_blocks = TOKENS // 16
+        return BlockLayout.from_blocks(torch.ones(num_blocks, num_blocks), 16, causal=structure == "dense causal")
+    if structure == "documents":
+        return pack([_STRUCTURES["fixed"].layout(length) for length in (37, 19, 40)])
+    if structure == "blind":  # all but the first tokens see nothing, and few keys are seen
+        blocks = torch.zeros(12, 12)
+        blocks[:3, 2] = 1
+        return BlockLayout.from_blocks(blocks, BLOCK)
+    return _STRUCTURES[structure].layout(TOKENS)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Of one process, in float64: q, grad_out [B, H, N, D]; k, v [B, K, N, D]; padding [B, N]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_out: Tensor
+    padding: Tensor | None
+
+
+def inputs_of(num_kv_heads: int, extra: str) -> Inputs:
+    """The same on every process."""
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(num_heads: int) -> Tensor:
+        return torch.randn(SAMPLES, num_heads, TOKENS, HEAD_DIM, generator=generator, dtype=torch.float64)
+
+    padding = None
+    if extra == "padding":  # all of the last tokens, which are one rank's where the split is contiguous
+        padding = torch.ones(SAMPLES, TOKENS, dtype=torch.bool)
+        padding[:, 72:] = False
+        padding[0, 45:] = False
+        padding[1, :50] = False
+    return Inputs(draw(HEADS), draw(num_kv_heads), draw(num_kv_heads), draw(HEADS), padding)
+
+
+def expected(case: Mapping[str, Any]) -> list[Tensor]:
+    """Output and gradients of q, k and v of the whole sequence on one process."""
+    given = inputs_of(KV_HEADS[case["heads"]], case["extra"])
+    q, k, v = (each.clone().requires_grad_() for each in (given.q, given.k, given.v))
+    draw = None
+    if case["extra"] == "dropout":
+        torch.manual_seed(11)
+        shape = (SAMPLES, HEADS, TOKENS)
+        hashes = probability_hashes((*shape, TOKENS), q.device)
+        draw = Draw(hashes.factors.view(shape), hashes.offsets.view(shape), hashes.columns, RATE)
+    allowed = layout_of(case["structure"]).allowed()
+    out, _ = reference_attention(q, k, v, allowed, key_padding=given.padding, draw=draw)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), given.grad_out)]
+
+
+def tokens_of(runs: Runs) -> Tensor:
+    """Their indices [n]."""
+    return torch.tensor([token for run in runs for token in range(*run)], dtype=torch.int64)
