@@ -13,6 +13,7 @@ What is computed is the structure, and within it what the model itself lets a to
   own, cost nothing extra. Position biases (T5) are added; they are of size N x N.
 - With cached keys, queries have the last rows of the layout for all tokens so far. It equals a run without cache where
   the structure does not change with the length (windows, global blocks at the start).
+- Where a sequence is spread over ranks, a mask says so (`shardwise.attention.spread`), and `spread` computes.
 - Cross attention stays dense. Windows of the model's own, soft caps, sinks, 4-D masks and weights to be returned
   (`output_attentions`) are refused.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import operator
 import re
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -30,9 +32,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise._torch_private import constant_in_graphs, is_fake
+from shardwise._torch_private import constant_in_graphs
 from shardwise.attention.block_layout import BlockLayout, keep_last, require_structure
 from shardwise.attention.functional import block_sparse_attention
+from shardwise.attention.huggingface_masks import padding_mask
+from shardwise.attention.spread import Spread, WholeSequence, is_sequence_mask, read_sequence_mask
 from shardwise.config import ConfigError
 from shardwise.wearing import set_attribute
 
@@ -79,6 +83,16 @@ class _Layouts:
     def __init__(self) -> None:
         self._whole: dict[_Place, BlockLayout] = {}
         self._with_cache: dict[_Place, BlockLayout] = {}
+        self._read: tuple[weakref.ref[Tensor], WholeSequence] | None = None
+
+    def read(self, mask: Tensor) -> WholeSequence:
+        """What a mask says of whole sequences; all layers get the same one, and documents wait for the device."""
+        if mask.dtype != torch.int64:
+            return read_sequence_mask(mask)
+        last = self._read
+        if last is None or last[0]() is not mask:
+            self._read = last = (weakref.ref(mask), read_sequence_mask(mask))
+        return last[1]
 
     def at(self, place: _Place) -> dict[_Place, BlockLayout]:
         """Where the layout of a place is kept."""
@@ -98,6 +112,7 @@ class _Given:
         structure: of the model.
         is_cross: the module attends to another sequence.
         name: under which transformers knows the attention.
+        spread: what computes where a sequence is spread over ranks; not pickled.
         shared: what the modules of a model have made, so that all layers have one plan.
         own: what this module has used.
     """
@@ -105,6 +120,7 @@ class _Given:
     structure: Structure | BlockLayout
     is_cross: bool
     name: str
+    spread: Spread | None = None
     shared: _Layouts = field(default_factory=_Layouts)
     own: _Layouts = field(default_factory=_Layouts)
 
@@ -132,20 +148,24 @@ class _Given:
         if place.num_queries != place.num_keys:
             layout = self._new(place._replace(num_queries=place.num_keys))
             return layout.queries_from(place.num_keys - place.num_queries)
+        return _of_rank(self.whole(place.num_keys, place.lengths, place.is_causal), place)
+
+    def whole(self, num_tokens: int, lengths: tuple[int, ...] | None, is_causal: bool) -> BlockLayout:
+        """The layout of all heads of the model."""
         if isinstance(self.structure, BlockLayout):
-            layout = _cropped(self.structure, place.num_keys, place.lengths)
-        elif place.lengths is None:
-            layout = self.structure.layout(place.num_keys)
+            layout = _cropped(self.structure, num_tokens, lengths)
+        elif lengths is None:
+            layout = self.structure.layout(num_tokens)
         else:
-            layout = self.structure.layout_of_documents(place.lengths)
-        if place.is_causal:
+            layout = self.structure.layout_of_documents(lengths)
+        if is_causal:
             layout = layout.token_causal()
         elif any(pattern.causal for pattern in layout.patterns):
             raise ConfigError(
                 "a token-causal structure in a bidirectional model would hide half of each sequence; give "
                 'attention="bidirectional"'
             )
-        return _of_rank(layout, place)
+        return layout
 
 
 def _given(structure: Structure | BlockLayout, is_cross: bool, name: str) -> _Given:
@@ -177,7 +197,11 @@ def register(name: str = NAME) -> None:
 
 
 def use_sparse_attention(
-    model: nn.Module, structure_or_layout: Structure | BlockLayout, *, name: str = NAME
+    model: nn.Module,
+    structure_or_layout: Structure | BlockLayout,
+    *,
+    name: str = NAME,
+    spread: Spread | None = None,
 ) -> SparseAttention:
     """Give a Hugging Face model's self-attention a block-sparse structure, without changing the model's code.
 
@@ -186,6 +210,7 @@ def use_sparse_attention(
         structure_or_layout: a structure makes a layout for each length; a layout is that of its length, and of shorter
             sequences its first blocks. One by head serves tensor-parallel ranks too, which take their own heads.
         name: under which transformers knows the attention.
+        spread: computes attention where the mask tells of a sequence that is spread over ranks.
 
     Returns:
         what takes it back, also as a context manager. What was registered stays, since copies of the model use it.
@@ -211,7 +236,7 @@ def use_sparse_attention(
         each.set_attn_implementation(name)
     shared = _Layouts()
     for path, module in modules:
-        given = _Given(structure_or_layout, _crosses(path, module), name, shared)
+        given = _Given(structure_or_layout, _crosses(path, module), name, spread, shared)
         undo.append(set_attribute(module, _GIVEN, given))
     used = SparseAttention(undo)
     deaf = [type(each).__name__ for each in inner if each.config._attn_implementation != name]
@@ -222,6 +247,30 @@ def use_sparse_attention(
             "AttentionInterface; use a model that does, or sparse_sdpa_module, where it calls torch's attention"
         )
     return used
+
+
+def structure_given(model: nn.Module) -> Structure | BlockLayout | None:
+    """What `use_sparse_attention` has given a model; None where it has not."""
+    return next((given.structure for _, given in _all_given(model)), None)
+
+
+def whole_layout(model: nn.Module, lengths: tuple[int, ...]) -> BlockLayout:
+    """What a model that has been given a structure sees of documents: all its heads, however many this rank has.
+
+    Raises:
+        ConfigError: it has been given none.
+    """
+    for module, given in _all_given(model):
+        return given.whole(sum(lengths), lengths if len(lengths) > 1 else None, _is_causal(module, {}))
+    raise ConfigError(f"{type(model).__name__} has no structure; call use_sparse_attention on the whole model")
+
+
+def _all_given(model: nn.Module) -> Iterator[tuple[nn.Module, _Given]]:
+    """The modules that attend to their own sequence, and what they were given."""
+    for module in model.modules():
+        given: _Given | None = getattr(module, _GIVEN, None)
+        if given is not None and not given.is_cross:
+            yield module, given
 
 
 def attends_causally(model: nn.Module) -> bool:
@@ -260,57 +309,6 @@ def _restoring(config: Any) -> Callable[[], None]:
     return put_back
 
 
-def padding_mask(batch_size: int, q_length: int, kv_length: int, **options: Any) -> Tensor | None:
-    """What transformers' mask functions are asked for, as attention needs it here: of size B x N.
-
-    Args:
-        batch_size: B.
-        q_length: queries.
-        kv_length: room for keys, more than there are in a static cache.
-        options: `q_offset`, `kv_offset`, `mask_function`, `attention_mask` [B, Nk] and others, as transformers gives
-            them.
-
-    Returns:
-        None; or bool [B, Nk], True for a real token; or, where documents are packed, their numbers as int64 [B, Nk].
-
-    Raises:
-        ConfigError: the model masks more than padding and documents.
-    """
-    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
-
-    mask, function = options.get("attention_mask"), options.get("mask_function", causal_mask_function)
-    is_own = options.get("use_vmap", False)
-    if is_own or options.get("kv_offset", 0) or (mask is not None and mask.ndim != 2):
-        what = "a mask function of its own" if is_own else "a sliding cache" if mask is None else "a mask not [B, N]"
-        raise ConfigError(f"block-sparse attention got {what}; it takes padding masks [B, N] and packed documents")
-    num_keys = kv_length
-    if function is not bidirectional_mask_function:
-        num_keys = min(kv_length, int(options.get("q_offset", 0)) + q_length)
-    if mask is None and function not in (causal_mask_function, bidirectional_mask_function) and q_length == kv_length:
-        return _documents(function, batch_size, q_length, torch.device(options.get("device", "cpu")))
-    if mask is None:
-        missing = torch.ones(batch_size, num_keys, dtype=torch.bool, device=options.get("device", "cpu"))
-        return missing if num_keys < kv_length else None
-    return F.pad(mask[:, :num_keys], (0, max(num_keys - mask.shape[1], 0)))  # [B, Nk]
-
-
-def _documents(function: Callable[..., Tensor], batch_size: int, length: int, device: torch.device) -> Tensor | None:
-    """Numbers of documents, int64 [B, N], which begin where a token does not see the one before; None for one each."""
-    rows = torch.arange(batch_size, device=device)[:, None]
-    tokens = torch.arange(1, length, device=device)[None]
-    begins = ~function(rows, 0, tokens, tokens - 1)  # [B, N - 1]
-    ahead = function(rows, 0, tokens - 1, tokens)  # [B, N - 1]
-    if is_fake(begins):
-        return None  # simulated tokens have no values; they count as one document
-    if ahead.expand(batch_size, -1).any():
-        raise ConfigError(
-            "the model's mask lets tokens see some after them, beyond padding and documents; such models need their "
-            "own attention"
-        )
-    numbers = F.pad(begins.expand(batch_size, -1).cumsum(-1), (1, 0))  # [B, N]
-    return numbers if numbers.any() else None
-
-
 def sparse_attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
@@ -333,6 +331,8 @@ def sparse_attention_forward(
     given: _Given | None = getattr(module, _GIVEN, None)
     if given is None:
         raise ConfigError(f"{type(module).__name__} has no structure; call use_sparse_attention on the whole model")
+    if given.spread is not None and is_sequence_mask(attention_mask):
+        return _spread(given.spread, given, module, (query, key, value), attention_mask, options), None
     _refuse(module, attention_mask, key.shape[2], options)
     is_causal = _is_causal(module, options)
     if given.is_cross or (not is_causal and query.shape[2] != key.shape[2]):
@@ -363,6 +363,40 @@ def sparse_attention_forward(
     )  # [B, H, Nq, D]
     out = out.transpose(1, 2)  # [B, Nq, H, D]
     return (out.reshape(batch_size, -1, *out.shape[2:]) if flat else out), None
+
+
+def _spread(
+    spread: Spread,
+    given: _Given,
+    module: nn.Module,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attention of a rank's tokens of sequences that other ranks have parts of, [B, n, H, D]."""
+    query, key, value = qkv
+    lengths, real = given.shared.read(mask)
+    num_heads, num_tokens = map(operator.index, (query.shape[1], sum(lengths)))  # compiled code fixes them
+    _refuse(module, None, num_tokens, options)
+    if given.is_cross or options.get("position_bias") is not None or query.shape[2] != key.shape[2]:
+        raise ConfigError(
+            f"{type(module).__name__} attends to another sequence, adds position biases or has cached keys, which "
+            "context parallelism does not compute; set mesh.cp=1"
+        )
+    packed = lengths if len(lengths) > 1 else None
+    place = _Place(num_heads, _rank_of(module), num_tokens, num_tokens, packed, _is_causal(module, options))
+    given.lay_out(*place)
+    out = spread(
+        query,
+        key,
+        value,
+        given.own.at(place)[place],
+        lengths=lengths,
+        key_padding=None if real is None else real.to(query.device),
+        dropout=options.get("dropout", 0.0),
+        scale=options.get("scaling"),
+    )  # [B, H, n, D]
+    return out.transpose(1, 2)
 
 
 def _refuse(module: nn.Module, mask: Tensor | None, num_keys: int, options: dict[str, Any]) -> None:

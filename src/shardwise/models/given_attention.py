@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 
 from shardwise.attention.chosen import structure_of
-from shardwise.attention.huggingface import attends_causally, use_sparse_attention
+from shardwise.attention.huggingface import attends_causally, structure_given, use_sparse_attention
+from shardwise.attention.spread import DenseStructure, Spread
 from shardwise.config import AttentionConfig, ConfigError
 
 
@@ -32,13 +33,17 @@ def check_attention(model: nn.Module, section: AttentionConfig) -> None:
         )
 
 
-def give_attention(model: nn.Module, section: AttentionConfig) -> list[Callable[[], None]]:
+def give_attention(
+    model: nn.Module, section: AttentionConfig, spread: Spread | None = None
+) -> list[Callable[[], None]]:
     """Give a model the attention of a section, if it does not have it.
 
     Args:
         model: before its layers are split. A causal one's structure is unidirectional, any other's bidirectional; of
             an encoder and a decoder too, and the decoder sees of it what is not ahead.
-        section: of the config.
+        section: of the config. Where it is dense, a structure that a model of transformers has been given stays.
+        spread: computes the attention of models of transformers where sequences are spread over ranks; those get a
+            structure then even where attention is dense.
 
     Returns:
         what takes it back.
@@ -48,7 +53,7 @@ def give_attention(model: nn.Module, section: AttentionConfig) -> list[Callable[
     """
     check_attention(model, section)
     if not _lacks(model, section):
-        return []
+        return [] if spread is None else [_spread_dense(model, spread)]
     configs = (config for config in _configs(model) if hasattr(config, "num_attention_heads"))
     nums: set[int] = {config.num_attention_heads for config in configs}
     if len(nums) > 1 and section.different_layout_per_head:
@@ -57,7 +62,12 @@ def give_attention(model: nn.Module, section: AttentionConfig) -> list[Callable[
             f"{sorted(nums)}; leave it out"
         )
     structure = structure_of(section, max(nums, default=1), causal=attends_causally(model))
-    return [] if structure is None else [use_sparse_attention(model, structure).undo]
+    return [] if structure is None else [use_sparse_attention(model, structure, spread=spread).undo]
+
+
+def _spread_dense(model: nn.Module, spread: Spread) -> Callable[[], None]:
+    structure = structure_given(model) or DenseStructure(attends_causally(model))
+    return use_sparse_attention(model, structure, spread=spread).undo
 
 
 def _lacks(model: nn.Module, section: AttentionConfig) -> bool:
