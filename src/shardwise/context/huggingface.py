@@ -1,0 +1,257 @@
+"""Hugging Face models over the `cp` axis, unchanged: what a rank's forward is given of a batch of whole sequences.
+
+The model gets its rank's tokens with their true positions, a mask that tells its layers of the whole sequence
+(`shardwise.attention.spread`), and targets that were shifted before they were cut. Its own loss is then the mean over
+the rank's targets, whose weight is their part of all: so the ranks' losses sum to that of the whole batch.
+
+    given = split_inputs(model, batch, split_of, rank)
+    loss = model(**given.inputs).loss * given.loss_weight
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise._torch_private import is_fake
+from shardwise.attention.huggingface import attends_causally
+from shardwise.attention.spread import sequence_mask
+from shardwise.config import ConfigError
+from shardwise.layout.runs import Runs
+from shardwise.layout.token_split import TokenSplit
+
+_IGNORED: Final = -100  # the target that transformers' losses leave out
+_PACKING: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_REPLACED: Final = ("attention_mask", "position_ids", "labels", "shift_labels", *_PACKING)
+_WHOLE: Final = ("past_key_values", "logits_to_keep", "num_items_in_batch")
+_PER_TOKEN: Final = ("ForMaskedLM", "ForTokenClassification")
+_CAUSAL: Final = ("ForCausalLM", "LMHeadModel")
+_MIXERS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
+_LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
+
+SplitOf = Callable[[tuple[int, ...]], TokenSplit]
+"""Who has which tokens of a sequence, by the lengths of the documents in it."""
+
+
+@dataclass(frozen=True)
+class RankInputs:
+    """What a rank gives the model.
+
+    Attributes:
+        inputs: the forward's arguments.
+        tokens: of the sequence, that the rank has.
+        loss_weight: of the model's own loss, 0-d: the rank's part of the targets that count; None without labels.
+    """
+
+    inputs: dict[str, Any]
+    tokens: Runs
+    loss_weight: Tensor | None
+
+
+def is_huggingface(model: nn.Module) -> bool:
+    """Whether there is a model of transformers in a module."""
+    return next(_inner(model), None) is not None
+
+
+def check_model(model: nn.Module) -> None:
+    """See that the model of transformers in a module computes tokens apart from each other, but for attention.
+
+    Raises:
+        ConfigError: it does not, or cannot be told the positions of its tokens.
+    """
+    inner = next(_inner(model))
+    config, name = inner.config, type(inner).__name__
+    others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    mixers = [type(module).__name__ for module in model.modules() if isinstance(module, _MIXERS)]
+    reasons = {
+        "is an encoder with a decoder": getattr(config, "is_encoder_decoder", False),
+        "takes more than text": len(config.sub_configs) > 0,
+        f"has layers of {', '.join(sorted(others))}": bool(others),
+        f"mixes tokens by {next(iter(mixers), None)}": bool(mixers),
+        "has a bidirectional mask of its own (use_bidirectional_attention)": getattr(
+            config, "use_bidirectional_attention", False
+        ),
+        "has a head that reads several tokens": not name.endswith((*_PER_TOKEN, *_CAUSAL))
+        and inner.base_model is not inner,
+        "takes no position_ids": "position_ids" not in inspect.signature(inner.forward).parameters,
+        "has a loss of its router, which is no mean over tokens; set config.output_router_logits=False": getattr(
+            config, "output_router_logits", False
+        ),
+        "pools a sequence's first token; build it with add_pooling_layer=False": any(
+            isinstance(getattr(each, "pooler", None), nn.Module) for each in _inner(model)
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError(f"mesh.cp splits sequences, and {name} {reason}; or set mesh.cp=1")
+
+
+def split_inputs(model: nn.Module, inputs: Mapping[str, Any], split_of: SplitOf, rank: int) -> RankInputs:
+    """A rank's part of a batch of whole sequences.
+
+    Args:
+        model: with a model of transformers in it.
+        inputs: of its forward: `input_ids` [B, S] or `inputs_embeds` [B, S, D], perhaps `attention_mask` [B, S],
+            `position_ids` [B or 1, S], `labels` [B, S], `cu_seq_lens_q`, and other tensors of one value for each token.
+        split_of: chooses who has which tokens.
+        rank: of the `cp` axis.
+
+    Raises:
+        ConfigError: something is not by token, or rows are packed differently, or the sequence does not divide.
+    """
+    inner = next(_inner(model))
+    main = inputs.get("input_ids") if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
+    if not isinstance(main, Tensor) or main.dim() < 2:
+        raise ConfigError("the batch has no input_ids [B, S] or inputs_embeds [B, S, D] for mesh.cp to split")
+    num_samples, num_tokens = main.shape[:2]
+    _refuse_whole(inputs, num_samples, num_tokens)
+    lengths = _document_lengths(model, inputs, num_samples, num_tokens)
+    tokens = split_of(lengths).shares[rank]
+    own = {name: _cut(value, tokens) for name, value in inputs.items() if name not in _REPLACED}
+    mask = inputs.get("attention_mask")
+    real = mask.bool() if mask is not None and (is_fake(mask) or not mask.all()) else None  # [B, S]
+    told = sequence_mask(num_samples, lengths, real).to(main.device)  # [B, 1, 1, S]
+    positions = inputs.get("position_ids")
+    if positions is None:
+        positions = _own_positions(model, inputs, num_tokens)
+    own |= {"attention_mask": told, "position_ids": _cut(positions.to(main.device), tokens)}
+    if "use_cache" in inspect.signature(inner.forward).parameters:
+        own["use_cache"] = False  # one of some tokens would serve nobody
+    if inputs.get("labels") is None:
+        return RankInputs(own, tokens, None)
+    targets, weight = _targets(inner, inputs, tokens)
+    return RankInputs({**own, **targets}, tokens, weight)
+
+
+def _targets(inner: Any, inputs: Mapping[str, Any], tokens: Runs) -> tuple[dict[str, Tensor], Tensor]:
+    """The targets of a rank as the model's forward takes them, and the weight of their mean loss."""
+    shifts = _shifts_labels(inner)
+    whole = inputs["labels"]  # [B, S]
+    if shifts:
+        shifted = inputs.get("shift_labels")
+        whole = F.pad(whole[:, 1:], (0, 1), value=_IGNORED) if shifted is None else shifted
+    own = _cut(whole, tokens)  # [B, n]
+    num_own, num_whole = ((each != _IGNORED).sum().double() for each in (own, whole))
+    first, others = own.flatten().tensor_split([1])
+    # A mean over no targets is NaN, which no weight makes 0; so there a target counts whose weight is 0.
+    own = torch.cat([first.where(num_own > 0, torch.zeros_like(first)), others]).view_as(own)
+    return {"labels": own, **({"shift_labels": own} if shifts else {})}, num_own / num_whole
+
+
+def _shifts_labels(inner: Any) -> bool:
+    """Whether a model's loss takes targets that were shifted, rather than labels as they are.
+
+    Raises:
+        ConfigError: its loss is no mean over tokens, or cannot be given such targets.
+    """
+    name, function = type(inner).__name__, getattr(inner, "loss_function", None)
+    if name.endswith(_PER_TOKEN):
+        return False
+    names = inspect.unwrap(type(inner).forward).__code__.co_names
+    if name.endswith(_CAUSAL) and "loss_function" in names and getattr(function, "__name__", "") == "ForCausalLMLoss":
+        return True
+    raise ConfigError(
+        f"the loss of {name} is none of tokens that mesh.cp can split; leave the labels out and give a loss_fn of its "
+        "outputs and of targets by token, or set mesh.cp=1"
+    )
+
+
+def _refuse_whole(inputs: Mapping[str, Any], num_samples: int, num_tokens: int) -> None:
+    for name in _WHOLE:
+        value = inputs.get(name)
+        if value is not None and not (isinstance(value, int) and value == 0):
+            raise ConfigError(f"{name} of the batch is of whole sequences, and mesh.cp splits them; leave it out")
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            is_fit = value.dim() >= 2 and value.shape[1] == num_tokens and value.shape[0] in (1, num_samples)
+        else:
+            is_fit = value is None or name != "attention_mask"
+        if not is_fit and name not in _PACKING:
+            found = tuple(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise ConfigError(
+                f"{name} of the batch is {found}, and mesh.cp splits what is [{num_samples}, {num_tokens}, ...], one "
+                "value for each token; leave it out"
+            )
+
+
+def _document_lengths(
+    model: nn.Module, inputs: Mapping[str, Any], num_samples: int, num_tokens: int
+) -> tuple[int, ...]:
+    """Of the documents packed in each row, as transformers and attention here recognize them."""
+    ends, positions = inputs.get("cu_seq_lens_q"), inputs.get("position_ids")
+    begins = torch.zeros(num_samples, num_tokens, dtype=torch.bool)
+    if ends is not None:
+        starts = ends.tolist()
+        if starts[-1] != begins.numel():
+            raise ConfigError(f"cu_seq_lens_q ends with {starts[-1]}, and the batch has {begins.numel()} tokens")
+        begins.view(-1)[starts[:-1]] = True
+    elif positions is not None and inputs.get("attention_mask") is None and _finds_packing(model, inputs):
+        if not is_fake(positions):
+            begins[:, 1:] = (positions.diff(dim=1) != 1).cpu()  # [B, S - 1]
+    else:
+        return (num_tokens,)
+    begins[:, 0] = True
+    if (begins != begins[0]).any():
+        raise ConfigError(
+            "the rows of the batch are packed with documents of different lengths, and mesh.cp splits all rows alike; "
+            "give one row per micro-batch"
+        )
+    edges = [*begins[0].nonzero().flatten().tolist(), num_tokens]
+    return tuple(stop - start for start, stop in pairwise(edges))
+
+
+def _finds_packing(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Whether the model takes positions that start anew for documents.
+
+    Not if it is bidirectional, nor where it caches, nor if its masks are not told the positions, as OPT's and BERT's.
+    """
+    inner = next(_inner(model))
+    use_cache = inputs.get("use_cache")
+    use_cache = getattr(inner.config, "use_cache", False) if use_cache is None else use_cache
+    checkpoints = model.training and any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
+    tells = not getattr(inner.config, "is_decoder", False) and not any(map(_counts_mask, model.modules()))
+    return attends_causally(model) and tells and (checkpoints or not use_cache)
+
+
+def _own_positions(model: nn.Module, inputs: Mapping[str, Any], num_tokens: int) -> Tensor:
+    """The positions that the model would give the tokens of whole sequences [B or 1, S]."""
+    mask = inputs.get("attention_mask")
+    counted = torch.arange(num_tokens)[None]  # [1, S]
+    for module in model.modules():
+        name = "create_position_ids_from_input_ids"
+        rule = getattr(module, name, None) or getattr(sys.modules[type(module).__module__], name, None)
+        padding_idx = getattr(module, "padding_idx", None)
+        if rule is not None and padding_idx is not None and hasattr(module, "position_embeddings"):  # RoBERTa's
+            tokens = inputs.get("input_ids")
+            own: Tensor = counted + padding_idx + 1 if tokens is None else rule(tokens, padding_idx)
+            return own
+        if _counts_mask(module) and mask is not None:
+            return (mask.cumsum(1) * mask - 1).long()
+    return counted
+
+
+def _counts_mask(module: nn.Module) -> bool:
+    """Whether a module finds positions by counting what a mask keeps, as OPT's."""
+    return isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
+
+
+def _cut(value: Any, tokens: Runs) -> Any:
+    """The tokens of a tensor of [B, S, ...], one run behind another; what is no tensor as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.cat([value[:, start:stop] for start, stop in tokens], 1)
+
+
+def _inner(model: nn.Module) -> Iterator[Any]:
+    """The models of transformers in a module, outer ones first; known by their names, as it need not be there."""
+    for module in model.modules():
+        if hasattr(type(module), "base_model_prefix") and hasattr(getattr(module, "config", None), "model_type"):
+            yield module
