@@ -450,30 +450,29 @@ def test_resolve_fills_mesh_and_batch_once(world_size: int, micro: int, accumula
     assert Config.from_json(resolved.to_json()) == resolved
 
 
-UNBUILT = {
-    "mesh.cp=2": "context parallelism",
-    'context.transport="ulysses"': "context parallelism",
+CONTEXTS = {
+    "context.transport=ulysses": "context.transport=ulysses says how sequences are split over ranks, and mesh.cp=1 "
+    "splits none; set mesh.cp to 2 or more, or leave the key out",
+    "mesh.cp=4 context.heads_over=3": "context.heads_over=3 does not divide mesh.cp=4; nearest legal: 2, 4",
+    "mesh.cp=4 context.heads_over=2 context.transport=ulysses": "context.heads_over=2 is less than mesh.cp=4, and "
+    "context.transport=ulysses exchanges heads over all ranks; leave it out, or set context.transport=ring",
+    "mesh.cp=4 context.heads_over=4": "context.heads_over=4 leaves context.transport=ring nothing to carry, as "
+    "mesh.cp=4; set context.transport=ulysses, or fewer ranks",
 }
 
 
-@pytest.mark.parametrize(("assignment", "feature"), UNBUILT.items())
-def test_features_not_built_yet_are_refused_by_name(assignment: str, feature: str) -> None:
-    config = Config().override([assignment])
+@pytest.mark.parametrize(("assignments", "message"), CONTEXTS.items())
+def test_a_context_that_cannot_be_is_refused(assignments: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        config.resolve(2)
-    key = assignment.partition("=")[0]
-    message, cure = str(caught.value).split("; ")
-    assert message == f"{assignment}: {feature} is not built yet"
-    assert cure == f"leave {key} out" or cure.startswith(f"use {key}=")
-    if cure.startswith("use "):
-        assert Config().override([cure.removeprefix("use ")]) == Config()
+        Config().override(assignments.split()).resolve(4)
+    assert str(caught.value) == message
 
 
-def test_every_key_of_an_unbuilt_section_is_refused() -> None:
-    """A key that is read by nothing must not be taken silently."""
-    unbuilt = ("context",)
-    keys = {key for key in all_keys() if key.partition(".")[0] in unbuilt}
-    assert keys <= {assignment.partition("=")[0] for assignment in UNBUILT}
+@pytest.mark.parametrize(
+    "assignments", ["mesh.cp=4 context.heads_over=2", "mesh.cp=4 context.heads_over=1", "context.chunk_tokens=512"]
+)
+def test_a_context_that_can_be_is_taken(assignments: str) -> None:
+    Config().override(assignments.split()).resolve(4)
 
 
 ATTENTIONS = {

@@ -105,6 +105,40 @@ def wrong_chunks(context: ContextConfig, pipeline: PipelineConfig, compile_confi
         yield f"{key} {rule}; set pipeline.schedule=1f1b or leave context.chunk_tokens out"
 
 
+# Those of `context` that are for one rank too.
+_OF_LONG_SEQUENCES: Final = frozenset({"chunk_tokens"})
+
+
+def wrong_context(context: ContextConfig, mesh: MeshConfig) -> Iterator[str]:
+    """What cannot be, or would do nothing, in how sequences are split.
+
+    >>> from shardwise._config_sections import ContextConfig, MeshConfig
+    >>> next(wrong_context(ContextConfig(heads_over=4), MeshConfig(cp=6)))
+    'context.heads_over=4 does not divide mesh.cp=6; nearest legal: 3, 6'
+    """
+    if mesh.cp == 1:
+        defaults = ContextConfig()
+        for key, value in context:
+            if value != getattr(defaults, key) and key not in _OF_LONG_SEQUENCES:
+                rule = "says how sequences are split over ranks, and mesh.cp=1 splits none"
+                yield f"context.{key}={value} {rule}; set mesh.cp to 2 or more, or leave the key out"
+        return
+    if context.heads_over is None:
+        return
+    if mesh.cp % context.heads_over:
+        divisors = [each for each in range(1, mesh.cp + 1) if mesh.cp % each == 0]
+        below = [each for each in divisors if each < context.heads_over][-1:]
+        above = [each for each in divisors if each > context.heads_over][:1]
+        legal = ", ".join(map(str, below + above))
+        yield f"context.heads_over={context.heads_over} does not divide mesh.cp={mesh.cp}; nearest legal: {legal}"
+    elif context.transport == "ulysses" and context.heads_over != mesh.cp:
+        rule = f"is less than mesh.cp={mesh.cp}, and context.transport=ulysses exchanges heads over all ranks"
+        yield f"context.heads_over={context.heads_over} {rule}; leave it out, or set context.transport=ring"
+    elif context.transport != "ulysses" and context.heads_over == mesh.cp:
+        rule = f"leaves context.transport={context.transport} nothing to carry, as mesh.cp={mesh.cp}"
+        yield f"context.heads_over={context.heads_over} {rule}; set context.transport=ulysses, or fewer ranks"
+
+
 _OF_HEADS: Final = ("block", "different_layout_per_head")
 ATTENTION_KEYS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {

@@ -20,7 +20,7 @@ from shardwise.config import Config
 from shardwise.layout.layout import Layout
 from shardwise.layout.pipeline import PipelineLayout
 from shardwise.layout.timetable import evaluation_schedule, pipeline_of, step_schedule
-from shardwise.loss import LossBooks, Total, read_loss
+from shardwise.loss import LossBooks, Total
 from shardwise.pipeline.execution import Handlers, execute
 from shardwise.pipeline.parts import StageForward
 from shardwise.pipeline.ports import open_ports
@@ -231,7 +231,7 @@ class _Work:
         if stage != self._last:
             return output
         self._stage_forward.check_real(output)
-        total = read_loss(output, taken.batch, self._engine._loss_fn)
+        total = taken.loss(self._engine, output)
         self._stage_forward.check_real(total.total)
         if torch.is_grad_enabled():
             return self._books.open(total)

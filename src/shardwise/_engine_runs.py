@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardwise._torch_private import pytree
+from shardwise.context.sequences import Share
 from shardwise.forwards import call_model
 from shardwise.loss import LossBooks, Total, read_loss
 from shardwise.precision import to_device, torch_dtype
@@ -50,18 +51,16 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class Taken:
-    """A batch on the device, what of it goes into the model, and its samples.
+    """A rank's share of a batch, on the device, and its samples.
 
     Attributes:
-        batch: all of it.
-        inputs: for the model.
+        share: its inputs in the parameters' dtype.
         num_samples: 0 where that cannot be told.
         first_sample: how many samples of this step this rank has before it.
         number: of its forward in the step.
     """
 
-    batch: Any
-    inputs: Any
+    share: Share
     num_samples: int
     first_sample: int
     number: int
@@ -70,11 +69,16 @@ class Taken:
     def of(cls, engine: Engine, batch: Any, first_sample: int, number: int) -> Self:
         """Take a batch, which must be the same on ranks that compute it together."""
         engine._check_batch(batch, is_first_step=engine.num_steps == 0)
-        batch = to_device(batch, engine.device)
         has_more = engine._loss_fn is not None and isinstance(batch, list | tuple)
-        inputs = to_device(batch[0] if has_more else batch, engine.device, torch_dtype(engine.config.precision.param))
+        share = engine._sequences.share(to_device(batch, engine.device), has_more)
+        inputs = to_device(share.inputs, engine.device, torch_dtype(engine.config.precision.param))
         sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-        return cls(batch, inputs, sizes[0] if sizes else 0, first_sample, number)
+        return cls(replace(share, inputs=inputs), sizes[0] if sizes else 0, first_sample, number)
+
+    def loss(self, engine: Engine, output: Any) -> Total:
+        """What the model's output says of this share."""
+        share = self.share
+        return read_loss(output, share.batch, engine._loss_fn, engine.layout.mesh.cp, share.loss_weight)
 
 
 def run_model(engine: Engine, taken: Taken, read: Callable[[Any], Result]) -> Result:
@@ -83,7 +87,7 @@ def run_model(engine: Engine, taken: Taken, read: Callable[[Any], Result]) -> Re
     driver.is_serving = True
     try:
         with _numbers_for(engine, taken):
-            return read(call_model(engine.model, taken.inputs))
+            return read(call_model(engine.model, taken.share.inputs))
     except BaseException as error:
         driver.abandon_forward()
         explain_shapes(error, engine.model, engine.layout.tensor)
@@ -98,9 +102,10 @@ def _numbers_for(engine: Engine, taken: Taken) -> AbstractContextManager[None]:
     """Inside, a forward in training mode draws the numbers of its samples, whichever rank computes them."""
     if not (engine._draws_numbers and engine.model.training and taken.num_samples):
         return nullcontext()
-    data = engine._comms.data
-    first_sample = taken.first_sample * data.world_size + data.rank * taken.num_samples
-    return engine._draws.at(engine.num_steps, taken.number, first_sample, taken.num_samples)
+    mesh = engine.layout.mesh
+    data_rank = mesh.data_index(engine._network.rank)
+    first_sample = taken.first_sample * mesh.num_data_ranks + data_rank * taken.num_samples
+    return engine._draws.at(engine.num_steps, taken.number, first_sample, taken.num_samples, taken.share.tokens)
 
 
 class LoopRun:
@@ -117,7 +122,7 @@ class LoopRun:
         engine._check_usable(params_suffice=not torch.is_grad_enabled())
         taken = Taken.of(engine, batch, self._num_samples, self._num_forwards)
         self._num_forwards, self._num_samples = taken.number + 1, taken.first_sample + taken.num_samples
-        return run_model(engine, taken, lambda output: read_loss(output, taken.batch, engine._loss_fn))
+        return run_model(engine, taken, lambda output: taken.loss(engine, output))
 
     def train(self, engine: Engine, batches: Sequence[Any]) -> StepResult:
         """Take a step; the last backward may step what is final behind it."""

@@ -19,13 +19,13 @@ import difflib
 import json
 import math
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, ValidationError
 
-from shardwise._config_checks import wrong_attention, wrong_chunks, wrong_pipeline, wrong_tiers
+from shardwise._config_checks import wrong_attention, wrong_chunks, wrong_context, wrong_pipeline, wrong_tiers
 from shardwise._config_sections import (
     AttentionConfig,
     BatchConfig,
@@ -157,10 +157,10 @@ class Config(Section):
         """Fill in what follows from the world size: the mesh, then the batch; refuse what cannot be."""
         if world_size < 1:
             raise ConfigError(f"world size {world_size} holds no rank; start at least 1")
-        _refuse_unbuilt(self)
         for message in (
             *wrong_tiers(self.tiers, self.zero, self.recompute),
             *wrong_pipeline(self.pipeline, self.mesh, self.zero, self.compile),
+            *wrong_context(self.context, self.mesh),
             *wrong_attention(self.attention),
             *wrong_chunks(self.context, self.pipeline, self.compile),
         ):
@@ -262,22 +262,6 @@ def _resolve_mesh(mesh: MeshConfig, world_size: int) -> MeshConfig:
         )
     missing = "dp_shard" if mesh.dp_shard is None else "dp_replicate"
     return mesh.model_copy(update={missing: world_size // fixed})
-
-
-def _unbuilt_features(config: Config) -> Iterator[tuple[str, Any, Any, str]]:
-    """(key, value asked for, value that is built, name of the feature)."""
-    yield "mesh.cp", config.mesh.cp, 1, "context parallelism"
-    for key, value in config.context:
-        if key == "chunk_tokens":
-            continue
-        yield f"context.{key}", value, getattr(ContextConfig(), key), "context parallelism"
-
-
-def _refuse_unbuilt(config: Config) -> None:
-    for key, value, built, feature in _unbuilt_features(config):
-        if value != built:
-            cure = f"leave {key} out" if built is None else f"use {key}={json.dumps(built)}"
-            raise ConfigError(f"{key}={json.dumps(value)}: {feature} is not built yet; {cure}")
 
 
 def _refuse_unknown_keys(section: type[BaseModel], values: Mapping[str, Any], prefix: str) -> None:

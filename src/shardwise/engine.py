@@ -22,19 +22,19 @@ from shardwise.agreement import BatchCheck, all_or_none
 from shardwise.comm import Network, connect
 from shardwise.comm_p2p import Pipes
 from shardwise.config import Config, ConfigError
+from shardwise.context.given import give_context
 from shardwise.deferred import ValueSource
 from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.forwards import replace_forwards
 from shardwise.layout.layout import Layout, build_layout
-from shardwise.layout.mesh_shape import PIPELINE_AXES, TENSOR_AXES
+from shardwise.layout.mesh_shape import CONTEXT_AXES, PIPELINE_AXES, TENSOR_AXES
 from shardwise.layout.stages import Placement
 from shardwise.loss import LossBooks, LossFn, NonFiniteLossError, Total, first_nonfinite_module
-from shardwise.memory import Category, Ledger
-from shardwise.models.given_attention import give_attention
+from shardwise.memory import Ledger
 from shardwise.optim import own_scheduler
 from shardwise.pipeline.parts import StageForward
 from shardwise.pool import BufferPool
-from shardwise.precision import LossScaler, to_device, torch_dtype
+from shardwise.precision import LossScaler, torch_dtype
 from shardwise.results import EvalResult, Scheduler, StepResult
 from shardwise.streams import Streams
 from shardwise.tensor.chunks import chunk_model
@@ -46,7 +46,7 @@ from shardwise.timeline import Timeline
 from shardwise.watchdog import watch
 from shardwise.zero.ahead import StepAhead, may_step_ahead
 from shardwise.zero.driver import ZeroDriver
-from shardwise.zero.first_values import agree_on_tied, spread_first_values
+from shardwise.zero.first_values import adopt_buffers, agree_on_tied, spread_first_values
 from shardwise.zero.optimizer_plan import OptimizerFactory, plan_optimizer
 from shardwise.zero.regroup import regroup
 from shardwise.zero.resources import Resources
@@ -110,10 +110,10 @@ class Engine(EngineWeights):
         self._timeline = Timeline(network.rank)
         self._watchdog = watch(network.store, self.comm.books, self._timeline, config.run)
         self._prepare_checkpoints(follows_config=optimizer is None and scheduler is None)
-        cell = layout.mesh.ranks_along((*PIPELINE_AXES, *TENSOR_AXES), network.rank)
+        cell = layout.mesh.ranks_along((*PIPELINE_AXES, *CONTEXT_AXES, *TENSOR_AXES), network.rank)
         self._check_batch = BatchCheck(network.store, cell, network.rank, config.run)
         values = ValueSource(model, config.run.seed)
-        self._adopt_buffers()
+        adopt_buffers(model, torch_dtype(config.precision.param), memory, self.comm)
         self._undo: list[Callable[[], None]] = []
         stages = make_stages(model, layout, device, self.comm.is_simulated)
         self._draws = KeyedDraws(config.run.seed, device)
@@ -172,7 +172,9 @@ class Engine(EngineWeights):
 
     def _alter_modules(self) -> None:
         """Give attention, split layers, key dropouts, chunk, recompute and compile blocks; in this order."""
-        self._undo += give_attention(self.model, self.config.attention)
+        given = give_context(self.model, self.config, self._comms.context)
+        self._sequences = given.sequences
+        self._undo += given.undo
         tensor, tp = self.layout.tensor, self._comms.tensor
         if tensor is not None:
             self._undo += split_model(
@@ -431,15 +433,6 @@ class Engine(EngineWeights):
     def _refuse_unless_trainable(self) -> None:
         if not self.layout.trained_names:
             raise ConfigError("every parameter of the model is frozen; set requires_grad on those to train")
-
-    def _adopt_buffers(self) -> None:
-        """Move the buffers here, in the parameters' dtype as `Module.to` would, with rank 0's values everywhere."""
-        dtype = torch_dtype(self.config.precision.param)
-        for name, buffer in self.model.named_buffers():
-            buffer.data = to_device(buffer.data, self.device, dtype)
-            self.memory.track(buffer, Category.OTHER)
-            if self.comm.world_size > 1 and buffer.numel() > 0:
-                self.comm.broadcast(buffer.data, f"buffer {name}")
 
     def _agree(self, squares: list[Tensor]) -> tuple[float, float, float, dict[str, bool], bool]:
         """Sum over the ranks what all must know alike.

@@ -43,9 +43,18 @@ class Total:
         return torch.where(self.count == 0, torch.ones_like(self.count), self.count)
 
 
-def read_loss(output: Any, batch: Any, loss_fn: LossFn | None) -> Total:
+def read_loss(
+    output: Any, batch: Any, loss_fn: LossFn | None, num_parts: int = 1, own_weight: Tensor | None = None
+) -> Total:
     """Take the loss from `loss_fn`, or from the model's output: a scalar, (sum, count), (loss, ...), `.loss`,
     `["loss"]`.
+
+    Args:
+        output: of the model.
+        batch: what the loss is of.
+        loss_fn: None where the output has the loss.
+        num_parts: ranks that share the batch's tokens; their scalars, each a mean over some, count as one together.
+        own_weight: of this rank's scalar among theirs, if it is the model's own; alike when left out.
 
     Raises:
         ConfigError: there is no scalar loss in it.
@@ -57,19 +66,22 @@ def read_loss(output: Any, batch: Any, loss_fn: LossFn | None) -> Total:
         total, count = loss
     else:
         is_outputs = loss_fn is None and isinstance(loss, tuple) and len(loss) > 0
-        total, count = loss[0] if is_outputs else loss, 1
+        total, count = loss[0] if is_outputs else loss, 1 if num_parts == 1 else 1 / num_parts
     if not isinstance(total, Tensor) or total.numel() != 1:
         source = "the model's output" if loss_fn is None else "what loss_fn returned"
         found = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(loss).__name__}"
         raise ConfigError(f"{source} is {found} and no scalar loss; pass a loss_fn that returns (sum, count)")
-    return Total(total.reshape(()), _on_device(count, total.device).detach().reshape(()))
+    if num_parts > 1 and not _is_sum_and_count(loss):
+        total = total / num_parts if loss_fn is not None or own_weight is None else total * own_weight
+    return Total(total.reshape(()), _on_device(count, total).detach().reshape(()))
 
 
-def _on_device(count: Tensor | float, device: torch.device) -> Tensor:
+def _on_device(count: Tensor | float, total: Tensor) -> Tensor:
     """A count where the loss is; a copy of a number would hold up the host until the device has done all it has."""
     if isinstance(count, Tensor):
-        return count.to(device, non_blocking=True)
-    return torch.full((), count, device=device)
+        return count.to(total.device, non_blocking=True)
+    dtype = torch.promote_types(total.dtype, torch.float32) if isinstance(count, float) else None
+    return torch.full((), count, dtype=dtype, device=total.device)
 
 
 def _is_sum_and_count(loss: Any) -> bool:

@@ -254,9 +254,10 @@ def _what_stages_receive(
 
 
 def _without_pipeline(config: Config) -> Config:
-    """The config of one rank, or of one tensor-parallel group, that computes the same activations."""
+    """The config of one rank, or of the ranks that compute a sample together, that computes the same activations."""
+    mesh = MeshConfig(dp_shard=1, cp=config.mesh.cp, tp=config.mesh.tp)
     changed = {
-        "mesh": MeshConfig(tp=config.mesh.tp, dp_shard=1),
+        "mesh": mesh,
         "zero": config.zero.model_copy(update={"stage": 0}),
         "batch": BatchConfig(),
         "tiers": TiersConfig(),
@@ -264,7 +265,7 @@ def _without_pipeline(config: Config) -> Config:
         "recompute": RecomputeConfig(),
         "optimizer": OptimizerConfig(name="sgd"),
     }
-    return config.model_copy(update=changed).resolve(config.mesh.tp)
+    return config.model_copy(update=changed).resolve(mesh.cp * mesh.tp)
 
 
 def _received(leaf: Any) -> Any:

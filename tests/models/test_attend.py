@@ -52,7 +52,7 @@ def test_a_decoder_computes_what_its_layout_allows(attention: AttentionConfig) -
     allowed = layout_of(model, 23)
     assert not allowed.equal(torch.ones(1, 23, 23, dtype=torch.bool).tril().expand_as(allowed))
 
-    def under_mask(q: Tensor, k: Tensor, v: Tensor, first_head: int) -> Tensor:
+    def under_mask(q: Tensor, k: Tensor, v: Tensor, first_head: int, positions: None) -> Tensor:
         return reference_attention(q, k, v, allowed)[0]
 
     for module in expected.modules():

@@ -13,6 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from shardwise.layout.runs import Runs, count_tokens, part
+
 
 @dataclass(frozen=True)
 class Zone:
@@ -81,6 +83,7 @@ def grid_of(
     device: torch.device,
     first_row: int = 0,
     tokens: Tokens | None = None,
+    held: Runs | None = None,
 ) -> Grid:
     """Hash the indices of a tensor by its place in the unsplit tensor of the whole batch.
 
@@ -91,6 +94,7 @@ def grid_of(
         device: of the tensor.
         first_row: where the last dim but one begins, as when a sequence's queries are its last ones only.
         tokens: where dim 1 holds a part of what the zone says; None where it holds all.
+        held: the tokens of the sequence that dim 1 has, over all parts, if there are 3 or more dims and that many.
     """
     sizes = list(shape) + [1] * max(0, 2 - len(shape))
     starts = [0] * len(sizes)
@@ -104,9 +108,14 @@ def grid_of(
         starts[1] += tokens.first
     is_per_sample = num_rows % samples.num == 0
     starts[0] += samples.first * (num_rows // samples.num if is_per_sample else 1)
+    ranges: list[Runs] = [((start, start + size),) for start, size in zip(starts, sizes, strict=True)]
+    degree = 1 if zone is None or zone.dim % max(1, len(shape)) != 1 else zone.degree
+    num_held = (sizes[1] if tokens is None else tokens.total) * degree
+    if held is not None and len(shape) >= 3 and count_tokens(held) == num_held:
+        ranges[1] = part(held, starts[1], starts[1] + sizes[1])
     spans = [
-        torch.arange(start + 1, start + size + 1, device=device).mul_(_GOLDEN)
-        for start, size in zip(starts, sizes, strict=True)
+        torch.cat([torch.arange(start + 1, stop + 1, device=device) for start, stop in runs]).mul_(_GOLDEN)
+        for runs in ranges
     ]
     rows = _mix(spans[0])
     for span in spans[1:-1]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardwise._torch_private import unseen_by_op_modes
 from shardwise.dropout.bits import Grid, Hashes, Samples, Tokens, Zone, grid_of, keyed_hashes, keyed_mask
+from shardwise.layout.runs import Runs
 from shardwise.rng import derive_seed, seeded
 
 
@@ -42,12 +43,14 @@ class _Forward:
     Attributes:
         step: in which it runs.
         samples: that it computes.
+        held: the tokens of each sample's sequence that it computes; None for all.
         numbers: of the calls of each site, by (site, what torch's generator gave at the call), or by a part's mark.
         num_calls: of each site.
     """
 
     step: int
     samples: Samples
+    held: Runs | None = None
     numbers: dict[Hashable, int] = field(default_factory=dict)
     num_calls: dict[str, int] = field(default_factory=dict)
 
@@ -87,7 +90,9 @@ class KeyedDraws:
         self._part: _Part | None = None
 
     @contextmanager
-    def at(self, step: int, micro_batch: int, first_sample: int, num_samples: int) -> Iterator[None]:
+    def at(
+        self, step: int, micro_batch: int, first_sample: int, num_samples: int, held: Runs | None = None
+    ) -> Iterator[None]:
         """Inside the context a forward draws keyed numbers; torch's generators are as before when it ends.
 
         Args:
@@ -95,11 +100,13 @@ class KeyedDraws:
             micro_batch: the number of the forward in its step; it moves no keyed draw.
             first_sample: the number of its first sample among the step's, over data ranks and micro-batches.
             num_samples: of this forward. Where a tensor's first dim is a multiple of it, each sample has as many rows.
+            held: the tokens of each sample's sequence that this forward computes, where not all. A tensor of 3 or more
+                dims whose dim 1 has as many is masked as these tokens are in the whole.
         """
         seed = derive_seed(self._seed, "forward", step, micro_batch, first_sample, num_samples)
         is_new = seed not in self._forwards
         # The same forward once more draws the same, and recomputations of both find their calls.
-        self._forwards.setdefault(seed, _Forward(step, Samples(first_sample, num_samples)))
+        self._forwards.setdefault(seed, _Forward(step, Samples(first_sample, num_samples), held))
         try:
             with seeded(seed, self._device):
                 yield
@@ -152,12 +159,15 @@ class KeyedDraws:
             bools of the shape.
         """
         key = self._next_key(site)
-        return keyed_mask(self._grid(shape, zone, device), key, p).view(shape)
+        held = self._forwards[torch.initial_seed()].held
+        return keyed_mask(self._grid(shape, zone, device, held=held), key, p).view(shape)
 
     def hashes(
         self, site: str, shape: Sequence[int], zone: Zone | None, device: torch.device, first_row: int = 0
     ) -> Hashes:
         """As `mask`, whose next call this is, but its hashes: attention that makes no mask draws by them.
+
+        They are of whole sequences, where tokens are split too: a rank has others' keys.
 
         Args:
             site: the name of the module that drops.
@@ -173,7 +183,14 @@ class KeyedDraws:
         forward = self._forwards[torch.initial_seed()]
         return derive_seed(self._seed, "dropout", forward.step, site, forward.number(site, self._part))
 
-    def _grid(self, shape: Sequence[int], zone: Zone | None, device: torch.device, first_row: int = 0) -> Grid:
+    def _grid(
+        self,
+        shape: Sequence[int],
+        zone: Zone | None,
+        device: torch.device,
+        first_row: int = 0,
+        held: Runs | None = None,
+    ) -> Grid:
         """Of a tensor of the open forward."""
         forward = self._forwards[torch.initial_seed()]
         if self._has_grids is not forward:
@@ -186,8 +203,8 @@ class KeyedDraws:
                 "time: which tokens it has is not known; leave context.chunk_tokens out, or set the rate to 0 (or "
                 "tensor.sequence_parallel=false, where that gathers the tokens)"
             )
-        place = (tuple(shape), zone, device, first_row, tokens)
+        place = (tuple(shape), zone, device, first_row, tokens, held)
         if place not in self._grids:
             with unseen_by_op_modes():
-                self._grids[place] = grid_of(shape, zone, forward.samples, device, first_row, tokens)
+                self._grids[place] = grid_of(shape, zone, forward.samples, device, first_row, tokens, held)
         return self._grids[place]

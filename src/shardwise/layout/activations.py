@@ -9,6 +9,8 @@ for a moment is not counted, nor is the layer's output, which is the next one's 
 ...     return round(activation_bytes_per_layer(shape, seq_len=8192, micro_size=1, **layout) / 2**20)
 >>> mib(), mib(tp=8), mib(tp=8, sequence_parallel=True), mib(tp=8, sequence_parallel=True, recompute="full")
 (1313, 388, 164, 8)
+>>> mib(cp=8)
+164
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ def activation_bytes_per_layer(
     seq_len: int,
     micro_size: int,
     tp: int = 1,
+    cp: int = 1,
     sequence_parallel: bool = False,
     element_bytes: int = 2,
     recompute: Literal["none", "selective", "full"] = "none",
@@ -52,21 +55,25 @@ def activation_bytes_per_layer(
     Over tp ranks, heads and features are split; h too under sequence parallelism (Korthikanti et al. 2022, arXiv
     2205.05198, equations 1, 2 and 4, less the masks of dropout and with attention as in FlashAttention). Of the row
     layers' products only the ranks' sum is kept, and gathered sequences are not: see `shardwise.tensor.ops`. KV heads
-    that tp exceeds are shared: a rank then holds one. The fp32 scales of RMSNorm, one a token and norm, are counted.
-    What collectives themselves need (on gloo up to 8 bytes a feature and token of bf16) is not: the next one uses it.
+    that tp exceeds are shared: a rank then holds one. Over cp ranks all is split with the sequence: of the others' keys
+    and values none are kept; with heads exchanged for tokens, tensors are of other tokens but of the same size. The
+    fp32 scales of RMSNorm, one a token and norm, are counted. What collectives themselves need (on gloo up to 8 bytes a
+    feature and token of bf16) is not: the next one uses it.
 
     Args:
         shape: of the layer, over all ranks.
         seq_len: tokens of a sequence, over all ranks.
         micro_size: sequences of a micro-batch.
         tp: ranks of a tensor-parallel group.
+        cp: ranks that split the sequence.
         sequence_parallel: whether they split what lies between the regions along the sequence.
         element_bytes: of an activation, 2 for bf16.
         recompute: as `RecomputeConfig.mode`.
     """
+    num_tokens = seq_len / cp * micro_size
     stream = shape.hidden_size / (tp if sequence_parallel else 1)  # of a rank: features a token of the residual
     if recompute == "full":
-        return seq_len * micro_size * element_bytes * stream
+        return num_tokens * element_bytes * stream
     heads = shape.num_heads / tp
     kv_heads = max(shape.num_kv_heads / tp, 1)
     attention = (2 * heads + 2 * kv_heads) * shape.head_dim  # queries, keys, values, output
@@ -74,9 +81,9 @@ def activation_bytes_per_layer(
     log_sum_exp = FP32_BYTES * heads
     if recompute == "none":
         scales = 2 * FP32_BYTES * stream / shape.hidden_size
-        return seq_len * micro_size * (element_bytes * (4 * stream + attention + 4 * ffn) + log_sum_exp + scales)
+        return num_tokens * (element_bytes * (4 * stream + attention + 4 * ffn) + log_sum_exp + scales)
     sums = 2 * stream  # what the two row layers give
-    return seq_len * micro_size * (element_bytes * (stream + attention + 2 * ffn + sums) + log_sum_exp)
+    return num_tokens * (element_bytes * (stream + attention + 2 * ffn + sums) + log_sum_exp)
 
 
 def offloaded_bytes(input_bytes: float, num_layers: int, every: int = 1) -> float:

@@ -55,6 +55,22 @@ def shift(runs: Runs, offset: int) -> Runs:
     return tuple((start + offset, stop + offset) for start, stop in runs)
 
 
+def part(runs: Runs, first: int, last: int) -> Runs:
+    """Of the tokens, those from the one with number `first` up to and without that with number `last`.
+
+    >>> part(((0, 4), (12, 16)), 2, 6)
+    ((2, 4), (12, 14))
+    """
+    found: list[tuple[int, int]] = []
+    before = 0
+    for start, stop in runs:
+        lower, upper = max(first - before, 0), min(last - before, stop - start)
+        if lower < upper:
+            found.append((start + lower, start + upper))
+        before += stop - start
+    return tuple(found)
+
+
 def local(runs: Runs, held: Runs) -> Runs:
     """Where the tokens of `runs`, all of which are in `held`, lie among those.
 

@@ -92,7 +92,7 @@ def check_divides(degree: int, number: int, what: str) -> None:
         )
 
 
-def check_length(length: int, degree: int, key: str, cure: str) -> None:
+def check_length(length: int, degree: int, key: str, cure: str, cp: int = 1) -> None:
     """Refuse a sequence that `degree` ranks cannot hold equal parts of.
 
     Args:
@@ -100,15 +100,18 @@ def check_length(length: int, degree: int, key: str, cure: str) -> None:
         degree: ranks of the tensor-parallel group.
         key: what the length is, for the message.
         cure: what to do, beside another length.
+        cp: ranks that split the sequence before.
 
     Raises:
         ConfigError: the length does not divide; with the nearest ones that do.
     """
-    if length % degree:
-        below = length // degree * degree
-        nearest = ", ".join(str(each) for each in (below, below + degree) if each)
+    unit = degree * cp
+    if length % unit:
+        below = length // unit * unit
+        nearest = ", ".join(str(each) for each in (below, below + unit) if each)
+        over_cp = f" x cp={cp}" if cp > 1 else ""
         raise ConfigError(
-            f"{key}{length} does not divide by tp={degree}, as tensor.sequence_parallel needs; nearest legal: "
+            f"{key}{length} does not divide by tp={degree}{over_cp}, as tensor.sequence_parallel needs; nearest legal: "
             f"{nearest}; {cure}"
         )
 

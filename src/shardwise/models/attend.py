@@ -15,6 +15,7 @@ from torch import Tensor
 from shardwise._torch_private import constant_in_graphs
 from shardwise.attention.block_layout import BlockLayout, keep_last
 from shardwise.attention.chosen import structure_of
+from shardwise.attention.dense import dense_layout
 from shardwise.attention.functional import block_sparse_attention
 from shardwise.attention.structures import SparsityConfig
 from shardwise.config import AttentionConfig
@@ -25,7 +26,7 @@ _MAX_LAYOUTS: Final = 32
 class Attend(Protocol):
     """Causal attention of some heads."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, first_head: int) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, first_head: int, positions: Tensor | None = None) -> Tensor:
         """Mix values.
 
         Args:
@@ -33,15 +34,33 @@ class Attend(Protocol):
             k: [B, K, S, D].
             v: [B, K, S, D].
             first_head: of the whole model's query heads, that of `q`'s first.
+            positions: of the tokens in their sequence, [S], where this rank has some of them; None where it has all.
 
         Returns:
             [B, H, S, D].
         """
 
+    def layout(self, seq_len: int, first_head: int, num_heads: int) -> BlockLayout:
+        """Which keys the queries of some heads see, of a whole sequence."""
 
-def attend_densely(q: Tensor, k: Tensor, v: Tensor, first_head: int) -> Tensor:  # [B, H, S, D], [B, K, S, D]
+
+class Dense:
     """Every query sees itself and all keys before it."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, first_head: int, positions: Tensor | None = None
+    ) -> Tensor:  # [B, H, S, D], [B, K, S, D]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+    def layout(self, seq_len: int, first_head: int, num_heads: int) -> BlockLayout:
+        """One for all heads."""
+        return dense_layout(seq_len, causal=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Dense:
+        return self
+
+
+attend_densely: Final = Dense()
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +76,17 @@ class BlockSparse:
     structure: SparsityConfig
     _layouts: dict[tuple[int, int, int], BlockLayout] = field(default_factory=dict, init=False, repr=False)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, first_head: int) -> Tensor:  # [B, H, S, D], [B, K, S, D]
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, first_head: int, positions: Tensor | None = None
+    ) -> Tensor:  # [B, H, S, D], [B, K, S, D]
         place = index(q.shape[2]), first_head, index(q.shape[1])  # compiled code fixes them
         self._lay_out(*place)
         return block_sparse_attention(q, k, v, self._layouts[place])
+
+    def layout(self, seq_len: int, first_head: int, num_heads: int) -> BlockLayout:
+        """Of these heads; kept."""
+        self._lay_out(seq_len, first_head, num_heads)
+        return self._layouts[seq_len, first_head, num_heads]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockSparse:
         return self

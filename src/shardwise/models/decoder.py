@@ -160,6 +160,10 @@ class _RMSNormProduct(torch.autograd.Function):
 class Attention(nn.Module):
     """Causal self-attention with rotary positions; H / K query heads share each key and value head.
 
+    Attributes:
+        num_heads: of the whole model, as `num_kv_heads` too.
+        first_head: of those that are here.
+
     Args:
         config: of the decoder.
         attend: how queries mix values.
@@ -169,6 +173,7 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig, attend: Attend, **factory: Any) -> None:
         super().__init__()
         self.attend, self.first_head = attend, 0  # tensor parallelism gives each rank its own first
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         hidden, self.head_dim = config.hidden_size, config.head_dim
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.query = Linear(hidden, query_size, **factory)
@@ -176,12 +181,12 @@ class Attention(nn.Module):
         self.value = Linear(hidden, kv_size, **factory)
         self.out = Linear(query_size, hidden, _residual_std(config), **factory)
 
-    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, positions: Tensor | None = None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
         q = rotate(self.query(x).view(heads), rope).transpose(1, 2)  # [B, H, S, D]
         k = rotate(self.key(x).view(heads), rope).transpose(1, 2)  # [B, K, S, D]
         v = self.value(x).view(heads).transpose(1, 2)  # [B, K, S, D]
-        mixed = self.attend(q, k, v, self.first_head)
+        mixed = self.attend(q, k, v, self.first_head, positions)
         return self.out(mixed.transpose(1, 2).flatten(2))  # [B, H, S, D] -> [B, S, E]
 
 
@@ -215,8 +220,8 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps, **factory)
         self.ffn = FeedForward(config, **factory)
 
-    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope)  # [B, S, E]
+    def forward(self, x: Tensor, rope: Tensor, positions: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, positions)  # [B, S, E]
         return x + self.ffn(self.ffn_norm(x))
 
 
@@ -251,36 +256,56 @@ class Decoder(nn.Module):
         """How tensor parallelism splits this model; see `decoder_plan`."""
         return decoder_plan(self.config, degree)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map tokens, int64 [B, S], to the logits of the token after each, [B, S, V].
+    def check_length(self, seq_len: int) -> None:
+        """Refuse a sequence that is longer than the model's.
 
         Raises:
-            ConfigError: the sequence is longer than `max_seq_len`.
+            ConfigError: it is longer than `max_seq_len`.
         """
-        seq_len = tokens.shape[1]
         if seq_len > self.config.max_seq_len:
             raise ConfigError(
                 f"sequence of {seq_len} tokens is longer than max_seq_len={self.config.max_seq_len}; "
                 "cut it or raise max_seq_len"
             )
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Map tokens, int64 [B, S], to the logits of the token after each, [B, S, V].
+
+        Args:
+            tokens: of the sequence, or those of it that this rank computes.
+            positions: [S], int64, their places in the sequence where this rank has some of them; None where it has all.
+
+        Raises:
+            ConfigError: the sequence is longer than `max_seq_len`.
+        """
+        seq_len = tokens.shape[1]
+        self.check_length(seq_len)
         x = self.embed(tokens)  # [B, S, E]
-        rope = rope_tables(seq_len, self.config.head_dim, self.config.rope_theta, x)
+        rope = rope_tables(seq_len, self.config.head_dim, self.config.rope_theta, x, positions)
         for block in self.blocks:
-            x = block(x, rope)
+            x = block(x, rope, positions)
         return self.head(self.norm(x))
 
 
-def rope_tables(seq_len: int, head_dim: int, theta: float, like: Tensor) -> Tensor:
+def rope_tables(seq_len: int, head_dim: int, theta: float, like: Tensor, positions: Tensor | None = None) -> Tensor:
     """Cosines and signed sines of every position's angles (Su et al. 2021, eq. 34), to be used by `rotate`.
 
     Angles are taken in fp64, since fp32 loses hundredths of a radian at positions beyond 100,000.
+
+    Args:
+        seq_len: S.
+        head_dim: D.
+        theta: the base.
+        like: of the dtype and on the device of what is turned.
+        positions: [S], int64; 0, 1, ... when left out.
 
     Returns:
         [2, S, 1, D] on the device of `like`, in its dtype or fp32, whichever is wider.
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device=like.device) / head_dim
-    positions = torch.arange(seq_len, dtype=torch.float64, device=like.device)
-    angle = torch.outer(positions, theta**-exponent)  # [S, D/2]
+    if positions is None:
+        positions = torch.arange(seq_len, device=like.device)
+    angle = torch.outer(positions.to(torch.float64), theta**-exponent)  # [S, D/2]
     cos, sin = angle.cos(), angle.sin()
     tables = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))  # [2, S, D]
     return tables.unsqueeze(2).to(_wide(like.dtype))

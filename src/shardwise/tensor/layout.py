@@ -18,6 +18,7 @@ from typing import Any, Final
 from torch import nn
 
 from shardwise.config import Config
+from shardwise.context.given import check_context
 from shardwise.dropout import Zone, drops_by_function
 from shardwise.layout.cut import cut_model
 from shardwise.layout.layout import Layout, build_layout
@@ -42,9 +43,11 @@ def plan_layout(
 
     Raises:
         ConfigError: the model has no parameters, `zero.blocks` does not fit it, or no plan or sizes that do not
-            divide; or it cannot be cut into the stages; or its attention cannot be the config's.
+            divide; or it cannot be cut into the stages; or its attention cannot be the config's,
+            or not that of split sequences.
     """
     check_attention(model, config.attention)
+    check_context(model, config)
     degree, sequence_parallel = config.mesh.tp, config.tensor.sequence_parallel
     pipeline = cut_model(model, config, rank) if config.mesh.pp > 1 else None
     if degree == 1:

@@ -24,6 +24,7 @@ import torch
 
 from shardwise.attention.chosen import structure_of
 from shardwise.config import Config, ConfigError, read_toml, set_key
+from shardwise.context.given import check_split
 from shardwise.layout.layout import TIERS, Layout
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.splits import check_length
@@ -123,8 +124,12 @@ def check_job(config: Config, world_size: int) -> tuple[Config, Layout]:
         build_optimizer(config.optimizer, [])  # says why not; a real one is not built here, since that takes a second
     shape = decoder_config(config.model, max_seq_len=config.data.seq_len, attention=config.attention)
     if resolved.tensor.sequence_parallel:
-        check_length(config.data.seq_len, resolved.mesh.tp, "data.seq_len=", "or set tensor.sequence_parallel=false")
-    return resolved, plan_layout(Decoder(shape, device="meta"), resolved)
+        cure = "or set tensor.sequence_parallel=false"
+        check_length(config.data.seq_len, resolved.mesh.tp, "data.seq_len=", cure, resolved.mesh.cp)
+    model = Decoder(shape, device="meta")
+    layout = plan_layout(model, resolved)
+    check_split(model, resolved, config.data.seq_len)
+    return resolved, layout
 
 
 def _refuse_too_large(layout: Layout, config: Config, num_local_ranks: int) -> None:
@@ -163,6 +168,8 @@ def layout_line(config: Config, mesh: MeshShape) -> str:
     'ZeRO-2 over 4 of 8 ranks x tensor and sequence parallel over 2'
     >>> layout_line(Config(), MeshShape(pp=2, dp_shard=4))
     'pipeline over 2 of 8 ranks x ZeRO-2 over 4 ranks'
+    >>> layout_line(Config(), MeshShape(dp_shard=2, cp=2))
+    'ZeRO-2 over 4 ranks, sequences split over 2 of them (ring)'
     """
     if mesh.pp > 1:
         others = replace(mesh, pp=1)
@@ -180,9 +187,16 @@ def layout_line(config: Config, mesh: MeshShape) -> str:
         return f"{over}, so ZeRO has nothing to shard"
     is_part = num_sharing < mesh.world_size
     ranks = f"{num_sharing:,} of {mesh.world_size:,} ranks" if is_part else f"{num_sharing:,} ranks"
-    groups = f", {mesh.dp_replicate} replicas of {mesh.dp_shard} shards" if mesh.dp_replicate > 1 else ""
+    num_shards = mesh.dp_shard * mesh.cp
+    groups = f", {mesh.dp_replicate} replicas of {num_shards} shards" if mesh.dp_replicate > 1 else ""
+    groups += f", sequences split over {mesh.cp} of them ({_transport_words(config)})" if mesh.cp > 1 else ""
     over_tp = f" x {kinds} over {mesh.tp}" if mesh.tp > 1 else ""
     return f"ZeRO-{config.zero.stage} over {ranks}{groups}{over_tp}{over_pp}"
+
+
+def _transport_words(config: Config) -> str:
+    transport, size = config.context.transport, config.context.heads_over or 1
+    return f"{transport} of teams of {size} that exchange heads" if 1 < size < config.mesh.cp else transport
 
 
 def sparse_words(config: Config, num_heads: int) -> str:

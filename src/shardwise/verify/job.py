@@ -180,7 +180,8 @@ def _check_run(config: Config, world_size: int, model: ModelSpec) -> Config:
         return check_job(config, world_size)[0]
     resolved = config.resolve(world_size)
     if resolved.tensor.sequence_parallel:
-        check_length(config.data.seq_len, resolved.mesh.tp, "data.seq_len=", "or set tensor.sequence_parallel=false")
+        cure = "or set tensor.sequence_parallel=false"
+        check_length(config.data.seq_len, resolved.mesh.tp, "data.seq_len=", cure, resolved.mesh.cp)
     plan_layout(build_skeleton(model), resolved)
     return resolved
 

@@ -1,16 +1,34 @@
-"""Initial values across the stages of a pipeline: those of the first rank are everybody's, as without one."""
+"""First values: rank 0's buffers are everybody's, and so are its parameters over the stages of a pipeline."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
-from shardwise.comm import Comms
+from shardwise.comm import Comm, Comms
 from shardwise.deferred import ValueSource
 from shardwise.layout.layout import Layout
-from shardwise.precision import torch_dtype
+from shardwise.memory import Category, Ledger
+from shardwise.precision import to_device, torch_dtype
 from shardwise.zero.group import ParamGroup
+
+
+def adopt_buffers(model: nn.Module, dtype: torch.dtype, memory: Ledger, comm: Comm) -> None:
+    """Move a model's buffers to the device, in the parameters' dtype as `Module.to` would, with rank 0's values.
+
+    Args:
+        model: whose buffers change.
+        dtype: of the parameters.
+        memory: counts the buffers.
+        comm: over all ranks.
+    """
+    for name, buffer in model.named_buffers():
+        buffer.data = to_device(buffer.data, comm.device, dtype)
+        memory.track(buffer, Category.OTHER)
+        if comm.world_size > 1 and buffer.numel() > 0:
+            comm.broadcast(buffer.data, f"buffer {name}")
 
 
 def spread_first_values(values: ValueSource, layout: Layout, comms: Comms) -> None:

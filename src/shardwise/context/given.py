@@ -1,0 +1,183 @@
+"""The attention of a config, given to a model that was built without it: on one rank, or over those of the `cp` axis.
+
+Which models can be given the latter: those of transformers, and our decoder and models like it, which have a forward
+with an argument `positions`, the places of its tokens in the whole sequence, and modules with an attribute `attend`
+(`shardwise.models.attend.Attend`) that are handed them on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.attention.block_layout import BlockLayout
+from shardwise.attention.huggingface import whole_layout
+from shardwise.comm import Comm
+from shardwise.config import Config, ConfigError
+from shardwise.context.attend import ContextAttend, TokenSplits
+from shardwise.context.attention import ContextAttention
+from shardwise.context.heads import check_heads
+from shardwise.context.huggingface import check_model, is_huggingface, split_inputs
+from shardwise.context.sequences import (
+    POSITIONS,
+    Sequences,
+    Share,
+    SplitSequences,
+    WholeSequences,
+    by_name,
+    cut_batch,
+    main_input,
+)
+from shardwise.models.given_attention import give_attention
+from shardwise.wearing import set_attribute
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a model has been given.
+
+    Attributes:
+        sequences: takes this rank's share of batches.
+        undo: takes it back; in reverse order.
+    """
+
+    sequences: Sequences
+    undo: list[Callable[[], None]]
+
+
+def check_context(model: nn.Module, config: Config) -> None:
+    """See that a model can be given attention over the `cp` axis.
+
+    Args:
+        model: of which only modules and their attributes are looked at.
+        config: resolved.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    cp = config.mesh.cp
+    if cp == 1:
+        return
+    if is_huggingface(model):
+        check_model(model)
+    elif not _takes_positions(model) or not _attending(model):
+        raise ConfigError(
+            f"mesh.cp={cp} needs a model whose attention the library can reach: one of transformers, Decoder, or one "
+            f"whose forward takes positions and hands them to modules with an attend, and this {type(model).__name__} "
+            "is none; set mesh.cp=1, and see docs/context-parallel.md"
+        )
+    for num_heads, num_kv_heads in _heads(model):
+        check_heads(num_heads, num_kv_heads, config.context, cp, config.mesh.tp)
+
+
+def check_split(model: nn.Module, config: Config, length: int) -> None:
+    """See that sequences of one length can be split as the config says.
+
+    Args:
+        model: like our decoder.
+        config: resolved.
+        length: of the sequences.
+
+    Raises:
+        ConfigError: the length does not divide.
+    """
+    if config.mesh.cp > 1:
+        _own_splits(model, config)(length)
+
+
+def give_context(model: nn.Module, config: Config, comm: Comm) -> Given:
+    """Give a model the attention of a config, over the ranks of the `cp` axis where there are several.
+
+    Args:
+        model: before its layers are split.
+        config: resolved.
+        comm: over the `cp` axis.
+
+    Raises:
+        ConfigError: the model cannot be given it.
+    """
+    if config.mesh.cp == 1:
+        return Given(WholeSequences(), give_attention(model, config.attention))
+    check_context(model, config)
+    attention = ContextAttention(comm, config.context)
+    give = _give_huggingface if is_huggingface(model) else _give_own
+    given = give(model, config, attention, comm.rank)
+    return Given(given.sequences, [attention.close, *given.undo])
+
+
+def _give_own(model: nn.Module, config: Config, attention: ContextAttention, rank: int) -> Given:
+    undo = give_attention(model, config.attention)
+    split_of = _own_splits(model, config)
+    made: dict[int, ContextAttend] = {}  # layers that share theirs share what is planned
+    for module in _attending(model):
+        own = module.attend
+        if id(own) not in made:
+            made[id(own)] = ContextAttend(own, attention, split_of, config.mesh.cp)
+        undo.append(set_attribute(module, "attend", made[id(own)]))
+    return Given(SplitSequences(model, rank, split_of), undo)
+
+
+def _give_huggingface(model: nn.Module, config: Config, attention: ContextAttention, rank: int) -> Given:
+    split_of = TokenSplits(partial(whole_layout, model), config.context, config.mesh.cp)
+
+    def spread(
+        q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, lengths: tuple[int, ...], **extras: Any
+    ) -> Tensor:  # [B, H, S / cp, D], [B, K, S / cp, D]
+        return attention(q, k, v, layout, split_of(lengths), **extras)
+
+    undo = give_attention(model, config.attention, spread)
+    return Given(HuggingFaceSequences(model, rank, split_of), undo)
+
+
+class HuggingFaceSequences:
+    """A rank has its tokens of every sample, with what a model of transformers is to know of the others.
+
+    Args:
+        model: with a model of transformers in it.
+        rank: of this process along the `cp` axis.
+        split_of: who has which tokens of a sequence of documents of some lengths.
+    """
+
+    def __init__(self, model: nn.Module, rank: int, split_of: TokenSplits[tuple[int, ...]]) -> None:
+        self._model = model
+        self._names = list(inspect.signature(model.forward).parameters)
+        self._rank = rank
+        self._split_of = split_of
+
+    def share(self, batch: Any, has_more: bool) -> Share:
+        """The tokens of this rank.
+
+        Raises:
+            ConfigError: the batch cannot be split.
+        """
+        inputs = by_name(batch[0] if has_more else batch, self._names)
+        own = split_inputs(self._model, inputs, self._split_of, self._rank)
+        return Share(cut_batch(batch, main_input(inputs), own.tokens), own.inputs, own.tokens, own.loss_weight)
+
+
+def _own_splits(model: nn.Module, config: Config) -> TokenSplits[int]:
+    first = _attending(model)[0]
+    attend, num_heads = first.attend, first.num_heads
+    return TokenSplits(lambda length: attend.layout(length, 0, num_heads), config.context, config.mesh.cp)
+
+
+def _heads(model: nn.Module) -> set[tuple[int, int]]:
+    """Query heads and KV heads of the whole model's layers."""
+    if not is_huggingface(model):
+        return {(module.num_heads, module.num_kv_heads) for module in _attending(model)}
+    configs = [module.config for module in model.modules() if hasattr(module, "base_model_prefix")]
+    numbers = [(each, getattr(each, "num_attention_heads", None)) for each in configs]
+    return {(number, getattr(each, "num_key_value_heads", None) or number) for each, number in numbers if number}
+
+
+def _takes_positions(model: nn.Module) -> bool:
+    return POSITIONS in inspect.signature(model.forward).parameters
+
+
+def _attending(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if callable(getattr(module, "attend", None))]

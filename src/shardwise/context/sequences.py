@@ -1,0 +1,179 @@
+"""How the engine splits a batch of whole sequences: not at all, or each rank of the `cp` axis takes its tokens.
+
+Every tensor of a batch whose dim 1 is the sequence is cut to the rank's tokens, ascending; the others stay. So targets,
+one for each token, are those that the data have shifted already: a loss that shifts them itself would do so at every
+edge of the rank's runs.
+
+>>> batch = (torch.arange(8).view(1, 8), torch.arange(1, 9).view(1, 8))
+>>> tokens, targets = cut_batch(batch, batch[0], ((0, 2), (6, 8)))
+>>> tokens, targets
+(tensor([[0, 1, 6, 7]]), tensor([[1, 2, 7, 8]]))
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardwise._torch_private import pytree
+from shardwise.config import ConfigError
+from shardwise.layout.runs import Runs
+from shardwise.layout.token_split import TokenSplit
+
+# What models call their tokens.
+_MAIN_INPUTS: Final = ("input_ids", "inputs_embeds")
+POSITIONS: Final = "positions"
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank computes of a batch.
+
+    Attributes:
+        batch: for the loss.
+        inputs: for the model.
+        tokens: of the sequence, that this rank has; None where it has all of it.
+        loss_weight: of the mean that the model itself gives for its loss, 0-d; None for one over the number of ranks.
+    """
+
+    batch: Any
+    inputs: Any
+    tokens: Runs | None = None
+    loss_weight: Tensor | None = None
+
+
+class Sequences(Protocol):
+    """Takes a rank's share of batches."""
+
+    def share(self, batch: Any, has_more: bool) -> Share:
+        """This rank's share of a batch of whole sequences.
+
+        Args:
+            batch: on the device.
+            has_more: only its first item is for the model.
+
+        Raises:
+            ConfigError: it cannot be split.
+        """
+
+
+class WholeSequences:
+    """Each rank computes every token of its samples."""
+
+    def share(self, batch: Any, has_more: bool) -> Share:
+        """All of it."""
+        return Share(batch, batch[0] if has_more else batch)
+
+
+class SplitSequences:
+    """A rank has its tokens of every sample, and a model that takes `positions` gets their places in the sequence.
+
+    Args:
+        model: whose forward has an argument `positions`.
+        rank: of this process along the `cp` axis.
+        split_of: who has which tokens of a sequence of some length.
+    """
+
+    def __init__(self, model: nn.Module, rank: int, split_of: Callable[[int], TokenSplit]) -> None:
+        self._names = list(inspect.signature(model.forward).parameters)
+        self._check_length: Callable[[int], None] = getattr(model, "check_length", _any_length)
+        self._rank = rank
+        self._split_of = split_of
+
+    def share(self, batch: Any, has_more: bool) -> Share:
+        """The tokens of this rank.
+
+        Raises:
+            ConfigError: the batch has no sequence, or one that does not divide, or positions of its own.
+        """
+        main = main_input(batch[0] if has_more else batch)
+        length = main.shape[1]
+        self._check_length(length)
+        tokens = self._split_of(length).shares[self._rank]
+        own = cut_batch(batch, main, tokens)
+        inputs = own[0] if has_more else own
+        given = by_name(inputs, self._names)
+        if POSITIONS in given:
+            raise ConfigError(
+                "the batch gives positions, which under mesh.cp the engine gives the model; leave them out"
+            )
+        return Share(own, {**given, POSITIONS: positions_of(tokens, main.device)}, tokens)
+
+
+def by_name(inputs: Any, names: Iterable[str]) -> Mapping[str, Any]:
+    """What a model is given, as keyword arguments: `names` are those of its forward, in order."""
+    if isinstance(inputs, Mapping):
+        return inputs
+    return dict(zip(names, inputs if isinstance(inputs, list | tuple) else [inputs], strict=False))
+
+
+def _any_length(length: int) -> None:
+    """Most models say nothing of how long a sequence may be."""
+
+
+def main_input(inputs: Any) -> Tensor:
+    """What of a model's inputs has the sequence along dim 1: `input_ids`, `inputs_embeds` or the first that may.
+
+    Raises:
+        ConfigError: none may.
+    """
+    if isinstance(inputs, Mapping):
+        for name in _MAIN_INPUTS:
+            if isinstance(inputs.get(name), Tensor):
+                found: Tensor = inputs[name]
+                return found
+    for leaf in pytree.tree_leaves(inputs):
+        if isinstance(leaf, Tensor) and leaf.dim() >= 2:
+            return leaf
+    raise ConfigError(
+        "the batch has no tensor of [samples, tokens, ...] that mesh.cp could split; give one, or set mesh.cp=1"
+    )
+
+
+def cut_batch(batch: Any, main: Tensor, tokens: Runs) -> Any:
+    """A pytree with all tensors of [samples, length, ...] cut to some tokens.
+
+    Args:
+        batch: of whole sequences.
+        main: as `main_input` finds it: samples and length are as in it.
+        tokens: of this rank.
+
+    Raises:
+        ConfigError: there is a mask of all pairs of tokens.
+    """
+    length = main.shape[1]
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() < 2:
+            return leaf
+        if leaf.shape[-2:] == (length, length) and _is_mask(leaf, main.shape[0]):
+            raise ConfigError(
+                f"the batch has a mask of shape {tuple(leaf.shape)}, of all pairs of {length} tokens, which mesh.cp "
+                "does not split; choose which keys a query sees by the section attention, or set mesh.cp=1"
+            )
+        return take_tokens(leaf, tokens) if leaf.shape[1] == length else leaf
+
+    return pytree.tree_map(cut, batch)
+
+
+def _is_mask(square: Tensor, num_samples: int) -> bool:
+    """Whether a tensor whose last dims are alike is of pairs, and not of samples or features, as many as tokens."""
+    if square.dim() == 2:
+        return square.shape[0] != num_samples
+    return square.dim() > 3 or square.dtype == torch.bool
+
+
+def take_tokens(tensor: Tensor, tokens: Runs) -> Tensor:
+    """Some tokens of a tensor of [samples, tokens, ...], as it holds them: one run behind another."""
+    parts = [tensor.narrow(1, start, stop - start) for start, stop in tokens]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def positions_of(tokens: Runs, device: torch.device) -> Tensor:
+    """The places of tokens in their sequence, int64 [tokens]."""
+    return torch.cat([torch.arange(start, stop, device=device) for start, stop in tokens])

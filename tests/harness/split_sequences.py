@@ -1,0 +1,144 @@
+"""Training over a cp axis, and the same in one plain process: the two sides of tests/parity/test_context.py.
+
+Models drop, by modules and by function, and all sides draw keyed numbers: what a token meets depends on its place in
+the sequence, not on the rank that computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from harness.models import IGNORED, ModelCase
+from harness.reference import Trace, train_reference
+from harness.tensor import CLIP_NORM, MICRO_SIZE, SEED, first_sample, step_batches
+from harness.training import Overrides, make_config, make_optimizer
+from shardwise import Engine, initialize
+from shardwise.config import AttentionConfig
+from shardwise.dropout import KeyedDraws, key_dropouts
+from shardwise.models import Decoder, lm_loss
+from shardwise.models.decoder import Block, DecoderConfig
+
+NUM_MICRO_BATCHES: Final = 2
+NUM_STEPS: Final = 2
+DROPOUT: Final = 0.2
+VOCAB_SIZE: Final = 29
+LENGTHS: Final = (32, 16)  # of even and of odd batches
+
+# By name: the attention, and the KV heads of 4 query heads.
+MODELS: Final[Mapping[str, tuple[AttentionConfig, int]]] = MappingProxyType(
+    {
+        "dense": (AttentionConfig(), 1),
+        "fixed": (AttentionConfig(kind="fixed", block=2, num_local_blocks=2), 2),
+        "window": (AttentionConfig(kind="sliding-window", block=2, num_sliding_window_blocks=3), 4),
+        "bigbird": (AttentionConfig(kind="bigbird", block=2, different_layout_per_head=True), 2),
+    }
+)
+
+
+class DroppingBlock(Block):
+    """A layer that drops behind itself."""
+
+    def forward(self, x: Tensor, rope: Tensor, positions: Tensor | None = None) -> Tensor:  # [B, S, E]
+        return F.dropout(super().forward(x, rope, positions), DROPOUT, self.training)
+
+
+class DroppingDecoder(Decoder):
+    """A decoder that drops behind every layer, and behind the embedding."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        for block in self.blocks:
+            block.__class__ = DroppingBlock
+        self.blocks[0].attention_norm = torch.nn.Sequential(self.blocks[0].attention_norm, torch.nn.Dropout(DROPOUT))
+
+
+def make_case(name: str) -> ModelCase:
+    """A model of `MODELS`; behind "dropping-" it drops."""
+    kind = name.removeprefix("dropping-")
+    return ModelCase(name, partial(_decoder, kind, kind != name), _batch, _loss)
+
+
+def train_split(
+    rank: int,
+    world_size: int,
+    name: str,
+    overrides: Overrides,
+    num_micro_batches: int = NUM_MICRO_BATCHES,
+    num_steps: int = NUM_STEPS,
+) -> Trace:
+    """Train on one rank of a mesh; the trace has no gradients, since the engine's are slices; norms are in it."""
+    settings = {"optimizer": {"clip_norm": CLIP_NORM}, "run": {"seed": SEED}, **overrides}
+    case = make_case(name)
+    model = case.build(torch.float64, seed=rank)  # rank 0's weights are everybody's
+    losses, norms = [], []
+    with initialize(model, make_config(num_micro_batches, settings), loss_fn=case.loss) as engine:
+        for step in range(num_steps):
+            result = engine.train_step(batches_of(engine, case, step, num_micro_batches))
+            losses.append(result.loss)
+            norms.append(result.grad_norm)
+        parameters = {name: engine.read(name) for name, _ in model.named_parameters()}
+    return Trace(losses, norms, {}, parameters)
+
+
+def batches_of(engine: Engine, case: ModelCase, step: int, num_micro_batches: int = NUM_MICRO_BATCHES) -> list[Any]:
+    """This data rank's micro-batches of a step."""
+    mesh = engine.layout.mesh
+    batches = step_batches(case, step, mesh.num_data_ranks, num_micro_batches)
+    return batches[mesh.data_index(engine.comm.rank) :: mesh.num_data_ranks]
+
+
+def train_whole(
+    name: str, num_data_ranks: int, num_micro_batches: int = NUM_MICRO_BATCHES, num_steps: int = NUM_STEPS
+) -> Trace:
+    """The same by one plain process, with the library's dropouts on whole tensors."""
+    case = make_case(name)
+    model = case.build(torch.float64)
+    draws = KeyedDraws(SEED)
+    key_dropouts(model, draws, zones={})
+
+    def around(step: int, number: int) -> AbstractContextManager[None]:
+        micro_batch, data_rank = divmod(number, num_data_ranks)
+        return draws.at(step, micro_batch, first_sample(micro_batch, data_rank, num_data_ranks), MICRO_SIZE)
+
+    batches = [step_batches(case, step, num_data_ranks, num_micro_batches) for step in range(num_steps)]
+    trace = train_reference(model, batches, case.loss, make_optimizer, CLIP_NORM, around)
+    return replace(trace, gradients={})
+
+
+def _decoder(name: str, drops: bool) -> Decoder:
+    attention, num_kv_heads = MODELS[name]
+    config = DecoderConfig(
+        vocab_size=VOCAB_SIZE,
+        num_layers=2,
+        hidden_size=16,
+        num_heads=4,
+        num_kv_heads=num_kv_heads,
+        head_dim=6,
+        ffn_size=24,
+        max_seq_len=32,
+        attention=attention,
+    )
+    return (DroppingDecoder if drops else Decoder)(config)
+
+
+def _batch(seed: int, num_samples: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Tokens and the next ones, both [B, S]; of the last tokens, and here and there, none counts."""
+    length = LENGTHS[seed % 2]
+    tokens = torch.randint(VOCAB_SIZE, (num_samples, length + 1), generator=torch.Generator().manual_seed(seed))
+    targets = tokens[:, 1:].clone()
+    targets[:, -1 - seed % 5 :] = IGNORED
+    targets[0, seed % 7 :: 7] = IGNORED
+    return tokens[:, :-1], targets
+
+
+def _loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return lm_loss(logits, batch[1])
