@@ -186,18 +186,24 @@ def _document_lengths(
     model: nn.Module, inputs: Mapping[str, Any], num_samples: int, num_tokens: int
 ) -> tuple[int, ...]:
     """Of the documents packed in each row, as transformers and attention here recognize them."""
-    ends, positions = inputs.get("cu_seq_lens_q"), inputs.get("position_ids")
+    ends: Any = inputs.get("cu_seq_lens_q")
+    positions: Any = inputs.get("position_ids")
+    has_ends = ends is not None and not is_fake(ends)  # simulated tokens have no values; they count as one document
+    if not has_ends and (
+        positions is None
+        or is_fake(positions)
+        or inputs.get("attention_mask") is not None
+        or not _finds_packing(model, inputs)
+    ):
+        return (num_tokens,)
     begins = torch.zeros(num_samples, num_tokens, dtype=torch.bool)
-    if ends is not None:
+    if has_ends:
         starts = ends.tolist()
         if starts[-1] != begins.numel():
             raise ConfigError(f"cu_seq_lens_q ends with {starts[-1]}, and the batch has {begins.numel()} tokens")
         begins.view(-1)[starts[:-1]] = True
-    elif positions is not None and inputs.get("attention_mask") is None and _finds_packing(model, inputs):
-        if not is_fake(positions):
-            begins[:, 1:] = (positions.diff(dim=1) != 1).cpu()  # [B, S - 1]
     else:
-        return (num_tokens,)
+        begins[:, 1:] = (positions.diff(dim=1) != 1).cpu()  # [B, S - 1]
     begins[:, 0] = True
     if (begins != begins[0]).any():
         raise ConfigError(

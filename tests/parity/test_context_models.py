@@ -1,0 +1,210 @@
+"""Hugging Face models whose sequences are split over the cp axis equal one plain process, in float64.
+
+They drop, inside attention too; so the plain process has the same structure, which draws the same numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from harness import tensor
+from harness.huggingface import VOCAB_SIZE, build_model
+from harness.models import IGNORED, ModelCase
+from harness.pool import WorkerPool
+from harness.reference import Trace, check_parity, train_reference
+from harness.tensor import CLIP_NORM, MICRO_SIZE, SEED, first_sample, step_batches
+from harness.training import make_config, make_optimizer, merge_ranks
+from shardwise import initialize
+from shardwise.attention.spread import DenseStructure
+from shardwise.config import AttentionConfig, Config
+from shardwise.dropout import KeyedDraws, key_dropouts
+from shardwise.models.given_attention import give_attention
+from shardwise.simulation import simulate
+from shardwise.wearing import float64_throughout
+
+pytest.importorskip("transformers")
+from shardwise.attention.huggingface import attends_causally, use_sparse_attention
+
+NUM_STEPS = 2
+NUM_MICRO_BATCHES = 2
+SPARSE = AttentionConfig(kind="bigbird", block=2, different_layout_per_head=True)
+Options = dict[str, Any]
+
+
+def make_case(name: str) -> ModelCase:
+    """A family's model, as it is, or behind "sparse-" for a config's attention."""
+    return tensor.make_case(name.removeprefix("sparse-"))
+
+
+def train(rank: int, world_size: int, name: str, overrides: Options) -> Trace:
+    sizes = [overrides["mesh"].get(axis, 1) for axis in ("cp", "tp", "pp")]
+    cp, tp, _ = sizes
+    num_data_ranks = world_size // math.prod(sizes)
+    data_rank = rank // tp // cp % num_data_ranks
+    attention = {"attention": SPARSE.model_dump()} if name.startswith("sparse-") else {}
+    settings = {"optimizer": {"clip_norm": CLIP_NORM}, "run": {"seed": SEED}, **attention, **overrides}
+    case = make_case(name)
+    model = case.build(torch.float64, seed=rank)  # rank 0's weights are everybody's
+    losses, norms = [], []
+    with float64_throughout(), initialize(model, make_config(NUM_MICRO_BATCHES, settings)) as engine:
+        for step in range(NUM_STEPS):
+            batches = step_batches(case, step, num_data_ranks, NUM_MICRO_BATCHES)
+            result = engine.train_step(batches[data_rank::num_data_ranks])
+            losses.append(result.loss)
+            norms.append(result.grad_norm)
+        parameters = {each: engine.read(each) for each, _ in model.named_parameters()}
+    return Trace(losses, norms, {}, parameters)
+
+
+@functools.cache
+def reference(name: str, num_data_ranks: int) -> Trace:
+    case = make_case(name)
+    model = case.build(torch.float64)
+    give(model, name)
+    draws = KeyedDraws(SEED)
+    key_dropouts(model, draws, zones={})
+
+    def around(step: int, number: int) -> AbstractContextManager[None]:
+        micro_batch, data_rank = divmod(number, num_data_ranks)
+        first = first_sample(micro_batch, data_rank, num_data_ranks)
+        return draws.at(step=step, micro_batch=micro_batch, first_sample=first, num_samples=MICRO_SIZE)
+
+    batches = [step_batches(case, step, num_data_ranks, NUM_MICRO_BATCHES) for step in range(NUM_STEPS)]
+    with float64_throughout():
+        trace = train_reference(model, batches, case.loss, make_optimizer, CLIP_NORM, around)
+    return replace(trace, gradients={})
+
+
+def give(model: nn.Module, name: str) -> None:
+    if name.startswith("sparse-"):
+        give_attention(model, SPARSE)
+    else:
+        use_sparse_attention(model, DenseStructure(attends_causally(model)))
+
+
+CASES: dict[str, tuple[str, int, Options]] = {
+    "cp": ("llama", 2, {"mesh": {"cp": 2}, "zero": {"stage": 1}}),
+    "cp x dp": ("qwen2", 4, {"mesh": {"cp": 2}, "zero": {"stage": 3}, "recompute": {"mode": "full"}}),
+    "cp x tp": ("llama", 4, {"mesh": {"cp": 2, "tp": 2}, "zero": {"stage": 2}}),
+    "cp x sp": ("sparse-llama", 4, {"mesh": {"cp": 2, "tp": 2}, "tensor": {"sequence_parallel": True}}),
+    "cp x pp": ("mistral", 4, {"mesh": {"cp": 2, "pp": 2}, "zero": {"stage": 1}}),
+    "a learned table": ("gpt2", 2, {"mesh": {"cp": 2}, "context": {"transport": "all-gather"}}),
+    "an encoder": ("bert", 2, {"mesh": {"cp": 2}, "context": {"transport": "ulysses"}, "zero": {"stage": 3}}),
+    "sparse, an encoder": ("sparse-bert", 4, {"mesh": {"cp": 2, "tp": 2}, "recompute": {"mode": "full"}}),
+    "sparse, pipelined": ("sparse-gpt2", 4, {"mesh": {"cp": 2, "pp": 2}, "recompute": {"mode": "full"}}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_of_transformers_equals_one_process(ranks: WorkerPool, case: str) -> None:
+    name, num_ranks, overrides = CASES[case]
+    traces = ranks(num_ranks).run(train, name, overrides)
+    check_parity(merge_ranks(traces), reference(name, num_ranks // math.prod(overrides["mesh"].values())))
+
+
+def live(rank: int, world_size: int, name: str) -> tuple[float, list[list[int]], float]:
+    """A loss, what is generated of whole sequences, and a step's loss behind it."""
+    case = make_case(name)
+    model = case.build(torch.float64, seed=rank)
+    settings = {"mesh": {"cp": 2}, "zero": {"stage": 3}, "run": {"seed": SEED}}
+    (batch,) = step_batches(case, 0, 1, 1)
+    prompt = {each: batch[each] for each in ("input_ids", "attention_mask")}
+    with float64_throughout(), initialize(model, make_config(1, settings)) as engine:
+        evaluated = engine.eval_step([batch]).loss
+        with engine.gathered():
+            tokens = model.eval().generate(**prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+        model.train()
+        return evaluated, tokens.tolist(), engine.train_step([batch]).loss
+
+
+def test_evaluation_and_generation_are_the_models_own(ranks: WorkerPool) -> None:
+    case = make_case("llama")
+    model = case.build(torch.float64).eval()
+    (batch,) = step_batches(case, 0, 1, 1)
+    prompt = {each: batch[each] for each in ("input_ids", "attention_mask")}
+    with float64_throughout(), torch.no_grad():
+        expected = model(**batch).loss.item()
+        tokens = model.generate(**prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False).tolist()
+    for evaluated, generated, trained in ranks(2).run(live, "llama"):
+        assert evaluated == pytest.approx(expected, rel=1e-11)
+        assert generated == tokens
+        assert math.isfinite(trained)
+
+
+def packed_model() -> nn.Module:
+    torch.manual_seed(3)
+    return build_model("llama").double()
+
+
+def packed_batch() -> dict[str, Any]:
+    """Documents of 5 and 11 tokens in both rows, whose labels were shifted by the data."""
+    tokens = torch.randint(4, VOCAB_SIZE, (2, 16), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(5), torch.arange(11)])[None]
+    return {"input_ids": tokens, "labels": tokens, "position_ids": positions, "use_cache": False}
+
+
+def shifted_loss(output: Any, batch: tuple[Any, Tensor]) -> tuple[Tensor, Tensor]:
+    """Of targets that the data have shifted."""
+    losses = F.cross_entropy(output.logits.flatten(0, 1), batch[1].flatten(), reduction="sum")
+    return losses, (batch[1] != IGNORED).sum()
+
+
+def pack(rank: int, world_size: int, options: Options, has_loss: bool) -> list[float]:
+    """Losses of packed documents, by the model itself or by a function of its logits."""
+    batch: Any = packed_batch()
+    if has_loss:
+        batch = batch, F.pad(batch.pop("labels")[:, 1:], (0, 1), value=IGNORED)
+    loss_fn = shifted_loss if has_loss else None
+    with float64_throughout(), initialize(packed_model(), make_config(1, options), loss_fn=loss_fn) as engine:
+        return [engine.train_step([batch]).loss for _ in range(2)]
+
+
+@pytest.mark.parametrize("has_loss", [False, True])
+def test_packed_documents_equal_one_process(ranks: WorkerPool, has_loss: bool) -> None:
+    model = packed_model()
+    optimizer, expected = make_optimizer(model), []
+    with float64_throughout():
+        for _ in range(2):
+            loss = model(**packed_batch()).loss
+            expected.append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for losses in ranks(2).run(pack, {"mesh": {"cp": 2}, "optimizer": {"clip_norm": None}}, has_loss):
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def compile_blocks(rank: int, world_size: int, enabled: bool, is_padded: bool) -> list[float]:
+    batch = packed_batch()
+    del batch["position_ids"]
+    if is_padded:
+        batch["attention_mask"] = (torch.arange(16) < torch.tensor([[16], [9]])).long()  # [B, S]
+    model = packed_model().float()
+    compiling = {"compile": {"enabled": enabled, **({"backend": "aot_eager"} if enabled else {})}}
+    with initialize(model, make_config(1, {"mesh": {"cp": 2}, **compiling})) as engine:
+        return [engine.train_step([batch]).loss for _ in range(2)]
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_compiled_blocks_compute_alike(ranks: WorkerPool, is_padded: bool) -> None:
+    plain, compiled = (ranks(2).run(compile_blocks, enabled, is_padded) for enabled in (False, True))
+    assert compiled[0] == pytest.approx(plain[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_simulated_rank_exchanges_keys(is_packed: bool) -> None:
+    batch = packed_batch()
+    if not is_packed:
+        batch = {**batch, "position_ids": None, "attention_mask": torch.ones(2, 16)}
+    config = Config.from_dict({"mesh": {"cp": 2}, "zero": {"stage": 3}})
+    simulation = simulate(packed_model, config, lambda: batch, rank=1, world_size=4)
+    assert sum(call.name == "context keys" for call in simulation.calls) >= 3
