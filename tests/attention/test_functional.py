@@ -210,6 +210,20 @@ class TestEdges:
             assert out.dtype == F.scaled_dot_product_attention(q, k.bfloat16(), v).dtype
         assert [each.dtype for each in torch.autograd.grad(out.sum(), (q, k))] == [torch.float32] * 2
 
+    def test_autocast_leaves_the_products_inside_alone(self) -> None:
+        """What is padded takes products written out, whose sums are wide."""
+        inputs, layout = tensors(dtype=torch.float32), structure("fixed").layout(LENGTH)
+        padding = torch.ones(inputs[1].shape[0], LENGTH, dtype=torch.bool)
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.manual_seed(0)
+            out = block_sparse_attention(*inputs, layout, key_padding=padding, dropout=0.5)
+            grads = torch.autograd.grad(out.sum(), inputs)
+        torch.manual_seed(0)
+        narrow = [each.bfloat16() for each in inputs]
+        expected = block_sparse_attention(*narrow, layout, key_padding=padding, dropout=0.5)
+        assert torch.equal(out, expected)
+        assert all(map(torch.equal, grads, (each.float() for each in torch.autograd.grad(expected.sum(), narrow))))
+
     def test_no_samples(self) -> None:
         inputs = [each[:0] for each in tensors()]
         assert block_sparse_attention(*inputs, structure("fixed").layout(LENGTH), dropout=0.1).shape == inputs[0].shape

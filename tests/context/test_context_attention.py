@@ -32,7 +32,7 @@ from shardwise.attention.dense import dense_layout
 from shardwise.attention.functional import attention_backend
 from shardwise.comm import Comm
 from shardwise.config import ConfigError
-from shardwise.context import kept_plans
+from shardwise.context import kept_plans, loop
 from shardwise.context.attention import ContextAttention
 from shardwise.context.balance import choose_split
 from shardwise.context.heads import team_size
@@ -250,6 +250,37 @@ def test_a_ring_holds_its_own_keys_and_those_of_two_others() -> None:
     assert backward[0] == backward[1] < 8.1
 
 
+@pytest.mark.parametrize(
+    ("transport", "structure", "forward"),
+    [
+        ("ring", "dense", ["keys", "compute", "keys", "compute", "keys", "compute", "compute"]),
+        ("all-gather", "dense", ["keys", "compute"]),
+        ("all-gather", "longformer", ["keys", "compute", "compute", "answers", "compute"]),
+        ("ulysses", "dense", ["heads", "compute", "tokens"]),
+        ("ring over pairs", "dense", ["heads", "keys", "compute", "compute", "tokens"]),
+    ],
+)
+def test_what_the_next_step_needs_travels_while_one_is_computed(
+    monkeypatch: pytest.MonkeyPatch, transport: str, structure: str, forward: list[str]
+) -> None:
+    comm, seen = simulated(0, 4), []
+    attend_partly, exchange = loop.attend_partly, comm.exchange
+
+    def compute_seen(*args: Any) -> Any:
+        seen.append("compute")
+        return attend_partly(*args)
+
+    def exchange_seen(sends: Any, receives: Any, name: str) -> Any:
+        seen.append(name.removeprefix("context "))
+        return exchange(sends, receives, name)
+
+    monkeypatch.setattr(loop, "attend_partly", compute_seen)
+    monkeypatch.setattr(comm, "exchange", exchange_seen)
+    q, k, v = torch.randn(3, 1, HEADS, TOKENS // 4, HEAD_DIM)
+    ContextAttention(comm, TRANSPORTS[transport])(q, k, v, layout_of(structure), contiguous(TOKENS, 4))
+    assert seen == forward
+
+
 def change(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[dict[str, bool]]:
     """Compiled and recomputed, against plain."""
     results = []
@@ -312,6 +343,9 @@ def test_what_does_not_fit_is_said_before_anything_moves() -> None:
             "a layout of 4 heads does not fit 2 query heads; legal: 1 or 2",
             (q[:, :2], k, v, layout_of("per head"), split),
         ),
+        ("do not fit; give .samples, heads, tokens, head size.", (q, k, v[:, :1], layout, split)),
+        ("are empty; give 1 or more heads", (q[..., :0], k[..., :0], v[..., :0], layout, split)),
+        ("give all in one floating dtype", (q, k, v.double(), layout, split)),
         ("3 KV heads do not divide 4 query heads; legal: 1, 2, 4", (q, *[k[:, [0, 1, 1]]] * 2, layout, split)),
     ):
         with pytest.raises(ConfigError, match=error):
@@ -320,6 +354,7 @@ def test_what_does_not_fit_is_said_before_anything_moves() -> None:
         attention(q, k, v, layout, split, key_padding=torch.ones(1, 48))
     with pytest.raises(ConfigError, match=r"dropout=1.0 is no rate; nearest legal: 0.99"):
         attention(q, k, v, layout, split, dropout=1.0)
+    assert attention(q[:0], k[:0], v[:0], layout, split).shape == q[:0].shape  # which moves nothing either
     with pytest.raises(ConfigError, match="gives no gradients of parts"), attention_backend("flex"):
         attention(q, k, v, layout, split)
     ulysses, (q, k, v), layout, split = attention_and_inputs("ulysses", 8)

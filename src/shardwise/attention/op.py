@@ -10,6 +10,7 @@ import functools
 import importlib
 import operator
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -141,7 +142,8 @@ class _Extra(NamedTuple):
 def _forward(q: Tensor, k: Tensor, v: Tensor, *extra: Any) -> tuple[Tensor, Tensor]:
     given = _Extra(*extra)
     plan = Plan(tuple(given.plan), tuple(given.numbers))
-    out, lse = backend_named(given.backend).forward(q, k, v, given.extras(), plan)
+    with _without_autocast(q.device.type):
+        out, lse = backend_named(given.backend).forward(q, k, v, given.extras(), plan)
     return _in_form(out, _empty_output(q.to("meta"))), lse.contiguous()
 
 
@@ -156,7 +158,9 @@ def _backward(
     given = _Extra(*rest)
     plan = Plan(tuple(given.plan), tuple(given.numbers))
     saved = Saved(q, k, v, out, lse)
-    grads = backend_named(given.backend).backward(grad_out, grad_lse, saved, given.extras(), plan, needs_bias, is_wide)
+    with _without_autocast(q.device.type):
+        backend = backend_named(given.backend)
+        grads = backend.backward(grad_out, grad_lse, saved, given.extras(), plan, needs_bias, is_wide)
     grad_bias = q.new_empty(0) if given.bias is None or grads.bias is None else _like(grads.bias, given.bias)
     return _like(grads.q, q, is_wide), _like(grads.k, k, is_wide), _like(grads.v, v, is_wide), grad_bias
 
@@ -175,6 +179,13 @@ def _empty_output(q: Tensor) -> Tensor:
     """[B, H, Nq, D], in memory [B, Nq, H, D]: what the next product reads needs no copy."""
     samples, heads, queries, head_dim = q.shape
     return q.new_empty(samples, queries, heads, head_dim).transpose(1, 2)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Inside, products are in the dtype of their arguments: autocast has had its say on q, k and v."""
+    if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def _grad_dtype(of: Tensor, is_wide: bool) -> torch.dtype:

@@ -86,7 +86,10 @@ class ContextAttention:
             ConfigError: the arguments do not fit each other, or the ranks.
         """
         q, k, v = (_autocast(each) for each in (q, k, v))
+        _check_tensors(q, k, v, key_padding)
         self._check(q, k, layout, split, key_padding, dropout)
+        if not q.shape[0]:
+            return q + 0.0 * (k + v).sum()
         draw: tuple[Tensor | None, ...] = (None, None, None)
         if dropout > 0.0:
             shape = (q.shape[0], q.shape[1], split.num_tokens)
@@ -135,11 +138,6 @@ class ContextAttention:
             raise ConfigError(
                 f"a layout of {layout.num_heads} heads does not fit {q.shape[1]} query heads; legal: 1 or {q.shape[1]}"
             )
-        if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-            legal = [each for each in range(1, q.shape[1] + 1) if q.shape[1] % each == 0]
-            raise ConfigError(
-                f"{k.shape[1]} KV heads do not divide {q.shape[1]} query heads; legal: {', '.join(map(str, legal))}"
-            )
         check_heads(q.shape[1], k.shape[1], self._section, degree)
         if key_padding is not None and (
             key_padding.dtype != torch.bool or tuple(key_padding.shape) != (q.shape[0], split.num_tokens)
@@ -155,6 +153,31 @@ class ContextAttention:
             )
         if not 0.0 <= dropout < 1.0:
             raise ConfigError(f"dropout={dropout} is no rate; nearest legal: {0.0 if dropout < 0 else 0.99}")
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, key_padding: Tensor | None) -> None:
+    shapes = f"q of shape {tuple(q.shape)}, k of {tuple(k.shape)} and v of {tuple(v.shape)}"
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        raise ConfigError(
+            f"{shapes} do not fit; give [samples, heads, tokens, head size], with samples and head sizes alike, and k "
+            "and v alike"
+        )
+    if not all((*q.shape[1:], *k.shape[1:])):
+        raise ConfigError(f"{shapes} are empty; give 1 or more heads, tokens and head dims")
+    if len({(each.dtype, each.device) for each in (q, k, v)}) > 1 or not q.is_floating_point():
+        raise ConfigError(
+            f"q, k and v are of {q.dtype}, {k.dtype} and {v.dtype} on {q.device}, {k.device} and {v.device}; give all "
+            "in one floating dtype on one device"
+        )
+    if key_padding is not None and key_padding.device != q.device:
+        raise ConfigError(
+            f"key_padding is on {key_padding.device} and q on {q.device}; move it with key_padding.to(q.device)"
+        )
+    if q.shape[1] % k.shape[1]:
+        legal = [each for each in range(1, q.shape[1] + 1) if q.shape[1] % each == 0]
+        raise ConfigError(
+            f"{k.shape[1]} KV heads do not divide {q.shape[1]} query heads; legal: {', '.join(map(str, legal))}"
+        )
 
 
 def _autocast(tensor: Tensor) -> Tensor:

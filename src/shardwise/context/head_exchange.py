@@ -1,4 +1,4 @@
-"""Heads for tokens among the ranks of a team, and back (Ulysses; Jacobs et al. 2023, section 3).
+"""Heads for tokens among the ranks of a team, and back (Ulysses; Jacobs et al. 2023, arXiv 2309.14509).
 
 Shapes: B samples, n tokens of a rank, N tokens of its team, D head; each tensor has heads of its own, of which a rank
 gets its part (`shardwise.context.heads`).

@@ -1,4 +1,4 @@
-"""Which heads each of the ranks has that exchange heads for tokens (Ulysses; Jacobs et al. 2023, section 3).
+"""Which heads each of the ranks has that exchange heads for tokens (Ulysses; Jacobs et al. 2023, arXiv 2309.14509).
 
 Neighbouring ranks of the `cp` axis, `heads_over` of them, make a team: each gives the others the heads that are theirs,
 of its own tokens, and gets its own heads of all the team's tokens. Where there are fewer KV heads than ranks, several

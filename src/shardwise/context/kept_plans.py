@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import uuid
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -51,16 +52,20 @@ class KeptPlans:
     Args:
         comm: over the `cp` axis.
         section: of the config.
+
+    Attributes:
+        name: that no other has, by which a layout may keep a number.
     """
 
     def __init__(self, comm: Comm, section: ContextConfig) -> None:
-        self.name = str(id(self))
+        self.name = uuid.uuid4().hex
         self._comm, self._section = comm, section
         self._numbers = itertools.count()
         self._placed: dict[tuple[BlockLayout, TokenSplit], int] = {}
         self._planned: dict[int, tuple[tuple[BlockLayout, TokenSplit], Planned]] = {}
         self._for_good: dict[int, Planned] = {}
 
+        # A function, as compiled code takes no method for a constant.
         def place_for_good(place: tuple[Any, ...], layout: BlockLayout) -> int:
             number = next(self._numbers)
             self._for_good[number] = self._make(layout, TokenSplit(*place))
