@@ -529,3 +529,31 @@ class TestHuggingFace:
             if drops_by_function(each)
         }
         assert found == {"BertSelfAttention", "GPT2Attention"}
+
+
+@pytest.mark.parametrize(
+    ("zone", "own", "cut"),
+    [
+        (None, (2, 8, 5), lambda whole: whole),
+        (Zone(1, 1, 2), (2, 4, 5), lambda whole: whole[:, 4:]),
+        (Zone(-1, 1, 2), (2, 8, 3), lambda whole: whole[..., 3:]),
+    ],
+    ids=["whole", "sequence parallel", "features"],
+)
+def test_some_tokens_of_a_sequence_drop_as_in_the_whole(
+    zone: Zone | None, own: tuple[int, ...], cut: Callable[[Tensor], Tensor]
+) -> None:
+    """As in any layout of tokens over ranks; a tensor of fewer dims, or of other tokens, draws for itself."""
+    held = ((2, 6), (12, 16))
+    draws = KeyedDraws(7)
+
+    def drawn(shape: tuple[int, ...], zone: Zone | None, is_held: bool) -> Tensor:
+        with draws.at(0, 0, 0, 2, held if is_held else None):
+            found = draws.mask("site", shape, P, zone, torch.device("cpu"))
+        draws.forget()
+        return found
+
+    whole = drawn((2, 16, 5 if zone is None or zone.dim == 1 else 6), None, False)
+    assert drawn(own, zone, True).equal(cut(torch.cat([whole[:, start:stop] for start, stop in held], 1)))
+    for shape in ((2, 8), (2, 7, 5)):
+        assert drawn(shape, None, True).equal(drawn(shape, None, False))

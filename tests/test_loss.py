@@ -286,3 +286,15 @@ def test_the_first_bad_module_of_all_ranks_is_told() -> None:
     ):
         found = run_first_nonfinite(poisoned_model(), [batch], FakeComm(rank=1, others=others))
         assert found.endswith(expected)
+
+
+def test_ranks_that_share_tokens_count_their_scalars_once() -> None:
+    """Whose weights are given where the model's own means are over different numbers of tokens."""
+    losses, weights = torch.tensor([3.0, 6.0]), torch.tensor([0.25, 0.75])
+    own = [read_loss(loss, None, None, 2, weight) for loss, weight in zip(losses, weights, strict=True)]
+    assert sum(float(each.total) for each in own) / sum(float(each.count) for each in own) == 5.25
+    alike = [read_loss(None, None, lambda *_, loss=loss: loss, 2) for loss in losses]
+    assert sum(float(each.total) for each in alike) / sum(float(each.count) for each in alike) == 4.5
+    assert sum(float(each.count) for each in alike) == 1.0
+    pair = read_loss(None, None, lambda *_: (losses.sum(), 4), 2)
+    assert (float(pair.total), float(pair.count)) == (9.0, 4.0)

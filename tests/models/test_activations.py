@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from harness.live_bytes import LiveBytes, settled_bytes, storage_bytes
 from harness.pool import WorkerPool
 from harness.split_model import cut, make_comm
-from shardwise.config import AttentionConfig, TensorConfig
+from shardwise.config import AttentionConfig, Config, TensorConfig
+from shardwise.context.given import give_context
 from shardwise.hooks import run_forward
 from shardwise.layout.activations import LayerShape, activation_bytes_per_layer
 from shardwise.layout.tensor_plan import tensor_layout
@@ -206,3 +207,35 @@ def test_shared_kv_heads_are_whole_on_every_rank() -> None:
     kv_bytes = 3 * 2 * 2 * 8  # of one head: keys and values of 3 tokens
     assert activation_bytes_per_layer(shape, **layout, tp=8) == (alone - 2 * kv_bytes) / 8 + kv_bytes
     assert activation_bytes_per_layer(shape, **layout, tp=2) == alone / 2
+
+
+def kept_by_a_split_sequence(rank: int, world_size: int, mode: str) -> int:
+    """What a middle block keeps on a rank of the cp axis."""
+    shape = DecoderConfig(vocab_size=64, num_layers=3, max_seq_len=512, **SPLIT_SIZES)
+    model = Decoder(shape, dtype=torch.float32)
+    given = give_context(model, Config.from_dict({"mesh": {"cp": world_size}}).resolve(world_size), make_comm())
+    share = given.sequences.share(torch.zeros(MICRO_SIZE, SPLIT_LENGTH, dtype=torch.int64), has_more=False)
+    positions = share.inputs["positions"]  # [S / cp]
+
+    def run(x: Tensor, rope: Tensor) -> Tensor:  # [B, S / cp, E]
+        return run_forward(model.blocks[1].forward, mode, (x, rope, positions), {})
+
+    x, rope = inputs(torch.float32, SPLIT_SIZES["hidden_size"], SPLIT_LENGTH // world_size)
+    run(x, rope)  # what is planned is kept
+    kept = kept_bytes(model.blocks[1], run, x, rope, settled_bytes, made=[positions])
+    for undo in reversed(given.undo):
+        undo()
+    return kept
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_the_formula_is_exact_for_split_sequences(ranks: WorkerPool, mode: str) -> None:
+    expected = activation_bytes_per_layer(
+        LayerShape(**SPLIT_SIZES),
+        seq_len=SPLIT_LENGTH,
+        micro_size=MICRO_SIZE,
+        cp=2,
+        element_bytes=4,
+        recompute=mode,  # type: ignore[arg-type]
+    )
+    assert ranks(2).run(kept_by_a_split_sequence, mode) == [expected] * 2

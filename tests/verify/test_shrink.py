@@ -11,7 +11,14 @@ from shardwise.layout.mesh_shape import MeshShape
 from shardwise.models import PRESETS, Decoder, DecoderConfig, num_params, preset
 from shardwise.tensor.layout import plan_layout
 from shardwise.verify.fold import fold_mesh
-from shardwise.verify.shrink import Scale, read_huggingface, shrink_decoder, shrink_huggingface, shrink_layers
+from shardwise.verify.shrink import (
+    Scale,
+    read_huggingface,
+    shrink_decoder,
+    shrink_huggingface,
+    shrink_layers,
+    shrink_seq_len,
+)
 
 LLAMA = {
     "model_type": "llama",
@@ -165,3 +172,10 @@ def test_an_encoder_decoder_has_a_first_token():
 def test_unknown_names_are_refused():
     with pytest.raises(ConfigError, match="of a clip has none of num_hidden_layers"):
         read_huggingface({"model_type": "clip", "text_config": {}})
+
+
+@pytest.mark.parametrize(("seq_len", "expected"), [(4096, 16), (4100, 12)])
+def test_a_split_sequence_divides_for_every_token_layout(seq_len, expected):
+    scale = scale_of(MeshShape(cp=4, tp=2), 8)
+    assert scale.folded == MeshShape(cp=2, tp=2)
+    assert shrink_seq_len(seq_len, scale) == expected

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from shardwise.config import Config, ConfigError
+from shardwise.config import Config, ConfigError, ContextConfig
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import AXES, MeshShape
 from shardwise.layout.skeleton import find_units
@@ -41,6 +41,7 @@ from shardwise.verify.shrink import (
 DEFAULT_STEPS = 3
 _MOST_MICRO_SIZE = 2
 _MOST_CHUNKS = 3
+_MOST_CHUNK_TOKENS = 5
 # A rank that fails takes the others with it within this time.
 _TIMEOUT_S = 120.0
 
@@ -222,6 +223,7 @@ def _small_config(
         "tiers": {"bind_cores": False, "cores": None, "pin_memory": False},
         "attention": {"block": attention.block},
         "tensor": {"overlap_chunks": min(resolved.tensor.overlap_chunks, _MOST_CHUNKS)},
+        "context": _small_context(resolved.context),
         "pipeline": {
             "virtual_stages": virtual_stages,
             "cut": None,
@@ -243,12 +245,20 @@ def _small_config(
     return small, list(_replaced(resolved, small))
 
 
+def _small_context(context: ContextConfig) -> dict[str, Any]:
+    """An axis of two ranks has no teams within; parts of a few tokens are parts of a short sequence too."""
+    chunk_tokens = context.chunk_tokens and min(context.chunk_tokens, _MOST_CHUNK_TOKENS)
+    return {"heads_over": None, "chunk_tokens": chunk_tokens}
+
+
 def _replaced(run: Config, small: Config) -> Iterator[str]:
     keys = (
         "precision.param",
         "batch.micro_size",
         "zero.blocks",
         "tensor.overlap_chunks",
+        "context.heads_over",
+        "context.chunk_tokens",
         "attention.block",
         "pipeline.cut",
         "pipeline.units",

@@ -102,8 +102,12 @@ def shrink_layers(num_layers: int, scale: Scale) -> int:
 
 
 def shrink_seq_len(seq_len: int, scale: Scale) -> int:
-    """A few tokens, which divide by tp if those of the run do."""
-    return _like(_SEQ_LEN, seq_len, scale.mesh.tp, scale.folded.tp)
+    """A few tokens, which divide by tp if those of the run do, and over the cp axis whatever the token layout."""
+    mesh, folded = scale.mesh, scale.folded
+    if folded.cp == 1:
+        return _like(_SEQ_LEN, seq_len, mesh.tp, folded.tp)
+    unit = 2 * folded.cp * (folded.tp if seq_len % (mesh.cp * mesh.tp) == 0 else 1)
+    return -(-_SEQ_LEN // unit) * unit
 
 
 def shrink_decoder(shape: DecoderConfig, scale: Scale) -> DecoderConfig:
