@@ -69,7 +69,7 @@ def check_context(model: nn.Module, config: Config) -> None:
         raise ConfigError(
             f"mesh.cp={cp} needs a model whose attention the library can reach: one of transformers, Decoder, or one "
             f"whose forward takes positions and hands them to modules with an attend, and this {type(model).__name__} "
-            "is none; set mesh.cp=1, and see docs/context-parallel.md"
+            "is none; set mesh.cp=1, and see docs/context.md"
         )
     for num_heads, num_kv_heads in _heads(model):
         check_heads(num_heads, num_kv_heads, config.context, cp, config.mesh.tp)
