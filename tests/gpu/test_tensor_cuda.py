@@ -1,26 +1,20 @@
-"""One rank of a tensor-parallel group on a GPU: streams, events and kernels, beside the same rank on the CPU.
-
-NCCL cannot put two ranks on one GPU, so the others are echoes: they hold what this rank holds, and their part of each
-collective is computed from it, behind a long kernel. What does not wait for it reads what was there before.
-"""
+"""One rank of a tensor-parallel group on a GPU: streams, events and kernels, beside the same rank on the CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from harness.echo import EchoNetwork
 from harness.models import make_batches
 from harness.tensor import make_case
 from harness.training import make_config
 from shardwise.dropout.bits import Samples, Zone, grid_of, keyed_mask
 from shardwise.engine import Engine
-from shardwise.layout.mesh_shape import MeshShape
 from shardwise.memory import Ledger
 from shardwise.tensor.cross_entropy import Terms, Vocab, cross_entropy, cross_entropy_sum
 from shardwise.tensor.layout import plan_layout
@@ -28,65 +22,6 @@ from shardwise.tensor.layout import plan_layout
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 DEVICE = torch.device("cuda", 0)
-
-
-class EchoLinks:
-    """Links to ranks that hold what this one holds; used as NCCL's are."""
-
-    waits_on_host = moves_nothing = False
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-
-    def all_gather(self, full: Tensor) -> list[dist.Work]:
-        slices = full.view(self.world_size, -1)
-        linger(full)
-        slices.copy_(slices[self.rank].clone())
-        return []
-
-    def all_to_all(self, received: Tensor, source: Tensor) -> list[dist.Work]:
-        linger(source)
-        received.view(self.world_size, -1).copy_(source.view(self.world_size, -1)[self.rank])
-        return []
-
-    def reduce_scatter(self, out: Tensor, source: Tensor) -> list[dist.Work]:
-        linger(source)
-        out.copy_(source.view(self.world_size, -1)[self.rank] * self.world_size)
-        return []
-
-    def all_reduce(self, buffer: Tensor, op: dist.ReduceOp.RedOpType) -> list[dist.Work]:
-        linger(buffer)
-        if op == dist.ReduceOp.SUM:
-            buffer.mul_(self.world_size)
-        return []
-
-    def broadcast(self, buffer: Tensor) -> list[dist.Work]:
-        return []
-
-    def read(self, values: Tensor, known: Sequence[float]) -> list[float]:
-        return values.tolist()
-
-
-class EchoNetwork:
-    """A network around one rank of a mesh."""
-
-    store = None
-
-    def __init__(self, mesh: MeshShape, rank: int) -> None:
-        self.rank, self._mesh = rank, mesh
-
-    def links(self, axes: tuple[str, ...], use: str) -> EchoLinks:
-        return EchoLinks(self._mesh.index_along(axes, self.rank), self._mesh.size_along(axes))
-
-    def close(self) -> None:
-        pass
-
-
-def linger(like: Tensor) -> None:
-    """Keep the current stream of a GPU busy, for longer than the host takes to enqueue a layer."""
-    if like.is_cuda:
-        x = torch.ones(2048, 2048, device=like.device, dtype=torch.float64)
-        x @ x
 
 
 def train(device: torch.device, world_size: int, **sections: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
