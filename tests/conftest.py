@@ -41,6 +41,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries of C++ report what is still alive when the interpreter ends
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     random.seed(0)
