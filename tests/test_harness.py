@@ -458,6 +458,17 @@ def test_cover_marks_what_pairwise_leaves_out() -> None:
     assert sorted(ordinary) == sorted(combination_id(row) for row in pairwise(factors))
 
 
+def test_cover_takes_what_is_quick_and_loses_no_value() -> None:
+    factors = {"a": [0, 1, 2], "b": ["x", "y"], "c": [None, 2.0]}
+    parameters = cover(factors, lambda row: row["a"] != 1, lambda row: row["c"] is None or row["b"] == "x")
+    assert len(parameters) == 8
+    ordinary = [parameter.values[0] for parameter in parameters if not parameter.marks]
+    assert all(row["c"] is None or row["b"] == "x" for row in ordinary)
+    assert {(row["a"], row["b"]) for row in ordinary} == {(0, "x"), (0, "y"), (2, "x"), (2, "y")}
+    with pytest.raises(ValueError, match=r"`quick` leaves out \['a=2', 'b=y'\]"):
+        cover(factors, None, lambda row: row["a"] < 2 and row["b"] == "x")
+
+
 @pytest.mark.full
 def test_full_tests_run_on_request_only(request: pytest.FixtureRequest) -> None:
     assert request.config.getoption("--full")

@@ -52,11 +52,25 @@ def pairwise(factors: Mapping[str, Sequence[Any]], where: Predicate | None = Non
     return chosen
 
 
-def cover(factors: Mapping[str, Sequence[Any]], where: Predicate | None = None) -> list[Any]:
-    """All allowed combinations as pytest parameters; those outside the pairwise cover are marked `full`."""
-    chosen = {combination_id(row) for row in pairwise(factors, where)}
+def cover(
+    factors: Mapping[str, Sequence[Any]], where: Predicate | None = None, quick: Predicate | None = None
+) -> list[Any]:
+    """All allowed combinations as pytest parameters; those outside the pairwise cover are marked `full`.
+
+    `quick` says of an allowed combination whether the cover may have it: with it, `make test` shows the pairs
+    that occur in such combinations, and at least every value. For factors of many values, whose pairs are many.
+
+    Raises:
+        ValueError: a value that `where` allows occurs in no combination that `quick` allows.
+    """
+    rows = product(factors, where)
+    quick_rows = pairwise(factors, lambda row: (where is None or where(row)) and (quick is None or quick(row)))
+    lost = _values(factors, rows) - _values(factors, quick_rows)
+    if lost:
+        raise ValueError(f"`quick` leaves out {sorted(f'{name}={factors[name][index]}' for name, index in lost)}")
+    chosen = {combination_id(row) for row in quick_rows}
     parameters = []
-    for row in product(factors, where):
+    for row in rows:
         name = combination_id(row)
         parameters.append(pytest.param(row, id=name, marks=() if name in chosen else pytest.mark.full))
     return parameters
@@ -65,6 +79,10 @@ def cover(factors: Mapping[str, Sequence[Any]], where: Predicate | None = None) 
 def combination_id(combination: Combination) -> str:
     """The id of a combination: `stage=3-clip=None`."""
     return "-".join(f"{name}={value}" for name, value in combination.items())
+
+
+def _values(factors: Mapping[str, Sequence[Any]], rows: Sequence[Combination]) -> set[_Place]:
+    return {(name, values.index(row[name])) for row in rows for name, values in factors.items()}
 
 
 def _pairs(factors: Mapping[str, Sequence[Any]], row: Combination) -> set[tuple[_Place, _Place]]:

@@ -133,7 +133,12 @@ EXPORT_FACTORS = {
 }
 
 
-@pytest.mark.parametrize("run", cover(EXPORT_FACTORS))
+def is_quick_to_export(run: Options) -> bool:
+    """Each model in the layout that splits and shards most; the other layouts and dtypes with two models."""
+    return run["model"] in ("gpt2", "decoder tied") or (run["layout"], run["dtypes"]) == (SPLIT, ("bf16", "fp32"))
+
+
+@pytest.mark.parametrize("run", cover(EXPORT_FACTORS, quick=is_quick_to_export))
 def test_every_layout_exports_the_folder_of_one_process(ranks: WorkerPool, run: Options, tmp_path: Path) -> None:
     name, (precision, dtype), layout = run["model"], run["dtypes"], run["layout"]
     options = {"dtype": dtype}
@@ -307,7 +312,12 @@ IMPORT_FACTORS = {
 }
 
 
-@pytest.mark.parametrize("run", cover(IMPORT_FACTORS))
+def is_quick_to_import(run: Options) -> bool:
+    """Each model where layers are split over four ranks; the other layouts with two models, one of them tied."""
+    return run["model"] in ("qwen2 tied", "gpt2 untied") or run["layout"] == LayoutSpec(1, 1, 4, 3)
+
+
+@pytest.mark.parametrize("run", cover(IMPORT_FACTORS, quick=is_quick_to_import))
 def test_every_layout_imports_just_the_values_of_the_folder(ranks: WorkerPool, run: Options, tmp_path: Path) -> None:
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[run["stored"]]
     model = make_model(run["model"]).to(dtype)

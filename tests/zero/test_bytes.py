@@ -79,7 +79,13 @@ def _scalars(engine: Engine) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     "options",
-    cover({"stage": [0, 1, 2, 3], "num_ranks": [1, 2, 3, 4, 5, 6, 7, 8], "precision": list(PRECISIONS)}),
+    cover(
+        {"stage": [0, 1, 2, 3], "num_ranks": [1, 2, 3, 4, 5, 6, 7, 8], "precision": list(PRECISIONS)},
+        # Stage 3 in bf16 shows that any number divides; a few numbers, that all stages' bytes are the table's.
+        quick=lambda options: (
+            options["num_ranks"] in (1, 3, 4) or (options["stage"], options["precision"]) == (3, "bf16")
+        ),
+    ),
 )
 def test_bytes_at_rest(ranks: WorkerPool, options: dict[str, Any]) -> None:
     n = options["num_ranks"]
