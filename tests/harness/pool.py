@@ -1,9 +1,9 @@
 """Gloo ranks for tests: worker processes that start once a session and run module-level functions.
 
-Not a launcher: it knows nothing of the library. Every call gets a fresh default process group (10-50 ms), so
+Not a launcher: of the library it knows the name. Every call gets a fresh default process group (10-50 ms), so
 subgroups and meshes of one test never reach the next; the processes, and what they have imported, stay. A
 failed call ends its workers and the next call forks new ones, which takes milliseconds because a template
-process has torch imported.
+process has torch and the library imported.
 
     def add_ranks(rank: int, world_size: int, start: float) -> float:
         total = torch.tensor(start + rank)
@@ -51,8 +51,9 @@ GRACE_S = 2.0  # how long the other ranks may take to notice that one has failed
 END_TIMEOUT_S = 20.0  # how long faulthandler may take to write the stacks on a busy machine
 LOG_LINES = 40
 
-# The template process imports these once; the first optimizer imports torch._dynamo, which takes a second.
-_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numpy", "pytest"]
+# The template process imports these once; the first optimizer imports torch._dynamo, which takes a second, and a
+# rank that had to import the last two itself would take another. What is not installed is passed over.
+_PRELOAD = ["torch.distributed", "torch._dynamo", "numpy", "pytest", "shardwise.engine", "transformers.modeling_utils"]
 _READY = "ready"
 
 
