@@ -93,6 +93,55 @@ def test_a_long_sequence_is_drawn_in_cells_of_several_blocks(capsys):
     assert any("attention.block=64 wastes less (divide the counts of blocks by 4" in line for line in lines)
 
 
+DENSE = ["model.preset=tiny", "precision.param=bf16", "batch.micro_size=1", "--seq-len", "4096"]
+
+
+def test_what_ranks_share_and_send_is_told_of_dense_attention_too(capsys):
+    """2 KV heads of 80, keys and values of 2,048 tokens in bf16: 1.25 MiB, of which a rank sends 3/4 of the time."""
+    assert shown(capsys, *DENSE, "mesh.cp=2") == [
+        "dense, causal: 4,096 tokens, 4 heads",
+        "ranks        cp=2, 2,048 tokens of a sequence each",
+        "token layout   most work    keys that travel",
+        "  contiguous   1.50 x mean  50 % of other ranks'",
+        "  zigzag       1.00 x mean  75 % of other ranks', taken by auto",
+        "  balanced     1.00 x mean  75 % of other ranks'",
+        "sent         by a rank, a layer and micro-batch",
+        "  ring         forward 960.00 KiB, backward 2.81 MiB (all-gather the same)",
+        "  ulysses      forward 1.88 MiB, backward 1.88 MiB",
+    ]
+
+
+def test_ranks_that_are_given_stand_behind_the_drawing(capsys):
+    lines = shown(capsys, *FIXED, "--seq-len", "512", "--cp", "4", "context.heads_over=2", "batch.micro_size=2")
+    assert lines[1] == "██"
+    ranks = lines.index("ranks        cp=4, 128 tokens of a sequence each, 2 teams of 2 ranks")
+    assert lines[ranks + 2].startswith("  contiguous ")
+    assert lines[ranks + 2].endswith(" % of other teams'") or lines[ranks + 2].endswith("taken by auto")
+    names = [line.split("  ")[1] for line in lines[ranks + 6 :]]
+    assert names == ["2 x ring", "ring", "ulysses"]
+
+
+def test_a_chosen_token_layout_is_marked_and_heads_that_cannot_be_exchanged_are_told(capsys):
+    lines = shown(capsys, *DENSE, "--cp", "8", "context.token_layout=contiguous")
+    assert lines[3].endswith("% of other ranks', taken by the config")
+    assert lines[-1] == (
+        "  ulysses      mesh.cp=8 does not divide 4 query heads; nearest legal: 4; or set context.transport=ring, "
+        "which exchanges no heads"
+    )
+
+
+def test_bytes_are_those_of_a_tensor_parallel_rank_and_of_its_samples(capsys):
+    one = shown(capsys, *DENSE, "--cp", "2")[7].split()
+    half = shown(capsys, *DENSE, "--cp", "2", "mesh.tp=2")[7].split()
+    assert (one[2:4], half[2:4]) == (["960.00", "KiB,"], ["480.00", "KiB,"])
+    assert shown(capsys, *DENSE[:2], *DENSE[3:], "--cp", "2", "batch.micro_size=2")[7].split()[2:4] == ["1.88", "MiB,"]
+
+
+def test_a_picture_of_shared_attention_has_the_table(capsys):
+    shown(capsys, *FIXED, "--seq-len", "512", "--cp", "4", "--svg", "layout.svg")
+    assert "taken by auto" in Path("layout.svg").read_text()
+
+
 def test_a_picture_is_written_instead(capsys):
     assert shown(capsys, *FIXED, "--seq-len", "256", "--svg", "layout.svg") == ["wrote layout.svg"]
     root = ElementTree.parse("layout.svg").getroot()
@@ -107,6 +156,10 @@ def test_a_picture_is_written_instead(capsys):
     ("arguments", "code", "message"),
     [
         ([], 2, "attention.kind=dense has no blocks to draw; set attention.kind=fixed, variable, bigbird, bslong"),
+        (["--seq-len", "256", "--cp", "3"], 2, "256 tokens into 3 equal parts; nearest legal: 255, 258"),
+        (["--cp", "0"], 2, "mesh.cp=0 must be an integer >= 1"),
+        (["--cp", "4", "context.heads_over=3"], 2, "context.heads_over=3 does not divide mesh.cp=4; nearest legal: 2"),
+        (["--cp", "2", "--seq-len", "0"], 2, "seq_len=0 has no token; give 1 or more"),
         ([*FIXED, "--seq-len", "0"], 2, "seq_len=0 has no token; give 1 or more"),
         ([*FIXED, "attention.num_global_blocks=3"], 2, "does not divide num_local_blocks=2; nearest legal: 1, 2"),
         ([*FIXED, "model.preset=huge"], 2, "huge is not a preset"),

@@ -1,5 +1,7 @@
 """The command `shardwise attention show`: the block layout of a config's attention, drawn, and what it can save.
 
+With `mesh.cp` it says how evenly ranks share that, and what they send; of dense attention it says that alone.
+
 Nothing is started. As in `shardwise.cli`, errors are one line and an exit code: 2 for what the user can mend, 1 for a
 disk that fails.
 """
@@ -28,6 +30,7 @@ examples:
   shardwise attention show my.toml
   shardwise attention show attention.kind=bigbird attention.block=64 --seq-len 16384
   shardwise attention show my.toml --heads 16 --svg layout.svg
+  shardwise attention show my.toml --cp 8 --seq-len 65536
 """
 _TILES = (64, 128)
 _MAX_PANELS = 4
@@ -52,6 +55,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], s
     parser.add_argument("settings", nargs="*", metavar="config.toml | key=value", help="as for train")
     parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of the sequence (default: data.seq_len)")
     parser.add_argument("--heads", type=int, metavar="N", help="query heads (default: the model's)")
+    parser.add_argument("--cp", type=int, metavar="N", help="ranks that share the sequence (default: mesh.cp)")
     parser.add_argument("--bidirectional", action="store_true", help="as in an encoder, where tokens look both ways")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture instead")
     parser.set_defaults(run=partial(_show, split=split))
@@ -59,19 +63,19 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], s
 
 def _show(arguments: argparse.Namespace, split: Split) -> int:
     try:
-        path, assignments = split(arguments.settings)
-        config = (Config.from_toml(path) if path is not None else Config()).override(assignments)
-        seq_len = config.data.seq_len if arguments.seq_len is None else arguments.seq_len
+        config, seq_len = _config(arguments, split)
         num_heads, layout = _layout(config, seq_len, arguments.heads, causal=not arguments.bidirectional)
+        ranks = _figures_of_ranks(config, layout, num_heads) if config.mesh.cp > 1 else []
     except ConfigError as error:
         print(f"shardwise: {error}", file=sys.stderr)
         return 2
     causal = "causal" if layout.patterns[0].causal else "both ways"
     title = f"{config.attention.kind}, {causal}: {seq_len:,} tokens, {num_heads} {_noun(num_heads, 'head')}"
+    is_dense = config.attention.kind == "dense"
+    lines = [*([] if is_dense else figures(layout)), *ranks]
     if arguments.svg is not None:
         try:
-            lines = [title, *figures(layout)]
-            drawing = layout_drawing.svg(panels(layout, _SVG_CELLS), lines)
+            drawing = layout_drawing.svg(panels(layout, _SVG_CELLS), [title, *lines])
             arguments.svg.write_text(drawing, encoding="utf-8")
         except OSError as error:
             print(f"shardwise: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
@@ -79,33 +83,54 @@ def _show(arguments: argparse.Namespace, split: Split) -> int:
         print(f"wrote {arguments.svg}")
         return 0
     console = Console(highlight=False)
+    console.print(title, style="bold", soft_wrap=True)
+    if not is_dense:
+        _draw(console, layout)
+    for line in lines:
+        console.print(line, soft_wrap=True, markup=False)
+    return 0
+
+
+def _config(arguments: argparse.Namespace, split: Split) -> tuple[Config, int]:
+    """The config that is asked for, as `shardwise train` takes it, and the length of the sequence."""
+    from shardwise.train.job import job_config
+
+    path, assignments = split(arguments.settings)
+    if arguments.cp is not None:
+        assignments = [*assignments, f"mesh.cp={arguments.cp}"]
+    config = job_config(path, assignments)
+    return config, config.data.seq_len if arguments.seq_len is None else arguments.seq_len
+
+
+def _draw(console: Console, layout: BlockLayout) -> None:
     cells = layout_drawing.cells_across(console.width, min(layout.num_heads, _MAX_PANELS))
     drawn = panels(layout, cells)
-    console.print(title, style="bold", soft_wrap=True)
     text = layout_drawing.terminal(drawn, console.width, is_causal=layout.patterns[0].causal)
     console.print(text, soft_wrap=True)
     per_cell = _blocks_per_cell(layout.patterns[0].blocks.shape[-1], cells)
     if per_cell > 1:
         shades = f"{layout_drawing.SHADES[1]} to {layout_drawing.SHADES[-1]}"
         console.print(f"cells        of {per_cell} x {per_cell} blocks, from {shades} as more of them are visible")
-    for line in figures(layout):
-        console.print(line, soft_wrap=True, markup=False)
-    return 0
 
 
 def _layout(config: Config, seq_len: int, num_heads: int | None, *, causal: bool) -> tuple[int, BlockLayout]:
     """Query heads, those of the model where none are given, and the layout."""
     # torch takes seconds to import.
     from shardwise.attention.chosen import structure_of
+    from shardwise.attention.dense import dense_layout
     from shardwise.models import decoder_config
 
     if num_heads is None:
         num_heads = decoder_config(config.model).num_heads
+    if seq_len < 1:
+        raise ConfigError(f"seq_len={seq_len} has no token; give 1 or more")
     structure = structure_of(config.attention, num_heads, causal=causal)
     if structure is None:
+        if config.mesh.cp > 1:
+            return num_heads, dense_layout(seq_len, causal=causal)
         raise ConfigError(
             "attention.kind=dense has no blocks to draw; set attention.kind=fixed, variable, bigbird, bslongformer or "
-            "sliding-window"
+            "sliding-window, or mesh.cp to see what ranks share"
         )
     if seq_len > _MAX_BLOCKS * structure.block:  # some GiB of blocks, for a picture
         raise ConfigError(
@@ -113,6 +138,27 @@ def _layout(config: Config, seq_len: int, num_heads: int | None, *, causal: bool
             f"{_MAX_BLOCKS * structure.block:,} or fewer, or take a larger attention.block"
         )
     return num_heads, structure.layout(seq_len)
+
+
+def _figures_of_ranks(config: Config, layout: BlockLayout, num_heads: int) -> list[str]:
+    """What ranks of the `cp` axis share and send, in the config's model with so many query heads."""
+    from shardwise.context.shown import figures_of_ranks
+    from shardwise.context.traffic import Sizes
+    from shardwise.models import decoder_config
+    from shardwise.precision import torch_dtype
+
+    shape, tp = decoder_config(config.model), config.mesh.tp
+    num_kv_heads = shape.num_kv_heads if num_heads % shape.num_kv_heads == 0 else num_heads
+    element_bytes = torch_dtype(config.precision.param).itemsize
+    sizes = Sizes(
+        samples=config.batch.micro_size or 1,
+        num_heads=max(1, num_heads // tp),
+        num_kv_heads=max(1, num_kv_heads // tp),
+        head_dim=shape.head_dim,
+        element_bytes=element_bytes,
+        wide_bytes=max(4, element_bytes),
+    )
+    return figures_of_ranks(layout, sizes, config.context, config.mesh.cp)
 
 
 def panels(layout: BlockLayout, max_cells: int) -> list[layout_drawing.Panel]:

@@ -19,13 +19,13 @@ def test_an_example_is_a_job(path: Path) -> None:
     assert f"shardwise train examples/{path.name}" in path.read_text()
     config = job_config(path, ["run.device=cpu"])
     resolved, layout = check_job(config, world_size=config.run.num_procs or 2)
-    shown = tiers_line(layout) or resolved.mesh.pp > 1 or resolved.attention.kind != "dense"
-    assert shown, "these show states off the device, stages, or sparse attention"
+    splits = resolved.mesh.pp > 1 or resolved.mesh.cp > 1
+    shown = tiers_line(layout) or splits or resolved.attention.kind != "dense"
+    assert shown, "these show states off the device, stages, split sequences, or sparse attention"
     if resolved.mesh.pp > 1:
         assert "bubble" in schedule_line(resolved)
 
 
 def test_there_are_some() -> None:
-    assert {"offload.toml", "nvme.toml", "pipeline.toml", "3d.toml", "long_context.toml"} <= {
-        path.name for path in EXAMPLES
-    }
+    expected = {"offload.toml", "nvme.toml", "pipeline.toml", "3d.toml", "long_context.toml", "context.toml"}
+    assert expected <= {path.name for path in EXAMPLES}

@@ -170,6 +170,8 @@ def layout_line(config: Config, mesh: MeshShape) -> str:
     'pipeline over 2 of 8 ranks x ZeRO-2 over 4 ranks'
     >>> layout_line(Config(), MeshShape(dp_shard=2, cp=2))
     'ZeRO-2 over 4 ranks, sequences split over 2 of them (ring)'
+    >>> layout_line(Config(), MeshShape(cp=2))
+    'ZeRO-2 over 2 ranks, sequences split over them (ring)'
     """
     if mesh.pp > 1:
         others = replace(mesh, pp=1)
@@ -189,7 +191,8 @@ def layout_line(config: Config, mesh: MeshShape) -> str:
     ranks = f"{num_sharing:,} of {mesh.world_size:,} ranks" if is_part else f"{num_sharing:,} ranks"
     num_shards = mesh.dp_shard * mesh.cp
     groups = f", {mesh.dp_replicate} replicas of {num_shards} shards" if mesh.dp_replicate > 1 else ""
-    groups += f", sequences split over {mesh.cp} of them ({_transport_words(config)})" if mesh.cp > 1 else ""
+    sharing = f"{mesh.cp} of them" if mesh.cp < num_sharing else "them"
+    groups += f", sequences split over {sharing} ({_transport_words(config)})" if mesh.cp > 1 else ""
     over_tp = f" x {kinds} over {mesh.tp}" if mesh.tp > 1 else ""
     return f"ZeRO-{config.zero.stage} over {ranks}{groups}{over_tp}{over_pp}"
 
