@@ -177,8 +177,9 @@ class Engine(EngineWeights):
         self._undo += given.undo
         tensor, tp = self.layout.tensor, self._comms.tensor
         if tensor is not None:
+            is_in_pipeline, cp = self.layout.pipeline is not None, self.config.mesh.cp
             self._undo += split_model(
-                self.model, tensor.plan, tp, self.config.tensor, tensor.splits, self.layout.pipeline is not None
+                self.model, tensor.plan, tp, self.config.tensor, tensor.splits, is_in_pipeline, cp
             )
         zones = dropout_zones(self.model, tensor, tp.rank) if tensor is not None else {}
         keyed = key_dropouts(self.model, self._draws, zones, must_be_keyed=tensor is not None)

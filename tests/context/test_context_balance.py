@@ -117,7 +117,7 @@ def test_teams_that_exchange_heads_are_balanced_as_teams():
 
 def test_lengths_that_do_not_divide():
     layout = BlockLayout.from_blocks(torch.ones(3, 3), 16, num_tokens=46)
-    with pytest.raises(ConfigError, match=r"cp=4 with token_layout=balanced .* 46 tokens .* nearest legal: 64$"):
+    with pytest.raises(ConfigError, match=r"mesh.cp=4 with .*token_layout=balanced .* 46 tokens .* nearest legal: 64$"):
         choose_split("balanced", layout, 4)
     with pytest.raises(ConfigError, match=r"nearest legal: 40, 48$"):
         choose_split("zigzag", layout, 4)

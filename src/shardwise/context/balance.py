@@ -201,8 +201,8 @@ def _balanced(layout: BlockLayout, degree: int) -> TokenSplit:
         below = length // step * step
         legal = ", ".join(str(each) for each in (below, below + step) if each)
         raise ConfigError(
-            f"cp={degree} with token_layout=balanced does not divide a sequence of {length} tokens into equal runs; "
-            f"nearest legal: {legal}"
+            f"mesh.cp={degree} with context.token_layout=balanced does not divide a sequence of {length} tokens into "
+            f"equal runs; nearest legal: {legal}"
         )
     sight = Sight.of(layout)
     cost = _cost(layout, sight)

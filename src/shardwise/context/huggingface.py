@@ -91,7 +91,8 @@ def check_model(model: nn.Module) -> None:
     }
     for reason, holds in reasons.items():
         if holds:
-            raise ConfigError(f"mesh.cp splits sequences, and {name} {reason}; or set mesh.cp=1")
+            other = "or " if ";" in reason else ""
+            raise ConfigError(f"mesh.cp splits sequences, and {name} {reason}; {other}set mesh.cp=1")
 
 
 def split_inputs(model: nn.Module, inputs: Mapping[str, Any], split_of: SplitOf, rank: int) -> RankInputs:

@@ -61,11 +61,13 @@ class TensorOps:
         comm: the group.
         overlap_chunks: parts in which a row layer multiplies, each part's sum running while the next is multiplied.
         may_keep_whole: whether an evaluation may leave a sequence whole whose length does not divide.
+        cp: ranks that split sequences before.
     """
 
-    def __init__(self, comm: Comm, overlap_chunks: int = 1, *, may_keep_whole: bool = True) -> None:
+    def __init__(self, comm: Comm, overlap_chunks: int = 1, *, may_keep_whole: bool = True, cp: int = 1) -> None:
         self.comm = comm
         self._may_keep_whole = may_keep_whole
+        self._cp = cp
         self._keeps_whole = False
         register = self._registry = OpRegistry(comm.is_simulated)
         n = comm.world_size
@@ -146,7 +148,7 @@ class TensorOps:
         """
         if torch.is_grad_enabled() or not self._may_keep_whole:
             cure = "pad the batch or set tensor.sequence_parallel=false"
-            check_length(x.shape[1], self.comm.world_size, "sequence length ", cure)
+            check_length(self._cp * x.shape[1], self.comm.world_size, "sequence length ", cure, self._cp)
         else:
             self._keeps_whole = x.shape[1] % self.comm.world_size != 0
         return x if self._is_whole() else self._split(x, 1, name)

@@ -34,6 +34,7 @@ def split_model(
     config: TensorConfig,
     splits: Mapping[str, ParamSplit],
     is_in_pipeline: bool = False,
+    cp: int = 1,
 ) -> list[Undo]:
     """Let a model's modules work on this rank's part.
 
@@ -44,6 +45,7 @@ def split_model(
         config: of tensor parallelism.
         splits: by name of parameter, as `param_splits` gives them for the plan.
         is_in_pipeline: other ranks run the rest of the model, and sequences are split there too.
+        cp: ranks that split sequences before.
 
     Returns:
         what undoes it; to be called in reverse order.
@@ -53,7 +55,7 @@ def split_model(
     """
     if comm.world_size == 1 or plan == TensorPlan():
         return []
-    ops = TensorOps(comm, config.overlap_chunks, may_keep_whole=not is_in_pipeline)
+    ops = TensorOps(comm, config.overlap_chunks, may_keep_whole=not is_in_pipeline, cp=cp)
     stacks = plan.stacks if config.sequence_parallel else ()
     surgeon = _Surgeon(model, ops, [ops.close], plan, tuple(name for stack in stacks for name in stack.modules))
     try:
