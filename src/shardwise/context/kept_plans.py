@@ -77,8 +77,9 @@ class KeptPlans:
         """The number of a layout's plan, which is made unless it is there."""
         key = (layout, split)
         if key not in self._placed:
+            planned = self._make(layout, split)  # it may raise: a number stands for nothing but a plan
             number = self._placed[key] = next(self._numbers)
-            self._planned[number] = key, self._make(layout, split)
+            self._planned[number] = key, planned
             if len(self._planned) > _MAX_PLANS:
                 oldest, _ = self._planned.pop(next(iter(self._planned)))
                 del self._placed[oldest]

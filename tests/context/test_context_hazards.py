@@ -1,0 +1,130 @@
+"""What may go wrong around attention over ranks: errors amid its steps, several engines, plans that cannot be made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from harness.context import HEAD_DIM, HEADS, TOKENS, TRANSPORTS, layout_of
+from harness.pool import WorkerPool
+from harness.split_model import make_comm
+from shardwise.attention.block_layout import BlockLayout
+from shardwise.attention.dense import dense_layout
+from shardwise.comm import Comm
+from shardwise.config import ConfigError
+from shardwise.context import loop
+from shardwise.context.attention import ContextAttention
+from shardwise.layout.token_split import TokenSplit, contiguous
+from shardwise.pool import BufferPool
+from shardwise.simulated_links import SimulatedLinks
+from shardwise.streams import Streams
+
+
+def simulated(num_ranks: int) -> Comm:
+    device = torch.device("cpu")
+    return Comm(SimulatedLinks(0, num_ranks, "gloo"), "cp", device, 5.0, Streams(device), BufferPool(device))
+
+
+def own_tensors(num_ranks: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(1, num_heads, TOKENS // num_ranks, HEAD_DIM, generator=generator).requires_grad_()
+        for num_heads in (HEADS, 2, 2)
+    )
+    return q, k, v
+
+
+def results(attention: ContextAttention, tensors: tuple[Tensor, ...], *place: Any) -> list[Tensor]:
+    out = attention(*tensors, *place)
+    return [out.detach(), *torch.autograd.grad(out.sum(), tensors)]
+
+
+def fail_amid_steps(rank: int, world_size: int, failing: dict[str, list[int]]) -> list[bool]:
+    """Whether results after an error in some call of a kernel, the same on all ranks, are those before."""
+    layout, split, tensors = layout_of("dense"), contiguous(TOKENS, world_size), own_tensors(world_size, rank)
+    found = []
+    for transport, numbers in failing.items():
+        attention = ContextAttention(make_comm(), TRANSPORTS[transport])
+        before = results(attention, tensors, layout, split)
+        for name in ("attend_partly", "differentiate_partly"):
+            for number in numbers:
+                fail_in_call(number, name, attention, tensors, layout, split)
+                again = results(attention, tensors, layout, split)
+                found.append(all(map(torch.equal, before, again)))
+        attention.close()
+    return found
+
+
+def fail_in_call(number: int, name: str, attention: ContextAttention, *given: Any) -> None:
+    compute, num_calls = getattr(loop, name), 0
+
+    def fail(*args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == number:
+            raise MemoryError("no memory is left")
+        return compute(*args)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(loop, name, fail)
+        results(attention, *given)
+
+
+def test_what_an_error_leaves_under_way_is_not_taken_for_what_comes_next(ranks: WorkerPool) -> None:
+    failing = {"ring": [1, 2, 4], "all-gather": [1], "ring over pairs": [1, 2]}
+    for of_rank in ranks(4).run(fail_amid_steps, failing):
+        assert of_rank == [True] * 12
+
+
+def attend_by_turns(rank: int, world_size: int) -> list[bool]:
+    """Two engines on the same ranks, whose graphs live at once; one rank alone has forgotten its plans."""
+    split = contiguous(TOKENS, world_size)
+    several = [ContextAttention(make_comm(), TRANSPORTS[each]) for each in ("ring", "ulysses")]
+    tensors = [own_tensors(world_size, seed) for seed in range(2)]
+    layouts = [layout_of("dense causal"), layout_of("longformer")]
+    alone = [results(several[i], tensors[i], layouts[i], split) for i in range(2)]
+    if rank == 0:
+        for each in several:
+            each._plans.clear()
+        layouts = [BlockLayout(each.patterns) for each in layouts]
+    outs = [several[i](*tensors[i], layouts[i], split) for i in range(2)]
+    by_turns = [[outs[i].detach(), *torch.autograd.grad(outs[i].sum(), tensors[i])] for i in (1, 0)]
+    for each in several:
+        each.close()
+    return [all(map(torch.equal, *pair)) for pair in zip(reversed(alone), by_turns, strict=True)]
+
+
+def test_engines_take_turns_and_plans_are_found_or_made_alike(ranks: WorkerPool) -> None:
+    assert ranks(2).run(attend_by_turns) == [[True, True]] * 2
+
+
+def test_a_plan_that_cannot_be_made_is_refused_alike_again() -> None:
+    attention = ContextAttention(simulated(2), TRANSPORTS["ring"])
+    tensors, split = own_tensors(2), contiguous(TOKENS, 2)
+    part = dense_layout(2 * TOKENS, causal=True).select(((0, TOKENS),), ((0, TOKENS),))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="is not that of a sequence of 96 tokens"):
+            attention(*tensors, part, split)
+
+
+def kept_by_autograd(transport: str, layout: BlockLayout, split: TokenSplit) -> tuple[set[int], list[Tensor]]:
+    """Storages that the graph of one attention keeps, and what it was given and gave."""
+    attention, kept = ContextAttention(simulated(2), TRANSPORTS[transport]), set()
+    shape = (1, TOKENS // 2, -1, HEAD_DIM)
+    tensors = [torch.randn(TOKENS // 2, each * HEAD_DIM, requires_grad=True) for each in (HEADS, 2, 2)]
+    q, k, v = (each.view(shape).transpose(1, 2) for each in tensors)  # as a layer's products lie in memory
+    with saved_tensors_hooks(lambda each: kept.add(each.untyped_storage().data_ptr()) or each, lambda each: each):
+        out = attention(q, k, v, layout, split)
+    return kept, [q, k, v, out]
+
+
+@pytest.mark.parametrize("transport", ["ring", "all-gather"])
+def test_autograd_keeps_what_the_layer_has_and_the_log_sum_exp_alone(transport: str) -> None:
+    kept, given = kept_by_autograd(transport, layout_of("dense causal"), contiguous(TOKENS, 2))
+    own = {each.untyped_storage().data_ptr() for each in given}
+    assert own < kept
+    assert len(kept - own) == 1
