@@ -12,12 +12,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from harness.context import HEAD_DIM, HEADS, TOKENS, TRANSPORTS, layout_of
 from harness.pool import WorkerPool
 from harness.split_model import make_comm
+from shardwise._torch_private import fake_tensors
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.attention.dense import dense_layout
 from shardwise.comm import Comm
 from shardwise.config import ConfigError
 from shardwise.context import loop
 from shardwise.context.attention import ContextAttention
+from shardwise.context.kept_plans import KeptPlans
+from shardwise.context.ops import ContextOps
+from shardwise.context.sums import Output
 from shardwise.layout.token_split import TokenSplit, contiguous
 from shardwise.pool import BufferPool
 from shardwise.simulated_links import SimulatedLinks
@@ -69,9 +73,10 @@ def fail_in_call(number: int, name: str, attention: ContextAttention, *given: An
             raise MemoryError("no memory is left")
         return compute(*args)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, name, fail)
-        results(attention, *given)
+        with pytest.raises(MemoryError):
+            results(attention, *given)
 
 
 def test_what_an_error_leaves_under_way_is_not_taken_for_what_comes_next(ranks: WorkerPool) -> None:
@@ -128,3 +133,43 @@ def test_autograd_keeps_what_the_layer_has_and_the_log_sum_exp_alone(transport: 
     own = {each.untyped_storage().data_ptr() for each in given}
     assert own < kept
     assert len(kept - own) == 1
+
+
+FORMS = {"tokens before heads": (0, 2, 1, 3), "heads before tokens": (0, 1, 2, 3), "tokens first": (1, 2, 0, 3)}
+
+
+def in_form(form: str, *shape: int) -> Tensor:
+    """Of a shape, with dims in some order in memory."""
+    dims = FORMS[form]
+    return torch.randn([shape[dim] for dim in dims]).permute([dims.index(dim) for dim in range(4)])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("structure", ["dense causal", "longformer"])
+def test_results_have_the_forms_that_fakes_are_told(form: str, structure: str) -> None:
+    plans = KeptPlans(simulated(4), TRANSPORTS["ring"])
+    ops, plan = ContextOps(plans, runs_on_fakes=False), plans.place(layout_of(structure), contiguous(TOKENS, 4))
+    q, k, v, grad_out = (in_form(form, 2, num_heads, TOKENS // 4, HEAD_DIM) for num_heads in (HEADS, 2, 2, HEADS))
+
+    def forms_of(*given: Tensor) -> list[Any]:
+        out, lse = ops.attend_in_steps(*given[:3], *[None] * 4, HEADS, plan, 1.0, 0.0)
+        grads = ops.differentiate_in_steps(given[3], *given[:3], out, lse, *[None] * 4, HEADS, plan, 1.0, 0.0, False)
+        return [(each.shape, each.stride(), each.dtype) for each in (out, lse, *grads)]
+
+    found = forms_of(q, k, v, grad_out)
+    with fake_tensors():
+        fakes = [torch.empty_strided(each.shape, each.stride()) for each in (q, k, v, grad_out)]
+        assert forms_of(*fakes) == found
+    assert [stride for _, stride, _ in found[2:]] == [each.stride() for each in (q, k, v)]
+    ops.close()
+
+
+def test_an_output_is_in_its_form_whatever_came_first() -> None:
+    """Results that other ranks send lie in memory as messages do."""
+    q = torch.randn(2, HEADS, 6, HEAD_DIM)
+    out, lse = in_form("tokens first", *q.shape), torch.randn(2, HEADS, 6)
+    output = Output(q)
+    output.merge(((0, 6),), out, lse)
+    assert torch.equal(output.result()[0], out)
+    assert torch.equal(output.result()[1], lse)
+    assert output.result()[0].transpose(1, 2).is_contiguous()

@@ -107,7 +107,7 @@ def block_sparse_attention_with_lse(
     Returns:
         [B, H, Nq, D]; and [B, H, Nq], in fp32 (fp64 for fp64), -inf where a query sees no key.
     """
-    q, k, v = (_autocast(each) for each in (q, k, v))
+    q, k, v = (autocast(each) for each in (q, k, v))
     _check_tensors(q, k, v)
     _check_untransformed(q, k, v, bias)
     _check_layout(q, k, layout)
@@ -130,8 +130,8 @@ def block_sparse_attention_with_lse(
     return attend(q, k, v, extras, layout, backend)
 
 
-def _autocast(tensor: Tensor) -> Tensor:
-    """As torch casts the inputs of its attention under autocast: all but fp64."""
+def autocast(tensor: Tensor) -> Tensor:
+    """A floating input of attention in the dtype that autocast says, if any: as torch casts its own, all but fp64."""
     kind = tensor.device.type
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
         return tensor

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shardwise.attention.block_layout import BlockLayout
-from shardwise.attention.functional import backend_for
+from shardwise.attention.functional import autocast, backend_for
 from shardwise.attention.op import BACKENDS
 from shardwise.comm import Comm
 from shardwise.config import ConfigError, ContextConfig
@@ -85,7 +85,7 @@ class ContextAttention:
         Raises:
             ConfigError: the arguments do not fit each other, or the ranks.
         """
-        q, k, v = (_autocast(each) for each in (q, k, v))
+        q, k, v = map(autocast, (q, k, v))
         _check_tensors(q, k, v, key_padding)
         self._check(q, k, layout, split, key_padding, dropout)
         if not q.shape[0]:
@@ -178,11 +178,3 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, key_padding: Tensor | None) 
         raise ConfigError(
             f"{k.shape[1]} KV heads do not divide {q.shape[1]} query heads; legal: {', '.join(map(str, legal))}"
         )
-
-
-def _autocast(tensor: Tensor) -> Tensor:
-    """As torch casts the inputs of its attention under autocast: all but fp64."""
-    kind = tensor.device.type
-    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))

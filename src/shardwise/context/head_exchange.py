@@ -6,7 +6,7 @@ gets its part (`shardwise.context.heads`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.comm import Comm
 from shardwise.context.heads import heads_of
-from shardwise.context.messages import put
+from shardwise.context.messages import Landing, put
 from shardwise.layout.runs import Runs, count_tokens, join, local
 
 
@@ -32,38 +32,19 @@ class Team:
     shares: tuple[Runs, ...]
     index: int
 
-    @property
-    def _first_rank(self) -> int:
-        return self.comm.rank - self.index
-
     def to_heads(self, parts: Sequence[Tensor]) -> Tensor:
         """This rank's heads of all the team's tokens, [N, B, heads of all parts, D].
 
         Args:
             parts: [B, heads, n, D] each, of one dtype.
         """
-        size = len(self.shares)
-        tokens = join(self.shares)
+        size, tokens = len(self.shares), join(self.shares)
         messages = [_of_heads(parts, size, index) for index in range(size)]  # [n, B, heads, D] each
-        own = messages[self.index]
-        whole = own.new_empty(count_tokens(tokens), *own.shape[1:])
-        sends, receives, later = {}, {}, []
-        for index, message in enumerate(messages):
-            rows = local(self.shares[index], tokens)
-            if index == self.index:
-                put(whole, rows, own)
-                continue
-            sends[self._first_rank + index] = [message]
-            if len(rows) == 1:
-                buffer = whole[rows[0][0] : rows[0][1]]
-            else:
-                buffer = torch.empty_like(message)
-                later.append((rows, buffer))
-            receives[self._first_rank + index] = [buffer]
-        self.comm.exchange(sends, receives, "context heads").wait()
-        for rows, buffer in later:
-            put(whole, rows, buffer)
-        return whole
+        whole = messages[0].new_empty(count_tokens(tokens), *messages[0].shape[1:])
+        landing = Landing(whole, tokens, {index: self.shares[index] for index in self._others})
+        self._exchange(messages, landing.buffers, "heads")
+        put(whole, local(self.shares[self.index], tokens), messages[self.index])
+        return landing.settle()
 
     def to_tokens(self, parts: Sequence[Tensor], num_heads: Sequence[int]) -> Tensor:
         """All heads of this rank's tokens, [B, n, heads of all parts, D]; what several ranks have is summed.
@@ -72,14 +53,10 @@ class Team:
             parts: [B, heads of this rank, N, D] each, of one dtype.
             num_heads: of each part in all.
         """
-        size = len(self.shares)
-        tokens = join(self.shares)
+        size, tokens = len(self.shares), join(self.shares)
         messages = [_of_tokens(parts, local(share, tokens)) for share in self.shares]  # [B, n, heads, D] each
-        others = [index for index in range(size) if index != self.index]
-        sends = {self._first_rank + index: [messages[index]] for index in others}
-        buffers = {index: torch.empty_like(messages[index]) for index in others}
-        receives = {self._first_rank + index: [buffer] for index, buffer in buffers.items()}
-        self.comm.exchange(sends, receives, "context tokens").wait()
+        buffers = {index: torch.empty_like(messages[index]) for index in self._others}
+        self._exchange(messages, buffers, "tokens")
         buffers[self.index] = messages[self.index]
         samples, num_tokens, _, head_dim = buffers[self.index].shape
         whole = parts[0].new_empty(samples, num_tokens, sum(num_heads), head_dim)
@@ -93,6 +70,17 @@ class Team:
                 here.add_(values) if is_again else here.copy_(values)
                 own, before = own + count, before + num
         return whole
+
+    @property
+    def _others(self) -> list[int]:
+        return [index for index in range(len(self.shares)) if index != self.index]
+
+    def _exchange(self, messages: Sequence[Tensor], buffers: Mapping[int, Tensor], name: str) -> None:
+        """Send each other rank its message, and receive its own; all by index in the team."""
+        first = self.comm.rank - self.index
+        sends = {first + index: [messages[index]] for index in self._others}
+        receives = {first + index: [buffers[index]] for index in self._others}
+        self.comm.exchange(sends, receives, f"context {name}").wait()
 
 
 def _of_heads(parts: Sequence[Tensor], size: int, index: int) -> Tensor:

@@ -14,17 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
-from shardwise.attention.backends import Draw, Extras, Saved, wide_dtype
+from shardwise.attention.backends import Draw, Extras, Saved
 from shardwise.attention.dense import partial_backend
-from shardwise.attention.merge import merge_partial
 from shardwise.attention.op import attend_partly, differentiate_partly
-from shardwise.context.messages import add, take
+from shardwise.context.messages import take
 from shardwise.context.steps import Piece, Step
+from shardwise.context.sums import Output, OwnGrads
 from shardwise.context.travel import Answers, Arrival, Course, Returns
-from shardwise.layout.runs import Runs, intersect, local
+from shardwise.layout.runs import local
 
 
 def attend_in_steps(q: Tensor, k: Tensor, v: Tensor, extras: Extras, course: Course) -> tuple[Tensor, Tensor]:
@@ -37,7 +36,7 @@ def attend_in_steps(q: Tensor, k: Tensor, v: Tensor, extras: Extras, course: Cou
         extras: of the whole sequence.
         course: what to do.
     """
-    found = _Output(q)
+    found = Output(q)
     for step, arrival in _arrivals((q,), None, k, v, course):
         answers = None
         if step.is_answered:
@@ -71,7 +70,7 @@ def differentiate_in_steps(
         extras: as there.
         course: as there.
     """
-    grads = _OwnGrads(saved)
+    grads = OwnGrads(saved)
     with_queries = (saved.q, grad_out, saved.out)
     before: Returns | None = None
     for step, arrival in _arrivals(with_queries, saved.lse, saved.k, saved.v, course):
@@ -137,82 +136,3 @@ def _arrivals(
         coming = None if following is None else Arrival(following, with_queries, lse, k, v, course)
         arrival.wait()
         yield step, arrival
-
-
-class _Output:
-    """The merged results over the keys so far.
-
-    Args:
-        q: [B, H, n, D], of all rows.
-    """
-
-    def __init__(self, q: Tensor) -> None:
-        self._q = q
-        self._only: tuple[Tensor, Tensor] | None = None
-        self._merged: tuple[Tensor, Tensor] | None = None
-
-    def merge(self, rows: Runs, out: Tensor, lse: Tensor) -> None:
-        """A result [B, H, rows, D] and [B, H, rows] over other keys."""
-        if self._only is None and self._merged is None and rows == ((0, self._q.shape[2]),):
-            self._only = out, lse  # which is the result where nothing follows
-            return
-        whole_out, whole_lse = self._wide()
-        before = 0
-        for start, stop in rows:
-            here = slice(before, before + stop - start)
-            merge_partial(whole_out[:, :, start:stop], whole_lse[:, :, start:stop], out[:, :, here], lse[:, :, here])
-            before += stop - start
-
-    def result(self) -> tuple[Tensor, Tensor]:
-        """As `attend_in_steps` returns it."""
-        if self._only is not None:
-            return self._only
-        out, lse = self._wide()
-        return out.to(self._q.dtype), lse
-
-    def _wide(self) -> tuple[Tensor, Tensor]:
-        if self._merged is None:
-            samples, heads, num_queries, head_dim = self._q.shape
-            wide = wide_dtype(self._q.dtype)
-            out = self._q.new_zeros(samples, num_queries, heads, head_dim, dtype=wide).transpose(1, 2)
-            lse = self._q.new_full((samples, heads, num_queries), -torch.inf, dtype=wide)
-            if self._only is not None:
-                out.copy_(self._only[0])
-                lse.copy_(self._only[1])
-                self._only = None
-            self._merged = out, lse
-        return self._merged
-
-
-class _OwnGrads:
-    """The sums of the gradients of this rank's q, k and v.
-
-    Args:
-        saved: this rank's tensors.
-    """
-
-    def __init__(self, saved: Saved) -> None:
-        self._sums = [
-            torch.zeros(each.shape, dtype=wide_dtype(each.dtype), device=each.device)
-            for each in (saved.q, saved.k, saved.v)
-        ]
-
-    def add_queries(self, rows: Runs, grad_q: Tensor) -> None:
-        """Of some rows [B, H, rows, D]."""
-        add(self._sums[0], rows, grad_q)
-
-    def add_keys(self, rows: Runs, grad_k: Tensor, grad_v: Tensor) -> None:
-        """Of some rows [B, K, rows, D]."""
-        add(self._sums[1], rows, grad_k)
-        add(self._sums[2], rows, grad_v)
-
-    def add_own_keys(self, piece: Piece, own: Runs, grad_k: Tensor, grad_v: Tensor) -> None:
-        """Of those of a piece's keys [B, K, nk, D] that are this rank's."""
-        kept = intersect(piece.keys, own)
-        if kept:
-            among = local(kept, piece.keys)
-            self.add_keys(local(kept, own), take(grad_k, among), take(grad_v, among))
-
-    def result(self) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self._sums
-        return q, k, v

@@ -7,12 +7,25 @@ B samples, H heads, n tokens, D head.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from shardwise.layout.runs import Runs, count_tokens, local
+
+
+def blank(like: Tensor, num_rows: int, *, num: int = 1, head_dim: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+    """A message [num_rows, num, B, H, D] without values.
+
+    Args:
+        like: [B, H, n, D].
+        num_rows: of each tensor.
+        num: tensors in it.
+        head_dim: D; that of `like` where 0.
+        dtype: that of `like` where None.
+    """
+    samples, heads, _, own_head_dim = like.shape
+    return like.new_empty(num_rows, num, samples, heads, head_dim or own_head_dim, dtype=dtype)
 
 
 def pack(tensors: Sequence[Tensor], rows: Runs) -> Tensor:
@@ -22,8 +35,7 @@ def pack(tensors: Sequence[Tensor], rows: Runs) -> Tensor:
         tensors: [B, H, n, D] each, of one shape and dtype.
         rows: of the n.
     """
-    samples, heads, _, head_dim = tensors[0].shape
-    message = tensors[0].new_empty(count_tokens(rows), len(tensors), samples, heads, head_dim)
+    message = blank(tensors[0], count_tokens(rows), num=len(tensors))
     before = 0
     for start, stop in rows:
         for index, tensor in enumerate(tensors):
@@ -71,43 +83,33 @@ def take(tensor: Tensor, rows: Runs, dim: int = 2) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
-@dataclass(eq=False)
 class Landing:
     """Where rows of several ranks arrive, which together are those of one tensor.
 
+    Args:
+        whole: [rows, ...]; rows that come of nobody are the caller's to fill in.
+        tokens: which the rows are.
+        by_rank: those that come of each rank.
+
     Attributes:
-        whole: [rows, ...].
-        buffers: by rank, what it fills; a part of `whole` where its rows are neighbours there.
+        buffers: by rank, what it fills; a part of the whole where its rows are neighbours there.
     """
 
-    whole: Tensor
-    buffers: dict[int, Tensor]
-    _later: list[tuple[Runs, Tensor]] = field(default_factory=list)
-
-    @staticmethod
-    def like(tensors: Sequence[Tensor], tokens: Runs, by_rank: Mapping[int, Runs]) -> Landing:
-        """For messages of such tensors; rows that come of nobody are the caller's to fill in.
-
-        Args:
-            tensors: [B, H, n, D] each, of one shape and dtype.
-            tokens: of the whole.
-            by_rank: those that come of each rank.
-        """
-        samples, heads, _, head_dim = tensors[0].shape
-        whole = tensors[0].new_empty(count_tokens(tokens), len(tensors), samples, heads, head_dim)
-        landing = Landing(whole, {})
+    def __init__(self, whole: Tensor, tokens: Runs, by_rank: Mapping[int, Runs]) -> None:
+        self._whole = whole
+        self.buffers: dict[int, Tensor] = {}
+        self._later: list[tuple[Runs, Tensor]] = []
         for rank, runs in by_rank.items():
             rows = local(runs, tokens)
             if len(rows) == 1:
-                landing.buffers[rank] = whole[rows[0][0] : rows[0][1]]
+                self.buffers[rank] = whole[rows[0][0] : rows[0][1]]
             else:
-                landing.buffers[rank] = whole.new_empty(count_tokens(rows), *whole.shape[1:])
-                landing._later.append((rows, landing.buffers[rank]))
-        return landing
+                self.buffers[rank] = whole.new_empty(count_tokens(rows), *whole.shape[1:])
+                self._later.append((rows, self.buffers[rank]))
 
     def settle(self) -> Tensor:
         """The whole, once all has arrived."""
         self.buffers.clear()
         while self._later:
-            put(self.whole, *self._later.pop())
-        return self.whole
+            put(self._whole, *self._later.pop())
+        return self._whole

@@ -71,23 +71,17 @@ class ContextOps:
 def _function(ops: ContextOps) -> Callable[..., Tensor]:
     class Attend(Function):
         @staticmethod
-        def forward(
-            ctx: Any,
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            *others: Any,
-        ) -> Tensor:
-            num_heads = q.shape[1], k.shape[1], v.shape[1]
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+            num_heads = [q.shape[1], k.shape[1], k.shape[1]]
             *tensors, size, plan, scale, p = others  # key padding, and of dropout factors, offsets and columns
             extra = (*tensors, num_heads[0], plan, scale, p)
             if size > 1:
                 q, k, v = _unpacked(ops.to_heads([q, k, v], plan), [_own(num, size) for num in num_heads])
             out, lse = ops.attend_in_steps(q, k, v, *extra)
-            ctx.save_for_backward(q, k, v, out, lse, *extra[:4])
+            ctx.save_for_backward(q, k, v, out, lse, *tensors)
             ctx.others, ctx.num_heads, ctx.size = extra[4:], num_heads, size
             if size > 1:
-                out = ops.to_tokens([out], [num_heads[0]], plan).transpose(1, 2)
+                out = ops.to_tokens([out], num_heads[:1], plan).transpose(1, 2)
             return out.detach()  # not a view to autograd, which could not be changed in place
 
         @staticmethod
@@ -98,23 +92,18 @@ def _function(ops: ContextOps) -> Callable[..., Tensor]:
                     "create_graph=True"
                 )
             *tensors, key_padding, factors, offsets, columns = ctx.saved_tensors
-            (heads, kv_heads, _), size, plan = ctx.num_heads, ctx.size, ctx.others[1]
-            dtype = tensors[0].dtype
+            num_heads, size, plan, dtype = ctx.num_heads, ctx.size, ctx.others[1], tensors[0].dtype
             if size > 1:
-                (grad_out,) = _unpacked(ops.to_heads([grad_out], plan), [_own(heads, size)])
-            is_shared = kv_heads < size  # by several ranks, whose gradients are summed
+                (grad_out,) = _unpacked(ops.to_heads([grad_out], plan), [_own(num_heads[0], size)])
+            is_shared = num_heads[1] < size  # KV heads by several ranks, whose gradients are summed
             extra = (key_padding, factors, offsets, columns, *ctx.others)
             grads = ops.differentiate_in_steps(grad_out, *tensors, *extra, is_shared)
-            if size > 1 and is_shared:
-                grad_q = ops.to_tokens([grads[0]], [heads], plan)
-                grad_kv = ops.to_tokens(list(grads[1:]), [kv_heads, kv_heads], plan)
-                grads = (grad_q, *(each.to(dtype) for each in grad_kv.split(kv_heads, dim=2)))
-            elif size > 1:
-                grads = ops.to_tokens(list(grads), [heads, kv_heads, kv_heads], plan).split(
-                    [heads, kv_heads, kv_heads], 2
-                )
             if size > 1:
-                grads = [each.transpose(1, 2) for each in grads]
+                found: list[Tensor] = []
+                for of_dtype in (slice(0, 1), slice(1, 3)) if is_shared else (slice(0, 3),):
+                    packed = ops.to_tokens(list(grads[of_dtype]), num_heads[of_dtype], plan)
+                    found += packed.split(num_heads[of_dtype], dim=2)
+                grads = [each.to(dtype).transpose(1, 2) for each in found]
             return (*grads, *[None] * 8)
 
     return Attend.apply
@@ -166,7 +155,7 @@ def _differentiate(plans: KeptPlans, grad_out: Tensor, *given: Any) -> tuple[Ten
 
 def _differentiate_fake(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
     dtype = wide_dtype(k.dtype) if given[-1] else k.dtype
-    return q.new_empty(q.shape), k.new_empty(k.shape, dtype=dtype), v.new_empty(v.shape, dtype=dtype)
+    return torch.empty_like(q), torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype)
 
 
 def _to_heads_fake(team: Team, parts: Sequence[Tensor]) -> Tensor:

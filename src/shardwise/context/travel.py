@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from torch import Tensor
 
 from shardwise.attention.backends import wide_dtype
 from shardwise.comm import Comm
-from shardwise.context.messages import Landing, pack, put, take, unpack
+from shardwise.context.messages import Landing, blank, pack, put, take, unpack
 from shardwise.context.steps import Piece, Step
+from shardwise.context.sums import OwnGrads
 from shardwise.layout.runs import Runs, count_tokens, intersect, join, local
 from shardwise.pending import Pending
 
@@ -70,12 +70,12 @@ class Arrival:
             sends.setdefault(team, []).extend(pack(each, rows) for each in (with_queries, column) if each)
         if step.received_keys:
             tokens = join(step.received_keys.values()) if step.pulled is None else step.pulled.keys
-            self._landings["keys"] = Landing.like((k, v), tokens, step.received_keys)
+            self._landings["keys"] = _landing((k, v), tokens, step.received_keys)
         if step.received_queries:
             tokens = join(step.received_queries.values())
-            self._landings["queries"] = Landing.like(with_queries, tokens, step.received_queries)
+            self._landings["queries"] = _landing(with_queries, tokens, step.received_queries)
             if column:
-                self._landings["lses"] = Landing.like(column, tokens, step.received_queries)
+                self._landings["lses"] = _landing(column, tokens, step.received_queries)
         receives: Messages = {}
         for landing in self._landings.values():
             for team, buffer in landing.buffers.items():
@@ -132,7 +132,7 @@ class Answers:
         self._sends: Messages = {}
         wide = wide_dtype(q.dtype)
         self._receives: Messages = {
-            team: [_message(q, count_tokens(runs), q.shape[3]), _message(q, count_tokens(runs), 1, wide)]
+            team: [blank(q, count_tokens(runs)), blank(q, count_tokens(runs), head_dim=1, dtype=wide)]
             for team, runs in step.sent_queries.items()
         }
         self._pending: Pending | None = None
@@ -154,16 +154,6 @@ class Answers:
         for team, (out, lse) in sorted(self._receives.items()):
             rows = local(self._step.sent_queries[team], self._course.own)
             yield rows, unpack(out)[0], unpack(lse)[0].squeeze(-1)
-
-
-class GradSums(Protocol):
-    """Takes gradients of this rank's own queries, keys and values."""
-
-    def add_queries(self, rows: Runs, grad_q: Tensor) -> None:
-        """Of rows of this rank's queries [B, H, rows, D]."""
-
-    def add_keys(self, rows: Runs, grad_k: Tensor, grad_v: Tensor) -> None:
-        """Of rows of its keys and values [B, K, rows, D]."""
 
 
 class Returns:
@@ -200,16 +190,14 @@ class Returns:
         wide = wide_dtype(self._q.dtype)
         sends = _by_team(self._keys, self._queries)
         self._keys = {
-            team: _message(self._k, count_tokens(runs), self._k.shape[3], wide, num=2)
-            for team, runs in self._step.sent_keys.items()
+            team: blank(self._k, count_tokens(runs), num=2, dtype=wide) for team, runs in self._step.sent_keys.items()
         }
         self._queries = {
-            team: _message(self._q, count_tokens(runs), self._q.shape[3], wide)
-            for team, runs in self._step.sent_queries.items()
+            team: blank(self._q, count_tokens(runs), dtype=wide) for team, runs in self._step.sent_queries.items()
         }
         self._pending = self._course.exchange(sends, _by_team(self._keys, self._queries), "gradients")
 
-    def wait(self, sums: GradSums) -> None:
+    def wait(self, sums: OwnGrads) -> None:
         """Until they are there; add them in the order of the ranks."""
         if self._pending is None:
             return
@@ -220,14 +208,14 @@ class Returns:
             sums.add_queries(local(self._step.sent_queries[team], self._course.own), *unpack(message))
 
 
-def _message(like: Tensor, num_rows: int, head_dim: int, dtype: Any = None, num: int = 1) -> Tensor:
-    samples, heads = like.shape[:2]
-    return like.new_empty(num_rows, num, samples, heads, head_dim, dtype=dtype)
-
-
 def _by_team(*several: Mapping[int, Tensor]) -> Messages:
     found: Messages = {}
     for messages in several:
         for team, message in messages.items():
             found.setdefault(team, []).append(message)
     return found
+
+
+def _landing(tensors: Sequence[Tensor], tokens: Runs, by_team: Mapping[int, Runs]) -> Landing:
+    """Of messages of such tensors, [B, H, n, D] each."""
+    return Landing(blank(tensors[0], count_tokens(tokens), num=len(tensors)), tokens, by_team)
