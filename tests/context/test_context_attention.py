@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -363,17 +364,24 @@ def test_what_does_not_fit_is_said_before_anything_moves() -> None:
     assert attention._comm.books.num_calls == ulysses._comm.books.num_calls == 0
 
 
-def test_graphs_outlive_neither_their_plan_nor_their_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_keep_their_plans_but_do_not_outlive_their_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_plans, "_MAX_PLANS", 2)
     attention, (q, k, v), layout, split = attention_and_inputs()
-    first = attention(q, k, v, layout, split)
-    others = [attention(q, k, v, layout_of("dense causal"), split) for _ in range(2)]
-    others[0].sum().backward()
-    with pytest.raises(RuntimeError, match="planned for more than 2 layouts since this forward; run its backward earl"):
-        first.sum().backward()
+    layouts = [weakref.ref(layout)]
+    outs = [attention(q, k, v, layout, split)]
+    for _ in range(3):
+        layout = layout_of("dense causal")
+        layouts.append(weakref.ref(layout))
+        outs.append(attention(q, k, v, layout, split))
+    assert len(attention._plans._planned) == 4
+    for out in outs[:3]:
+        out.sum().backward()
+    del out, outs[:3]
+    assert len(attention._plans._planned) == 2
+    assert [each() is None for each in layouts] == [True, True, False, False]
     attention.close()
     with pytest.raises(RuntimeError, match="context_attention_backward of an engine that is closed"):
-        others[1].sum().backward()
+        outs[0].sum().backward()
 
 
 def test_a_gradient_of_a_gradient_raises() -> None:

@@ -1,9 +1,13 @@
-"""What is planned for layouts and splits, by number, which is what a registered op can be given."""
+"""What is planned for layouts and splits, by number, which is what a registered op can be given.
+
+A graph keeps the plan that its backward needs; besides, the plans used last are kept.
+"""
 
 from __future__ import annotations
 
 import itertools
 import uuid
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -17,7 +21,7 @@ from shardwise.context.steps import Piece
 from shardwise.context.travel import Course
 from shardwise.layout.token_split import TokenSplit
 
-_MAX_PLANS: Final = 256
+_MAX_PLANS: Final = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +51,7 @@ def _of_heads(piece: Piece | None, heads: tuple[int, int]) -> Piece | None:
 
 
 class KeptPlans:
-    """What is planned, by number: those used last, and those that compiled code knows.
+    """What is planned, by number, as long as someone has it: a graph, compiled code, or this, of those used last.
 
     Args:
         comm: over the `cp` axis.
@@ -61,57 +65,46 @@ class KeptPlans:
         self.name = uuid.uuid4().hex
         self._comm, self._section = comm, section
         self._numbers = itertools.count()
-        self._placed: dict[tuple[BlockLayout, TokenSplit], int] = {}
-        self._planned: dict[int, tuple[tuple[BlockLayout, TokenSplit], Planned]] = {}
-        self._for_good: dict[int, Planned] = {}
+        self._planned: weakref.WeakValueDictionary[int, Planned] = weakref.WeakValueDictionary()
+        self._last: dict[tuple[BlockLayout, TokenSplit], tuple[int, Planned]] = {}
+        self._for_good: list[Planned] = []
 
         # A function, as compiled code takes no method for a constant.
         def place_for_good(place: tuple[Any, ...], layout: BlockLayout) -> int:
-            number = next(self._numbers)
-            self._for_good[number] = self._make(layout, TokenSplit(*place))
+            number, planned = self._make(layout, TokenSplit(*place))
+            self._for_good.append(planned)
             return number
 
         self.place_for_good = place_for_good
 
     def place(self, layout: BlockLayout, split: TokenSplit) -> int:
-        """The number of a layout's plan, which is made unless it is there."""
+        """The number of a layout's plan, which is made unless it is among those used last."""
         key = (layout, split)
-        if key not in self._placed:
-            planned = self._make(layout, split)  # it may raise: a number stands for nothing but a plan
-            number = self._placed[key] = next(self._numbers)
-            self._planned[number] = key, planned
-            if len(self._planned) > _MAX_PLANS:
-                oldest, _ = self._planned.pop(next(iter(self._planned)))
-                del self._placed[oldest]
-        return self._placed[key]
+        found = self._last.pop(key, None) or self._make(layout, split)
+        while len(self._last) >= _MAX_PLANS:
+            del self._last[next(iter(self._last))]
+        self._last[key] = found
+        return found[0]
 
     def find(self, number: int) -> Planned:
-        """The plan of a number, which is then the one used last.
-
-        Raises:
-            RuntimeError: it is gone.
-        """
-        if number in self._for_good:
-            return self._for_good[number]
-        if number not in self._planned:
-            raise RuntimeError(
-                f"context attention has planned for more than {_MAX_PLANS} layouts since this forward; run its "
-                "backward earlier"
-            )
-        self._planned[number] = self._planned.pop(number)
-        return self._planned[number][1]
+        """The plan of a number; whoever asks again later keeps it till then."""
+        return self._planned[number]
 
     def clear(self) -> None:
-        """Forget all."""
-        self._placed.clear()
-        self._planned.clear()
+        """Forget all that graphs do not keep."""
+        self._last.clear()
         self._for_good.clear()
 
-    def _make(self, layout: BlockLayout, split: TokenSplit) -> Planned:
+    def _make(self, layout: BlockLayout, split: TokenSplit) -> tuple[int, Planned]:
         rank, size = self._comm.rank, team_size(self._section, self._comm.world_size)
         teams, index = split.teams(size), rank % size
         first = rank - index
         steps = plan_steps(layout, teams, rank // size, one_by_one=self._section.transport == "ring")
         peers = tuple(range(index, split.degree, size))
         course = Course(self._comm, peers, teams.shares[rank // size], steps)
-        return Planned(Team(self._comm, split.shares[first : first + size], index), course)
+        number, planned = (
+            next(self._numbers),
+            Planned(Team(self._comm, split.shares[first : first + size], index), course),
+        )
+        self._planned[number] = planned
+        return number, planned

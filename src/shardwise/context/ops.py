@@ -80,6 +80,8 @@ def _function(ops: ContextOps) -> Callable[..., Tensor]:
             out, lse = ops.attend_in_steps(q, k, v, *extra)
             ctx.save_for_backward(q, k, v, out, lse, *tensors)
             ctx.others, ctx.num_heads, ctx.size = extra[4:], num_heads, size
+            if not torch.compiler.is_compiling():  # whose plans are kept for good
+                ctx.planned = ops.plans.find(plan)
             if size > 1:
                 out = ops.to_tokens([out], num_heads[:1], plan).transpose(1, 2)
             return out.detach()  # not a view to autograd, which could not be changed in place

@@ -6,6 +6,20 @@ tokens, go the other way (pushed): the queries travel to the keys, and partial r
 same steps: gradients of what was received go back where it came from.
 
 Ranks here are those of the axis, or teams of them where heads are exchanged first (`TokenSplit.teams`).
+
+Over dp_shard=2 x cp=2, ranks (0, 1) share the tokens of one batch and (2, 3) those of another. Of 8 tokens under causal
+attention, ranks 0 and 2, the first of their `cp` axis, have the first and the last chunk of a zigzag. In a ring they
+compute those alone first; then the other rank's keys come, for the queries that see them:
+
+>>> from shardwise.attention.dense import dense_layout
+>>> from shardwise.context.plan import plan_steps
+>>> from shardwise.layout.token_split import zigzag
+>>> split = zigzag(8, degree=2)
+>>> split.shares[0]
+((0, 2), (6, 8))
+>>> own, second = plan_steps(dense_layout(8, causal=True), split, rank=0, one_by_one=True)
+>>> own.is_moving, second.received_keys, second.pulled.queries, second.sent_keys
+(False, {1: ((2, 6),)}, ((6, 8),), {1: ((0, 2),)})
 """
 
 from __future__ import annotations
