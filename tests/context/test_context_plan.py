@@ -76,12 +76,13 @@ def check(layout, split, one_by_one):
             share = split.shares[rank]
             has_own = at == 0
             check_exchange(allowed, split, steps, rank)
-            for piece, queries, keys in (
-                (step.pulled, share, join([*step.received_keys.values(), *([share] if has_own else [])])),
-                (step.pushed, join(step.received_queries.values()), share),
+            received_keys, queries_there = step.received_keys, join(step.received_queries.values())
+            for piece, received, queries, keys in (
+                (step.pulled, received_keys, share, join([*received_keys.values(), *([share] if has_own else [])])),
+                (step.pushed, queries_there, queries_there, share),
             ):
                 if piece is None:
-                    assert not step.received_keys if piece is step.pulled else not queries
+                    assert not received
                     continue
                 assert intersect(piece.queries, queries) == piece.queries != ()
                 assert piece.keys == keys

@@ -38,10 +38,23 @@ def pack(tensors: Sequence[Tensor], rows: Runs) -> Tensor:
     message = blank(tensors[0], count_tokens(rows), num=len(tensors))
     before = 0
     for start, stop in rows:
-        for index, tensor in enumerate(tensors):
-            message[before : before + stop - start, index].copy_(tensor[:, :, start:stop].permute(2, 0, 1, 3))
+        copy_run(message, before, tensors, start, stop)
         before += stop - start
     return message
+
+
+def copy_run(message: Tensor, first: int, tensors: Sequence[Tensor], start: int, stop: int) -> None:
+    """Copy neighbouring rows of several tensors into a message.
+
+    Args:
+        message: [rows, tensors, B, H, D].
+        first: of its rows, where they go.
+        tensors: [B, H, n, D] each.
+        start: the first of the n.
+        stop: the one behind the last.
+    """
+    for index, tensor in enumerate(tensors):
+        message[first : first + stop - start, index].copy_(tensor[:, :, start:stop].permute(2, 0, 1, 3))
 
 
 def unpack(message: Tensor) -> list[Tensor]:

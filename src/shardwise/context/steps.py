@@ -55,8 +55,9 @@ class Step:
         received_keys: by rank, its tokens whose keys and values come from it.
         sent_queries: by rank, the own tokens whose queries it gets, and answers with partial results.
         received_queries: by rank, its tokens whose queries come from it.
-        pulled: own queries over received keys, and over own ones in the step that has them; None where nothing is seen.
-        pushed: received queries, ascending over all ranks, over own keys; None where there are none.
+        pulled: own queries over received keys, and over own ones in the step that has them; None where nothing is seen,
+            and so never where keys are received.
+        pushed: all received queries, ascending over all ranks, over own keys; None where there are none.
         is_moving: whether anything moves between any ranks; all of them know alike.
         is_answered: whether any queries move.
     """

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from shardwise.attention.backends import wide_dtype
 from shardwise.comm import Comm
-from shardwise.context.messages import Landing, blank, pack, put, take, unpack
+from shardwise.context.messages import Landing, blank, copy_run, pack, take, unpack
 from shardwise.context.steps import Piece, Step
 from shardwise.context.sums import OwnGrads
-from shardwise.layout.runs import Runs, count_tokens, intersect, join, local
+from shardwise.layout.runs import Runs, count_tokens, intersect, local
 from shardwise.pending import Pending
 
 Messages = dict[int, list[Tensor]]
@@ -68,14 +68,12 @@ class Arrival:
         for team, runs in step.sent_queries.items():
             rows = local(runs, course.own)
             sends.setdefault(team, []).extend(pack(each, rows) for each in (with_queries, column) if each)
-        if step.received_keys:
-            tokens = join(step.received_keys.values()) if step.pulled is None else step.pulled.keys
-            self._landings["keys"] = _landing((k, v), tokens, step.received_keys)
-        if step.received_queries:
-            tokens = join(step.received_queries.values())
-            self._landings["queries"] = _landing(with_queries, tokens, step.received_queries)
+        if step.pulled is not None and step.received_keys:
+            self._landings["keys"] = _landing((k, v), step.pulled.keys, step.received_keys)
+        if step.pushed is not None:
+            self._landings["queries"] = _landing(with_queries, step.pushed.queries, step.received_queries)
             if column:
-                self._landings["lses"] = _landing(column, tokens, step.received_queries)
+                self._landings["lses"] = _landing(column, step.pushed.queries, step.received_queries)
         receives: Messages = {}
         for landing in self._landings.values():
             for team, buffer in landing.buffers.items():
@@ -93,9 +91,9 @@ class Arrival:
         if "keys" not in self._landings:
             return self.own_keys(piece)
         whole = self._landings["keys"].settle()
-        kept = intersect(piece.keys, self._own)
-        if kept:
-            put(whole, local(kept, piece.keys), pack(self._own_kv, local(kept, self._own)))
+        for run in intersect(piece.keys, self._own):  # each is one run among both
+            ((first, _),), ((start, stop),) = local((run,), piece.keys), local((run,), self._own)
+            copy_run(whole, first, self._own_kv, start, stop)
         k, v = unpack(whole)
         return k, v
 
@@ -144,6 +142,7 @@ class Answers:
             self._sends[team] = [pack((out,), rows), pack((lse.unsqueeze(-1),), rows)]
 
     def start(self) -> None:
+        """Start to move them."""
         self._pending = self._course.exchange(self._sends, self._receives, "answers")
         self._sends = {}
 
