@@ -173,3 +173,10 @@ def test_an_output_is_in_its_form_whatever_came_first() -> None:
     assert torch.equal(output.result()[0], out)
     assert torch.equal(output.result()[1], lse)
     assert output.result()[0].transpose(1, 2).is_contiguous()
+
+
+def test_numbers_that_are_not_floating_are_refused_under_autocast_too() -> None:
+    attention = ContextAttention(simulated(2), TRANSPORTS["ring"])
+    q, k, v = (each.detach().long() for each in own_tensors(2))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigError, match="give all in one floating dtype"):
+        attention(q, k, v, layout_of("dense"), contiguous(TOKENS, 2))
