@@ -130,6 +130,12 @@ def test_a_chosen_token_layout_is_marked_and_heads_that_cannot_be_exchanged_are_
     )
 
 
+def test_no_token_layout_is_taken_where_all_ranks_have_all_tokens(capsys):
+    lines = shown(capsys, *DENSE, "--cp", "2", "context.transport=ulysses")
+    assert lines[2] == "token layout   most work    keys that travel in a ring; even by ulysses, with any"
+    assert "taken by" not in "\n".join(lines)
+
+
 def test_bytes_are_those_of_a_tensor_parallel_rank_and_of_its_samples(capsys):
     one = shown(capsys, *DENSE, "--cp", "2")[7].split()
     half = shown(capsys, *DENSE, "--cp", "2", "mesh.tp=2")[7].split()
