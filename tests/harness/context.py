@@ -23,9 +23,9 @@ from shardwise.config import ContextConfig
 from shardwise.dropout import probability_hashes
 from shardwise.layout.runs import Runs
 
-SAMPLES, HEADS, TOKENS, HEAD_DIM, BLOCK, RATE = 2, 4, 96, 8, 8, 0.25
+SAMPLES, HEADS, TOKENS, HEAD_DIM, BLOCK, RATE = 2, 8, 96, 8, 8, 0.25
 
-KV_HEADS = {"mha": 4, "pairs": 2, "mqa": 1}
+KV_HEADS = {"mha": 8, "pairs": 4, "fours": 2, "mqa": 1}
 TRANSPORTS: Mapping[str, ContextConfig] = {
     "ring": ContextConfig(transport="ring"),
     "all-gather": ContextConfig(transport="all-gather"),
