@@ -25,6 +25,7 @@ from shardwise._torch_private import is_fake
 from shardwise.attention.huggingface import attends_causally
 from shardwise.attention.spread import sequence_mask
 from shardwise.config import ConfigError
+from shardwise.context.sequences import take_tokens
 from shardwise.layout.runs import Runs
 from shardwise.layout.token_split import TokenSplit
 
@@ -110,20 +111,27 @@ def split_inputs(model: nn.Module, inputs: Mapping[str, Any], split_of: SplitOf,
     """
     inner = next(_inner(model))
     main = inputs.get("input_ids") if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
-    if not isinstance(main, Tensor) or main.dim() < 2:
-        raise ConfigError("the batch has no input_ids [B, S] or inputs_embeds [B, S, D] for mesh.cp to split")
+    if not isinstance(main, Tensor) or main.dim() < 2 or not main.shape[1]:
+        raise ConfigError(
+            "the batch has no input_ids [B, S] or inputs_embeds [B, S, D] for mesh.cp to split; give one of 1 or more "
+            "tokens, or set mesh.cp=1"
+        )
     num_samples, num_tokens = main.shape[:2]
     _refuse_whole(inputs, num_samples, num_tokens)
     lengths = _document_lengths(model, inputs, num_samples, num_tokens)
     tokens = split_of(lengths).shares[rank]
-    own = {name: _cut(value, tokens) for name, value in inputs.items() if name not in _REPLACED}
+    own = {
+        name: take_tokens(value, tokens) if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+        if name not in _REPLACED
+    }
     mask = inputs.get("attention_mask")
     real = mask.bool() if mask is not None and (is_fake(mask) or not mask.all()) else None  # [B, S]
     told = sequence_mask(num_samples, lengths, real).to(main.device)  # [B, 1, 1, S]
     positions = inputs.get("position_ids")
     if positions is None:
         positions = _own_positions(model, inputs, num_tokens)
-    own |= {"attention_mask": told, "position_ids": _cut(positions.to(main.device), tokens)}
+    own |= {"attention_mask": told, "position_ids": take_tokens(positions.to(main.device), tokens)}
     if "use_cache" in inspect.signature(inner.forward).parameters:
         own["use_cache"] = False  # one of some tokens would serve nobody
     if inputs.get("labels") is None:
@@ -139,7 +147,7 @@ def _targets(inner: Any, inputs: Mapping[str, Any], tokens: Runs) -> tuple[dict[
     if shifts:
         shifted = inputs.get("shift_labels")
         whole = F.pad(whole[:, 1:], (0, 1), value=_IGNORED) if shifted is None else shifted
-    own = _cut(whole, tokens)  # [B, n]
+    own = take_tokens(whole, tokens)  # [B, n]
     num_own, num_whole = ((each != _IGNORED).sum().double() for each in (own, whole))
     first, others = own.flatten().tensor_split([1])
     # A mean over no targets is NaN, which no weight makes 0; so there a target counts whose weight is 0.
@@ -248,13 +256,6 @@ def _own_positions(model: nn.Module, inputs: Mapping[str, Any], num_tokens: int)
 def _counts_mask(module: nn.Module) -> bool:
     """Whether a module finds positions by counting what a mask keeps, as OPT's."""
     return isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
-
-
-def _cut(value: Any, tokens: Runs) -> Any:
-    """The tokens of a tensor of [B, S, ...], one run behind another; what is no tensor as it is."""
-    if not isinstance(value, Tensor):
-        return value
-    return torch.cat([value[:, start:stop] for start, stop in tokens], 1)
 
 
 def _inner(model: nn.Module) -> Iterator[Any]:

@@ -1,19 +1,23 @@
 """How the engine splits a batch of whole sequences: not at all, or each rank of the `cp` axis takes its tokens.
 
-Every tensor of a batch whose dim 1 is the sequence is cut to the rank's tokens, ascending; the others stay. So targets,
-one for each token, are those that the data have shifted already: a loss that shifts them itself would do so at every
-edge of the rank's runs.
+Every tensor of a batch whose dim 1 is the sequence is cut to the rank's tokens, ascending, however deep it lies; the
+others stay. Dim 1 is known by its size: what has as many there by chance is cut too, so give that another shape, such
+as [samples, 1, size]. Targets, one for each token, are those that the data have shifted already: a loss that shifts
+them itself would do so at every edge of the rank's runs.
 
->>> batch = (torch.arange(8).view(1, 8), torch.arange(1, 9).view(1, 8))
->>> tokens, targets = cut_batch(batch, batch[0], ((0, 2), (6, 8)))
->>> tokens, targets
-(tensor([[0, 1, 6, 7]]), tensor([[1, 2, 7, 8]]))
+With cp=2 and tp=2, ranks 0 and 1 are one tensor-parallel group and take the same tokens, ranks 2 and 3 the others. Of 8
+tokens in zigzag the first two have these, where a tensor of one value for each sample stays whole:
+
+>>> batch = (torch.arange(8).view(1, 8), {"targets": torch.arange(1, 9).view(1, 8), "weights": torch.ones(1)})
+>>> tokens, others = cut_batch(batch, batch[0], ((0, 2), (6, 8)))
+>>> tokens, others
+(tensor([[0, 1, 6, 7]]), {'targets': tensor([[1, 2, 7, 8]]), 'weights': tensor([1.])})
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -105,11 +109,21 @@ class SplitSequences:
         return Share(own, {**given, POSITIONS: positions_of(tokens, main.device)}, tokens)
 
 
-def by_name(inputs: Any, names: Iterable[str]) -> Mapping[str, Any]:
-    """What a model is given, as keyword arguments: `names` are those of its forward, in order."""
+def by_name(inputs: Any, names: Collection[str]) -> Mapping[str, Any]:
+    """What a model is given, as keyword arguments: `names` are those of its forward, in order.
+
+    Raises:
+        ConfigError: there are more inputs than names.
+    """
     if isinstance(inputs, Mapping):
         return inputs
-    return dict(zip(names, inputs if isinstance(inputs, list | tuple) else [inputs], strict=False))
+    values = inputs if isinstance(inputs, list | tuple) else [inputs]
+    if len(values) > len(names):
+        raise ConfigError(
+            f"the batch has {len(values)} inputs and the model's forward takes {len(names)} ({', '.join(names)}); give "
+            "as many, or a loss_fn and the rest of the batch behind the inputs"
+        )
+    return dict(zip(names, values, strict=False))
 
 
 def _any_length(length: int) -> None:
@@ -122,16 +136,13 @@ def main_input(inputs: Any) -> Tensor:
     Raises:
         ConfigError: none may.
     """
-    if isinstance(inputs, Mapping):
-        for name in _MAIN_INPUTS:
-            if isinstance(inputs.get(name), Tensor):
-                found: Tensor = inputs[name]
-                return found
-    for leaf in pytree.tree_leaves(inputs):
-        if isinstance(leaf, Tensor) and leaf.dim() >= 2:
+    named = [inputs.get(name) for name in _MAIN_INPUTS] if isinstance(inputs, Mapping) else []
+    for leaf in [*named, *pytree.tree_leaves(inputs)]:
+        if isinstance(leaf, Tensor) and leaf.dim() >= 2 and leaf.shape[1]:
             return leaf
     raise ConfigError(
-        "the batch has no tensor of [samples, tokens, ...] that mesh.cp could split; give one, or set mesh.cp=1"
+        "the batch has no tensor of [samples, tokens, ...] that mesh.cp could split; give one of 1 or more tokens, or "
+        "set mesh.cp=1"
     )
 
 
