@@ -33,13 +33,13 @@ DROPOUT: Final = 0.2
 VOCAB_SIZE: Final = 29
 LENGTHS: Final = (32, 16)  # of even and of odd batches
 
-# By name: the attention, and the KV heads of 4 query heads.
-MODELS: Final[Mapping[str, tuple[AttentionConfig, int]]] = MappingProxyType(
+# By name: the attention, query heads and KV heads.
+MODELS: Final[Mapping[str, tuple[AttentionConfig, int, int]]] = MappingProxyType(
     {
-        "dense": (AttentionConfig(), 1),
-        "fixed": (AttentionConfig(kind="fixed", block=2, num_local_blocks=2), 2),
-        "window": (AttentionConfig(kind="sliding-window", block=2, num_sliding_window_blocks=3), 4),
-        "bigbird": (AttentionConfig(kind="bigbird", block=2, different_layout_per_head=True), 2),
+        "dense": (AttentionConfig(), 4, 1),
+        "fixed": (AttentionConfig(kind="fixed", block=2, num_local_blocks=2), 8, 2),
+        "window": (AttentionConfig(kind="sliding-window", block=2, num_sliding_window_blocks=3), 4, 4),
+        "bigbird": (AttentionConfig(kind="bigbird", block=2, different_layout_per_head=True), 4, 2),
     }
 )
 
@@ -115,12 +115,12 @@ def train_whole(
 
 
 def _decoder(name: str, drops: bool) -> Decoder:
-    attention, num_kv_heads = MODELS[name]
+    attention, num_heads, num_kv_heads = MODELS[name]
     config = DecoderConfig(
         vocab_size=VOCAB_SIZE,
         num_layers=2,
         hidden_size=16,
-        num_heads=4,
+        num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=6,
         ffn_size=24,

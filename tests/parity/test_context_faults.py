@@ -1,0 +1,137 @@
+"""Ranks of one sequence that die, raise or go another way: the others say who and in which exchange, and in time."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from harness.pool import RankError, WorkerPool
+from harness.reference import check_parity
+from harness.split_sequences import batches_of, make_case, train_split, train_whole
+from harness.training import make_config, merge_ranks
+from shardwise import Engine, initialize
+
+TIMEOUT_S, SHORT_S = 15.0, 3.0
+
+
+def make_engine(num_ranks: int, timeout_s: float, transport: str = "ring", **run: Any) -> Engine:
+    case = make_case("bigbird")
+    overrides = {
+        "mesh": {"cp": num_ranks},
+        "context": {"transport": transport},
+        "run": {"device": "cpu", "timeout_s": timeout_s, "watchdog_s": 1.0, **run},
+    }
+    return initialize(case.build(torch.float64), make_config(1, overrides), loss_fn=case.loss)
+
+
+def error_of_a_step(engine: Engine) -> str:
+    """Its first line."""
+    try:
+        engine.train_step(batches_of(engine, make_case("bigbird"), 0, 1))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return ""
+
+
+def die_in_an_exchange(rank: int, world_size: int, transport: str, number: int, told: Path) -> None:
+    """The last rank is killed in the midst of an exchange, whose messages may be on their way; the others write."""
+    engine = make_engine(world_size, TIMEOUT_S, transport)
+    exchange, num_exchanges = engine._comms.context.exchange, 0
+
+    def exchange_or_die(*args: Any) -> Any:
+        nonlocal num_exchanges
+        num_exchanges += 1
+        pending = exchange(*args)
+        if rank == world_size - 1 and num_exchanges == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return pending
+
+    engine._comms.context.exchange = exchange_or_die  # type: ignore[method-assign]
+    start_s = time.monotonic()
+    text = error_of_a_step(engine)
+    is_in_time = time.monotonic() - start_s < TIMEOUT_S
+    (told / str(rank)).write_text(text if is_in_time else f"late: {text}")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "transport", "number", "names"),
+    [(2, "ring", 1, "keys"), (4, "ring", 8, "keys|gradients"), (2, "ulysses", 3, "heads|tokens")],
+    ids=["forward", "backward", "heads"],
+)
+def test_a_rank_killed_in_an_exchange_is_named_by_the_others(
+    ranks: WorkerPool, tmp_path: Path, num_ranks: int, transport: str, number: int, names: str
+) -> None:
+    last = num_ranks - 1
+    with pytest.raises(RankError, match=f"rank {last} of {num_ranks} died"):
+        ranks(num_ranks).run(die_in_an_exchange, transport, number, tmp_path)
+    texts = [each.read_text() for each in tmp_path.iterdir()]  # of those that the pool has left the time
+    expected = (
+        rf"CommError: rank \d failed in exchange #\d+ of context ({names}) over cp .*: rank {last} does not answer"
+    )
+    assert texts
+    assert all(re.match(expected, each) for each in texts), texts
+
+
+def raise_in_a_layer(engine: Engine) -> None:
+    def fail(module: nn.Module, args: Any) -> None:
+        raise RuntimeError("a bad layer")
+
+    engine.model.blocks[1].attention.register_forward_pre_hook(fail)
+
+
+def skip_attention(engine: Engine) -> None:
+    engine.model.blocks[0].attention.attend = lambda q, *_: q
+
+
+def go_another_way(rank: int, world_size: int, alter: Callable[[Engine], None], checks: bool, told: Path) -> None:
+    """Rank 1's model is another; both write what they say, and fail, so that the pool ends them with all under way."""
+    engine = make_engine(world_size, SHORT_S, check_collectives=checks)
+    if rank == 1:
+        alter(engine)
+    (told / f"{rank}.part").write_text(error_of_a_step(engine))
+    (told / f"{rank}.part").rename(told / str(rank))
+    while not (told / "0").exists():
+        time.sleep(0.05)
+    raise RuntimeError("told")
+
+
+def texts_told(ranks: WorkerPool, alter: Callable[[Engine], None], checks: bool, folder: Path) -> dict[str, str]:
+    """By rank; rank 0 tells."""
+    with pytest.raises(RankError, match="told"):
+        ranks(2).run(go_another_way, alter, checks, folder)
+    return {each.name: each.read_text() for each in folder.iterdir()}
+
+
+def test_a_rank_that_raises_amid_a_layer_is_named_by_the_other(ranks: WorkerPool, tmp_path: Path) -> None:
+    texts = texts_told(ranks, raise_in_a_layer, False, tmp_path)
+    waiting = texts["0"]
+    assert texts["1"] == "RuntimeError: a bad layer"
+    assert re.match(r"CommError: rank 0 failed in exchange #\d+ of context keys over cp", waiting), waiting
+    assert re.search(r"rank 1 has not started exchange #\d+ of context keys: it is at test_context_faults.py", waiting)
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_ranks_that_go_different_ways_are_told_where(ranks: WorkerPool, checks: bool, tmp_path: Path) -> None:
+    first = texts_told(ranks, skip_attention, checks, tmp_path)["0"]
+    assert re.search(r"rank 0 waits in exchange #\d+ of context keys .*; rank 1 waits in \w+ #\d+ of ", first), first
+    assert ("rank 1 did not come to exchange #" in first) == checks
+
+
+@pytest.mark.parametrize("transport", ["ring", "ulysses"])
+def test_checked_collectives_train_alike(ranks: WorkerPool, transport: str) -> None:
+    overrides = {
+        "mesh": {"cp": 2, "tp": 2},
+        "run": {"check_collectives": True},
+        "context": {"transport": transport},
+        "zero": {"stage": 3},
+    }
+    check_parity(merge_ranks(ranks(4).run(train_split, "bigbird", overrides)), train_whole("bigbird", 1))
