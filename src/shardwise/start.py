@@ -58,7 +58,8 @@ def initialize(
             everybody's. It is changed in place: parameters move to the engine's buffers and dtype.
         config: as written by the user; it is resolved for the world size here.
         loss_fn: `loss_fn(output, batch)` returns the loss's sum and the count of what is summed, or a scalar, which
-            counts as one; without it the model's own output carries the loss.
+            counts as one; without it the model's own output carries the loss. Where `mesh.cp` splits sequences a scalar
+            is of this rank's tokens, and all ranks weigh alike: give sum and count where not every token counts.
         optimizer: None for the one the config names; a torch optimizer over the model's parameters, whose groups keep
             their meaning; or a function from parameter groups to an optimizer. Element-wise ones only.
         scheduler: None for the one the config names, or a torch scheduler on the given optimizer.

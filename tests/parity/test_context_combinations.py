@@ -162,11 +162,12 @@ def test_a_rank_none_of_whose_targets_counts(ranks: WorkerPool, token_layout: st
 
 
 def padded_batch(seed: int) -> dict[str, Any]:
-    """Rows of 7 and 5 real tokens of 16, so that a second half is padding alone."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(4, VOCAB_SIZE, (2, 16), generator=generator)  # [B, S]
-    mask = (torch.arange(16) < torch.tensor([[7], [5]])).long()  # [B, S]
-    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.where(mask.bool(), IGNORED)}
+    """Rows whose last 7 and 5 tokens of 16 are real, so that the first half is padding alone."""
+    tokens = torch.randint(4, VOCAB_SIZE, (2, 16), generator=torch.Generator().manual_seed(seed))  # [B, S]
+    starts = torch.tensor([[9], [11]])
+    has_target = torch.arange(16) > starts  # the first real token is no target: a token that sees nothing precedes it
+    mask = (torch.arange(16) >= starts).long()  # [B, S]
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.where(has_target, IGNORED)}
 
 
 def llama() -> nn.Module:
