@@ -1,0 +1,72 @@
+"""What a model is given for split sequences, and how it is taken back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.split_sequences import make_case
+from shardwise.comm import Comm
+from shardwise.config import Config, ConfigError
+from shardwise.context.given import check_context, give_context
+from shardwise.context.sequences import WholeSequences
+from shardwise.models import Decoder
+from shardwise.pool import BufferPool
+from shardwise.simulated_links import SimulatedLinks
+from shardwise.streams import Streams
+
+
+def simulated(num_ranks: int) -> Comm:
+    device = torch.device("cpu")
+    return Comm(SimulatedLinks(0, num_ranks, "gloo"), "cp", device, 5.0, Streams(device), BufferPool(device))
+
+
+def config_of(cp: int) -> Config:
+    return Config.from_dict({"mesh": {"cp": cp}, "run": {"device": "cpu"}}).resolve(cp)
+
+
+def decoder() -> Decoder:
+    model = make_case("fixed").build(torch.float64)
+    assert isinstance(model, Decoder)
+    return model
+
+
+def test_a_model_is_as_before_when_all_is_undone() -> None:
+    model, tokens = decoder(), torch.arange(16).view(1, 16)
+    before = [block.attention.attend for block in model.blocks]
+    expected = model(tokens)
+    given = give_context(model, config_of(2), simulated(2))
+    share = given.sequences.share(tokens, has_more=False)
+    out: Tensor = model(**share.inputs)  # [1, 8, V]
+    assert out.shape[1] == 8
+    assert model(tokens).equal(expected)  # the model called by itself computes whole sequences
+    for undo in reversed(given.undo):
+        undo()
+    assert [block.attention.attend for block in model.blocks] == before
+    with pytest.raises(RuntimeError, match="of an engine that is closed"):
+        out.sum().backward()
+
+
+def test_layers_that_share_their_attention_share_what_is_planned() -> None:
+    model = decoder()
+    assert len({id(block.attention.attend) for block in model.blocks}) == 1
+    given = give_context(model, config_of(2), simulated(2))
+    assert len({id(block.attention.attend) for block in model.blocks}) == 1
+    for undo in reversed(given.undo):
+        undo()
+
+
+def test_one_rank_keeps_its_batches_and_its_attention() -> None:
+    model = decoder()
+    attend = model.blocks[0].attention.attend
+    given = give_context(model, config_of(1), simulated(1))
+    assert isinstance(given.sequences, WholeSequences)
+    assert given.undo == []
+    assert model.blocks[0].attention.attend is attend
+
+
+def test_heads_that_cannot_be_exchanged_are_refused() -> None:
+    config = config_of(3).override(["context.transport=ulysses"])
+    with pytest.raises(ConfigError, match=r"mesh.cp=3 does not divide 8 query heads"):
+        check_context(decoder(), config)
