@@ -74,8 +74,10 @@ def test_a_rank_killed_in_an_exchange_is_named_by_the_others(
     with pytest.raises(RankError, match=f"rank {last} of {num_ranks} died"):
         ranks(num_ranks).run(die_in_an_exchange, transport, number, tmp_path)
     texts = [each.read_text() for each in tmp_path.iterdir()]  # of those that the pool has left the time
+    # The first of several to report ends too, and those that report after it may find it dead.
+    named = str(last) if num_ranks == 2 else r"\d"
     expected = (
-        rf"CommError: rank \d failed in exchange #\d+ of context ({names}) over cp .*: rank {last} does not answer"
+        rf"CommError: rank \d failed in exchange #\d+ of context ({names}) over cp .*: rank {named} does not answer"
     )
     assert texts
     assert all(re.match(expected, each) for each in texts), texts

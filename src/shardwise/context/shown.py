@@ -30,7 +30,7 @@ def figures_of_ranks(layout: BlockLayout, sizes: Sizes, section: ContextConfig, 
     """Each token layout's balance, and the bytes that each transport sends, the mean over ranks.
 
     Keys are sent between ranks, or between teams of `heads_over` ranks where the section has some. For ulysses there is
-    nothing to choose, so the table is that of a ring.
+    nothing to choose, so the table is that of a ring, and says so.
 
     Args:
         layout: of the whole sequence and all heads.
@@ -42,18 +42,19 @@ def figures_of_ranks(layout: BlockLayout, sizes: Sizes, section: ContextConfig, 
         ConfigError: the sequence does not divide, or the teams do not.
     """
     check_team(section, degree)
-    size = (section.heads_over or 1) if section.transport != "ulysses" else 1
+    is_even = section.transport == "ulysses"
+    size = 1 if is_even else section.heads_over or 1
     chosen = choose_split(section.token_layout, layout, degree, size)
     by = "auto" if section.token_layout == "auto" else "the config"
     of_teams = f", {degree // size} teams of {size} ranks" if size > 1 else ""
     others = "other teams'" if size > 1 else "other ranks'"
     lines = [
         f"ranks        cp={degree}, {chosen.own_size:,} tokens of a sequence each{of_teams}",
-        "token layout   most work    keys that travel",
+        f"token layout   most work    keys that travel{' in a ring; even by ulysses, with any' if is_even else ''}",
     ]
     for kind, work, traffic in balance_table(layout, degree, size):
         line = f"{_INDENT}{kind:<13}{f'{work:.2f} x mean':<13}{100 * traffic:.3g} % of {others}"
-        lines.append(f"{line}, taken by {by}" if kind == chosen.kind else line)
+        lines.append(f"{line}, taken by {by}" if kind == chosen.kind and not is_even else line)
     lines.append("sent         by a rank, a layer and micro-batch")
     if size > 1:
         lines.append(_sent(f"{size} x {section.transport}", layout, chosen, sizes, size))
