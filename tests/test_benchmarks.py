@@ -1,4 +1,4 @@
-"""Benchmarks run and write what they measured: checkpoints, host steps, pipelines, attention. Not asked how fast."""
+"""Benchmarks run and write what they measured: checkpoints, steps on the host, pipelines, attention. Not how fast."""
 
 from __future__ import annotations
 
@@ -98,6 +98,21 @@ def test_attention_is_measured(tmp_path: Path) -> None:
         for row in rows.values():
             assert row["efficiency"] == pytest.approx(row["speed_up"] * row["density"])
             assert 0.4 < row["density"] <= 1
+
+
+def test_split_sequences_are_measured(tmp_path: Path) -> None:
+    kept = tmp_path / "measured.json"
+    options = ["--quick", "--lengths", "128", "--systems", "hand,ring", "--json", str(kept)]
+    command = [sys.executable, str(BENCHMARKS / "context.py"), *options]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-2000:]
+    content = json.loads(kept.read_text())
+    hand, ring = content["results"][0]["systems"]
+    assert ring["losses"] == pytest.approx(hand["losses"], rel=1e-5)
+    for row in content["memory"]:
+        if row["transport"] != "ulysses":  # which keeps the output twice
+            one = row["activation_bytes"][0]
+            assert row["activation_bytes"] == pytest.approx([one, one / 2, one / 4, one / 8], rel=0.1)
 
 
 @pytest.mark.parametrize("of_length", [lambda n: 3 * n + 70, lambda n: n * n // 50 + n, lambda n: 10**7])
