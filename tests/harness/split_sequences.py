@@ -7,23 +7,20 @@ the sequence, not on the rank that computes it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from harness.models import IGNORED, ModelCase
-from harness.reference import Trace, train_reference
-from harness.tensor import CLIP_NORM, MICRO_SIZE, SEED, first_sample, step_batches
-from harness.training import Overrides, make_config, make_optimizer
-from shardwise import Engine, initialize
+from harness.reference import Trace
+from harness.tensor import train_on_mesh, train_plainly
+from harness.training import Overrides
 from shardwise.config import AttentionConfig
-from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.models import Decoder, lm_loss
 from shardwise.models.decoder import Block, DecoderConfig
 
@@ -75,43 +72,16 @@ def train_split(
     num_micro_batches: int = NUM_MICRO_BATCHES,
     num_steps: int = NUM_STEPS,
 ) -> Trace:
-    """Train on one rank of a mesh; the trace has no gradients, since the engine's are slices; norms are in it."""
-    settings = {"optimizer": {"clip_norm": CLIP_NORM}, "run": {"seed": SEED}, **overrides}
+    """Train on one rank of a mesh; see `train_on_mesh`."""
     case = make_case(name)
-    model = case.build(torch.float64, seed=rank)  # rank 0's weights are everybody's
-    losses, norms = [], []
-    with initialize(model, make_config(num_micro_batches, settings), loss_fn=case.loss) as engine:
-        for step in range(num_steps):
-            result = engine.train_step(batches_of(engine, case, step, num_micro_batches))
-            losses.append(result.loss)
-            norms.append(result.grad_norm)
-        parameters = {name: engine.read(name) for name, _ in model.named_parameters()}
-    return Trace(losses, norms, {}, parameters)
-
-
-def batches_of(engine: Engine, case: ModelCase, step: int, num_micro_batches: int = NUM_MICRO_BATCHES) -> list[Any]:
-    """This data rank's micro-batches of a step."""
-    mesh = engine.layout.mesh
-    batches = step_batches(case, step, mesh.num_data_ranks, num_micro_batches)
-    return batches[mesh.data_index(engine.comm.rank) :: mesh.num_data_ranks]
+    return train_on_mesh(rank, case, overrides, case.loss, num_micro_batches, num_steps, inside=nullcontext)
 
 
 def train_whole(
     name: str, num_data_ranks: int, num_micro_batches: int = NUM_MICRO_BATCHES, num_steps: int = NUM_STEPS
 ) -> Trace:
-    """The same by one plain process, with the library's dropouts on whole tensors."""
-    case = make_case(name)
-    model = case.build(torch.float64)
-    draws = KeyedDraws(SEED)
-    key_dropouts(model, draws, zones={})
-
-    def around(step: int, number: int) -> AbstractContextManager[None]:
-        micro_batch, data_rank = divmod(number, num_data_ranks)
-        return draws.at(step, micro_batch, first_sample(micro_batch, data_rank, num_data_ranks), MICRO_SIZE)
-
-    batches = [step_batches(case, step, num_data_ranks, num_micro_batches) for step in range(num_steps)]
-    trace = train_reference(model, batches, case.loss, make_optimizer, CLIP_NORM, around)
-    return replace(trace, gradients={})
+    """The same by one plain process; see `train_plainly`."""
+    return train_plainly(make_case(name), num_data_ranks, num_micro_batches, num_steps)
 
 
 def _decoder(name: str, drops: bool) -> Decoder:

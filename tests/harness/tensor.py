@@ -9,7 +9,7 @@ that computes it. Lengths of sequences divide by every tp, the vocabulary by non
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -24,9 +24,10 @@ from harness.huggingface import FAMILIES, PAD, VOCAB_SIZE, build_model
 from harness.models import IGNORED, ModelCase
 from harness.reference import Trace, train_reference
 from harness.training import Overrides, make_config, make_optimizer
-from shardwise import initialize
+from shardwise import Engine, initialize
 from shardwise.config import AttentionConfig
 from shardwise.dropout import KeyedDraws, key_dropouts
+from shardwise.loss import LossFn
 from shardwise.models import Decoder, lm_loss
 from shardwise.models.decoder import DecoderConfig
 from shardwise.models.given_attention import give_attention
@@ -107,29 +108,42 @@ def train_split(
     num_micro_batches: int = NUM_MICRO_BATCHES,
     num_steps: int = NUM_STEPS,
 ) -> Trace:
-    """Train on one rank of a mesh whose first axis is pp and whose last is tp: their ranks get the same micro-batches.
-
-    The trace has no gradients, since the engine's are slices; their norms are in it.
-    """
-    tp, pp = (overrides["mesh"].get(axis, 1) for axis in ("tp", "pp"))
-    num_data_ranks = world_size // tp // pp
-    data_rank = rank // tp % num_data_ranks
-    settings = {"optimizer": {"clip_norm": CLIP_NORM}, "run": {"seed": SEED}, **overrides}
+    """Train on one rank of a mesh; see `train_on_mesh`."""
     case = make_case(name)
+    return train_on_mesh(rank, case, overrides, case.loss, num_micro_batches, num_steps)
+
+
+def train_on_mesh(
+    rank: int,
+    case: ModelCase,
+    overrides: Overrides,
+    loss_fn: LossFn | None,
+    num_micro_batches: int,
+    num_steps: int,
+    inside: Callable[[], AbstractContextManager[None]] = float64_throughout,
+) -> Trace:
+    """Train on one rank of a mesh, whose ranks along pp, cp and tp get the same micro-batches.
+
+    The trace has no gradients, since the engine's are slices; their norms are in it. What is compiled cannot be trained
+    `inside` the default, which replaces casts of torch's.
+    """
+    settings = {"optimizer": {"clip_norm": CLIP_NORM}, "run": {"seed": SEED}, **overrides}
     model = case.build(torch.float64, seed=rank)  # rank 0's weights are everybody's
     losses, norms = [], []
-    with (
-        float64_throughout(),
-        initialize(model, make_config(num_micro_batches, settings), loss_fn=case.loss) as engine,
-    ):
+    with inside(), initialize(model, make_config(num_micro_batches, settings), loss_fn=loss_fn) as engine:
         for step in range(num_steps):
-            batches = step_batches(case, step, num_data_ranks, num_micro_batches)
-            result = engine.train_step(batches[data_rank::num_data_ranks])
+            result = engine.train_step(batches_of(engine, case, step, num_micro_batches))
             losses.append(result.loss)
             norms.append(result.grad_norm)
-        names = [name for name, _ in model.named_parameters()]
-        parameters = {name: engine.read(name) for name in names}
+        parameters = {name: engine.read(name) for name, _ in model.named_parameters()}
     return Trace(losses, norms, {}, parameters)
+
+
+def batches_of(engine: Engine, case: ModelCase, step: int, num_micro_batches: int = NUM_MICRO_BATCHES) -> list[Any]:
+    """This data rank's micro-batches of a step."""
+    mesh = engine.layout.mesh
+    batches = step_batches(case, step, mesh.num_data_ranks, num_micro_batches)
+    return batches[mesh.data_index(engine.comm.rank) :: mesh.num_data_ranks]
 
 
 def train_whole(
@@ -139,9 +153,21 @@ def train_whole(
     num_steps: int = NUM_STEPS,
     clip_norm: float | None = CLIP_NORM,
 ) -> Trace:
-    """The same by one plain process, with the library's dropouts on whole tensors."""
-    case = make_case(name)
+    """The same by one plain process; see `train_plainly`."""
+    return train_plainly(make_case(name), num_data_ranks, num_micro_batches, num_steps, clip_norm)
+
+
+def train_plainly(
+    case: ModelCase,
+    num_data_ranks: int,
+    num_micro_batches: int,
+    num_steps: int,
+    clip_norm: float | None = CLIP_NORM,
+    prepare: Callable[[nn.Module], object] = lambda model: None,
+) -> Trace:
+    """What `train_on_mesh` does, by one plain process, with the library's dropouts on whole tensors."""
     model = case.build(torch.float64)
+    prepare(model)
     draws = KeyedDraws(SEED)
     key_dropouts(model, draws, zones={})
 

@@ -18,9 +18,9 @@ from harness.huggingface import VOCAB_SIZE, build_model
 from harness.models import IGNORED
 from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity, train_reference
-from harness.split_sequences import batches_of, make_case, train_split, train_whole
+from harness.split_sequences import make_case, train_split, train_whole
 from harness.states import States, assert_same_bits, whole_states
-from harness.tensor import CLIP_NORM, SEED, step_batches
+from harness.tensor import CLIP_NORM, SEED, batches_of, step_batches
 from harness.training import make_config, make_optimizer, merge_ranks
 from shardwise import Engine, initialize
 from shardwise.wearing import float64_throughout

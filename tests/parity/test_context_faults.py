@@ -16,7 +16,8 @@ from torch import nn
 
 from harness.pool import RankError, WorkerPool
 from harness.reference import check_parity
-from harness.split_sequences import batches_of, make_case, train_split, train_whole
+from harness.split_sequences import make_case, train_split, train_whole
+from harness.tensor import batches_of
 from harness.training import make_config, merge_ranks
 from shardwise import Engine, initialize
 

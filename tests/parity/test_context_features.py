@@ -14,8 +14,9 @@ from harness.models import ModelCase
 from harness.pool import WorkerPool
 from harness.reference import PARITY
 from harness.simulated import Measured, measure_steps, simulated
-from harness.split_sequences import MODELS, batches_of, make_case
+from harness.split_sequences import MODELS, make_case
 from harness.states import States, assert_same_bits, whole_states
+from harness.tensor import batches_of
 from harness.training import make_config
 from shardwise import Config, ConfigError, Engine, initialize, simulate
 from shardwise.models import Decoder

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,13 +18,12 @@ from harness import tensor
 from harness.huggingface import VOCAB_SIZE, build_model
 from harness.models import IGNORED, ModelCase
 from harness.pool import WorkerPool
-from harness.reference import Trace, check_parity, train_reference
-from harness.tensor import CLIP_NORM, MICRO_SIZE, SEED, first_sample, step_batches
+from harness.reference import Trace, check_parity
+from harness.tensor import SEED, step_batches, train_on_mesh, train_plainly
 from harness.training import make_config, make_optimizer, merge_ranks
 from shardwise import initialize
 from shardwise.attention.spread import DenseStructure
 from shardwise.config import AttentionConfig, Config
-from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.models.given_attention import give_attention
 from shardwise.simulation import simulate
 from shardwise.wearing import float64_throughout
@@ -46,42 +43,14 @@ def make_case(name: str) -> ModelCase:
 
 
 def train(rank: int, world_size: int, name: str, overrides: Options) -> Trace:
-    sizes = [overrides["mesh"].get(axis, 1) for axis in ("cp", "tp", "pp")]
-    cp, tp, _ = sizes
-    num_data_ranks = world_size // math.prod(sizes)
-    data_rank = rank // tp // cp % num_data_ranks
     attention = {"attention": SPARSE.model_dump()} if name.startswith("sparse-") else {}
-    settings = {"optimizer": {"clip_norm": CLIP_NORM}, "run": {"seed": SEED}, **attention, **overrides}
-    case = make_case(name)
-    model = case.build(torch.float64, seed=rank)  # rank 0's weights are everybody's
-    losses, norms = [], []
-    with float64_throughout(), initialize(model, make_config(NUM_MICRO_BATCHES, settings)) as engine:
-        for step in range(NUM_STEPS):
-            batches = step_batches(case, step, num_data_ranks, NUM_MICRO_BATCHES)
-            result = engine.train_step(batches[data_rank::num_data_ranks])
-            losses.append(result.loss)
-            norms.append(result.grad_norm)
-        parameters = {each: engine.read(each) for each, _ in model.named_parameters()}
-    return Trace(losses, norms, {}, parameters)
+    return train_on_mesh(rank, make_case(name), {**attention, **overrides}, None, NUM_MICRO_BATCHES, NUM_STEPS)
 
 
 @functools.cache
 def reference(name: str, num_data_ranks: int) -> Trace:
     case = make_case(name)
-    model = case.build(torch.float64)
-    give(model, name)
-    draws = KeyedDraws(SEED)
-    key_dropouts(model, draws, zones={})
-
-    def around(step: int, number: int) -> AbstractContextManager[None]:
-        micro_batch, data_rank = divmod(number, num_data_ranks)
-        first = first_sample(micro_batch, data_rank, num_data_ranks)
-        return draws.at(step=step, micro_batch=micro_batch, first_sample=first, num_samples=MICRO_SIZE)
-
-    batches = [step_batches(case, step, num_data_ranks, NUM_MICRO_BATCHES) for step in range(NUM_STEPS)]
-    with float64_throughout():
-        trace = train_reference(model, batches, case.loss, make_optimizer, CLIP_NORM, around)
-    return replace(trace, gradients={})
+    return train_plainly(case, num_data_ranks, NUM_MICRO_BATCHES, NUM_STEPS, prepare=lambda model: give(model, name))
 
 
 def give(model: nn.Module, name: str) -> None:
