@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from harness.pool import RankError, WorkerPool
 from harness.reference import check_parity
@@ -92,7 +92,11 @@ def raise_in_a_layer(engine: Engine) -> None:
 
 
 def skip_attention(engine: Engine) -> None:
-    engine.model.blocks[0].attention.attend = lambda q, *_: q
+    def skip(q: Tensor, *_: object) -> Tensor:
+        time.sleep(0.5)  # the other rank waits first, so its time is over while this one still waits
+        return q
+
+    engine.model.blocks[0].attention.attend = skip
 
 
 def go_another_way(rank: int, world_size: int, alter: Callable[[Engine], None], checks: bool, told: Path) -> None:
