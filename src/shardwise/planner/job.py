@@ -1,0 +1,139 @@
+"""What is to be priced: a job (model, batch, cluster), one way to split it, and how the code that runs it works.
+
+    Job        the model's shape, tokens of a sequence, samples of a step, the cluster
+    Strategy   how that is split over ranks, memories and time; what a config says in its sections
+    Practice   facts about the code that runs it; `SHARDWISE` are ours, published runs used other code
+
+>>> Strategy(tp=2, pp=2, dp_shard=4, micro_size=1, num_micro_batches=8).num_ranks
+16
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from shardwise.config import Dtype, Tier
+from shardwise.planner.hardware import Cluster
+from shardwise.planner.shape import ModelShape
+
+Attention = Literal["flash", "fused-softmax", "unfused"]
+"""Flash saves no scores; the fused softmax saves them once; unfused code saves scores, softmax and masks."""
+
+MatmulDtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """How a job is split: each field as the config's key of that section, or as said here.
+
+    Attributes:
+        pp, dp_replicate, dp_shard, cp, tp: ranks along each axis of the mesh; `ep` splits experts over ranks of the
+            data axes, and adds none.
+        num_micro_batches: of a step, on each data rank (`batch.accumulation`).
+        stage_layers: blocks of each stage, in order, where the cut is not the planner's own.
+        param, reduce, accumulate: as in the `precision` section.
+        matmul: of the matrix products, where that is less than `param`, as in fp8 training.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    zero_stage: int = 0
+    micro_size: int = 1
+    num_micro_batches: int = 1
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    stage_layers: tuple[int, ...] | None = None
+    gather: Literal["batch", "micro-batch"] = "batch"
+    sequence_parallel: bool = False
+    transport: Literal["ring", "all-gather", "ulysses"] = "ring"
+    heads_over: int | None = None
+    chunk_tokens: int | None = None
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_every: int = 1
+    params_tier: Tier = "device"
+    grads_tier: Tier = "device"
+    optimizer_tier: Tier = "device"
+    activations_tier: Literal["device", "host"] = "device"
+    param: Dtype = "bf16"
+    reduce: Literal["param", "fp32"] = "param"
+    accumulate: Literal["param", "fp32"] = "fp32"
+    matmul: MatmulDtype | None = None
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks that take different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the whole job."""
+        return self.pp * self.num_data_ranks * self.cp * self.tp
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step."""
+        return self.num_data_ranks * self.micro_size * self.num_micro_batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Practice:
+    """Facts about the code that runs a job, which change what it holds and how long it takes.
+
+    Attributes:
+        attention: what the kernel saves.
+        logits_bytes: that each logit takes at the peak of the loss, all copies together; 0 where they never exist
+            whole.
+        splits_logits: whether each tp rank has its part of the vocabulary's logits alone.
+        optimizer_shards: ranks over which the optimizer's states are sharded, where that is not the shard group.
+        unsharded_grad_bytes: a parameter, kept whole on every rank besides what the stage says.
+        is_compiled: whether element-wise kernels are fused.
+        is_graphed: whether kernels are launched as one graph.
+        overlaps_data: whether gradients are reduced and parameters gathered while others compute.
+        overlaps_tensor: whether tensor-parallel collectives run while a product's other part is computed.
+        saves_norm_in_fp32: whether norms keep a widened copy of their input.
+        has_dropout: whether masks are kept.
+    """
+
+    attention: Attention = "flash"
+    logits_bytes: float = 0.0
+    splits_logits: bool = True
+    optimizer_shards: int | None = None
+    unsharded_grad_bytes: float = 0.0
+    is_compiled: bool = False
+    is_graphed: bool = False
+    overlaps_data: bool = True
+    overlaps_tensor: bool = False
+    saves_norm_in_fp32: bool = False
+    has_dropout: bool = False
+
+
+SHARDWISE: Final = Practice()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be trained, where.
+
+    Attributes:
+        seq_len: tokens of a sequence.
+        global_batch: sequences of an optimizer step.
+        practice: of the code that trains it.
+        optimizer: by name, which says what states it keeps.
+    """
+
+    shape: ModelShape
+    seq_len: int
+    global_batch: int
+    cluster: Cluster
+    practice: Practice = SHARDWISE
+    optimizer: str = "adamw"
+
+    @property
+    def tokens(self) -> int:
+        """Of an optimizer step, all ranks together."""
+        return self.global_batch * self.seq_len

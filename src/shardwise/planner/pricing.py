@@ -1,0 +1,26 @@
+"""The price of a strategy: its memory and its time."""
+
+from __future__ import annotations
+
+from shardwise.planner.job import Job, Strategy
+from shardwise.planner.memory import MemoryModel
+from shardwise.planner.results import Price
+from shardwise.planner.step_time import TimeModel
+
+
+class Pricer:
+    """Prices the strategies of one job; keeps what several of them share."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.memory = MemoryModel(job)
+        self.time = TimeModel(job)
+
+    def price(self, strategy: Strategy) -> Price:
+        """Memory and time of one strategy."""
+        return Price(
+            job=self.job,
+            strategy=strategy,
+            memory=self.memory.estimate(strategy),
+            time=self.time.estimate(strategy),
+        )

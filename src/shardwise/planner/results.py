@@ -1,0 +1,125 @@
+"""What the planner finds: memory of each pipeline rank by category, time of a step by part, and a price of both.
+
+>>> rank = RankMemory(pipeline_rank=0, at_rest={"param": 4}, peak={"params": 4.0, "activations": 6.0})
+>>> rank.peak_bytes
+10.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from shardwise.config import Tier
+from shardwise.planner.job import Job, Strategy
+
+MEMORY_CATEGORIES: Final = (
+    "params",
+    "grads",
+    "optimizer",
+    "gathered",  # parameters unsharded for use
+    "buckets",  # gradients on their way, and what reductions need
+    "activations",
+    "logits",
+    "workspace",  # of attention, of the backward's own tensors, of the step
+    "overhead",  # the device's context, communicators
+    "rounding",  # of the allocator
+)
+TIME_PARTS: Final = (
+    "compute",
+    "recompute",
+    "tensor",  # exposed collectives of tensor and sequence parallelism
+    "context",  # exposed exchange of keys and values, or of heads
+    "experts",  # exposed all-to-alls
+    "bubble",  # a pipeline's, transfers between stages included
+    "data",  # exposed gathers and reductions
+    "offload",  # exposed moves between memories
+    "step",  # the optimizer's
+    "other",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """What each rank at one place of the pipeline holds, in bytes.
+
+    Attributes:
+        at_rest: by role, as `Layout.bytes_at_rest` gives it, of all tiers.
+        peak: of the device at the highest moment of a step, by category.
+        elsewhere: that rest in other memories, by tier.
+    """
+
+    pipeline_rank: int
+    at_rest: Mapping[str, int]
+    peak: Mapping[str, float]
+    elsewhere: Mapping[Tier, float] = field(default_factory=dict)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the device, all categories."""
+        return sum(self.peak.values())
+
+    def bytes_of(self, *categories: str) -> float:
+        """Of some categories together."""
+        return sum(self.peak.get(each, 0.0) for each in categories)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Of one rank at each place of the pipeline."""
+
+    ranks: tuple[RankMemory, ...]
+
+    @property
+    def worst(self) -> RankMemory:
+        """With the highest peak."""
+        return max(self.ranks, key=lambda each: each.peak_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeEstimate:
+    """Of an optimizer step, in seconds.
+
+    Attributes:
+        low_s, high_s: between which four of five runs are expected.
+        parts: of the step, by `TIME_PARTS`; their sum is `step_s`.
+        bubble_rate: the share of a pipeline's span in which a rank neither computes nor communicates, by Qi et al.
+            2023 (arXiv 2401.10241), section 2.3; None without a pipeline.
+    """
+
+    step_s: float
+    low_s: float
+    high_s: float
+    parts: Mapping[str, float]
+    bubble_rate: float | None = None
+
+
+Convention = Literal["all-keys", "causal", "hardware"]
+"""How FLOPs are counted: all keys, half of them, or with what is computed twice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """What one strategy costs."""
+
+    job: Job
+    strategy: Strategy
+    memory: MemoryEstimate
+    time: TimeEstimate
+
+    @property
+    def margin_bytes(self) -> float:
+        """Of device memory on the worst rank; below 0 where it does not fit."""
+        return self.job.cluster.gpu.memory_bytes - self.memory.worst.peak_bytes
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Of the whole job's tokens, a device's share."""
+        return self.job.tokens / self.time.step_s / self.job.cluster.num_gpus
+
+    def mfu(self, *, is_causal_halved: bool = False) -> float:
+        """Model FLOPs by the device's peak in the dtype of the matrix products; nothing computed twice is counted."""
+        dtype = self.strategy.matmul or self.strategy.param
+        flops = self.job.shape.flops_per_token(self.job.seq_len, is_causal_halved=is_causal_halved)
+        return flops * self.tokens_per_s_per_gpu / self.job.cluster.gpu.peak_flops_per_s[dtype]
