@@ -1,0 +1,307 @@
+"""Between the config that a user writes and what the planner prices: a job and a strategy.
+
+>>> config = Config.from_dict({"mesh": {"tp": 2}, "zero": {"stage": 3}, "batch": {"global_size": 8, "micro_size": 1}})
+>>> strategy = strategy_of(config, world_size=8)
+>>> strategy.tp, strategy.dp_shard, strategy.num_micro_batches
+(2, 4, 2)
+>>> print(to_toml(Config.from_dict({"zero": {"stage": 3}})))
+[zero]
+stage = 3
+<BLANKLINE>
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from types import MappingProxyType
+from typing import Any, Final
+
+from shardwise.config import Config, ConfigError, ModelConfig
+from shardwise.models.decoder import DecoderConfig
+from shardwise.models.presets import PRESETS, decoder_config
+from shardwise.planner.hardware import Cluster
+from shardwise.planner.job import SHARDWISE, Job, Strategy
+from shardwise.planner.shape import ModelShape
+
+KEYS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "mesh.pp": "pp",
+        "mesh.dp_replicate": "dp_replicate",
+        "mesh.dp_shard": "dp_shard",
+        "mesh.cp": "cp",
+        "mesh.tp": "tp",
+        "zero.stage": "zero_stage",
+        "batch.micro_size": "micro_size",
+        "batch.accumulation": "num_micro_batches",
+        "pipeline.schedule": "schedule",
+        "pipeline.virtual_stages": "virtual_stages",
+        "pipeline.gather": "gather",
+        "tensor.sequence_parallel": "sequence_parallel",
+        "context.transport": "transport",
+        "context.heads_over": "heads_over",
+        "context.chunk_tokens": "chunk_tokens",
+        "recompute.mode": "recompute",
+        "recompute.every": "recompute_every",
+        "tiers.params": "params_tier",
+        "tiers.grads": "grads_tier",
+        "tiers.optimizer": "optimizer_tier",
+        "tiers.activations": "activations_tier",
+        "precision.param": "param",
+        "precision.reduce": "reduce",
+        "precision.accumulate": "accumulate",
+    }
+)
+"""Keys of the config that a strategy has too, and its fields."""
+
+ALWAYS_WRITTEN: Final = frozenset(
+    {
+        "model.preset",
+        "data.seq_len",
+        "batch.global_size",
+        "batch.micro_size",
+        "mesh.dp_replicate",
+        "mesh.dp_shard",
+        "precision.param",
+        "zero.stage",
+    }
+)
+"""What a planned config says even where it is the default: `shardwise train` has defaults of its own for some."""
+
+_SHAPE_KEYS: Final = tuple(key for key in ModelConfig.model_fields if key not in ("preset", "tie_embeddings"))
+_LAST_UNIT: Final = "head"
+
+
+def strategy_of(config: Config, world_size: int) -> Strategy:
+    """How a config splits its job.
+
+    Args:
+        config: resolved or not.
+        world_size: ranks of the job.
+
+    Raises:
+        ConfigError: it cannot be resolved for so many ranks.
+    """
+    resolved = config.resolve(world_size)
+    sections = resolved.model_dump()
+    values = {field: sections[key.partition(".")[0]][key.partition(".")[2]] for key, field in KEYS.items()}
+    if resolved.pipeline.schedule == "zb-v":
+        values["virtual_stages"] = 2
+    if resolved.context.transport == "ulysses":
+        values["heads_over"] = None
+    cut = resolved.pipeline.cut
+    if cut is not None and resolved.mesh.pp > 1:
+        num_layers = decoder_config(resolved.model).num_layers
+        values["stage_layers"] = _layers_between(cut, num_layers)
+    return Strategy(**values)
+
+
+def job_of(config: Config, cluster: Cluster) -> Job:
+    """The job that a config's model, data and batch say.
+
+    Args:
+        config: resolved or not.
+        cluster: all of its GPUs take part.
+
+    Raises:
+        ConfigError: the model or the batch is none.
+    """
+    resolved = config.resolve(cluster.num_gpus)
+    decoder = decoder_config(resolved.model, max_seq_len=resolved.data.seq_len, attention=resolved.attention)
+    shape = ModelShape.of_decoder(decoder, name=resolved.model.preset)
+    window = _window(resolved)
+    practice = replace(
+        SHARDWISE,
+        is_compiled=resolved.compile.enabled,
+        overlaps_data=resolved.zero.overlap,
+        overlaps_tensor=resolved.tensor.overlap_chunks > 1,
+    )
+    return Job(
+        shape=shape if window is None else replace(shape, window=window),
+        seq_len=resolved.data.seq_len,
+        global_batch=resolved.batch.global_size or 1,
+        cluster=cluster,
+        practice=practice,
+        optimizer=resolved.optimizer.name,
+    )
+
+
+def config_of(job: Job, strategy: Strategy, base: Config | None = None) -> Config:
+    """The config that `shardwise train` runs a strategy by.
+
+    Args:
+        job: whose shape our decoder can have.
+        strategy: of all the GPUs of the job's cluster.
+        base: what it starts from; what the planner does not decide stays as it is there.
+
+    Raises:
+        ConfigError: our decoder cannot have the shape, or our engine does not run the strategy.
+    """
+    _refuse_foreign(strategy)
+    base = Config() if base is None else base
+    values = base.model_dump()
+    values["model"] = model_section(job.shape, base.model).model_dump()
+    values["data"]["seq_len"] = job.seq_len
+    for key, field in KEYS.items():
+        section, _, leaf = key.partition(".")
+        values[section][leaf] = getattr(strategy, field)
+    values["batch"] |= {"global_size": strategy.global_batch, "accumulation": None}
+    values["optimizer"]["name"] = job.optimizer
+    if strategy.pp == 1:
+        values["pipeline"] = Config().pipeline.model_dump()
+    else:
+        layers = strategy.stage_layers
+        values["pipeline"]["cut"] = None if layers is None else _units_between(layers, job.shape.num_layers)
+    if strategy.cp == 1:
+        values["context"] = {**Config().context.model_dump(), "chunk_tokens": strategy.chunk_tokens}
+    is_on_nvme = "nvme" in (strategy.params_tier, strategy.grads_tier, strategy.optimizer_tier)
+    values["tiers"]["nvme_path"] = (base.tiers.nvme_path or "nvme") if is_on_nvme else None
+    for state in ("params", "grads", "optimizer"):
+        if values["tiers"][state] == "device":
+            values["tiers"][f"{state}_on_device"] = 0.0
+    return Config.from_dict(values)
+
+
+def model_section(shape: ModelShape, base: ModelConfig) -> ModelConfig:
+    """The `model` section of a shape: `base` where it is that already, else the preset that differs in least.
+
+    Raises:
+        ConfigError: our decoder cannot have that shape.
+    """
+    foreign = {
+        "experts": shape.experts is not None,
+        "a feed-forward of two matrices": shape.ffn != "gated",
+        "biases": shape.has_biases,
+        "learned positions": shape.num_positions > 0,
+    }
+    for what, is_there in foreign.items():
+        if is_there:
+            raise ConfigError(f"model {shape.name} has {what}, and the decoder of shardwise train has none; plan only")
+    wanted = replace(shape, name="", window=None)
+    if _as_shape(decoder_config(base)) == wanted:
+        return base
+    options = [_with_changes(name, preset, wanted) for name, preset in PRESETS.items()]
+    fitting = [each for each in options if each is not None]
+    if not fitting:
+        raise ConfigError(
+            f"model {shape.name} has head_dim={shape.head_dim}, and the decoder of shardwise train hidden_size / "
+            f"num_heads = {shape.hidden_size} / {shape.num_heads}; plan only"
+        )
+    return min(fitting, key=lambda each: (len(each.model_dump(exclude_none=True)), each.preset != shape.name))
+
+
+def pins_of(assignments: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """What `section.key=value` pins, by field of the strategy; several values behind commas.
+
+    >>> pins_of(["mesh.tp=4,8", "zero.stage=3"])
+    {'tp': (4, 8), 'zero_stage': (3,)}
+    >>> pins_of(["mesh.tq=4"])
+    Traceback (most recent call last):
+        ...
+    shardwise.config.ConfigError: mesh.tq is nothing that the planner chooses; did you mean mesh.tp?
+
+    Raises:
+        ConfigError: the planner chooses no such key, or the config has no such value.
+    """
+    pins: dict[str, tuple[Any, ...]] = {}
+    for assignment in assignments:
+        key, _, text = assignment.partition("=")
+        if key not in KEYS:
+            close = difflib.get_close_matches(key, KEYS, n=1)
+            cure = f"did you mean {close[0]}?" if close else f"it chooses {', '.join(KEYS)}"
+            raise ConfigError(f"{key} is nothing that the planner chooses; {cure}")
+        section, _, leaf = key.partition(".")
+        configs = [Config().override([f"{key}={each.strip()}"]) for each in text.split(",")]
+        pins[KEYS[key]] = tuple(getattr(getattr(config, section), leaf) for config in configs)
+    return pins
+
+
+def to_toml(config: Config, always: Collection[str] = ()) -> str:
+    """What of a config differs from the defaults, as TOML.
+
+    Args:
+        config: resolved or not.
+        always: dotted keys that are written although they are the defaults.
+
+    Raises:
+        ConfigError: a value is None where the default is none, which TOML cannot say.
+    """
+    defaults = Config().model_dump()
+    lines: list[str] = []
+    for section, leaves in config.model_dump().items():
+        written: list[str] = []
+        for leaf, value in leaves.items():
+            key = f"{section}.{leaf}"
+            if value == defaults[section][leaf] and (key not in always or value is None):
+                continue
+            if value is None:
+                raise ConfigError(f"{key} is none, which TOML cannot say; give {key}=none beside the file")
+            written.append(f"{leaf} = {_toml_value(value)}")
+        if written:
+            lines += [f"[{section}]", *written, ""]
+    return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_toml_value(key)} = {_toml_value(each)}" for key, each in value.items()) + " }"
+    if isinstance(value, Sequence):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    return repr(value)
+
+
+def _refuse_foreign(strategy: Strategy) -> None:
+    if strategy.ep != 1:
+        raise ConfigError(f"ep={strategy.ep}: our engine splits no experts over ranks; plan with ep=1")
+    if strategy.matmul is not None:
+        raise ConfigError(f"matmul={strategy.matmul}: our engine multiplies in precision.param; leave matmul out")
+
+
+def _as_shape(decoder: DecoderConfig) -> ModelShape:
+    return ModelShape.of_decoder(decoder, name="")
+
+
+def _with_changes(name: str, preset: DecoderConfig, wanted: ModelShape) -> ModelConfig | None:
+    changes = {key: getattr(wanted, key) for key in _SHAPE_KEYS if getattr(wanted, key) != getattr(preset, key)}
+    if wanted.is_tied != preset.tie_embeddings:
+        changes["tie_embeddings"] = wanted.is_tied
+    section = ModelConfig(preset=name, **changes)
+    if wanted.hidden_size % wanted.num_heads and {"hidden_size", "num_heads"} & set(changes):
+        return None
+    return section if _as_shape(decoder_config(section)) == wanted else None
+
+
+def _window(config: Config) -> int | None:
+    """Keys that a query sees at most under a sliding window; other structures are priced as dense."""
+    attention = config.attention
+    if attention.kind != "sliding-window":
+        return None
+    blocks = attention.num_sliding_window_blocks or 3
+    return min(config.data.seq_len, (blocks // 2 + 1) * attention.block)
+
+
+def _layers_between(cut: Sequence[str], num_layers: int) -> tuple[int, ...]:
+    """Blocks of each stage, where the stages but the first begin with the named modules."""
+    starts: list[int] = []
+    for name in cut:
+        prefix, _, index = name.rpartition(".")
+        starts.append(int(index) if prefix == "blocks" and index.isdecimal() else num_layers)
+    return tuple(stop - start for start, stop in pairwise((0, *starts, num_layers)))
+
+
+def _units_between(layers: Sequence[int], num_layers: int) -> tuple[str, ...]:
+    """The modules with which the stages but the first begin; those of `_layers_between`, turned round."""
+    if sum(layers) != num_layers or min(layers) < 0 or 0 in layers[1:-1]:
+        raise ConfigError(
+            f"stage_layers={tuple(layers)} is no cut of {num_layers} blocks; each stage between the first and the last "
+            "has 1 or more, and their sum is all"
+        )
+    starts = accumulate(layers[:-1])
+    return tuple(f"blocks.{start}" if start < num_layers else _LAST_UNIT for start in starts)

@@ -1,0 +1,140 @@
+"""Configs into jobs and strategies, and back."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.config import Config, ConfigError
+from shardwise.models.presets import PRESETS, preset
+from shardwise.planner.catalogue import gpu
+from shardwise.planner.configs import ALWAYS_WRITTEN, config_of, job_of, pins_of, strategy_of, to_toml
+from shardwise.planner.hardware import Cluster
+from shardwise.planner.job import Job, Strategy
+from shardwise.planner.shape import Experts, ModelShape
+from shardwise.train.job import check_job
+
+SHAPE = ModelShape(
+    num_layers=6,
+    hidden_size=128,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=16,
+    ffn_size=256,
+    vocab_size=512,
+    name="small",
+)
+
+
+def job(num_gpus: int, global_batch: int, shape: ModelShape = SHAPE) -> Job:
+    cluster = Cluster(gpu=gpu("h100"), num_gpus=num_gpus, gpus_per_node=8, nic_bytes_per_s=50e9)
+    return Job(shape=shape, seq_len=64, global_batch=global_batch, cluster=cluster)
+
+
+@st.composite
+def legal_strategies(draw: st.DrawFn) -> Strategy:
+    """That our engine runs on the small shape."""
+    tp, cp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4]))
+    schedules = [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)]
+    pp = draw(st.sampled_from([1, 2, 3]))
+    schedule, virtual_stages = draw(st.sampled_from(schedules)) if pp > 1 else ("1f1b", 1)
+    stage = draw(st.integers(0, 3))
+    gather = draw(st.sampled_from(["batch", "micro-batch"])) if pp > 1 and stage == 3 else "batch"
+    cuts = {(2, 1): (2, 4), (3, 1): (0, 3, 3), (2, 2): (1, 2, 3, 0), (3, 2): (1, 1, 1, 1, 1, 1)}
+    own_cut = cuts[pp, virtual_stages] if pp > 1 and draw(st.booleans()) else None
+    transport = draw(st.sampled_from(["ring", "all-gather"] + ["ulysses"] * (cp * tp <= 4))) if cp > 1 else "ring"
+    recompute = draw(st.sampled_from(["none", "selective", "full"]))
+    tiers = draw(st.sampled_from(["device", "host", "nvme"])) if stage else "device"
+    return Strategy(
+        pp=pp,
+        dp_replicate=draw(st.integers(1, 2)),
+        dp_shard=draw(st.integers(1, 3)),
+        cp=cp,
+        tp=tp,
+        zero_stage=stage,
+        micro_size=draw(st.integers(1, 2)),
+        num_micro_batches=draw(st.integers(1, 4)),
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        stage_layers=own_cut,
+        gather=gather,
+        sequence_parallel=tp > 1 and draw(st.booleans()),
+        transport=transport,
+        heads_over=2 if cp == 4 and tp <= 2 and transport != "ulysses" and draw(st.booleans()) else None,
+        recompute=recompute,
+        recompute_every=draw(st.integers(1, 3)) if recompute != "none" else 1,
+        optimizer_tier=tiers,
+        grads_tier="host" if tiers != "device" and draw(st.booleans()) else "device",
+        params_tier="host" if tiers != "device" and stage == 3 and draw(st.booleans()) else "device",
+        activations_tier="host" if recompute != "none" and draw(st.booleans()) else "device",
+        param=draw(st.sampled_from(["bf16", "fp32"])),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(legal_strategies())
+def test_a_strategy_is_that_of_its_config_and_can_be_trained(strategy: Strategy) -> None:
+    whole = job(strategy.num_ranks, strategy.global_batch)
+    config = config_of(whole, strategy)
+    assert strategy_of(config, strategy.num_ranks) == strategy
+    assert replace(job_of(config, whole.cluster).shape, name="small") == whole.shape
+    assert Config.from_dict(tomllib.loads(to_toml(config))) == config
+    assert Config.from_dict(tomllib.loads(to_toml(config, ALWAYS_WRITTEN))) == config
+    resolved, layout = check_job(config, strategy.num_ranks)
+    assert resolved.batch.accumulation == strategy.num_micro_batches
+    if strategy.stage_layers is not None:
+        blocks = tuple(sum(unit.startswith("blocks.") for unit in units) for units in layout.pipeline.units)
+        assert blocks == strategy.stage_layers
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_found_again(name: str) -> None:
+    shape = ModelShape.of_decoder(preset(name), name="of my own")
+    config = config_of(job(1, 1, shape), Strategy())
+    assert replace(job_of(config, job(1, 1).cluster).shape, name="of my own") == shape
+    assert len(config.model.model_dump(exclude_none=True)) == 1
+
+
+def test_what_the_planner_does_not_choose_stays() -> None:
+    base = Config.from_dict(
+        {"optimizer": {"lr": 1e-5, "name": "lion"}, "tiers": {"optimizer": "nvme", "nvme_path": "/fast"}}
+    )
+    whole = replace(job(2, 2), optimizer="lion")
+    config = config_of(whole, Strategy(dp_shard=2, zero_stage=3, optimizer_tier="nvme"), base)
+    assert (config.optimizer.lr, config.optimizer.name, config.tiers.nvme_path) == (1e-5, "lion", "/fast")
+    assert config_of(whole, Strategy(dp_shard=2), base).tiers.nvme_path is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "strategy", "message"),
+    [
+        (replace(SHAPE, experts=Experts(num_experts=4, num_chosen=1, ffn_size=8)), Strategy(), "has experts"),
+        (replace(SHAPE, ffn="plain"), Strategy(), "two matrices"),
+        (replace(SHAPE, has_biases=True), Strategy(), "has biases"),
+        (replace(SHAPE, head_dim=8), Strategy(), "head_dim=8"),
+        (SHAPE, Strategy(ep=2), "splits no experts"),
+        (SHAPE, Strategy(matmul="fp8"), "leave matmul out"),
+        (SHAPE, Strategy(pp=3, stage_layers=(3, 0, 3)), "is no cut of 6 blocks"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(shape: ModelShape, strategy: Strategy, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of(job(1, 1, shape), strategy)
+
+
+def test_none_that_toml_cannot_say_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.clip_norm is none"):
+        to_toml(Config().override(["optimizer.clip_norm=none"]))
+
+
+def test_pins_are_read_as_the_config_reads_them() -> None:
+    assert pins_of(["mesh.tp=2,4", "pipeline.schedule=zb-h1"]) == {"tp": (2, 4), "schedule": ("zb-h1",)}
+    assert pins_of(["context.heads_over=none"]) == {"heads_over": (None,)}
+    with pytest.raises(ConfigError, match=r"did you mean zero\.stage"):
+        pins_of(["zero.stege=3"])
+    with pytest.raises(ConfigError, match=r"zero\.stage=7 must be"):
+        pins_of(["zero.stage=7"])
