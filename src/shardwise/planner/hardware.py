@@ -8,13 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from shardwise.planner.profile import Profile
-
-
-def _none() -> Mapping[str, float]:
-    return MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +51,7 @@ class Gpu:
     memory_bytes: float
     memory_bytes_per_s: float
     peak_flops_per_s: Mapping[str, float]
-    ceiling_flops_per_s: Mapping[str, float] = field(default_factory=_none)
+    ceiling_flops_per_s: Mapping[str, float] = field(default_factory=dict)
     link_bytes_per_s: float = 0.0
     link_domain: int = 8
     host_bytes_per_s: float = 0.0

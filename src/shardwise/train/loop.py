@@ -11,12 +11,11 @@ folders and exit codes (`run`, `job`).
 from __future__ import annotations
 
 import itertools
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from shardwise.config import Config
 from shardwise.engine import Engine
 from shardwise.memory import Category, MemorySnapshot, first_line, is_out_of_memory
 from shardwise.models import Decoder, decoder_config, flops_per_token, generate, lm_loss
+from shardwise.planner.catalogue import known_gpu
 from shardwise.results import StepResult
 from shardwise.rng import keyed_generator
 from shardwise.start import initialize
@@ -40,22 +40,6 @@ METER_EVERY = 50
 PROMPT_TOKENS = 24
 BASELINE_TOKENS = 1 << 27
 _TEMPERATURE, _TOP_K = 0.8, 40
-
-# Dense bf16 and fp16 FLOP/s by words of the device's name, from NVIDIA's data sheets; the first that fits counts.
-_PEAK_FLOPS: Final = (
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835e12),
-    ("H100", 989e12),
-    ("H200", 989e12),
-    ("GH200", 989e12),
-    ("B200", 2250e12),
-    ("A100", 312e12),
-    ("A40", 150e12),
-    ("L40S", 362e12),
-    ("L4", 121e12),
-    ("V100", 125e12),
-    ("T4", 65e12),
-)
 
 
 @dataclass(frozen=True)
@@ -307,13 +291,13 @@ def build_trainer(config: Config, data: PreparedData) -> Trainer:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """The dense bf16 FLOP/s of a device; None where it is not in the table.
+    """The dense bf16 FLOP/s of a device, fp16's where it has no bf16; None where the planner does not know it.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3")
     989000000000000.0
     """
-    words = set(re.split(r"[\s-]+", device_name))
-    return next((flops for name, flops in _PEAK_FLOPS if words.issuperset(name.split())), None)
+    device = known_gpu(device_name)
+    return None if device is None else device.peak_flops_per_s.get("bf16", device.peak_flops_per_s["fp16"])
 
 
 def _record(result: StepResult, step_s: float, snapshot: MemorySnapshot, is_metered: bool) -> StepRecord:
