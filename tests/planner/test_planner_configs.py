@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardwise.config import Config, ConfigError
 from shardwise.models.presets import PRESETS, preset
-from shardwise.planner.catalogue import gpu
+from shardwise.planner.catalogue import find_gpu
 from shardwise.planner.configs import ALWAYS_WRITTEN, config_of, job_of, pins_of, strategy_of, to_toml
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.job import Job, Strategy
@@ -31,7 +31,7 @@ SHAPE = ModelShape(
 
 
 def job(num_gpus: int, global_batch: int, shape: ModelShape = SHAPE) -> Job:
-    cluster = Cluster(gpu=gpu("h100"), num_gpus=num_gpus, gpus_per_node=8, nic_bytes_per_s=50e9)
+    cluster = Cluster(gpu=find_gpu("h100"), num_gpus=num_gpus, gpus_per_node=8, nic_bytes_per_s=50e9)
     return Job(shape=shape, seq_len=64, global_batch=global_batch, cluster=cluster)
 
 
