@@ -1,0 +1,156 @@
+"""The words in which people write down a published run, as values: devices, networks, dtypes, recomputation.
+
+Each reader takes what is written, or None, and is lenient: what it cannot read is as if it were not written.
+
+>>> nic_bytes_per_s("NVLink + 4x100Gb Omni-Path per node", gpus_per_node=8) / 1e9
+6.25
+>>> matmul_dtype("fp8-cs"), matmul_dtype("amp_bf16"), recompute_of("selective(every 2nd layer)")
+('fp8', 'bf16', ('full', 2))
+"""
+
+from __future__ import annotations
+
+import re
+from types import MappingProxyType
+from typing import Final, Literal
+
+from shardwise.planner.catalogue import GPUS
+from shardwise.planner.hardware import Gpu
+from shardwise.planner.job import Attention, MatmulDtype
+
+Recompute = Literal["none", "selective", "full"]
+
+_FAMILY: Final = re.compile(
+    r"gb300|gb200|gh200|b300|b200|h200|h100|h800|h20|a100|a800|a6000|a40|a10g|a10|v100|p100|t4|l40s|l40|l4"
+    r"|mi\d{3}[ax]?|(?:rtx[- ]?)?(?:5090|4090|3090|2080)"
+)
+_SAME_CHIP: Final = MappingProxyType({"a800": "a100", "h800": "h100", "rtx5090": "rtx4090", "mi325x": "mi300x"})
+"""Devices that compute as another one does, for when the catalogue has only that."""
+
+
+def gpu_of(written: str | None) -> Gpu | None:
+    """The catalogue's device that is meant: of one family, and nearest in memory where the memory is written.
+
+    Of devices of several kinds the slowest is taken, since the others wait for it.
+
+    >>> gpu_of("A100-SXM4-80GB").name, gpu_of("abacus")
+    ('a100-80', None)
+    """
+    found = [each for part in re.split(r"[+,/]", (written or "").lower()) if (each := _one_gpu(part)) is not None]
+    return min(found, key=lambda each: max(each.peak_flops_per_s.values()), default=None)
+
+
+def _one_gpu(written: str) -> Gpu | None:
+    match = _FAMILY.search(written)
+    if match is None:
+        return None
+    family = re.sub(r"[^a-z0-9]", "", match.group())
+    candidates = _of_family(family) or _of_family(_SAME_CHIP.get(family, family))
+    if not candidates:
+        return None
+    size = re.search(r"(\d+)\s*gb\b", written[match.end() :])
+    if size is None:
+        return min(candidates, key=lambda each: (len(each.name), -each.memory_bytes))
+    return min(candidates, key=lambda each: abs(each.memory_bytes / 2**30 - int(size.group(1))))
+
+
+def _of_family(family: str) -> list[Gpu]:
+    plain = family.removeprefix("rtx")
+    return [gpu for name, gpu in GPUS.items() if plain in re.split(r"[^a-z0-9]+|(?<=rtx)", name.lower())]
+
+
+def nic_bytes_per_s(written: str | None, gpus_per_node: int) -> float | None:
+    """A device's share of its node's network; None where no speed is written.
+
+    A single number of 400 Gb/s or less without `per node` is a device's own, as such networks are built.
+    """
+    text = (written or "").lower()
+    if "dgx-2" in text:
+        return 8 * 100e9 / 8 / 16
+    if match := re.search(r"(\d+)\s*x\s*(\d+)\s*gb", text):
+        return int(match.group(1)) * int(match.group(2)) * 1e9 / 8 / gpus_per_node
+    if match := re.search(r"(\d+)\s*gb(?:ps|/s|it)?", text):
+        gigabits = int(match.group(1))
+        is_of_node = "per node" in text or ("per gpu" not in text and gigabits > 400)
+        return gigabits * 1e9 / 8 / (gpus_per_node if is_of_node else 1)
+    if "slingshot" in text:
+        return 25e9
+    if "ethernet" in text and "lab" in text:
+        return 10e9 / 8 / gpus_per_node
+    return None
+
+
+def matmul_dtype(written: str | None) -> MatmulDtype:
+    """Of matrix products: the narrowest that is written; bf16 where nothing is."""
+    text = (written or "bf16").lower()
+    for mark, dtype in _DTYPES:
+        if mark in text:
+            return dtype
+    return "bf16"
+
+
+_DTYPES: Final[tuple[tuple[str, MatmulDtype], ...]] = (
+    ("fp4", "fp4"),
+    ("fp8", "fp8"),
+    ("bf16", "bf16"),
+    ("bfloat16", "bf16"),
+    ("fp16", "fp16"),
+    ("float16", "fp16"),
+    ("half", "fp16"),
+    ("tf32", "tf32"),
+    ("fp32", "fp32"),
+    ("float32", "fp32"),
+)
+
+
+def recompute_of(written: str | None) -> tuple[Recompute, int] | None:
+    """What is computed again, and of every how many layers; None where that is not written.
+
+    Selective with a number of layers is full recomputation of every n-th layer, as some frameworks name it.
+    """
+    text = (written or "").lower()
+    if re.search(r"\b(none|no|false|off)\b", text):
+        return "none", 1
+    if match := re.search(r"every (\d+)", text):
+        return "full", int(match.group(1))
+    if "selective" in text or "op" in text.split():
+        return "selective", 1
+    if re.search(r"full|true|uniform|block|\bon\b", text):
+        return "full", 1
+    return None
+
+
+def attention_of(written: str | None) -> Attention | None:
+    """What the attention's kernel saves; None where no kernel is written."""
+    text = (written or "").lower()
+    if not text:
+        return None
+    if re.search(r"flash|\bfa\d?\b|cudnn|sdpa|triton|mem", text):
+        return "flash"
+    if "fused" in text:
+        return "fused-softmax"
+    return "unfused"
+
+
+def schedule_of(written: str | None, num_stages: int, virtual_stages: int) -> str:
+    """Our name of a pipeline schedule; 1f1b where it is not written, or there is no pipeline."""
+    text = (written or "").lower()
+    if num_stages == 1:
+        return "1f1b"
+    for mark, name in _SCHEDULES:
+        if mark in text:
+            return name
+    return "interleaved" if virtual_stages > 1 or "interleav" in text else "1f1b"
+
+
+_SCHEDULES: Final = (
+    ("zb-v", "zb-v"),
+    ("zbv", "zb-v"),
+    ("zb-2p", "zb-h2"),
+    ("zb-h2", "zb-h2"),
+    ("zb-1p", "zb-h1"),
+    ("zb-h1", "zb-h1"),
+    ("zb1p", "zb-h1"),
+    ("gpipe", "gpipe"),
+    ("naive", "naive"),
+)

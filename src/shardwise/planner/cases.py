@@ -1,0 +1,375 @@
+"""Published runs as the planner's own values: from a row of a file of cases to a Job and a Strategy.
+
+A row has `model`, `hardware` and `parallel`, and perhaps `outputs`, which are not read here: what is predicted must
+follow from what went in. Any key may be missing or null; what a run must have had is then guessed from what it says,
+by one rule for all rows, and `Case.guesses` names it.
+
+>>> row = {"id": "x", "model": {"layers": 32, "hidden": 4096, "heads": 32, "ffn": 11008, "seq": 4096},
+...        "hardware": {"gpu": "H100-SXM5-80GB", "num_gpus": 16},
+...        "parallel": {"tp": 2, "zero_stage": 3, "micro_batch": 1, "global_batch": 64}}
+>>> case = read_case(row)
+>>> case.strategy.dp_shard, case.strategy.num_micro_batches, case.guesses
+(8, 8, ('recompute', 'sequence_parallel'))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+from shardwise.planner import case_words as words
+from shardwise.planner.hardware import Cluster, Gpu
+from shardwise.planner.job import Attention, Job, Practice, Strategy
+from shardwise.planner.shape import Experts, ModelShape
+from shardwise.schedule.op_times import OpTimes
+
+Row = Mapping[str, Any]
+
+LONG_SEQUENCE: Final = 8192
+"""Tokens from which on nobody trains with scores kept whole."""
+
+USUAL_VOCAB: Final = MappingProxyType({"gated": 32000, "plain": 51200})
+"""Of models whose vocabulary is not written: Llama's, and GPT-2's as it is padded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A published run.
+
+    Attributes:
+        quantity: what was measured: end_to_end, memory, schedule_bubble, single_layer_time, activation_memory_ratio.
+        job, strategy: None where the row does not say enough of the model or the device.
+        tokens_scale: of the run's batch to that of the strategy, which has whole micro-batches.
+        trained_share: of a step's compute that is left where most weights are frozen.
+        op_times: of the pipeline's operations, where they were measured.
+        num_params: of the model, where only that is written.
+        guesses: keys that were not written, and matter.
+    """
+
+    id: str
+    group: str
+    tier: str
+    quantity: str
+    job: Job | None = None
+    strategy: Strategy | None = None
+    tokens_scale: float = 1.0
+    trained_share: float = 1.0
+    op_times: OpTimes | None = None
+    num_params: float | None = None
+    guesses: tuple[str, ...] = ()
+
+
+def read_case(row: Row) -> Case:
+    """A row of a file of cases, by its inputs alone."""
+    case = Case(
+        id=str(row.get("id", "")),
+        group=str(row.get("group", "")),
+        tier=str(row.get("tier", "")),
+        quantity=str(row.get("quantity") or "end_to_end"),
+        op_times=_op_times(_section(row, "parallel").get("op_times_ms")),
+        num_params=_section(row, "model").get("params"),
+    )
+    shape, cluster = _shape(_section(row, "model")), _cluster(_section(row, "hardware"))
+    seq_len = _section(row, "model").get("seq")
+    if shape is None or cluster is None or not seq_len:
+        return case
+    strategy, global_batch, guesses = _strategy(row, shape, cluster)
+    if strategy is None:
+        return case
+    job = Job(
+        shape=shape,
+        seq_len=int(seq_len),
+        global_batch=strategy.global_batch,
+        cluster=cluster,
+        practice=_practice(row, shape, strategy, cluster.gpu),
+    )
+    is_adapter = (
+        "lora" in f"{_section(row, 'parallel').get('training')} {_section(row, 'parallel').get('recompute')}".lower()
+    )
+    return dataclasses.replace(
+        case,
+        job=job,
+        strategy=strategy,
+        tokens_scale=global_batch / strategy.global_batch,
+        trained_share=2 / 3 if is_adapter else 1.0,  # the gradients of weights are a third, and are not computed
+        guesses=guesses,
+    )
+
+
+def _section(row: Row, name: str) -> Mapping[str, Any]:
+    return row.get(name) or {}
+
+
+def _op_times(written: Mapping[str, float] | None) -> OpTimes | None:
+    if not written or not written.get("T_F"):
+        return None
+    return OpTimes(
+        forward_s=written["T_F"] / 1e3,
+        backward_input_s=written.get("T_B", 0.0) / 1e3,
+        backward_weight_s=written.get("T_W", 0.0) / 1e3,
+        transfer_s=written.get("T_comm", 0.0) / 1e3,
+    )
+
+
+def _shape(model: Mapping[str, Any]) -> ModelShape | None:
+    layers, hidden = model.get("layers"), model.get("hidden")
+    if not layers or not hidden:
+        return None
+    layers, hidden = int(layers), int(hidden)
+    heads = int(model.get("heads") or max(1, hidden // 128))
+    written = str(model.get("ffn_type") or "").lower()
+    is_gated = any(mark in written for mark in ("swiglu", "geglu", "gated", "silu")) or not written
+    ffn: Literal["gated", "plain"] = "gated" if is_gated else "plain"
+    attention = str(model.get("attention") or "").lower()
+    seq_len = int(model.get("seq") or 0)
+    is_tied = model.get("tied_embeddings")
+    # The latent attention of DeepSeek has about as many parameters as queries and outputs have without keys.
+    kv_heads = 1 if "mla" in attention else int(model.get("kv_heads") or heads)
+    return ModelShape(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=int(model.get("head_dim") or hidden // heads),
+        ffn_size=int(model.get("ffn") or (8 * hidden // 3 if is_gated else 4 * hidden)),
+        vocab_size=int(model.get("vocab") or USUAL_VOCAB[ffn]),
+        ffn=ffn,
+        is_tied=not is_gated if is_tied is None else bool(is_tied),
+        has_biases=written.startswith("gelu"),
+        num_positions=seq_len if not is_gated and "relu" not in written else 0,
+        window=_window(attention, seq_len),
+        experts=_experts(model.get("moe")),
+        name=str(model.get("name") or "model"),
+    )
+
+
+def _window(attention: str, seq_len: int) -> int | None:
+    """The window that leaves as many keys as alternating layers with one and without do on the mean."""
+    if "window" not in attention:
+        return None
+    numbers = [int(word) for word in attention.replace(",", " ").split() if word.isdigit()]
+    if not numbers:
+        return None
+    if "alternating" not in attention:
+        return numbers[0]
+    return max(1, (seq_len + min(seq_len, 2 * numbers[0])) // 4)
+
+
+def _experts(moe: Mapping[str, Any] | None) -> Experts | None:
+    if not moe or not moe.get("experts"):
+        return None
+    return Experts(
+        num_experts=int(moe["experts"]),
+        num_chosen=int(moe.get("top_k") or 1),
+        ffn_size=int(moe.get("moe_ffn") or 0),
+        num_shared=int(moe.get("shared") or 0),
+        num_dense_layers=int(moe.get("first_dense_layers") or 0),
+    )
+
+
+def _cluster(hardware: Mapping[str, Any]) -> Cluster | None:
+    gpu, num_gpus = words.gpu_of(hardware.get("gpu")), int(hardware.get("num_gpus") or 0)
+    if gpu is None or num_gpus < 1:
+        return None
+    gpus_per_node = int(hardware.get("gpus_per_node") or min(8, gpu.link_domain))
+    domain = int(hardware.get("nvlink_domain") or max(gpu.link_domain, gpus_per_node if gpu.link_bytes_per_s else 0))
+    nic = words.nic_bytes_per_s(hardware.get("interconnect"), gpus_per_node)
+    return Cluster(
+        gpu=dataclasses.replace(gpu, link_domain=domain),
+        num_gpus=num_gpus,
+        gpus_per_node=gpus_per_node,
+        nic_bytes_per_s=nic or gpu.nic_bytes_per_s,
+    )
+
+
+def _strategy(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[Strategy | None, int, tuple[str, ...]]:
+    """The strategy, the run's own batch, and what was guessed."""
+    p = _section(row, "parallel")
+    guesses = []
+    tp, pp, cp = (int(p.get(key) or 1) for key in ("tp", "pp", "cp"))
+    ranks = cluster.num_gpus // (tp * pp * cp)
+    dp = int(p.get("dp") or 0) or ranks
+    if dp < 1:
+        return None, 0, ()
+    micro_size, num_micro_batches, global_batch = _batch(p, dp, pp)
+    guesses += [key for key in ("micro_batch", "global_batch") if not p.get(key)]
+    stage = p.get("zero_stage")
+    if stage is None:
+        guesses.append("zero_stage")
+        stage = 0 if dp == 1 else 1
+    recompute = words.recompute_of(p.get("recompute"))
+    if recompute is None:
+        guesses.append("recompute")
+    mode, every = recompute or ("none", 1)
+    is_split = p.get("sequence_parallel")
+    if is_split is None and tp > 1:
+        guesses.append("sequence_parallel")
+        is_split = "fp16" not in str(p.get("precision"))  # which came about when bf16 did
+    virtual = _virtual_stages(p, shape.num_layers, pp)
+    schedule = words.schedule_of(p.get("schedule"), pp, virtual)
+    virtual = {"interleaved": max(2, virtual), "zb-v": 2}.get(schedule, 1)
+    shard = _shard_ranks(p, dp, int(stage), cluster, tp * pp * cp)
+    strategy = Strategy(
+        pp=pp,
+        dp_replicate=dp // shard,
+        dp_shard=shard,
+        cp=cp,
+        tp=tp,
+        ep=int(p.get("ep") or 1),
+        zero_stage=int(stage),
+        micro_size=micro_size,
+        num_micro_batches=num_micro_batches,
+        schedule=schedule,
+        virtual_stages=virtual,
+        stage_layers=_stage_layers(row, shape.num_layers, pp * virtual),
+        sequence_parallel=bool(is_split) and tp > 1,
+        recompute=mode,
+        recompute_every=every,
+        **(_dtypes(p, int(stage), tp, pp, cluster.gpu) | _tiers(p) | _context(p, cp)),
+    )
+    return strategy, global_batch, tuple(guesses)
+
+
+def _batch(p: Mapping[str, Any], dp: int, pp: int) -> tuple[int, int, int]:
+    """Samples of a micro-batch, micro-batches of a step, samples of the run's step."""
+    micro_size = int(p.get("micro_batch") or 0)
+    global_batch = int(p.get("global_batch") or 0)
+    written = int(p.get("num_microbatches") or p.get("grad_accum") or 0)
+    if not micro_size and global_batch:
+        each = max(1, global_batch // dp)
+        micro_size = max(1, each // written) if written else 1
+    micro_size = micro_size or 1
+    if not global_batch:
+        # Enough to fill a pipeline; else one, since what several cost beyond one is the same for each.
+        global_batch = micro_size * dp * (written or (8 * pp if pp > 1 else 1))
+    num_micro_batches = max(1, round(global_batch / (dp * micro_size)))
+    return micro_size, num_micro_batches, global_batch
+
+
+def _virtual_stages(p: Mapping[str, Any], num_layers: int, pp: int) -> int:
+    """As written; where it only says interleaved, each stage a block or few: the most of 2 to 8 that divides."""
+    if pp == 1:
+        return 1
+    if p.get("vpp"):
+        return int(p["vpp"])
+    if "interleav" not in str(p.get("schedule")).lower():
+        return 1
+    each = num_layers // pp
+    return max((v for v in range(1, 9) if num_layers % pp == 0 and each % v == 0), default=1)
+
+
+def _stage_layers(row: Row, num_layers: int, num_stages: int) -> tuple[int, ...] | None:
+    """Blocks of each stage, where the row says that the embedding and the head stand for one each."""
+    written: Sequence[int] | None = _section(row, "parallel").get("layers_per_stage")
+    if num_stages == 1:
+        return None
+    if written and len(written) == num_stages:
+        layers = [int(each) for each in written]
+        if sum(layers) == num_layers + 2:
+            layers[0] -= 1
+            layers[-1] -= 1
+        return tuple(layers) if sum(layers) == num_layers else None
+    if _section(row, "model").get("first_last_stage_one_layer_less"):
+        each, left = divmod(num_layers + 2, num_stages)
+        layers = [each + (stage < left) for stage in range(num_stages)]
+        layers[0] -= 1
+        layers[-1] -= 1
+        return tuple(layers)
+    return None
+
+
+def _shard_ranks(p: Mapping[str, Any], dp: int, stage: int, cluster: Cluster, model_ranks: int) -> int:
+    """Data ranks over which the stage shards."""
+    group = p.get("zero_group")
+    if stage >= 3 and isinstance(group, int) and dp % group == 0:
+        return group
+    if p.get("hybrid_shard"):
+        return math.gcd(dp, max(1, cluster.gpus_per_node // model_ranks))
+    return dp
+
+
+def _dtypes(p: Mapping[str, Any], stage: int, tp: int, pp: int, gpu: Gpu) -> dict[str, Any]:
+    matmul = words.matmul_dtype(p.get("precision"))
+    if matmul in ("fp32", "tf32"):
+        has_tf32 = "tf32" in gpu.peak_flops_per_s
+        return {"param": "fp32", "accumulate": "fp32", "matmul": "tf32" if has_tf32 else None}
+    param = "fp16" if matmul == "fp16" else "bf16"
+    is_narrow = matmul in ("fp8", "fp4") and matmul in gpu.peak_flops_per_s
+    # Megatron's code adds gradients in fp32; sharded data parallelism keeps them as wide as it reduces them.
+    says_wide = p.get("fp32_grad_accum")
+    is_wide = (stage < 2 and (tp > 1 or pp > 1 or param == "bf16")) if says_wide is None else bool(says_wide)
+    return {
+        "param": param,
+        "accumulate": "fp32" if is_wide else "param",
+        "reduce": "fp32" if is_wide and stage < 3 else "param",
+        "matmul": matmul if is_narrow else None,
+    }
+
+
+def _tiers(p: Mapping[str, Any]) -> dict[str, Any]:
+    text = str(p.get("offload") or "none").lower()
+    if "possibly" in text or "none" in text:
+        return {}
+    tier = "nvme" if "nvme" in text else "host"
+    found: dict[str, Any] = {}
+    if "optim" in text:
+        found["optimizer_tier"] = tier
+    if "grad" in text:
+        found["grads_tier"] = "host"
+    if "param" in text:
+        found["params_tier"] = tier
+    if "activation" in text:
+        found["activations_tier"] = "host"
+    return found
+
+
+def _context(p: Mapping[str, Any], cp: int) -> dict[str, Any]:
+    text = str(p.get("cp_impl") or "").lower()
+    found: dict[str, Any] = {}
+    if "ulysses" in text and cp > 1:
+        found["transport"] = "ulysses"
+    elif "gather" in text and "ring" not in text and cp > 1:
+        found["transport"] = "all-gather"
+    if "chunk" in text:
+        found |= {"chunk_tokens": 65536, "activations_tier": "host"}
+    return found
+
+
+def _practice(row: Row, shape: ModelShape, strategy: Strategy, gpu: Gpu) -> Practice:
+    """How the code of the run worked, by what it says of its kernels and by what code of its time did."""
+    p = _section(row, "parallel")
+    kernel = str(p.get("attention_kernel") or "").lower()
+    seq_len = int(_section(row, "model").get("seq") or 0)
+    attention = words.attention_of(p.get("attention_kernel")) or _attention(strategy, shape, gpu, seq_len)
+    is_early = attention != "flash" and not kernel
+    is_model_split = strategy.tp > 1 or strategy.pp > 1
+    is_compiled = bool(p.get("compile"))
+    is_liger = bool(p.get("liger"))
+    group = p.get("zero_group")
+    is_new = strategy.matmul in ("fp8", "fp4")
+    return Practice(
+        attention=attention,
+        logits_bytes=0.0 if is_liger else (10.0 if is_model_split else 12.0),
+        optimizer_shards=group if isinstance(group, int) and strategy.zero_stage in (1, 2) else None,
+        unsharded_grad_bytes=4.0 if p.get("fp32_grad_accum_unsharded") else 0.0,
+        is_compiled=is_compiled or is_liger or is_new or (is_model_split and not kernel),
+        is_graphed=bool(p.get("cuda_graphs")),
+        overlaps_data=not is_early or strategy.zero_stage >= 2,
+        overlaps_tensor=bool(p.get("async_tp")) or (is_new and strategy.sequence_parallel),
+        saves_norm_in_fp32=shape.ffn == "gated" and bool(kernel) and "rms" not in kernel and not is_compiled,
+        has_dropout=is_early and shape.ffn == "plain",
+    )
+
+
+def _attention(strategy: Strategy, shape: ModelShape, gpu: Gpu, seq_len: int) -> Attention:
+    """Before bf16 was usual, and where only full recomputation made room, scores were written out."""
+    if seq_len >= LONG_SEQUENCE or shape.ffn == "gated":
+        return "flash"
+    if "v100" in gpu.name or strategy.param in ("fp16", "fp32"):
+        return "fused-softmax"
+    is_full = strategy.recompute == "full" and not strategy.sequence_parallel
+    return "fused-softmax" if is_full and "a100" in gpu.name else "flash"
