@@ -1,0 +1,180 @@
+"""A strategy from DeepSpeed's JSON: stage, offload, batch, precision, as our config's keys.
+
+>>> imported = settings_of({"train_batch_size": 64, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}, "ds")
+>>> imported.global_batch, dict(imported.settings)
+(64, {'zero.stage': 3, 'precision.param': 'bf16'})
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from shardwise.config import ConfigError
+from shardwise.planner.imports.huggingface import read_json
+from shardwise.planner.imports.imported import Imported, whole_number
+
+_READ: Final = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "zero_optimization",
+    "bf16",
+    "bfloat16",
+    "fp16",
+    "gradient_clipping",
+    "optimizer",
+    "activation_checkpointing",
+    "sequence_parallel_size",
+    "tensor_parallel",
+    "communication_data_type",
+    "data_types",
+)
+_READ_OF_ZERO: Final = (
+    "stage",
+    "offload_optimizer",
+    "offload_param",
+    "cpu_offload",
+    "cpu_offload_params",
+    "mics_shard_size",
+    "zero_hpz_partition_size",
+    "overlap_comm",
+)
+_TIERS: Final = ("none", "cpu", "nvme")
+
+
+def read_deepspeed(path: str | Path) -> Imported:
+    """The strategy in a DeepSpeed config.
+
+    Raises:
+        ConfigError: the file cannot be read, is not JSON, or a value is not DeepSpeed's.
+    """
+    return settings_of(read_json(path), Path(path).name)
+
+
+def settings_of(values: Mapping[str, Any], source: str) -> Imported:
+    """The strategy that a parsed DeepSpeed config describes; values "auto" are left open.
+
+    Args:
+        values: of the file.
+        source: the file's name, for messages.
+
+    Raises:
+        ConfigError: a key is misspelled, or a value is not DeepSpeed's.
+    """
+    given = _given(values)
+    zero = _given(_section(given, "zero_optimization", source))
+    _refuse_typos(given, _READ, source)
+    _refuse_typos(zero, _READ_OF_ZERO, f"{source}: zero_optimization")
+    settings: dict[str, object] = {"zero.stage": _stage(zero, source)}
+    settings |= _tiers(zero, source) | _precision(given, source) | _batch(given, source) | _optimizer(given, source)
+    if zero.get("mics_shard_size"):
+        settings["mesh.dp_shard"] = whole_number(zero, ("mics_shard_size",), source)
+    if given.get("sequence_parallel_size", 1) != 1:
+        settings["mesh.cp"] = whole_number(given, ("sequence_parallel_size",), source)
+        settings["context.transport"] = "ulysses"
+    tensor = _given(_section(given, "tensor_parallel", source))
+    if tensor.get("autotp_size"):
+        settings["mesh.tp"] = whole_number(tensor, ("autotp_size",), source)
+    checkpointing = _given(_section(given, "activation_checkpointing", source))
+    if checkpointing:
+        settings["recompute.mode"] = "full"
+        if checkpointing.get("cpu_checkpointing"):
+            settings["tiers.activations"] = "host"
+    batch = whole_number(given, ("train_batch_size",), source) if "train_batch_size" in given else None
+    return Imported(settings=settings, global_batch=batch, notes=_notes(given, zero))
+
+
+def is_deepspeed(values: Mapping[str, Any]) -> bool:
+    """Whether a parsed JSON file looks like DeepSpeed's and not like a model's.
+
+    >>> is_deepspeed({"zero_optimization": {"stage": 2}}), is_deepspeed({"hidden_size": 64})
+    (True, False)
+    """
+    return any(key in values for key in ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"))
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value != "auto" and value is not None}
+
+
+def _section(values: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any]:
+    section = values.get(key, {})
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{source}: {key}={section!r} is not a section; give an object of keys and values")
+    return section
+
+
+def _refuse_typos(values: Mapping[str, Any], known: tuple[str, ...], source: str) -> None:
+    for key in values:
+        close = difflib.get_close_matches(key, known, n=1, cutoff=0.9)
+        if key not in known and close and close[0] not in values:
+            raise ConfigError(f"{source}: {key} is not a key of DeepSpeed's; did you mean {close[0]}?")
+
+
+def _stage(zero: Mapping[str, Any], source: str) -> int:
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        raise ConfigError(f"{source}: zero_optimization.stage={stage!r} must be 0, 1, 2 or 3; mend it there")
+    return int(stage)
+
+
+def _tiers(zero: Mapping[str, Any], source: str) -> dict[str, object]:
+    settings: dict[str, object] = {}
+    for key, state, old in (
+        ("offload_optimizer", "optimizer", "cpu_offload"),
+        ("offload_param", "params", "cpu_offload_params"),
+    ):
+        section = _given(_section(zero, key, source))
+        device = section.get("device", "cpu" if zero.get(old) else "none")
+        if device not in _TIERS:
+            raise ConfigError(f"{source}: {key}.device={device!r} must be one of {', '.join(_TIERS)}; mend it there")
+        if device != "none":
+            settings[f"tiers.{state}"] = "host" if device == "cpu" else "nvme"
+        if device == "nvme":
+            settings["tiers.nvme_path"] = str(section.get("nvme_path", "/local_nvme"))
+    return settings
+
+
+def _precision(given: Mapping[str, Any], source: str) -> dict[str, object]:
+    halves = {"bf16": given.get("bf16", given.get("bfloat16", {})), "fp16": given.get("fp16", {})}
+    enabled = [name for name, section in halves.items() if isinstance(section, Mapping) and section.get("enabled")]
+    if len(enabled) > 1:
+        raise ConfigError(f"{source} enables bf16 and fp16; leave one of them out")
+    settings: dict[str, object] = {"precision.param": enabled[0] if enabled else "fp32"}
+    is_open = any(isinstance(each, Mapping) and each.get("enabled") == "auto" for each in halves.values())
+    if not enabled and is_open:
+        settings["precision.param"] = "bf16"
+    if given.get("communication_data_type") == "fp32":
+        settings["precision.reduce"] = "fp32"
+    return settings
+
+
+def _batch(given: Mapping[str, Any], source: str) -> dict[str, object]:
+    names = {
+        "batch.micro_size": "train_micro_batch_size_per_gpu",
+        "batch.accumulation": "gradient_accumulation_steps",
+    }
+    return {ours: whole_number(given, (key,), source) for ours, key in names.items() if key in given}
+
+
+def _optimizer(given: Mapping[str, Any], source: str) -> dict[str, object]:
+    settings: dict[str, object] = {}
+    if given.get("gradient_clipping"):
+        settings["optimizer.clip_norm"] = float(given["gradient_clipping"])
+    params = _given(_section(_given(_section(given, "optimizer", source)), "params", source))
+    for key in ("lr", "eps", "weight_decay"):
+        if isinstance(params.get(key), int | float):
+            settings[f"optimizer.{key}"] = float(params[key])
+    return settings
+
+
+def _notes(given: Mapping[str, Any], zero: Mapping[str, Any]) -> tuple[str, ...]:
+    of_zero = (f"zero_optimization.{key}" for key in zero if key not in _READ_OF_ZERO)
+    rest = [*(key for key in given if key not in _READ), *of_zero]
+    notes = [f"not needed here, and left out: {', '.join(rest)}"] if rest else []
+    if zero.get("zero_hpz_partition_size", 1) not in (0, 1):
+        notes.append("zero_hpz_partition_size has no counterpart; mesh.dp_shard with replicas is nearest")
+    return tuple(notes)

@@ -1,0 +1,219 @@
+"""The shape of a model from Hugging Face's `config.json`: known architectures, and others by their fields' names.
+
+>>> shape_of({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257,
+...           "n_positions": 1024}, "config.json").num_params
+124439808
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from shardwise.config import ConfigError
+from shardwise.planner.imports.imported import Imported, whole_number
+from shardwise.planner.shape import Experts, ModelShape
+
+_HIDDEN: Final = ("hidden_size", "n_embd", "d_model", "n_embed", "dim")
+_LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_FFN: Final = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "ffn_size")
+_POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+_EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
+_GATED_ACTIVATIONS: Final = frozenset({"silu", "swish", "swiglu", "geglu"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Family:
+    """What an architecture's files leave unsaid.
+
+    Attributes:
+        is_tied: where `tie_word_embeddings` is missing.
+        learns_positions: whether positions are a table; `num_more_positions` that it has besides.
+        ffn_factor: of the hidden size, where no feed-forward's size is given; 0 where one must be.
+    """
+
+    is_gated: bool
+    has_biases: bool = False
+    is_tied: bool = False
+    learns_positions: bool = False
+    num_more_positions: int = 0
+    ffn_factor: int = 0
+
+
+_LLAMA: Final = _Family(is_gated=True)
+_GEMMA: Final = _Family(is_gated=True, is_tied=True)
+_FAMILIES: Mapping[str, _Family] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "phi3", "olmo", "olmo2"), _LLAMA
+        ),
+        **dict.fromkeys(
+            ("deepseek_v2", "deepseek_v3", "stablelm", "granite", "internlm2", "smollm3", "gpt_oss"), _LLAMA
+        ),
+        **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text", "cohere", "cohere2"), _GEMMA),
+        "phi": _Family(is_gated=False, has_biases=True),
+        "gpt2": _Family(is_gated=False, has_biases=True, is_tied=True, learns_positions=True, ffn_factor=4),
+        "gpt_bigcode": _Family(is_gated=False, has_biases=True, is_tied=True, learns_positions=True, ffn_factor=4),
+        "gpt_neo": _Family(is_gated=False, has_biases=True, is_tied=True, learns_positions=True, ffn_factor=4),
+        "gptj": _Family(is_gated=False, has_biases=True, ffn_factor=4),
+        "gpt_neox": _Family(is_gated=False, has_biases=True),
+        "opt": _Family(
+            is_gated=False, has_biases=True, is_tied=True, learns_positions=True, num_more_positions=2, ffn_factor=4
+        ),
+        "bloom": _Family(is_gated=False, has_biases=True, is_tied=True, ffn_factor=4),
+        "falcon": _Family(is_gated=False, is_tied=True, ffn_factor=4),
+        "mpt": _Family(is_gated=False, is_tied=True, ffn_factor=4),
+        "starcoder2": _Family(is_gated=False, has_biases=True, is_tied=True),
+    }
+)
+
+
+def read_huggingface(path: str | Path) -> Imported:
+    """The shape in a `config.json`, and the longest sequence it was made for.
+
+    Raises:
+        ConfigError: the file cannot be read, is not JSON, or misses a size.
+    """
+    values = read_json(path)
+    name = Path(path).name
+    return Imported(shape=shape_of(values, name), seq_len=_num_positions(_text_part(values)), notes=_notes(values))
+
+
+def read_json(path: str | Path) -> Mapping[str, Any]:
+    """Parse a JSON file that holds one object.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no such.
+    """
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a JSON file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}; mend it there") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no JSON object; give a file of keys and values")
+    return values
+
+
+def shape_of(values: Mapping[str, Any], source: str) -> ModelShape:
+    """The shape that a parsed `config.json` describes.
+
+    Args:
+        values: of the file; of a model with several parts, that of text is taken.
+        source: the file's name, for messages.
+
+    Raises:
+        ConfigError: a size is missing or is none.
+    """
+    text = _text_part(values)
+    kind = str(text.get("model_type", values.get("model_type", "")))
+    family = _FAMILIES.get(kind) or _guessed_family(text)
+    hidden = whole_number(text, _HIDDEN, source)
+    num_heads = whole_number(text, _HEADS, source)
+    positions = _num_positions(text) if family.learns_positions else 0
+    ffn = family.ffn_factor or int(text.get("expansion_ratio", 0))
+    vocab_size = whole_number(text, ("vocab_size",), source)
+    return ModelShape(
+        num_layers=whole_number(text, _LAYERS, source),
+        hidden_size=hidden,
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(text, num_heads, source),
+        head_dim=_head_dim(text, hidden, num_heads, source),
+        ffn_size=whole_number(text, _FFN, source, default=ffn * hidden or None),
+        vocab_size=vocab_size,
+        ffn="gated" if family.is_gated else "plain",
+        is_tied=bool(text.get("tie_word_embeddings", values.get("tie_word_embeddings", family.is_tied))),
+        has_biases=family.has_biases,
+        num_positions=(positions + family.num_more_positions) if positions else 0,
+        window=_window(text),
+        experts=_experts(text, source),
+        name=_name(values, kind),
+    )
+
+
+def _text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    part = values.get("text_config")
+    return part if isinstance(part, Mapping) and part else values
+
+
+def _guessed_family(text: Mapping[str, Any]) -> _Family:
+    """Of an architecture that is not in the table: gated where its activation is one that gates use."""
+    activation = str(text.get("hidden_act", text.get("hidden_activation", text.get("activation_function", "silu"))))
+    return _Family(is_gated=activation.lower() in _GATED_ACTIVATIONS)
+
+
+def _num_positions(text: Mapping[str, Any]) -> int | None:
+    found = [text[name] for name in _POSITIONS if isinstance(text.get(name), int) and text[name] > 0]
+    return found[0] if found else None
+
+
+def _num_kv_heads(text: Mapping[str, Any], num_heads: int, source: str) -> int:
+    if "kv_lora_rank" in text:
+        return 1
+    if text.get("multi_query") is True and not text.get("new_decoder_architecture"):
+        return 1
+    attention = text.get("attn_config")
+    inner = attention if isinstance(attention, Mapping) else {}
+    return whole_number({**inner, **text}, _KV_HEADS, source, default=num_heads)
+
+
+def _head_dim(text: Mapping[str, Any], hidden: int, num_heads: int, source: str) -> int:
+    if "kv_lora_rank" in text:
+        return whole_number(text, ("v_head_dim",), source)
+    if text.get("head_dim") is None and hidden % num_heads:
+        raise ConfigError(f"{source}: {num_heads} heads do not divide the hidden size {hidden}; add head_dim")
+    return whole_number(text, ("head_dim",), source, default=hidden // num_heads)
+
+
+def _window(text: Mapping[str, Any]) -> int | None:
+    """Where every layer has one; where some have, the longest ones decide the time, so none is taken."""
+    window = text.get("sliding_window")
+    is_used = (
+        text.get("use_sliding_window", True) and "layer_types" not in text and "sliding_window_pattern" not in text
+    )
+    is_mixed = str(text.get("model_type", "")).startswith(("gemma2", "gemma3", "cohere2", "gpt_oss"))
+    return window if isinstance(window, int) and window > 0 and is_used and not is_mixed else None
+
+
+def _experts(text: Mapping[str, Any], source: str) -> Experts | None:
+    num_experts = whole_number(text, _EXPERTS, source, default=1)
+    if num_experts == 1:
+        return None
+    ffn_size = whole_number(text, ("moe_intermediate_size", *_FFN), source)
+    shared = text.get("n_shared_experts") or 0
+    if not shared and text.get("shared_expert_intermediate_size"):
+        shared = max(1, round(text["shared_expert_intermediate_size"] / ffn_size))
+    dense = text.get("first_k_dense_replace") or len(text.get("mlp_only_layers") or ())
+    return Experts(
+        num_experts=num_experts,
+        num_chosen=whole_number(text, _CHOSEN, source),
+        ffn_size=ffn_size,
+        num_shared=int(shared),
+        num_dense_layers=int(dense),
+    )
+
+
+def _name(values: Mapping[str, Any], kind: str) -> str:
+    path = values.get("_name_or_path")
+    return str(path).rstrip("/").rpartition("/")[2] if path else (kind or "model")
+
+
+def _notes(values: Mapping[str, Any]) -> tuple[str, ...]:
+    text = _text_part(values)
+    notes = []
+    if text is not values:
+        notes.append("of a model with several parts, that of text alone is planned")
+    if "kv_lora_rank" in text:
+        notes.append("latent attention is priced as attention with one head of keys and values")
+    if str(text.get("model_type", "")) not in _FAMILIES:
+        kind = text.get("model_type", "none")
+        notes.append(f"model_type {kind} is read by its fields' names: check the number of parameters")
+    return tuple(notes)

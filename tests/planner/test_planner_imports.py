@@ -1,0 +1,337 @@
+"""What is read from files of other tools: shapes, strategies, and one line for each mistake."""
+
+import json
+
+import pytest
+
+from shardwise.config import Config, ConfigError
+from shardwise.models.presets import preset
+from shardwise.planner.imports.deepspeed import is_deepspeed, read_deepspeed, settings_of
+from shardwise.planner.imports.huggingface import read_huggingface, shape_of
+from shardwise.planner.imports.megatron import job_of_flags, read_megatron
+from shardwise.planner.imports.megatron_text import flags_in, yaml_flags
+from shardwise.planner.shape import ModelShape
+
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
+GPT2_XL = {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25, "n_positions": 1024, "vocab_size": 50257}
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+    "vocab_size": 32000,
+}
+QWEN3_30B = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "kv_lora_rank": 512,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "vocab_size": 129280,
+}
+
+
+def test_a_llama_is_the_preset(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_3_8B))
+    imported = read_huggingface(path)
+    assert imported.shape == ModelShape.of_decoder(preset("llama-3-8b"), "llama")
+    assert (imported.seq_len, imported.notes) == (8192, ())
+
+
+@pytest.mark.parametrize(
+    ("values", "billions", "share"),
+    [
+        (GPT2_XL, 1.5576, 0.0005),
+        (MIXTRAL, 46.70, 0.0005),
+        (QWEN3_30B, 30.53, 0.001),
+        (DEEPSEEK_V3, 671.0, 0.01),  # latent attention is approximate
+        (
+            {
+                "model_type": "opt",
+                "hidden_size": 4096,
+                "ffn_dim": 16384,
+                "num_hidden_layers": 32,
+                "num_attention_heads": 32,
+                "max_position_embeddings": 2048,
+                "vocab_size": 50272,
+            },
+            6.658,
+            0.0005,
+        ),
+        (
+            {
+                "model_type": "gpt_neox",
+                "hidden_size": 6144,
+                "intermediate_size": 24576,
+                "num_hidden_layers": 44,
+                "num_attention_heads": 64,
+                "vocab_size": 50432,
+            },
+            20.55,
+            0.001,
+        ),
+        (
+            {
+                "model_type": "gemma",
+                "hidden_size": 3072,
+                "intermediate_size": 24576,
+                "num_hidden_layers": 28,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 16,
+                "head_dim": 256,
+                "vocab_size": 256000,
+            },
+            8.538,
+            0.0005,
+        ),
+        (
+            {
+                "model_type": "qwen2",
+                "hidden_size": 3584,
+                "intermediate_size": 18944,
+                "num_hidden_layers": 28,
+                "num_attention_heads": 28,
+                "num_key_value_heads": 4,
+                "use_sliding_window": False,
+                "sliding_window": 131072,
+                "vocab_size": 152064,
+            },
+            7.616,
+            0.001,
+        ),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else str(value),
+)
+def test_shapes_have_the_published_number_of_parameters(values, billions, share):
+    assert shape_of(values, "config.json").num_params / 1e9 == pytest.approx(billions, rel=share)
+
+
+def test_experts_are_read():
+    experts = shape_of(DEEPSEEK_V3, "config.json").experts
+    assert experts is not None
+    assert (experts.num_experts, experts.num_chosen, experts.num_shared, experts.num_dense_layers) == (256, 8, 1, 3)
+
+
+def test_windows_hold_where_every_layer_has_one():
+    assert shape_of({**MIXTRAL, "sliding_window": 4096}, "c").window == 4096
+    assert shape_of({**MIXTRAL, "sliding_window": 4096, "model_type": "gemma2"}, "c").window is None
+    assert shape_of({**MIXTRAL, "sliding_window": 4096, "use_sliding_window": False}, "c").window is None
+
+
+def test_an_unknown_architecture_is_read_by_its_fields(tmp_path):
+    path = tmp_path / "config.json"
+    values = {"model_type": "novel", "d_model": 512, "n_layers": 4, "n_heads": 8, "ffn_dim": 2048, "vocab_size": 1000}
+    path.write_text(json.dumps({**values, "activation_function": "gelu"}))
+    imported = read_huggingface(path)
+    assert imported.shape is not None
+    assert (imported.shape.ffn, imported.shape.num_layers) == ("plain", 4)
+    assert "novel" in imported.notes[0]
+
+
+def test_the_text_of_several_parts_is_taken(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llava", "text_config": LLAMA_3_8B, "vision_config": {"hidden_size": 1}}))
+    imported = read_huggingface(path)
+    assert imported.shape is not None
+    assert imported.shape.hidden_size == 4096
+    assert "text alone" in imported.notes[0]
+
+
+def without(values: dict, key: str) -> dict:
+    return {name: value for name, value in values.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (without(LLAMA_3_8B, "hidden_size"), "config.json misses hidden_size; add hidden_size (or n_embd"),
+        ({**without(LLAMA_3_8B, "vocab_size"), "vocab_sise": 5}, "did you mean it by vocab_sise?"),
+        ({**LLAMA_3_8B, "num_hidden_layers": "32"}, "num_hidden_layers='32' must be an integer >= 1"),
+        ({**LLAMA_3_8B, "num_attention_heads": 33}, "33 heads do not divide the hidden size 4096; add head_dim"),
+    ],
+)
+def test_what_a_model_misses_is_named(values, message):
+    with pytest.raises(ConfigError, match=r"^[^\n]*$") as error:
+        shape_of(values, "config.json")
+    assert message in str(error.value)
+
+
+DEEPSPEED = {
+    "train_batch_size": 512,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": "auto",
+    "steps_per_print": 10,
+    "bf16": {"enabled": True},
+    "gradient_clipping": 1.0,
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "stage3_prefetch_bucket_size": 5e7,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "nvme", "nvme_path": "/scratch"},
+    },
+}
+
+
+def test_a_deepspeed_config_is_ours(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(DEEPSPEED))
+    imported = read_deepspeed(path)
+    config = Config().override(imported.assignments)
+    assert (config.zero.stage, config.tiers.optimizer, config.tiers.params) == (3, "host", "nvme")
+    assert (config.tiers.nvme_path, config.precision.param, config.batch.micro_size) == ("/scratch", "bf16", 4)
+    assert imported.global_batch == 512
+    assert "steps_per_print" in imported.notes[0]
+    assert is_deepspeed(DEEPSPEED) and not is_deepspeed(LLAMA_3_8B)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"zero_optimisation": {}}, "zero_optimisation is not a key of DeepSpeed's; did you mean zero_optimization?"),
+        ({"zero_optimization": {"stage": 4}}, "stage=4 must be 0, 1, 2 or 3"),
+        ({"zero_optimization": {"ofload_param": {}}}, "did you mean offload_param?"),
+        ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "device='gpu' must be one of none, cpu, nvme"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "enables bf16 and fp16; leave one of them out"),
+        ({"train_batch_size": -1}, "train_batch_size=-1 must be an integer >= 1"),
+        ({"zero_optimization": 3}, "zero_optimization=3 is not a section"),
+    ],
+)
+def test_what_deepspeed_would_not_take_is_refused(values, message):
+    with pytest.raises(ConfigError, match=r"^[^\n]*$") as error:
+        settings_of(values, "ds.json")
+    assert message in str(error.value)
+
+
+SCRIPT = """
+#!/bin/bash
+# Runs Llama 70B; --not-a-flag in a comment
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+GPUS_PER_NODE=8
+NNODES=${SLURM_NNODES:-16}
+TP=8  # NVLink
+PP=4
+MODEL_ARGS=(
+    --num-layers 80
+    --hidden-size 8192
+    --ffn-hidden-size 28672
+    --num-attention-heads 64
+    --group-query-attention --num-query-groups 8
+    --seq-length 4096
+    --max-position-embeddings 4096
+    --position-embedding-type rope
+    --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
+    --vocab-size 32000
+)
+torchrun --nproc-per-node $GPUS_PER_NODE --nnodes $NNODES pretrain_gpt.py \\
+    ${MODEL_ARGS[@]} \\
+    --tensor-model-parallel-size ${TP} \\
+    --pipeline-model-parallel-size ${PP} \\
+    --num-layers-per-virtual-pipeline-stage 5 \\
+    --sequence-parallel --use-distributed-optimizer \\
+    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 \\
+    --micro-batch-size 1 --global-batch-size $((128 * 8)) \\
+    --lr 1.5e-4 --bf16
+"""
+
+
+def test_a_script_of_megatron_is_a_job(tmp_path):
+    path = tmp_path / "llama.sh"
+    path.write_text(SCRIPT)
+    imported = read_megatron(path)
+    expected = ModelShape.of_decoder(preset("llama-70b"), "llama")
+    assert imported.shape == expected
+    assert (imported.seq_len, imported.global_batch, imported.num_gpus) == (4096, 1024, 128)
+    config = Config().override(imported.assignments).resolve(128)
+    assert (config.mesh.tp, config.mesh.pp, config.mesh.dp_shard) == (8, 4, 4)
+    assert (config.pipeline.schedule, config.pipeline.virtual_stages) == ("interleaved", 4)
+    assert (config.zero.stage, config.precision.reduce, config.recompute.mode) == (1, "fp32", "full")
+    assert config.tensor.sequence_parallel
+
+
+def test_flags_and_yaml_say_the_same():
+    line = "--num-layers 8 --hidden-size 512 --num-attention-heads=8 --seq-length 1024 --bf16 --num-experts 4"
+    yaml = "model:\n  num_layers: 8\n  hidden_size: 512 # wide\n  num_attention_heads: 8\n"
+    yaml += "  seq_length: 1024\n  bf16: true\n  fp16: false\n  num-experts: 4\n"
+    assert flags_in(f"python pretrain.py {line}") == yaml_flags(yaml)
+    assert read_megatron(line).shape == job_of_flags(yaml_flags(yaml), "the flags").shape
+
+
+def test_a_padded_vocabulary_is_megatrons():
+    flags = {"num-layers": "2", "hidden-size": "64", "num-attention-heads": "4", "seq-length": "32"}
+    shape = job_of_flags({**flags, "tensor-model-parallel-size": "8"}, "x").shape
+    assert shape is not None
+    assert shape.vocab_size == 51200  # the next multiple of 128 x 8 above 50,257
+    assert shape.num_positions == 32
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tensor-model-paralel-size 8", "did you mean --tensor-model-parallel-size?"),
+        ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-len 8", "did you mean it by --seq-len?"),
+        ("--hidden-size $HIDDEN --num-attention-heads 4", "--hidden-size $HIDDEN is a variable that the file does not"),
+        ("--hidden-size 64 --num-attention-heads four", "--num-attention-heads four must be a whole number"),
+        ("--num-layers 4 --hidden-size 8 --recompute-granularity most", "must be full or selective"),
+        (
+            "--num-layers 10 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
+            "do not divide 10 layers; give a divisor of 5",
+        ),
+    ],
+)
+def test_wrong_flags_are_named(flags, message):
+    with pytest.raises(ConfigError, match=r"^[^\n]*$") as error:
+        read_megatron(flags)
+    assert message in str(error.value)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    for read in (read_huggingface, read_deepspeed, read_megatron):
+        with pytest.raises(ConfigError, match="cannot read"):
+            read(tmp_path / "none.json")
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        read_huggingface(tmp_path / "broken.json")
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(ConfigError, match="holds no JSON object"):
+        read_deepspeed(tmp_path / "list.json")
