@@ -97,6 +97,7 @@ class Practice:
         overlaps_tensor: whether tensor-parallel collectives run while a product's other part is computed.
         saves_norm_in_fp32: whether norms keep a widened copy of their input.
         has_dropout: whether masks are kept.
+        trains_all: whether all weights have gradients; False where adapters alone are trained.
     """
 
     attention: Attention = "flash"
@@ -110,6 +111,7 @@ class Practice:
     overlaps_tensor: bool = False
     saves_norm_in_fp32: bool = False
     has_dropout: bool = False
+    trains_all: bool = True
 
 
 SHARDWISE: Final = Practice()

@@ -1,0 +1,430 @@
+"""Time of what one rank computes for one micro-batch: a block, the embedding, the head; and of the optimizer's step.
+
+A block is a list of kernels: matrix products, attention, and element-wise streams. A matrix product is looked up in
+the machine's table where one was measured; else it takes its FLOPs at the rate that its shape can reach, or its bytes
+at the memory's, whichever is longer (Williams et al. 2009, the roofline). Nothing here communicates.
+
+>>> from shardwise.models.presets import preset
+>>> from shardwise.planner.catalogue import find_gpu
+>>> from shardwise.planner.hardware import Cluster
+>>> from shardwise.planner.shape import ModelShape
+>>> cluster = Cluster(gpu=find_gpu("h100"), num_gpus=8, gpus_per_node=8, nic_bytes_per_s=5e10)
+>>> job = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=8, cluster=cluster)
+>>> block = ComputeModel(job).block(Strategy(dp_shard=8, zero_stage=3))
+>>> 1.5 < block.backward_s / block.forward_s < 3.0
+True
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Final
+
+from shardwise.planner.job import Job, Strategy
+from shardwise.planner.profile import AttentionTime, MatmulTime
+
+_WIDTHS: Final[Mapping[str, float]] = MappingProxyType(
+    {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5}
+)
+_TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 128, 0.75), (64, 64, 0.6))
+"""Output tiles that libraries choose from, and the share of a core's rate that each reaches: a smaller one reads its
+inputs more often."""
+_PROLOGUE: Final = 96
+"""Elements of the inner dim in which a tile's pipeline of loads fills and its result is written."""
+_FLASH_FORWARD_SHARE: Final = 0.68
+_FLASH_BACKWARD_SHARE: Final = 0.55
+"""Of a large matrix product's rate: Dao 2023 (arXiv 2307.08691), figures 4 to 6, and Shah et al. 2024 (arXiv
+2407.08608), figures 5 and 6; softmax and its rescaling run beside the products."""
+_FLASH_RAMP: Final = 384
+"""Keys at which flash attention has lost half of its rate to what each row of tiles begins and ends with."""
+_BATCHED_SHARE: Final = 0.6
+"""Of a large product's rate that the batched products of unfused attention reach: small outputs, a short inner dim."""
+_KERNEL_S: Final = 2.5e-6
+"""That a kernel takes on a device beyond its work: it starts, fills the cores and drains them."""
+_DISPATCH_S: Final = 7e-6
+"""That the host takes to launch one kernel from Python; it shows where kernels are shorter."""
+_GRAPHED_KERNEL_S: Final = 1.5e-6
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of one micro-batch on one rank; `recompute_s` is part of none of the others."""
+
+    forward_s: float = 0.0
+    backward_input_s: float = 0.0
+    backward_weight_s: float = 0.0
+    recompute_s: float = 0.0
+
+    @property
+    def backward_s(self) -> float:
+        """Of both gradients."""
+        return self.backward_input_s + self.backward_weight_s
+
+    @property
+    def total_s(self) -> float:
+        """Of all of them."""
+        return self.forward_s + self.backward_s + self.recompute_s
+
+    def times(self, factor: float) -> PassTimes:
+        """All of them, that often."""
+        return PassTimes(
+            self.forward_s * factor,
+            self.backward_input_s * factor,
+            self.backward_weight_s * factor,
+            self.recompute_s * factor,
+        )
+
+    def plus(self, other: PassTimes) -> PassTimes:
+        """One after the other."""
+        return PassTimes(
+            self.forward_s + other.forward_s,
+            self.backward_input_s + other.backward_input_s,
+            self.backward_weight_s + other.backward_weight_s,
+            self.recompute_s + other.recompute_s,
+        )
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer on one rank: [m, k] by [k, n], `count` times."""
+
+    m: float
+    n: float
+    k: float
+    count: float = 1.0
+
+
+class ComputeModel:
+    """Times of a job's kernels; keeps those that it has priced, by shape."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._products: dict[tuple[float, float, float, str], float] = {}
+        self._blocks: dict[tuple[object, ...], PassTimes] = {}
+        gpu = job.cluster.gpu
+        self._bandwidth = gpu.memory_bytes_per_s * gpu.fitted.memory_share
+        if job.cluster.profile is not None and job.cluster.profile.stream_bytes_per_s:
+            self._bandwidth = job.cluster.profile.stream_bytes_per_s
+
+    def block(self, strategy: Strategy) -> PassTimes:
+        """One micro-batch of one block, a mean over blocks where some have experts and some have none."""
+        s = strategy
+        linears = (s.tp, s.cp, s.ep, s.micro_size, s.sequence_parallel, s.recompute, s.recompute_every)
+        key = (*linears, _dtype(s), s.param, s.accumulate, s.num_micro_batches > 1, s.zero_stage >= 3)
+        if key not in self._blocks:
+            self._blocks[key] = self._block(s)
+        return self._blocks[key]
+
+    def head(self, strategy: Strategy) -> PassTimes:
+        """The last norm, the head and the loss, in `param` even where the blocks' products are narrower."""
+        shape, practice = self.job.shape, self.job.practice
+        tokens = self._tokens(strategy)
+        linear = Linear(tokens, shape.vocab_size / strategy.tp, shape.hidden_size)
+        products = self._linears([linear], strategy, strategy.param)
+        width = _WIDTHS[strategy.param]
+        logits = tokens * shape.vocab_size / (strategy.tp if practice.splits_logits else 1)
+        is_fused = practice.logits_bytes <= 2 * width
+        streams = PassTimes(
+            self._stream_s(logits * width * (2 if is_fused else 6)),
+            self._stream_s(logits * width * (2 if is_fused else 5)),
+        )
+        return products.plus(streams)
+
+    def embedding(self, strategy: Strategy) -> PassTimes:
+        """The lookup, and the sum of its gradients."""
+        wide = self._tokens(strategy) * self.job.shape.hidden_size * _WIDTHS[strategy.param]
+        return PassTimes(self._stream_s(2 * wide), 0.0, self._stream_s(4 * wide) * self._trains)
+
+    def attention(self, strategy: Strategy) -> PassTimes:
+        """The attention of one block alone, without its linear layers; part of `block`."""
+        return self._attention(strategy)
+
+    def step_s(self, strategy: Strategy, numel: float) -> float:
+        """The optimizer's step over `numel` elements that lie on the device."""
+        profile = self.job.cluster.profile
+        measured = profile.step_bytes_per_s if profile is not None else 0.0
+        width = 28.0 + (0.0 if strategy.param == "fp32" else 2.0)
+        return numel * width / (measured or self._bandwidth)
+
+    @property
+    def _trains(self) -> float:
+        return 1.0 if self.job.practice.trains_all else 0.0
+
+    def _tokens(self, strategy: Strategy) -> float:
+        return self.job.seq_len * strategy.micro_size / strategy.cp
+
+    def _block(self, s: Strategy) -> PassTimes:
+        shape = self.job.shape
+        attention = self._attention(s)
+        streams = self._streams(s)
+        products = self._linears(self._attention_linears(s), s, _dtype(s))
+        dense_share = 1.0 - shape.num_expert_layers / shape.num_layers
+        if dense_share > 0:
+            dense = self._linears(self._dense_linears(s), s, _dtype(s))
+            products = products.plus(dense.times(dense_share))
+        if shape.experts is not None:
+            experts = self._linears(self._expert_linears(s), s, _dtype(s))
+            products = products.plus(experts.plus(self._permutation(s)).times(1.0 - dense_share))
+        whole = self._launched(products.plus(attention).plus(streams))
+        again = {
+            "none": 0.0,
+            "full": whole.forward_s,
+            "selective": streams.forward_s if self.job.practice.attention == "flash" else attention.forward_s,
+        }[s.recompute]
+        return PassTimes(
+            whole.forward_s,
+            whole.backward_input_s,
+            whole.backward_weight_s * self._trains,
+            again / s.recompute_every,
+        )
+
+    def _launched(self, times: PassTimes) -> PassTimes:
+        """At least what the host takes to launch the kernels."""
+        if self.job.cluster.profile is not None and self.job.cluster.profile.call_s:
+            return times
+        practice = self.job.practice
+        if practice.is_graphed:
+            return times
+        kernels = 14.0 if practice.is_compiled else 24.0
+        kernels += 0.0 if practice.attention == "flash" else 6.0
+        least_s = kernels * _DISPATCH_S
+        return PassTimes(
+            max(times.forward_s, least_s),
+            max(times.backward_input_s, least_s),
+            max(times.backward_weight_s, least_s / 3),
+            times.recompute_s,
+        )
+
+    # --- matrix products -------------------------------------------------------------------------------------------
+
+    def _attention_linears(self, s: Strategy) -> list[Linear]:
+        shape, tokens = self.job.shape, self._tokens(s)
+        kv_heads = max(shape.num_kv_heads / s.tp, 1)
+        width = (shape.num_heads / s.tp + 2 * kv_heads) * shape.head_dim
+        return [
+            Linear(tokens, width, shape.hidden_size),
+            Linear(tokens, shape.hidden_size, shape.num_heads / s.tp * shape.head_dim),
+        ]
+
+    def _dense_linears(self, s: Strategy) -> list[Linear]:
+        shape, tokens = self.job.shape, self._tokens(s)
+        inner = shape.ffn_size / s.tp
+        return [
+            Linear(tokens, inner * (shape.num_ffn_matrices - 1), shape.hidden_size),
+            Linear(tokens, shape.hidden_size, inner),
+        ]
+
+    def _expert_linears(self, s: Strategy) -> list[Linear]:
+        """Each expert of this rank has its share of the tokens that were sent here, as many as were sent away."""
+        shape, experts, tokens = self.job.shape, self.job.shape.experts, self._tokens(s)
+        if experts is None:
+            return []
+        inner = experts.ffn_size / s.tp
+        here = max(experts.num_experts / s.ep, 1)
+        each = tokens * experts.num_chosen / here
+        found = [
+            Linear(tokens, experts.num_experts, shape.hidden_size),
+            Linear(each, inner * (shape.num_ffn_matrices - 1), shape.hidden_size, here),
+            Linear(each, shape.hidden_size, inner, here),
+        ]
+        if experts.num_shared:
+            wide = experts.num_shared * inner
+            found += [
+                Linear(tokens, wide * (shape.num_ffn_matrices - 1), shape.hidden_size),
+                Linear(tokens, shape.hidden_size, wide),
+            ]
+        return found
+
+    def _permutation(self, s: Strategy) -> PassTimes:
+        """Tokens are copied for each of their experts, and their results are weighed and summed."""
+        experts = self.job.shape.experts
+        if experts is None:
+            return PassTimes()
+        copied = self._tokens(s) * experts.num_chosen * self.job.shape.hidden_size * _WIDTHS[s.param]
+        return PassTimes(self._stream_s(6 * copied), self._stream_s(8 * copied))
+
+    def _linears(self, linears: Iterable[Linear], s: Strategy, dtype: str) -> PassTimes:
+        forward_s = input_s = weight_s = 0.0
+        wide = _WIDTHS[s.param]
+        for each in linears:
+            forward_s += each.count * self._product_s(each.m, each.n, each.k, dtype)
+            input_s += each.count * self._product_s(each.m, each.k, each.n, dtype)
+            accumulated_s = self._stream_s(each.n * each.k * self._accumulation_bytes(s))
+            weight_s += each.count * max(self._product_s(each.k, each.n, each.m, dtype), accumulated_s)
+            if _WIDTHS[dtype] < wide:
+                narrow = wide + 2 * _WIDTHS[dtype]
+                forward_s += each.count * self._stream_s(each.m * each.k * narrow)
+                input_s += each.count * self._stream_s(each.m * each.n * narrow)
+        return PassTimes(forward_s, input_s, weight_s)
+
+    def _accumulation_bytes(self, s: Strategy) -> float:
+        """A weight's gradient is added to what other micro-batches left; the product's own write is its own."""
+        if s.num_micro_batches == 1 or s.zero_stage >= 3:
+            return 0.0
+        return 2 * _WIDTHS["fp32" if s.accumulate == "fp32" else s.param]
+
+    def _product_s(self, m: float, n: float, k: float, dtype: str) -> float:
+        key = (m, n, k, dtype)
+        if key not in self._products:
+            profile = self.job.cluster.profile
+            table = [] if profile is None else [each for each in profile.matmuls if each.dtype == dtype]
+            self._products[key] = _looked_up_s(table, m, n, k) if table else self._roofline_s(m, n, k, dtype)
+        return self._products[key]
+
+    def _roofline_s(self, m: float, n: float, k: float, dtype: str) -> float:
+        cores = self.job.cluster.gpu.num_cores
+        share = shape_share(m, n, k, cores) * alignment_share(n, k, _WIDTHS[dtype])
+        wide = max(_WIDTHS[dtype], 2.0)
+        moved = (m * k + k * n) * _WIDTHS[dtype] + m * n * wide
+        return max(2 * m * n * k / (self._rate(dtype) * share), self._stream_s(moved)) + self._kernel_s
+
+    def _rate(self, dtype: str) -> float:
+        """FLOPs a second of the largest products, while a model trains."""
+        return ceiling_flops_per_s(self.job, dtype) * self.job.cluster.gpu.fitted.matmul_share
+
+    @property
+    def _kernel_s(self) -> float:
+        profile = self.job.cluster.profile
+        if profile is not None and profile.call_s:
+            return profile.call_s
+        return _GRAPHED_KERNEL_S if self.job.practice.is_graphed else _KERNEL_S
+
+    def _stream_s(self, num_bytes: float) -> float:
+        return num_bytes / self._bandwidth
+
+    # --- attention -------------------------------------------------------------------------------------------------
+
+    def _attention(self, s: Strategy) -> PassTimes:
+        shape, practice = self.job.shape, self.job.practice
+        keys = self.job.seq_len if shape.window is None else min(self.job.seq_len, 2 * shape.window)
+        heads = shape.num_heads / s.tp
+        forward = 4.0 * self._tokens(s) * keys * heads * shape.head_dim
+        profile = self.job.cluster.profile
+        if profile is not None and profile.attentions:
+            return _looked_up_attention(profile.attentions, forward)
+        rate = self._rate("bf16" if _WIDTHS[s.param] <= 2 else _dtype(s))
+        if practice.attention == "flash":
+            reached = rate * self.job.seq_len / (self.job.seq_len + _FLASH_RAMP) * min(1.0, 0.6 + shape.head_dim / 320)
+            forward_s = forward / 2 / (reached * _FLASH_FORWARD_SHARE)
+            backward_s = 2.5 * forward / 2 / (reached * _FLASH_BACKWARD_SHARE)
+            return PassTimes(forward_s, backward_s)
+        scores = self._tokens(s) * keys * heads * _WIDTHS[s.param]
+        reads = (5.0, 6.0) if practice.attention == "fused-softmax" else (14.0, 15.0)
+        dropout = (2.5, 2.5) if practice.has_dropout else (0.0, 0.0)
+        batched = rate * _BATCHED_SHARE * min(shape.head_dim / 128, 1.0) ** 0.5
+        batched *= alignment_share(shape.head_dim, shape.head_dim, _WIDTHS[s.param])
+        return PassTimes(
+            forward / batched + self._stream_s(scores * (reads[0] + dropout[0])),
+            2 * forward / batched + self._stream_s(scores * (reads[1] + dropout[1])),
+        )
+
+    # --- element-wise ----------------------------------------------------------------------------------------------
+
+    def _streams(self, s: Strategy) -> PassTimes:
+        """Norms, residual sums, activation, rotation and dropout; passes over each tensor are counted."""
+        shape, practice = self.job.shape, self.job.practice
+        tokens, width = self._tokens(s), _WIDTHS[s.param]
+        whole = tokens / (s.tp if s.sequence_parallel else 1) * shape.hidden_size * width
+        norm = (2.0, 3.5) if practice.is_compiled or not practice.saves_norm_in_fp32 else (12.0, 16.0)
+        passes = [2 * each + 2 * sums for each, sums in zip(norm, (3.0, 3.0), strict=True)]
+        if practice.has_dropout:
+            passes = [each + 2 * 2.5 for each in passes]
+        inner = tokens / s.tp * self._ffn_width() * width
+        if shape.ffn == "gated":
+            activation = (3.0, 5.0) if practice.is_compiled else (5.0, 8.0)
+        else:
+            activation = (2.0, 3.0) if practice.is_compiled or practice.attention == "fused-softmax" else (4.0, 6.0)
+        heads = tokens / s.tp * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * width
+        rotation = 0.0 if shape.num_positions else 2.0 if practice.is_compiled else 6.0
+        return PassTimes(
+            self._stream_s(whole * passes[0] + inner * activation[0] + heads * rotation),
+            self._stream_s(whole * passes[1] + inner * activation[1] + heads * rotation),
+        )
+
+    def _ffn_width(self) -> float:
+        """Of the activation, a mean over blocks."""
+        shape, experts = self.job.shape, self.job.shape.experts
+        if experts is None:
+            return float(shape.ffn_size)
+        chosen = experts.ffn_size * (experts.num_chosen + experts.num_shared)
+        share = shape.num_expert_layers / shape.num_layers
+        return chosen * share + shape.ffn_size * (1 - share)
+
+
+def ceiling_flops_per_s(job: Job, dtype: str) -> float:
+    """The best measured product of that dtype, or as much of the peak as another dtype reached."""
+    gpu = job.cluster.gpu
+    if dtype in gpu.ceiling_flops_per_s:
+        return gpu.ceiling_flops_per_s[dtype]
+    shares = [reached / gpu.peak_flops_per_s[each] for each, reached in gpu.ceiling_flops_per_s.items()]
+    peak = gpu.peak_flops_per_s.get(dtype) or max(gpu.peak_flops_per_s.values())
+    return peak * (min(shares) if shares else 0.8)
+
+
+def shape_share(m: float, n: float, k: float, num_cores: int) -> float:
+    """The share of the full rate that a product [m, k] by [k, n] can reach on `num_cores`.
+
+    Cores take the output's tiles in waves, of which the last is partly empty; each tile has a prologue and an
+    epilogue. The inner dim may be split where tiles are few. The best tile counts, as libraries choose it.
+
+    >>> shape_share(8192, 8192, 8192, 132) > 0.9 > 0.3 > shape_share(128, 128, 128, 132)
+    True
+    """
+    best = 0.0
+    cores = max(num_cores, 1)
+    for rows, columns, rate in _TILES:
+        tiles = math.ceil(m / rows) * math.ceil(n / columns)
+        filled = (m * n / (rows * columns)) / tiles
+        for split in (1, 2, 4, 8):
+            waves = tiles * split / cores
+            depth = k / split
+            share = rate * filled * waves / math.ceil(waves) * depth / (depth + _PROLOGUE * (1 if split == 1 else 1.5))
+            best = max(best, share)
+            if waves > 1:
+                break
+    return best
+
+
+def alignment_share(n: float, k: float, width: float) -> float:
+    """Of the rate that rows of `n` and `k` elements reach which do not begin on a cache line, or a vector's address.
+
+    Source: NVIDIA, Matrix Multiplication Background User's Guide, section 4.1 (A100: multiples of 128 bytes).
+    """
+    share = 1.0
+    for size in (n, k):
+        num_bytes = round(size * width)
+        share = min(share, 1.0 if num_bytes % 128 == 0 else 0.85 if num_bytes % 16 == 0 else 0.4)
+    return share
+
+
+def _looked_up_s(table: Iterable[MatmulTime], m: float, n: float, k: float) -> float:
+    """Interpolated between the two measured products whose work is next, in log(m n k)."""
+    work = 2 * m * n * k
+    rates = sorted((2.0 * each.m * each.n * each.k, 2.0 * each.m * each.n * each.k / each.seconds) for each in table)
+    return work / _interpolated(rates, work)
+
+
+def _looked_up_attention(table: tuple[AttentionTime, ...], forward: float) -> PassTimes:
+    works = [(4.0 * each.num_heads * each.head_dim * each.seq_len**2, each) for each in table]
+    forwards = sorted((work, work / each.forward_s) for work, each in works)
+    backwards = sorted((work, work / each.backward_s) for work, each in works)
+    return PassTimes(forward / _interpolated(forwards, forward), forward / _interpolated(backwards, forward))
+
+
+def _interpolated(points: list[tuple[float, float]], at: float) -> float:
+    """Of (x, y) in order of x, linear in log(x), flat beyond the ends."""
+    if at <= points[0][0]:
+        return points[0][1]
+    for (low, low_y), (high, high_y) in pairwise(points):
+        if at <= high:
+            part = math.log(at / low) / math.log(high / low) if high > low else 1.0
+            return low_y + part * (high_y - low_y)
+    return points[-1][1]
+
+
+def _dtype(strategy: Strategy) -> str:
+    return strategy.matmul or strategy.param
