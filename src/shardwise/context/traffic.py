@@ -129,5 +129,18 @@ def bytes_of_heads(num_tokens: int, team_size: int, sizes: Sizes) -> Sent:
     return Sent(queries + keys * sizes.element_bytes, queries + keys * kv_bytes)
 
 
+def bytes_of_ring(num_tokens: int, num_ranks: int, sizes: Sizes) -> Sent:
+    """Bytes that a rank sends where all ranks see all keys, as the table above says; of causal attention over a zigzag
+    split those of the rank that sends most, for which the others wait.
+
+    Args:
+        num_tokens: of the rank.
+        num_ranks: of the ring.
+        sizes: with the heads that the rank has in it.
+    """
+    of_keys = (num_ranks - 1) * 2 * num_tokens * sizes.samples * sizes.num_kv_heads * sizes.head_dim
+    return Sent(of_keys * sizes.element_bytes, of_keys * (sizes.element_bytes + sizes.wide_bytes))
+
+
 def _count(several: Iterable[Runs]) -> int:
     return sum(count_tokens(runs) for runs in several)

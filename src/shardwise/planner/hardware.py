@@ -40,6 +40,7 @@ class Gpu:
             the peak that another dtype reached holds.
         link_bytes_per_s: to the devices of its domain (NVLink and the like), of all links; 0 where there is none.
         link_domain: devices that such links join.
+        has_pairwise_links: whether each link leads to one other device, so that few ranks reach only some of them.
         host_bytes_per_s: of its way to the host's memory.
         nic_bytes_per_s: of its share of the network, as it is usually built.
         num_cores: streaming multiprocessors, compute units.
@@ -54,6 +55,7 @@ class Gpu:
     ceiling_flops_per_s: Mapping[str, float] = field(default_factory=dict)
     link_bytes_per_s: float = 0.0
     link_domain: int = 8
+    has_pairwise_links: bool = False
     host_bytes_per_s: float = 0.0
     nic_bytes_per_s: float = 0.0
     num_cores: int = 0

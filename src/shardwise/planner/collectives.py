@@ -1,0 +1,202 @@
+"""Time of one collective over ranks of a cluster: of what was measured there, else of links, hops and bytes.
+
+A group lies over levels: devices that links join (NVLink), devices of a node (PCIe), nodes (network). A ring over all
+of them crosses each level's border as often as it must, and moves through it what the level's ranks share; the slowest
+level bounds it, since data flows through all of them at once.
+
+>>> from shardwise.planner.catalogue import gpu
+>>> h100 = gpu("h100")
+>>> network = Network(Cluster(gpu=h100, num_gpus=64, gpus_per_node=8, nic_bytes_per_s=h100.nic_bytes_per_s))
+>>> [level.num_ranks for level in network.levels(num_ranks=32, stride=2)]   # 4 of each node, 8 nodes
+[4, 8]
+>>> in_node, over_nodes = network.collective_s("all_gather", 2**30, 8), network.collective_s("all_gather", 2**30, 16)
+>>> in_node < over_nodes
+True
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, Literal, get_args
+
+from shardwise.config import ConfigError
+from shardwise.planner.hardware import Cluster
+
+Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+OPS: Final = get_args(Op)
+
+CALL_S: Final = 8e-6
+"""Of any collective before its first byte moves: a kernel's launch, and ranks that wait for each other."""
+LINK_HOP_S: Final = 2e-6
+PCIE_HOP_S: Final = 4e-6
+NETWORK_HOP_S: Final = 8e-6
+"""Of one hop of a ring, between the latencies that NCCL 2.18's tuning table assumes for its protocols LL128 and simple:
+1.9 and 3.4 us over NVLink, 2.5 and 5.7 over PCIe, 4 and 14 over a network."""
+PEER_S: Final = 1e-6
+"""Of each further peer that a rank exchanges with in an all-to-all: messages go out side by side."""
+PCIE_SHARE: Final = 0.5
+"""Of the way to the host, where devices without links exchange through its memory: each byte goes up and comes down."""
+PLAIN_NIC_BYTES_PER_S: Final = 1.25e9
+PLAIN_HOST_BYTES_PER_S: Final = 16e9
+"""Where the data sheet names none: Ethernet of 10 Gb/s, PCIe 3 of 16 lanes."""
+
+_TRAVERSALS: Final[Mapping[str, int]] = MappingProxyType({"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1})
+
+_Table = tuple[tuple[float, float], ...]  # bytes and seconds, ascending
+
+
+@dataclass(frozen=True)
+class Level:
+    """A part of a group's way.
+
+    Attributes:
+        num_ranks: that this level joins: devices of a domain, domains of a node, nodes.
+        bytes_per_s: that each device sends over it.
+        hop_s: of one message.
+    """
+
+    num_ranks: int
+    bytes_per_s: float
+    hop_s: float
+
+
+class Network:
+    """Times of collectives on one cluster; keeps those that were asked for.
+
+    Args:
+        cluster: devices, links, and what was measured.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._known: dict[tuple[str, float, int, int], float] = {}
+        self._levels: dict[tuple[int, int], tuple[Level, ...]] = {}
+        self._tables = _read_tables(cluster)
+        gpu = cluster.gpu
+        share, pcie = gpu.fitted.network_share, PCIE_SHARE * (gpu.host_bytes_per_s or PLAIN_HOST_BYTES_PER_S)
+        nic = cluster.nic_bytes_per_s or PLAIN_NIC_BYTES_PER_S
+        domain = max(1, gpu.link_domain if gpu.link_bytes_per_s else 1)
+        self._tiers = (
+            (domain, share * gpu.link_bytes_per_s, LINK_HOP_S),
+            (max(domain, cluster.gpus_per_node), share * pcie, PCIE_HOP_S),
+            (math.inf, share * nic, NETWORK_HOP_S),
+        )
+
+    def collective_s(self, op: Op, num_bytes: float, num_ranks: int, stride: int = 1) -> float:
+        """Seconds of one collective.
+
+        A ring gathers or scatters in n - 1 hops, each rank sending (n - 1) / n of the buffer, and sums in twice that
+        (Patarasuk and Yuan 2009); a sum of few bytes goes up and down a tree over the nodes instead. An all-to-all
+        sends each peer its n-th.
+
+        Args:
+            op: all_reduce, all_gather, reduce_scatter, all_to_all or send.
+            num_bytes: of the whole buffer: what a gather ends with, what a reduction starts from, what each rank has
+                before an all-to-all, what is sent.
+            num_ranks: of the group; a send goes to the next one of so many, and the slowest counts.
+            stride: how far apart in rank order the group's ranks stand.
+
+        Raises:
+            ConfigError: no such op.
+        """
+        if op not in OPS:
+            raise ConfigError(f"op={op!r} is no collective; legal: {', '.join(OPS)}")
+        if num_ranks <= 1 or num_bytes <= 0:
+            return 0.0
+        key = (op, num_bytes, num_ranks, stride)
+        found = self._known.get(key)
+        if found is None:
+            measured = self._measured_s(op, num_bytes, num_ranks, stride)
+            found = self._known[key] = self._modelled_s(*key) if measured is None else measured
+        return found
+
+    def levels(self, num_ranks: int, stride: int) -> tuple[Level, ...]:
+        """The levels that a group lies over, the innermost first; those that join nothing are left out."""
+        found = self._levels.get((num_ranks, stride))
+        if found is None:
+            found = self._levels[num_ranks, stride] = tuple(self._find_levels(num_ranks, stride))
+        return found
+
+    def _find_levels(self, num_ranks: int, stride: int) -> list[Level]:
+        levels, left, width = [], num_ranks, stride
+        for index, (size, bytes_per_s, hop_s) in enumerate(self._tiers):
+            most = left if math.isinf(size) else max(1, int(size) // width)
+            num_groups = math.ceil(left / min(left, most))
+            joined = math.ceil(left / num_groups)  # evenly, where a domain is not a whole number of groups
+            if joined > 1:
+                levels.append(Level(joined, bytes_per_s * self._reached_share(index, joined), hop_s))
+            left, width = num_groups, width * joined
+        return levels
+
+    def _reached_share(self, tier: int, num_ranks: int) -> float:
+        """Of a device's links, those that lead to ranks of the group."""
+        gpu = self.cluster.gpu
+        if tier > 0 or not gpu.has_pairwise_links:
+            return 1.0
+        return (num_ranks - 1) / (gpu.link_domain - 1)
+
+    def _modelled_s(self, op: str, num_bytes: float, num_ranks: int, stride: int) -> float:
+        levels = self.levels(num_ranks, stride)
+        if op == "send":
+            outermost = levels[-1]
+            return CALL_S + outermost.hop_s + num_bytes / outermost.bytes_per_s
+        inside, moved_s, hops_s, tree_s = 1, 0.0, 0.0, 0.0
+        for level in levels:
+            outside = num_ranks / (inside * level.num_ranks)
+            if op == "all_to_all":  # of what each rank sends, what ends in this level
+                sent = num_bytes * inside * (level.num_ranks - 1) / num_ranks
+                hops_s = max(hops_s, level.hop_s)
+            else:
+                sent = num_bytes * (level.num_ranks - 1) / level.num_ranks / inside
+                hops_s += (level.num_ranks - 1) * outside * level.hop_s
+                num_hops = level.num_ranks - 1 if inside == 1 else math.ceil(math.log2(level.num_ranks))
+                tree_s += num_hops * level.hop_s
+            moved_s = max(moved_s, sent / level.bytes_per_s)
+            inside *= level.num_ranks
+        if op == "all_to_all":
+            return CALL_S + hops_s + (num_ranks - 1) * PEER_S + moved_s
+        if op == "all_reduce":
+            hops_s = min(hops_s, tree_s)
+        return CALL_S + _TRAVERSALS[op] * (hops_s + moved_s)
+
+    def _measured_s(self, op: str, num_bytes: float, num_ranks: int, stride: int) -> float | None:
+        """From the table of the nearest number of ranks, where the group lies within a node as they did."""
+        tables = self._tables.get(op)
+        if not tables or stride * num_ranks > self.cluster.gpus_per_node:
+            return None
+        nearest = min(tables, key=lambda ranks: (abs(math.log(ranks / num_ranks)), ranks))
+        scale = 1.0 if op == "send" else (1 - 1 / num_ranks) / (1 - 1 / nearest)
+        return scale * _interpolated(tables[nearest], num_bytes)
+
+
+def _read_tables(cluster: Cluster) -> dict[str, dict[int, _Table]]:
+    """By op and number of ranks; a larger buffer is never faster, whatever was measured."""
+    tables: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    for each in () if cluster.profile is None else cluster.profile.collectives:
+        if each.num_ranks > 1 and each.num_bytes > 0:
+            tables.setdefault(each.op, {}).setdefault(each.num_ranks, []).append((each.num_bytes, each.seconds))
+    return {op: {n: _ascending(points) for n, points in of_op.items()} for op, of_op in tables.items()}
+
+
+def _ascending(points: list[tuple[float, float]]) -> _Table:
+    slowest, table = 0.0, []
+    for num_bytes, seconds in sorted(points):
+        slowest = max(slowest, seconds)
+        table.append((num_bytes, slowest))
+    return tuple(table)
+
+
+def _interpolated(table: _Table, num_bytes: float) -> float:
+    """Log-log between two points; below the first as long as it, above the last as fast as it."""
+    index = bisect_left(table, (num_bytes, 0.0))
+    if index == 0:
+        return table[0][1]
+    if index == len(table):
+        return table[-1][1] * num_bytes / table[-1][0]
+    (low, low_s), (high, high_s) = table[index - 1], table[index]
+    share = math.log(num_bytes / low) / math.log(high / low)
+    return math.exp((1 - share) * math.log(low_s) + share * math.log(high_s))

@@ -1,0 +1,150 @@
+"""What ranks exchange: how often, of what, and what of it hides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.attention.block_layout import BlockLayout
+from shardwise.context.traffic import Sizes, bytes_of_attention, bytes_of_ring
+from shardwise.layout.token_split import contiguous, zigzag
+from shardwise.models.presets import preset
+from shardwise.planner.catalogue import gpu
+from shardwise.planner.communication import CommunicationModel, exposed_s
+from shardwise.planner.hardware import Cluster
+from shardwise.planner.job import Job, Practice, Strategy
+from shardwise.planner.shape import Experts, ModelShape
+
+CLUSTER = Cluster(gpu=gpu("h100"), num_gpus=64, gpus_per_node=8, nic_bytes_per_s=5e10)
+JOB = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=CLUSTER)
+MODEL = CommunicationModel(JOB)
+
+
+def with_practice(**facts: bool | int) -> CommunicationModel:
+    return CommunicationModel(replace(JOB, practice=Practice(**facts)))  # type: ignore[arg-type]
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    one = Strategy(num_micro_batches=4)
+    block, data = MODEL.block(one), MODEL.data(one)
+    for each in (block.forward, block.backward, block.recompute, MODEL.head(one).forward, MODEL.embedding(one).forward):
+        assert each.tensor_s == each.context_s == each.experts_s == 0
+    assert data.total_s == data.exposed_s(0.0, 0.0) == MODEL.transfer_s(one) == 0
+
+
+def test_full_recomputation_repeats_the_forward_s_collectives() -> None:
+    plain = MODEL.block(Strategy(tp=4, recompute="full"))
+    assert plain.recompute.tensor_s == plain.forward.tensor_s == plain.backward.tensor_s > 0
+    assert MODEL.block(Strategy(tp=4)).recompute.tensor_s == 0
+    every_other = MODEL.block(Strategy(tp=4, recompute="full", recompute_every=2))
+    assert every_other.recompute.tensor_s == plain.recompute.tensor_s / 2
+
+
+def test_split_sequences_gather_their_inputs_again_unless_the_forward_runs_again() -> None:
+    split = {mode: MODEL.block(Strategy(tp=4, sequence_parallel=True, recompute=mode)) for mode in ("none", "full")}
+    gather_s = MODEL.network.collective_s("all_gather", 2 * 8192 * 4096, 4)
+    none, full = split["none"], split["full"]
+    assert none.backward.tensor_s == pytest.approx(none.forward.tensor_s + 2 * gather_s)
+    assert none.backward.hidden_tensor == pytest.approx(1 / 3)
+    assert full.backward.tensor_s == pytest.approx(none.forward.tensor_s)
+    assert full.backward.hidden_tensor == 0
+
+
+def test_a_block_is_the_same_for_every_number_of_data_ranks() -> None:
+    assert MODEL.block(Strategy(tp=4, dp_shard=2)) == MODEL.block(Strategy(tp=4, dp_shard=4096))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("split", [zigzag, contiguous])
+def test_a_ring_moves_what_its_plan_says(num_ranks: int, split) -> None:  # type: ignore[no-untyped-def]
+    sizes = Sizes(samples=2, num_heads=4, num_kv_heads=2, head_dim=8)
+    tokens = split(8 * num_ranks, num_ranks)
+    dense = BlockLayout.from_blocks(torch.ones(tokens.num_tokens, tokens.num_tokens), 1)
+    for rank in range(num_ranks):
+        sent = bytes_of_attention(dense, tokens, rank, sizes)
+        assert sent == bytes_of_ring(8, num_ranks, sizes)
+    causal = BlockLayout.from_blocks(torch.ones(tokens.num_tokens, tokens.num_tokens), 1, causal=True)
+    most = max(bytes_of_attention(causal, tokens, rank, sizes).forward for rank in range(num_ranks))
+    assert most == bytes_of_ring(8, num_ranks, sizes).forward
+
+
+def test_keys_move_less_where_few_heads_have_them_than_heads_do() -> None:
+    ring, ulysses, gathered, both = (
+        MODEL.block(Strategy(cp=8, transport=transport, heads_over=over)).forward
+        for transport, over in (("ring", None), ("ulysses", None), ("all-gather", None), ("ring", 4))
+    )
+    assert min(each.context_s for each in (ring, ulysses, gathered, both)) > 0
+    assert ring.hidden_context == both.hidden_context == 1
+    assert ulysses.hidden_context == gathered.hidden_context == 0
+    assert gathered.context_s < ring.context_s  # one call in place of seven
+    assert MODEL.block(Strategy(cp=8)).backward.context_s > 2 * ring.context_s
+
+
+def test_experts_exchange_tokens_only_where_they_are_split() -> None:
+    experts = Experts(num_experts=8, num_chosen=2, ffn_size=14336)
+    job = replace(JOB, shape=replace(JOB.shape, experts=experts))
+    model = CommunicationModel(job)
+    assert model.block(Strategy(dp_shard=8)).forward.experts_s == 0
+    split = model.block(Strategy(dp_shard=8, ep=8)).forward.experts_s
+    assert split > 0
+    halved = replace(job, shape=replace(job.shape, experts=replace(experts, num_dense_layers=16)))
+    assert CommunicationModel(halved).block(Strategy(dp_shard=8, ep=8)).forward.experts_s == pytest.approx(split / 2)
+
+
+def test_stages_gather_and_reduce_as_often_as_the_layout_says() -> None:
+    data = {stage: MODEL.data(Strategy(dp_shard=8, zero_stage=stage, num_micro_batches=4)) for stage in range(4)}
+    assert data[0].forward_s == data[1].forward_s == data[2].forward_s == 0 < data[3].forward_s
+    assert data[0].first_forward_s == data[3].first_forward_s == 0 < data[1].first_forward_s
+    assert data[1].backward_s == 0 < data[2].backward_s
+    assert data[3].backward_s == pytest.approx(data[3].forward_s + data[2].backward_s)
+    assert data[1].total_s < data[2].total_s < data[3].total_s
+    scheduled = MODEL.data(Strategy(pp=2, dp_shard=8, zero_stage=3, num_micro_batches=4))
+    assert scheduled.forward_s == scheduled.backward_s == 0 < scheduled.first_forward_s
+    each = MODEL.data(Strategy(pp=2, dp_shard=8, zero_stage=3, num_micro_batches=4, gather="micro-batch"))
+    assert each.forward_s > 0
+
+
+def test_shards_within_a_node_need_less_of_the_network() -> None:
+    whole, hybrid = (
+        MODEL.data(Strategy(dp_replicate=64 // shards, dp_shard=shards, zero_stage=3, num_micro_batches=8))
+        for shards in (64, 8)
+    )
+    assert hybrid.total_s < whole.total_s
+    over_all, in_node = (
+        with_practice(optimizer_shards=shards).data(Strategy(dp_shard=64, zero_stage=1)) for shards in (64, 8)
+    )
+    assert in_node.first_forward_s < over_all.first_forward_s
+
+
+def test_wide_reductions_take_longer() -> None:
+    narrow, wide = (MODEL.data(Strategy(dp_shard=64, zero_stage=2, reduce=reduce)) for reduce in ("param", "fp32"))
+    assert 1.5 < wide.backward_s / narrow.backward_s < 2
+
+
+def test_codes_that_do_not_overlap_wait_for_all() -> None:
+    strategy = Strategy(dp_shard=64, zero_stage=3, num_micro_batches=2)
+    waiting = with_practice(overlaps_data=False).data(strategy)
+    assert waiting.exposed_s(10.0, 10.0) == waiting.total_s
+    data = MODEL.data(strategy)
+    assert data.exposed_s(0.0, 0.0) == pytest.approx(data.total_s)
+    assert data.alone_s <= data.exposed_s(10.0, 20.0) < data.total_s / 2
+
+
+@given(st.floats(0, 10), st.floats(0, 10), st.floats(0, 10))
+def test_what_is_exposed_grows_with_what_moves_and_shrinks_with_what_is_computed(
+    moved: float, one: float, other: float
+) -> None:
+    less, more = sorted((one, other))
+    assert 0 <= exposed_s(moved, more) <= exposed_s(moved, less) <= moved
+    assert exposed_s(less, moved) <= exposed_s(more, moved)
+
+
+def test_transfers_shrink_with_split_sequences() -> None:
+    whole, split = (
+        MODEL.transfer_s(Strategy(pp=4, tp=8, dp_shard=2, sequence_parallel=is_split)) for is_split in (False, True)
+    )
+    assert split < whole < 8 * split
