@@ -22,12 +22,12 @@ The engine executes it, the planner prices it, a checkpoint records it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeVar
 
 from torch import nn
 
@@ -40,6 +40,8 @@ from shardwise.layout.skeleton import ROOT, find_units, read_parameters
 from shardwise.layout.stages import Placement, ZeroStage, effective_stage
 from shardwise.layout.tensor_plan import TensorLayout
 from shardwise.layout.tiers import assign_tiers_by_rank
+
+Key = TypeVar("Key")
 
 # The tensors, each as long as the parameter, that torch's optimizers of these names keep beside the master.
 OPTIMIZER_STATES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -187,10 +189,14 @@ class Layout:
             shard: the rank's index in the shard group; padding may make the last ranks' optimizer states smaller.
             tier: count what rests there alone; None for all.
         """
+        return _summed(self.group_bytes_at_rest(group, shard, tier) for group in self.groups)
+
+    def group_bytes_at_rest(self, group: GroupSpec, shard: int = 0, tier: Tier | None = None) -> dict[str, int]:
+        """What one group adds to `bytes_at_rest`."""
         totals = {"param": 0, "grad": 0, "optimizer": 0}
         for state in self.states:
-            groups = (group for group in self.groups if tier in (None, state.tier_in(group)))
-            totals[state.role] += sum(state.bytes_at_rest(group, shard) for group in groups)
+            if tier in (None, state.tier_in(group)):
+                totals[state.role] += state.bytes_at_rest(group, shard)
         return totals
 
     def bytes_by_tier(self, shard: int = 0) -> dict[Tier, dict[str, int]]:
@@ -207,27 +213,30 @@ class Layout:
         pipeline that gathers once a batch reduces once too. Of what stages send each other only the sums of tied
         parameters' gradients are counted: activations are not the Layout's.
         """
+        return _summed(self.group_bytes_on_wire(group, num_micro_batches) for group in self.groups)
+
+    def group_bytes_on_wire(self, group: GroupSpec, num_micro_batches: int) -> dict[str, int]:
+        """What one group adds to `bytes_on_wire`."""
         num_replicas = self.mesh.size_along(REPLICA_AXES)
         wire = {"all_reduce": 0, "reduce_scatter": 0, "all_gather": 0}
-        for group in self.groups:
-            ring_numel = group.shard_numel * (group.num_shards - 1)
-            unshards = self.num_unshards(group, num_micro_batches)
-            wire["all_gather"] += unshards * ring_numel * DTYPE_BYTES[self.precision.param]
-            if not group.trainable:
-                continue
-            if len(group.stages) > 1 and (num_holders := len(self.holders(group))) > 1:
-                numel = group.padded_numel if self.stage.optimizer is Placement.REPLICATE else group.shard_numel
-                wire["all_reduce"] += 2 * numel * (num_holders - 1) // num_holders * DTYPE_BYTES[self.precision.master]
-            if self.stage.unshard_after_step:
-                wire["all_gather"] += ring_numel * DTYPE_BYTES[self.precision.param]
-            if self.stage.optimizer is Placement.REPLICATE:
-                all_numel = group.padded_numel * (group.num_ranks - 1) // group.num_ranks
-                wire["all_reduce"] += 2 * all_numel * DTYPE_BYTES[self.precision.reduce]
-            else:
-                reduces = self.num_reduces(num_micro_batches)
-                wire["reduce_scatter"] += reduces * ring_numel * DTYPE_BYTES[self.precision.reduce]
-                replica_numel = group.shard_numel * (num_replicas - 1) // num_replicas
-                wire["all_reduce"] += 2 * replica_numel * DTYPE_BYTES[self.precision.reduce]
+        ring_numel = group.shard_numel * (group.num_shards - 1)
+        unshards = self.num_unshards(group, num_micro_batches)
+        wire["all_gather"] += unshards * ring_numel * DTYPE_BYTES[self.precision.param]
+        if not group.trainable:
+            return wire
+        if len(group.stages) > 1 and (num_holders := len(self.holders(group))) > 1:
+            numel = group.padded_numel if self.stage.optimizer is Placement.REPLICATE else group.shard_numel
+            wire["all_reduce"] += 2 * numel * (num_holders - 1) // num_holders * DTYPE_BYTES[self.precision.master]
+        if self.stage.unshard_after_step:
+            wire["all_gather"] += ring_numel * DTYPE_BYTES[self.precision.param]
+        if self.stage.optimizer is Placement.REPLICATE:
+            all_numel = group.padded_numel * (group.num_ranks - 1) // group.num_ranks
+            wire["all_reduce"] += 2 * all_numel * DTYPE_BYTES[self.precision.reduce]
+        else:
+            reduces = self.num_reduces(num_micro_batches)
+            wire["reduce_scatter"] += reduces * ring_numel * DTYPE_BYTES[self.precision.reduce]
+            replica_numel = group.shard_numel * (num_replicas - 1) // num_replicas
+            wire["all_reduce"] += 2 * replica_numel * DTYPE_BYTES[self.precision.reduce]
         return wire
 
     def holders(self, group: GroupSpec) -> tuple[int, ...]:
@@ -268,28 +277,33 @@ class Layout:
         rests, reads and writes S*K of an optimizer on NVMe, and writes S*P to where the parameters rest; without a
         master it reads them there too. What goes from device to NVMe or back crosses twice, through the host.
         """
+        return _summed(self.group_bytes_across(group, num_micro_batches) for group in self.groups)
+
+    def group_bytes_across(self, group: GroupSpec, num_micro_batches: int) -> dict[tuple[Tier, Tier], int]:
+        """What one group adds to `bytes_across`."""
         across: Counter[tuple[Tier, Tier]] = Counter()
-        for group in (each for each in self.groups if each.tiers.are_away):
-            tiers, numel = group.tiers, group.shard_numel
-            param_bytes = numel * DTYPE_BYTES[self.precision.param]
-            grad_bytes = numel * DTYPE_BYTES[self.precision.accumulate]
-            for _ in range(self.num_unshards(group, num_micro_batches)):
-                _cross(across, tiers.params, "device", param_bytes)
-            if not group.trainable:
-                continue
-            for index in range(self.num_reduces(num_micro_batches)):
-                _cross(across, "device", tiers.grads, grad_bytes)
-                if index > 0 and tiers.grads == "nvme":
-                    _cross(across, "nvme", "host", grad_bytes)
-            steps_on: Tier = "device" if tiers.optimizer == "device" else "host"
-            _cross(across, tiers.grads, steps_on, grad_bytes)
-            kept = [each for each in self.states if each.role == "optimizer" and each.is_kept_by(group)]
-            kept_bytes = numel * sum(DTYPE_BYTES[each.dtype] for each in kept)
-            _cross(across, tiers.optimizer, steps_on, kept_bytes)
-            _cross(across, steps_on, tiers.optimizer, kept_bytes)
-            if not any(each.name == "master" for each in kept):  # the parameters are what is stepped
-                _cross(across, tiers.params, steps_on, param_bytes)
-            _cross(across, steps_on, tiers.params, param_bytes)
+        if not group.tiers.are_away:
+            return {}
+        tiers, numel = group.tiers, group.shard_numel
+        param_bytes = numel * DTYPE_BYTES[self.precision.param]
+        grad_bytes = numel * DTYPE_BYTES[self.precision.accumulate]
+        for _ in range(self.num_unshards(group, num_micro_batches)):
+            _cross(across, tiers.params, "device", param_bytes)
+        if not group.trainable:
+            return dict(across)
+        for index in range(self.num_reduces(num_micro_batches)):
+            _cross(across, "device", tiers.grads, grad_bytes)
+            if index > 0 and tiers.grads == "nvme":
+                _cross(across, "nvme", "host", grad_bytes)
+        steps_on: Tier = "device" if tiers.optimizer == "device" else "host"
+        _cross(across, tiers.grads, steps_on, grad_bytes)
+        kept = [each for each in self.states if each.role == "optimizer" and each.is_kept_by(group)]
+        kept_bytes = numel * sum(DTYPE_BYTES[each.dtype] for each in kept)
+        _cross(across, tiers.optimizer, steps_on, kept_bytes)
+        _cross(across, steps_on, tiers.optimizer, kept_bytes)
+        if not any(each.name == "master" for each in kept):  # the parameters are what is stepped
+            _cross(across, tiers.params, steps_on, param_bytes)
+        _cross(across, steps_on, tiers.params, param_bytes)
         return dict(across)
 
 
@@ -326,14 +340,15 @@ def build_layout(
     groups = assign_tiers_by_rank(
         groups, config.tiers, lambda group: 0 if pipeline is None else pipeline.holders(group.stages)[0]
     )
-    states = _states(stage, policy, config.optimizer, groups)
+    states = states_of(stage, policy, config.optimizer, groups)
     layout = Layout(mesh, units, groups, stage, policy, states, tensor, pipeline)
     return layout if pipeline is None else layout.of_pipeline_rank(pipeline.index)
 
 
-def _states(
+def states_of(
     stage: ZeroStage, policy: PrecisionPolicy, optimizer: OptimizerConfig, groups: Sequence[GroupSpec]
 ) -> tuple[StateSpec, ...]:
+    """The states that groups keep at rest under a stage, a precision policy and an optimizer."""
     states = [
         StateSpec("param", "param", policy.param, stage.params),
         StateSpec("grad", "grad", policy.accumulate, stage.grads),
@@ -347,6 +362,14 @@ def _states(
         for name in optimizer_states(optimizer)
     ]
     return tuple(states)
+
+
+def _summed(each: Iterable[Mapping[Key, int]]) -> dict[Key, int]:
+    totals: dict[Key, int] = {}
+    for part in each:
+        for key, num_bytes in part.items():
+            totals[key] = totals.get(key, 0) + num_bytes
+    return totals
 
 
 def _cross(across: Counter[tuple[Tier, Tier]], source: Tier, target: Tier, num_bytes: int) -> None:

@@ -98,6 +98,7 @@ class Practice:
         saves_norm_in_fp32: whether norms keep a widened copy of their input.
         has_dropout: whether masks are kept.
         trains_all: whether all weights have gradients; False where adapters alone are trained.
+        cuts_evenly: whether stages have as many blocks each; otherwise they are cut by cost, as ours are.
     """
 
     attention: Attention = "flash"
@@ -112,6 +113,7 @@ class Practice:
     saves_norm_in_fp32: bool = False
     has_dropout: bool = False
     trains_all: bool = True
+    cuts_evenly: bool = False
 
 
 SHARDWISE: Final = Practice()

@@ -1,0 +1,153 @@
+"""The folded Layout says to the byte what the whole model's does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from shardwise.config import Config, ConfigError, Tier
+from shardwise.layout.layout import Layout
+from shardwise.models import Decoder, DecoderConfig
+from shardwise.planner.folded import FoldedLayout
+from shardwise.planner.hardware import Cluster, Gpu
+from shardwise.planner.job import Job, Strategy
+from shardwise.planner.shape import Experts, ModelShape
+from shardwise.tensor.layout import plan_layout
+
+GPU = Gpu(name="h100", memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 989e12})
+CLUSTER = Cluster(gpu=GPU, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=5e10)
+SCHEDULES = (("1f1b", 1), ("gpipe", 2), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2))
+TIERS: tuple[tuple[Tier, Tier, Tier], ...] = (
+    ("device", "device", "device"),
+    ("device", "device", "host"),
+    ("device", "host", "host"),
+    ("host", "host", "nvme"),
+    ("nvme", "nvme", "nvme"),
+)
+
+
+@st.composite
+def decoders(draw: st.DrawFn) -> DecoderConfig:
+    heads = draw(st.sampled_from((2, 4)))
+    return DecoderConfig(
+        vocab_size=draw(st.sampled_from((63, 96, 257))),
+        num_layers=draw(st.integers(1, 9)),
+        hidden_size=draw(st.sampled_from((12, 24, 40))),
+        num_heads=heads,
+        num_kv_heads=draw(st.sampled_from((1, heads))),
+        head_dim=draw(st.sampled_from((2, 6))),
+        ffn_size=draw(st.sampled_from((28, 52))),
+        max_seq_len=16,
+        tie_embeddings=draw(st.booleans()),
+    )
+
+
+@st.composite
+def strategies(draw: st.DrawFn) -> Strategy:
+    schedule, virtual = draw(st.sampled_from(SCHEDULES))
+    params, grads, optimizer = draw(st.sampled_from(TIERS))
+    return Strategy(
+        pp=draw(st.sampled_from((1, 2, 3))),
+        dp_replicate=draw(st.sampled_from((1, 2))),
+        dp_shard=draw(st.sampled_from((1, 3, 4))),
+        cp=draw(st.sampled_from((1, 2))),
+        tp=draw(st.sampled_from((1, 2))),
+        sequence_parallel=draw(st.booleans()),
+        zero_stage=draw(st.sampled_from((0, 1, 2, 3))),
+        num_micro_batches=draw(st.sampled_from((1, 4))),
+        schedule=schedule,
+        virtual_stages=virtual,
+        gather=draw(st.sampled_from(("batch", "micro-batch"))),
+        params_tier=params,
+        grads_tier=grads,
+        optimizer_tier=optimizer,
+        param=draw(st.sampled_from(("fp32", "bf16"))),
+        reduce=draw(st.sampled_from(("param", "fp32"))),
+        accumulate=draw(st.sampled_from(("param", "fp32"))),
+    )
+
+
+def config_of(s: Strategy) -> Config:
+    mesh = {"pp": s.pp, "dp_replicate": s.dp_replicate, "dp_shard": s.dp_shard, "cp": s.cp, "tp": s.tp}
+    tiers = {"params": s.params_tier, "grads": s.grads_tier, "optimizer": s.optimizer_tier}
+    if "nvme" in tiers.values():
+        tiers["nvme_path"] = "/nvme"
+    sections = {
+        "mesh": mesh,
+        "zero": {"stage": s.zero_stage},
+        "tiers": tiers,
+        "tensor": {"sequence_parallel": s.sequence_parallel},
+        "batch": {"accumulation": s.num_micro_batches},
+        "precision": {"param": s.param, "reduce": s.reduce, "accumulate": s.accumulate},
+        "pipeline": {"schedule": s.schedule, "virtual_stages": s.virtual_stages, "gather": s.gather},
+    }
+    return Config.from_dict(sections).resolve(s.num_ranks)
+
+
+def layout_or_none(shape: DecoderConfig, s: Strategy) -> Layout | None:
+    try:
+        return plan_layout(Decoder(shape, device="meta"), config_of(s))
+    except ConfigError:
+        return None
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@given(shape=decoders(), strategy=strategies())
+def test_folded_bytes_are_those_of_the_whole_model(shape: DecoderConfig, strategy: Strategy) -> None:
+    layout = layout_or_none(shape, strategy)
+    assume(layout is not None)
+    assert layout is not None
+    folded = FoldedLayout(Job(shape=ModelShape.of_decoder(shape), seq_len=16, global_batch=8, cluster=CLUSTER))
+    for rank in range(strategy.pp):
+        own = layout.of_pipeline_rank(rank)
+        assert folded.at_rest(strategy, rank) == own.bytes_at_rest()
+        assert folded.by_tier(strategy, rank) == own.bytes_by_tier()
+        assert folded.on_wire(strategy, rank) == own.bytes_on_wire(strategy.num_micro_batches)
+        assert folded.across(strategy, rank) == own.bytes_across(strategy.num_micro_batches)
+
+
+def test_unit_bytes_are_those_of_the_groups() -> None:
+    shape = DecoderConfig(
+        vocab_size=63, num_layers=3, hidden_size=12, num_heads=2, num_kv_heads=1, head_dim=6, ffn_size=28,
+        max_seq_len=16,
+    )  # fmt: skip
+    strategy = Strategy(dp_shard=4, zero_stage=3, param="bf16")
+    layout = plan_layout(Decoder(shape, device="meta"), config_of(strategy))
+    folded = FoldedLayout(Job(shape=ModelShape.of_decoder(shape), seq_len=16, global_batch=8, cluster=CLUSTER))
+    root, block = layout.groups[0], layout.groups[1]
+    assert folded.group_bytes(strategy, "dense") == 2 * block.padded_numel
+    assert folded.group_bytes(strategy, "root") == 2 * root.padded_numel
+
+
+def test_experts_are_spread_over_fewer_ranks() -> None:
+    shape = ModelShape(
+        num_layers=3, hidden_size=64, num_heads=4, num_kv_heads=4, head_dim=16, ffn_size=128, vocab_size=256,
+        experts=Experts(num_experts=8, num_chosen=2, ffn_size=32, num_shared=1, num_dense_layers=1),
+    )  # fmt: skip
+    job = Job(shape=shape, seq_len=16, global_batch=8, cluster=CLUSTER)
+    plain = Strategy(dp_shard=1, param="bf16")
+    assert FoldedLayout(job).at_rest(plain)["param"] == 2 * shape.num_params
+    spread = replace(plain, dp_shard=4, ep=4)
+    experts = 2 * 2 * 8 * 3 * 64 * 32  # bytes of both layers' experts
+    assert FoldedLayout(job).at_rest(spread)["param"] == 2 * shape.num_params - experts * 3 // 4
+
+
+def test_biases_and_learned_positions_are_held() -> None:
+    shape = ModelShape(
+        num_layers=4, hidden_size=64, num_heads=4, num_kv_heads=4, head_dim=16, ffn_size=256, vocab_size=256,
+        ffn="plain", is_tied=True, has_biases=True, num_positions=128,
+    )  # fmt: skip
+    job = Job(shape=shape, seq_len=16, global_batch=8, cluster=CLUSTER)
+    assert FoldedLayout(job).at_rest(Strategy(param="bf16"))["param"] == 2 * shape.num_params
+
+
+@pytest.mark.parametrize("num_layers", [8, 80])
+def test_no_more_groups_for_more_layers(num_layers: int) -> None:
+    shape = ModelShape(
+        num_layers=num_layers, hidden_size=64, num_heads=4, num_kv_heads=4, head_dim=16, ffn_size=256, vocab_size=256
+    )
+    job = Job(shape=shape, seq_len=16, global_batch=8, cluster=CLUSTER)
+    assert len(FoldedLayout(job).rank(Strategy(pp=2, num_micro_batches=4), 1).folds) == 2
