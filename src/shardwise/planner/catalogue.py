@@ -123,6 +123,7 @@ def _entry(name: str, table: Mapping[str, Any], sources: Mapping[str, str]) -> E
         ceiling_flops_per_s=_tera(table.get("ceiling_tflops", {})),
         link_bytes_per_s=table.get("link_gb_per_s", 0.0) * 1e9,
         link_domain=table.get("link_domain", 1),
+        has_pairwise_links=table.get("has_pairwise_links", False),
         host_bytes_per_s=table["host_gb_per_s"] * 1e9,
         nic_bytes_per_s=table["nic_gb_per_s"] * 1e9,
         num_cores=table["num_cores"],
