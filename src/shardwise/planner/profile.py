@@ -1,11 +1,29 @@
 """What a machine was measured to do: tables of kernels, copies and collectives, written and read as JSON.
 
 `shardwise doctor --calibrate` writes one; the planner looks a time up here before it estimates one.
+
+>>> profile = Profile(device="cpu", num_ranks=2, num_threads=1, memory_bytes=8e9)
+>>> Profile.from_json(profile.to_json()) == profile
+True
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
+import re
+import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from shardwise.config import ConfigError
+
+SCHEMA: Final = 1
+"""Changes when a key goes or changes its meaning."""
+_CURE: Final = "run shardwise doctor --calibrate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +50,39 @@ class AttentionTime:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockTime:
+    """One block of our decoder forward and backward, with all its kernels, of one sequence."""
+
+    dtype: str
+    seq_len: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadTime:
+    """The last norm, the head and the loss, forward and backward, of `num_tokens` tokens."""
+
+    dtype: str
+    num_tokens: int
+    hidden_size: int
+    vocab_size: int
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class CollectiveTime:
-    """One collective over `num_ranks` ranks on a whole buffer of `num_bytes`; op as in `shardwise.comm`, or send."""
+    """One collective over `num_ranks` ranks on a whole buffer of `num_bytes`.
+
+    `op` is all_gather, reduce_scatter, all_reduce, all_to_all or send; of a send, `num_bytes` are those sent. Where
+    the group is not all ranks, the others are in groups alike and busy alike.
+    """
 
     op: str
     num_ranks: int
@@ -48,11 +97,16 @@ class Profile:
     Attributes:
         device: such as `cpu` or the GPU's name.
         num_ranks: processes that were at work together; `num_threads` of each on a CPU.
+        memory_bytes: of a GPU; on a CPU, of the host, which the ranks share.
         stream_bytes_per_s: that an element-wise kernel reads and writes, of one rank.
         step_bytes_per_s: of an optimizer's fused step, all it reads and writes, of one rank.
         call_s: that a kernel's call takes beyond its work.
         copies_bytes_per_s: by (from, to), such as `device->host`.
-        disk_read_bytes_per_s, disk_write_bytes_per_s: past the page cache.
+        disk_read_bytes_per_s, disk_write_bytes_per_s: past the page cache, of one rank.
+        hidden_share: of a collective's time that computing beside it hides: 1 where neither slows the other, 0 where
+            they take turns.
+        host_memory_bytes: of the machine.
+        torch_version: that measured.
     """
 
     device: str
@@ -61,6 +115,8 @@ class Profile:
     memory_bytes: float
     matmuls: tuple[MatmulTime, ...] = ()
     attentions: tuple[AttentionTime, ...] = ()
+    blocks: tuple[BlockTime, ...] = ()
+    heads: tuple[HeadTime, ...] = ()
     collectives: tuple[CollectiveTime, ...] = ()
     stream_bytes_per_s: float = 0.0
     step_bytes_per_s: float = 0.0
@@ -68,3 +124,98 @@ class Profile:
     copies_bytes_per_s: tuple[tuple[str, float], ...] = ()
     disk_read_bytes_per_s: float = 0.0
     disk_write_bytes_per_s: float = 0.0
+    hidden_share: float | None = None
+    host_memory_bytes: float = 0.0
+    torch_version: str = ""
+
+    def to_json(self) -> str:
+        """As text that `from_json` reads back equal."""
+        return json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """A profile that was written as text.
+
+        Raises:
+            ConfigError: it is no profile, or one of another schema.
+        """
+        try:
+            values = json.loads(text)
+            schema = values.pop("schema", None)
+        except (ValueError, AttributeError, TypeError) as error:
+            raise ConfigError(f"a profile must be a JSON object; {_CURE}") from error
+        if schema != SCHEMA:
+            raise ConfigError(f"the profile has schema {schema} and must have {SCHEMA}; {_CURE}")
+        try:
+            for key, kind in _TABLES.items():
+                values[key] = tuple(kind(**row) for row in values.get(key, ()))
+            values["copies_bytes_per_s"] = tuple((name, speed) for name, speed in values.get("copies_bytes_per_s", ()))
+            return cls(**values)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"the profile is damaged ({error}); {_CURE}") from error
+
+    def copy_bytes_per_s(self, source: str, target: str) -> float:
+        """Of a copy between two memories; 0 where it was not measured."""
+        return dict(self.copies_bytes_per_s).get(f"{source}->{target}", 0.0)
+
+
+_TABLES: Final[Mapping[str, Callable[..., Any]]] = {
+    "matmuls": MatmulTime,
+    "attentions": AttentionTime,
+    "blocks": BlockTime,
+    "heads": HeadTime,
+    "collectives": CollectiveTime,
+}
+
+
+def profile_path(folder: Path, device: str, num_ranks: int) -> Path:
+    """Where the profile of so many ranks on a device is kept.
+
+    >>> print(profile_path(Path("cache"), "NVIDIA H200", 8))
+    cache/profiles/nvidia-h200-8.json
+    """
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return folder / "profiles" / f"{slug}-{num_ranks}.json"
+
+
+def write_profile(profile: Profile, folder: Path) -> Path:
+    """Write a profile to its place, wholly or not at all, and return the place.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    path = profile_path(folder, profile.device, profile.num_ranks)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(profile.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    return path
+
+
+def find_profile(folder: Path, device: str, num_ranks: int) -> Profile | None:
+    """The profile of so many ranks on a device; else that of the nearest number of ranks; None where there is none.
+
+    Raises:
+        ConfigError: the file is damaged or old.
+    """
+    path = profile_path(folder, device, num_ranks)
+    stem = path.stem.removesuffix(f"-{num_ranks}")
+    counts = [int(other.stem.rpartition("-")[2]) for other in path.parent.glob(f"{stem}-*.json") if _has_count(other)]
+    if not counts:
+        return None
+    nearest = min(counts, key=lambda count: (abs(count - num_ranks), count))
+    found = profile_path(folder, device, nearest)
+    try:
+        return Profile.from_json(found.read_text(encoding="utf-8"))
+    except ConfigError as error:
+        raise ConfigError(f"{found}: {error}") from error
+
+
+def _has_count(path: Path) -> bool:
+    return path.stem.rpartition("-")[2].isdigit()
