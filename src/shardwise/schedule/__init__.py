@@ -39,6 +39,7 @@ from shardwise.schedule.pipelines import (
 )
 from shardwise.schedule.placement import StagePlacement
 from shardwise.schedule.recipes import RECIPES, Recipe, pipeline_step, placement_of
+from shardwise.schedule.searched import zero_bubble_searched
 from shardwise.schedule.simulator import Cost, bubble_fraction, makespan_s, rank_bubble_s, rank_span_s, simulate
 from shardwise.schedule.verifier import verify
 
@@ -86,5 +87,6 @@ __all__ = [
     "verify",
     "zero_bubble_h1",
     "zero_bubble_h2",
+    "zero_bubble_searched",
     "zero_bubble_v",
 ]

@@ -1,0 +1,247 @@
+"""How long a pipeline takes: the Schedule that the runtime executes, by the times of its stages, in few micro-batches.
+
+What a schedule does repeats with its micro-batches, so its first and last ones are simulated and those between counted.
+A program is kept for each schedule: its computations in an order in which each stands behind all it waits for.
+
+>>> stage = StageTimes(forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
+>>> span = PipelineTimes().span("1f1b", 4, 1, 1000, [stage] * 4)
+>>> span.step_s, span.busy_s[0]
+(3009.0, 3000.0)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
+from shardwise.config import ConfigError
+from shardwise.schedule.actions import Action, Kind, Schedule
+from shardwise.schedule.pipelines import interleaved_rounds
+from shardwise.schedule.placement import StagePlacement
+from shardwise.schedule.recipes import pipeline_step, placement_of
+
+_BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
+_KIND_INDEX = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 2, Kind.BACKWARD_WEIGHT: 3}
+_NUM_KINDS = len(_KIND_INDEX)
+
+# Rounds of p micro-batches with which it begins: fill, drain, and some between; and micro-batches, at least.
+_NUM_ROUNDS = 3
+_NUM_FIRST = 16
+# Two rounds that take as long as each other, but for rounding.
+_SAME = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageTimes:
+    """Seconds that one stage takes for one micro-batch, its own collectives and what it computes again included."""
+
+    forward_s: float
+    backward_input_s: float
+    backward_weight_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Of the whole micro-batch."""
+        return self.forward_s + self.backward_input_s + self.backward_weight_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineSpan:
+    """How long the computations of a step take.
+
+    Attributes:
+        step_s: from the first start on any rank to the last end on any.
+        rank_spans_s: from each rank's first start to its last end.
+        busy_s: that each rank computes.
+    """
+
+    step_s: float
+    rank_spans_s: tuple[float, ...]
+    busy_s: tuple[float, ...]
+
+    @property
+    def bubble_rate(self) -> float:
+        """The share of the longest rank's span in which a rank computes nothing, on average.
+
+        Where all stages are equal it is that of Qi et al. 2023 (arXiv 2401.10241), section 2.3.
+        """
+        return 1.0 - sum(self.busy_s) / len(self.busy_s) / max(self.rank_spans_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """A schedule's computations, each behind all it waits for.
+
+    Attributes:
+        ranks: of each.
+        before: indices of those on other stages that they wait for, or -1.
+        durations: indices into the times: stage * 4 + kind.
+        is_sent: whether what they wait for comes from another rank.
+    """
+
+    num_ranks: int
+    ranks: list[int]
+    before: list[int]
+    durations: list[int]
+    is_sent: list[bool]
+
+    def ends(self, seconds: Sequence[float], transfer_s: float) -> tuple[list[float], list[float]]:
+        """First starts and last ends of the ranks."""
+        free = [0.0] * self.num_ranks
+        first: list[float | None] = [None] * self.num_ranks
+        end = [0.0] * (len(self.ranks) + 1)  # the last one is that of nothing
+        lags = map(transfer_s.__mul__, self.is_sent) if transfer_s else repeat(0.0)
+        for index, (rank, before, duration, lag) in enumerate(
+            zip(self.ranks, self.before, self.durations, lags, strict=False)
+        ):
+            start_s = free[rank]
+            arrival_s = end[before] + lag
+            if arrival_s > start_s:
+                start_s = arrival_s
+            if first[rank] is None:
+                first[rank] = start_s
+            free[rank] = end[index] = start_s + seconds[duration]
+        return [each or 0.0 for each in first], free
+
+
+class PipelineTimes:
+    """Times of pipelines; keeps the programs of the schedules that it was asked for."""
+
+    def __init__(self) -> None:
+        self._programs: dict[tuple[str, int, int, int], _Program] = {}
+
+    def span(
+        self,
+        recipe_name: str,
+        num_ranks: int,
+        virtual_stages: int,
+        num_micro_batches: int,
+        stages: Sequence[StageTimes],
+        transfer_s: float = 0.0,
+    ) -> PipelineSpan:
+        """Time the schedule of that name.
+
+        Args:
+            recipe_name: as `pipeline.schedule`.
+            stages: of all ranks, in the order of the model.
+            transfer_s: of what one stage sends another for one micro-batch; neighbours on one rank send nothing. It
+                takes no rank's time, and is assumed to be shorter than what lies between two of one channel.
+
+        Raises:
+            ConfigError: no such schedule, or another number of stages than it has.
+            ScheduleError: a count below 1.
+        """
+        placement = placement_of(recipe_name, num_ranks, virtual_stages)
+        if len(stages) != placement.num_stages:
+            raise ConfigError(f"times of {len(stages)} stages for {placement.num_stages}; give one for each stage")
+        seconds = _seconds(stages)
+        work_s = [sum(stages[stage].total_s for stage in placement.stages_of(rank)) for rank in range(num_ranks)]
+
+        def simulated(micro_batches: int) -> tuple[list[float], list[float]]:
+            program = self._program(recipe_name, num_ranks, virtual_stages, micro_batches)
+            return program.ends(seconds, transfer_s)
+
+        num_first = _num_first(recipe_name, placement, num_micro_batches)
+        first, last = _counted(simulated, num_micro_batches, num_ranks, num_first)
+        busy = [num_micro_batches * each for each in work_s]
+        last = [max(end_s, start_s + busy_s) for end_s, start_s, busy_s in zip(last, first, busy, strict=True)]
+        return PipelineSpan(
+            step_s=max(last) - min(first),
+            rank_spans_s=tuple(end_s - start_s for start_s, end_s in zip(first, last, strict=True)),
+            busy_s=tuple(busy),
+        )
+
+    def _program(self, recipe_name: str, num_ranks: int, virtual_stages: int, num_micro_batches: int) -> _Program:
+        key = (recipe_name, num_ranks, virtual_stages, num_micro_batches)
+        if key not in self._programs:
+            self._programs[key] = _program_of(pipeline_step(recipe_name, num_ranks, num_micro_batches, virtual_stages))
+        return self._programs[key]
+
+
+def _num_first(recipe_name: str, placement: StagePlacement, num_micro_batches: int) -> int:
+    """The micro-batches of rounds that are longer than p, which stand before those that repeat."""
+    if recipe_name != "interleaved":
+        return num_micro_batches % placement.num_ranks
+    rounds = interleaved_rounds(placement.num_ranks, num_micro_batches)
+    return sum(length for length in rounds if length != placement.num_ranks)
+
+
+def _counted(
+    simulated: Callable[[int], tuple[list[float], list[float]]], num_micro_batches: int, period: int, num_first: int
+) -> tuple[list[float], list[float]]:
+    """First starts and last ends of the ranks, of as few micro-batches as tell what each further period adds."""
+    num_rounds = max(_NUM_ROUNDS, _NUM_FIRST // period)
+    while num_first + 2 * num_rounds * period < num_micro_batches:
+        few, one_more, many = (num_first + num * period for num in (num_rounds, num_rounds + 1, 2 * num_rounds))
+        (first, once), (_, again), (_, last) = map(simulated, (few, one_more, many))
+        added = [later - end_s for end_s, later in zip(once, again, strict=True)]
+        counted = [end_s + (num_rounds - 1) * each for end_s, each in zip(again, added, strict=True)]
+        if all(math.isclose(*each, rel_tol=_SAME) for each in zip(counted, last, strict=True)):
+            left = (num_micro_batches - many) // period
+            return first, [end_s + left * each for end_s, each in zip(last, added, strict=True)]
+        num_rounds *= 2
+    return simulated(num_micro_batches)
+
+
+def span_of(schedule: Schedule, stages: Sequence[StageTimes], transfer_s: float = 0.0) -> PipelineSpan:
+    """Time any schedule of computations of whole stages, all of it simulated."""
+    first, last = _program_of(schedule).ends(_seconds(stages), transfer_s)
+    busy = [sum(_duration(stages[action.stage], action) for action in row) for row in schedule.ranks]
+    return PipelineSpan(
+        step_s=max(last) - min(first),
+        rank_spans_s=tuple(end_s - start_s for start_s, end_s in zip(first, last, strict=True)),
+        busy_s=tuple(busy),
+    )
+
+
+def _seconds(stages: Sequence[StageTimes]) -> list[float]:
+    return [each for stage in stages for each in _forward_and_backward(stage)]
+
+
+def _forward_and_backward(stage: StageTimes) -> tuple[float, float, float, float]:
+    backward_s = stage.backward_input_s + stage.backward_weight_s
+    return stage.forward_s, backward_s, stage.backward_input_s, stage.backward_weight_s
+
+
+def _duration(stage: StageTimes, action: Action) -> float:
+    return _forward_and_backward(stage)[_KIND_INDEX[action.kind]]
+
+
+def _program_of(schedule: Schedule) -> _Program:
+    """Walk all rows at once, each as far as what it waits for has been written down."""
+    num_ranks = len(schedule.ranks)
+    program = _Program(num_ranks, [], [], [], [])
+    made: dict[tuple[bool, int, int | None], tuple[int, int]] = {}  # what was made -> index and rank
+    num_stages = 1 + max(action.stage for row in schedule.ranks for action in row)
+    next_of = [0] * num_ranks
+    waiting: dict[tuple[bool, int, int | None], int] = {}
+    ready = list(range(num_ranks))
+    while ready:
+        rank = ready.pop()
+        row = schedule.ranks[rank]
+        for position in range(next_of[rank], len(row)):
+            action = row[position]
+            is_forward = action.kind is Kind.FORWARD
+            source = (-1, rank)
+            if is_forward or action.kind in _BACKWARDS:
+                stage = action.stage + (-1 if is_forward else 1)
+                if 0 <= stage < num_stages:
+                    needed = (is_forward, stage, action.micro_batch)
+                    if needed not in made:
+                        next_of[rank] = position
+                        waiting[needed] = rank
+                        break
+                    source = made[needed]
+                key = (is_forward, action.stage, action.micro_batch)
+                made[key] = (len(program.ranks), rank)
+                if key in waiting:
+                    ready.append(waiting.pop(key))
+            program.ranks.append(rank)
+            program.before.append(source[0])
+            program.durations.append(action.stage * _NUM_KINDS + _KIND_INDEX[action.kind])
+            program.is_sent.append(source[1] != rank)
+        else:
+            next_of[rank] = len(row)
+    return program
