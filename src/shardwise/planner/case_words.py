@@ -11,52 +11,35 @@ Each reader takes what is written, or None, and is lenient: what it cannot read 
 from __future__ import annotations
 
 import re
-from types import MappingProxyType
 from typing import Final, Literal
 
-from shardwise.planner.catalogue import GPUS
+from shardwise.planner.catalogue import known_gpu
 from shardwise.planner.hardware import Gpu
 from shardwise.planner.job import Attention, MatmulDtype
 
 Recompute = Literal["none", "selective", "full"]
 
-_FAMILY: Final = re.compile(
-    r"gb300|gb200|gh200|b300|b200|h200|h100|h800|h20|a100|a800|a6000|a40|a10g|a10|v100|p100|t4|l40s|l40|l4"
-    r"|mi\d{3}[ax]?|(?:rtx[- ]?)?(?:5090|4090|3090|2080)"
-)
-_SAME_CHIP: Final = MappingProxyType({"a800": "a100", "h800": "h100", "rtx5090": "rtx4090", "mi325x": "mi300x"})
-"""Devices that compute as another one does, for when the catalogue has only that."""
-
 
 def gpu_of(written: str | None) -> Gpu | None:
-    """The catalogue's device that is meant: of one family, and nearest in memory where the memory is written.
+    """The catalogue's device that is meant; None where none is.
 
-    Of devices of several kinds the slowest is taken, since the others wait for it.
+    Of devices of several kinds the slowest is taken, since the others wait for it. What else stands in a name, such as
+    that of a machine, is passed over.
 
-    >>> gpu_of("A100-SXM4-80GB").name, gpu_of("abacus")
-    ('a100-80', None)
+    >>> gpu_of("DGX A100 80GB").name, gpu_of("RTX-3090+Titan-RTX (heterogeneous)").name, gpu_of("abacus")
+    ('a100-80', 'rtx-3090', None)
     """
-    found = [each for part in re.split(r"[+,/]", (written or "").lower()) if (each := _one_gpu(part)) is not None]
+    found = [each for part in re.split(r"[+/,](?![^(]*\))", written or "") if (each := _one_gpu(part)) is not None]
     return min(found, key=lambda each: max(each.peak_flops_per_s.values()), default=None)
 
 
 def _one_gpu(written: str) -> Gpu | None:
-    match = _FAMILY.search(written)
-    if match is None:
-        return None
-    family = re.sub(r"[^a-z0-9]", "", match.group())
-    candidates = _of_family(family) or _of_family(_SAME_CHIP.get(family, family))
-    if not candidates:
-        return None
-    size = re.search(r"(\d+)\s*gb\b", written[match.end() :])
-    if size is None:
-        return min(candidates, key=lambda each: (len(each.name), -each.memory_bytes))
-    return min(candidates, key=lambda each: abs(each.memory_bytes / 2**30 - int(size.group(1))))
-
-
-def _of_family(family: str) -> list[Gpu]:
-    plain = family.removeprefix("rtx")
-    return [gpu for name, gpu in GPUS.items() if plain in re.split(r"[^a-z0-9]+|(?<=rtx)", name.lower())]
+    known = known_gpu(written)
+    if known is not None:
+        return known
+    size = re.search(r"\d+\s*gi?b\b", written.lower())
+    words = re.findall(r"[a-z]+[- ]?\d+[a-z]?|\d{4}(?: ?ti)?", written.lower())
+    return next((each for word in words if (each := known_gpu(f"{word} {size.group() if size else ''}"))), None)
 
 
 def nic_bytes_per_s(written: str | None, gpus_per_node: int) -> float | None:

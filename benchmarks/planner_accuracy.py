@@ -1,0 +1,131 @@
+"""How right the planner is: predicts published runs from their inputs alone, and scores those whose outputs are given.
+
+A file of cases is JSON, `{"cases": [...]}` or a list; each row has `model`, `hardware`, `parallel`, and perhaps
+`outputs`, whose figures no prediction sees; only how they count FLOPs and memory is read of them.
+
+    python benchmarks/planner_accuracy.py tests/data/planner_cases.json --json predictions.json
+    python benchmarks/planner_accuracy.py CASES.json --json OUT --tier core --by source --worst 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from planner_scores import Scored, by, scores
+from shardwise.planner.case_prices import predict_row
+from shardwise.planner.cases import read_case
+from shardwise.planner.results import TIME_PARTS
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of cases."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return list(found["cases"] if isinstance(found, dict) else found)
+
+
+def scored_rows(rows: Sequence[dict[str, Any]]) -> list[Scored]:
+    """Each row with its case and prediction."""
+    found = []
+    for row in rows:
+        case = read_case(row)
+        found.append(Scored(row, case, predict_row(row, case)))
+    return found
+
+
+def table(rows: Sequence[Scored]) -> str:
+    """Scores as lines of text."""
+    found = scores(rows)
+    lines = [f"rows {found['rows']}"]
+    for name in ("time", "constant_efficiency", "memory"):
+        lines.append(f"{name:<22} {_errors(found[name])}")
+    for kind, each in found["memory_by_kind"].items():
+        lines.append(f"  memory, {kind:<12} {_errors(each)}")
+    oom = found["out_of_memory"]
+    if oom["n"]:
+        counts = f"{oom['hits']} found, {oom['missed']} missed, {oom['false']} false"
+        lines.append(f"out of memory          n {oom['n']:>4}  accuracy {oom['accuracy']:.1%}  ({counts})")
+    for name, each in found["sweeps"].items():
+        lines.append(f"  {name:<64} n {each['n']:>3}  tau {each['tau']:+.2f}  regret {each['regret']:.1%}")
+    if found["tau"] is not None:
+        lines.append(f"sweeps, mean           tau {found['tau']:+.3f}  regret {found['regret']:.1%}")
+    bubble = found["bubble_points"]
+    lines.append(
+        f"bubbles                n {bubble['n']:>4}  mean {bubble['mean']:.2f}  max {bubble['max']:.2f} points"
+    )
+    return "\n".join(lines)
+
+
+def _errors(found: dict[str, float]) -> str:
+    if not found["n"]:
+        return "n    0"
+    shares = "  ".join(f"{name} {found[name]:6.1%}" for name in ("mean", "median", "p90"))
+    return f"n {found['n']:>4.0f}  {shares}  bias {found['bias']:+.1%}"
+
+
+def residual_lines(rows: Sequence[Scored]) -> list[str]:
+    """Each row that is scored: predicted by measured, the step's parts in ms, memory; the most wrong first."""
+    found = []
+    for each in rows:
+        price = each.prediction.price
+        if price is None or (each.time_ratio is None and each.memory_ratio is None):
+            continue
+        parts = " ".join(
+            f"{part}={1e3 * price.time.parts[part]:.0f}" for part in TIME_PARTS if price.time.parts.get(part, 0.0) > 0
+        )
+        worst = price.memory.worst
+        held = " ".join(f"{name}={size / 2**30:.1f}" for name, size in worst.peak.items() if size > 2**26)
+        s = price.strategy
+        layout = f"tp{s.tp} pp{s.pp}v{s.virtual_stages} dp{s.num_data_ranks} cp{s.cp} ep{s.ep} z{s.zero_stage} "
+        layout += f"mb{s.micro_size}x{s.num_micro_batches} {s.recompute} {s.matmul or s.param} {s.schedule}"
+        ratio = "    -" if each.time_ratio is None else f"{each.time_ratio:5.2f}"
+        memory = "    -" if each.memory_ratio is None else f"{each.memory_ratio:5.2f}"
+        gpu = f"{price.job.cluster.num_gpus}x{price.job.cluster.gpu.name}"
+        line = f"{ratio} {memory} {each.case.tier:<4} {each.case.id:<44} {gpu:<14} {price.job.shape.name:<18} {layout}"
+        found.append((abs((each.time_ratio or 1.0) - 1), f"{line} | ms: {parts} | GiB: {held}"))
+    return [line for _, line in sorted(found, key=lambda item: -item[0])]
+
+
+def main() -> None:
+    """Predict, write, score."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", type=Path)
+    parser.add_argument("--json", type=Path, help="where to write the predictions of all rows, by id")
+    parser.add_argument("--tier", help="score rows of this tier alone, such as core")
+    parser.add_argument("--by", choices=("source", "gpu"), help="score by source or by device, too")
+    parser.add_argument("--worst", type=int, default=0, help="print so many rows, the most wrong first")
+    parser.add_argument("--residuals", type=Path, help="where to write all of those lines")
+    options = parser.parse_args()
+    start = time.perf_counter()
+    rows = scored_rows(read_rows(options.cases))
+    took_s = time.perf_counter() - start
+    if options.json:
+        predictions = {each.case.id: each.prediction.as_row() for each in rows}
+        options.json.write_text(json.dumps(predictions, indent=1) + "\n", encoding="utf-8")
+    chosen = [each for each in rows if options.tier in (None, each.case.tier)]
+    print(table(chosen))
+    if options.by:
+        for name, some in by(chosen, _key(options.by)).items():
+            print(f"\n{name}\n{table(some)}")
+    lines = residual_lines(chosen)
+    if options.residuals:
+        options.residuals.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines[: options.worst]))
+    print(f"{len(rows)} rows in {took_s:.1f} s")
+
+
+def _key(name: str) -> Any:
+    if name == "source":
+        return lambda each: each.case.group
+    return lambda each: each.case.job.cluster.gpu.name if each.case.job else "unknown"
+
+
+if __name__ == "__main__":
+    main()

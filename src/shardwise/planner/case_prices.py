@@ -1,0 +1,182 @@
+"""What the planner predicts of published runs, in the quantities and by the conventions in which they were reported.
+
+>>> from shardwise.planner.cases import read_case
+>>> row = {"model": {"layers": 32, "hidden": 4096, "heads": 32, "ffn": 11008, "seq": 4096},
+...        "hardware": {"gpu": "H100-SXM5-80GB", "num_gpus": 16},
+...        "parallel": {"tp": 2, "zero_stage": 1, "micro_batch": 1, "global_batch": 64, "recompute": "none"}}
+>>> predict(read_case(row), convention="all-keys").feasible
+True
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from shardwise.planner.cases import Case
+from shardwise.planner.job import Job, Strategy
+from shardwise.planner.pricing import Pricer
+from shardwise.planner.results import Convention, Price, RankMemory
+
+MemoryKind = Literal["states", "states+activations", "allocated", "reserved", "device"]
+"""What a figure of memory counts: states at rest alone or with activations, the tensors of the peak, what the allocator
+holds for them, or all that the device has given out."""
+
+GIB: Final = 2.0**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Of a published run; None where its inputs do not allow one.
+
+    Attributes:
+        tflops_per_gpu: by the convention that was asked for.
+        memory_gib_per_gpu: on the worst rank, of the kind that was asked for.
+        price: what all this is taken from.
+    """
+
+    iteration_time_s: float | None = None
+    tflops_per_gpu: float | None = None
+    memory_gib_per_gpu: float | None = None
+    feasible: bool | None = None
+    bubble_rate: float | None = None
+    price: Price | None = None
+
+    def as_row(self) -> dict[str, float | bool | None]:
+        """All but the price."""
+        names = ("iteration_time_s", "tflops_per_gpu", "memory_gib_per_gpu", "feasible", "bubble_rate")
+        return {name: getattr(self, name) for name in names}
+
+
+def convention_of(written: str | None, case: Case) -> Convention:
+    """How a row's FLOPs are counted, from its own words, or as was usual for such runs where it has none.
+
+    Full recomputation in fp16 was reported with what is computed twice; on devices that came after Hopper keys are
+    mostly halved.
+
+    >>> convention_of("model FLOPs with causal attention halved", Case(id="", group="", tier="", quantity=""))
+    'causal'
+    """
+    text = (written or "").lower()
+    if not text:
+        if case.strategy is not None and case.strategy.recompute == "full" and case.strategy.param == "fp16":
+            return "hardware"
+        is_late = case.job is not None and "fp4" in case.job.cluster.gpu.peak_flops_per_s
+        return "causal" if is_late else "all-keys"
+    if "causal" in text and "non-causal" not in text:
+        return "causal"
+    is_hardware = "hardware" in text or "96bslh" in text or "counts recompute" in text
+    return "hardware" if is_hardware and not text.startswith("model") else "all-keys"
+
+
+def memory_kind_of(written: str | None) -> MemoryKind:
+    """What a row's memory counts, from its own words; the tensors of the peak where it has none."""
+    text = (written or "").lower()
+    if "state" in text or "params+grads" in text:
+        return "states+activations" if "activation" in text else "states"
+    if "smi" in text or "total used" in text:
+        return "device"
+    return "reserved" if "reserved" in text else "allocated"
+
+
+def flops_per_token(job: Job, strategy: Strategy, convention: Convention) -> float:
+    """FLOPs of forward and backward for one token by a convention.
+
+    As `hardware`, a full recomputation adds the forward of all blocks, a selective one that of the attention's scores
+    (Narayanan et al. 2021, arXiv 2104.04473, equation 3; Korthikanti et al. 2022, arXiv 2205.05198, appendix A).
+    """
+    shape = job.shape
+    total = shape.flops_per_token(job.seq_len, is_causal_halved=convention == "causal")
+    if convention != "hardware" or strategy.recompute == "none":
+        return total
+    head = 6.0 * shape.vocab_size * shape.hidden_size
+    scores = total - 6.0 * shape.num_matmul_params
+    again = (total - head) / 3 if strategy.recompute == "full" else scores / 3
+    return total + again / strategy.recompute_every
+
+
+def memory_gib(rank: RankMemory, kind: MemoryKind) -> float:
+    """Of one rank, of a kind, in GiB."""
+    states = ("params", "grads", "optimizer")
+    if kind == "states":
+        return sum(rank.at_rest.get(role, 0) for role in rank.at_rest) / GIB
+    if kind == "states+activations":
+        return rank.bytes_of(*states, "activations") / GIB
+    left_out = {"allocated": ("overhead", "rounding"), "reserved": ("overhead",), "device": ()}[kind]
+    return (rank.peak_bytes - rank.bytes_of(*left_out)) / GIB
+
+
+def settled(case: Case) -> Price | None:
+    """The price of a case's run; of what was not written of it, that which computes least again and fits.
+
+    Where nothing fits, the price of what takes least memory.
+    """
+    if case.job is None or case.strategy is None:
+        return None
+    pricer, price = Pricer(case.job), None
+    for strategy in _candidates(case, case.strategy):
+        price = pricer.price(strategy)
+        if price.margin_bytes >= 0:
+            break
+    return price
+
+
+def _candidates(case: Case, strategy: Strategy) -> Iterator[Strategy]:
+    each = strategy.micro_size * strategy.num_micro_batches
+    sizes = [strategy.micro_size]
+    if "micro_batch" in case.guesses and "global_batch" not in case.guesses:
+        least = 2 * strategy.pp if strategy.pp > 1 else 1  # micro-batches, that the pipeline is not mostly empty
+        sizes = [size for size in (4, 2) if each % size == 0 and each // size >= least] + [1]
+    modes: tuple[Literal["none", "selective", "full"], ...] = (strategy.recompute,)
+    if "recompute" in case.guesses:
+        modes = ("none", "selective", "full")
+    stages = [strategy.zero_stage]
+    if "zero_stage" in case.guesses:
+        stages.append(3)
+    for stage in stages:
+        for mode in modes:
+            for size in sizes:
+                yield dataclasses.replace(
+                    strategy, zero_stage=stage, recompute=mode, micro_size=size, num_micro_batches=each // size
+                )
+
+
+def predict(case: Case, *, convention: Convention | None = None, memory_kind: MemoryKind | None = None) -> Prediction:
+    """What a case's run takes; only the model's states, or only the bubble, where no more is known.
+
+    Args:
+        convention: of the FLOPs; None as was usual.
+        memory_kind: None for the tensors of the peak.
+    """
+    price = settled(case)
+    if price is None:
+        return Prediction(bubble_rate=_bubble_rate(case, None))
+    memory = [memory_gib(rank, memory_kind or "allocated") for rank in price.memory.ranks]
+    time_s = price.time.step_s * case.tokens_scale * case.trained_share
+    flops = flops_per_token(price.job, price.strategy, convention or convention_of(None, case)) * case.trained_share
+    tokens = price.job.tokens * case.tokens_scale
+    return Prediction(
+        iteration_time_s=time_s,
+        tflops_per_gpu=flops * tokens / time_s / price.job.cluster.num_gpus / 1e12,
+        memory_gib_per_gpu=max(memory),
+        feasible=price.margin_bytes >= 0,
+        bubble_rate=_bubble_rate(case, price),
+        price=price,
+    )
+
+
+def _bubble_rate(case: Case, price: Price | None) -> float | None:
+    return None if price is None else price.time.bubble_rate
+
+
+def predict_row(row: Mapping[str, Any], case: Case) -> Prediction:
+    """The same, in the conventions that a row names, be it beside its inputs or among its outputs."""
+    places = (row, row.get("parallel") or {}, row.get("outputs") or {})
+    written = {
+        key: next((place[key] for place in places if place.get(key)), None)
+        for key in ("flops_convention", "memory_kind")
+    }
+    kind = memory_kind_of(written["memory_kind"])
+    return predict(case, convention=convention_of(written["flops_convention"], case), memory_kind=kind)
