@@ -100,12 +100,38 @@ def test_stages_gather_and_reduce_as_often_as_the_layout_says() -> None:
     assert data[0].forward_s == data[1].forward_s == data[2].forward_s == 0 < data[3].forward_s
     assert data[0].first_forward_s == data[3].first_forward_s == 0 < data[1].first_forward_s
     assert data[1].backward_s == 0 < data[2].backward_s
-    assert data[3].backward_s == pytest.approx(data[3].forward_s + data[2].backward_s)
+    again_s = data[3].backward_s - data[2].backward_s  # all but the root and the last block
+    assert 0.7 * data[3].forward_s < again_s < data[3].forward_s
     assert data[1].total_s < data[2].total_s < data[3].total_s
     scheduled = MODEL.data(Strategy(pp=2, dp_shard=8, zero_stage=3, num_micro_batches=4))
     assert scheduled.forward_s == scheduled.backward_s == 0 < scheduled.first_forward_s
     each = MODEL.data(Strategy(pp=2, dp_shard=8, zero_stage=3, num_micro_batches=4, gather="micro-batch"))
     assert each.forward_s > 0
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"dp_shard": 8},
+        {"dp_shard": 4, "dp_replicate": 2, "reduce": "fp32"},
+        {"dp_shard": 2, "cp": 2, "tp": 2},
+        {"dp_shard": 4, "pp": 4},
+        {"dp_shard": 4, "pp": 2, "tp": 2, "gather": "micro-batch"},
+        {"dp_shard": 4, "pp": 2, "schedule": "interleaved", "virtual_stages": 2},
+    ],
+)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_calls_send_what_the_layout_says(zero_stage: int, axes: dict[str, int], is_tied: bool) -> None:
+    model = CommunicationModel(replace(JOB, shape=replace(JOB.shape, is_tied=is_tied)))
+    strategy = Strategy(zero_stage=zero_stage, num_micro_batches=4, **axes)  # type: ignore[arg-type]
+    for rank in range(strategy.pp):
+        wire = {"all_reduce": 0, "reduce_scatter": 0, "all_gather": 0}
+        for call in model.data_calls(strategy, rank):
+            times = call.count * (4 if call.moment in ("forward", "backward") else 1)
+            sent = call.num_bytes * (call.num_ranks - 1) // call.num_ranks
+            wire[call.op] += times * sent * (2 if call.op == "all_reduce" else 1)
+        assert wire == model.folded.on_wire(strategy, rank)
 
 
 def test_shards_within_a_node_need_less_of_the_network() -> None:
@@ -121,7 +147,10 @@ def test_shards_within_a_node_need_less_of_the_network() -> None:
 
 
 def test_wide_reductions_take_longer() -> None:
-    narrow, wide = (MODEL.data(Strategy(dp_shard=64, zero_stage=2, reduce=reduce)) for reduce in ("param", "fp32"))
+    narrow, wide = (
+        MODEL.data(Strategy(dp_shard=64, zero_stage=2, num_micro_batches=2, reduce=reduce))
+        for reduce in ("param", "fp32")
+    )
     assert 1.5 < wide.backward_s / narrow.backward_s < 2
 
 
@@ -131,7 +160,7 @@ def test_codes_that_do_not_overlap_wait_for_all() -> None:
     assert waiting.exposed_s(10.0, 10.0) == waiting.total_s
     data = MODEL.data(strategy)
     assert data.exposed_s(0.0, 0.0) == pytest.approx(data.total_s)
-    assert data.alone_s <= data.exposed_s(10.0, 20.0) < data.total_s / 2
+    assert data.alone_forward_s + data.alone_backward_s <= data.exposed_s(10.0, 20.0) < data.total_s / 2
 
 
 @given(st.floats(0, 10), st.floats(0, 10), st.floats(0, 10))

@@ -18,12 +18,17 @@ True
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final, Literal, get_args
 
 from shardwise.context.traffic import Sizes, bytes_of_heads, bytes_of_ring
+from shardwise.layout.groups import GroupSpec
+from shardwise.layout.layout import Layout
 from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.layout.stages import Placement
 from shardwise.planner.collectives import Network, Op
+from shardwise.planner.folded import Fold, FoldedLayout, is_of_experts
 from shardwise.planner.job import Job, Strategy
 
 OVERLAP_SLOWDOWN: Final = 0.25
@@ -77,6 +82,31 @@ class BlockCommunication:
     recompute: Exchange = Exchange()
 
 
+Moment = Literal["forward", "backward", "first forward", "last backward"]
+"""Of a step: a pass of each micro-batch, or of one of them alone."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective that a step has over ranks that share parameters.
+
+    Attributes:
+        num_bytes: of the whole buffer.
+        num_ranks, stride: of the group, in rank order.
+        moment: with which pass it comes.
+        count: of such calls in that pass.
+        is_alone: whether nothing is computed beside the first of them, or the last in a backward.
+    """
+
+    op: Op
+    num_bytes: int
+    num_ranks: int
+    stride: int
+    moment: Moment
+    count: int = 1
+    is_alone: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataCommunication:
     """Seconds of a step's gathers and reductions on one rank, by when they run.
@@ -86,7 +116,8 @@ class DataCommunication:
         backward_s: of gathers and reductions in the backward of each micro-batch.
         first_forward_s: of gathers that the first micro-batch alone waits for, such as those after a step.
         last_backward_s: of reductions in the last micro-batch's backward alone.
-        alone_s: of the first gather and the last reduction, which nothing can run beside; part of the others.
+        alone_forward_s, alone_backward_s: of the first gathers and the last reductions, which nothing can run beside;
+            they are part of the others.
         step_s: of collectives in the step itself; nothing hides them.
         num_micro_batches: of the step.
         may_hide: whether they run while others compute.
@@ -96,7 +127,8 @@ class DataCommunication:
     backward_s: float
     first_forward_s: float
     last_backward_s: float
-    alone_s: float
+    alone_forward_s: float
+    alone_backward_s: float
     step_s: float
     num_micro_batches: int
     may_hide: bool
@@ -116,11 +148,11 @@ class DataCommunication:
         """
         if not self.may_hide:
             return self.total_s
-        count = self.num_micro_batches
-        inner = (count - 1) * (exposed_s(self.forward_s, forward_s) + exposed_s(self.backward_s, backward_s))
-        first = exposed_s(self.forward_s + self.first_forward_s, forward_s)
-        last = exposed_s(self.backward_s + self.last_backward_s, backward_s)
-        return max(inner + first + last, self.alone_s) + self.step_s
+        inner = exposed_s(self.forward_s, forward_s) + exposed_s(self.backward_s, backward_s)
+        first_s = self.forward_s + self.first_forward_s - self.alone_forward_s
+        last_s = self.backward_s + self.last_backward_s - self.alone_backward_s
+        ends = exposed_s(first_s, forward_s) + exposed_s(last_s, backward_s)
+        return (self.num_micro_batches - 1) * inner + ends + self.alone_forward_s + self.alone_backward_s + self.step_s
 
 
 def exposed_s(communication_s: float, compute_s: float) -> float:
@@ -139,24 +171,17 @@ def _beside(communication_s: float, hidden: float, compute_s: float) -> float:
     return (1 - hidden) * communication_s + exposed_s(hidden * communication_s, compute_s)
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """What data-parallel ranks exchange of one unit: elements that all share, and those of experts."""
-
-    numel: float
-    expert_numel: float
-    count: int
-
-
 class CommunicationModel:
     """What the strategies of a job exchange; keeps what several of them share.
 
     Args:
         job: with its cluster.
+        folded: of the job, where others have it too.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, folded: FoldedLayout | None = None) -> None:
         self.job = job
+        self.folded = folded or FoldedLayout(job)
         self.network = Network(job.cluster)
         self._blocks: dict[tuple[object, ...], BlockCommunication] = {}
 
@@ -202,49 +227,75 @@ class CommunicationModel:
         return self.network.collective_s("send", num_bytes, s.pp, s.num_ranks // s.pp)
 
     def data(self, strategy: Strategy, pipeline_rank: int = 0) -> DataCommunication:
-        """Of a step's gathers and reductions over the ranks that share parameters.
-
-        Which there are, and how often, `Layout.bytes_on_wire` says: in stage 3 each use gathers; stages 2 and 3 reduce
-        in each backward, unless a pipeline gathers once a batch; stages 1 and 2 gather after the step; replicas sum
-        what a shard has.
-        """
+        """Of a step's gathers and reductions over the ranks that share parameters."""
         s = strategy
-        units = self._units(s, pipeline_rank)
-        gather = [self._gather_s(s, unit) for unit in units]
-        reduce_s, replicate_s = (
-            [method(s, unit) for unit in units] for method in (self._reduce_s, self._sum_of_replicas_s)
-        )
-
-        def whole(each: list[float]) -> float:
-            return sum(seconds * unit.count for seconds, unit in zip(each, units, strict=True))
-
-        stage = s.zero_stage
-        is_scheduled_once = s.pp > 1 and s.gather == "batch"
-        forward_s = backward_s = first_s = last_s = 0.0
-        if stage >= 3 and is_scheduled_once:
-            first_s += whole(gather)
-        elif stage >= 3:
-            forward_s += whole(gather)
-            backward_s += whole(gather)
-        if stage in (1, 2):
-            first_s += whole(gather)
-        if stage >= 2 and not is_scheduled_once:
-            backward_s += whole(reduce_s)
-        else:
-            last_s += whole(reduce_s)
-        last_s += whole(replicate_s)
-        block = units[0]
-        alone_s = self._gather_s(s, block) * (stage > 0) + self._reduce_s(s, block) + self._sum_of_replicas_s(s, block)
+        seconds: dict[str, float] = dict.fromkeys(get_args(Moment), 0.0)
+        alone = {"first forward": 0.0, "last backward": 0.0}
+        for call in self.data_calls(s, pipeline_rank):
+            each_s = self.network.collective_s(call.op, call.num_bytes, call.num_ranks, call.stride)
+            seconds[call.moment] += call.count * each_s
+            if call.is_alone:
+                alone["first forward" if "forward" in call.moment else "last backward"] += each_s
         return DataCommunication(
-            forward_s=forward_s,
-            backward_s=backward_s,
-            first_forward_s=first_s,
-            last_backward_s=last_s,
-            alone_s=alone_s,
+            forward_s=seconds["forward"],
+            backward_s=seconds["backward"],
+            first_forward_s=seconds["first forward"],
+            last_backward_s=seconds["last backward"],
+            alone_forward_s=alone["first forward"],
+            alone_backward_s=alone["last backward"],
             step_s=NUM_STEP_SUMS * self.network.collective_s("all_reduce", 4.0, s.num_ranks),
             num_micro_batches=s.num_micro_batches,
             may_hide=self.job.practice.overlaps_data,
         )
+
+    def data_calls(self, strategy: Strategy, pipeline_rank: int = 0) -> tuple[Call, ...]:
+        """The collectives of a step over the ranks that share parameters: those that `Layout.bytes_on_wire` counts.
+
+        What runs alone is the first group's, which the forward needs first and the backward reduces last.
+        """
+        folds = self.folded.rank(strategy, pipeline_rank)
+        return tuple(
+            call
+            for index, fold in enumerate(folds.folds)
+            for call in self._calls_of(strategy, folds.layout, fold, is_first=index == 0)
+        )
+
+    def _calls_of(self, s: Strategy, layout: Layout, fold: Fold, *, is_first: bool) -> Iterator[Call]:
+        group, stage = self._resharded(fold.group, layout), layout.stage
+        near = s.tp * (s.ep if is_of_experts(group) else 1)
+        replicas, far = group.num_ranks // group.num_shards, near * group.num_shards
+        widths = layout.precision
+        param_bytes, grad_bytes = (group.padded_numel * DTYPE_BYTES[each] for each in (widths.param, widths.reduce))
+
+        def call(op: Op, num_bytes: int, num_ranks: int, stride: int, moment: Moment, times: int = 1) -> Call:
+            is_gather_for_use = is_first and (op != "all_gather" or moment != "backward")
+            return Call(op, num_bytes, num_ranks, stride, moment, times * fold.count, is_alone=is_gather_for_use)
+
+        uses = layout.num_unshards(group, s.num_micro_batches)
+        if (uses == 1 and s.num_micro_batches > 1) or stage.unshard_after_step:
+            yield call("all_gather", param_bytes, group.num_shards, near, "first forward")
+        elif uses:
+            back = uses // s.num_micro_batches // 2
+            yield call("all_gather", param_bytes, group.num_shards, near, "forward", uses // s.num_micro_batches - back)
+            yield call("all_gather", param_bytes, group.num_shards, near, "backward", back)
+        if len(group.stages) > 1 and (holders := len(layout.holders(group))) > 1:
+            is_whole = stage.optimizer is Placement.REPLICATE
+            numel = group.padded_numel if is_whole else group.shard_numel
+            master_bytes = numel * DTYPE_BYTES[widths.master]
+            yield call("all_reduce", master_bytes, holders, s.num_ranks // s.pp, "last backward")
+        if stage.optimizer is Placement.REPLICATE:
+            yield call("all_reduce", grad_bytes, group.num_ranks, near, "last backward")
+            return
+        each_time = layout.num_reduces(s.num_micro_batches) == s.num_micro_batches > 1
+        yield call("reduce_scatter", grad_bytes, group.num_shards, near, "backward" if each_time else "last backward")
+        yield call("all_reduce", grad_bytes // group.num_shards, replicas, far, "last backward")
+
+    def _resharded(self, group: GroupSpec, layout: Layout) -> GroupSpec:
+        """With the optimizer's own number of shards, where the code that runs has one."""
+        shards = self.job.practice.optimizer_shards
+        if shards is None or not layout.stage.unshard_after_step or group.num_ranks % shards:
+            return group
+        return replace(group, num_shards=min(shards, group.num_ranks))
 
     def _block(self, s: Strategy) -> BlockCommunication:
         forward_s, backward_s, again_s = self._tensor_passes(s)
@@ -342,55 +393,3 @@ class CommunicationModel:
 
     def _activation_bytes(self, s: Strategy) -> float:
         return DTYPE_BYTES[s.param] * self._tokens(s) * self.job.shape.hidden_size
-
-    def _units(self, s: Strategy, pipeline_rank: int) -> tuple[_Unit, ...]:
-        """The rank's blocks, and its embedding and head."""
-        shape = self.job.shape
-        tables = shape.vocab_size * shape.hidden_size
-        num_tables = 1 if shape.is_tied else 2
-        experts_numel = 0.0
-        if shape.experts is not None:
-            each = shape.num_ffn_matrices * shape.hidden_size * shape.experts.ffn_size
-            experts_numel = each * shape.experts.num_experts * shape.num_expert_layers / shape.num_layers
-        block_numel = (shape.num_params - num_tables * tables) / shape.num_layers - experts_numel
-        count = -(-shape.num_layers // s.pp) if s.stage_layers is None else s.stage_layers[pipeline_rank]
-        has_tables = (pipeline_rank == 0) + (pipeline_rank == s.pp - 1 and (s.pp > 1 or num_tables == 2))
-        return (
-            _Unit(block_numel / s.tp, experts_numel / (s.tp * s.ep), count),
-            _Unit(tables / s.tp, 0.0, has_tables),
-        )
-
-    def _shards(self, s: Strategy) -> tuple[int, int]:
-        """Ranks over which optimizer states are sharded, and how many hold the same ones."""
-        num_ranks = s.num_data_ranks * s.cp
-        shards = s.dp_shard * s.cp
-        if s.zero_stage == 0:
-            return 1, num_ranks
-        if s.zero_stage < 3 and self.job.practice.optimizer_shards:
-            shards = min(num_ranks, self.job.practice.optimizer_shards)
-        return shards, max(1, num_ranks // shards)
-
-    def _over_shards_s(self, s: Strategy, op: Op, unit: _Unit, width: float) -> float:
-        shards, _ = self._shards(s)
-        seconds = self.network.collective_s(op, width * unit.numel, shards, s.tp)
-        return seconds + self.network.collective_s(op, width * unit.expert_numel, shards // s.ep, s.tp * s.ep)
-
-    def _gather_s(self, s: Strategy, unit: _Unit) -> float:
-        return self._over_shards_s(s, "all_gather", unit, DTYPE_BYTES[s.param])
-
-    def _reduce_s(self, s: Strategy, unit: _Unit) -> float:
-        return self._over_shards_s(s, "reduce_scatter", unit, self._reduce_bytes(s))
-
-    def _sum_of_replicas_s(self, s: Strategy, unit: _Unit) -> float:
-        """Of an all-reduce of what a shard has, over the ranks that hold the same."""
-        shards, replicas = self._shards(s)
-        numel = unit.numel / shards
-        experts_shards = max(1, shards // s.ep)
-        experts_replicas = max(1, s.num_data_ranks * s.cp // (s.ep * experts_shards))
-        width, stride = self._reduce_bytes(s), s.tp * shards
-        seconds = self.network.collective_s("all_reduce", width * numel, replicas, stride)
-        experts_numel = unit.expert_numel / experts_shards
-        return seconds + self.network.collective_s("all_reduce", width * experts_numel, experts_replicas, stride)
-
-    def _reduce_bytes(self, s: Strategy) -> int:
-        return 4 if s.reduce == "fp32" else DTYPE_BYTES[s.param]

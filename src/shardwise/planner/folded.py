@@ -39,6 +39,7 @@ Unit = Literal["dense", "experts", "root", "head"]
 """A block with a dense feed-forward, one with experts, what is in no block, and of that the stage with the head."""
 
 _LAST = "last"
+_EXPERTS = ":experts"
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class FoldedLayout:
 
     def _placed(self, group: GroupSpec, mesh: MeshShape, tiers: TiersConfig, ep: int) -> GroupSpec:
         """A template with the ranks of a mesh; experts are on `ep` times fewer."""
-        share = ep if group.name.endswith(":experts") else 1
+        share = ep if is_of_experts(group) else 1
         num_ranks = max(1, mesh.size_along(GRADIENT_AXES) // share)
         num_shards = max(1, mesh.size_along(SHARD_AXES) // share)
         placed = replace(group, num_ranks=num_ranks, num_shards=num_shards)
@@ -204,7 +205,7 @@ class FoldedLayout:
             params = block_params(self.job.shape, has_experts=has_experts, expert_ranks=strategy.ep)
             parts = [[each for each in params if each.is_of_experts is of_experts] for of_experts in (False, True)]
             groups = [_template(part, strategy.tp, name) for part in parts if part]
-            names = (name, f"{name}:experts")
+            names = (name, f"{name}{_EXPERTS}")
             self._templates[key] = tuple(
                 replace(group, name=own, stages=(stage,)) for group, own in zip(groups, names, strict=False)
             )
@@ -229,6 +230,11 @@ class FoldedLayout:
             for used_by, params in sorted(by_stages.items())
         )
         return self._templates[key]
+
+
+def is_of_experts(group: GroupSpec) -> bool:
+    """Whether a group's parameters are of experts, which `ep` ranks split."""
+    return group.name.endswith(_EXPERTS)
 
 
 def _mesh_of(strategy: Strategy) -> MeshShape:
