@@ -12,9 +12,11 @@ A program is kept for each schedule: its computations in an order in which each 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from types import MappingProxyType
+from typing import Final
 
 from shardwise.config import ConfigError
 from shardwise.schedule.actions import Action, Kind, Schedule
@@ -23,7 +25,9 @@ from shardwise.schedule.placement import StagePlacement
 from shardwise.schedule.recipes import pipeline_step, placement_of
 
 _BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
-_KIND_INDEX = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 2, Kind.BACKWARD_WEIGHT: 3}
+_KIND_INDEX: Final[Mapping[Kind, int]] = MappingProxyType(
+    {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 2, Kind.BACKWARD_WEIGHT: 3}
+)
 _NUM_KINDS = len(_KIND_INDEX)
 
 # Rounds of p micro-batches with which it begins: fill, drain, and some between; and micro-batches, at least.
