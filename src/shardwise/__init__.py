@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shardwise.loss import NonFiniteLossError
     from shardwise.models.layer_list import LayerList, LayerSpec
     from shardwise.pipeline.measure import measure_units
+    from shardwise.planner.estimators import estimate_model_states
     from shardwise.recording import save_timeline
     from shardwise.results import EvalResult, StepResult
     from shardwise.simulation import Simulation, simulate
@@ -56,6 +57,7 @@ __all__ = [
     "backward",
     "block_sparse_attention",
     "build_layout",
+    "estimate_model_states",
     "init",
     "initialize",
     "measure_units",
@@ -87,6 +89,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "backward": "joint_backward",
     "block_sparse_attention": "attention.functional",
     "build_layout": "layout.layout",
+    "estimate_model_states": "planner.estimators",
     "init": "deferred",
     "initialize": "start",
     "measure_units": "pipeline.measure",

@@ -1,0 +1,1 @@
+"""DeepSpeed's runtime, at DeepSpeed's paths."""

@@ -1,0 +1,1 @@
+"""DeepSpeed's names about ZeRO, at DeepSpeed's paths."""

@@ -1,0 +1,161 @@
+"""What a model's states need, by ZeRO stage, of each device and each host: from the Layout that a run would have.
+
+    import shardwise
+    print(*shardwise.estimate_model_states(7_500_000_000, num_gpus=64), sep="\n")
+
+>>> for each in estimate_model_states(7_500_000_000, num_gpus=64, config={"precision": {"accumulate": "param"}}):
+...     print(each.stage, round(each.device_bytes / 1e9, 1))
+0 120.0
+1 31.4
+2 16.6
+3 1.9
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.config import Config, ConfigError, Tier
+from shardwise.layout.layout import Layout, build_layout
+from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.layout.skeleton import ROOT
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelStates:
+    """What parameters, gradients and the optimizer's states need while nothing is computed.
+
+    Attributes:
+        stage: of ZeRO.
+        by_tier: bytes that one rank holds, by memory and role.
+        unsharded_bytes: more on the device while the largest block is computed: its parameters gathered, where they
+            rest as shards, and its gradients whole, where those do.
+        ranks_per_host: that share a host's memory.
+    """
+
+    stage: int
+    by_tier: Mapping[Tier, Mapping[str, int]]
+    unsharded_bytes: int
+    ranks_per_host: int
+
+    @property
+    def device_bytes(self) -> int:
+        """Of each device."""
+        return sum(self.by_tier.get("device", {}).values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Of each host, for all its ranks."""
+        return self.ranks_per_host * sum(self.by_tier.get("host", {}).values())
+
+    @property
+    def nvme_bytes(self) -> int:
+        """Of each host's disks, for all its ranks."""
+        return self.ranks_per_host * sum(self.by_tier.get("nvme", {}).values())
+
+    def __str__(self) -> str:
+        parts = [f"stage {self.stage}: {_gib(self.device_bytes)} a GPU"]
+        if self.unsharded_bytes:
+            parts.append(f"{_gib(self.unsharded_bytes)} more for the largest block")
+        if self.host_bytes:
+            parts.append(f"{_gib(self.host_bytes)} of each host")
+        if self.nvme_bytes:
+            parts.append(f"{_gib(self.nvme_bytes)} of its disks")
+        return ", ".join(parts)
+
+
+def estimate_model_states(
+    model: nn.Module | int,
+    *,
+    num_gpus: int,
+    gpus_per_node: int = 8,
+    stages: Sequence[int] = (0, 1, 2, 3),
+    config: Mapping[str, Any] | None = None,
+    largest_block: int | None = None,
+) -> tuple[ModelStates, ...]:
+    """What the states of a model need in each stage, data-parallel over `num_gpus`.
+
+    Args:
+        model: a module, on meta too; or the number of its parameters.
+        gpus_per_node: that share a host's memory; all of them where there are fewer.
+        stages: of ZeRO.
+        config: sections and keys as in a config file, such as `{"tiers": {"optimizer": "host"}}`; parameters are bf16,
+            gradients fp32 and the optimizer AdamW where it says nothing else.
+        largest_block: parameters of the largest block, where `model` is a number.
+
+    Raises:
+        ConfigError: a number below 1, a block larger than the model, or what the config refuses.
+    """
+    if num_gpus < 1:
+        raise ConfigError(f"num_gpus={num_gpus} is below 1; states rest on one at least")
+    sized = model if isinstance(model, nn.Module) else _model_of(model, largest_block or 0)
+    given = dict(config or {})
+    given["precision"] = {"param": "bf16", **given.get("precision", {})}
+    ranks_per_host = min(num_gpus, gpus_per_node)
+    estimates = []
+    for stage in stages:
+        zero = {**given.get("zero", {}), "stage": stage}
+        layout = build_layout(sized, Config.from_dict({**given, "zero": zero}).resolve(world_size=num_gpus))
+        estimates.append(
+            ModelStates(
+                stage=stage,
+                by_tier=layout.bytes_by_tier(),
+                unsharded_bytes=_unsharded_bytes(layout),
+                ranks_per_host=ranks_per_host,
+            )
+        )
+    return tuple(estimates)
+
+
+def table_of(estimates: Sequence[tuple[str, ModelStates]]) -> str:
+    """Lines of text: a label each, GiB of a device, of it with the largest block, of a host and its disks."""
+    head = f"{'per GPU':>10} {'+ a block':>10} {'per host':>10} {'on disks':>10}"
+    lines = [head]
+    for label, each in estimates:
+        sizes = (each.device_bytes, each.device_bytes + each.unsharded_bytes, each.host_bytes, each.nvme_bytes)
+        lines.append(" ".join(f"{_gib(size):>10}" for size in sizes) + f"  {label}")
+    return "\n".join(lines)
+
+
+def _unsharded_bytes(layout: Layout) -> int:
+    """Of the unit that needs most: gathered parameters, and gradients before they are reduced."""
+    params = DTYPE_BYTES[layout.precision.param] if layout.stage.unshard_for_use else 0
+    grads = DTYPE_BYTES[layout.precision.param] if layout.stage.reduce_each_backward else 0
+    blocks = {name: numel for name, numel in _unit_numels(layout).items() if name != ROOT}
+    return (params + grads) * max(blocks.values(), default=0)
+
+
+def _unit_numels(layout: Layout) -> dict[str, int]:
+    numels: dict[str, int] = {}
+    for group in layout.groups:
+        numels[group.unit] = numels.get(group.unit, 0) + group.padded_numel
+    return numels
+
+
+def _model_of(num_params: int, largest_block: int) -> nn.Module:
+    """A model of that size, on meta: the largest block, and the rest as one vector."""
+    if num_params < 1:
+        raise ConfigError(f"{num_params} parameters are none; give a model or the number of its parameters")
+    if not 0 <= largest_block <= num_params:
+        raise ConfigError(f"largest_block={largest_block} of {num_params} parameters; a block is a part of the model")
+    model = nn.Module()
+    if largest_block:
+        model.blocks = nn.ModuleList([_vector(largest_block)])
+    if num_params > largest_block:
+        model.rest = _vector(num_params - largest_block)
+    return model
+
+
+def _vector(numel: int) -> nn.Module:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.empty(numel, device="meta"))
+    return module
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
