@@ -94,6 +94,8 @@ class Practice:
         is_compiled: whether element-wise kernels are fused.
         is_graphed: whether kernels are launched as one graph.
         overlaps_data: whether gradients are reduced and parameters gathered while others compute.
+        steps_in_backward: whether parameters are stepped as soon as their gradients are there; not where gradients are
+            clipped by the norm of all.
         overlaps_tensor: whether tensor-parallel collectives run while a product's other part is computed.
         saves_norm_in_fp32: whether norms keep a widened copy of their input.
         has_dropout: whether masks are kept.
@@ -109,6 +111,7 @@ class Practice:
     is_compiled: bool = False
     is_graphed: bool = False
     overlaps_data: bool = True
+    steps_in_backward: bool = False
     overlaps_tensor: bool = False
     saves_norm_in_fp32: bool = False
     has_dropout: bool = False

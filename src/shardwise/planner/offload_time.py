@@ -1,0 +1,235 @@
+"""Time of what rests off the device: its way over PCIe, through the host's memory, to disks; and a step on the host.
+
+Devices of a node share its memory and its disks; each has its own PCIe link, both directions at once. What moves in a
+pass may hide behind what the pass computes; a step waits for all gradients, unless each group is stepped when its own
+are there.
+
+>>> from shardwise.models.presets import preset
+>>> from shardwise.planner.catalogue import gpu
+>>> from shardwise.planner.hardware import Cluster
+>>> from shardwise.planner.shape import ModelShape
+>>> cluster = Cluster(gpu=gpu("h100"), num_gpus=8, gpus_per_node=8, nic_bytes_per_s=50e9)
+>>> job = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=8, cluster=cluster)
+>>> times = OffloadModel(job).times(Strategy(dp_shard=8, zero_stage=2, optimizer_tier="host"))
+>>> 1.0 < times.step_s < 10.0
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final, Literal
+
+from shardwise.config import Tier
+from shardwise.layout.layout import TIERS, Layout
+from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.planner.communication import exposed_s
+from shardwise.planner.folded import Fold, FoldedLayout
+from shardwise.planner.job import Job, Strategy
+
+HOST_STEP_SHARE: Final = 0.4
+"""Of the host's memory bandwidth that a vectorised optimizer's step reaches: tens of GB/s of a socket's 100 to 200 in
+what DeepSpeed publishes of its CPU Adam (blog deepspeed-zenflow: 4 s for 7 B parameters)."""
+PLAIN_HOST_BYTES_PER_S: Final = 16e9
+PLAIN_DISK_READ_BYTES_PER_S: Final = 3e9
+PLAIN_DISK_WRITE_BYTES_PER_S: Final = 1.5e9
+"""Where none are named: PCIe 3 of 16 lanes, one NVMe disk."""
+
+Moment = Literal["forward", "backward", "first forward", "last backward", "step"]
+
+
+@dataclass(frozen=True)
+class Move:
+    """Bytes that a rank moves from a memory to the next one, `count` times in a pass of a step."""
+
+    source: Tier
+    target: Tier
+    num_bytes: int
+    moment: Moment
+    count: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadTimes:
+    """Seconds that one rank's moves take, by when they run.
+
+    Attributes:
+        forward_s, backward_s: in each micro-batch's.
+        first_forward_s, last_backward_s: beyond that, in one alone.
+        step_s: of the step where it is on the host, and of what moves in it.
+        alone_s: of the step's last group, behind which nothing is computed.
+        num_micro_batches: of the step.
+        steps_in_backward: whether all but the last group's step hides behind the last backward.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    first_forward_s: float = 0.0
+    last_backward_s: float = 0.0
+    step_s: float = 0.0
+    alone_s: float = 0.0
+    num_micro_batches: int = 1
+    steps_in_backward: bool = False
+
+    def exposed_s(self, forward_s: float, backward_s: float) -> float:
+        """Seconds of a step that computing does not hide.
+
+        Args:
+            forward_s: that the rank computes in one micro-batch's forward.
+            backward_s: in its backward, recomputation included.
+        """
+        inner = exposed_s(self.forward_s, forward_s) + exposed_s(self.backward_s, backward_s)
+        first = exposed_s(self.forward_s + self.first_forward_s, forward_s)
+        last_s, alone_s = self.backward_s + self.last_backward_s, self.step_s
+        if self.steps_in_backward:
+            last_s, alone_s = last_s + self.step_s - self.alone_s, self.alone_s
+        return (self.num_micro_batches - 1) * inner + first + exposed_s(last_s, backward_s) + alone_s
+
+
+class OffloadModel:
+    """Times of what the strategies of a job move between memories.
+
+    Args:
+        job: with its cluster.
+        folded: of the job, where others have it too.
+    """
+
+    def __init__(self, job: Job, folded: FoldedLayout | None = None) -> None:
+        self.job = job
+        self.folded = folded or FoldedLayout(job)
+        cluster, host = job.cluster, job.cluster.host
+        num_sharing = max(1, min(cluster.gpus_per_node, cluster.num_gpus))
+        self._host_memory_bytes_per_s = host.memory_bytes_per_s / num_sharing
+        pcie = min(cluster.gpu.host_bytes_per_s or PLAIN_HOST_BYTES_PER_S, self._host_memory_bytes_per_s)
+        self._bytes_per_s: dict[tuple[Tier, Tier], float] = {
+            ("device", "host"): pcie,
+            ("host", "device"): pcie,
+            ("nvme", "host"): (host.nvme_read_bytes_per_s or PLAIN_DISK_READ_BYTES_PER_S) / num_sharing,
+            ("host", "nvme"): (host.nvme_write_bytes_per_s or PLAIN_DISK_WRITE_BYTES_PER_S) / num_sharing,
+        }
+        self._host_step_bytes_per_s = HOST_STEP_SHARE * self._host_memory_bytes_per_s
+        self._take_measured()
+
+    def times(self, strategy: Strategy, pipeline_rank: int = 0) -> OffloadTimes:
+        """Of one rank at a place of the pipeline; all are 0 where everything rests on the device."""
+        s = strategy
+        tiers = (s.params_tier, s.grads_tier, s.optimizer_tier, s.activations_tier)
+        if all(tier == "device" for tier in tiers):
+            return OffloadTimes()
+        moves = self.moves(s, pipeline_rank)
+        stepped_s = [self._host_step_s(layout, fold) for layout, fold in self._away(s, pipeline_rank)]
+        moved_s = self._moved_s(moves, "step")
+        step_s = max(moved_s, sum(stepped_s))
+        return OffloadTimes(
+            forward_s=self._moved_s(moves, "forward"),
+            backward_s=self._moved_s(moves, "backward"),
+            first_forward_s=self._moved_s(moves, "first forward"),
+            last_backward_s=self._moved_s(moves, "last backward"),
+            step_s=step_s,
+            alone_s=step_s / max(1, sum(fold.count for _, fold in self._away(s, pipeline_rank))),
+            num_micro_batches=s.num_micro_batches,
+            steps_in_backward=self.job.practice.steps_in_backward,
+        )
+
+    def moves(self, strategy: Strategy, pipeline_rank: int = 0) -> tuple[Move, ...]:
+        """All moves of a step: those that `Layout.bytes_across` counts, and the inputs of recomputed blocks."""
+        found = [
+            move for layout, fold in self._away(strategy, pipeline_rank) for move in _moves_of(strategy, layout, fold)
+        ]
+        if strategy.activations_tier == "host":
+            found += self._moves_of_activations(strategy, pipeline_rank)
+        return tuple(found)
+
+    def _away(self, s: Strategy, pipeline_rank: int) -> list[tuple[Layout, Fold]]:
+        rank = self.folded.rank(s, pipeline_rank)
+        return [(rank.layout, fold) for fold in rank.folds if fold.group.tiers.are_away]
+
+    def _moves_of_activations(self, s: Strategy, pipeline_rank: int) -> Iterator[Move]:
+        """Each kept block's input goes away in the forward and comes back in the backward."""
+        tokens = self.job.seq_len * s.micro_size // s.cp
+        split = s.tp if s.sequence_parallel else 1
+        num_bytes = DTYPE_BYTES[s.param] * tokens * self.job.shape.hidden_size // split
+        num_kept = self.folded.stages.of(s).layers_on(pipeline_rank) // s.recompute_every
+        yield Move("device", "host", num_bytes, "forward", num_kept)
+        yield Move("host", "device", num_bytes, "backward", num_kept)
+
+    def _moved_s(self, moves: tuple[Move, ...], moment: Moment) -> float:
+        """Ways run side by side, so the longest counts; one disk reads and writes by turns."""
+        seconds = dict.fromkeys(self._bytes_per_s, 0.0)
+        for move in moves:
+            if move.moment == moment:
+                way = (move.source, move.target)
+                seconds[way] += move.count * move.num_bytes / self._bytes_per_s[way]
+        disk_s = seconds["nvme", "host"] + seconds["host", "nvme"]
+        through_memory = self._host_memory_bytes_per_s
+        crossed_bytes = sum(seconds[way] * self._bytes_per_s[way] for way in seconds)
+        return max(seconds["device", "host"], seconds["host", "device"], disk_s, crossed_bytes / through_memory)
+
+    def _host_step_s(self, layout: Layout, fold: Fold) -> float:
+        """It reads and writes all states, reads the gradient and writes the parameter: 30 bytes each under Adam."""
+        group = fold.group
+        if group.tiers.optimizer == "device" or not group.trainable:
+            return 0.0
+        widths = layout.precision
+        kept = [each for each in layout.states if each.role == "optimizer" and each.is_kept_by(group)]
+        each_bytes = 2 * sum(DTYPE_BYTES[state.dtype] for state in kept)
+        each_bytes += DTYPE_BYTES[widths.accumulate] + DTYPE_BYTES[widths.param]
+        return fold.count * group.shard_numel * each_bytes / self._host_step_bytes_per_s
+
+    def _take_measured(self) -> None:
+        """What was measured with all ranks at work is already a rank's share."""
+        profile = self.job.cluster.profile
+        if profile is None:
+            return
+        copies = dict(profile.copies_bytes_per_s)
+        for source, target in (("device", "host"), ("host", "device")):
+            self._bytes_per_s[source, target] = copies.get(  # type: ignore[index]
+                f"{source}->{target}",
+                self._bytes_per_s[source, target],  # type: ignore[index]
+            )
+        if profile.disk_read_bytes_per_s:
+            self._bytes_per_s["nvme", "host"] = profile.disk_read_bytes_per_s
+        if profile.disk_write_bytes_per_s:
+            self._bytes_per_s["host", "nvme"] = profile.disk_write_bytes_per_s
+        if profile.device == "cpu" and profile.step_bytes_per_s:
+            self._host_step_bytes_per_s = profile.step_bytes_per_s
+
+
+def _moves_of(s: Strategy, layout: Layout, fold: Fold) -> Iterator[Move]:
+    group, widths, count = fold.group, layout.precision, s.num_micro_batches
+    tiers, numel, times = group.tiers, group.shard_numel, fold.count
+    param_bytes, grad_bytes = (numel * DTYPE_BYTES[each] for each in (widths.param, widths.accumulate))
+    uses = layout.num_unshards(group, count)
+    if uses == 1 and count > 1:
+        yield from _way(tiers.params, "device", param_bytes, "first forward", times)
+    elif uses:
+        back = uses // count // 2
+        yield from _way(tiers.params, "device", param_bytes, "forward", times * (uses // count - back))
+        yield from _way(tiers.params, "device", param_bytes, "backward", times * back)
+    if not group.trainable:
+        return
+    reduces = layout.num_reduces(count)
+    moment: Moment = "backward" if reduces == count > 1 else "last backward"
+    yield from _way("device", tiers.grads, grad_bytes, moment, times)
+    if tiers.grads == "nvme" and reduces > 1:
+        yield Move("nvme", "host", grad_bytes, "last backward", times * (reduces - 1))
+    steps_on: Tier = "device" if tiers.optimizer == "device" else "host"
+    kept = [each for each in layout.states if each.role == "optimizer" and each.is_kept_by(group)]
+    kept_bytes = numel * sum(DTYPE_BYTES[each.dtype] for each in kept)
+    yield from _way(tiers.grads, steps_on, grad_bytes, "step", times)
+    yield from _way(tiers.optimizer, steps_on, kept_bytes, "step", times)
+    yield from _way(steps_on, tiers.optimizer, kept_bytes, "step", times)
+    if not any(each.name == "master" for each in kept):
+        yield from _way(tiers.params, steps_on, param_bytes, "step", times)
+    yield from _way(steps_on, tiers.params, param_bytes, "step", times)
+
+
+def _way(source: Tier, target: Tier, num_bytes: int, moment: Moment, count: int) -> Iterator[Move]:
+    """One move for each border on the way; between device and NVMe it leads through the host."""
+    first, last = TIERS.index(source), TIERS.index(target)
+    step = 1 if first <= last else -1
+    if count:
+        for one, other in pairwise(TIERS[index] for index in range(first, last + step, step)):
+            yield Move(one, other, num_bytes, moment, count)

@@ -1,0 +1,119 @@
+"""Moves between memories: what the Layout counts, what hides, and what shares a way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shardwise.models.presets import preset
+from shardwise.planner.catalogue import gpu
+from shardwise.planner.hardware import Cluster, Host
+from shardwise.planner.job import Job, Practice, Strategy
+from shardwise.planner.offload_time import OffloadModel, OffloadTimes
+from shardwise.planner.profile import Profile
+from shardwise.planner.shape import ModelShape
+
+HOST = Host(memory_bytes_per_s=4e11, nvme_read_bytes_per_s=2e10, nvme_write_bytes_per_s=1e10)
+CLUSTER = Cluster(gpu=gpu("h100"), num_gpus=16, gpus_per_node=8, nic_bytes_per_s=5e10, host=HOST)
+JOB = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=CLUSTER)
+MODEL = OffloadModel(JOB)
+AWAY = Strategy(dp_shard=8, zero_stage=3, num_micro_batches=4, optimizer_tier="host")
+
+
+def of_host(**fields: float) -> OffloadModel:
+    return OffloadModel(replace(JOB, cluster=replace(CLUSTER, host=replace(HOST, **fields))))
+
+
+def test_what_rests_on_the_device_takes_no_time() -> None:
+    assert MODEL.times(Strategy(dp_shard=8, zero_stage=3)) == OffloadTimes()
+    assert OffloadTimes().exposed_s(1.0, 2.0) == 0
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("params", ["device", "host", "nvme"])
+@pytest.mark.parametrize(("grads", "optimizer"), [("device", "host"), ("host", "host"), ("nvme", "nvme")])
+@pytest.mark.parametrize("more", [{}, {"pp": 2}, {"pp": 2, "gather": "micro-batch", "tp": 2}, {"param": "fp32"}])
+def test_moves_are_those_that_the_layout_counts(
+    zero_stage: int, params: Any, grads: Any, optimizer: Any, more: dict[str, Any]
+) -> None:
+    strategy = Strategy(
+        dp_shard=4,
+        zero_stage=zero_stage,
+        num_micro_batches=3,
+        params_tier=params,
+        grads_tier=grads,
+        optimizer_tier=optimizer,
+        **more,
+    )
+    for rank in range(strategy.pp):
+        across: dict[tuple[str, str], int] = {}
+        for move in MODEL.moves(strategy, rank):
+            count = move.count * (3 if move.moment in ("forward", "backward") else 1)
+            way = (move.source, move.target)
+            across[way] = across.get(way, 0) + count * move.num_bytes
+        counted = {way: size for way, size in MODEL.folded.across(strategy, rank).items() if size}
+        assert across == counted
+
+
+def test_a_step_on_the_host_takes_30_bytes_a_parameter_of_the_node_s_memory() -> None:
+    model = of_host(memory_bytes_per_s=1e11)  # slower than PCIe, so memory is what counts
+    expected = 30 * JOB.shape.num_params / 8 / (0.4 * 1e11 / 8)
+    assert model.times(AWAY).step_s == pytest.approx(expected, rel=1e-3)
+    assert MODEL.times(AWAY).step_s == pytest.approx(expected / 4, rel=1e-3)
+
+
+def test_more_shards_make_the_step_shorter_and_more_ranks_of_a_node_make_it_longer() -> None:
+    assert MODEL.times(replace(AWAY, dp_shard=16)).step_s == pytest.approx(MODEL.times(AWAY).step_s / 2, rel=1e-3)
+    crowded = OffloadModel(replace(JOB, cluster=replace(CLUSTER, gpus_per_node=16)))
+    assert crowded.times(AWAY).step_s == pytest.approx(2 * MODEL.times(AWAY).step_s)
+
+
+def test_disks_read_and_write_by_turns() -> None:
+    strategy = replace(AWAY, optimizer_tier="nvme")
+    step_s = MODEL.times(strategy).step_s
+    each = 12 * JOB.shape.num_params / 8
+    assert step_s == pytest.approx(each / (2e10 / 8) + each / (1e10 / 8), rel=1e-3)
+    faster = of_host(nvme_read_bytes_per_s=4e10, nvme_write_bytes_per_s=2e10)
+    assert faster.times(strategy).step_s == pytest.approx(step_s / 2)
+
+
+def test_stepping_in_the_backward_hides_all_but_the_last_group() -> None:
+    inside = OffloadModel(replace(JOB, practice=Practice(steps_in_backward=True)))
+    waits, hides = (model.times(AWAY).exposed_s(10.0, 20.0) for model in (MODEL, inside))
+    assert hides < waits / 3
+    assert inside.times(AWAY).exposed_s(0.0, 0.0) == pytest.approx(MODEL.times(AWAY).exposed_s(0.0, 0.0))
+
+
+def test_parameters_on_the_host_hide_behind_what_is_computed() -> None:
+    times = MODEL.times(replace(AWAY, params_tier="host", grads_tier="host"))
+    assert times.forward_s > 0
+    assert times.backward_s > 0
+    assert times.exposed_s(10.0, 20.0) < times.exposed_s(0.0, 0.0)
+
+
+def test_activations_go_away_and_come_back() -> None:
+    times = MODEL.times(Strategy(dp_shard=8, activations_tier="host", recompute="full"))
+    share_bytes_per_s = min(JOB.cluster.gpu.host_bytes_per_s, 4e11 / 8)
+    assert times.forward_s == times.backward_s == pytest.approx(32 * 2 * 8192 * 4096 / share_bytes_per_s)
+    assert times.step_s == 0
+
+
+def test_what_was_measured_is_asked_first() -> None:
+    profile = Profile(
+        device="cpu",
+        num_ranks=2,
+        num_threads=1,
+        memory_bytes=1e9,
+        step_bytes_per_s=1e9,
+        copies_bytes_per_s=(("device->host", 1e9),),
+        disk_read_bytes_per_s=1e8,
+        disk_write_bytes_per_s=1e8,
+    )
+    model = OffloadModel(replace(JOB, cluster=replace(CLUSTER, profile=profile)))
+    assert model.times(AWAY).step_s == pytest.approx(30 * JOB.shape.num_params / 8 / 1e9, rel=1e-3)
+    on_disk = model.times(replace(AWAY, optimizer_tier="nvme")).step_s
+    assert on_disk == pytest.approx(24 * JOB.shape.num_params / 8 / 1e8, rel=1e-3)
+    away = model.times(Strategy(dp_shard=8, activations_tier="host"))
+    assert away.forward_s > 30 * away.backward_s
