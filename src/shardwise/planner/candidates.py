@@ -1,0 +1,369 @@
+"""What the planner may choose from: outlines of strategies, and the variants of each by where states rest.
+
+An outline says what is computed where and when: mesh, micro-batch, schedule, how sequences are split, what is computed
+twice. Its variants say where states rest: ZeRO stage, size of the shard group, memories. Both are written one after the
+other, and only what the engine runs.
+
+>>> from shardwise.models.presets import preset
+>>> from shardwise.planner.catalogue import gpu
+>>> from shardwise.planner.hardware import Cluster
+>>> from shardwise.planner.shape import ModelShape
+>>> job = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=16,
+...           cluster=Cluster(gpu=gpu("h100"), num_gpus=8, gpus_per_node=8, nic_bytes_per_s=50e9))
+>>> space = Space(pins={"pp": (1,), "cp": (1,), "recompute": ("none",), "micro_size": (1,)})
+>>> [(each.tp, each.num_micro_batches) for each in outlines(job, space)]
+[(1, 2), (2, 4), (4, 8), (8, 16)]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from shardwise.config import ConfigError
+from shardwise.planner.configs import KEYS
+from shardwise.planner.job import Job, Strategy
+from shardwise.schedule.recipes import RECIPES
+
+# gpipe and naive keep and wait at least as much as 1f1b.
+_SCHEDULES: Final = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
+_RECOMPUTES: Final = (("none", 1), ("selective", 1), ("full", 4), ("full", 2), ("full", 1))
+_MAX_MICRO_SIZE: Final = 64
+# Of a micro-batch on a rank; from here on matrix products gain nothing by being larger.
+_MAX_TOKENS: Final = 2**16
+# Of a rank's part of a sequence; below it matrix products are too small to be worth a split.
+_MIN_TOKENS: Final = 128
+# Of a device's memory that the states take, shared by all devices, from which on other memories are looked at.
+_CROWDED_SHARE: Final = 0.2
+
+
+class Outline(NamedTuple):
+    """What is computed where and when; fields as those of `Strategy`, and the ranks that take different samples."""
+
+    pp: int
+    num_data_ranks: int
+    cp: int
+    tp: int
+    sequence_parallel: bool
+    transport: str
+    heads_over: int | None
+    micro_size: int
+    num_micro_batches: int
+    schedule: str
+    virtual_stages: int
+    recompute: str
+    recompute_every: int
+
+    @property
+    def inner(self) -> tuple[Any, ...]:
+        """What decides how long a rank computes and exchanges inside blocks, however the blocks lie on stages."""
+        split = (self.cp, self.tp, self.sequence_parallel, self.transport, self.heads_over)
+        return *split, self.micro_size, self.recompute, self.recompute_every
+
+    @property
+    def recomputed_share(self) -> float:
+        """Of the blocks' forwards that run twice."""
+        return 1 / self.recompute_every if self.recompute == "full" else 0.0
+
+
+class Rest(NamedTuple):
+    """Where states rest; fields as those of `Strategy`."""
+
+    zero_stage: int
+    dp_shard: int
+    gather: str
+    params_tier: str
+    grads_tier: str
+    optimizer_tier: str
+    activations_tier: str
+
+    @property
+    def tiers(self) -> tuple[str, str, str, str]:
+        """Of parameters, gradients, optimizer and activations."""
+        return self.params_tier, self.grads_tier, self.optimizer_tier, self.activations_tier
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether nothing rests elsewhere."""
+        return set(self.tiers) == {"device"}
+
+
+def _no_pins() -> Mapping[str, tuple[Any, ...]]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What is searched.
+
+    Attributes:
+        base: its precision, chunk of tokens and experts' ranks are every strategy's.
+        pins: by field of the strategy, the values that are allowed, whether or not they would be tried otherwise.
+        offloads: whether states may rest off the devices; None where the devices are crowded.
+
+    Raises:
+        ConfigError: a pin is of no field that the planner chooses.
+    """
+
+    base: Strategy = field(default_factory=Strategy)
+    pins: Mapping[str, tuple[Any, ...]] = field(default_factory=_no_pins)
+    offloads: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.pins:
+            if name not in KEYS.values():
+                raise ConfigError(f"{name} is nothing that the planner chooses; it chooses {', '.join(KEYS.values())}")
+
+    def of(self, name: str, default: Sequence[Any]) -> Sequence[Any]:
+        """The values to try of one field."""
+        return self.pins.get(name, default)
+
+    def allows(self, name: str, value: Any) -> bool:
+        """Whether no pin is against a value."""
+        return name not in self.pins or value in self.pins[name]
+
+
+def outlines(job: Job, space: Space) -> Iterator[Outline]:
+    """Every outline of a job that the engine runs; `num_gpus` of the cluster all take part."""
+    num_gpus = job.cluster.num_gpus
+    for tp in _tensor_sizes(job, space):
+        for cp, transport, heads_over in _contexts(job, space, tp):
+            sequence_parallel = _sequence_parallel(job, space, tp, cp)
+            if sequence_parallel is None:
+                continue
+            for pp in _pipeline_sizes(job, space, num_gpus // (tp * cp)):
+                num_data_ranks = num_gpus // (tp * cp * pp)
+                if job.global_batch % num_data_ranks:
+                    continue
+                each_batch = job.global_batch // num_data_ranks
+                for micro_size in _micro_sizes(job, space, each_batch, cp):
+                    for schedule, virtual_stages in _schedules(job, space, pp):
+                        for recompute, every in _recomputes(space):
+                            yield Outline(
+                                pp,
+                                num_data_ranks,
+                                cp,
+                                tp,
+                                sequence_parallel,
+                                transport,
+                                heads_over,
+                                micro_size,
+                                each_batch // micro_size,
+                                schedule,
+                                virtual_stages,
+                                recompute,
+                                every,
+                            )
+
+
+def rests(job: Job, space: Space, outline: Outline) -> tuple[Rest, ...]:
+    """Every way in which the states of an outline may rest, those off the devices last."""
+    found = []
+    for tiers in _all_tiers(job, space, outline):
+        is_away = tiers[:3] != ("device", "device", "device")
+        for stage in space.of("zero_stage", (0, 1, 2, 3)):
+            for gather in _gathers(space, outline, stage):
+                for dp_shard in _shard_sizes(job, space, outline, stage, is_away):
+                    rest = Rest(stage, dp_shard, gather, *tiers)
+                    if _is_legal(space, outline, rest):
+                        found.append(rest)
+    return tuple(found)
+
+
+def strategy_at(outline: Outline, rest: Rest, base: Strategy) -> Strategy:
+    """The strategy of an outline and of where its states rest."""
+    values = outline._asdict() | rest._asdict()
+    num_data_ranks = values.pop("num_data_ranks")
+    taken = {name: getattr(base, name) for name in ("param", "reduce", "accumulate", "matmul", "chunk_tokens", "ep")}
+    return Strategy(**values, **taken, dp_replicate=num_data_ranks // rest.dp_shard)
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    low = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return sorted({*low, *(number // each for each in low)})
+
+
+def is_legal(job: Job, strategy: Strategy) -> bool:
+    """Whether the engine runs a strategy on all GPUs of the job, and no other strategy is the same."""
+    if strategy.num_ranks != job.cluster.num_gpus or strategy.global_batch != job.global_batch:
+        return False
+    pins = {name: (getattr(strategy, name),) for name in KEYS.values()}
+    names = ("param", "reduce", "accumulate", "chunk_tokens")
+    space = Space(base=strategy, pins={key: value for key, value in pins.items() if key not in names})
+    return any(rests(job, space, outline) for outline in outlines(job, space))
+
+
+def are_states_crowded(job: Job, base: Strategy) -> bool:
+    """Whether the states are no small part of the devices, even where all of them share."""
+    state_bytes = 16.0 if base.param in ("bf16", "fp16") else 20.0
+    return state_bytes * job.shape.num_params / job.cluster.num_gpus > _CROWDED_SHARE * job.cluster.gpu.memory_bytes
+
+
+def _tensor_sizes(job: Job, space: Space) -> list[int]:
+    shape, gpu = job.shape, job.cluster.gpu
+    domain = max(job.cluster.gpus_per_node, gpu.link_domain if gpu.link_bytes_per_s else 1)
+    ffn_sizes = {shape.ffn_size} if shape.experts is None else {shape.experts.ffn_size}
+    return [
+        tp
+        for tp in space.of("tp", [each for each in divisors(shape.num_heads) if each <= domain])
+        if shape.num_heads % tp == 0
+        and (shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0)
+        and all(size % tp == 0 for size in ffn_sizes)
+        and job.cluster.num_gpus % tp == 0
+    ]
+
+
+def _contexts(job: Job, space: Space, tp: int) -> Iterator[tuple[int, str, int | None]]:
+    """How sequences are split; with more than one rank each needs two equal parts of them."""
+    domain = max(1, job.cluster.gpus_per_node // tp)
+    most = min(job.cluster.num_gpus // tp, job.seq_len // _MIN_TOKENS)
+    sizes = [1, *(each for each in (2**power for power in range(1, 12)) if each <= most)]
+    for cp in space.of("cp", sizes):
+        if (job.cluster.num_gpus // tp) % cp or (cp > 1 and job.seq_len % (2 * cp)):
+            continue
+        if cp == 1:
+            if space.allows("transport", "ring") and space.allows("heads_over", None):
+                yield 1, "ring", None
+            continue
+        for transport in space.of("transport", ("ring", "all-gather", "ulysses")):
+            if transport == "ulysses":
+                if _exchanges(job, tp, cp) and space.allows("heads_over", None):
+                    yield cp, transport, None
+                continue
+            teams = [
+                each
+                for each in divisors(cp)
+                if 1 < each < cp and (each <= domain or "heads_over" in space.pins) and _exchanges(job, tp, each)
+            ]
+            tried = [None, *(teams[-1:] if transport == "ring" else [])]
+            for team in space.of("heads_over", tried):
+                if team is None or team in teams:
+                    yield cp, transport, team
+
+
+def _exchanges(job: Job, tp: int, size: int) -> bool:
+    """Whether that many ranks can exchange heads; as `shardwise.context.heads` says."""
+    own, own_kv = job.shape.num_heads // tp, max(1, job.shape.num_kv_heads // tp)
+    return own % size == 0 and (own_kv % size == 0 or size % own_kv == 0)
+
+
+def _sequence_parallel(job: Job, space: Space, tp: int, cp: int) -> bool | None:
+    """Wherever it can be, since it takes less memory and as many bytes on the wire; None where a pin is against it."""
+    can_be = tp > 1 and job.seq_len % (tp * cp) == 0
+    wanted = can_be if space.allows("sequence_parallel", can_be) else not can_be
+    return wanted if space.allows("sequence_parallel", wanted) and (can_be or not wanted) else None
+
+
+def _pipeline_sizes(job: Job, space: Space, num_ranks: int) -> list[int]:
+    most = min(num_ranks, job.shape.num_layers + 2)  # the embedding and the head may be stages of their own
+    sizes = [each for each in divisors(num_ranks) if each <= most]
+    return [each for each in space.of("pp", sizes) if each in sizes]
+
+
+def _micro_sizes(job: Job, space: Space, each_batch: int, cp: int) -> list[int]:
+    most = min(_MAX_MICRO_SIZE, max(1, _MAX_TOKENS * cp // job.seq_len))
+    sizes = [each for each in divisors(each_batch) if each <= most or "micro_size" in space.pins]
+    return [
+        each
+        for each in sizes
+        if space.allows("micro_size", each) and space.allows("num_micro_batches", each_batch // each)
+    ]
+
+
+def _schedules(job: Job, space: Space, pp: int) -> Iterator[tuple[str, int]]:
+    if pp == 1:
+        if space.allows("virtual_stages", 1):
+            yield "1f1b", 1
+        return
+    num_layers = job.shape.num_layers
+    splits_weights = not job.practice.is_compiled and space.base.chunk_tokens is None
+    for schedule in space.of("schedule", _SCHEDULES):
+        recipe = RECIPES[schedule]
+        if recipe.splits_backward and not splits_weights:
+            continue
+        most = (num_layers + 2) // pp
+        if schedule == "interleaved":
+            whole = [v for v in range(2, most + 1) if num_layers % (pp * v) == 0 or (num_layers + 2) % (pp * v) == 0]
+            numbers = sorted({*whole, *(v for v in (2, 4) if v <= most)})
+        else:
+            numbers = [recipe.min_virtual_stages]
+        for virtual_stages in space.of("virtual_stages", numbers):
+            has_room = virtual_stages <= most and virtual_stages >= recipe.min_virtual_stages
+            if has_room and (recipe.max_virtual_stages is None or virtual_stages <= recipe.max_virtual_stages):
+                yield schedule, virtual_stages
+
+
+def _recomputes(space: Space) -> list[tuple[str, int]]:
+    if "recompute_every" in space.pins:
+        modes = space.of("recompute", ("none", "selective", "full"))
+        pairs = [(mode, every) for mode in modes for every in space.pins["recompute_every"]]
+        return [(mode, every) for mode, every in pairs if mode != "none" or every == 1]
+    return [(mode, every) for mode, every in _RECOMPUTES if space.allows("recompute", mode)]
+
+
+def _all_tiers(job: Job, space: Space, outline: Outline) -> list[tuple[str, str, str, str]]:
+    """Of parameters, gradients, optimizer and activations; those with less elsewhere first."""
+    names = ("params_tier", "grads_tier", "optimizer_tier", "activations_tier")
+    ladder = [("device", "device", "device")]
+    offloads = are_states_crowded(job, space.base) if space.offloads is None else space.offloads
+    if offloads:
+        ladder += [("device", "device", "host"), ("device", "host", "host"), ("host", "host", "host")]
+        if job.cluster.host.nvme_bytes:
+            ladder += [("device", "host", "nvme"), ("host", "host", "nvme"), ("nvme", "host", "nvme")]
+    activations = ["device", "host"] if outline.recompute == "full" and offloads else ["device"]
+    tried = [(*states, kept) for states in ladder for kept in activations]
+    if any(name in space.pins for name in names):
+        options = [space.of(name, sorted({each[index] for each in tried})) for index, name in enumerate(names)]
+        pinned = [(p, g, o, a) for p in options[0] for g in options[1] for o in options[2] for a in options[3]]
+        wanted = {each for each in pinned if all(space.allows(n, t) for n, t in zip(names, each, strict=True))}
+        tried = sorted(wanted, key=lambda each: (sum(tier != "device" for tier in each), each))
+    return tried
+
+
+def _gathers(space: Space, outline: Outline, stage: int) -> Sequence[str]:
+    if outline.pp == 1 or stage < 3:
+        return [each for each in ("batch",) if space.allows("gather", each)]
+    return space.of("gather", ("batch", "micro-batch"))
+
+
+def _shard_sizes(job: Job, space: Space, outline: Outline, stage: int, is_away: bool) -> list[int]:
+    """Of the group that shares states: a node's ranks, some nodes', all."""
+    every = divisors(outline.num_data_ranks)
+    if "dp_shard" in space.pins or "dp_replicate" in space.pins:
+        return [
+            each
+            for each in every
+            if space.allows("dp_shard", each) and space.allows("dp_replicate", outline.num_data_ranks // each)
+        ]
+    if stage == 0:
+        return every[-1:]
+    if len(every) > 3:
+        in_node = max(1, job.cluster.gpus_per_node // (outline.cp * outline.tp))
+        sizes = {in_node, 4 * in_node, 32 * in_node}
+        every = sorted({max(each for each in every if each <= size) for size in sizes} | {outline.num_data_ranks})
+    return [each for each in every if each * outline.cp > 1 or (is_away and outline.num_data_ranks * outline.cp == 1)]
+
+
+def _is_legal(space: Space, outline: Outline, rest: Rest) -> bool:
+    """What the engine refuses, and what it runs as another stage's strategy."""
+    is_away = rest.tiers[:3] != ("device", "device", "device")
+    if is_away and rest.zero_stage == 0:
+        return False
+    if rest.params_tier != "device" and rest.zero_stage != 3:
+        return False
+    if rest.activations_tier != "device" and outline.recompute == "none":
+        return False
+    if "zero_stage" in space.pins:
+        return True
+    is_stage_1 = outline.pp > 1 and rest.grads_tier == "device"
+    if rest.zero_stage == 2 and is_stage_1:
+        return False
+    return not (rest.zero_stage == 1 and rest.grads_tier != "device")

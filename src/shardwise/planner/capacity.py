@@ -1,0 +1,50 @@
+"""Whether what ranks hold fits into the memories of a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.config import Tier
+from shardwise.planner.hardware import Cluster
+from shardwise.planner.results import MemoryEstimate
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """What a memory lacks.
+
+    Attributes:
+        tier: which memory.
+        missing_bytes: of a device, or of a node's other memory.
+        pipeline_rank: of the rank that lacks most.
+    """
+
+    tier: Tier
+    missing_bytes: float
+    pipeline_rank: int
+
+
+def usable_bytes(cluster: Cluster, margin_share: float) -> float:
+    """Of a device, with a share of it left free."""
+    return cluster.gpu.memory_bytes * (1 - margin_share)
+
+
+def shortfall(memory: MemoryEstimate, cluster: Cluster, margin_share: float) -> Shortfall | None:
+    """What is missing, of the device first; None where all fits.
+
+    Args:
+        memory: of the ranks.
+        cluster: whose nodes share host memory and disks.
+        margin_share: of a device's memory that is to stay free.
+    """
+    worst = memory.worst
+    missing = worst.peak_bytes - usable_bytes(cluster, margin_share)
+    if missing > 0:
+        return Shortfall("device", missing, worst.pipeline_rank)
+    held: tuple[tuple[Tier, float], ...] = (("host", cluster.host.memory_bytes), ("nvme", cluster.host.nvme_bytes))
+    for tier, node_bytes in held:
+        fullest = max(memory.ranks, key=lambda rank: rank.elsewhere.get(tier, 0.0))
+        missing = fullest.elsewhere.get(tier, 0.0) * cluster.gpus_per_node - node_bytes
+        if missing > 0:
+            return Shortfall(tier, missing, fullest.pipeline_rank)
+    return None

@@ -1,0 +1,387 @@
+"""The search: outlines in the order of what they take at least, until none that is left can be among the best.
+
+What a rank computes and exchanges inside blocks depends on few of an outline's fields, so one price tells it for all
+outlines that share them; with the pipeline's bubble in closed form that is a bound. The outline with the least bound is
+priced with every way in which its states may rest, and the search ends where the bound passes the times it has found.
+Three rules leave out what cannot win: nothing is computed twice that fits kept, nothing rests elsewhere that fits on
+the device, and nothing is tried that holds more than what did not fit. The cost depends on outlines, not on ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from shardwise.config import ConfigError
+from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.planner.candidates import Outline, Rest, Space, outlines, rests, strategy_at
+from shardwise.planner.capacity import Shortfall, shortfall, usable_bytes
+from shardwise.planner.job import Job, Strategy
+from shardwise.planner.pareto import front
+from shardwise.planner.pricing import Pricer
+from shardwise.planner.results import MemoryEstimate, Price, TimeEstimate
+
+_INNER_PARTS: Final = ("compute", "recompute", "tensor", "context", "experts")
+# Stages are not quite even, so a pipeline's inner parts may be measured a little too long.
+_SLACK: Final = 0.97
+# How much better than all that were measured an outline's inner parts may be.
+_HEADROOM: Final = 1.1
+# A memory estimate takes about so much of what a price takes.
+_MEMORY_COST: Final = 0.4
+
+
+class _MemoryModel(Protocol):
+    def estimate(self, strategy: Strategy) -> MemoryEstimate: ...
+
+
+class _TimeModel(Protocol):
+    def estimate(self, strategy: Strategy) -> TimeEstimate: ...
+
+
+class Pricing(Protocol):
+    """What prices strategies: `Pricer`, or another that does."""
+
+    @property
+    def memory(self) -> _MemoryModel: ...
+
+    @property
+    def time(self) -> _TimeModel: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When the search ends.
+
+    Attributes:
+        num_best: that are wanted.
+        margin_share: of a device's memory that is to stay free.
+        max_prices: after which it ends though better ones may be left.
+    """
+
+    num_best: int = 10
+    margin_share: float = 0.06
+    max_prices: int = 1500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a search found.
+
+    Attributes:
+        best: that fit, in order of their time.
+        runners_up: the best of each other mesh and schedule, in order of their time.
+        front: of those that fit, none of which another beats in both time and memory.
+        nearest: what misses by least, where nothing fits; and by how much.
+        rejected: how many outlines or strategies were left out, by reason.
+        num_outlines: that there are.
+        num_priced: strategies.
+        is_proven: whether by their bounds no better one is left.
+    """
+
+    job: Job
+    limits: Limits
+    best: tuple[Price, ...]
+    runners_up: tuple[Price, ...]
+    front: tuple[Price, ...]
+    nearest: tuple[Price, Shortfall] | None
+    rejected: Mapping[str, int]
+    num_outlines: int
+    num_priced: int
+    is_proven: bool
+    elapsed_s: float
+
+    @property
+    def winner(self) -> Price | None:
+        """The fastest that fits."""
+        return self.best[0] if self.best else None
+
+
+def search(job: Job, space: Space | None = None, limits: Limits | None = None, pricer: Pricing | None = None) -> Plan:
+    """Find the fastest strategies of a job that fit.
+
+    Args:
+        job: on all GPUs of its cluster.
+        space: what may be chosen; everything when left out.
+        limits: when to end.
+        pricer: of the job; `Pricer` when left out.
+
+    Raises:
+        ConfigError: there is no outline: batch, cluster and pins do not go together.
+    """
+    began = time.perf_counter()
+    run = _Search(job, space or Space(), limits or Limits(), pricer or Pricer(job))
+    run.work()
+    fitting = sorted(run.fitting, key=lambda each: each.time.step_s)
+    return Plan(
+        job=job,
+        limits=run.limits,
+        best=tuple(fitting[: run.limits.num_best]),
+        runners_up=tuple(_runners_up(fitting, run.limits.num_best)),
+        front=front(fitting),
+        nearest=None if fitting else run.nearest(),
+        rejected=dict(run.rejected),
+        num_outlines=run.num_outlines,
+        num_priced=run.num_prices,
+        is_proven=run.is_proven,
+        elapsed_s=time.perf_counter() - began,
+    )
+
+
+def bubble_share(schedule: str, pp: int, num_micro_batches: int, virtual_stages: int) -> float:
+    """The least bubble of a pipeline, by what its ranks compute; 0 for schedules that may have none.
+
+    Narayanan et al. 2021 (arXiv 2104.04473), section 2.2. Zero-bubble H1 waits for F + B - W of F + B + W (Qi et al.
+    2023, arXiv 2401.10241, section 2.3), which is a quarter or more wherever F and B are no shorter than W.
+
+    >>> bubble_share("interleaved", 4, 8, 3)
+    0.125
+    """
+    whole = (pp - 1) / num_micro_batches
+    if schedule == "zb-h1":
+        return whole / 4
+    return 0.0 if schedule.startswith("zb-") else whole / virtual_stages
+
+
+def _runners_up(fitting: list[Price], num_best: int) -> Iterator[Price]:
+    seen: set[tuple[Any, ...]] = set()
+    for price in fitting:
+        s = price.strategy
+        kind = (s.pp, s.cp, s.tp, s.zero_stage, s.schedule)
+        if kind not in seen:
+            seen.add(kind)
+            if 1 < len(seen) <= num_best:
+                yield price
+
+
+class _Search:
+    """A search under way."""
+
+    def __init__(self, job: Job, space: Space, limits: Limits, pricer: Pricing) -> None:
+        self.job, self.space, self.limits, self.pricer = job, space, limits, pricer
+        self.fitting: list[Price] = []
+        self.rejected: Counter[str] = Counter()
+        self.num_outlines = self.num_prices = self.num_memories = 0
+        self.is_proven = True
+        gpu = job.cluster.gpu
+        dtype = space.base.matmul or space.base.param
+        peak = gpu.peak_flops_per_s.get(dtype) or max(gpu.peak_flops_per_s.values())
+        flops = job.shape.flops_per_token(job.seq_len, is_causal_halved=True) * job.tokens
+        self._ideal_s = flops / (job.cluster.num_gpus * peak)
+        self._usable_bytes = usable_bytes(job.cluster, limits.margin_share)
+        self._times: list[float] = []
+        self._inner_s: dict[tuple[Any, ...], float] = {}
+        self._first: dict[tuple[Any, ...], Outline] = {}
+        self._rests: dict[tuple[Any, ...], tuple[Rest, ...]] = {}
+        self._kept: dict[tuple[Any, ...], list[Outline]] = {}
+        self._too_large: dict[tuple[Any, ...], list[Outline]] = {}
+        self._missed: list[tuple[float, int, Strategy]] = []
+        self._best_rate = 0.0
+
+    def work(self) -> None:
+        """Until the bound passes what was found, or the prices are spent."""
+        heap = self._list()
+        while heap:
+            bound_s, index, outline = heapq.heappop(heap)
+            now_s = self._bound_s(outline)
+            if now_s > bound_s * (1 + 1e-9):
+                heapq.heappush(heap, (now_s, index, outline))
+                continue
+            if bound_s >= self._worst_wanted_s():
+                self.rejected["slower, by what it computes and waits at least"] += len(heap) + 1
+                return
+            if self.num_prices + _MEMORY_COST * self.num_memories >= self.limits.max_prices:
+                self.is_proven = False
+                self.rejected["not looked at"] += len(heap) + 1
+                return
+            if outline.inner not in self._inner_s:
+                if self._has_room(outline):
+                    self._measure(outline.inner)
+                    heapq.heappush(heap, (bound_s, index, outline))
+                continue
+            self._expand(outline)
+
+    def _list(self) -> list[tuple[float, int, Outline]]:
+        heap = []
+        for index, outline in enumerate(outlines(self.job, self.space)):
+            first = self._first.setdefault(outline.inner, outline)
+            if (outline.pp, -outline.num_micro_batches) < (first.pp, -first.num_micro_batches):
+                self._first[outline.inner] = outline
+            heap.append((self._bound_s(outline), index, outline))
+        self.num_outlines = len(heap)
+        if not heap:
+            raise ConfigError(
+                f"no layout of {self.job.cluster.num_gpus} GPUs goes with a global batch of {self.job.global_batch} "
+                "and what is pinned; give a batch that more numbers divide, or pin less"
+            )
+        heapq.heapify(heap)
+        return heap
+
+    def _worst_wanted_s(self) -> float:
+        return self._times[-1] if len(self._times) >= self.limits.num_best else float("inf")
+
+    def _bound_s(self, outline: Outline) -> float:
+        inner_s = self._inner_s.get(outline.inner)
+        if inner_s is None:
+            # Of like outlines the less split ones exchange no more.
+            split = [self._inner_s.get(each, 0.0) for each in _less_split(outline)]
+            rate = min(1.0, _HEADROOM * self._best_rate) or 1.0
+            inner_s = max([self._ideal_s * (1 + outline.recomputed_share / 3) / rate, *split])
+        share = bubble_share(outline.schedule, outline.pp, outline.num_micro_batches, outline.virtual_stages)
+        return _SLACK * inner_s * (1 + share)
+
+    def _measure(self, inner: tuple[Any, ...]) -> None:
+        outline = self._first[inner]
+        rest = Rest(min(1, outline.num_data_ranks - 1), outline.num_data_ranks, "batch", *["device"] * 4)
+        estimate = self.pricer.time.estimate(strategy_at(outline, rest, self.space.base))
+        self.num_prices += 1
+        self._inner_s[inner] = inner_s = sum(estimate.parts.get(part, 0.0) for part in _INNER_PARTS)
+        if inner_s:
+            ideal_s = self._ideal_s * (1 + outline.recomputed_share / 3)
+            self._best_rate = max(self._best_rate, ideal_s / inner_s)
+
+    def _rests_of(self, outline: Outline) -> tuple[Rest, ...]:
+        key = (outline.num_data_ranks, outline.cp, outline.tp, outline.pp > 1, outline.recompute)
+        if key not in self._rests:
+            self._rests[key] = rests(self.job, self.space, outline)
+        return self._rests[key]
+
+    def _has_room(self, outline: Outline) -> bool:
+        """Whether any rest's states alone fit."""
+        if any(self._states_bytes(outline, rest) <= self._usable_bytes for rest in self._rests_of(outline)):
+            return True
+        self.rejected["out of memory by its states alone"] += 1
+        self._missed_by_states(outline)
+        return False
+
+    def _missed_by_states(self, outline: Outline) -> None:
+        if len(self._missed) < self.limits.num_best and (every := self._rests_of(outline)):
+            rest = min(every, key=lambda each: self._states_bytes(outline, each))
+            self._note_memory(strategy_at(outline, rest, self.space.base))
+
+    def _states_bytes(self, outline: Outline, rest: Rest) -> float:
+        """At least, of a rank in the mean of the pipeline, on the device."""
+        base = self.space.base
+        param_bytes = DTYPE_BYTES[base.param]
+        grad_bytes = param_bytes if base.accumulate == "param" else max(4, param_bytes)
+        states = 2 if self.job.optimizer.startswith("adam") else 0
+        optimizer_bytes = max(4, param_bytes) * (states + (param_bytes < 4))
+        shards = rest.dp_shard * outline.cp
+        total = 0.0
+        sizes = ((3, param_bytes, rest.params_tier), (2, grad_bytes, rest.grads_tier))
+        for least_stage, size, tier in (*sizes, (1, optimizer_bytes, rest.optimizer_tier)):
+            is_sharded = rest.zero_stage >= least_stage and not (least_stage == 2 and outline.pp > 1)
+            if tier == "device":
+                total += size / (shards if is_sharded or (least_stage == 2 and rest.zero_stage == 3) else 1)
+        return total * self.job.shape.num_params / (outline.tp * outline.pp * base.ep)
+
+    def _expand(self, outline: Outline) -> None:
+        """Price an outline with every way in which its states may rest."""
+        if not self._has_room(outline):
+            return
+        every = self._rests_of(outline)
+        own = outline._replace(micro_size=0, num_micro_batches=0, recompute="", recompute_every=0)
+        tight = max((each for each in every if each.is_on_device), key=_saving, default=None)
+        are_devices_too_small = any(_holds_more(outline, each) for each in self._too_large.get(own, []))
+        if tight is not None and not are_devices_too_small:
+            memory = self._note_memory(strategy_at(outline, tight, self.space.base))
+            if memory is None:
+                self._too_large.setdefault(own, []).append(outline)
+                are_devices_too_small = True
+        done: dict[tuple[Any, ...], list[tuple[str, ...]]] = {}
+        for rest in every:
+            if rest.is_on_device and are_devices_too_small:
+                self.rejected["out of memory"] += 1
+                continue
+            here = done.setdefault((rest.zero_stage, rest.dp_shard, rest.gather), [])
+            if any(_moves_less(each, rest.tiers) for each in here):
+                self.rejected["moves what fits on the device"] += 1
+                continue
+            if self._price(outline, rest):
+                here.append(rest.tiers)
+
+    def _price(self, outline: Outline, rest: Rest) -> bool:
+        """Whether it fits, or need not be looked at as something that recomputes less does."""
+        like = (outline._replace(recompute="", recompute_every=0), rest._replace(activations_tier="device"))
+        kept = self._kept.setdefault(like, [])
+        if any(_recomputes_less(each, outline) for each in kept):
+            self.rejected["computes twice what fits kept"] += 1
+            return True
+        if self._states_bytes(outline, rest) > self._usable_bytes:
+            self.rejected["out of memory by its states alone"] += 1
+            return False
+        strategy = strategy_at(outline, rest, self.space.base)
+        memory = self._note_memory(strategy)
+        if memory is None:
+            self.rejected["out of memory"] += 1
+            return False
+        kept.append(outline)
+        price = Price(job=self.job, strategy=strategy, memory=memory, time=self.pricer.time.estimate(strategy))
+        self.num_prices += 1
+        self.fitting.append(price)
+        insort(self._times, price.time.step_s)
+        del self._times[self.limits.num_best :]
+        return True
+
+    def _note_memory(self, strategy: Strategy) -> MemoryEstimate | None:
+        """Its memory; None where that does not fit, which is noted."""
+        memory = self.pricer.memory.estimate(strategy)
+        self.num_memories += 1
+        missing = shortfall(memory, self.job.cluster, self.limits.margin_share)
+        if missing is None:
+            return memory
+        is_new = not self._missed or missing.missing_bytes < self._missed[0][0]
+        self._missed.append((missing.missing_bytes, len(self._missed), strategy))
+        if is_new:
+            self._missed[0], self._missed[-1] = self._missed[-1], self._missed[0]
+        return None
+
+    def nearest(self) -> tuple[Price, Shortfall] | None:
+        """What misses by least."""
+        if not self._missed:
+            return None
+        strategy = self._missed[0][2]
+        memory = self.pricer.memory.estimate(strategy)
+        missing = shortfall(memory, self.job.cluster, self.limits.margin_share)
+        price = Price(job=self.job, strategy=strategy, memory=memory, time=self.pricer.time.estimate(strategy))
+        return None if missing is None else (price, missing)
+
+
+def _less_split(outline: Outline) -> Iterator[tuple[Any, ...]]:
+    """Inner parts of like outlines, split over half the ranks or none."""
+    if outline.cp > 1:
+        yield outline._replace(cp=1, transport="ring", heads_over=None).inner
+        if outline.cp > 2:
+            yield outline._replace(cp=outline.cp // 2).inner
+    if outline.tp > 1:
+        if outline.tp > 2:
+            yield outline._replace(tp=outline.tp // 2).inner
+        yield outline._replace(tp=1, sequence_parallel=False).inner
+
+
+def _saving(rest: Rest) -> tuple[int, bool, int]:
+    return rest.zero_stage, rest.gather == "micro-batch", rest.dp_shard
+
+
+def _holds_more(outline: Outline, known: Outline) -> bool:
+    """Whether an outline holds at least what a known one of the same pipeline does."""
+    is_known_kept_less = known.recompute == outline.recompute or outline.recompute == "none"
+    if known.recompute == outline.recompute == "full":
+        is_known_kept_less = known.recompute_every <= outline.recompute_every
+    return is_known_kept_less and outline.micro_size >= known.micro_size
+
+
+def _recomputes_less(known: Outline, outline: Outline) -> bool:
+    if known.recompute == "none" or (known.recompute == "selective" and outline.recompute_every == 1):
+        return known.recompute != outline.recompute
+    return known.recompute == outline.recompute == "full" and known.recompute_every > outline.recompute_every
+
+
+def _moves_less(known: tuple[str, ...], tiers: tuple[str, ...]) -> bool:
+    """Whether of a known one nothing rests further away."""
+    far = {"device": 0, "host": 1, "nvme": 2}
+    return known != tiers and all(far[one] <= far[other] for one, other in zip(known, tiers, strict=True))
