@@ -5,11 +5,11 @@ twice. Its variants say where states rest: ZeRO stage, size of the shard group, 
 other, and only what the engine runs.
 
 >>> from shardwise.models.presets import preset
->>> from shardwise.planner.catalogue import gpu
+>>> from shardwise.planner.catalogue import find_gpu
 >>> from shardwise.planner.hardware import Cluster
 >>> from shardwise.planner.shape import ModelShape
 >>> job = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=16,
-...           cluster=Cluster(gpu=gpu("h100"), num_gpus=8, gpus_per_node=8, nic_bytes_per_s=50e9))
+...           cluster=Cluster(gpu=find_gpu("h100"), num_gpus=8, gpus_per_node=8, nic_bytes_per_s=50e9))
 >>> space = Space(pins={"pp": (1,), "cp": (1,), "recompute": ("none",), "micro_size": (1,)})
 >>> [(each.tp, each.num_micro_batches) for each in outlines(job, space)]
 [(1, 2), (2, 4), (4, 8), (8, 16)]

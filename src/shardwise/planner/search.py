@@ -10,11 +10,13 @@ the device, and nothing is tried that holds more than what did not fit. The cost
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from shardwise.config import ConfigError
@@ -31,8 +33,9 @@ _INNER_PARTS: Final = ("compute", "recompute", "tensor", "context", "experts")
 _SLACK: Final = 0.97
 # How much better than all that were measured an outline's inner parts may be.
 _HEADROOM: Final = 1.1
+_FAR: Final[Mapping[str, int]] = MappingProxyType({"device": 0, "host": 1, "nvme": 2})
 # A memory estimate takes about so much of what a price takes.
-_MEMORY_COST: Final = 0.4
+_MEMORY_COST: Final = 0.25
 
 
 class _MemoryModel(Protocol):
@@ -176,10 +179,11 @@ class _Search:
         self._times: list[float] = []
         self._inner_s: dict[tuple[Any, ...], float] = {}
         self._first: dict[tuple[Any, ...], Outline] = {}
-        self._rests: dict[tuple[Any, ...], tuple[Rest, ...]] = {}
+        self._rests: dict[tuple[Any, ...], tuple[tuple[Rest, ...], tuple[float, ...], bool]] = {}
         self._kept: dict[tuple[Any, ...], list[Outline]] = {}
         self._too_large: dict[tuple[Any, ...], list[Outline]] = {}
-        self._missed: list[tuple[float, int, Strategy]] = []
+        self._missed: tuple[float, Strategy] | None = None
+        self._least_missed: tuple[float, Strategy] | None = None
         self._best_rate = 0.0
 
     def work(self) -> None:
@@ -199,10 +203,10 @@ class _Search:
                 self.rejected["not looked at"] += len(heap) + 1
                 return
             if outline.inner not in self._inner_s:
-                if self._has_room(outline):
-                    self._measure(outline.inner)
+                self._measure(outline.inner)
+                if self._worst_wanted_s() < math.inf:
                     heapq.heappush(heap, (bound_s, index, outline))
-                continue
+                    continue
             self._expand(outline)
 
     def _list(self) -> list[tuple[float, int, Outline]]:
@@ -211,9 +215,13 @@ class _Search:
             first = self._first.setdefault(outline.inner, outline)
             if (outline.pp, -outline.num_micro_batches) < (first.pp, -first.num_micro_batches):
                 self._first[outline.inner] = outline
-            heap.append((self._bound_s(outline), index, outline))
-        self.num_outlines = len(heap)
-        if not heap:
+            self.num_outlines += 1
+            if self._has_room(outline):
+                heap.append((self._ideal_s * _busy_share(outline), index, outline))
+            else:
+                self.rejected["out of memory by the least it holds"] += 1
+                self._miss(outline)
+        if not self.num_outlines:
             raise ConfigError(
                 f"no layout of {self.job.cluster.num_gpus} GPUs goes with a global batch of {self.job.global_batch} "
                 "and what is pinned; give a batch that more numbers divide, or pin less"
@@ -221,8 +229,15 @@ class _Search:
         heapq.heapify(heap)
         return heap
 
+    def _miss(self, outline: Outline) -> None:
+        """Keep the outline that holds least at least."""
+        every, sizes, _ = self._known_rests(outline)
+        least = min(sizes, default=0.0) * self._params_of_rank(outline) + self._least_activation_bytes(outline)
+        if every and (self._least_missed is None or least < self._least_missed[0]):
+            self._least_missed = least, strategy_at(outline, every[sizes.index(min(sizes))], self.space.base)
+
     def _worst_wanted_s(self) -> float:
-        return self._times[-1] if len(self._times) >= self.limits.num_best else float("inf")
+        return self._times[-1] if len(self._times) >= self.limits.num_best else math.inf
 
     def _bound_s(self, outline: Outline) -> float:
         inner_s = self._inner_s.get(outline.inner)
@@ -231,8 +246,7 @@ class _Search:
             split = [self._inner_s.get(each, 0.0) for each in _less_split(outline)]
             rate = min(1.0, _HEADROOM * self._best_rate) or 1.0
             inner_s = max([self._ideal_s * (1 + outline.recomputed_share / 3) / rate, *split])
-        share = bubble_share(outline.schedule, outline.pp, outline.num_micro_batches, outline.virtual_stages)
-        return _SLACK * inner_s * (1 + share)
+        return _SLACK * inner_s * (1 + bubble_share(*_pipeline(outline)))
 
     def _measure(self, inner: tuple[Any, ...]) -> None:
         outline = self._first[inner]
@@ -245,64 +259,95 @@ class _Search:
             self._best_rate = max(self._best_rate, ideal_s / inner_s)
 
     def _rests_of(self, outline: Outline) -> tuple[Rest, ...]:
+        return self._known_rests(outline)[0]
+
+    def _known_rests(self, outline: Outline) -> tuple[tuple[Rest, ...], tuple[float, ...], bool]:
+        """With the least bytes of a parameter that each keeps on the device, and whether any moves activations."""
         key = (outline.num_data_ranks, outline.cp, outline.tp, outline.pp > 1, outline.recompute)
         if key not in self._rests:
-            self._rests[key] = rests(self.job, self.space, outline)
+            every = rests(self.job, self.space, outline)
+            moves_activations = any(rest.activations_tier != "device" for rest in every)
+            self._rests[key] = every, tuple(self._param_bytes(outline, rest) for rest in every), moves_activations
         return self._rests[key]
 
     def _has_room(self, outline: Outline) -> bool:
-        """Whether any rest's states alone fit."""
-        if any(self._states_bytes(outline, rest) <= self._usable_bytes for rest in self._rests_of(outline)):
-            return True
-        self.rejected["out of memory by its states alone"] += 1
-        self._missed_by_states(outline)
-        return False
+        """Whether any rest may fit, by the least that it holds."""
+        _, sizes, moves_activations = self._known_rests(outline)
+        kept = 0.0 if moves_activations else self._least_activation_bytes(outline)
+        return min(sizes, default=math.inf) * self._params_of_rank(outline) + kept <= self._usable_bytes
 
-    def _missed_by_states(self, outline: Outline) -> None:
-        if len(self._missed) < self.limits.num_best and (every := self._rests_of(outline)):
-            rest = min(every, key=lambda each: self._states_bytes(outline, each))
-            self._note_memory(strategy_at(outline, rest, self.space.base))
+    def _params_of_rank(self, outline: Outline) -> float:
+        """In the mean of the pipeline, so no more than the fullest rank has."""
+        return self.job.shape.num_params / (outline.tp * outline.pp * self.space.base.ep)
 
-    def _states_bytes(self, outline: Outline, rest: Rest) -> float:
-        """At least, of a rank in the mean of the pipeline, on the device."""
+    def _param_bytes(self, outline: Outline, rest: Rest) -> float:
+        """Of one parameter's states at rest on the device, at least."""
         base = self.space.base
         param_bytes = DTYPE_BYTES[base.param]
         grad_bytes = param_bytes if base.accumulate == "param" else max(4, param_bytes)
         states = 2 if self.job.optimizer.startswith("adam") else 0
         optimizer_bytes = max(4, param_bytes) * (states + (param_bytes < 4))
         shards = rest.dp_shard * outline.cp
-        total = 0.0
-        sizes = ((3, param_bytes, rest.params_tier), (2, grad_bytes, rest.grads_tier))
-        for least_stage, size, tier in (*sizes, (1, optimizer_bytes, rest.optimizer_tier)):
-            is_sharded = rest.zero_stage >= least_stage and not (least_stage == 2 and outline.pp > 1)
-            if tier == "device":
-                total += size / (shards if is_sharded or (least_stage == 2 and rest.zero_stage == 3) else 1)
-        return total * self.job.shape.num_params / (outline.tp * outline.pp * base.ep)
+        sharded_grads = 3 if outline.pp > 1 else 2
+        states_of = (
+            (rest.params_tier, param_bytes, 3),
+            (rest.grads_tier, grad_bytes, sharded_grads),
+            (rest.optimizer_tier, optimizer_bytes, 1),
+        )
+        return sum(
+            size / (shards if rest.zero_stage >= stage else 1) for tier, size, stage in states_of if tier == "device"
+        )
+
+    def _least_activation_bytes(self, outline: Outline) -> float:
+        """Of the first rank of the pipeline: what every way of writing a block keeps for its backward."""
+        shape, base = self.job.shape, self.space.base
+        hidden, dtype_bytes = shape.hidden_size, DTYPE_BYTES[base.param]
+        ffn = 0 if base.chunk_tokens is not None or shape.experts is not None else shape.ffn_size
+        inputs = hidden / (outline.tp if outline.sequence_parallel else 1)
+        kept = {"none": (3 * hidden + 2 * ffn) / outline.tp, "selective": (hidden + ffn) / outline.tp}
+        if outline.recompute == "full":
+            again = 1 / outline.recompute_every
+            elements = inputs * again + kept["none"] * (1 - again)
+        else:
+            elements = kept[outline.recompute]
+        num_layers = max(0.0, shape.num_layers / outline.pp - (2 if outline.pp > 1 else 0))
+        tokens = self.job.seq_len * outline.micro_size / outline.cp
+        return dtype_bytes * elements * num_layers * tokens * min(outline.num_micro_batches, outline.pp)
 
     def _expand(self, outline: Outline) -> None:
         """Price an outline with every way in which its states may rest."""
-        if not self._has_room(outline):
-            return
         every = self._rests_of(outline)
-        own = outline._replace(micro_size=0, num_micro_batches=0, recompute="", recompute_every=0)
-        tight = max((each for each in every if each.is_on_device), key=_saving, default=None)
-        are_devices_too_small = any(_holds_more(outline, each) for each in self._too_large.get(own, []))
-        if tight is not None and not are_devices_too_small:
-            memory = self._note_memory(strategy_at(outline, tight, self.space.base))
-            if memory is None:
-                self._too_large.setdefault(own, []).append(outline)
-                are_devices_too_small = True
+        fits_on_device = self._may_fit(outline, [each for each in every if each.is_on_device], "device")
+        fits_elsewhere = self._may_fit(outline, [each for each in every if not each.is_on_device], "elsewhere")
         done: dict[tuple[Any, ...], list[tuple[str, ...]]] = {}
         for rest in every:
-            if rest.is_on_device and are_devices_too_small:
+            if not (fits_on_device if rest.is_on_device else fits_elsewhere):
                 self.rejected["out of memory"] += 1
                 continue
             here = done.setdefault((rest.zero_stage, rest.dp_shard, rest.gather), [])
             if any(_moves_less(each, rest.tiers) for each in here):
                 self.rejected["moves what fits on the device"] += 1
-                continue
-            if self._price(outline, rest):
+            elif self._price(outline, rest):
                 here.append(rest.tiers)
+
+    def _may_fit(self, outline: Outline, every: list[Rest], where: str) -> bool:
+        """Whether the one that holds least fits, and none did that holds no more, of an outline or another."""
+        if not every:
+            return False
+        rest = max(every, key=_saving)
+        pipeline = outline._replace(micro_size=0, num_micro_batches=0, recompute="", recompute_every=0)
+        too_large = self._too_large.setdefault((pipeline, where), [])
+        if any(_holds_more(outline, each) for each in too_large):
+            return False
+        least = outline._replace(
+            micro_size=1, num_micro_batches=outline.num_micro_batches * outline.micro_size, recompute="full"
+        )
+        tried = [outline] if too_large else [least._replace(recompute_every=1), outline]
+        for each in tried:
+            if self._note_memory(strategy_at(each, rest, self.space.base)) is None:
+                too_large.append(each)
+                return False
+        return True
 
     def _price(self, outline: Outline, rest: Rest) -> bool:
         """Whether it fits, or need not be looked at as something that recomputes less does."""
@@ -311,8 +356,8 @@ class _Search:
         if any(_recomputes_less(each, outline) for each in kept):
             self.rejected["computes twice what fits kept"] += 1
             return True
-        if self._states_bytes(outline, rest) > self._usable_bytes:
-            self.rejected["out of memory by its states alone"] += 1
+        if self._param_bytes(outline, rest) * self._params_of_rank(outline) > self._usable_bytes:
+            self.rejected["out of memory"] += 1
             return False
         strategy = strategy_at(outline, rest, self.space.base)
         memory = self._note_memory(strategy)
@@ -334,21 +379,29 @@ class _Search:
         missing = shortfall(memory, self.job.cluster, self.limits.margin_share)
         if missing is None:
             return memory
-        is_new = not self._missed or missing.missing_bytes < self._missed[0][0]
-        self._missed.append((missing.missing_bytes, len(self._missed), strategy))
-        if is_new:
-            self._missed[0], self._missed[-1] = self._missed[-1], self._missed[0]
+        if self._missed is None or missing.missing_bytes < self._missed[0]:
+            self._missed = missing.missing_bytes, strategy
         return None
 
     def nearest(self) -> tuple[Price, Shortfall] | None:
         """What misses by least."""
-        if not self._missed:
+        found = self._missed or self._least_missed
+        if found is None:
             return None
-        strategy = self._missed[0][2]
+        strategy = found[1]
         memory = self.pricer.memory.estimate(strategy)
         missing = shortfall(memory, self.job.cluster, self.limits.margin_share)
         price = Price(job=self.job, strategy=strategy, memory=memory, time=self.pricer.time.estimate(strategy))
         return None if missing is None else (price, missing)
+
+
+def _pipeline(outline: Outline) -> tuple[str, int, int, int]:
+    return outline.schedule, outline.pp, outline.num_micro_batches, outline.virtual_stages
+
+
+def _busy_share(outline: Outline) -> float:
+    """At least, of what computing everything once without waiting takes."""
+    return _SLACK * (1 + outline.recomputed_share / 3) * (1 + bubble_share(*_pipeline(outline)))
 
 
 def _less_split(outline: Outline) -> Iterator[tuple[Any, ...]]:
@@ -363,13 +416,16 @@ def _less_split(outline: Outline) -> Iterator[tuple[Any, ...]]:
         yield outline._replace(tp=1, sequence_parallel=False).inner
 
 
-def _saving(rest: Rest) -> tuple[int, bool, int]:
-    return rest.zero_stage, rest.gather == "micro-batch", rest.dp_shard
+def _saving(rest: Rest) -> tuple[int, int, bool, int]:
+    """What of rests holds least on the device."""
+    num_away = sum(_FAR[tier] > 0 for tier in rest.tiers)
+    return num_away, rest.zero_stage, rest.gather == "micro-batch", rest.dp_shard
 
 
 def _holds_more(outline: Outline, known: Outline) -> bool:
     """Whether an outline holds at least what a known one of the same pipeline does."""
-    is_known_kept_less = known.recompute == outline.recompute or outline.recompute == "none"
+    is_known_least = known.recompute == "full" and known.recompute_every == 1
+    is_known_kept_less = is_known_least or known.recompute == outline.recompute or outline.recompute == "none"
     if known.recompute == outline.recompute == "full":
         is_known_kept_less = known.recompute_every <= outline.recompute_every
     return is_known_kept_less and outline.micro_size >= known.micro_size
@@ -383,5 +439,4 @@ def _recomputes_less(known: Outline, outline: Outline) -> bool:
 
 def _moves_less(known: tuple[str, ...], tiers: tuple[str, ...]) -> bool:
     """Whether of a known one nothing rests further away."""
-    far = {"device": 0, "host": 1, "nvme": 2}
-    return known != tiers and all(far[one] <= far[other] for one, other in zip(known, tiers, strict=True))
+    return known != tiers and all(_FAR[one] <= _FAR[other] for one, other in zip(known, tiers, strict=True))

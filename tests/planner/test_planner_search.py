@@ -1,0 +1,244 @@
+"""The search against pricing everything, on spaces small enough for that."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.config import ConfigError
+from shardwise.models.presets import preset
+from shardwise.planner.candidates import Space, is_legal, outlines, rests, strategy_at
+from shardwise.planner.capacity import shortfall
+from shardwise.planner.catalogue import find_gpu
+from shardwise.planner.configs import KEYS, config_of, strategy_of
+from shardwise.planner.hardware import Cluster
+from shardwise.planner.job import Job, Strategy
+from shardwise.planner.pareto import pareto
+from shardwise.planner.results import MemoryEstimate, RankMemory, TimeEstimate
+from shardwise.planner.search import Limits, bubble_share, search
+from shardwise.planner.shape import ModelShape
+from shardwise.train.job import check_job
+
+SHAPE = ModelShape(
+    num_layers=6,
+    hidden_size=1024,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=128,
+    ffn_size=4096,
+    vocab_size=32_000,
+    name="small",
+)
+FAR = {"device": 0, "host": 1, "nvme": 2}
+
+
+def job_of(num_gpus: int, global_batch: int, memory_gib: float, shape: ModelShape = SHAPE) -> Job:
+    gpu = replace(find_gpu("h100"), memory_bytes=memory_gib * 2**30)
+    cluster = Cluster(gpu=gpu, num_gpus=num_gpus, gpus_per_node=4, nic_bytes_per_s=50e9)
+    return Job(shape=shape, seq_len=2048, global_batch=global_batch, cluster=cluster)
+
+
+@dataclass(frozen=True)
+class FakeMemory:
+    """Grows with what is kept, and shrinks with what is shared."""
+
+    job: Job
+    scale: float
+
+    def estimate(self, s: Strategy) -> MemoryEstimate:
+        numel = self.job.shape.num_params / (s.tp * s.pp)
+        shards = s.dp_shard * s.cp
+        sizes = {
+            "params": (2 * numel, 3, s.params_tier),
+            "grads": (4 * numel, 2, s.grads_tier),
+            "optimizer": (12 * numel, 1, s.optimizer_tier),
+        }
+        peak: dict[str, float] = {}
+        elsewhere: dict[str, float] = {}
+        for name, (size, stage, tier) in sizes.items():
+            held = size / (shards if s.zero_stage >= stage else 1)
+            where = peak if tier == "device" else elsewhere
+            where[name if tier == "device" else tier] = where.get(tier, 0.0) + held
+        kept = {"none": 34.0, "selective": 24.0, "full": 2 + 32 * (1 - 1 / s.recompute_every)}[s.recompute]
+        tokens = self.job.seq_len * s.micro_size / s.cp / (s.tp if s.sequence_parallel else 1)
+        layers = self.job.shape.num_layers / s.pp * min(s.pp, s.num_micro_batches)
+        factor = 0.1 if s.activations_tier == "host" else 1.0
+        peak["activations"] = self.scale * factor * kept * tokens * layers * self.job.shape.hidden_size
+        return MemoryEstimate(
+            ranks=(RankMemory(pipeline_rank=0, at_rest={}, peak=peak, elsewhere=elsewhere),)  # type: ignore[arg-type]
+        )
+
+
+@dataclass(frozen=True)
+class FakeTime:
+    """Parts that differ from strategy to strategy as they do in truth, by numbers drawn once."""
+
+    job: Job
+    weights: Mapping[str, float]
+
+    def estimate(self, s: Strategy) -> TimeEstimate:
+        w = self.weights
+        compute = 1.0 + w["small"] / (s.micro_size * s.cp**-1) + w["split"] * (s.tp - 1)
+        again = {"none": 0.0, "selective": 0.05, "full": 0.33 / s.recompute_every}[s.recompute] * compute
+        tensor = w["tensor"] * (s.tp - 1) * (1.0 if s.sequence_parallel else 1.1)
+        context = w["context"] * (s.cp - 1) * {"ring": 1.0, "all-gather": 1.2, "ulysses": 0.9}[s.transport]
+        inner = compute + again + tensor + context
+        share = bubble_share(s.schedule, s.pp, s.num_micro_batches, s.virtual_stages)
+        bubble = inner * share + (w["transfer"] * (s.pp * s.virtual_stages - 1))
+        data = w["data"] * (s.zero_stage == 3) * s.num_micro_batches + w["shards"] * s.dp_shard
+        offload = w["offload"] * sum(FAR[t] for t in (s.params_tier, s.grads_tier, s.optimizer_tier))
+        offload += w["offload"] * FAR[s.activations_tier]
+        parts = {
+            "compute": compute,
+            "recompute": again,
+            "tensor": tensor,
+            "context": context,
+            "bubble": bubble,
+            "data": data,
+            "offload": offload,
+        }
+        step_s = sum(parts.values())
+        return TimeEstimate(step_s=step_s, low_s=step_s, high_s=step_s, parts=parts)
+
+
+@dataclass(frozen=True)
+class FakePricer:
+    memory: FakeMemory
+    time: FakeTime
+
+
+def fake_pricer(job: Job, seed: int) -> FakePricer:
+    drawn = random.Random(seed)
+    names = ("small", "split", "tensor", "context", "transfer", "data", "shards", "offload")
+    weights = {name: drawn.choice([0.0, 0.001, 0.01, 0.1]) * drawn.random() for name in names}
+    return FakePricer(FakeMemory(job, drawn.choice([0.3, 1.0, 3.0])), FakeTime(job, weights))
+
+
+def brute_force(job: Job, pricer: FakePricer, space: Space, margin_share: float) -> float | None:
+    found = []
+    for outline in outlines(job, space):
+        for rest in rests(job, space, outline):
+            strategy = strategy_at(outline, rest, space.base)
+            if shortfall(pricer.memory.estimate(strategy), job.cluster, margin_share) is None:
+                found.append(pricer.time.estimate(strategy).step_s)
+    return min(found, default=None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_gpus=st.sampled_from([1, 2, 4, 8, 12]),
+    batches=st.sampled_from([1, 2, 6]),
+    memory_gib=st.sampled_from([0.5, 1.0, 2.0, 4.0, 16.0]),
+    seed=st.integers(0, 1000),
+)
+def test_the_best_is_found(num_gpus: int, batches: int, memory_gib: float, seed: int) -> None:
+    job = job_of(num_gpus, num_gpus * batches, memory_gib)
+    pricer = fake_pricer(job, seed)
+    space, limits = Space(), Limits(num_best=3, max_prices=100_000)
+    expected = brute_force(job, pricer, space, limits.margin_share)
+    plan = search(job, space, limits, pricer)
+    assert plan.is_proven
+    if expected is None:
+        assert plan.winner is None
+        assert plan.nearest is not None
+    else:
+        assert plan.winner is not None
+        assert plan.winner.time.step_s == pytest.approx(expected)
+        assert [each.time.step_s for each in plan.best] == sorted(each.time.step_s for each in plan.best)
+    assert plan.num_priced <= 100_000
+
+
+def test_fewer_prices_than_strategies_find_it_too() -> None:
+    job = job_of(8, 48, 2.0)
+    pricer = fake_pricer(job, 7)
+    plan = search(job, limits=Limits(num_best=1, max_prices=10**6), pricer=pricer)
+    num_strategies = sum(len(rests(job, Space(), outline)) for outline in outlines(job, Space()))
+    assert plan.num_priced < num_strategies / 5
+
+
+def test_prices_are_bounded_and_that_is_said() -> None:
+    job = job_of(8, 48, 2.0)
+    plan = search(job, limits=Limits(max_prices=20), pricer=fake_pricer(job, 7))
+    assert not plan.is_proven
+    assert plan.num_priced < 20 + 32
+    assert plan.rejected["not looked at"] > 0
+
+
+def test_twice_the_same() -> None:
+    job = job_of(8, 16, 2.0)
+    one, other = (search(job, pricer=fake_pricer(job, 3)) for _ in range(2))
+    assert [each.strategy for each in one.best] == [each.strategy for each in other.best]
+    assert one.rejected == other.rejected
+
+
+def test_pins_hold() -> None:
+    job = job_of(8, 16, 16.0)
+    pins: dict[str, tuple[Any, ...]] = {"tp": (2,), "zero_stage": (3,), "recompute": ("full",), "schedule": ("gpipe",)}
+    plan = search(job, Space(pins={**pins, "pp": (2,)}), pricer=fake_pricer(job, 3))
+    assert plan.best
+    for price in plan.best:
+        assert (price.strategy.tp, price.strategy.pp, price.strategy.schedule) == (2, 2, "gpipe")
+        assert (price.strategy.zero_stage, price.strategy.recompute) == (3, "full")
+    with pytest.raises(ConfigError, match="no layout of 8 GPUs"):
+        search(job, Space(pins={"tp": (3,)}), pricer=fake_pricer(job, 3))
+    with pytest.raises(ConfigError, match="tq is nothing that the planner chooses"):
+        Space(pins={"tq": (3,)})
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2, 4, 6])
+def test_all_that_is_written_can_be_trained(num_gpus: int) -> None:
+    job = job_of(num_gpus, 2 * num_gpus, 2.0)
+    drawn = random.Random(num_gpus)
+    space = Space(offloads=True)
+    every = list(outlines(job, space))
+    assert len(every) == len(set(every))
+    for outline in drawn.sample(every, min(len(every), 25)):
+        options = rests(job, space, outline)
+        assert len(options) == len(set(options))
+        strategy = strategy_at(outline, drawn.choice(options), space.base)
+        assert strategy.num_ranks == num_gpus
+        assert strategy.global_batch == job.global_batch
+        assert is_legal(job, strategy)
+        config = config_of(job, strategy)
+        assert strategy_of(config, num_gpus) == strategy
+        check_job(config, num_gpus)
+
+
+def test_what_the_engine_refuses_is_not_legal() -> None:
+    job = job_of(8, 16, 2.0)
+    legal = Strategy(tp=2, dp_shard=4, zero_stage=3, num_micro_batches=4, sequence_parallel=True)
+    assert is_legal(job, legal)
+    for changes in (
+        {"tp": 1},
+        {"num_micro_batches": 3},
+        {"zero_stage": 2, "params_tier": "host"},
+        {"activations_tier": "host"},
+        {"transport": "ulysses"},
+        {"virtual_stages": 2},
+    ):
+        assert not is_legal(job, replace(legal, **changes)), changes
+
+
+def test_the_front_has_what_none_beats() -> None:
+    points = [(float(x), float(y)) for x, y in [(3, 3), (1, 1), (2, 2), (2, 3), (4, 3), (1, 0), (5, 9)]]
+    assert [points[index] for index in pareto(points)] == [(1, 1), (2, 3), (5, 9)]
+
+
+@pytest.mark.parametrize(("num_gpus", "global_batch"), [(8, 64), (64, 256)])
+def test_winners_of_the_real_prices_can_be_trained(num_gpus: int, global_batch: int) -> None:
+    shape = ModelShape.of_decoder(preset("llama-3-8b"))
+    job = replace(job_of(num_gpus, global_batch, 80.0, shape), seq_len=8192)
+    plan = search(job, limits=Limits(num_best=5, max_prices=150))
+    assert plan.best
+    for price in plan.best:
+        check_job(config_of(job, price.strategy), num_gpus)
+
+
+def test_every_key_is_of_a_strategy() -> None:
+    assert set(KEYS.values()) <= set(Strategy.__dataclass_fields__)
