@@ -26,8 +26,8 @@ from shardwise.cli_plan import add_command as add_plan_command
 from shardwise.cli_timeline import add_command as add_timeline_command
 from shardwise.cli_verify import add_command as add_verify_command
 from shardwise.config import Config, ConfigError
-from shardwise.launch.environment import RankEnv, detect, lone_rank
-from shardwise.launch.local import launch_local
+from shardwise.launch.environment import RankEnv, cache_folder, detect, lone_rank
+from shardwise.launch.local import default_num_ranks, launch_local
 from shardwise.launch.rank import StopFlag, exit_with_parent, install_stop_signal
 
 _BYTES_AT_REST = 2 + 4 + 12
@@ -103,12 +103,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--quick", action="store_true", help="look only, measure nothing")
     doctor.add_argument("--json", action="store_true", help="print all of it as JSON")
+    doctor.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure this machine for the planner, in at most 5 minutes; with --quick roughly, in one",
+    )
+    doctor.add_argument(
+        "--num-procs", type=int, help="ranks that --calibrate lets work at once (default: as for train)"
+    )
     doctor.add_argument("settings", nargs="*", metavar="config.toml | key=value", help="a job to look at, as for train")
     doctor.add_argument("--dir", type=Path, help="whose disk is measured (default: run.dir)")
     doctor.add_argument("--nvme-path", type=Path, help="the folder for states on NVMe (default: tiers.nvme_path)")
     # How the doctor starts the processes between which it measures collectives: a launcher, and its ranks.
     doctor.add_argument("--launch-peers", nargs=3, help=argparse.SUPPRESS)
     doctor.add_argument("--be-peer", nargs=2, help=argparse.SUPPRESS)
+    doctor.add_argument("--launch-calibrators", nargs=5, help=argparse.SUPPRESS)
+    doctor.add_argument("--be-calibrator", nargs=4, help=argparse.SUPPRESS)
     doctor.set_defaults(run=_doctor)
     return parser
 
@@ -255,6 +265,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return _launch_peers(*arguments.launch_peers)
     if arguments.be_peer is not None:
         return _be_peer(*arguments.be_peer)
+    if arguments.launch_calibrators is not None:
+        return _launch_calibrators(*arguments.launch_calibrators)
+    if arguments.be_calibrator is not None:
+        return _be_calibrator(*arguments.be_calibrator)
+    if arguments.calibrate:
+        return _calibrate(arguments)
     try:
         with Console(stderr=True).status("starting torch") as status:
             from shardwise.doctor import diagnose, read_swap
@@ -294,6 +310,63 @@ def _be_peer(folder: str, device_kind: str) -> int:
 
     try:
         be_peer(detect(os.environ) or lone_rank(), Path(folder), "cuda" if device_kind == "cuda" else "cpu")
+    except (ConfigError, LaunchError, CommError) as error:
+        print(error, file=sys.stderr)
+        leave(1)
+    leave(0)
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    """Measure with as many ranks as a job would have, and keep the profile where the planner looks for it."""
+    try:
+        with Console(stderr=True).status("starting torch") as status:
+            from shardwise.doctor.calibrate import LIMIT_S, calibrate
+            from shardwise.doctor.show_profile import render_profile
+            from shardwise.planner.profile import write_profile
+            from shardwise.train.job import device_kind, job_config
+
+            config = job_config(*_split(arguments.settings))
+            num_ranks = arguments.num_procs or config.run.num_procs or default_num_ranks(config.run.device)
+            disk = arguments.nvme_path or arguments.dir or Path(config.tiers.nvme_path or ".")
+            status.update(f"measuring {num_ranks} ranks at work at once, at most {LIMIT_S / 60:.0f} minutes")
+            profile, failure = calibrate(device_kind(config), num_ranks, os.environ, disk, quick=arguments.quick)
+        if failure is not None and not profile.matmuls:
+            print(f"shardwise: the machine was not measured: {failure}", file=sys.stderr)
+            return 1
+        path = write_profile(profile, cache_folder(os.environ))
+    except ConfigError as error:
+        return _refuse(error)
+    except OSError as error:
+        return _refuse(ConfigError(f"the profile cannot be kept: {error}; set XDG_CACHE_HOME to a writable folder"))
+    except KeyboardInterrupt:
+        print("shardwise: stopped by Ctrl-C; no profile was written", file=sys.stderr)
+        return 130
+    if arguments.json:
+        print(profile.to_json(), end="")
+        return 0
+    console = Console(highlight=False)
+    console.print(render_profile(profile))
+    if failure is not None:
+        console.print(f"not all was measured: {failure}", style="yellow")
+    console.print(f"written to {path}; shardwise plan reads it", soft_wrap=True)
+    return 0
+
+
+def _launch_calibrators(folder: str, device_kind: str, num_ranks: str, disk: str, extent: str) -> int:
+    argv = ["-m", "shardwise.cli", "doctor", "--be-calibrator", folder, device_kind, disk, extent]
+    return launch_local(argv, int(num_ranks), Path(folder), grace_s=1.0, failure_grace_s=1.0)
+
+
+def _be_calibrator(folder: str, device_kind: str, disk: str, extent: str) -> int:
+    from shardwise.comm import CommError
+    from shardwise.doctor.calibrate import be_calibrator
+    from shardwise.launch.group import LaunchError, leave
+
+    env = detect(os.environ) or lone_rank()
+    try:
+        be_calibrator(
+            env, Path(folder), "cuda" if device_kind == "cuda" else "cpu", Path(disk), quick=extent == "quick"
+        )
     except (ConfigError, LaunchError, CommError) as error:
         print(error, file=sys.stderr)
         leave(1)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -64,19 +64,55 @@ def measure_collectives(
         timeout_s: after which they are ended.
         argv: of the launcher, behind the interpreter; gets the folder, the device and the number of ranks.
     """
+    rows, failure = measure_on_ranks(argv, (device_kind, str(num_ranks)), environ, timeout_s)
+    return tuple(Collective(**row) for row in rows), failure
+
+
+def measure_on_ranks(
+    argv: Sequence[str], arguments: Sequence[str], environ: Mapping[str, str], timeout_s: float
+) -> tuple[list[dict[str, Any]], str | None]:
+    """Start a launcher as a child and return the rows that its ranks left, and why they are not all, if so.
+
+    Args:
+        argv: of the launcher, behind the interpreter; gets a folder for the rows, `RESULTS` in it, and then
+        arguments: as they are.
+        environ: what it inherits.
+        timeout_s: after which it is ended.
+    """
     with tempfile.TemporaryDirectory(prefix="shardwise-doctor-") as folder:
-        command = [sys.executable, *argv, folder, device_kind, str(num_ranks)]
-        exit_code, said = _run(command, environ, timeout_s)
+        exit_code, said = _run([sys.executable, *argv, folder, *arguments], environ, timeout_s)
         results = Path(folder, RESULTS)
         lines = results.read_text().splitlines() if results.exists() else []
         # A rank that was killed may have left half a line.
-        collectives = tuple(Collective(**json.loads(line)) for line in lines if line.endswith("}"))
+        rows = [json.loads(line) for line in lines if line.endswith("}")]
     if exit_code == 0:
-        return collectives, None
+        return rows, None
     if exit_code is None:
-        return collectives, f"did not end within {timeout_s:g} s"
+        return rows, f"did not end within {timeout_s:g} s"
     lines = said.strip().splitlines()
-    return collectives, lines[0].removeprefix("shardwise: ") if lines else f"exited with code {exit_code}"
+    return rows, lines[0].removeprefix("shardwise: ") if lines else f"exited with code {exit_code}"
+
+
+def join_peers(env: RankEnv, device_kind: DeviceKind, timeout_s: float = _COLLECTIVE_TIMEOUT_S) -> Comm:
+    """Meet the other ranks and return the library's collectives among all of them.
+
+    Raises:
+        LaunchError: the ranks did not meet.
+    """
+    start_process_group(env, device_kind, timeout_s)
+    group = dist.group.WORLD
+    assert group is not None, "the process group stands by now"
+    device = torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else torch.device("cpu")
+    return comm_over(group, device, timeout_s)
+
+
+def comm_over(
+    group: dist.ProcessGroup, device: torch.device, timeout_s: float, ranks: tuple[int, ...] | None = None
+) -> Comm:
+    """The library's collectives over a process group; `ranks` of the world, where it is not all of it."""
+    return Comm(
+        GroupLinks(group, device), "doctor", device, timeout_s, Streams(device), BufferPool(device), ranks=ranks
+    )
 
 
 def be_peer(env: RankEnv, folder: Path, device_kind: DeviceKind) -> None:
@@ -86,19 +122,14 @@ def be_peer(env: RankEnv, folder: Path, device_kind: DeviceKind) -> None:
         LaunchError: the ranks did not meet.
         CommError: a collective failed or hung.
     """
-    start_process_group(env, device_kind, _COLLECTIVE_TIMEOUT_S)
-    group = dist.group.WORLD
-    assert group is not None, "the process group stands by now"
-    is_cuda = device_kind == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
-    comm = Comm(GroupLinks(group, device), "doctor", device, _COLLECTIVE_TIMEOUT_S, Streams(device), BufferPool(device))
+    comm = join_peers(env, device_kind)
     for num_bytes in SIZES_BYTES:
         for op in OPS:
             call_s = _time_op(comm, op, num_bytes)
             if env.rank == 0:
                 passes = 2 if op == "all_reduce" else 1
                 sent_bytes = passes * num_bytes * (env.world_size - 1) / env.world_size
-                backend = "nccl" if is_cuda else "gloo"
+                backend = "nccl" if device_kind == "cuda" else "gloo"
                 result = Collective(backend, env.world_size, op, num_bytes, call_s, sent_bytes / call_s)
                 with (folder / RESULTS).open("a") as results:
                     results.write(json.dumps(asdict(result)) + "\n")
@@ -110,8 +141,8 @@ def _time_op(comm: Comm, op: str, num_bytes: int) -> float:
     for _ in range(2):
         call()
     # All ranks must make the same number of calls, whatever their clocks say.
-    num_calls = int(_BUDGET_S / _slowest(comm, _median_s(call, 3)))
-    return _slowest(comm, _median_s(call, max(3, min(_MAX_CALLS, num_calls))))
+    num_calls = int(_BUDGET_S / slowest(comm, _median_s(call, 3)))
+    return slowest(comm, _median_s(call, max(3, min(_MAX_CALLS, num_calls))))
 
 
 def _median_s(call: Callable[[], None], num_calls: int) -> float:
@@ -123,7 +154,8 @@ def _median_s(call: Callable[[], None], num_calls: int) -> float:
     return statistics.median(times_s)
 
 
-def _slowest(comm: Comm, call_s: float) -> float:
+def slowest(comm: Comm, call_s: float) -> float:
+    """The largest of what each rank says; all ranks call it."""
     values = torch.tensor([call_s], dtype=torch.float64, device=comm.device)
     return float(comm.max_scalars(values, "doctor")[0])
 

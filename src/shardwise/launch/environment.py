@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from shardwise.config import ConfigError
@@ -68,6 +69,16 @@ class RankEnv:
 def lone_rank() -> RankEnv:
     """The environment of a process that no launcher started: rank 0 of 1."""
     return RankEnv(0, 0, 1, 1, "127.0.0.1", 0, attempt=0, launcher="none")
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Where what was measured of this machine is kept, as the XDG base directory specification says.
+
+    >>> print(cache_folder({"XDG_CACHE_HOME": "/fast/cache"}))
+    /fast/cache/shardwise
+    """
+    folder = environ.get("XDG_CACHE_HOME")
+    return (Path(folder) if folder else Path.home() / ".cache") / "shardwise"
 
 
 def detect(environ: Mapping[str, str]) -> RankEnv | None:

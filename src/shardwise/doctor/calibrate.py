@@ -1,0 +1,219 @@
+"""`shardwise doctor --calibrate`: measures this machine as training uses it, for the planner.
+
+As many ranks as a job has are at work at once, each with its threads, since neighbours contend. Two sides, as in
+`peers`: `calibrate` starts a launcher as a child and makes a profile of what its ranks leave; each rank is
+`be_calibrator`.
+
+    profile, failure = calibrate("cpu", num_ranks=2, environ=os.environ, folder=Path("runs"))
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm import Comm
+from shardwise.doctor import kernels
+from shardwise.doctor.host import read_memory
+from shardwise.doctor.peers import RESULTS, DeviceKind, comm_over, join_peers, measure_on_ranks
+from shardwise.doctor.stopwatch import Stopwatch
+from shardwise.launch.environment import RankEnv
+from shardwise.memory import first_line
+from shardwise.planner.machine import CPU
+from shardwise.planner.profile import (
+    AttentionTime,
+    BlockTime,
+    CollectiveTime,
+    HeadTime,
+    MatmulTime,
+    Profile,
+)
+from shardwise.tiers.speed import measure_swap
+
+SIZES_BYTES: Final = (4 * 2**10, 64 * 2**10, 2**20, 8 * 2**20, 64 * 2**20)
+OPS: Final = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
+LIMIT_S: Final = 280.0
+_QUICK_LIMIT_S: Final = 40.0
+_BUDGET_S, _QUICK_BUDGET_S = 0.1, 0.02
+# For the ranks to import torch and meet, beside what they measure.
+_START_S: Final = 60.0
+_COLLECTIVE_TIMEOUT_S: Final = 60.0
+# Of what is computed and what is gathered to see how much one hides of the other.
+_HIDDEN_BYTES, _HIDDEN_SIZE = 16 * 2**20, 512
+_MAX_PRODUCTS: Final = 200
+_ROWS: Final[Mapping[str, Callable[..., Any]]] = {
+    "matmuls": MatmulTime,
+    "attentions": AttentionTime,
+    "blocks": BlockTime,
+    "heads": HeadTime,
+    "collectives": CollectiveTime,
+}
+
+
+def calibrate(
+    device_kind: DeviceKind,
+    num_ranks: int,
+    environ: Mapping[str, str],
+    folder: Path,
+    *,
+    quick: bool = False,
+    argv: Sequence[str] = ("-m", "shardwise.cli", "doctor", "--launch-calibrators"),
+) -> tuple[Profile, str | None]:
+    """Measure on processes of their own; return the profile, and why it is not whole, if it is not.
+
+    Args:
+        device_kind: what computes.
+        num_ranks: that are at work at once.
+        environ: what they inherit.
+        folder: whose disk is measured.
+        quick: few and small shapes, to see that it works: the profile is poor.
+        argv: of the launcher, behind the interpreter.
+    """
+    limit_s = (_QUICK_LIMIT_S if quick else LIMIT_S) + _START_S
+    arguments = (device_kind, str(num_ranks), str(folder.resolve()), "quick" if quick else "whole")
+    rows, failure = measure_on_ranks(argv, arguments, environ, limit_s)
+    return profile_of(rows, num_ranks), failure
+
+
+def profile_of(rows: Iterable[Mapping[str, Any]], num_ranks: int) -> Profile:
+    """Make a profile of what the ranks wrote: each row has the name of a field, and a row of a table or a value.
+
+    >>> profile_of([{"field": "call_s", "value": 2.0}], num_ranks=2).call_s
+    2.0
+    """
+    memory = read_memory()
+    total_bytes = min(memory.total_bytes, memory.limit_bytes or memory.total_bytes)
+    values: dict[str, Any] = {"device": CPU, "num_threads": 1, "memory_bytes": float(total_bytes)}
+    tables: dict[str, list[Any]] = {name: [] for name in _ROWS}
+    for row in rows:
+        if row["field"] in tables:
+            tables[row["field"]].append(_ROWS[row["field"]](**row["value"]))
+        else:
+            values[row["field"]] = row["value"]
+    values["copies_bytes_per_s"] = tuple((name, speed) for name, speed in values.get("copies_bytes_per_s", ()))
+    values |= {name: tuple(table) for name, table in tables.items()}
+    return Profile(num_ranks=num_ranks, host_memory_bytes=float(total_bytes), **values)
+
+
+def be_calibrator(env: RankEnv, folder: Path, device_kind: DeviceKind, disk: Path, *, quick: bool) -> None:
+    """Be one of the ranks: measure with the others; rank 0 writes down what was found, as it is found.
+
+    Raises:
+        LaunchError: the ranks did not meet.
+        CommError: a collective failed or hung.
+    """
+    comm = join_peers(env, device_kind, _COLLECTIVE_TIMEOUT_S)
+    watch = Stopwatch(comm, _QUICK_BUDGET_S if quick else _BUDGET_S, _QUICK_LIMIT_S if quick else LIMIT_S)
+    sizes = kernels.QUICK_SIZES if quick else kernels.CPU_SIZES if device_kind == CPU else kernels.GPU_SIZES
+    known = {each.name for each in fields(Profile)}
+    for field, value in _measurements(watch, env, device_kind, sizes, disk):
+        if env.rank == 0:
+            assert field in known, field
+            with (folder / RESULTS).open("a") as results:
+                results.write(json.dumps({"field": field, "value": value}) + "\n")
+
+
+def _measurements(
+    watch: Stopwatch, env: RankEnv, device_kind: DeviceKind, sizes: kernels.Sizes, disk: Path
+) -> Iterator[tuple[str, Any]]:
+    """(field, value), the most important ones first, in case that the time runs out."""
+    yield "num_threads", torch.get_num_threads()
+    yield "torch_version", torch.__version__
+    if device_kind == "cuda":
+        yield "device", torch.cuda.get_device_name()
+        yield "memory_bytes", float(torch.cuda.get_device_properties(watch.comm.device).total_memory)
+    yield from kernels.speeds(watch).items()
+    yield "copies_bytes_per_s", list(kernels.copy_speeds(watch).items())
+    if env.world_size > 1:
+        for collective in _collective_times(watch, env):
+            yield "collectives", asdict(collective)
+        yield "hidden_share", _hidden_share(watch)
+    yield from _disk_speeds(env, disk)
+    for block in kernels.block_times(watch, sizes):
+        yield "blocks", asdict(block)
+    for head in kernels.head_times(watch, sizes):
+        yield "heads", asdict(head)
+    for attention in kernels.attention_times(watch, sizes):
+        yield "attentions", asdict(attention)
+    for matmul in kernels.matmul_times(watch, sizes):
+        yield "matmuls", asdict(matmul)
+
+
+def _collective_times(watch: Stopwatch, env: RankEnv) -> Iterator[CollectiveTime]:
+    """Of all ranks, and of neighbours where there are more than two, all pairs at once."""
+    comms = [watch.comm]
+    if env.world_size > 2 and env.world_size % 2 == 0:
+        pairs = [(first, first + 1) for first in range(0, env.world_size, 2)]
+        groups = [dist.new_group(list(pair)) for pair in pairs]
+        pair = pairs[env.rank // 2]
+        comms.append(comm_over(groups[env.rank // 2], watch.comm.device, _COLLECTIVE_TIMEOUT_S, pair))
+    for comm in comms:
+        for num_bytes in SIZES_BYTES:
+            for op in OPS:
+                seconds = watch.time_s(_caller(comm, op, num_bytes))
+                yield CollectiveTime(op=op, num_ranks=comm.world_size, num_bytes=num_bytes, seconds=seconds)
+
+
+def _caller(comm: Comm, op: str, num_bytes: int) -> Callable[[], None]:
+    """One call of the library's collective on a buffer of fp32, or of messages to a neighbour."""
+    ranks, me = comm.world_size, comm.rank
+    full = torch.zeros(num_bytes // 4 // ranks * ranks, device=comm.device)  # [n * s]
+    own = torch.zeros(full.numel() // ranks, device=comm.device)  # [s]
+    parts, received = full.chunk(ranks), torch.zeros_like(full).chunk(ranks)
+    others = [rank for rank in range(ranks) if rank != me]
+    # Around the circle, so that each rank sends once and receives once; half of a pair's is a message one way.
+    to, source = (me + 1) % ranks, (me - 1) % ranks
+    starts: dict[str, Callable[[], Any]] = {
+        "all_gather": lambda: comm.all_gather(full, op),
+        "reduce_scatter": lambda: comm.reduce_scatter(full, own, accumulate=False, name=op),
+        "all_reduce": lambda: comm.all_reduce(full, torch.float32, op),
+        "all_to_all": lambda: comm.exchange(
+            {rank: [parts[rank]] for rank in others}, {rank: [received[rank]] for rank in others}, op
+        ),
+        "send": lambda: comm.exchange({to: [full]}, {source: [_like(full)]}, op),
+    }
+    return lambda: starts[op]().wait()
+
+
+def _like(full: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(full)
+
+
+def _hidden_share(watch: Stopwatch) -> float:
+    """How much of a gather's time passes unnoticed while products are computed beside it, of as long as it takes."""
+    comm = watch.comm
+    full = torch.zeros(_HIDDEN_BYTES // 4, device=comm.device)  # [n * s]
+    full = full[: full.numel() // comm.world_size * comm.world_size]
+    left = torch.randn(_HIDDEN_SIZE, _HIDDEN_SIZE, device=comm.device)
+
+    def compute(count: int) -> None:
+        for _ in range(count):
+            torch.mm(left, left)
+
+    def both(count: int) -> None:
+        pending = comm.all_gather(full, "beside")
+        compute(count)
+        pending.wait()
+
+    gather_s = watch.time_s(lambda: comm.all_gather(full, "alone").wait())
+    count = max(1, min(_MAX_PRODUCTS, round(gather_s / watch.time_s(partial(compute, 1)))))
+    compute_s, both_s = watch.time_s(partial(compute, count)), watch.time_s(partial(both, count))
+    return max(0.0, min(1.0, (gather_s + compute_s - both_s) / min(gather_s, compute_s)))
+
+
+def _disk_speeds(env: RankEnv, disk: Path) -> Iterator[tuple[str, float]]:
+    """Of each rank while all of them use the disk; nothing where it cannot be used."""
+    try:
+        speed = measure_swap(disk, env.rank)
+    except (OSError, RuntimeError) as error:
+        print(f"the disk of {disk} was not measured: {first_line(error)}", flush=True)
+        return
+    yield "disk_read_bytes_per_s", speed.read_bytes_per_s
+    yield "disk_write_bytes_per_s", speed.write_bytes_per_s

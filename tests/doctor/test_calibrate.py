@@ -1,0 +1,146 @@
+"""Calibrating: every table is filled with the library's own kernels and collectives; what fails leaves what it had."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from shardwise import cli
+from shardwise.doctor import calibrate as calibration
+from shardwise.doctor import kernels, stopwatch
+from shardwise.doctor.calibrate import OPS, SIZES_BYTES, calibrate, profile_of
+from shardwise.doctor.show_profile import render_profile
+from shardwise.doctor.stopwatch import Stopwatch
+from shardwise.planner.machine import cluster_of
+from shardwise.planner.profile import Profile
+
+SIZES = kernels.Sizes(shapes=((32, 96, 2), (64, 128, 4)), seq_lens=(8, 16), vocab_sizes=(128,), dtypes=(torch.float32,))
+
+
+def lone_watch(budget_s: float = 0.0, limit_s: float = float("inf")) -> Stopwatch:
+    comm: Any = SimpleNamespace(world_size=1, device=torch.device("cpu"))
+    return Stopwatch(comm, budget_s, limit_s)
+
+
+def test_a_time_is_the_median_of_calls_made_in_turn(monkeypatch):
+    now_s = itertools.accumulate(itertools.chain([0.0, 0.0], itertools.cycle([1.0, 0.0, 5.0, 0.0])))
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: next(now_s))
+    calls = []
+    watch = lone_watch()
+    assert watch.times_s(lambda: calls.append("a"), lambda: calls.append("b")) == (1.0, 5.0)
+    assert calls == ["a", "b"] * 5, "one round to warm up, one to see how many there is time for, three that count"
+
+
+def test_nothing_is_begun_when_the_time_is_over():
+    watch = lone_watch(limit_s=-1.0)
+    for measure in (kernels.matmul_times, kernels.attention_times, kernels.block_times, kernels.head_times):
+        assert list(measure(watch, SIZES)) == []
+
+
+def test_calls_that_would_take_too_long_are_left_out():
+    pace = kernels.Pace(lone_watch())
+    assert pace.allows(1e18), "nothing is known yet"
+    pace.note(1e9, seconds=1.0)
+    assert pace.allows(0.29e9)
+    assert not pace.allows(0.31e9)
+
+
+def test_each_kernel_of_each_shape_is_measured():
+    watch = lone_watch()
+    matmuls = list(kernels.matmul_times(watch, SIZES))
+    assert {(each.m, each.n, each.k) for each in matmuls} >= {(8, 96, 32), (8, 32, 96), (96, 32, 8), (16, 64, 64)}
+    assert [(each.num_heads, each.head_dim, each.seq_len) for each in kernels.attention_times(watch, SIZES)] == [
+        (2, 16, 8),
+        (2, 16, 16),
+        (4, 16, 8),
+        (4, 16, 16),
+    ]
+    blocks = list(kernels.block_times(watch, SIZES))
+    assert [(each.hidden_size, each.ffn_size, each.seq_len) for each in blocks] == [
+        (32, 96, 8),
+        (32, 96, 16),
+        (64, 128, 8),
+        (64, 128, 16),
+    ]
+    heads = list(kernels.head_times(watch, SIZES))
+    assert {(each.hidden_size, each.vocab_size, each.num_tokens) for each in heads} >= {(32, 128, 8), (64, 128, 16)}
+    assert min(each.seconds for each in matmuls) > 0
+    assert min(each.forward_s for each in (*blocks, *heads)) > 0
+    assert min(each.backward_s for each in (*blocks, *heads)) > 0
+    assert min(kernels.speeds(watch).values()) > 0
+    assert kernels.copy_speeds(watch)["host->host"] > 0
+
+
+def test_rows_become_a_profile():
+    rows = [
+        {"field": "num_threads", "value": 3},
+        {"field": "matmuls", "value": {"dtype": "fp32", "m": 1, "n": 2, "k": 3, "seconds": 0.5}},
+        {"field": "copies_bytes_per_s", "value": [["host->host", 2.0]]},
+    ]
+    profile = profile_of(rows, num_ranks=2)
+    assert profile.num_threads == 3
+    assert profile.matmuls[0].n == 2
+    assert profile.copy_bytes_per_s("host", "host") == 2.0
+    assert profile.memory_bytes == profile.host_memory_bytes > 0
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_a_launcher_that_fails_leaves_a_reason(tmp_path):
+    profile, failure = calibrate("cpu", 2, os.environ, tmp_path, argv=["-c", "import sys; sys.exit('no ranks')"])
+    assert failure == "no ranks"
+    assert profile.matmuls == ()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_a_machine_is_measured_and_the_profile_is_kept(tmp_path, monkeypatch, capsys, num_ranks):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    command = ["doctor", "--calibrate", "--quick", "--json", "--num-procs", str(num_ranks), "--dir", str(tmp_path)]
+    assert cli.main(command) == 0
+    profile = Profile.from_json(capsys.readouterr().out)
+    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path.name for path in kept] == [f"cpu-{num_ranks}.json"]
+    assert Profile.from_json(kept[0].read_text()) == profile
+    sizes = {} if num_ranks == 1 else {4: SIZES_BYTES, 2: SIZES_BYTES}
+    expected = [(ranks, size, op) for ranks in sizes for size in sizes[ranks] for op in OPS]
+    assert [(each.num_ranks, each.num_bytes, each.op) for each in profile.collectives] == expected
+    unmeasured = {each.name for each in fields(Profile) if not getattr(profile, each.name)}
+    assert unmeasured <= ({"collectives", "hidden_share"} if num_ranks == 1 else {"hidden_share"})
+    assert cluster_of(profile).num_gpus == num_ranks
+
+
+def test_a_machine_that_was_not_measured_is_said(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    empty = Profile(device="cpu", num_ranks=2, num_threads=1, memory_bytes=1e9)
+    monkeypatch.setattr(calibration, "calibrate", lambda *arguments, **options: (empty, "rank 1 died"))
+    assert cli.main(["doctor", "--calibrate"]) == 1
+    assert capsys.readouterr().err == "shardwise: the machine was not measured: rank 1 died\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_profile_is_shown_in_80_columns():
+    rows = [
+        {"field": "matmuls", "value": {"dtype": "bf16", "m": 512, "n": 512, "k": 512, "seconds": 0.001}},
+        {"field": "stream_bytes_per_s", "value": 2.5e9},
+        {"field": "hidden_share", "value": 0.5},
+    ]
+    values = [{"op": op, "num_ranks": 2, "num_bytes": size, "seconds": 1e-3} for op in OPS for size in SIZES_BYTES]
+    rows += [{"field": "collectives", "value": value} for value in values]
+    out = io.StringIO()
+    Console(file=out, width=80).print(render_profile(profile_of(json.loads(json.dumps(rows)), 2)))
+    text = out.getvalue()
+    assert "at best 268 GFLOP/s, of 1 shapes" in text
+    assert "2.5 GB/s" in text
+    assert "computing hides 50% of a gather" in text
+    assert "reduce-scatter" in text
+    assert "64 MiB" in text
+    assert max(map(len, text.splitlines())) <= 80
