@@ -28,6 +28,7 @@ from shardwise.planner.communication import BlockCommunication, CommunicationMod
 from shardwise.planner.compute import ComputeModel, PassTimes
 from shardwise.planner.folded import FoldedLayout
 from shardwise.planner.job import Job, Strategy
+from shardwise.planner.offload_time import OffloadModel
 from shardwise.planner.pipeline_time import PipelineTimes, StageTimes
 from shardwise.planner.results import TIME_PARTS, TimeEstimate
 from shardwise.planner.stages import Stages
@@ -74,7 +75,8 @@ class TimeModel:
         self.job = job
         self.folded = folded or FoldedLayout(job)
         self.compute = ComputeModel(job)
-        self.communication = CommunicationModel(job)
+        self.communication = CommunicationModel(job, self.folded)
+        self.offload = OffloadModel(job, self.folded)
         self.pipelines = PipelineTimes()
 
     def estimate(self, strategy: Strategy, *, is_quick: bool = False) -> TimeEstimate:
@@ -94,7 +96,10 @@ class TimeModel:
                 parts[part] += seconds
         span_s, bubble_rate = self._span(strategy, stages, busy, is_quick=is_quick)
         parts["bubble"] = max(span_s - busy[worst], 0.0)
-        parts["data"] = self._data_s(strategy, ranks, worst)
+        forward_s = sum(stage.times.forward_s for stage in ranks[worst])
+        backward_s = sum(stage.times.total_s - stage.times.forward_s for stage in ranks[worst])
+        parts["data"] = self.communication.data(strategy, worst).exposed_s(forward_s, backward_s)
+        parts["offload"] = self.offload.times(strategy, worst).exposed_s(forward_s, backward_s)
         parts["step"] = self._step_s(strategy, worst)
         parts["other"] = self._straggling_s(sum(parts.values()))
         step_s = sum(parts.values())
@@ -143,12 +148,6 @@ class TimeModel:
         times = [stage.times for stage in stages]
         span = self.pipelines.span(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, times, transfer_s)
         return span.step_s, span.bubble_rate
-
-    def _data_s(self, s: Strategy, ranks: Sequence[Sequence[_Stage]], worst: int) -> float:
-        data = self.communication.data(s, worst)
-        forward_s = sum(stage.times.forward_s for stage in ranks[worst])
-        backward_s = sum(stage.times.total_s - stage.times.forward_s for stage in ranks[worst])
-        return data.exposed_s(forward_s, backward_s)
 
     def _step_s(self, s: Strategy, pipeline_rank: int) -> float:
         """Of the optimizer where its states are on the device; elsewhere it is part of the offload."""
