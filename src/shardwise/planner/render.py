@@ -1,0 +1,194 @@
+"""A priced strategy for people: how fast, whether it fits, what it holds, what it costs. At 80 columns and more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.planner.bars import MEMORY_MARKS, TIME_MARKS, legend, memory_bar, time_bar
+from shardwise.planner.clusters import cluster_words
+from shardwise.planner.job import Job
+from shardwise.planner.results import Price, RankMemory
+from shardwise.planner.words import (
+    GIB,
+    batch_words,
+    cost_per_step,
+    cost_per_token,
+    count_words,
+    gib_words,
+    layout_words,
+    money_words,
+    seconds_words,
+)
+
+LABEL_WIDTH: Final = 9
+BAR_WIDTH: Final = 60
+_DAY_S: Final = 86_400.0
+_MANY_TOKENS: Final = 1e12
+_MOST_STAGES: Final = 8
+_NARROW: Final = 100
+
+
+def facts(rows: Sequence[tuple[str, RenderableType]]) -> Table:
+    """Labels and what they are about."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", width=LABEL_WIDTH)
+    grid.add_column(overflow="fold")
+    for label, value in rows:
+        grid.add_row(label, Text(value) if isinstance(value, str) else value)
+    return grid
+
+
+def job_rows(job: Job, notes: Sequence[str] = ()) -> list[tuple[str, RenderableType]]:
+    """What is to be trained, and where."""
+    shape = job.shape
+    count = count_words(shape.num_params)
+    words = f"{shape.name}, {count} parameters, {shape.num_layers} layers of {shape.hidden_size:,}"
+    if shape.experts is not None:
+        words += f", {shape.experts.num_chosen} of {shape.experts.num_experts} experts"
+    rows: list[tuple[str, RenderableType]] = [("model", Text(words, style="bold")), ("batch", batch_words(job))]
+    rows.append(("cluster", cluster_words(job.cluster)))
+    rows += [("note", Text(note, style="yellow")) for note in notes]
+    return rows
+
+
+def price_rows(price: Price, *, is_coloured: bool, label: str = "best") -> list[tuple[str, RenderableType]]:
+    """One strategy: its layout, speed, memory on the worst rank, and cost."""
+    rows: list[tuple[str, RenderableType]] = [
+        (label, Text(layout_words(price.strategy), style="bold green" if price.margin_bytes >= 0 else "bold red")),
+        ("step", speed_words(price)),
+        ("memory", memory_words(price)),
+        ("", memory_bar(price.memory.worst, price.job.cluster.gpu.memory_bytes, BAR_WIDTH, is_coloured=is_coloured)),
+        ("", legend_line(_in_gib(price.memory.worst.peak), MEMORY_MARKS, is_coloured=is_coloured)),
+    ]
+    if money := cost_words(price):
+        rows.append(("cost", money))
+    return rows
+
+
+def speed_words(price: Price) -> str:
+    """Time of a step with its interval, and what follows from it."""
+    time = price.time
+    words = f"{seconds_words(time.step_s)} ({seconds_words(time.low_s)} to {seconds_words(time.high_s)})"
+    words += f", {price.tokens_per_s_per_gpu:,.0f} tokens/s a GPU"
+    if (dtype := price.strategy.matmul or price.strategy.param) in price.job.cluster.gpu.peak_flops_per_s:
+        words += f", MFU {100 * price.mfu():.1f} %"
+        words += f" of {dtype} ({100 * price.mfu(is_causal_halved=True):.1f} % with causal attention counted half)"
+    return words
+
+
+def memory_words(price: Price) -> str:
+    """The worst rank's peak against the device's memory, and what rests elsewhere."""
+    worst, strategy = price.memory.worst, price.strategy
+    where = f" on pipeline rank {worst.pipeline_rank} of {strategy.pp}" if strategy.pp > 1 else ""
+    capacity = price.job.cluster.gpu.memory_bytes
+    margin = price.margin_bytes
+    fits = f"{gib_words(margin)} left" if margin >= 0 else f"out of memory by {gib_words(-margin)}"
+    words = f"{worst.peak_bytes / GIB:,.1f} of {capacity / GIB:,.1f} GiB{where}: {fits}"
+    away = [f"{gib_words(size)} on {tier}" for tier, size in worst.elsewhere.items() if tier != "device" and size > 0]
+    return f"{words}, {' and '.join(away)}" if away else words
+
+
+def cost_words(price: Price) -> str:
+    """What a step, a day and many tokens cost; nothing where no price is known."""
+    if not (step := cost_per_step(price)):
+        return ""
+    hourly = price.job.cluster.gpu.price_per_hour
+    day = step / price.time.step_s * _DAY_S
+    tokens = cost_per_token(price) * _MANY_TOKENS
+    return (
+        f"{money_words(step)} a step, {money_words(day)} a day, {money_words(tokens)} for 1 T tokens, "
+        f"at ${hourly:.2f} an hour and GPU"
+    )
+
+
+def _in_gib(sizes: Mapping[str, float]) -> dict[str, float]:
+    return {name: size / GIB for name, size in sizes.items()}
+
+
+def legend_line(
+    sizes: Mapping[str, float], marks: Mapping[str, tuple[str, str]], *, is_coloured: bool, digits: int = 1
+) -> RenderableType:
+    """A legend that breaks between its parts alone."""
+    return Columns(legend(sizes, marks, is_coloured=is_coloured, digits=digits), padding=(0, 2))
+
+
+def price_table(prices: Sequence[Price], *, width: int, is_coloured: bool) -> Table:
+    """The best few, one below the other."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim", expand=False)
+    table.add_column("#", justify="right", style="dim")
+    table.add_column("layout", overflow="fold", min_width=24)
+    for name in ("step", "tok/s/GPU", "MFU %", "GiB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    is_wide = width >= _NARROW
+    if is_wide:
+        table.add_column("memory of the worst rank", no_wrap=True)
+    for number, price in enumerate(prices, 1):
+        cells: list[RenderableType] = [f"{number}", Text(layout_words(price.strategy)), *_figures(price)]
+        if is_wide:
+            cells.append(
+                memory_bar(price.memory.worst, price.job.cluster.gpu.memory_bytes, 24, is_coloured=is_coloured)
+            )
+        table.add_row(*cells)
+    return table
+
+
+def _figures(price: Price) -> Iterator[str]:
+    yield seconds_words(price.time.step_s)
+    yield f"{price.tokens_per_s_per_gpu:,.0f}"
+    yield f"{100 * price.mfu():.1f}"
+    yield f"{price.memory.worst.peak_bytes / GIB:,.1f}"
+
+
+def stage_table(price: Price, *, is_coloured: bool) -> Table:
+    """Memory of each pipeline rank by category; of a long pipeline the first, the worst and the last are shown."""
+    ranks = _shown_ranks(price)
+    names = [name for name in MEMORY_MARKS if any(each.peak.get(name, 0) >= GIB / 20 for each in ranks)]
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    table.add_column("peak, GiB" if price.strategy.pp == 1 else "pipeline rank, GiB")
+    for name in (*names, "total"):
+        table.add_column(_short(name), justify="right", no_wrap=True)
+    for rank in ranks:
+        cells = [f"{rank.peak.get(name, 0) / GIB:,.1f}" for name in names]
+        is_worst = rank is price.memory.worst and len(ranks) > 1
+        total = Text(f"{rank.peak_bytes / GIB:,.1f}", style="bold" if is_worst and is_coloured else "")
+        table.add_row(f"{rank.pipeline_rank}{' worst' if is_worst else ''}", *cells, total)
+    return table
+
+
+def _short(name: str) -> str:
+    return {"optimizer": "optim", "activations": "activ", "workspace": "work", "overhead": "context"}.get(name, name)
+
+
+def _shown_ranks(price: Price) -> list[RankMemory]:
+    ranks = price.memory.ranks
+    if len(ranks) <= _MOST_STAGES:
+        return list(ranks)
+    chosen = {0: ranks[0], 1: ranks[1], len(ranks) // 2: ranks[len(ranks) // 2], len(ranks) - 1: ranks[-1]}
+    chosen[price.memory.worst.pipeline_rank] = price.memory.worst
+    return [chosen[place] for place in sorted(chosen)]
+
+
+def time_rows(price: Price, *, is_coloured: bool) -> list[tuple[str, RenderableType]]:
+    """Where a step's time goes."""
+    time = price.time
+    unit, name = (1.0, "s") if time.step_s >= 1 else (1e-3, "ms")
+    parts = {part: seconds / unit for part, seconds in time.parts.items()}
+    rows: list[tuple[str, RenderableType]] = [
+        ("time", time_bar(time.parts, BAR_WIDTH, is_coloured=is_coloured)),
+        (f"in {name}", legend_line(parts, TIME_MARKS, is_coloured=is_coloured, digits=2)),
+    ]
+    if time.bubble_rate is not None and price.strategy.pp > 1:
+        rows.append(("bubble", f"{100 * time.bubble_rate:.1f} % of a rank's time in the pipeline"))
+    return rows
+
+
+def blocks(*parts: RenderableType) -> RenderableType:
+    """Parts with a line between them."""
+    return Group(*(Padding(part, (1, 1, 0, 1), expand=False) for part in parts))
