@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(run=_train)
     add_verify_command(commands, _split, os.environ)
     add_checkpoint_commands(commands)
-    add_plan_command(commands, _split)
+    add_plan_command(commands, _split, os.environ)
     add_timeline_command(commands, _split)
     add_attention_command(commands, _split)
     config = commands.add_parser("config", help="print every key with its default, as TOML")

@@ -1,4 +1,4 @@
-"""The command `shardwise plan`: so far its dry run, which simulates ranks of a job and says what they hold and send.
+"""The command `shardwise plan`: the best layout of a job on a cluster, the price of one, or a dry run of its ranks.
 
 Nothing is started. As in `shardwise.cli`, errors are one line and exit code 2.
 """
@@ -6,69 +6,278 @@ Nothing is started. As in `shardwise.cli`, errors are one line and exit code 2.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
 
 from shardwise.config import ConfigError
 
 if TYPE_CHECKING:
+    from shardwise.planner.hardware import Cluster
+    from shardwise.planner.results import Price
+    from shardwise.planner.search import Plan
     from shardwise.train.dry_run import Choice
 
 _EXAMPLES = """\
-Without --ranks one rank of each place in the pipeline is simulated: of up to 8 places all, of more the first, the
-second, the middle and the last.
+Settings such as mesh.tp=8 or mesh.tp=4,8 pin what the planner would choose; others, such as optimizer.name=lion, go
+into the config. Without --cluster the job is planned for this machine, once it is measured: shardwise doctor
+--calibrate.
 
 examples:
+  shardwise plan --model llama-70b --cluster h100:512 --global-batch 1024 --seq 8192
+  shardwise plan --model config.json --cluster a100-80:8x8 --global-batch 512 --write plan.toml
+  shardwise plan --model train_megatron.sh --cluster h200:64    Megatron's flags, as a script, YAML or a string
+  shardwise plan my.toml --cluster mine.toml zero.stage=3       our config; a cluster of your own
+  shardwise plan --explain plan.toml --cluster h100:512         memory by stage and time by part of one config
+  shardwise plan --explain ds.json --model llama-7b --cluster h100:8
+  shardwise plan --fit --cluster h100:8 --model llama-70b       the largest model, micro-batch and sequence
+
+a dry run simulates the engine's own ranks; without --ranks one rank of each place in the pipeline: of up to 8 places
+all, of more the first, the second, the middle and the last:
   shardwise plan --dry-run my.toml --world-size 512
   shardwise plan --dry-run my.toml --world-size 512 mesh.pp=8 mesh.tp=8 pipeline.schedule=zb-h1
   shardwise plan --dry-run my.toml --ranks worst       all of the rank with the highest peak
   shardwise plan --dry-run my.toml --ranks 0,1,64      these ranks
 """
+_WRITTEN_BY: Final = "# Written by `shardwise plan`"
+_MAX_MARGIN: Final = 0.9
 
 Split = Callable[[Sequence[str]], tuple[str | None, list[str]]]
 """From a command's settings to its config file, if there is one, and the assignments."""
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Split) -> None:
+def add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Split, environ: Mapping[str, str]
+) -> None:
     """Add `plan` to the commands of `shardwise`."""
     parser = commands.add_parser(
         "plan",
-        help="say what the ranks of a job would hold and send",
-        description="Simulate ranks of a job, one of every pipeline stage, and say what they hold and send.",
+        help="find the best layout of a job, or say what one takes",
+        description="Find the fastest layout of a job that fits, with reasons; or say what a given one takes.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("settings", nargs="*", metavar="config.toml | key=value", help="as for train")
-    parser.add_argument("--dry-run", action="store_true", help="simulate the config as it is; start nothing")
-    parser.add_argument("--world-size", type=int, metavar="N", help="ranks of the job (default: what the mesh says)")
-    parser.add_argument("--ranks", metavar="0,1,... | worst | stages", help="which ranks to simulate")
-    parser.set_defaults(run=partial(_plan, split=split))
+    job = parser.add_argument_group("the job")
+    job.add_argument("--model", metavar="NAME | FILE", help="a preset, our config, config.json, or Megatron's flags")
+    job.add_argument("--cluster", metavar="GPU:N | FILE", help="such as h100:512, h100:64x8, or a TOML file")
+    job.add_argument("--global-batch", type=_positive, metavar="N", help="sequences of an optimizer step")
+    job.add_argument("--seq", type=_positive, metavar="N", help="tokens of a sequence (default: the model's longest)")
+    what = parser.add_argument_group("the answer")
+    what.add_argument("--top", type=_positive, default=5, metavar="N", help="layouts to show (default: 5)")
+    what.add_argument(
+        "--margin", type=_share, default=0.06, metavar="SHARE", help="of memory kept free (default: 0.06)"
+    )
+    what.add_argument("--json", type=Path, metavar="OUT", help="write all of it as JSON; - for the terminal")
+    what.add_argument("--write", type=Path, metavar="TOML", help="write the best as a config for shardwise train")
+    what.add_argument("--explain", metavar="FILE", help="price one config: ours, DeepSpeed's or Megatron's")
+    what.add_argument("--fit", action="store_true", help="say how large a model, micro-batch and sequence may be")
+    what.add_argument("--refit", type=Path, metavar="RUNS", help="improve this machine's profile by runs' measurements")
+    dry = parser.add_argument_group("a dry run")
+    dry.add_argument("--dry-run", action="store_true", help="simulate the config as it is; start nothing")
+    dry.add_argument("--world-size", type=int, metavar="N", help="ranks of the job (default: what the mesh says)")
+    dry.add_argument("--ranks", metavar="0,1,... | worst | stages", help="which ranks to simulate")
+    parser.set_defaults(run=partial(_plan, split=split, environ=environ))
 
 
-def _plan(arguments: argparse.Namespace, split: Split) -> int:
+def _positive(text: str) -> int:
+    if not text.replace(",", "").replace("_", "").isdecimal() or not (value := int(text.replace(",", ""))):
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number >= 1")
+    return value
+
+
+def _share(text: str) -> float:
     try:
-        if not arguments.dry_run:
-            raise ConfigError(
-                "shardwise plan does not search for a layout yet; add --dry-run to simulate a config's own"
-            )
-        ranks = parse_ranks(arguments.ranks)
-        # torch takes seconds to import.
-        from shardwise.train.dry_run import dry_run, dry_run_size, render
-        from shardwise.train.job import job_config
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= _MAX_MARGIN:
+        raise argparse.ArgumentTypeError(f"{text} must be a share between 0 and {_MAX_MARGIN}, such as 0.06 or 6%")
+    return value
 
-        config = job_config(*split(arguments.settings))
-        with Console(stderr=True).status("reading the config") as status:
-            run = dry_run(config, dry_run_size(config, arguments.world_size), ranks, status.update)
+
+def _plan(arguments: argparse.Namespace, split: Split, environ: Mapping[str, str]) -> int:
+    try:
+        _check_flags(arguments)
+        path, assignments = split(arguments.settings)
+        if arguments.dry_run:
+            return _dry_run(arguments, path, assignments)
+        if arguments.model is not None and path is not None:
+            raise ConfigError(f"--model {arguments.model} and {path} are two models; give one of them")
+        _refuse_taken(arguments.write)
+        cluster = _cluster(arguments.cluster, environ)
+        if arguments.explain is not None:
+            return _explain(arguments, cluster, arguments.model or path, assignments)
+        return _search(arguments, cluster, arguments.model or path, assignments)
     except ConfigError as error:
         print(f"shardwise: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("shardwise: stopped by Ctrl-C", file=sys.stderr)
         return 130
+
+
+def _check_flags(arguments: argparse.Namespace) -> None:
+    """Refuse flags that do not go together."""
+    modes = {
+        "--dry-run": arguments.dry_run,
+        "--explain": arguments.explain is not None,
+        "--fit": arguments.fit,
+        "--refit": arguments.refit is not None,
+    }
+    chosen = [name for name, is_chosen in modes.items() if is_chosen]
+    if len(chosen) > 1:
+        raise ConfigError(f"{chosen[0]} and {chosen[1]} are two questions; ask one at a time")
+    if chosen and arguments.write is not None:
+        raise ConfigError(f"--write is of a search, and {chosen[0]} makes none; leave one of them out")
+    for name, value in (("--world-size", arguments.world_size), ("--ranks", arguments.ranks)):
+        if value is not None and not arguments.dry_run:
+            raise ConfigError(f"{name} is of a dry run; add --dry-run, or say the GPUs by --cluster h100:512")
+
+
+def _refuse_taken(path: Path | None) -> None:
+    """Refuse to write over a file that a person wrote."""
+    if path is None or not path.exists():
+        return
+    try:
+        is_ours = path.read_text(encoding="utf-8").startswith(_WRITTEN_BY)
+    except (OSError, UnicodeDecodeError):
+        is_ours = False
+    if not is_ours:
+        raise ConfigError(f"--write {path} is there already, and not from a plan; give another path")
+
+
+def _cluster(text: str | None, environ: Mapping[str, str]) -> Cluster:
+    from shardwise.planner.clusters import parse_cluster
+
+    if text is not None:
+        return parse_cluster(text)
+    with Console(stderr=True).status("starting torch"):
+        from shardwise.train.here import this_machine, user_folder
+
+        return this_machine(user_folder(environ))
+
+
+def _search(arguments: argparse.Namespace, cluster: Cluster, model: str | None, assignments: Sequence[str]) -> int:
+    if model is None:
+        raise ConfigError("no model is given; say which, such as --model llama-70b, or a config; see shardwise presets")
+    console = Console()
+    with Console(stderr=True).status("starting torch") as status:
+        from shardwise.planner.asked import ask, read_model
+        from shardwise.planner.plan_view import plan_dict, plan_view
+        from shardwise.planner.pricing import Pricer
+        from shardwise.planner.search import Limits, search
+
+        asked = ask(
+            read_model(model), cluster, seq_len=arguments.seq, global_batch=arguments.global_batch, settings=assignments
+        )
+        status.update(f"searching layouts of {cluster.num_gpus:,} {cluster.gpu.name}")
+        limits = Limits(num_best=max(10, arguments.top), margin_share=arguments.margin)
+        pricer = Pricer(asked.job)
+        plan = search(asked.job, asked.space, limits, pricer)
+    if _is_json_printed(arguments):
+        print(json.dumps(plan_dict(plan), indent=2))
+    else:
+        is_coloured = console.color_system is not None
+        width = console.width
+        console.print(plan_view(plan, width=width, is_coloured=is_coloured, num_shown=arguments.top, notes=asked.notes))
+    _write_json(arguments, plan_dict(plan))
+    if plan.winner is None:
+        return 1
+    if arguments.write is not None:
+        _write_config(arguments, plan, asked.base)
+    elif not _is_json_printed(arguments):
+        console.print(
+            " --write plan.toml writes the best as a config for shardwise train", style="dim", highlight=False
+        )
+    return 0
+
+
+def _write_config(arguments: argparse.Namespace, plan: Plan, base: Any) -> None:
+    from shardwise.planner.configs import ALWAYS_WRITTEN, config_of, to_toml
+    from shardwise.planner.words import layout_words, seconds_words
+    from shardwise.train.job import check_job
+
+    price = plan.winner
+    if price is None:
+        return
+    job, cluster = plan.job, plan.job.cluster
+    config = config_of(job, price.strategy, base)
+    if arguments.cluster is None:
+        config = config.override([f"run.num_procs={cluster.num_gpus}"])
+    check_job(config, cluster.num_gpus)
+    head = (
+        f"{_WRITTEN_BY}: {job.shape.name} on {cluster.num_gpus:,} x {cluster.gpu.name}\n"
+        f"# {layout_words(price.strategy)}; {seconds_words(price.time.step_s)} a step\n"
+    )
+    _write_text(arguments.write, f"{head}\n{to_toml(config, ALWAYS_WRITTEN)}", "--write")
+    line = f"wrote {arguments.write}; {_start_words(arguments.write, cluster, is_here=arguments.cluster is None)}"
+    Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _start_words(path: Path, cluster: Cluster, *, is_here: bool) -> str:
+    """How the config is started."""
+    if is_here:
+        return f"start it by shardwise train {path}"
+    num_nodes = cluster.num_gpus // cluster.gpus_per_node
+    nodes = f"--nnodes {num_nodes} " if num_nodes > 1 else ""
+    return f"start it by torchrun {nodes}--nproc-per-node {cluster.gpus_per_node} -m shardwise.cli train {path}"
+
+
+def _explain(arguments: argparse.Namespace, cluster: Cluster, model: str | None, assignments: Sequence[str]) -> int:
+    with Console(stderr=True).status("starting torch"):
+        from shardwise.planner.plan_view import explain_view, job_dict, price_dict
+        from shardwise.planner.pricing import Pricer
+        from shardwise.train.explained import read_explained
+
+        batch = arguments.global_batch
+        asked = read_explained(
+            arguments.explain, model, cluster, seq_len=arguments.seq, global_batch=batch, settings=assignments
+        )
+        price = Pricer(asked.job).price(asked.strategy)
+    if _is_json_printed(arguments):
+        print(json.dumps({"job": job_dict(price.job), **price_dict(price)}, indent=2))
+    else:
+        console = Console()
+        console.print(explain_view(price, is_coloured=console.color_system is not None, notes=asked.notes))
+    _write_json(arguments, {"job": job_dict(price.job), **price_dict(price)})
+    return _exit_code(price)
+
+
+def _exit_code(price: Price) -> int:
+    return 0 if price.margin_bytes >= 0 else 1
+
+
+def _is_json_printed(arguments: argparse.Namespace) -> bool:
+    return arguments.json is not None and str(arguments.json) == "-"
+
+
+def _write_json(arguments: argparse.Namespace, values: Mapping[str, Any]) -> None:
+    if arguments.json is not None and not _is_json_printed(arguments):
+        _write_text(arguments.json, json.dumps(values, indent=2) + "\n", "--json")
+
+
+def _write_text(path: Path, text: str, flag: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {flag} {path}: {error.strerror}; give a path that you may write to") from None
+
+
+def _dry_run(arguments: argparse.Namespace, path: str | None, assignments: Sequence[str]) -> int:
+    ranks = parse_ranks(arguments.ranks)
+    # torch takes seconds to import.
+    from shardwise.train.dry_run import dry_run, dry_run_size, render
+    from shardwise.train.job import job_config
+
+    config = job_config(path, assignments)
+    with Console(stderr=True).status("reading the config") as status:
+        run = dry_run(config, dry_run_size(config, arguments.world_size), ranks, status.update)
     Console().print(render(run))
     return 0
 

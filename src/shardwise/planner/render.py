@@ -14,12 +14,11 @@ from rich.text import Text
 from shardwise.planner.bars import MEMORY_MARKS, TIME_MARKS, legend, memory_bar, time_bar
 from shardwise.planner.clusters import cluster_words
 from shardwise.planner.job import Job
+from shardwise.planner.pareto import cost_per_step
 from shardwise.planner.results import Price, RankMemory
 from shardwise.planner.words import (
     GIB,
     batch_words,
-    cost_per_step,
-    cost_per_token,
     count_words,
     gib_words,
     layout_words,
@@ -77,7 +76,8 @@ def speed_words(price: Price) -> str:
     time = price.time
     words = f"{seconds_words(time.step_s)} ({seconds_words(time.low_s)} to {seconds_words(time.high_s)})"
     words += f", {price.tokens_per_s_per_gpu:,.0f} tokens/s a GPU"
-    if (dtype := price.strategy.matmul or price.strategy.param) in price.job.cluster.gpu.peak_flops_per_s:
+    dtype = price.strategy.matmul or price.strategy.param
+    if dtype in price.job.cluster.gpu.peak_flops_per_s:
         words += f", MFU {100 * price.mfu():.1f} %"
         words += f" of {dtype} ({100 * price.mfu(is_causal_halved=True):.1f} % with causal attention counted half)"
     return words
@@ -97,11 +97,12 @@ def memory_words(price: Price) -> str:
 
 def cost_words(price: Price) -> str:
     """What a step, a day and many tokens cost; nothing where no price is known."""
-    if not (step := cost_per_step(price)):
+    step = cost_per_step(price)
+    if step is None:
         return ""
     hourly = price.job.cluster.gpu.price_per_hour
     day = step / price.time.step_s * _DAY_S
-    tokens = cost_per_token(price) * _MANY_TOKENS
+    tokens = step / price.job.tokens * _MANY_TOKENS
     return (
         f"{money_words(step)} a step, {money_words(day)} a day, {money_words(tokens)} for 1 T tokens, "
         f"at ${hourly:.2f} an hour and GPU"
@@ -142,7 +143,8 @@ def price_table(prices: Sequence[Price], *, width: int, is_coloured: bool) -> Ta
 def _figures(price: Price) -> Iterator[str]:
     yield seconds_words(price.time.step_s)
     yield f"{price.tokens_per_s_per_gpu:,.0f}"
-    yield f"{100 * price.mfu():.1f}"
+    dtype = price.strategy.matmul or price.strategy.param
+    yield f"{100 * price.mfu():.1f}" if dtype in price.job.cluster.gpu.peak_flops_per_s else "-"
     yield f"{price.memory.worst.peak_bytes / GIB:,.1f}"
 
 

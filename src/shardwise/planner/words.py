@@ -12,10 +12,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from shardwise.planner.job import Job, Strategy
-from shardwise.planner.results import Price
 
 GIB: Final = 2**30
-_HOUR_S: Final = 3600.0
 _COUNTS: Final = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
@@ -100,17 +98,6 @@ def _three_digits(number: float) -> str:
     if number >= 100:
         return f"{number:,.0f}"
     return f"{number:.1f}" if number >= 10 else f"{number:.2f}"
-
-
-def cost_per_step(price: Price) -> float:
-    """In dollars, of all devices; 0 where no price is known."""
-    cluster = price.job.cluster
-    return price.time.step_s / _HOUR_S * cluster.num_gpus * cluster.gpu.price_per_hour
-
-
-def cost_per_token(price: Price) -> float:
-    """In dollars, of all devices; 0 where no price is known."""
-    return cost_per_step(price) / price.job.tokens
 
 
 def batch_words(job: Job) -> str:

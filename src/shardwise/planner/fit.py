@@ -1,0 +1,156 @@
+"""What is the largest model, micro-batch or sequence that a machine holds, by a few ways to split it.
+
+>>> largest(lambda size: size * size <= 90, 1, 1000)
+9
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from shardwise.planner.capacity import shortfall
+from shardwise.planner.hardware import Cluster
+from shardwise.planner.job import Job, Strategy
+from shardwise.planner.memory import MemoryModel
+from shardwise.planner.shape import ModelShape
+
+_HEAD_DIM: Final = 128
+_VOCAB_SIZE: Final = 128_256
+_HEADS_STEP: Final = 4
+_MOST_HEADS: Final = 512
+_MOST_SAMPLES: Final = 4096
+_LENGTH_STEP: Final = 1024
+_MOST_LENGTHS: Final = 16_384
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """One way to split a job over all GPUs, by name."""
+
+    name: str
+    strategy: Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """The largest that one setup holds, each with the others at their least; None where nothing of it fits.
+
+    Attributes:
+        shape: of the largest model of the family, at the asked length and one sample.
+        micro_size: samples of the asked model.
+        seq_len: tokens of a sequence of the asked model, one sample.
+    """
+
+    setup: Setup
+    shape: ModelShape | None
+    micro_size: int | None = None
+    seq_len: int | None = None
+
+
+def largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
+    """The largest number from `low` to `high` that fits, where all below one that fits do; None where none does."""
+    if not fits(low):
+        return None
+    step = 1
+    while low + step <= high and fits(low + step):
+        low += step
+        step *= 2
+    high = min(high, low + step - 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def family_shape(num_heads: int) -> ModelShape:
+    """A decoder of the Llama family with so many heads of 128 and as many layers.
+
+    >>> shape = family_shape(32)
+    >>> shape.num_layers, shape.hidden_size, round(shape.num_params / 1e9, 1)
+    (32, 4096, 8.0)
+    """
+    hidden = _HEAD_DIM * num_heads
+    return ModelShape(
+        num_layers=num_heads,
+        hidden_size=hidden,
+        num_heads=num_heads,
+        num_kv_heads=math.gcd(8, num_heads),
+        head_dim=_HEAD_DIM,
+        ffn_size=hidden * 7 // 2,
+        vocab_size=_VOCAB_SIZE,
+        name=f"{num_heads} layers of {hidden:,}",
+    )
+
+
+def setups(cluster: Cluster, param: str = "bf16") -> Iterator[Setup]:
+    """Ways to split a job that people know, from the simplest to the one that holds most."""
+    ranks = cluster.num_gpus
+    whole = replace(Strategy(dp_shard=ranks), param=param)
+    if ranks > 1:
+        yield Setup(name="DDP", strategy=whole)
+        yield Setup(name="ZeRO-1", strategy=replace(whole, zero_stage=1))
+        yield Setup(name="ZeRO-2", strategy=replace(whole, zero_stage=2))
+        yield Setup(name="ZeRO-3", strategy=replace(whole, zero_stage=3))
+    else:
+        yield Setup(name="on the device", strategy=whole)
+    saving = replace(whole, zero_stage=3, recompute="full")
+    yield Setup(name="ZeRO-3, recompute full" if ranks > 1 else "recompute full", strategy=saving)
+    team = min(cluster.gpus_per_node, max(1, cluster.gpu.link_domain), 8)
+    if team > 1 and ranks % team == 0:
+        tensor = replace(saving, tp=team, dp_shard=ranks // team, sequence_parallel=True)
+        yield Setup(name=f"... TP {team}+SP", strategy=tensor)
+        yield Setup(name=f"... CP {team}", strategy=replace(saving, cp=team, dp_shard=ranks // team))
+    host = replace(saving, optimizer_tier="host")
+    yield Setup(name="... optimizer on host", strategy=host)
+    all_host = replace(host, params_tier="host", grads_tier="host", activations_tier="host")
+    yield Setup(name="... all states on host", strategy=all_host)
+
+
+def fit(
+    cluster: Cluster, *, seq_len: int, shape: ModelShape | None = None, margin_share: float = 0.06, param: str = "bf16"
+) -> Iterator[Fit]:
+    """The largest that each setup holds, one setup after the other.
+
+    Args:
+        cluster: all of it.
+        seq_len: of the largest model, in tokens.
+        shape: whose micro-batch and sequence are asked; None for the largest model alone.
+        margin_share: of a device's memory that is to stay free.
+        param: dtype of the parameters.
+    """
+    for setup in setups(cluster, param):
+        models = _Holds(cluster, setup.strategy, margin_share)
+
+        def holds_heads(count: int, models: _Holds = models) -> bool:
+            return models.holds(family_shape(_HEADS_STEP * count), seq_len, 1)
+
+        count = largest(holds_heads, 1, _MOST_HEADS // _HEADS_STEP)
+        found = Fit(setup=setup, shape=None if count is None else family_shape(_HEADS_STEP * count))
+        if shape is not None and _splits(setup.strategy, shape):
+            found = _fit_model(found, models, shape, seq_len)
+        yield found
+
+
+def _splits(strategy: Strategy, shape: ModelShape) -> bool:
+    return shape.num_heads % strategy.tp == 0
+
+
+def _fit_model(found: Fit, models: _Holds, shape: ModelShape, seq_len: int) -> Fit:
+    samples = largest(lambda size: models.holds(shape, seq_len, size), 1, _MOST_SAMPLES)
+    lengths = largest(lambda count: models.holds(shape, _LENGTH_STEP * count, 1), 1, _MOST_LENGTHS)
+    return replace(found, micro_size=samples, seq_len=None if lengths is None else _LENGTH_STEP * lengths)
+
+
+class _Holds:
+    """Whether one strategy holds models, by their memory alone."""
+
+    def __init__(self, cluster: Cluster, strategy: Strategy, margin_share: float) -> None:
+        self._cluster, self._strategy, self._margin_share = cluster, strategy, margin_share
+
+    def holds(self, shape: ModelShape, seq_len: int, micro_size: int) -> bool:
+        strategy = replace(self._strategy, micro_size=micro_size)
+        job = Job(shape=shape, seq_len=seq_len, global_batch=strategy.global_batch, cluster=self._cluster)
+        return shortfall(MemoryModel(job).estimate(strategy), self._cluster, self._margin_share) is None

@@ -1,0 +1,180 @@
+"""A plan for people and for programs: the winner first, then why, then what it was chosen from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.planner.job import Job
+from shardwise.planner.pareto import cost_per_step
+from shardwise.planner.render import (
+    blocks,
+    facts,
+    job_rows,
+    price_rows,
+    price_table,
+    stage_table,
+    time_rows,
+)
+from shardwise.planner.results import Price
+from shardwise.planner.search import Plan
+from shardwise.planner.words import GIB, gib_words, layout_words, seconds_words
+
+_MOST_FRONT = 6
+
+
+def plan_view(
+    plan: Plan, *, width: int, is_coloured: bool, num_shown: int = 5, notes: Sequence[str] = ()
+) -> RenderableType:
+    """The whole answer.
+
+    Args:
+        plan: that was found.
+        width: of the terminal, in characters.
+        is_coloured: whether it shows colours.
+        num_shown: of the best.
+        notes: on how the question was read.
+    """
+    parts: list[RenderableType] = [facts(job_rows(plan.job, notes))]
+    winner = plan.winner
+    if winner is None:
+        parts += _no_winner(plan, is_coloured)
+    else:
+        rows = price_rows(winner, is_coloured=is_coloured)
+        parts.append(facts([*rows, *time_rows(winner, is_coloured=is_coloured)]))
+        parts.append(price_table(plan.best[:num_shown], width=width, is_coloured=is_coloured))
+        if len(plan.front) > 1:
+            parts.append(_front_table(plan))
+    parts.append(Text(" ".join(_counts(plan)), style="dim"))
+    return blocks(*parts)
+
+
+def _no_winner(plan: Plan, is_coloured: bool) -> Iterator[RenderableType]:
+    yield Text("nothing fits", style="bold red")
+    if plan.nearest is not None:
+        price, missing = plan.nearest
+        rows = price_rows(price, is_coloured=is_coloured, label="nearest")
+        yield facts([*rows, ("misses", f"{gib_words(missing.missing_bytes)} of {missing.tier} memory")])
+
+
+def _front_table(plan: Plan) -> Table:
+    """Step time against free memory: what each more GiB costs in time."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim", title=None)
+    table.add_column("more memory free", justify="right", no_wrap=True)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("slower", justify="right", no_wrap=True)
+    table.add_column("layout", overflow="fold")
+    best = plan.front[0]
+    for price in _spread(plan.front):
+        slower = price.time.step_s / best.time.step_s - 1
+        table.add_row(
+            gib_words(price.margin_bytes),
+            seconds_words(price.time.step_s),
+            f"{100 * slower:.1f} %" if price is not best else "",
+            Text(layout_words(price.strategy)),
+        )
+    return table
+
+
+def _spread(prices: Sequence[Price]) -> list[Price]:
+    """At most a few, the first and the last among them."""
+    if len(prices) <= _MOST_FRONT:
+        return list(prices)
+    last = len(prices) - 1
+    return [prices[round(index * last / (_MOST_FRONT - 1))] for index in range(_MOST_FRONT)]
+
+
+def _counts(plan: Plan) -> Iterator[str]:
+    yield f"{plan.num_outlines:,} outlines, {plan.num_priced:,} strategies priced in {plan.elapsed_s:.1f} s;"
+    reasons = sorted(plan.rejected.items(), key=lambda each: -each[1])
+    yield "left out: " + ", ".join(f"{count:,} {reason}" for reason, count in reasons) + "."
+    margin = plan.limits.margin_share
+    yield f"{100 * margin:.0f} % of a device's memory is kept free (--margin)."
+    if not plan.is_proven:
+        yield "The search ended before every bound was passed: pin a dimension, such as mesh.tp=8, to look closer."
+
+
+def explain_view(price: Price, *, is_coloured: bool, notes: Sequence[str] = ()) -> RenderableType:
+    """One strategy in detail: memory of each pipeline rank, parts of the time."""
+    return blocks(
+        facts(job_rows(price.job, notes)),
+        facts(
+            [*price_rows(price, is_coloured=is_coloured, label="layout"), *time_rows(price, is_coloured=is_coloured)]
+        ),
+        stage_table(price, is_coloured=is_coloured),
+    )
+
+
+def sentences(title: str, lines: Sequence[str]) -> RenderableType:
+    """A title and indented sentences, one below the other."""
+    body = [Padding(Text(line), (0, 0, 0, 2)) for line in lines]
+    return Group(Text(title, style="dim"), *body)
+
+
+def plan_dict(plan: Plan) -> dict[str, Any]:
+    """All of a plan, as JSON takes it."""
+    return {
+        "job": job_dict(plan.job),
+        "best": [price_dict(price) for price in plan.best],
+        "runners_up": [price_dict(price) for price in plan.runners_up],
+        "front": [price_dict(price) for price in plan.front],
+        "nearest": None if plan.nearest is None else price_dict(plan.nearest[0]),
+        "rejected": dict(plan.rejected),
+        "num_outlines": plan.num_outlines,
+        "num_priced": plan.num_priced,
+        "is_proven": plan.is_proven,
+        "elapsed_s": plan.elapsed_s,
+    }
+
+
+def job_dict(job: Job) -> dict[str, Any]:
+    """A job's shape, batch and cluster."""
+    return {
+        "model": asdict(job.shape),
+        "num_params": job.shape.num_params,
+        "seq_len": job.seq_len,
+        "global_batch": job.global_batch,
+        "gpu": job.cluster.gpu.name,
+        "num_gpus": job.cluster.num_gpus,
+        "gpus_per_node": job.cluster.gpus_per_node,
+    }
+
+
+def price_dict(price: Price) -> dict[str, Any]:
+    """One strategy with its price."""
+    time, worst = price.time, price.memory.worst
+    return {
+        "layout": layout_words(price.strategy),
+        "strategy": asdict(price.strategy),
+        "step_s": time.step_s,
+        "low_s": time.low_s,
+        "high_s": time.high_s,
+        "parts_s": dict(time.parts),
+        "bubble_rate": time.bubble_rate,
+        "tokens_per_s_per_gpu": price.tokens_per_s_per_gpu,
+        "mfu": _mfu(price),
+        "mfu_convention": "model FLOPs with all keys of attention, nothing that is computed twice",
+        "cost_per_step": cost_per_step(price),
+        "peak_gib": worst.peak_bytes / GIB,
+        "margin_gib": price.margin_bytes / GIB,
+        "ranks": [
+            {
+                "pipeline_rank": rank.pipeline_rank,
+                "at_rest_bytes": dict(rank.at_rest),
+                "peak_bytes": dict(rank.peak),
+                "elsewhere_bytes": dict(rank.elsewhere),
+            }
+            for rank in price.memory.ranks
+        ],
+    }
+
+
+def _mfu(price: Price) -> float | None:
+    dtype = price.strategy.matmul or price.strategy.param
+    return price.mfu() if dtype in price.job.cluster.gpu.peak_flops_per_s else None

@@ -1,0 +1,94 @@
+"""The strategy of a config that is to be explained, not searched: ours, DeepSpeed's or Megatron's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardwise.config import Config, ConfigError
+from shardwise.planner.asked import Asked, Model, ask, of_imported, read_model
+from shardwise.planner.configs import job_of, strategy_of
+from shardwise.planner.hardware import Cluster
+from shardwise.planner.imports.deepspeed import read_deepspeed
+from shardwise.planner.imports.imported import Imported
+from shardwise.planner.imports.megatron import read_megatron
+from shardwise.planner.job import Job, Strategy
+from shardwise.planner.machine import CPU
+from shardwise.train.job import check_job, job_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explained:
+    """A job and how it is split."""
+
+    job: Job
+    strategy: Strategy
+    notes: tuple[str, ...] = ()
+
+
+def read_explained(
+    source: str,
+    model: str | None,
+    cluster: Cluster,
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    settings: Sequence[str] = (),
+) -> Explained:
+    """Read what a config says of a job on a cluster.
+
+    Args:
+        source: the path of our TOML, DeepSpeed's JSON or a script of Megatron's flags; or the flags themselves.
+        model: where the config names none.
+        seq_len, global_batch: instead of the config's.
+        settings: `section.key=value`, over the config's.
+
+    Raises:
+        ConfigError: the file is wrong, names no model, or cannot be split so over the cluster.
+    """
+    if Path(source).suffix == ".toml":
+        given = [*_given(seq_len, global_batch), *settings]
+        return _of_toml(source, model, cluster, given)
+    if Path(source).suffix == ".json":
+        imported = read_deepspeed(source)
+        if model is None:
+            raise ConfigError(f"{Path(source).name} names no model; add --model, such as --model llama-7b")
+        return _of_settings(imported, read_model(model), cluster, (seq_len, global_batch), settings)
+    imported = read_megatron(source)
+    wanted = read_model(model) if model is not None else of_imported(imported)
+    return _of_settings(imported, wanted, cluster, (seq_len, global_batch), settings)
+
+
+def _given(seq_len: int | None, global_batch: int | None) -> list[str]:
+    lengths = [] if seq_len is None else [f"data.seq_len={seq_len}"]
+    return lengths + ([] if global_batch is None else [f"batch.global_size={global_batch}"])
+
+
+def _of_toml(path: str, model: str | None, cluster: Cluster, settings: Sequence[str]) -> Explained:
+    if model is not None:
+        settings = [f"model.preset={model}", *settings]
+    device = "cpu" if cluster.gpu.name == CPU else "cuda"
+    config = job_config(path, [f"run.device={device}", *settings])
+    check_job(config, cluster.num_gpus)
+    return Explained(job=job_of(config, cluster), strategy=strategy_of(config, cluster.num_gpus))
+
+
+def _of_settings(
+    imported: Imported,
+    model: Model,
+    cluster: Cluster,
+    sizes: tuple[int | None, int | None],
+    settings: Sequence[str],
+) -> Explained:
+    """Of a strategy by our config's keys; a batch that is left open is one micro-batch for each rank."""
+    config = Config().override([*imported.assignments, *settings])
+    seq_len, global_batch = sizes[0] or imported.seq_len, sizes[1] or imported.global_batch
+    if config.batch.global_size is None and global_batch is not None:
+        config = config.override([f"batch.global_size={global_batch}", "batch.accumulation=none"])
+    if config.batch.micro_size is None:
+        config = config.override(["batch.micro_size=1"])
+    resolved = config.resolve(cluster.num_gpus)
+    asked: Asked = ask(model, cluster, seq_len=seq_len, global_batch=resolved.batch.global_size)
+    strategy = replace(strategy_of(config, cluster.num_gpus), ep=imported.ep)
+    return Explained(job=asked.job, strategy=strategy, notes=tuple(dict.fromkeys((*imported.notes, *asked.notes))))
