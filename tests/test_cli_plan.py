@@ -124,7 +124,7 @@ def test_the_world_is_that_of_the_mesh_unless_it_is_given():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "add --dry-run"),
+        (["--ranks", "0"], "--ranks is of a dry run; add --dry-run"),
         (["--dry-run", "--ranks", "first"], "--ranks first names no ranks; give numbers such as 0,8,16"),
         (["--dry-run", "--ranks", "4"], "rank 4 is not in a world of 4; give 0 to 3"),
         (["--dry-run", "--world-size", "6"], "world size 6 is not"),

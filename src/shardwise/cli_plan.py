@@ -46,6 +46,7 @@ all, of more the first, the second, the middle and the last:
 """
 _WRITTEN_BY: Final = "# Written by `shardwise plan`"
 _MAX_MARGIN: Final = 0.9
+_USUAL_LENGTH: Final = 4096
 
 Split = Callable[[Sequence[str]], tuple[str | None, list[str]]]
 """From a command's settings to its config file, if there is one, and the assignments."""
@@ -111,6 +112,8 @@ def _plan(arguments: argparse.Namespace, split: Split, environ: Mapping[str, str
             raise ConfigError(f"--model {arguments.model} and {path} are two models; give one of them")
         _refuse_taken(arguments.write)
         cluster = _cluster(arguments.cluster, environ)
+        if arguments.fit:
+            return _fit(arguments, cluster, arguments.model or path)
         if arguments.explain is not None:
             return _explain(arguments, cluster, arguments.model or path, assignments)
         return _search(arguments, cluster, arguments.model or path, assignments)
@@ -247,6 +250,25 @@ def _explain(arguments: argparse.Namespace, cluster: Cluster, model: str | None,
         console.print(explain_view(price, is_coloured=console.color_system is not None, notes=asked.notes))
     _write_json(arguments, {"job": job_dict(price.job), **price_dict(price)})
     return _exit_code(price)
+
+
+def _fit(arguments: argparse.Namespace, cluster: Cluster, model: str | None) -> int:
+    with Console(stderr=True).status("starting torch") as status:
+        from shardwise.planner.asked import read_model, usual_dtype
+        from shardwise.planner.fit import fit
+        from shardwise.planner.plan_view import fit_view
+
+        known = None if model is None else read_model(model)
+        seq_len = arguments.seq or (known and (known.seq_len or known.longest)) or _USUAL_LENGTH
+        shape = None if known is None else known.shape
+        fits = []
+        status.update("trying sizes")
+        dtype = usual_dtype(cluster)
+        for found in fit(cluster, seq_len=seq_len, shape=shape, margin_share=arguments.margin, param=dtype):
+            fits.append(found)
+            status.update(f"trying sizes: {found.setup.name}")
+    Console().print(fit_view(fits, cluster, seq_len, shape))
+    return 0
 
 
 def _exit_code(price: Price) -> int:

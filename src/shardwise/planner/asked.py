@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from shardwise.config import Config, ConfigError, read_toml
+from shardwise.config import Config, ConfigError, Dtype, read_toml
 from shardwise.models.presets import PRESETS, decoder_config, preset
 from shardwise.planner.candidates import Space
 from shardwise.planner.configs import KEYS, job_of, pins_of
@@ -199,11 +199,12 @@ def _key(assignment: str) -> str:
     return assignment.partition("=")[0].strip()
 
 
-def usual_dtype(cluster: Cluster) -> str:
+def usual_dtype(cluster: Cluster) -> Dtype:
     """The least precise of the usual dtypes in which the device multiplies faster than in fp32."""
     peaks = cluster.gpu.peak_flops_per_s
     slow = peaks.get("fp32", 0.0)
-    return next((dtype for dtype in ("bf16", "fp16") if peaks.get(dtype, 0.0) > slow), "fp32")
+    halves: tuple[Dtype, ...] = ("bf16", "fp16")
+    return next((dtype for dtype in halves if peaks.get(dtype, 0.0) > slow), "fp32")
 
 
 def _job(shape: ModelShape, base: Config, cluster: Cluster, seq_len: int, global_batch: int) -> Job:

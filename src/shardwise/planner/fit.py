@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
+from shardwise.config import Dtype
 from shardwise.planner.capacity import shortfall
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.job import Job, Strategy
@@ -85,7 +86,7 @@ def family_shape(num_heads: int) -> ModelShape:
     )
 
 
-def setups(cluster: Cluster, param: str = "bf16") -> Iterator[Setup]:
+def setups(cluster: Cluster, param: Dtype = "bf16") -> Iterator[Setup]:
     """Ways to split a job that people know, from the simplest to the one that holds most."""
     ranks = cluster.num_gpus
     whole = replace(Strategy(dp_shard=ranks), param=param)
@@ -110,7 +111,12 @@ def setups(cluster: Cluster, param: str = "bf16") -> Iterator[Setup]:
 
 
 def fit(
-    cluster: Cluster, *, seq_len: int, shape: ModelShape | None = None, margin_share: float = 0.06, param: str = "bf16"
+    cluster: Cluster,
+    *,
+    seq_len: int,
+    shape: ModelShape | None = None,
+    margin_share: float = 0.06,
+    param: Dtype = "bf16",
 ) -> Iterator[Fit]:
     """The largest that each setup holds, one setup after the other.
 

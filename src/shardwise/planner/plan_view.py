@@ -11,6 +11,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.planner.clusters import cluster_words
+from shardwise.planner.fit import Fit
+from shardwise.planner.hardware import Cluster
 from shardwise.planner.job import Job
 from shardwise.planner.pareto import cost_per_step
 from shardwise.planner.render import (
@@ -24,7 +27,8 @@ from shardwise.planner.render import (
 )
 from shardwise.planner.results import Price
 from shardwise.planner.search import Plan
-from shardwise.planner.words import GIB, gib_words, layout_words, seconds_words
+from shardwise.planner.shape import ModelShape
+from shardwise.planner.words import GIB, count_words, gib_words, layout_words, seconds_words
 
 _MOST_FRONT = 6
 
@@ -108,6 +112,31 @@ def explain_view(price: Price, *, is_coloured: bool, notes: Sequence[str] = ()) 
             [*price_rows(price, is_coloured=is_coloured, label="layout"), *time_rows(price, is_coloured=is_coloured)]
         ),
         stage_table(price, is_coloured=is_coloured),
+    )
+
+
+def fit_view(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelShape | None = None) -> RenderableType:
+    """The largest that a cluster holds, by setup."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    table.add_column("over all GPUs")
+    table.add_column(f"largest model at {seq_len:,} tokens", no_wrap=True)
+    if shape is not None:
+        table.add_column("micro-batch", justify="right")
+        table.add_column("longest sequence", justify="right")
+    for each in fits:
+        model = "-"
+        if each.shape is not None:
+            model = f"{count_words(each.shape.num_params):>7} ({each.shape.name})"
+        cells = [each.setup.name, model]
+        if shape is not None:
+            cells += ["-" if number is None else f"{number:,}" for number in (each.micro_size, each.seq_len)]
+        table.add_row(*cells)
+    rows: list[tuple[str, RenderableType]] = [("cluster", cluster_words(cluster))]
+    words = "the largest model is of the Llama family, one sequence a micro-batch"
+    if shape is not None:
+        words += f"; micro-batch at {seq_len:,} tokens and longest sequence are of {shape.name}"
+    return blocks(
+        facts(rows), table, Text(f"{words}. Lines with ... add to ZeRO-3 with full recomputation.", style="dim")
     )
 
 
