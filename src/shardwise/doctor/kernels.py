@@ -68,7 +68,7 @@ QUICK_SIZES: Final = Sizes(
 
 
 class Pace:
-    """The rate of the work done so far, by which a call too long is left out on all ranks alike."""
+    """The best rate of the work done so far, by which a call too long is left out on all ranks alike."""
 
     def __init__(self, watch: Stopwatch) -> None:
         self.watch = watch
@@ -79,8 +79,8 @@ class Pace:
         return not self.watch.is_late() and (not self._flops_per_s or flops / self._flops_per_s <= _MAX_CALL_S)
 
     def note(self, flops: float, seconds: float) -> None:
-        """Keep the rate of what was measured last."""
-        self._flops_per_s = flops / seconds
+        """Keep the best rate: a slow moment of the machine must not end a table."""
+        self._flops_per_s = max(self._flops_per_s, flops / seconds)
 
 
 def name_of(dtype: torch.dtype) -> str:

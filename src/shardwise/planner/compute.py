@@ -20,12 +20,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Final
 
+from shardwise.planner.corrections import Corrections
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.profile import AttentionTime, MatmulTime
+from shardwise.planner.surface import Surface
 
 _WIDTHS: Final[Mapping[str, float]] = MappingProxyType(
     {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5}
@@ -104,8 +105,12 @@ class ComputeModel:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._products: dict[tuple[float, float, float, str], float] = {}
+        self._rates: dict[str, Surface | None] = {}
         self._blocks: dict[tuple[object, ...], PassTimes] = {}
         gpu = job.cluster.gpu
+        self._corrections = Corrections(
+            job, lambda job, s: ComputeModel(job).block(s), lambda job, s: ComputeModel(job).head(s)
+        )
         self._bandwidth = gpu.memory_bytes_per_s * gpu.fitted.memory_share
         if job.cluster.profile is not None and job.cluster.profile.stream_bytes_per_s:
             self._bandwidth = job.cluster.profile.stream_bytes_per_s
@@ -132,7 +137,7 @@ class ComputeModel:
             self._stream_s(logits * width * (2 if is_fused else 6)),
             self._stream_s(logits * width * (2 if is_fused else 5)),
         )
-        return products.plus(streams)
+        return self._corrections.head(products.plus(streams), strategy, tokens)
 
     def embedding(self, strategy: Strategy) -> PassTimes:
         """The lookup, and the sum of its gradients."""
@@ -169,11 +174,13 @@ class ComputeModel:
         if shape.experts is not None:
             experts = self._linears(self._expert_linears(s), s, _dtype(s))
             products = products.plus(experts.plus(self._permutation(s)).times(1.0 - dense_share))
-        whole = self._launched(products.plus(attention).plus(streams))
+        kernels = self._launched(products.plus(attention).plus(streams))
+        whole = self._corrections.block(kernels, s, self._tokens(s))
+        streamed_s = max(0.0, streams.forward_s + whole.forward_s - kernels.forward_s)
         again = {
             "none": 0.0,
             "full": whole.forward_s,
-            "selective": streams.forward_s if self.job.practice.attention == "flash" else attention.forward_s,
+            "selective": streamed_s if self.job.practice.attention == "flash" else attention.forward_s,
         }[s.recompute]
         return PassTimes(
             whole.forward_s,
@@ -270,10 +277,16 @@ class ComputeModel:
     def _product_s(self, m: float, n: float, k: float, dtype: str) -> float:
         key = (m, n, k, dtype)
         if key not in self._products:
-            profile = self.job.cluster.profile
-            table = [] if profile is None else [each for each in profile.matmuls if each.dtype == dtype]
-            self._products[key] = _looked_up_s(table, m, n, k) if table else self._roofline_s(m, n, k, dtype)
+            rates = self._matmul_rates(dtype)
+            measured_s = None if rates is None else 2.0 * m * n * k / rates.at(m, n, k)[0]
+            self._products[key] = self._roofline_s(m, n, k, dtype) if measured_s is None else measured_s
         return self._products[key]
+
+    def _matmul_rates(self, dtype: str) -> Surface | None:
+        if dtype not in self._rates:
+            profile = self.job.cluster.profile
+            self._rates[dtype] = None if profile is None else _matmul_rates(profile.matmuls, dtype)
+        return self._rates[dtype]
 
     def _roofline_s(self, m: float, n: float, k: float, dtype: str) -> float:
         cores = self.job.cluster.gpu.num_cores
@@ -304,8 +317,10 @@ class ComputeModel:
         heads = shape.num_heads / s.tp
         forward = 4.0 * self._tokens(s) * keys * heads * shape.head_dim
         profile = self.job.cluster.profile
-        if profile is not None and profile.attentions:
-            return _looked_up_attention(profile.attentions, forward)
+        rates = None if profile is None else _attention_rates(profile.attentions, s.param)
+        if rates is not None:
+            forward_rate, backward_rate = rates.at(keys, self._tokens(s) * heads * shape.head_dim)
+            return PassTimes(forward / forward_rate, forward / backward_rate)
         rate = self._rate("bf16" if _WIDTHS[s.param] <= 2 else _dtype(s))
         if practice.attention == "flash":
             reached = rate * self.job.seq_len / (self.job.seq_len + _FLASH_RAMP) * min(1.0, 0.6 + shape.head_dim / 320)
@@ -401,29 +416,22 @@ def alignment_share(n: float, k: float, width: float) -> float:
     return share
 
 
-def _looked_up_s(table: Iterable[MatmulTime], m: float, n: float, k: float) -> float:
-    """Interpolated between the two measured products whose work is next, in log(m n k)."""
-    work = 2 * m * n * k
-    rates = sorted((2.0 * each.m * each.n * each.k, 2.0 * each.m * each.n * each.k / each.seconds) for each in table)
-    return work / _interpolated(rates, work)
+def _matmul_rates(table: Iterable[MatmulTime], dtype: str) -> Surface | None:
+    """FLOPs a second, by m, n and k."""
+    rows = [each for each in table if each.dtype == dtype]
+    points = [((each.m, each.n, each.k), (2.0 * each.m * each.n * each.k / each.seconds,)) for each in rows]
+    return Surface(points) if points else None
 
 
-def _looked_up_attention(table: tuple[AttentionTime, ...], forward: float) -> PassTimes:
-    works = [(4.0 * each.num_heads * each.head_dim * each.seq_len**2, each) for each in table]
-    forwards = sorted((work, work / each.forward_s) for work, each in works)
-    backwards = sorted((work, work / each.backward_s) for work, each in works)
-    return PassTimes(forward / _interpolated(forwards, forward), forward / _interpolated(backwards, forward))
-
-
-def _interpolated(points: list[tuple[float, float]], at: float) -> float:
-    """Of (x, y) in order of x, linear in log(x), flat beyond the ends."""
-    if at <= points[0][0]:
-        return points[0][1]
-    for (low, low_y), (high, high_y) in pairwise(points):
-        if at <= high:
-            part = math.log(at / low) / math.log(high / low) if high > low else 1.0
-            return low_y + part * (high_y - low_y)
-    return points[-1][1]
+def _attention_rates(table: Iterable[AttentionTime], dtype: str) -> Surface | None:
+    """FLOPs of the forward by the seconds of each pass, by keys, and by tokens times the heads' elements."""
+    points = []
+    for each in table:
+        if each.dtype == dtype:
+            width = each.seq_len * each.num_heads * each.head_dim
+            flops = 4.0 * width * each.seq_len
+            points.append(((each.seq_len, width), (flops / each.forward_s, flops / each.backward_s)))
+    return Surface(points) if points else None
 
 
 def _dtype(strategy: Strategy) -> str:

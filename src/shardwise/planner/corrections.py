@@ -1,0 +1,128 @@
+"""What whole units were measured to take on a machine, over what their kernels alone are priced at.
+
+Tables of products, attention and streams leave out what no table has: autograd's own work, caches that one kernel
+leaves warm or cold for the next, memory that is allocated and returned. A block and a head, measured whole at a few
+shapes, say how much that is; between those shapes it is interpolated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shardwise.config import Dtype
+from shardwise.planner.job import Job, Strategy
+from shardwise.planner.profile import BlockTime, HeadTime, Profile
+from shardwise.planner.shape import ModelShape
+from shardwise.planner.surface import Point, Surface
+
+if TYPE_CHECKING:
+    from shardwise.planner.compute import PassTimes
+
+Price = Callable[[Job, Strategy], "PassTimes"]
+
+
+class Corrections:
+    """Of the blocks and heads of a job, by dtype."""
+
+    def __init__(self, job: Job, price_block: Price, price_head: Price) -> None:
+        profile = job.cluster.profile
+        # What is compiled has other kernels than those that were measured.
+        is_measured = profile is not None and not job.practice.is_compiled
+        self._profile = profile if is_measured else None
+        self._job = job
+        self._price_block, self._price_head = price_block, price_head
+        self._blocks: dict[str, Surface | None] = {}
+        self._heads: dict[str, Surface | None] = {}
+
+    def block(self, times: PassTimes, strategy: Strategy, tokens: float) -> PassTimes:
+        """Priced times of a block, corrected; `recompute_s` as it is."""
+        shape, dtype = self._job.shape, strategy.param
+        if self._profile is None or shape.experts is not None or strategy.matmul not in (None, dtype):
+            return times
+        if dtype not in self._blocks:
+            self._blocks[dtype] = _surface(self._block_points(self._profile, dtype))
+        width = shape.attention_params + shape.num_ffn_matrices * shape.hidden_size * shape.ffn_size
+        return _scaled(times, self._blocks[dtype], tokens, width / strategy.tp)
+
+    def head(self, times: PassTimes, strategy: Strategy, tokens: float) -> PassTimes:
+        """Priced times of the last norm, the head and the loss, corrected."""
+        dtype = strategy.param
+        if self._profile is None:
+            return times
+        if dtype not in self._heads:
+            self._heads[dtype] = _surface(self._head_points(self._profile, dtype))
+        width = self._job.shape.vocab_size * self._job.shape.hidden_size / strategy.tp
+        return _scaled(times, self._heads[dtype], tokens, width)
+
+    def _block_points(self, profile: Profile, dtype: Dtype) -> list[Point]:
+        points = []
+        for each in profile.blocks:
+            if each.dtype == dtype:
+                priced = self._price_block(self._reference(profile, _block_shape(each), each.seq_len), _plain(dtype))
+                width = 4 * each.hidden_size * each.num_heads * each.head_dim + 3 * each.hidden_size * each.ffn_size
+                points.append(_point(each, priced, each.seq_len, width))
+        return points
+
+    def _head_points(self, profile: Profile, dtype: Dtype) -> list[Point]:
+        points = []
+        for each in profile.heads:
+            if each.dtype == dtype:
+                priced = self._price_head(self._reference(profile, _head_shape(each), each.num_tokens), _plain(dtype))
+                points.append(_point(each, priced, each.num_tokens, each.hidden_size * each.vocab_size))
+        return points
+
+    def _reference(self, profile: Profile, shape: ModelShape, seq_len: int) -> Job:
+        """A job of what was measured, priced by kernels alone."""
+        kernels = replace(self._job.cluster, profile=replace(profile, blocks=(), heads=()))
+        return replace(self._job, shape=shape, seq_len=seq_len, global_batch=1, cluster=kernels)
+
+
+def _point(measured: BlockTime | HeadTime, priced: PassTimes, tokens: int, width: float) -> Point:
+    """By tokens and the side of a square of as many weights: measured by priced seconds of each pass."""
+    return (tokens, width**0.5), (measured.forward_s / priced.forward_s, measured.backward_s / priced.backward_s)
+
+
+def _surface(points: Sequence[Point]) -> Surface | None:
+    return Surface(points) if points else None
+
+
+def _scaled(times: PassTimes, factors: Surface | None, tokens: float, width: float) -> PassTimes:
+    if factors is None:
+        return times
+    forward, backward = factors.at(tokens, width**0.5)
+    return replace(
+        times,
+        forward_s=times.forward_s * forward,
+        backward_input_s=times.backward_input_s * backward,
+        backward_weight_s=times.backward_weight_s * backward,
+    )
+
+
+def _plain(dtype: Dtype) -> Strategy:
+    return Strategy(param=dtype)
+
+
+def _block_shape(each: BlockTime) -> ModelShape:
+    return ModelShape(
+        num_layers=1,
+        hidden_size=each.hidden_size,
+        num_heads=each.num_heads,
+        num_kv_heads=each.num_kv_heads,
+        head_dim=each.head_dim,
+        ffn_size=each.ffn_size,
+        vocab_size=1,
+    )
+
+
+def _head_shape(each: HeadTime) -> ModelShape:
+    return ModelShape(
+        num_layers=1,
+        hidden_size=each.hidden_size,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=each.hidden_size,
+        ffn_size=each.hidden_size,
+        vocab_size=each.vocab_size,
+    )

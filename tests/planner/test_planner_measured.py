@@ -1,0 +1,144 @@
+"""What was measured on a machine is what the planner says of it, at the measured shapes and between them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.planner.compute import ComputeModel
+from shardwise.planner.job import Job, Strategy
+from shardwise.planner.machine import cluster_of
+from shardwise.planner.profile import AttentionTime, BlockTime, HeadTime, MatmulTime, Profile
+from shardwise.planner.shape import ModelShape
+from shardwise.planner.surface import Surface
+
+SHAPES = ((256, 768, 4), (512, 1536, 8))
+SEQ_LENS = (128, 512)
+
+
+def block_time(hidden: int, ffn: int, heads: int, seq_len: int, seconds: float, dtype: str = "fp32") -> BlockTime:
+    return BlockTime(
+        dtype=dtype,
+        seq_len=seq_len,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=64,
+        ffn_size=ffn,
+        forward_s=seconds,
+        backward_s=2.5 * seconds,
+    )
+
+
+BLOCKS = tuple(
+    block_time(*shape, seq_len, 1e-9 * shape[0] ** 2 * seq_len * (1 + index))
+    for index, (shape, seq_len) in enumerate(product(SHAPES, SEQ_LENS))
+)
+PROFILE = Profile(
+    device="cpu",
+    num_ranks=2,
+    num_threads=1,
+    memory_bytes=8e9,
+    matmuls=(
+        MatmulTime(dtype="fp32", m=512, n=512, k=512, seconds=0.004),
+        MatmulTime(dtype="fp32", m=128, n=256, k=256, seconds=0.001),
+    ),
+    attentions=(
+        AttentionTime(dtype="fp32", num_heads=4, head_dim=64, seq_len=128, forward_s=0.001, backward_s=0.003),
+        AttentionTime(dtype="bf16", num_heads=4, head_dim=64, seq_len=128, forward_s=0.1, backward_s=0.3),
+    ),
+    blocks=BLOCKS,
+    heads=(HeadTime(dtype="fp32", num_tokens=128, hidden_size=256, vocab_size=4096, forward_s=0.02, backward_s=0.05),),
+    stream_bytes_per_s=2e9,
+    step_bytes_per_s=5e9,
+    call_s=1e-5,
+)
+
+
+def job(hidden: int, ffn: int, heads: int, seq_len: int, profile: Profile = PROFILE) -> Job:
+    shape = ModelShape(
+        num_layers=2,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=64,
+        ffn_size=ffn,
+        vocab_size=4096,
+    )
+    return Job(shape=shape, seq_len=seq_len, global_batch=2, cluster=cluster_of(profile))
+
+
+@pytest.mark.parametrize("measured", BLOCKS)
+def test_a_measured_block_takes_what_was_measured(measured):
+    model = ComputeModel(job(measured.hidden_size, measured.ffn_size, measured.num_heads, measured.seq_len))
+    times = model.block(Strategy(param="fp32"))
+    assert times.forward_s == pytest.approx(measured.forward_s)
+    assert times.backward_s == pytest.approx(measured.backward_s)
+
+
+def test_two_samples_of_half_the_tokens_are_near_one_of_all():
+    whole = ComputeModel(job(*SHAPES[1], 512)).block(Strategy(param="fp32"))
+    halves = ComputeModel(job(*SHAPES[1], 256)).block(Strategy(param="fp32", micro_size=2))
+    assert halves.forward_s == pytest.approx(whole.forward_s, rel=0.2)
+
+
+def test_a_measured_head_takes_what_was_measured():
+    times = ComputeModel(job(*SHAPES[0], 128)).head(Strategy(param="fp32"))
+    assert times.forward_s == pytest.approx(0.02)
+    assert times.backward_s == pytest.approx(0.05)
+
+
+def test_full_recompute_takes_a_measured_forward_again_and_selective_less():
+    model = ComputeModel(job(*SHAPES[0], 128))
+    assert model.block(Strategy(param="fp32", recompute="full")).recompute_s == pytest.approx(BLOCKS[0].forward_s)
+    selective_s = model.block(Strategy(param="fp32", recompute="selective")).recompute_s
+    assert 0 <= selective_s < BLOCKS[0].forward_s
+
+
+def test_measured_products_and_attention_of_their_own_dtype_count():
+    kernels = replace(PROFILE, blocks=(), heads=())
+    model = ComputeModel(job(256, 768, 4, 128, kernels))
+    assert model.attention(Strategy(param="fp32")).forward_s == pytest.approx(0.001)
+    assert model.attention(Strategy(param="bf16")).backward_s == pytest.approx(0.3)
+    twice = replace(kernels, matmuls=tuple(replace(each, seconds=2 * each.seconds) for each in kernels.matmuls))
+    slower = ComputeModel(job(256, 768, 4, 128, twice))
+    assert slower.block(Strategy(param="fp32")).forward_s > 1.3 * model.block(Strategy(param="fp32")).forward_s
+
+
+def test_what_is_compiled_is_not_corrected_by_what_was_not():
+    plain = job(*SHAPES[0], 128)
+    compiled = replace(plain, practice=replace(plain.practice, is_compiled=True))
+    kernels = replace(compiled, cluster=cluster_of(replace(PROFILE, blocks=(), heads=())))
+    strategy = Strategy(param="fp32")
+    assert ComputeModel(compiled).block(strategy) == ComputeModel(kernels).block(strategy)
+
+
+POINTS = st.lists(
+    st.tuples(st.tuples(st.floats(1, 1e6), st.floats(1, 1e6)), st.tuples(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3))),
+    min_size=1,
+    max_size=8,
+    unique_by=lambda point: point[0],
+)
+
+
+@given(POINTS, st.tuples(st.floats(1, 1e6), st.floats(1, 1e6)))
+def test_a_surface_stays_between_its_points(points, where):
+    values = Surface(points).at(*where)
+    for index, value in enumerate(values):
+        known = [point[1][index] for point in points]
+        assert min(known) * (1 - 1e-9) <= value <= max(known) * (1 + 1e-9)
+
+
+@given(POINTS)
+def test_a_surface_goes_through_its_points(points):
+    far = [
+        point
+        for point in points
+        if all(abs(point[0][0] / other[0][0] - 1) > 1e-3 for other in points if other != point)
+    ]
+    for where, values in far:
+        assert Surface(points).at(*where) == pytest.approx(values)
