@@ -177,3 +177,16 @@ def test_transfers_shrink_with_split_sequences() -> None:
         MODEL.transfer_s(Strategy(pp=4, tp=8, dp_shard=2, sequence_parallel=is_split)) for is_split in (False, True)
     )
     assert split < whole < 8 * split
+
+
+def test_several_stages_of_a_rank_hide_what_is_needed_once_behind_more_micro_batches() -> None:
+    one, several = (
+        MODEL.data(
+            Strategy(pp=4, dp_shard=4, zero_stage=1, num_micro_batches=8, schedule=schedule, virtual_stages=stages)
+        )
+        for schedule, stages in (("1f1b", 1), ("interleaved", 4))
+    )
+    assert (one.num_hiding, several.num_hiding) == (1, 4)
+    forward_s, backward_s = one.first_forward_s / 2, one.last_backward_s / 2
+    assert several.exposed_s(forward_s, backward_s) < one.exposed_s(forward_s, backward_s)
+    assert several.exposed_s(0.0, 0.0) == pytest.approx(several.total_s)

@@ -305,7 +305,7 @@ def _dtypes(p: Mapping[str, Any], stage: int, tp: int, pp: int, gpu: Gpu) -> dic
     return {
         "param": param,
         "accumulate": "fp32" if is_wide else "param",
-        "reduce": "fp32" if is_wide and stage < 3 else "param",
+        "reduce": "fp32" if is_wide and stage < 3 and param == "bf16" and (tp > 1 or pp > 1) else "param",
         "matmul": matmul if is_narrow else None,
     }
 
@@ -358,7 +358,7 @@ def _practice(row: Row, shape: ModelShape, strategy: Strategy, gpu: Gpu) -> Prac
         unsharded_grad_bytes=4.0 if p.get("fp32_grad_accum_unsharded") else 0.0,
         is_compiled=is_compiled or is_liger or is_new or (is_model_split and not kernel),
         is_graphed=bool(p.get("cuda_graphs")),
-        overlaps_data=not is_early or strategy.zero_stage >= 2,
+        overlaps_data=not is_early,
         overlaps_tensor=bool(p.get("async_tp")) or (is_new and strategy.sequence_parallel),
         saves_norm_in_fp32=shape.ffn == "gated" and bool(kernel) and "rms" not in kernel and not is_compiled,
         has_dropout=is_early and shape.ffn == "plain",

@@ -120,6 +120,7 @@ class DataCommunication:
             they are part of the others.
         step_s: of collectives in the step itself; nothing hides them.
         num_micro_batches: of the step.
+        num_hiding: micro-batches at the step's ends behind which what is needed once may hide.
         may_hide: whether they run while others compute.
     """
 
@@ -131,6 +132,7 @@ class DataCommunication:
     alone_backward_s: float
     step_s: float
     num_micro_batches: int
+    num_hiding: int
     may_hide: bool
 
     @property
@@ -148,11 +150,13 @@ class DataCommunication:
         """
         if not self.may_hide:
             return self.total_s
+        num_ends = self.num_hiding
         inner = exposed_s(self.forward_s, forward_s) + exposed_s(self.backward_s, backward_s)
-        first_s = self.forward_s + self.first_forward_s - self.alone_forward_s
-        last_s = self.backward_s + self.last_backward_s - self.alone_backward_s
-        ends = exposed_s(first_s, forward_s) + exposed_s(last_s, backward_s)
-        return (self.num_micro_batches - 1) * inner + ends + self.alone_forward_s + self.alone_backward_s + self.step_s
+        first_s = num_ends * self.forward_s + self.first_forward_s - self.alone_forward_s
+        last_s = num_ends * self.backward_s + self.last_backward_s - self.alone_backward_s
+        ends = exposed_s(first_s, num_ends * forward_s) + exposed_s(last_s, num_ends * backward_s)
+        alone_s = self.alone_forward_s + self.alone_backward_s
+        return (self.num_micro_batches - num_ends) * inner + ends + alone_s + self.step_s
 
 
 def exposed_s(communication_s: float, compute_s: float) -> float:
@@ -227,7 +231,11 @@ class CommunicationModel:
         return self.network.collective_s("send", num_bytes, s.pp, s.num_ranks // s.pp)
 
     def data(self, strategy: Strategy, pipeline_rank: int = 0) -> DataCommunication:
-        """Of a step's gathers and reductions over the ranks that share parameters."""
+        """Of a step's gathers and reductions over the ranks that share parameters.
+
+        Of several stages of a rank the first is needed, and the last is done, while the others compute: each takes
+        groups of as many micro-batches as there are ranks (Narayanan et al. 2021, arXiv 2104.04473, figure 4).
+        """
         s = strategy
         seconds: dict[str, float] = dict.fromkeys(get_args(Moment), 0.0)
         alone = {"first forward": 0.0, "last backward": 0.0}
@@ -245,6 +253,7 @@ class CommunicationModel:
             alone_backward_s=alone["last backward"],
             step_s=NUM_STEP_SUMS * self.network.collective_s("all_reduce", 4.0, s.num_ranks),
             num_micro_batches=s.num_micro_batches,
+            num_hiding=min(s.num_micro_batches, s.pp) if s.virtual_stages > 1 else 1,
             may_hide=self.job.practice.overlaps_data,
         )
 
