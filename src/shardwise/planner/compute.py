@@ -412,8 +412,9 @@ def shape_share(m: float, n: float, k: float, num_cores: int) -> float:
 def alignment_share(n: float, k: float, width: float) -> float:
     """Of the rate that rows of `n` and `k` elements reach which do not begin on a cache line, or a vector's address.
 
-    Below 16 bytes tensor cores get their inputs element by element: models whose heads have 108 or 150 dims train at
-    half the speed of those of 128 (the chronicles of BLOOM's training list such runs). Source of the rest: NVIDIA, Matrix Multiplication Background User's Guide, section 4.1 (A100: multiples of 128 bytes).
+    Below 16 bytes tensor cores get their inputs element by element: the chronicles of BLOOM's training list models whose
+    heads have 108 or 150 dims at half the speed of those of 128 or 144. Source of the rest: NVIDIA, Matrix
+    Multiplication Background User's Guide, section 4.1 (A100: multiples of 128 bytes).
     """
     share = 1.0
     for size in (n, k):
