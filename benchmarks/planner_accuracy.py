@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from planner_scores import Scored, by, scores
 from shardwise.planner.case_prices import predict_row
 from shardwise.planner.cases import read_case
+from shardwise.planner.pipeline_time import PipelineTimes
 from shardwise.planner.results import TIME_PARTS
 
 
@@ -33,10 +34,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def scored_rows(rows: Sequence[dict[str, Any]]) -> list[Scored]:
     """Each row with its case and prediction."""
-    found = []
+    found, pipelines = [], PipelineTimes()
     for row in rows:
         case = read_case(row)
-        found.append(Scored(row, case, predict_row(row, case)))
+        found.append(Scored(row, case, predict_row(row, case, pipelines)))
     return found
 
 

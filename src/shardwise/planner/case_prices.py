@@ -15,8 +15,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from shardwise.planner.bubbles import bubble_rate, deferred_share
 from shardwise.planner.cases import Case
 from shardwise.planner.job import Job, Strategy
+from shardwise.planner.pipeline_time import PipelineTimes
 from shardwise.planner.pricing import Pricer
 from shardwise.planner.results import Convention, Price, RankMemory
 
@@ -108,14 +110,19 @@ def memory_gib(rank: RankMemory, kind: MemoryKind) -> float:
     return (rank.peak_bytes - rank.bytes_of(*left_out)) / GIB
 
 
-def settled(case: Case) -> Price | None:
+def settled(case: Case, pipelines: PipelineTimes | None = None) -> Price | None:
     """The price of a case's run; of what was not written of it, that which computes least again and fits.
 
     Where nothing fits, the price of what takes least memory.
+
+    Args:
+        pipelines: what is known of schedules, to be shared by many cases.
     """
     if case.job is None or case.strategy is None:
         return None
     pricer, price = Pricer(case.job), None
+    if pipelines is not None:
+        pricer.time.pipelines = pipelines
     for strategy in _candidates(case, case.strategy):
         price = pricer.price(strategy)
         if price.margin_bytes >= 0:
@@ -143,14 +150,21 @@ def _candidates(case: Case, strategy: Strategy) -> Iterator[Strategy]:
                 )
 
 
-def predict(case: Case, *, convention: Convention | None = None, memory_kind: MemoryKind | None = None) -> Prediction:
+def predict(
+    case: Case,
+    *,
+    convention: Convention | None = None,
+    memory_kind: MemoryKind | None = None,
+    pipelines: PipelineTimes | None = None,
+) -> Prediction:
     """What a case's run takes; only the model's states, or only the bubble, where no more is known.
 
     Args:
         convention: of the FLOPs; None as was usual.
         memory_kind: None for the tensors of the peak.
+        pipelines: what is known of schedules, to be shared by many cases.
     """
-    price = settled(case)
+    price = settled(case, pipelines)
     if price is None:
         return Prediction(bubble_rate=_bubble_rate(case, None))
     memory = [memory_gib(rank, memory_kind or "allocated") for rank in price.memory.ranks]
@@ -168,10 +182,21 @@ def predict(case: Case, *, convention: Convention | None = None, memory_kind: Me
 
 
 def _bubble_rate(case: Case, price: Price | None) -> float | None:
-    return None if price is None else price.time.bubble_rate
+    """Of the times that were measured where there are any, else as it is priced."""
+    if price is None or case.op_times is None:
+        return None if price is None else price.time.bubble_rate
+    shape, strategy = price.job.shape, price.strategy
+    return bubble_rate(
+        case.searched_schedule or strategy.schedule,
+        strategy.pp,
+        strategy.num_micro_batches,
+        strategy.virtual_stages,
+        case.op_times,
+        deferred_share=deferred_share(shape.hidden_size, shape.num_heads, price.job.seq_len),
+    )
 
 
-def predict_row(row: Mapping[str, Any], case: Case) -> Prediction:
+def predict_row(row: Mapping[str, Any], case: Case, pipelines: PipelineTimes | None = None) -> Prediction:
     """The same, in the conventions that a row names, be it beside its inputs or among its outputs."""
     places = (row, row.get("parallel") or {}, row.get("outputs") or {})
     written = {
@@ -179,4 +204,5 @@ def predict_row(row: Mapping[str, Any], case: Case) -> Prediction:
         for key in ("flops_convention", "memory_kind")
     }
     kind = memory_kind_of(written["memory_kind"])
-    return predict(case, convention=convention_of(written["flops_convention"], case), memory_kind=kind)
+    convention = convention_of(written["flops_convention"], case)
+    return predict(case, convention=convention, memory_kind=kind, pipelines=pipelines)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from typing import Final, Literal
 
+from shardwise.planner.bubbles import SEARCHED
 from shardwise.planner.catalogue import known_gpu
 from shardwise.planner.hardware import Gpu
 from shardwise.planner.job import Attention, MatmulDtype
@@ -115,15 +116,6 @@ def attention_of(written: str | None) -> Attention | None:
     return "unfused"
 
 
-def is_tuned_attention(written: str | None) -> bool:
-    """Whether a kernel is named that was written for Hopper or what came after it.
-
-    >>> is_tuned_attention("FA3"), is_tuned_attention("flash_attention2 + RMS kernel")
-    (True, False)
-    """
-    return bool(re.search(r"\bfa[34]\b|flash_?attention-?[34]|cudnn", (written or "").lower()))
-
-
 def schedule_of(written: str | None, num_stages: int, virtual_stages: int) -> str:
     """Our name of a pipeline schedule; 1f1b where it is not written, or there is no pipeline."""
     text = (written or "").lower()
@@ -146,3 +138,9 @@ _SCHEDULES: Final = (
     ("gpipe", "gpipe"),
     ("naive", "naive"),
 )
+
+
+def searched_schedule_of(written: str | None) -> str | None:
+    """Of zero-bubble schedules, the one that is made for its times, if it is."""
+    text = (written or "").lower()
+    return next((name for name in SEARCHED if name in text), None)

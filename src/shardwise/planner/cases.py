@@ -46,6 +46,7 @@ class Case:
         tokens_scale: of the run's batch to that of the strategy, which has whole micro-batches.
         trained_share: of a step's compute that is left where most weights are frozen.
         op_times: of the pipeline's operations, where they were measured.
+        searched_schedule: zb-1p or zb-2p, whose order is made for its times; the strategy has the recipe next to it.
         num_params: of the model, where only that is written.
         guesses: keys that were not written, and matter.
     """
@@ -59,6 +60,7 @@ class Case:
     tokens_scale: float = 1.0
     trained_share: float = 1.0
     op_times: OpTimes | None = None
+    searched_schedule: str | None = None
     num_params: float | None = None
     guesses: tuple[str, ...] = ()
 
@@ -96,6 +98,7 @@ def read_case(row: Row) -> Case:
         strategy=strategy,
         tokens_scale=global_batch / strategy.global_batch,
         trained_share=2 / 3 if is_adapter else 1.0,  # the gradients of weights are a third, and are not computed
+        searched_schedule=words.searched_schedule_of(_section(row, "parallel").get("schedule")),
         guesses=guesses,
     )
 
@@ -120,7 +123,7 @@ def _shape(model: Mapping[str, Any]) -> ModelShape | None:
     if not layers or not hidden:
         return None
     layers, hidden = int(layers), int(hidden)
-    heads = int(model.get("heads") or _usual_heads(hidden))
+    heads = int(model.get("heads") or max(1, hidden // 128))
     written = str(model.get("ffn_type") or "").lower()
     is_gated = any(mark in written for mark in ("swiglu", "geglu", "gated", "silu")) or not written
     ffn: Literal["gated", "plain"] = "gated" if is_gated else "plain"
@@ -145,17 +148,6 @@ def _shape(model: Mapping[str, Any]) -> ModelShape | None:
         experts=_experts(model.get("moe")),
         name=str(model.get("name") or "model"),
     )
-
-
-def _usual_heads(hidden: int) -> int:
-    """That divide the hidden size into dims nearest to 128, in multiples of 32 where there are such, as ranks need.
-
-    >>> _usual_heads(4096), _usual_heads(14400)
-    (32, 96)
-    """
-    counts = [each for each in range(1, hidden // 16 + 1) if hidden % each == 0] or [1]
-    counts = [each for each in counts if each % 32 == 0] or counts
-    return min(counts, key=lambda each: abs(hidden // each - 128))
 
 
 def _window(attention: str, seq_len: int) -> int | None:
@@ -274,23 +266,25 @@ def _virtual_stages(p: Mapping[str, Any], num_layers: int, pp: int) -> int:
 
 
 def _stage_layers(row: Row, num_layers: int, num_stages: int) -> tuple[int, ...] | None:
-    """Blocks of each stage, where the row says that the embedding and the head stand for one each."""
-    written: Sequence[int] | None = _section(row, "parallel").get("layers_per_stage")
-    if num_stages == 1:
+    """Blocks of each stage: as written, else as many on each as frameworks cut them.
+
+    Where the embedding and the head count as a block each, be it said or be it that the division is even only then,
+    the first stage and the last have one less.
+    """
+    if num_stages == 1 or num_stages > num_layers + 2:
         return None
-    if written and len(written) == num_stages:
-        layers = [int(each) for each in written]
-        if sum(layers) == num_layers + 2:
-            layers[0] -= 1
-            layers[-1] -= 1
-        return tuple(layers) if sum(layers) == num_layers else None
-    if _section(row, "model").get("first_last_stage_one_layer_less"):
-        each, left = divmod(num_layers + 2, num_stages)
+    written: Sequence[int] | None = _section(row, "parallel").get("layers_per_stage")
+    if written and len(written) == num_stages and sum(written) in (num_layers, num_layers + 2):
+        layers, counts_ends = [int(each) for each in written], sum(written) == num_layers + 2
+    else:
+        is_said = bool(_section(row, "model").get("first_last_stage_one_layer_less"))
+        counts_ends = is_said or (num_layers % num_stages != 0 and (num_layers + 2) % num_stages == 0)
+        each, left = divmod(num_layers + 2 * counts_ends, num_stages)
         layers = [each + (stage < left) for stage in range(num_stages)]
+    if counts_ends:
         layers[0] -= 1
         layers[-1] -= 1
-        return tuple(layers)
-    return None
+    return tuple(layers)
 
 
 def _shard_ranks(p: Mapping[str, Any], dp: int, stage: int, cluster: Cluster, model_ranks: int) -> int:
@@ -373,7 +367,6 @@ def _practice(row: Row, shape: ModelShape, strategy: Strategy, gpu: Gpu) -> Prac
         overlaps_tensor=bool(p.get("async_tp")) or (is_new and strategy.sequence_parallel),
         saves_norm_in_fp32=shape.ffn == "gated" and bool(kernel) and "rms" not in kernel and not is_compiled,
         has_dropout=is_early and shape.ffn == "plain",
-        has_tuned_attention=words.is_tuned_attention(p.get("attention_kernel")) or "fp4" in gpu.peak_flops_per_s,
     )
 
 
@@ -381,8 +374,7 @@ def _attention(strategy: Strategy, shape: ModelShape, gpu: Gpu, seq_len: int) ->
     """Before bf16 was usual, and where only full recomputation made room, scores were written out."""
     if seq_len >= LONG_SEQUENCE or shape.ffn == "gated":
         return "flash"
-    is_late = "fp8" in gpu.peak_flops_per_s  # no code kept scores when such devices came
-    if "v100" in gpu.name or (strategy.param in ("fp16", "fp32") and not is_late):
+    if "v100" in gpu.name or strategy.param in ("fp16", "fp32"):
         return "fused-softmax"
     is_full = strategy.recompute == "full" and not strategy.sequence_parallel
     return "fused-softmax" if is_full and "a100" in gpu.name else "flash"

@@ -1,0 +1,174 @@
+"""Fits the three constants of each family of devices to published runs, and tells how they hold for sources left out.
+
+Only `Fitted` is fitted: the share of the best matrix product, of the memory's and of the network's bandwidth that
+training reaches. Devices of one family share theirs. A source counts by the root of its rows, so that none is the fit.
+
+    python benchmarks/planner_fit.py tests/data/planner_cases.json                  # prints the constants
+    python benchmarks/planner_fit.py tests/data/planner_cases.json --write          # into catalogue.toml
+    python benchmarks/planner_fit.py tests/data/planner_cases.json --leave-out out.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from planner_accuracy import read_rows, scored_rows
+from planner_scores import Scored, errors
+from shardwise.planner.folded import FoldedLayout
+from shardwise.planner.hardware import Fitted
+from shardwise.planner.pipeline_time import PipelineTimes
+from shardwise.planner.step_time import TimeModel
+
+CATALOGUE = Path(__file__).parents[1] / "src/shardwise/planner/catalogue.toml"
+FAMILIES: Mapping[str, str] = {
+    "hopper": r"h100|h200|h800|h20|gh200",
+    "blackwell": r"b200|b300|gb200|gb300",
+    "ampere": r"a100|a800|a30",
+    "volta": r"v100",
+}
+RANGES = {"matmul_share": (0.5, 1.0), "memory_share": (0.3, 1.0), "network_share": (0.2, 1.0)}
+PULL = 0.02
+"""Of a constant towards its default, so that what the rows do not tell is not fitted."""
+CAP = 0.5
+"""Of an error's logarithm: beyond it a row is one that no constant explains."""
+MIN_ROWS = 3
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A row to be fitted to: its time at the fit's constants must be `measured_s`."""
+
+    scored: Scored
+    measured_s: float
+    weight: float
+    folded: FoldedLayout
+    pipelines: PipelineTimes
+
+    def ratio(self, fitted: Fitted) -> float:
+        """Predicted by measured time."""
+        price, case = self.scored.prediction.price, self.scored.case
+        if price is None:
+            raise ValueError(f"{case.id} has no price")
+        gpu = dataclasses.replace(price.job.cluster.gpu, fitted=fitted)
+        job = dataclasses.replace(price.job, cluster=dataclasses.replace(price.job.cluster, gpu=gpu))
+        model = TimeModel(job, self.folded)
+        model.pipelines = self.pipelines
+        return model.estimate(price.strategy).step_s / self.measured_s
+
+
+def family_of(name: str) -> str:
+    """The family of a device of the catalogue; its own name where it has none."""
+    return next((family for family, pattern in FAMILIES.items() if re.match(rf"({pattern})(-|$)", name)), name)
+
+
+def samples(rows: Sequence[Scored]) -> dict[str, list[Sample]]:
+    """Of each family, its rows."""
+    usable = [each for each in rows if each.time_ratio is not None]
+    counts = Counter(each.case.group for each in usable)
+    found: dict[str, list[Sample]] = {}
+    pipelines = PipelineTimes()
+    for each in usable:
+        if each.case.job is None or each.prediction.price is None:
+            continue
+        measured_s = each.prediction.price.time.step_s / (each.time_ratio or 1.0)
+        family = family_of(each.case.job.cluster.gpu.name)
+        sample = Sample(each, measured_s, counts[each.case.group] ** -0.5, FoldedLayout(each.case.job), pipelines)
+        found.setdefault(family, []).append(sample)
+    return found
+
+
+def loss(fitted: Fitted, rows: Sequence[Sample]) -> float:
+    """Mean of what is off, in logarithms, and of how far the constants are from their defaults."""
+    off = sum(each.weight * min(CAP, abs(math.log(each.ratio(fitted)))) for each in rows)
+    pull = sum(abs(math.log(getattr(fitted, name) / getattr(Fitted(), name))) for name in RANGES)
+    return off / sum(each.weight for each in rows) + PULL * pull
+
+
+def fit(rows: Sequence[Sample], start: Fitted, *, rounds: int = 2) -> Fitted:
+    """The constants of least loss: one after another, on grids that get finer."""
+    best, least = start, loss(start, rows)
+    for index in range(rounds):
+        step = 0.16 / 3**index
+        for name, (low, high) in RANGES.items():
+            middle = getattr(best, name)
+            for k in (-2, -1, 1, 2):
+                value = min(high, max(low, middle + k * step))
+                trial = dataclasses.replace(best, **{name: round(value, 3)})
+                found = loss(trial, rows)
+                if found < least:
+                    best, least = trial, found
+    return best
+
+
+def leave_one_out(rows: Sequence[Scored], fits: Mapping[str, Fitted]) -> dict[str, dict[str, dict[str, float]]]:
+    """Errors of each source by constants that were fitted to all, and to all but it."""
+    by_family = samples(rows)
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for source in sorted({each.case.group for each in rows}):
+        inside, outside = [], []
+        for family, all_rows in by_family.items():
+            own = [each for each in all_rows if each.scored.case.group == source]
+            rest = [each for each in all_rows if each.scored.case.group != source]
+            if not own:
+                continue
+            refit = fit(rest, fits.get(family, Fitted()), rounds=1) if len(rest) >= MIN_ROWS else Fitted()
+            inside += [each.ratio(fits.get(family, Fitted())) for each in own]
+            outside += [each.ratio(refit) for each in own]
+        if inside:
+            found[source] = {"all": errors(inside), "left_out": errors(outside)}
+    return found
+
+
+def write(fits: Mapping[str, Fitted]) -> None:
+    """Put the constants into the catalogue, after each device's number of cores."""
+    lines, family = [], ""
+    for line in CATALOGUE.read_text(encoding="utf-8").splitlines():
+        if match := re.match(r"\[(.+)\]", line):
+            family = family_of(match.group(1))
+        if line.startswith("fitted ="):
+            continue
+        lines.append(line)
+        if line.startswith("num_cores") and family in fits:
+            each = ", ".join(f"{name} = {getattr(fits[family], name)}" for name in RANGES)
+            lines.append(f"fitted = {{ {each} }}")
+    CATALOGUE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Fit, print, and write where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", type=Path)
+    parser.add_argument("--write", action="store_true", help="put the constants into catalogue.toml")
+    parser.add_argument("--leave-out", type=Path, help="also fit without each source in turn; where to write errors")
+    options = parser.parse_args()
+    rows = [each for each in scored_rows(read_rows(options.cases)) if each.case.tier == "core"]
+    fits = {}
+    for family, some in samples(rows).items():
+        if len(some) < MIN_ROWS:
+            continue
+        fits[family] = fit(some, Fitted())
+        before, after = (errors(each.ratio(f) for each in some) for f in (Fitted(), fits[family]))
+        print(f"{family:<10} n {len(some):>3}  {before['mean']:.1%} -> {after['mean']:.1%}  {fits[family]}")
+    if options.write:
+        write(fits)
+    if options.leave_out:
+        found = leave_one_out(rows, fits)
+        options.leave_out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        for source, each in found.items():
+            all_in, out = each["all"], each["left_out"]
+            print(f"{source:<32} n {all_in['n']:>3.0f}  {all_in['mean']:6.1%}  left out {out['mean']:6.1%}")
+
+
+if __name__ == "__main__":
+    main()
