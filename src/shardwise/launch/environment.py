@@ -39,7 +39,8 @@ class RankEnv:
     """One rank's place in the world and where the ranks meet.
 
     `attempt` counts a launcher's restarts on this machine only. `store_fd` is a socket that listens on the master port
-    already; `agent_store` says that the launcher itself answers there.
+    already; `agent_store` says that the launcher itself answers there. `cache` is where what was measured of this
+    machine is kept; None where nobody has said.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class RankEnv:
     launcher: Launcher
     store_fd: int | None = None
     agent_store: bool = False
+    cache: Path | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:

@@ -18,6 +18,7 @@ from shardwise.train.checkpoints import Resumed
 from shardwise.train.job import layout_line, sparse_words
 from shardwise.train.loop import Trainer
 from shardwise.train.metrics import MetricsWriter, StepRecord
+from shardwise.train.prediction import Prediction, compare
 from shardwise.train.progress import Display, Header, Progress, short_count
 from shardwise.train.summary import Ending, Outcome
 from shardwise.train.tiers import tiers_line
@@ -32,10 +33,17 @@ class Observer:
         console: where it is shown.
         stop: once it is set, the terminal belongs to those who say so.
         resumed: where the run goes on from; None where it starts afresh.
+        prediction: what the planner said of the run; None where it could not.
     """
 
     def __init__(
-        self, trainer: Trainer, folder: Path, console: Console, stop: StopFlag, resumed: Resumed | None = None
+        self,
+        trainer: Trainer,
+        folder: Path,
+        console: Console,
+        stop: StopFlag,
+        resumed: Resumed | None = None,
+        prediction: Prediction | None = None,
     ) -> None:
         self._trainer = trainer
         self._stop = stop
@@ -46,6 +54,8 @@ class Observer:
         self._display = Display(console, self._state)
         self._writer = MetricsWriter(folder)
         self._folder = folder
+        self._prediction = prediction
+        self._step_s: list[float] = []  # of the steps that no meter slowed
         self._num_tokens = 0.0
         self._last: StepRecord | None = None
 
@@ -66,7 +76,9 @@ class Observer:
             step_s=record.step_s,
             tokens_per_s=record.tokens_per_s,
         )
-        if record.peak_bytes is not None:
+        if record.peak_bytes is None:
+            self._step_s.append(record.step_s)
+        else:
             state = state.with_memory(record.peak_bytes)
         self._show(replace(state, mfu=self._trainer.mfu(state.tokens_per_s)))
 
@@ -97,6 +109,8 @@ class Observer:
             unigram_loss=self._trainer.unigram_loss() if eval_loss is not None else None,
             sample=ending.sample,
             saved=ending.saved,
+            prediction=self._prediction,
+            measured=compare(self._trainer, self._folder, self._prediction, self._step_s),
         )
 
     def _show(self, state: Progress) -> None:

@@ -44,6 +44,7 @@ from shardwise.train.loop import Trainer, build_trainer
 from shardwise.train.metrics import write_timeline
 from shardwise.train.observer import Observer
 from shardwise.train.pipeline import measured_note, plan_note
+from shardwise.train.prediction import predict
 from shardwise.train.prepare import PreparedData, open_data
 from shardwise.train.summary import Ending, render_outcome
 from shardwise.train.tiers import measure_disk
@@ -177,7 +178,7 @@ def run_rank(
         if env.rank == 0:
             for note in filter(None, [*notes, plan_note(trainer)]):
                 _say(console, note)
-            observer = Observer(trainer, folder, console, stop, resumed)
+            observer = Observer(trainer, folder, console, stop, resumed, predict(trainer, folder, env.cache))
         with stop.armed():
             ending = _train(trainer, checkpoints, folder, observer, stop, console)
         write_timeline(folder / f"timeline-{env.rank}.jsonl", trainer.engine.timeline)

@@ -6,7 +6,7 @@ Pure: an `Outcome` and a width give the text. Not here: the display while it tra
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +19,12 @@ from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.memory import MemorySnapshot, format_bytes
 from shardwise.train.checkpoints import Saved
 from shardwise.train.loop import AtRest, Sample
+from shardwise.train.prediction import Measured, Prediction
 from shardwise.train.progress import clock
 
 _LABEL_WIDTH = 13
+# Of a step: parts that take less are not shown.
+_LEAST_SHARE = 0.005
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Outcome:
         tokens_per_s: of all ranks, over all steps of this run.
         peak: of the last step whose memory was measured.
         pipeline: as in `Ending`.
+        prediction: what the planner said of rank 0 before the first step; None where it could not.
+        measured: what came of it.
         host: of the host tier; None where nothing rests off the device.
     """
 
@@ -76,6 +81,8 @@ class Outcome:
     unigram_loss: float | None = None
     sample: Sample | None = None
     saved: Saved | None = None
+    prediction: Prediction | None = None
+    measured: Measured | None = None
 
 
 def render_outcome(outcome: Outcome) -> RenderableType:
@@ -120,8 +127,15 @@ def _rows(outcome: Outcome) -> Iterator[tuple[str, RenderableType]]:
         if outcome.pipeline:
             yield "pipeline", outcome.pipeline
         yield "at rest", _at_rest_table(outcome.at_rest)
-    if outcome.peak is not None:
+    if outcome.prediction is not None and outcome.measured is not None and outcome.measured.peak:
+        yield "peak", _beside(_peak_rows(outcome.prediction, outcome.measured))
+    elif outcome.peak is not None:
         yield "peak", _peak_text(outcome.peak)
+    if outcome.prediction is not None and outcome.measured is not None:
+        if outcome.prediction.parts and outcome.measured.parts:
+            yield "a step", _beside(_time_rows(outcome.prediction, outcome.measured))
+        if outcome.prediction.note:
+            yield "planner", Text(outcome.prediction.note)
     if outcome.host is not None:
         yield "host's peak", _peak_text(outcome.host)
     if outcome.saved is not None:
@@ -141,11 +155,42 @@ def _peak_text(peak: MemorySnapshot) -> str:
 
 
 def _at_rest_table(states: Sequence[AtRest]) -> Table:
+    return _beside(
+        (
+            state.name,
+            format_bytes(state.predicted_bytes),
+            "-" if state.measured_bytes is None else format_bytes(state.measured_bytes),
+        )
+        for state in states
+    )
+
+
+def _beside(rows: Iterable[tuple[str, str, str]]) -> Table:
+    """What was predicted, and what was measured."""
     table = Table.grid(padding=(0, 3))
     for justify in ("left", "right", "right"):
         table.add_column(justify=justify)
     table.add_row("on rank 0", "predicted", "measured", style="dim")
-    for state in states:
-        measured = "-" if state.measured_bytes is None else format_bytes(state.measured_bytes)
-        table.add_row(state.name, format_bytes(state.predicted_bytes), measured)
+    for row in rows:
+        table.add_row(*row)
     return table
+
+
+def _peak_rows(prediction: Prediction, measured: Measured) -> Iterator[tuple[str, str, str]]:
+    names = [name for name in measured.peak if measured.peak[name] or prediction.peak.get(name)]
+    for name in sorted(names, key=lambda name: -measured.peak[name]):
+        said = format_bytes(prediction.peak[name]) if name in prediction.peak else "-"
+        yield name, said, format_bytes(measured.peak[name])
+    yield "all", format_bytes(sum(prediction.peak.values())), format_bytes(sum(measured.peak.values()))
+
+
+def _time_rows(prediction: Prediction, measured: Measured) -> Iterator[tuple[str, str, str]]:
+    for name, seconds in prediction.parts.items():
+        found_s = measured.parts[name]
+        if max(seconds, found_s) >= _LEAST_SHARE * (measured.step_s or 0.0):
+            yield name, _seconds(seconds), _seconds(found_s)
+    yield "all", _seconds(prediction.step_s or 0.0), _seconds(measured.step_s or 0.0)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"

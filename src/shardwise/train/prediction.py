@@ -1,0 +1,273 @@
+"""What the planner says of a run before its first step, beside what the run then measures; kept in the run's folder.
+
+Nothing here may end a run: what cannot be predicted is said in one line, and the run goes on. `shardwise plan --refit`
+reads the files of many runs and corrects the machine's profile by them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+
+from shardwise.memory import Category
+from shardwise.planner.catalogue import known_gpu
+from shardwise.planner.configs import job_of, strategy_of
+from shardwise.planner.hardware import Cluster, Gpu
+from shardwise.planner.machine import CPU, cluster_of
+from shardwise.planner.pricing import Pricer
+from shardwise.planner.profile import find_profile
+from shardwise.planner.shape import ModelShape
+from shardwise.schedule.actions import COMPUTATIONS, Kind, TimedAction
+from shardwise.train.loop import Trainer
+
+PREDICTION_NAME = "prediction.json"
+SCHEMA: Final = 1
+
+# The planner's categories by the ledger's. The ledger sees neither the device's context nor the allocator's rounding.
+_LEDGER: Final[Mapping[Category, tuple[str, ...]]] = MappingProxyType(
+    {
+        Category.PARAMETERS: ("params",),
+        Category.GRADIENTS: ("grads",),
+        Category.OPTIMIZER: ("optimizer",),
+        Category.GATHERED: ("gathered",),
+        Category.BUCKETS: ("buckets",),
+        Category.ACTIVATIONS: ("activations", "logits", "workspace"),
+    }
+)
+# The planner's parts by those that a timeline tells apart: what a block exchanges is a part of its forward.
+PARTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "compute": ("compute", "recompute", "tensor", "context", "experts"),
+        "bubble": ("bubble",),
+        "data": ("data",),
+        "offload": ("offload",),
+        "step": ("step",),
+        "other": ("other",),
+    }
+)
+_PART_OF: Final[Mapping[Kind, str]] = MappingProxyType(
+    {
+        **dict.fromkeys(COMPUTATIONS, "compute"),
+        Kind.RESHARD: "compute",
+        Kind.STEP: "step",
+        Kind.UNSHARD: "data",
+        Kind.REDUCE: "data",
+        Kind.SEND: "bubble",
+        Kind.RECEIVE: "bubble",
+        Kind.FETCH: "offload",
+        Kind.EVICT: "offload",
+    }
+)
+# Where several are under way, the first counts: the others are hidden behind it.
+_BY_RANK: Final = ("compute", "step", "data", "offload", "bubble")
+
+log = logging.getLogger("shardwise")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run took on rank 0.
+
+    Attributes:
+        at_rest: bytes between steps by the ledger's category.
+        peak: bytes of the device at the highest moment.
+        parts: seconds of a step by part; empty where no step was timed.
+        step_s: the median of the steps that no meter slowed; None where there is none.
+    """
+
+    at_rest: Mapping[str, int]
+    peak: Mapping[str, int]
+    parts: Mapping[str, float]
+    step_s: float | None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the planner says of rank 0, in the ledger's categories and the timeline's parts.
+
+    Attributes:
+        parts: seconds of a step; empty where nothing is known of this machine's speed.
+        low_s, high_s: between which the step's time is expected.
+        note: what would make it better.
+    """
+
+    at_rest: Mapping[str, int]
+    peak: Mapping[str, int]
+    parts: Mapping[str, float]
+    low_s: float = 0.0
+    high_s: float = 0.0
+    note: str = ""
+
+    @property
+    def step_s(self) -> float | None:
+        """Of one step."""
+        return sum(self.parts.values()) if self.parts else None
+
+
+def predict(trainer: Trainer, folder: Path, cache: Path | None) -> Prediction | None:
+    """Ask the planner about a run, and keep the answer in its folder; None, and a warning, where there is none.
+
+    Args:
+        folder: of the run.
+        cache: that profiles are kept in; None where nobody knows.
+    """
+    try:
+        cluster, note = _cluster(trainer, cache)
+        prediction = _priced(trainer, cluster, note)
+        _write(trainer, folder, prediction, None)
+    except Exception as error:  # of whatever kind: a run is worth more than what is said of it
+        log.warning("the planner cannot say what this run takes: %s: %s", type(error).__name__, error)
+        return None
+    return prediction
+
+
+def compare(trainer: Trainer, folder: Path, prediction: Prediction | None, step_s: Sequence[float]) -> Measured | None:
+    """Keep what was measured beside what was predicted.
+
+    Args:
+        step_s: of the steps that no meter slowed.
+    """
+    if prediction is None:
+        return None
+    try:
+        measured = _measured(trainer, step_s)
+        _write(trainer, folder, prediction, measured)
+    except Exception as error:
+        log.warning("what this run took is not kept: %s: %s", type(error).__name__, error)
+        return None
+    return measured
+
+
+def exposed_s(actions: Iterable[TimedAction]) -> dict[str, float]:
+    """Seconds of a rank's step by part, each moment counted once: what runs beside computing is hidden.
+
+    >>> from shardwise.schedule.actions import Action
+    >>> forward = TimedAction(Action.parse("0F0"), 0, 0.0, 2.0, "compute")
+    >>> reduce = TimedAction(Action.parse("0REDUCE"), 0, 1.0, 5.0, "reduce")
+    >>> exposed_s([forward, reduce])
+    {'compute': 2.0, 'data': 3.0}
+    """
+    events = []
+    for each in actions:
+        part = _PART_OF[each.action.kind]
+        events += [(each.start_s, 1, part), (each.end_s, -1, part)]
+    running = dict.fromkeys(_BY_RANK, 0)
+    found: dict[str, float] = {}
+    before_s = 0.0
+    for time_s, change, part in sorted(events):
+        shown = next((name for name in _BY_RANK if running[name]), None)
+        if shown is not None and time_s > before_s:
+            found[shown] = found.get(shown, 0.0) + time_s - before_s
+        running[part] += change
+        before_s = time_s
+    return found
+
+
+def _cluster(trainer: Trainer, cache: Path | None) -> tuple[Cluster, str]:
+    """This machine, and what is not known of it."""
+    device, num_ranks = trainer.engine.device, trainer.engine.comm.world_size
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else CPU
+    profile = None if cache is None else find_profile(cache, name, num_ranks)
+    if profile is not None:
+        return cluster_of(profile, num_ranks), ""
+    note = "this machine's speed was not measured: shardwise doctor --calibrate lets the planner say times, too"
+    known = known_gpu(name) if device.type == "cuda" else None
+    if known is not None:
+        num_local = min(num_ranks, torch.cuda.device_count())
+        cluster = Cluster(
+            gpu=known, num_gpus=num_ranks, gpus_per_node=num_local, nic_bytes_per_s=known.nic_bytes_per_s
+        )
+        return cluster, "times are of data sheets; shardwise doctor --calibrate measures this machine"
+    # Speeds of 1 give sizes, which depend on none.
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gpu = Gpu(
+        name=CPU,
+        memory_bytes=host_bytes / num_ranks,
+        memory_bytes_per_s=1.0,
+        peak_flops_per_s=dict.fromkeys(("fp64", "fp32", "tf32", "fp16", "bf16"), 1.0),
+        link_bytes_per_s=1.0,
+        host_bytes_per_s=1.0,
+        nic_bytes_per_s=1.0,
+        num_cores=1,
+    )
+    return Cluster(gpu=gpu, num_gpus=num_ranks, gpus_per_node=num_ranks, nic_bytes_per_s=1.0), note
+
+
+def _priced(trainer: Trainer, cluster: Cluster, note: str) -> Prediction:
+    config = trainer.config
+    shape = replace(ModelShape.of_decoder(trainer.decoder.config), name=config.model.preset)
+    job = job_of(config, cluster)
+    job = replace(job, shape=replace(shape, window=job.shape.window))
+    price = Pricer(job).price(strategy_of(config, cluster.num_gpus))
+    memory, layout = price.memory.ranks[0], trainer.engine.layout
+    at_rest = layout.bytes_at_rest()
+    is_known = cluster.profile is not None or cluster.gpu.name != CPU
+    return Prediction(
+        at_rest={
+            Category.PARAMETERS.value: at_rest["param"],
+            Category.GRADIENTS.value: at_rest["grad"],
+            Category.OPTIMIZER.value: at_rest["optimizer"],
+        },
+        peak={category.value: round(memory.bytes_of(*names)) for category, names in _LEDGER.items()},
+        parts=by_part(price.time.parts) if is_known else {},
+        low_s=price.time.low_s if is_known else 0.0,
+        high_s=price.time.high_s if is_known else 0.0,
+        note=note,
+    )
+
+
+def by_part(parts: Mapping[str, float]) -> dict[str, float]:
+    """The planner's parts in the words of a timeline."""
+    return {name: sum(parts.get(each, 0.0) for each in names) for name, names in PARTS.items()}
+
+
+def _measured(trainer: Trainer, step_s: Sequence[float]) -> Measured:
+    at_rest = {name: 0 for name in (Category.PARAMETERS.value, Category.GRADIENTS.value, Category.OPTIMIZER.value)}
+    for state in trainer.at_rest():
+        at_rest[state.name.partition(" ")[0]] += state.measured_bytes or 0
+    peak = {} if trainer.peak is None else {each.value: size for each, size in trainer.peak.peak_live_bytes.items()}
+    if not step_s:
+        return Measured(at_rest, peak, {}, None)
+    median_s = sorted(step_s)[len(step_s) // 2]
+    last = exposed_s(trainer.engine.timeline.last_step)
+    # The timeline is the last step's; its parts are told as shares of the median one.
+    scale = median_s / max(step_s[-1], 1e-9)
+    parts = {name: scale * last.get(name, 0.0) for name in PARTS}
+    parts["other"] = max(median_s - sum(parts.values()), 0.0)
+    return Measured(at_rest, peak, parts, median_s)
+
+
+def _write(trainer: Trainer, folder: Path, prediction: Prediction, measured: Measured | None) -> None:
+    """All that a later look at the planner's models needs, whole or not at all."""
+    config = trainer.config
+    values: dict[str, Any] = {
+        "schema": SCHEMA,
+        "versions": {"shardwise": _version(), "torch": torch.__version__},
+        "device": torch.cuda.get_device_name(trainer.engine.device) if trainer.engine.device.type == "cuda" else CPU,
+        "world_size": trainer.engine.comm.world_size,
+        "vocab_size": trainer.decoder.config.vocab_size,
+        "config": config.model_dump(mode="json"),
+        "predicted": dataclasses.asdict(prediction),
+        "measured": None if measured is None else dataclasses.asdict(measured),
+    }
+    path = folder / PREDICTION_NAME
+    aside = path.with_suffix(".json.new")
+    aside.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    aside.replace(path)
+
+
+def _version() -> str:
+    try:
+        return version("shardwise")
+    except PackageNotFoundError:
+        return ""
