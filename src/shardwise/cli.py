@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -140,7 +141,8 @@ def _train(arguments: argparse.Namespace) -> int:
         return 130
     # Before torch is imported, which takes a second or two: Ctrl-C is to be heard from the start.
     stop = install_stop_signal()
-    exit_code = _be_rank(arguments, env or lone_rank(), stop)
+    env = replace(env or lone_rank(), cache=cache_folder(os.environ))
+    exit_code = _be_rank(arguments, env, stop)
     from shardwise.launch.group import leave
 
     return leave(exit_code)

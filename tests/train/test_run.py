@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import re
 import signal
@@ -57,6 +58,15 @@ def test_the_summary_sets_every_figure_beside_another(train, capsys):
     assert len(re.findall(r"^step [123]/3 .* [1-9][\d,]* tokens/s", shown, re.MULTILINE)) == 3
     assert shown.rstrip().endswith("/run"), "the last line is the path of the run's folder"
     assert capsys.readouterr().err == ""
+
+
+def test_the_summary_sets_the_planners_peak_beside_the_measured_one(train, tmp_path):
+    _, shown = train()
+    peak = shown[shown.index(" peak ") : shown.index(" checkpoints ")]
+    assert re.search(r"on rank 0 +predicted +measured", peak)
+    assert re.search(r"activations +[1-9][\d.]* [KM]iB +[1-9][\d.]* [KM]iB", peak)
+    assert "shardwise doctor" in peak, "what the planner lacks for times"
+    assert json.loads((tmp_path / "run" / "prediction.json").read_text())["measured"]["step_s"] > 0
 
 
 def test_a_run_that_ends_before_it_has_an_engine_leaves_no_swap_file(train, tmp_path, monkeypatch):

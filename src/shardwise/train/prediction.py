@@ -184,9 +184,7 @@ def _cluster(trainer: Trainer, cache: Path | None) -> tuple[Cluster, str]:
     known = known_gpu(name) if device.type == "cuda" else None
     if known is not None:
         num_local = min(num_ranks, torch.cuda.device_count())
-        cluster = Cluster(
-            gpu=known, num_gpus=num_ranks, gpus_per_node=num_local, nic_bytes_per_s=known.nic_bytes_per_s
-        )
+        cluster = Cluster(gpu=known, num_gpus=num_ranks, gpus_per_node=num_local, nic_bytes_per_s=known.nic_bytes_per_s)
         return cluster, "times are of data sheets; shardwise doctor --calibrate measures this machine"
     # Speeds of 1 give sizes, which depend on none.
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -232,14 +230,14 @@ def by_part(parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def _measured(trainer: Trainer, step_s: Sequence[float]) -> Measured:
-    at_rest = {name: 0 for name in (Category.PARAMETERS.value, Category.GRADIENTS.value, Category.OPTIMIZER.value)}
+    at_rest = dict.fromkeys((Category.PARAMETERS.value, Category.GRADIENTS.value, Category.OPTIMIZER.value), 0)
     for state in trainer.at_rest():
         at_rest[state.name.partition(" ")[0]] += state.measured_bytes or 0
     peak = {} if trainer.peak is None else {each.value: size for each, size in trainer.peak.peak_live_bytes.items()}
     if not step_s:
         return Measured(at_rest, peak, {}, None)
     median_s = sorted(step_s)[len(step_s) // 2]
-    last = exposed_s(trainer.engine.timeline.last_step)
+    last = exposed_s(trainer.engine.timeline)
     # The timeline is the last step's; its parts are told as shares of the median one.
     scale = median_s / max(step_s[-1], 1e-9)
     parts = {name: scale * last.get(name, 0.0) for name in PARTS}

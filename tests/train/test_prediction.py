@@ -1,0 +1,137 @@
+"""The closed loop: what the planner says of a run is shown and kept beside what the run takes, and never ends it."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.config import Config
+from shardwise.planner.profile import AttentionTime, MatmulTime, Profile, write_profile
+from shardwise.schedule import Action, TimedAction
+from shardwise.train import prediction as prediction_module
+from shardwise.train.loop import Trainer, build_trainer
+from shardwise.train.prediction import PARTS, PREDICTION_NAME, compare, exposed_s, predict
+from shardwise.train.prepare import prepare_data
+
+PROFILE = Profile(
+    device="cpu",
+    num_ranks=1,
+    num_threads=1,
+    memory_bytes=8e9,
+    matmuls=(MatmulTime(dtype="fp32", m=256, n=256, k=256, seconds=1e-3),),
+    attentions=(AttentionTime(dtype="fp32", num_heads=2, head_dim=16, seq_len=64, forward_s=1e-4, backward_s=2e-4),),
+    stream_bytes_per_s=1e9,
+    step_bytes_per_s=1e9,
+    copies_bytes_per_s=(("host->host", 5e9),),
+)
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Trainer:
+    (tmp_path / "text.txt").write_text("".join(f"line {number} of some text\n" for number in range(300)))
+    config = Config.from_dict(
+        {
+            "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "ffn_size": 64},
+            "data": {"path": str(tmp_path / "text.txt"), "seq_len": 16, "tokenizer": "bytes"},
+            "batch": {"global_size": 4},
+            "run": {"steps": 3, "device": "cpu", "eval_batches": 1, "sample_tokens": 0},
+        }
+    )
+    return build_trainer(config, prepare_data(config, tmp_path / "cache"))
+
+
+def take_steps(trainer: Trainer) -> list[float]:
+    records = trainer.steps(lambda: False, lambda activity: None)
+    return [record.step_s for record in records if record.peak_bytes is None]
+
+
+def kept(folder: Path) -> dict:
+    return json.loads((folder / PREDICTION_NAME).read_text(encoding="utf-8"))
+
+
+def test_on_a_machine_that_was_not_measured_memory_alone_is_predicted(trainer: Trainer, tmp_path: Path) -> None:
+    prediction = predict(trainer, tmp_path, tmp_path)
+    assert prediction is not None
+    assert prediction.parts == {}
+    assert prediction.step_s is None
+    assert "shardwise doctor --calibrate" in prediction.note
+    assert prediction.at_rest == trainer_at_rest(trainer)
+    assert kept(tmp_path)["measured"] is None
+
+
+def trainer_at_rest(trainer: Trainer) -> dict[str, int]:
+    return {state.name: state.predicted_bytes for state in trainer.at_rest()}
+
+
+def test_a_profile_gives_times_and_the_file_has_both_sides(trainer: Trainer, tmp_path: Path) -> None:
+    write_profile(PROFILE, tmp_path)
+    prediction = predict(trainer, tmp_path, tmp_path)
+    assert prediction is not None
+    assert prediction.note == ""
+    assert prediction.step_s is not None
+    assert prediction.low_s < prediction.step_s < prediction.high_s
+    step_s = take_steps(trainer)
+    measured = compare(trainer, tmp_path, prediction, step_s)
+    assert measured is not None
+    assert measured.step_s == step_s[-1]
+    assert sum(measured.parts.values()) == pytest.approx(step_s[-1])
+    assert measured.parts["compute"] > 0.1 * step_s[-1]
+    assert measured.peak["activations"] > 0
+    # adamw counts its steps in a scalar for each parameter, which nobody predicts
+    assert measured.at_rest["optimizer"] == pytest.approx(prediction.at_rest["optimizer"], rel=0.01)
+    values = kept(tmp_path)
+    assert set(values["predicted"]["parts"]) == set(values["measured"]["parts"]) == set(PARTS)
+    assert Config.from_dict(values["config"]) == trainer.config
+    assert (values["device"], values["world_size"], values["vocab_size"]) == ("cpu", 1, 257)
+    assert values["versions"]["torch"]
+
+
+def test_whatever_goes_wrong_is_a_warning(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise ZeroDivisionError("no such speed")
+
+    monkeypatch.setattr(prediction_module, "strategy_of", fail)
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        assert predict(trainer, tmp_path, tmp_path) is None
+    assert "ZeroDivisionError: no such speed" in caplog.text
+    assert compare(trainer, tmp_path, None, []) is None
+    assert not (tmp_path / PREDICTION_NAME).exists()
+
+
+def test_a_disk_that_is_full_at_the_end_is_a_warning(
+    trainer: Trainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prediction = predict(trainer, tmp_path, None)
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        assert compare(trainer, tmp_path / "gone", prediction, []) is None
+    assert "what this run took is not kept" in caplog.text
+
+
+def timed(text: str, start_s: float, end_s: float) -> TimedAction:
+    return TimedAction(Action.parse(text), 0, start_s, end_s, "any")
+
+
+def test_each_moment_counts_once_and_for_what_is_not_hidden() -> None:
+    actions = [
+        timed("0UNSHARD", 0, 2),
+        timed("0F0", 1, 4),
+        timed("0EVICT", 3, 6),
+        timed("0REDUCE", 5, 8),
+        timed("0RECV_B0", 9, 11),
+        timed("0STEP", 10, 12),
+    ]
+    assert exposed_s(actions) == {"data": 4.0, "compute": 3.0, "offload": 1.0, "bubble": 1.0, "step": 2.0}
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["0F0", "0REDUCE", "0STEP", "0FETCH"]), st.integers(0, 20), st.integers(0, 5)))
+)
+def test_parts_sum_to_the_time_in_which_anything_is_under_way(spans: list[tuple[str, int, int]]) -> None:
+    covered = {moment for _, start, length in spans for moment in range(start, start + length)}
+    found = exposed_s([timed(text, start, start + length) for text, start, length in spans])
+    assert sum(found.values()) == len(covered)
