@@ -363,11 +363,18 @@ def _practice(row: Row, shape: ModelShape, strategy: Strategy, gpu: Gpu) -> Prac
         unsharded_grad_bytes=4.0 if p.get("fp32_grad_accum_unsharded") else 0.0,
         is_compiled=is_compiled or is_liger or is_new or (is_model_split and not kernel),
         is_graphed=bool(p.get("cuda_graphs")),
-        overlaps_data=not is_early,
+        overlaps_data=_overlaps_data(strategy, gpu) and not is_early,
         overlaps_tensor=bool(p.get("async_tp")) or (is_new and strategy.sequence_parallel),
         saves_norm_in_fp32=shape.ffn == "gated" and bool(kernel) and "rms" not in kernel and not is_compiled,
         has_dropout=is_early and shape.ffn == "plain",
     )
+
+
+def _overlaps_data(strategy: Strategy, gpu: Gpu) -> bool:
+    """Codes that split models beside stages 0 and 1 learned to only with the devices that came after A100."""
+    is_model_split = strategy.tp > 1 or strategy.pp > 1
+    is_before = max(gpu.peak_flops_per_s.get(dtype, 0.0) for dtype in ("bf16", "fp16")) < 500e12
+    return not (is_before and is_model_split and strategy.zero_stage < 2)
 
 
 def _attention(strategy: Strategy, shape: ModelShape, gpu: Gpu, seq_len: int) -> Attention:
