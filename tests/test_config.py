@@ -148,6 +148,7 @@ def test_a_config_cannot_be_changed() -> None:
         ("zero.overlap=false", False),
         ("optimizer.lr=1e-3", 1e-3),
         ("optimizer.clip_norm=none", None),
+        ("recompute.mode=none", "none"),
         ("optimizer.clip_norm=NULL", None),
         ("optimizer.betas=[0.5, 0.6]", (0.5, 0.6)),
         ('zero.blocks=["Block", "layers.*"]', ("Block", "layers.*")),

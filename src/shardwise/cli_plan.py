@@ -19,7 +19,6 @@ from shardwise.config import ConfigError
 
 if TYPE_CHECKING:
     from shardwise.planner.hardware import Cluster
-    from shardwise.planner.results import Price
     from shardwise.planner.search import Plan
     from shardwise.train.dry_run import Choice
 
@@ -47,6 +46,7 @@ all, of more the first, the second, the middle and the last:
 _WRITTEN_BY: Final = "# Written by `shardwise plan`"
 _MAX_MARGIN: Final = 0.9
 _USUAL_LENGTH: Final = 4096
+_NO_BATCH: Final = "no batch is given; say how many sequences a step takes, such as --global-batch 1024"
 
 Split = Callable[[Sequence[str]], tuple[str | None, list[str]]]
 """From a command's settings to its config file, if there is one, and the assignments."""
@@ -67,13 +67,11 @@ def add_command(
     job = parser.add_argument_group("the job")
     job.add_argument("--model", metavar="NAME | FILE", help="a preset, our config, config.json, or Megatron's flags")
     job.add_argument("--cluster", metavar="GPU:N | FILE", help="such as h100:512, h100:64x8, or a TOML file")
-    job.add_argument("--global-batch", type=_positive, metavar="N", help="sequences of an optimizer step")
-    job.add_argument("--seq", type=_positive, metavar="N", help="tokens of a sequence (default: the model's longest)")
+    job.add_argument("--global-batch", metavar="N", help="sequences of an optimizer step")
+    job.add_argument("--seq", metavar="N", help="tokens of a sequence (default: the model's longest)")
     what = parser.add_argument_group("the answer")
-    what.add_argument("--top", type=_positive, default=5, metavar="N", help="layouts to show (default: 5)")
-    what.add_argument(
-        "--margin", type=_share, default=0.06, metavar="SHARE", help="of memory kept free (default: 0.06)"
-    )
+    what.add_argument("--top", default="5", metavar="N", help="layouts to show (default: 5)")
+    what.add_argument("--margin", default="0.06", metavar="SHARE", help="of memory kept free (default: 0.06)")
     what.add_argument("--json", type=Path, metavar="OUT", help="write all of it as JSON; - for the terminal")
     what.add_argument("--write", type=Path, metavar="TOML", help="write the best as a config for shardwise train")
     what.add_argument("--explain", metavar="FILE", help="price one config: ours, DeepSpeed's or Megatron's")
@@ -86,10 +84,13 @@ def add_command(
     parser.set_defaults(run=partial(_plan, split=split, environ=environ))
 
 
-def _positive(text: str) -> int:
-    if not text.replace(",", "").replace("_", "").isdecimal() or not (value := int(text.replace(",", ""))):
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number >= 1")
-    return value
+def _positive(text: str | None, flag: str) -> int | None:
+    if text is None:
+        return None
+    digits = text.replace(",", "").replace("_", "")
+    if not digits.isascii() or not digits.isdecimal() or int(digits) < 1:
+        raise ConfigError(f"{flag} {text} must be a whole number >= 1, such as {flag} 1024")
+    return int(digits)
 
 
 def _share(text: str) -> float:
@@ -98,7 +99,7 @@ def _share(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= _MAX_MARGIN:
-        raise argparse.ArgumentTypeError(f"{text} must be a share between 0 and {_MAX_MARGIN}, such as 0.06 or 6%")
+        raise ConfigError(f"--margin {text} must be a share between 0 and {_MAX_MARGIN}, such as 0.06 or 6%")
     return value
 
 
@@ -126,7 +127,7 @@ def _plan(arguments: argparse.Namespace, split: Split, environ: Mapping[str, str
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:
-    """Refuse flags that do not go together."""
+    """Refuse flags that do not go together, and read their numbers."""
     modes = {
         "--dry-run": arguments.dry_run,
         "--explain": arguments.explain is not None,
@@ -138,6 +139,10 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"{chosen[0]} and {chosen[1]} are two questions; ask one at a time")
     if chosen and arguments.write is not None:
         raise ConfigError(f"--write is of a search, and {chosen[0]} makes none; leave one of them out")
+    arguments.global_batch = _positive(arguments.global_batch, "--global-batch")
+    arguments.seq = _positive(arguments.seq, "--seq")
+    arguments.top = _positive(arguments.top, "--top")
+    arguments.margin = _share(arguments.margin)
     for name, value in (("--world-size", arguments.world_size), ("--ranks", arguments.ranks)):
         if value is not None and not arguments.dry_run:
             raise ConfigError(f"{name} is of a dry run; add --dry-run, or say the GPUs by --cluster h100:512")
@@ -169,6 +174,9 @@ def _cluster(text: str | None, environ: Mapping[str, str]) -> Cluster:
 def _search(arguments: argparse.Namespace, cluster: Cluster, model: str | None, assignments: Sequence[str]) -> int:
     if model is None:
         raise ConfigError("no model is given; say which, such as --model llama-70b, or a config; see shardwise presets")
+    if arguments.global_batch is None and not Path(model).suffix and "--" not in model:
+        # Only a file may say it; found before torch is imported, which takes seconds.
+        raise ConfigError(_NO_BATCH)
     console = Console()
     with Console(stderr=True).status("starting torch") as status:
         from shardwise.planner.asked import ask, read_model
@@ -247,9 +255,11 @@ def _explain(arguments: argparse.Namespace, cluster: Cluster, model: str | None,
         print(json.dumps({"job": job_dict(price.job), **price_dict(price)}, indent=2))
     else:
         console = Console()
-        console.print(explain_view(price, is_coloured=console.color_system is not None, notes=asked.notes))
+        is_coloured = console.color_system is not None
+        view = explain_view(price, is_coloured=is_coloured, margin_share=arguments.margin, notes=asked.notes)
+        console.print(view)
     _write_json(arguments, {"job": job_dict(price.job), **price_dict(price)})
-    return _exit_code(price)
+    return 0 if price.margin_bytes >= 0 else 1
 
 
 def _fit(arguments: argparse.Namespace, cluster: Cluster, model: str | None) -> int:
@@ -269,10 +279,6 @@ def _fit(arguments: argparse.Namespace, cluster: Cluster, model: str | None) -> 
             status.update(f"trying sizes: {found.setup.name}")
     Console().print(fit_view(fits, cluster, seq_len, shape))
     return 0
-
-
-def _exit_code(price: Price) -> int:
-    return 0 if price.margin_bytes >= 0 else 1
 
 
 def _is_json_printed(arguments: argparse.Namespace) -> bool:

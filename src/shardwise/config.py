@@ -21,7 +21,7 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -337,14 +337,16 @@ def _words(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _parse_value(key: str, text: str) -> Any:
+    section, _, leaf = key.partition(".")
+    field = _sections()[section].model_fields.get(leaf) if section in _sections() else None
+    if field is not None and text in get_args(field.annotation):
+        return text  # "none" may be a word of the field's own
     if text.lower() in ("none", "null"):
         return None
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-    section, _, leaf = key.partition(".")
-    field = _sections()[section].model_fields.get(leaf) if section in _sections() else None
     asks_for_text = field is not None and field.annotation in (str, str | None)
     return text if asks_for_text and not isinstance(value, str) else value
 

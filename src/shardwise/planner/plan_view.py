@@ -11,8 +11,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.planner.cautions import cautions
 from shardwise.planner.clusters import cluster_words
 from shardwise.planner.fit import Fit
+from shardwise.planner.folded import FoldedLayout
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.job import Job
 from shardwise.planner.pareto import cost_per_step
@@ -42,7 +44,7 @@ def plan_view(
         plan: that was found.
         width: of the terminal, in characters.
         is_coloured: whether it shows colours.
-        num_shown: of the best.
+        num_shown: of the winner and the best of each other mesh and schedule.
         notes: on how the question was read.
     """
     parts: list[RenderableType] = [facts(job_rows(plan.job, notes))]
@@ -52,7 +54,7 @@ def plan_view(
     else:
         rows = price_rows(winner, is_coloured=is_coloured)
         parts.append(facts([*rows, *time_rows(winner, is_coloured=is_coloured)]))
-        parts.append(price_table(plan.best[:num_shown], width=width, is_coloured=is_coloured))
+        parts.append(price_table((winner, *plan.runners_up)[:num_shown], width=width, is_coloured=is_coloured))
         if len(plan.front) > 1:
             parts.append(_front_table(plan))
     parts.append(Text(" ".join(_counts(plan)), style="dim"))
@@ -104,15 +106,31 @@ def _counts(plan: Plan) -> Iterator[str]:
         yield "The search ended before every bound was passed: pin a dimension, such as mesh.tp=8, to look closer."
 
 
-def explain_view(price: Price, *, is_coloured: bool, notes: Sequence[str] = ()) -> RenderableType:
-    """One strategy in detail: memory of each pipeline rank, parts of the time."""
-    return blocks(
-        facts(job_rows(price.job, notes)),
-        facts(
-            [*price_rows(price, is_coloured=is_coloured, label="layout"), *time_rows(price, is_coloured=is_coloured)]
-        ),
-        stage_table(price, is_coloured=is_coloured),
-    )
+def explain_view(
+    price: Price, *, is_coloured: bool, margin_share: float = 0.06, notes: Sequence[str] = ()
+) -> RenderableType:
+    """One strategy in detail: memory of each pipeline rank, parts of the time, what is sent, what to look at.
+
+    Args:
+        price: of it.
+        is_coloured: whether the terminal shows colours.
+        margin_share: of a device's memory that should stay free.
+        notes: on how the config was read.
+    """
+    rows = price_rows(price, is_coloured=is_coloured, label="layout")
+    rows += time_rows(price, is_coloured=is_coloured)
+    if sent := _sent_words(price):
+        rows.append(("sent", sent))
+    rows += [("look at", Text(line, style="yellow")) for line in cautions(price, margin_share)]
+    return blocks(facts(job_rows(price.job, notes)), facts(rows), stage_table(price, is_coloured=is_coloured))
+
+
+def _sent_words(price: Price) -> str:
+    """What the layout gathers and reduces in a step, on the fullest rank."""
+    rank = price.memory.worst.pipeline_rank
+    sent = FoldedLayout(price.job).on_wire(price.strategy, rank)
+    parts = [f"{gib_words(size)} by {op.replace('_', '-')}" for op, size in sent.items() if size]
+    return f"{', '.join(parts)} of parameters and gradients, a rank and step" if parts else ""
 
 
 def fit_view(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelShape | None = None) -> RenderableType:

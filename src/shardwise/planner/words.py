@@ -79,9 +79,11 @@ def seconds_words(seconds: float) -> str:
 def money_words(dollars: float) -> str:
     """An amount in three digits.
 
-    >>> money_words(1.834), money_words(36_740), money_words(2_180_000)
-    ('$1.83', '$36.7 k', '$2.18 M')
+    >>> money_words(1.834), money_words(36_740), money_words(2_180_000), money_words(0.00214)
+    ('$1.83', '$36.7 k', '$2.18 M', '$0.0021')
     """
+    if dollars < 1:
+        return f"${dollars:.2g}"
     return f"${_three_digits(dollars)}" if dollars < 1e3 else f"${count_words(dollars)}"
 
 

@@ -1,0 +1,179 @@
+"""`shardwise plan` as users call it: searches, explanations, sizes, files, and one line for each mistake."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from shardwise import cli
+from shardwise.config import Config
+from shardwise.train.job import check_job
+
+SMALL = ["--model", "25m", "--cluster", "h100:4", "--global-batch", "16", "--seq", "512"]
+MEGATRON = (
+    "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --vocab-size 32000 --swiglu "
+    "--disable-bias-linear --use-rotary-position-embeddings --tensor-model-parallel-size 2 --sequence-parallel "
+    "--use-distributed-optimizer --micro-batch-size 2 --global-batch-size 32 --bf16"
+)
+OURS = """
+[model]
+preset = "25m"
+[data]
+seq_len = 512
+[batch]
+global_size = 16
+micro_size = 2
+[mesh]
+tp = 2
+[optimizer]
+lr = 0.002
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def printed(capsys, *arguments: str, exit_code: int = 0) -> str:
+    assert cli.main(["plan", *arguments]) == exit_code
+    captured = capsys.readouterr()
+    assert max(map(len, captured.out.splitlines())) <= 80
+    return " ".join(captured.out.split())
+
+
+def test_the_best_is_shown_with_its_price(capsys):
+    text = printed(capsys, *SMALL, "--json", "plan.json")
+    plan = json.loads(Path("plan.json").read_text())
+    best = plan["best"][0]
+    assert best["layout"] in text
+    assert f"{best['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU" in text
+    assert "for 1 T tokens" in text
+    assert plan["job"] | {"num_gpus": 4, "global_batch": 16, "seq_len": 512} == plan["job"]
+    assert best["step_s"] == pytest.approx(sum(best["parts_s"].values()))
+    steps = [each["step_s"] for each in plan["best"]]
+    assert steps == sorted(steps)
+    assert all(each["margin_gib"] > 0 for each in plan["best"])
+
+
+def test_json_alone_goes_to_the_terminal(capsys):
+    assert cli.main(["plan", *SMALL, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"]
+
+
+def test_settings_pin_what_is_chosen(capsys):
+    printed(capsys, *SMALL, "--json", "plan.json", "mesh.tp=2", "zero.stage=3", "recompute.mode=none,full")
+    for each in json.loads(Path("plan.json").read_text())["best"]:
+        strategy = each["strategy"]
+        assert (strategy["tp"], strategy["zero_stage"]) == (2, 3)
+        assert strategy["recompute"] in ("none", "full")
+
+
+def test_what_is_written_is_what_train_runs(capsys):
+    Path("mine.toml").write_text(OURS)
+    printed(capsys, "mine.toml", "--cluster", "h100:4", "--write", "best.toml", "--json", "plan.json", "run.steps=7")
+    config, _ = check_job(Config.from_toml("best.toml"), 4)
+    strategy = json.loads(Path("plan.json").read_text())["best"][0]["strategy"]
+    assert (config.mesh.tp, config.mesh.pp, config.zero.stage) == (
+        strategy["tp"],
+        strategy["pp"],
+        strategy["zero_stage"],
+    )
+    assert (config.batch.global_size, config.data.seq_len, config.precision.param) == (16, 512, "bf16")
+    # What the planner does not choose stays the user's.
+    assert (config.optimizer.lr, config.run.steps) == (0.002, 7)
+    # It may be written over again, for it is a plan's.
+    printed(capsys, "mine.toml", "--cluster", "h100:4", "--write", "best.toml")
+    assert cli.main(["plan", "mine.toml", "--cluster", "h100:4", "--write", "mine.toml"]) == 2
+    assert "not from a plan" in capsys.readouterr().err
+    assert Path("mine.toml").read_text() == OURS
+
+
+def test_the_explained_best_costs_what_the_search_said(capsys):
+    printed(capsys, *SMALL, "--write", "best.toml", "--json", "plan.json")
+    printed(capsys, "--explain", "best.toml", "--cluster", "h100:4", "--json", "explained.json")
+    best = json.loads(Path("plan.json").read_text())["best"][0]
+    explained = json.loads(Path("explained.json").read_text())
+    assert explained["strategy"] == best["strategy"]
+    assert explained["step_s"] == pytest.approx(best["step_s"])
+    assert explained["ranks"] == best["ranks"]
+
+
+def test_other_tools_configs_are_explained(capsys):
+    Path("ds.json").write_text(json.dumps({"train_batch_size": 16, "zero_optimization": {"stage": 3}}))
+    text = printed(capsys, "--explain", "ds.json", "--model", "25m", "--cluster", "h100:4")
+    assert "ZeRO-3 over 4, micro-batch 1 x 4" in text
+    text = printed(capsys, "--explain", MEGATRON, "--cluster", "h100:4")
+    assert "TP 2+SP, ZeRO-1 over 2, micro-batch 2 x 8" in text
+    assert "8 layers of 512" in text
+
+
+def test_models_of_other_tools_are_planned(capsys):
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8}
+    Path("config.json").write_text(json.dumps({"model_type": "gpt_neox", "vocab_size": 32000, **sizes}))
+    arguments = ["--cluster", "h100:2", "--global-batch", "8", "--seq", "256"]
+    assert "gpt_neox" in printed(capsys, "--model", "config.json", *arguments)
+    assert cli.main(["plan", "--model", "config.json", *arguments, "--write", "best.toml"]) == 2
+    assert "has a feed-forward of two matrices" in capsys.readouterr().err
+    assert "32 sequences of 1,024 tokens" in printed(capsys, "--model", MEGATRON, "--cluster", "h100:4")
+
+
+def test_what_does_not_fit_is_said(capsys):
+    text = printed(
+        capsys, "--model", "llama-405b", "--cluster", "l4:1", "--global-batch", "1", "mesh.tp=1", exit_code=1
+    )
+    assert "nothing fits" in text
+    assert "out of memory by" in text
+    Path("big.toml").write_text(OURS.replace("25m", "llama-70b").replace("seq_len = 512", "seq_len = 4096"))
+    text = printed(capsys, "--explain", "big.toml", "--cluster", "h100:2", exit_code=1)
+    assert "device memory lacks" in text
+
+
+def test_the_largest_that_fits(capsys):
+    text = printed(capsys, "--fit", "--cluster", "a100-40:8", "--model", "llama-7b", "--seq", "2048")
+    assert "ZeRO-3" in text
+    assert "longest sequence" in text
+
+
+def test_this_machine_needs_a_profile(capsys):
+    assert cli.main(["plan", "--model", "25m", "--global-batch", "8"]) == 2
+    assert "shardwise doctor --calibrate" in capsys.readouterr().err
+
+
+def test_the_written_config_is_toml_from_the_first_line(capsys):
+    printed(capsys, *SMALL, "--write", "best.toml")
+    text = Path("best.toml").read_text()
+    assert text.startswith("# Written by `shardwise plan`")
+    assert set(tomllib.loads(text)) >= {"model", "mesh", "batch", "zero"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cluster", "h100:8"], "no model is given; say which, such as --model llama-70b"),
+        (["--model", "25m", "--cluster", "h100:8"], "no batch is given"),
+        (["--model", "25n", "--cluster", "h100:8", "--global-batch", "8"], "did you mean 25m?"),
+        (["--model", "none.json", "--cluster", "h100:8"], "cannot read none.json"),
+        (["--model", "none.sh", "--cluster", "h100:8"], "cannot read none.sh"),
+        (["--model", "25m", "--cluster", "h1000:8"], "h1000 is no device"),
+        ([*SMALL, "mesh.tq=2"], "did you mean mesh.tp?"),
+        ([*SMALL, "mesh.tp=3"], "no layout of 4 GPUs goes with"),
+        ([*SMALL, "--margin", "7"], "--margin 7 must be a share"),
+        ([*SMALL, "--top", "none"], "--top none must be a whole number"),
+        ([*SMALL, "mine.toml"], "are two models"),
+        ([*SMALL, "--ranks", "0"], "--ranks is of a dry run"),
+        ([*SMALL, "--fit", "--explain", "x"], "are two questions"),
+        ([*SMALL, "--explain", "x.toml", "--write", "y.toml"], "--write is of a search"),
+        (["--explain", "none.toml", "--cluster", "h100:8"], "cannot read config none.toml"),
+        ([*SMALL, "--json", "none/plan.json"], "cannot write --json none/plan.json"),
+    ],
+)
+def test_each_mistake_is_one_line(arguments, message, capsys):
+    assert cli.main(["plan", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("shardwise: ")
+    assert error.count("\n") == 1
