@@ -82,7 +82,7 @@ class FakeTime:
     job: Job
     weights: Mapping[str, float]
 
-    def estimate(self, s: Strategy) -> TimeEstimate:
+    def estimate(self, s: Strategy, *, is_quick: bool = False) -> TimeEstimate:
         w = self.weights
         compute = 1.0 + w["small"] / (s.micro_size * s.cp**-1) + w["split"] * (s.tp - 1)
         again = {"none": 0.0, "selective": 0.05, "full": 0.33 / s.recompute_every}[s.recompute] * compute

@@ -138,7 +138,7 @@ class MeshShape:
 
     def size_along(self, axes: tuple[str, ...]) -> int:
         """Ranks of one group along `axes`."""
-        return len(self._rank_0_group(axes))
+        return math.prod(self._sizes_within(axes))
 
     def index_along(self, axes: tuple[str, ...], rank: int) -> int:
         """The position of `rank` in its group along `axes`; along `SHARD_AXES`, the index of its shard."""
@@ -169,8 +169,12 @@ class MeshShape:
 
     def _rank_0_group(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Ranks are linear in their coordinates, so every other group is this one plus its own first rank."""
+        ranges = map(range, self._sizes_within(axes))
+        return tuple(self.rank_of(Coordinate(*indices)) for indices in product(*ranges))
+
+    def _sizes_within(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """Of every axis, 1 of those that are not among `axes`."""
         for axis in axes:
             if axis not in AXES:
                 raise ValueError(f"{axis!r} is not an axis of the mesh; axes are {', '.join(AXES)}")
-        ranges = (range(size if axis in axes else 1) for axis, size in zip(AXES, self.sizes, strict=True))
-        return tuple(self.rank_of(Coordinate(*indices)) for indices in product(*ranges))
+        return tuple(size if axis in axes else 1 for axis, size in zip(AXES, self.sizes, strict=True))

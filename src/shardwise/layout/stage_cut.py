@@ -284,17 +284,23 @@ def _improve(problem: _Problem, starts: tuple[int, ...]) -> tuple[int, ...]:
     """Take the best move as long as one makes the cut better."""
     best = problem.score(starts), starts
     while True:
-        moves = (moved for moved in _moves(starts) if _is_cut(problem, moved))
+        moves = (moved for moved in _moves(problem, starts) if _is_cut(problem, moved))
         best = min([best, *((problem.score(moved), moved) for moved in moves)])
         if best[1] == starts:
             return starts
         starts = best[1]
 
 
-def _moves(starts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    for first in range(1, len(starts)):
-        for stop in range(first + 1, len(starts) + 1):
-            for by in (-1, 1):
+def _moves(problem: _Problem, starts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Runs of neighbouring cuts moved by one unit, where the stages on either side of the run stay stages."""
+    ends = (*starts[1:], problem.num_units)
+    for by in (-1, 1):
+        before = [problem.is_stage(start, end + by) for start, end in zip(starts[:-1], ends[:-1], strict=True)]
+        behind = [problem.is_stage(start + by, end) for start, end in zip(starts, ends, strict=True)]
+        firsts = [first for first in range(1, len(starts)) if before[first - 1]]
+        stops = [stop for stop in range(2, len(starts) + 1) if behind[stop - 1]]
+        for first in firsts:
+            for stop in (each for each in stops if each > first):
                 yield *starts[:first], *(start + by for start in starts[first:stop]), *starts[stop:]
 
 

@@ -15,7 +15,7 @@ import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
@@ -34,6 +34,10 @@ _SLACK: Final = 0.97
 # How much better than all that were measured an outline's inner parts may be.
 _HEADROOM: Final = 1.1
 _FAR: Final[Mapping[str, int]] = MappingProxyType({"device": 0, "host": 1, "nvme": 2})
+# Of as many times the wanted ones schedules are simulated.
+_SIMULATED: Final = 4
+# Forward, and gradients of inputs and of weights, do not take quite the same.
+_OF_THIRDS: Final = 0.9
 # A memory estimate takes about so much of what a price takes.
 _MEMORY_COST: Final = 0.25
 
@@ -43,7 +47,7 @@ class _MemoryModel(Protocol):
 
 
 class _TimeModel(Protocol):
-    def estimate(self, strategy: Strategy) -> TimeEstimate: ...
+    def estimate(self, strategy: Strategy, *, is_quick: bool = False) -> TimeEstimate: ...
 
 
 class Pricing(Protocol):
@@ -119,7 +123,7 @@ def search(job: Job, space: Space | None = None, limits: Limits | None = None, p
     began = time.perf_counter()
     run = _Search(job, space or Space(), limits or Limits(), pricer or Pricer(job))
     run.work()
-    fitting = sorted(run.fitting, key=lambda each: each.time.step_s)
+    fitting = run.finish()
     return Plan(
         job=job,
         limits=run.limits,
@@ -136,18 +140,25 @@ def search(job: Job, space: Space | None = None, limits: Limits | None = None, p
 
 
 def bubble_share(schedule: str, pp: int, num_micro_batches: int, virtual_stages: int) -> float:
-    """The least bubble of a pipeline, by what its ranks compute; 0 for schedules that may have none.
+    """The least bubble of a pipeline, by what its ranks compute.
 
-    Narayanan et al. 2021 (arXiv 2104.04473), section 2.2. Zero-bubble H1 waits for F + B - W of F + B + W (Qi et al.
-    2023, arXiv 2401.10241, section 2.3), which is a quarter or more wherever F and B are no shorter than W.
+    With p ranks, m micro-batches and v stages a rank: (p - 1) / (m v) by Narayanan et al. 2021 (arXiv 2104.04473),
+    section 2.2, a third of it for zero-bubble H1 and nothing for H2 and V, were F = B = W (Qi et al. 2023, arXiv
+    2401.10241, sections 2.3 and 6). With few micro-batches the first rank waits for the first of them to come back,
+    p (F + B) or with W, and has the other backwards to do behind it, of V half of them.
 
-    >>> bubble_share("interleaved", 4, 8, 3)
-    0.125
+    >>> bubble_share("interleaved", 4, 8, 3), bubble_share("zb-h2", 4, 8, 1)
+    (0.125, 0.0)
+    >>> bubble_share("interleaved", 4, 1, 3), round(bubble_share("zb-h2", 4, 1, 1), 3)
+    (3.0, 1.8)
     """
-    whole = (pp - 1) / num_micro_batches
-    if schedule == "zb-h1":
-        return whole / 4
-    return 0.0 if schedule.startswith("zb-") else whole / virtual_stages
+    p, m = pp, num_micro_batches
+    if schedule == "zb-v":
+        return _OF_THIRDS * max(0.0, 2 * p - 2 * m - 0.5) / (3 * m)
+    if schedule.startswith("zb-"):
+        filled = (p - 1) / (4 * m) if schedule == "zb-h1" else 0.0
+        return max(filled, _OF_THIRDS * (2 * p - m - 1) / (3 * m))
+    return max((p - 1) / (m * virtual_stages), (p - m) / m)
 
 
 def _runners_up(fitting: list[Price], num_best: int) -> Iterator[Price]:
@@ -251,7 +262,7 @@ class _Search:
     def _measure(self, inner: tuple[Any, ...]) -> None:
         outline = self._first[inner]
         rest = Rest(min(1, outline.num_data_ranks - 1), outline.num_data_ranks, "batch", *["device"] * 4)
-        estimate = self.pricer.time.estimate(strategy_at(outline, rest, self.space.base))
+        estimate = self.pricer.time.estimate(strategy_at(outline, rest, self.space.base), is_quick=True)
         self.num_prices += 1
         self._inner_s[inner] = inner_s = sum(estimate.parts.get(part, 0.0) for part in _INNER_PARTS)
         if inner_s:
@@ -365,7 +376,8 @@ class _Search:
             self.rejected["out of memory"] += 1
             return False
         kept.append(outline)
-        price = Price(job=self.job, strategy=strategy, memory=memory, time=self.pricer.time.estimate(strategy))
+        quick = self.pricer.time.estimate(strategy, is_quick=True)
+        price = Price(job=self.job, strategy=strategy, memory=memory, time=quick)
         self.num_prices += 1
         self.fitting.append(price)
         insort(self._times, price.time.step_s)
@@ -382,6 +394,17 @@ class _Search:
         if self._missed is None or missing.missing_bytes < self._missed[0]:
             self._missed = missing.missing_bytes, strategy
         return None
+
+    def finish(self) -> list[Price]:
+        """All that fit, the fastest first; of the best few the pipeline's schedule is simulated."""
+        fitting = sorted(self.fitting, key=lambda each: each.time.step_s)
+        num_simulated = _SIMULATED * self.limits.num_best
+        front_runners = [
+            replace(each, time=self.pricer.time.estimate(each.strategy)) if each.strategy.pp > 1 else each
+            for each in fitting[:num_simulated]
+        ]
+        self.num_prices += len(front_runners)
+        return sorted([*front_runners, *fitting[num_simulated:]], key=lambda each: each.time.step_s)
 
     def nearest(self) -> tuple[Price, Shortfall] | None:
         """What misses by least."""
