@@ -23,13 +23,28 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """The sizes of one decoder layer; `head_dim` need not be hidden_size / num_heads."""
+    """The sizes of one decoder layer, and what its code keeps beyond what it must.
+
+    Attributes:
+        head_dim: need not be hidden_size / num_heads.
+        ffn_size: features that a token passes: of a mixture, those of the experts that it is sent to.
+        is_gated: three matrices, of which two give what is multiplied; otherwise two.
+        score_bytes: kept of each query, key and head; attention as in FlashAttention keeps none.
+        mask_bytes: kept of each feature of the residual stream behind attention and behind feed-forward, by dropout.
+        norm_bytes: kept of each feature by each norm beside its input, as by one that is not fused.
+        num_routed: experts that a token is sent to, for which its features are copied; 0 without experts.
+    """
 
     hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     ffn_size: int
+    is_gated: bool = True
+    score_bytes: float = 0.0
+    mask_bytes: float = 0.0
+    norm_bytes: float = 0.0
+    num_routed: int = 0
 
 
 def activation_bytes_per_layer(
@@ -51,6 +66,10 @@ def activation_bytes_per_layer(
       keys, values, the output of attention and its log-sum-exp in fp32; gate, up, the activated gate and the product;
     - with "full" the layer's input, h e;
     - with "selective" that and the outputs of matrix products and attention: (2ad + 2kd + 2f + 2h) e + 4a.
+
+    Without a gate 2f are kept for 4f, and f for 2f. Scores, masks and copies of `shape` come on top without
+    recomputation: with 5, 1 and 0 bytes of them a layer of four matrices keeps sbh(34 + 5as/h) (Korthikanti et al.,
+    equation 1).
 
     Over tp ranks, heads and features are split; h too under sequence parallelism (Korthikanti et al. 2022, arXiv
     2205.05198, equations 1, 2 and 4, less the masks of dropout and with attention as in FlashAttention). Of the row
@@ -78,12 +97,16 @@ def activation_bytes_per_layer(
     kv_heads = max(shape.num_kv_heads / tp, 1)
     attention = (2 * heads + 2 * kv_heads) * shape.head_dim  # queries, keys, values, output
     ffn = shape.ffn_size / tp
-    log_sum_exp = FP32_BYTES * heads
+    num_wide = 2 if shape.is_gated else 1
+    log_sum_exp = FP32_BYTES * heads if not shape.score_bytes else 0.0
     if recompute == "none":
         scales = 2 * FP32_BYTES * stream / shape.hidden_size
-        return num_tokens * (element_bytes * (4 * stream + attention + 4 * ffn) + log_sum_exp + scales)
+        routed = 2 * shape.num_routed * stream  # what experts are given, and what they return
+        kept = element_bytes * (4 * stream + attention + 2 * num_wide * ffn + routed) + log_sum_exp + scales
+        scores = shape.score_bytes * heads * seq_len
+        return num_tokens * (kept + scores + 2 * (shape.mask_bytes + shape.norm_bytes) * stream)
     sums = 2 * stream  # what the two row layers give
-    return num_tokens * (element_bytes * (stream + attention + 2 * ffn + sums) + log_sum_exp)
+    return num_tokens * (element_bytes * (stream + attention + num_wide * ffn + sums) + log_sum_exp)
 
 
 def offloaded_bytes(input_bytes: float, num_layers: int, every: int = 1) -> float:

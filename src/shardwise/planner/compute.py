@@ -132,7 +132,7 @@ class ComputeModel:
         products = self._linears([linear], strategy, strategy.param)
         width = _WIDTHS[strategy.param]
         logits = tokens * shape.vocab_size / (strategy.tp if practice.splits_logits else 1)
-        is_fused = practice.logits_bytes <= 2 * width
+        is_fused = (practice.logits_bytes or 0.0) <= 2 * width
         streams = PassTimes(
             self._stream_s(logits * width * (2 if is_fused else 6)),
             self._stream_s(logits * width * (2 if is_fused else 5)),

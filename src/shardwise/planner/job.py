@@ -87,7 +87,7 @@ class Practice:
     Attributes:
         attention: what the kernel saves.
         logits_bytes: that each logit takes at the peak of the loss, all copies together; 0 where they never exist
-            whole.
+            whole, None where they and their gradient do in the parameters' dtype, as in our loss.
         splits_logits: whether each tp rank has its part of the vocabulary's logits alone.
         optimizer_shards: ranks over which the optimizer's states are sharded, where that is not the shard group.
         unsharded_grad_bytes: a parameter, kept whole on every rank besides what the stage says.
@@ -100,11 +100,12 @@ class Practice:
         saves_norm_in_fp32: whether norms keep a widened copy of their input.
         has_dropout: whether masks are kept.
         trains_all: whether all weights have gradients; False where adapters alone are trained.
+        recomputes_attention: whether selective recomputation is of the attention's core alone.
         cuts_evenly: whether stages have as many blocks each; otherwise they are cut by cost, as ours are.
     """
 
     attention: Attention = "flash"
-    logits_bytes: float = 0.0
+    logits_bytes: float | None = None
     splits_logits: bool = True
     optimizer_shards: int | None = None
     unsharded_grad_bytes: float = 0.0
@@ -116,6 +117,7 @@ class Practice:
     saves_norm_in_fp32: bool = False
     has_dropout: bool = False
     trains_all: bool = True
+    recomputes_attention: bool = False
     cuts_evenly: bool = False
 
 

@@ -1,33 +1,275 @@
-"""Memory of each pipeline rank, by category."""
+"""Memory of each pipeline rank, by category, at the highest moment of a step.
+
+What rests follows from the folded Layout, to the byte. On top of it come, moment by moment, what blocks keep of the
+micro-batches that the schedule has in flight, what a backward makes, logits, parameters that are gathered and gradients
+on their way; the peak is the highest of these moments, not the sum of the highest of each part.
+
+>>> from shardwise.models.presets import preset
+>>> from shardwise.planner.hardware import Cluster, Gpu
+>>> from shardwise.planner.shape import ModelShape
+>>> gpu = Gpu(name="h100", memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 989e12})
+>>> cluster = Cluster(gpu=gpu, num_gpus=64, gpus_per_node=8, nic_bytes_per_s=5e10)
+>>> job = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=cluster)
+>>> worst = MemoryModel(job).estimate(Strategy(dp_shard=64, zero_stage=3, recompute="full")).worst
+>>> print(", ".join(f"{key} {size / 2**30:.1f}" for key, size in worst.peak.items() if size > 2**28))
+grads 0.5, optimizer 1.4, activations 3.2, workspace 0.5, gathered 2.8, buckets 3.2, overhead 1.0, rounding 0.4
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from shardwise.layout.activations import FP32_BYTES
+from shardwise.layout.layout import TIERS
+from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.layout.skeleton import ROOT
+from shardwise.layout.stages import Placement
+from shardwise.planner.block_memory import NUM_WIDE_OF_NORM, BlockBytes, block_bytes, logits_bytes
+from shardwise.planner.folded import FoldedLayout
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.results import MemoryEstimate, RankMemory
+from shardwise.planner.stages import Stages
+from shardwise.schedule.formulas import max_in_flight
+from shardwise.schedule.recipes import recipe_of
+
+CONTEXT_BYTES: Final = 0.75 * 2**30
+"""Of a process's context on a GPU with its kernels: 0.5 to 2 GiB (stas00/ml-engineering, training/performance)."""
+
+COMMUNICATOR_BYTES: Final = 0.25 * 2**30
+"""Of the channels' buffers of one communicator of NCCL."""
+
+UNUSED_SHARE: Final = 0.04
+"""Of what comes and goes, that the allocator holds and cannot use at the peak."""
+
+NUM_INPUTS_ON_DEVICE: Final = 3
+"""Inputs of recomputed blocks that are on the device where the others are on the host."""
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """What a rank of the pipeline holds at its peak, in stages' activations of one micro-batch.
+
+    Attributes:
+        whole: between forward and backward.
+        deferred: whose gradients of the weights are still to come.
+    """
+
+    whole: int
+    deferred: int
+
+
+def in_flight(strategy: Strategy, rank: int) -> InFlight:
+    """On a rank of the pipeline, by `schedule.formulas`; with the deferred ones of H1 and H2 all ranks hold as many."""
+    s = strategy
+    if s.pp == 1:
+        return InFlight(1, 0)
+    whole = max_in_flight(s.schedule, s.pp, s.num_micro_batches, s.virtual_stages, rank)
+    if not recipe_of(s.schedule).splits_backward or s.schedule == "zb-v":
+        return InFlight(whole, 0)
+    together = min(s.num_micro_batches, s.pp if s.schedule == "zb-h1" else 2 * s.pp - 1)
+    return InFlight(whole, together - whole)
+
+
+@dataclass(frozen=True)
+class Moving:
+    """Parameters that are gathered and gradients on their way on one rank of the pipeline, in bytes of one kind.
+
+    Attributes:
+        root, block: elements of what is in no block, and of the largest block.
+        rank: elements of all.
+        param_bytes: an element gathered; 0 where parameters rest whole.
+        grad_bytes: an element of a gradient that is not reduced yet; 0 where these rest whole.
+        wire_bytes: an element that travels beside the gradient; 0 where nothing does.
+        gathers_once: all of the rank is unsharded for a batch.
+    """
+
+    root: int
+    block: int
+    rank: int
+    param_bytes: float
+    grad_bytes: float
+    wire_bytes: float
+    is_pipelined: bool
+    gathers_once: bool
+
+    @classmethod
+    def of(cls, strategy: Strategy, folded: FoldedLayout, rank: int) -> Moving:
+        """Of a rank's folded groups."""
+        s, folds = strategy, folded.rank(strategy, rank)
+        stage, precision = folds.layout.stage, folds.layout.precision
+        root = sum(fold.group.padded_numel for fold in folds.folds if fold.group.unit == ROOT)
+        blocks: dict[str, int] = {}
+        for fold in folds.folds:
+            if fold.group.unit != ROOT:
+                blocks[fold.group.unit] = blocks.get(fold.group.unit, 0) + fold.group.padded_numel
+        is_alone = s.dp_shard * s.cp * s.dp_replicate == 1
+        is_gathered = stage.params is Placement.SHARD and not all(fold.group.rests_whole for fold in folds.folds)
+        wire = 0 if is_alone else DTYPE_BYTES[precision.reduce]
+        return cls(
+            root=root,
+            block=max(blocks.values(), default=0),
+            rank=folds.numel,
+            param_bytes=DTYPE_BYTES[s.param] if is_gathered else 0,
+            grad_bytes=DTYPE_BYTES[precision.accumulate if s.pp > 1 else precision.reduce]
+            if stage.grads is Placement.SHARD
+            else 0,
+            wire_bytes=wire,
+            is_pipelined=s.pp > 1,
+            gathers_once=s.gather == "batch",
+        )
+
+    def gathered(self, num_blocks: int) -> float:
+        """Bytes of the unsharded root and of so many blocks."""
+        is_whole = self.is_pipelined and self.gathers_once
+        return self.param_bytes * (self.rank if is_whole else min(self.rank, self.root + num_blocks * self.block))
+
+    def buckets(self, root: int, block: int) -> float:
+        """Bytes of so many buffers of the root's gradients and of the blocks': buckets, and what is received."""
+        if not self.is_pipelined:
+            if self.grad_bytes:
+                return self.grad_bytes * (root * self.root + block * self.block)
+            return self.wire_bytes * 2 * (max(0, root - 1) * self.root + max(0, block - 1) // 2 * self.block)
+        unreduced = self.grad_bytes * self.rank
+        if not self.grad_bytes:
+            return unreduced
+        return unreduced + self.wire_bytes * (3 * self.block if self.gathers_once else self.rank + self.block)
 
 
 class MemoryModel:
     """Memory of a job's strategies; keeps what several of them share."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, folded: FoldedLayout | None = None) -> None:
         self.job = job
+        self.folded = folded or FoldedLayout(job)
+        self._blocks: dict[tuple[object, ...], BlockBytes] = {}
 
     def estimate(self, strategy: Strategy) -> MemoryEstimate:
         """Of one rank at each place of the pipeline."""
-        shape, s = self.job.shape, strategy
-        numel = shape.num_params / (s.tp * s.pp)
-        shards = s.dp_shard * s.cp
-        sizes = {"param": 2 * numel, "grad": 4 * numel, "optimizer": 12 * numel}
-        sharded = {"param": s.zero_stage >= 3, "grad": s.zero_stage >= 2, "optimizer": s.zero_stage >= 1}
-        at_rest = {role: int(size / (shards if sharded[role] else 1)) for role, size in sizes.items()}
-        tokens = self.job.seq_len * s.micro_size / (s.cp * s.tp)
-        layers = shape.num_layers / s.pp * min(s.pp, s.num_micro_batches)
-        activations = tokens * shape.hidden_size * layers * (2 if s.recompute == "full" else 34)
-        peak = {
-            "params": float(at_rest["param"]),
-            "grads": float(at_rest["grad"]),
-            "optimizer": float(at_rest["optimizer"]),
-            "activations": activations,
-        }
-        ranks = (RankMemory(pipeline_rank=rank, at_rest=at_rest, peak=peak) for rank in range(s.pp))
+        stages = self.folded.stages.of(strategy)
+        ranks = [self._of_rank(strategy, stages, rank) for rank in range(stages.placement.num_ranks)]
         return MemoryEstimate(ranks=tuple(ranks))
+
+    def _of_rank(self, strategy: Strategy, stages: Stages, rank: int) -> RankMemory:
+        at_rest = self.folded.at_rest(strategy, rank)
+        by_tier = self.folded.by_tier(strategy, rank)
+        here = by_tier.get("device", {"param": 0, "grad": 0, "optimizer": 0})
+        rest = {
+            "params": float(here["param"]),
+            "grads": here["grad"] + self._extra_grads(strategy, rank),
+            "optimizer": float(here["optimizer"]),
+        }
+        moments = self._moments(strategy, stages, rank)
+        peak = rest | max(moments, key=lambda moment: sum(moment.values()))
+        elsewhere = {tier: float(sum(by_tier[tier].values())) for tier in TIERS[1:] if tier in by_tier}
+        if strategy.activations_tier == "host":
+            elsewhere["host"] = elsewhere.get("host", 0.0) + self._offloaded(strategy, stages, rank)
+        return RankMemory(
+            pipeline_rank=rank, at_rest=at_rest, peak=peak | self._of_device(strategy, peak), elsewhere=elsewhere
+        )
+
+    def _extra_grads(self, strategy: Strategy, rank: int) -> float:
+        """Gradients that other code keeps whole besides."""
+        each = self.job.practice.unsharded_grad_bytes
+        return each * self.folded.rank(strategy, rank).numel if each else 0.0
+
+    def _of_device(self, strategy: Strategy, peak: Mapping[str, float]) -> dict[str, float]:
+        """What the device and its allocator hold beyond tensors."""
+        if self.job.cluster.gpu.name == "cpu":
+            return {"overhead": 0.0, "rounding": 0.0}
+        axes = (strategy.tp, strategy.cp, strategy.pp, strategy.num_data_ranks)
+        overhead = CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(size > 1 for size in axes)
+        moving = sum(peak.values()) - sum(peak[name] for name in ("params", "grads", "optimizer"))
+        return {"overhead": overhead, "rounding": UNUSED_SHARE * moving}
+
+    def _moments(self, strategy: Strategy, stages: Stages, rank: int) -> Iterator[dict[str, float]]:
+        """What comes and goes, at each moment that may be the highest."""
+        s = strategy
+        flight = in_flight(s, rank)
+        kept, again = self._kept(s, stages, rank, flight)
+        held = stages.placement.stages_of(rank)
+        block = self._block(s, has_experts=stages.kinds[held[-1]][1] > 0)
+        outputs = flight.whole * block.stream if s.pp > 1 else 0.0
+        working = block.working if stages.layers_on(rank) else 0.0
+        moving = Moving.of(s, self.folded, rank)
+        if stages.head_stage in held:
+            yield {
+                "activations": kept + outputs + 2 * block.stream,
+                "logits": logits_bytes(self.job, s),
+                "gathered": moving.gathered(1),
+                "buckets": moving.buckets(root=0, block=0),
+            }
+            if self.job.cluster.gpu.name == "cpu":  # the backward of the last norm
+                yield {
+                    "activations": kept + outputs + block.stream,
+                    "workspace": block.stream * NUM_WIDE_OF_NORM * FP32_BYTES / DTYPE_BYTES[s.param],
+                    "gathered": moving.gathered(1),
+                    "buckets": moving.buckets(root=1, block=0),
+                }
+        yield {
+            "activations": kept + outputs + again,
+            "workspace": working,
+            "gathered": moving.gathered(2),
+            "buckets": moving.buckets(root=1, block=1),
+        }
+        if s.pp == 1 and stages.layers_on(rank) > 1:  # the last block's gradients are on their way
+            yield {
+                "activations": kept + again - block.kept,
+                "workspace": working,
+                "gathered": moving.gathered(2),
+                "buckets": moving.buckets(root=1, block=3),
+            }
+        yield {
+            "activations": 2 * block.stream,
+            "gathered": moving.gathered(1),
+            "buckets": moving.buckets(root=2, block=1),
+        }
+        yield {"workspace": self._step_bytes(s, rank)}
+
+    def _step_bytes(self, strategy: Strategy, rank: int) -> float:
+        """What the step widens: gradients that rest narrower than the master, of this rank's slice."""
+        s = strategy
+        if s.optimizer_tier != "device" or DTYPE_BYTES[s.param] >= FP32_BYTES or s.accumulate == "fp32":
+            return 0.0
+        folds = self.folded.rank(s, rank)
+        is_sharded = folds.layout.stage.optimizer is Placement.SHARD
+        return FP32_BYTES * sum(
+            fold.count * (fold.group.shard_numel if is_sharded else fold.group.padded_numel) for fold in folds.folds
+        )
+
+    def _offloaded(self, strategy: Strategy, stages: Stages, rank: int) -> float:
+        block = self._block(strategy, has_experts=False)
+        num_inputs = stages.layers_on(rank) // strategy.recompute_every - NUM_INPUTS_ON_DEVICE
+        return max(0, num_inputs) * block.kept
+
+    def _kept(self, strategy: Strategy, stages: Stages, rank: int, flight: InFlight) -> tuple[float, float]:
+        """Bytes that the blocks of a rank keep, and what recomputation adds in the block whose backward runs."""
+        s = strategy
+        held = stages.placement.stages_of(rank)
+        kept = again = deferred = 0.0
+        for has_experts in (False, True):
+            num_blocks = sum(stages.kinds[stage][has_experts] for stage in held)
+            if not num_blocks:
+                continue
+            block = self._block(s, has_experts=has_experts)
+            num_again = -(-num_blocks // s.recompute_every) if block.kept != block.whole else 0
+            num_kept = num_again
+            if s.activations_tier == "host":
+                num_kept = min(num_again, NUM_INPUTS_ON_DEVICE)
+            behind = num_blocks - 1 - (num_again - 1) * s.recompute_every if num_again else 0
+            kept += num_kept * block.kept + (num_blocks - num_again) * block.whole
+            if num_again:
+                again = max(again, block.whole - block.kept - behind * block.whole)
+            deferred += num_blocks * block.deferred
+        num_stages = len(held)
+        if s.pp == 1:
+            return kept, again
+        return (flight.whole * kept + flight.deferred * min(deferred, kept)) / num_stages, again
+
+    def _block(self, strategy: Strategy, *, has_experts: bool) -> BlockBytes:
+        s = strategy
+        key = (has_experts, s.tp, s.cp, s.sequence_parallel, s.micro_size, s.param, s.recompute)
+        if key not in self._blocks:
+            self._blocks[key] = block_bytes(self.job, s, has_experts=has_experts)
+        return self._blocks[key]

@@ -1,0 +1,133 @@
+"""What one block keeps of a micro-batch, and what its backward makes, on each rank; of the head and its loss too.
+
+>>> from shardwise.models.presets import preset
+>>> from shardwise.planner.hardware import Cluster, Gpu
+>>> from shardwise.planner.shape import ModelShape
+>>> gpu = Gpu(name="h100", memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 989e12})
+>>> cluster = Cluster(gpu=gpu, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=5e10)
+>>> job = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=8, cluster=cluster)
+>>> round(block_bytes(job, Strategy(tp=8), has_experts=False).kept / 2**20)
+388
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from shardwise.layout.activations import FP32_BYTES, LayerShape, activation_bytes_per_layer
+from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.planner.job import Job, Strategy
+
+SOFTMAX_BYTES: Final = {"flash": 0.0, "fused-softmax": 2.0, "unfused": 6.0}
+"""Kept of each score: none; the softmax in half precision; the softmax in fp32 and what it is cast to."""
+
+DROPPED_SCORE_BYTES: Final = 3.0
+"""Of each score that dropout works on: its output in half precision, and its mask."""
+
+NUM_WIDE_OF_NORM: Final = 5
+"""Tensors in fp32, of the input's size, that the backward of our norm has at once on a CPU; it is fused elsewhere."""
+
+LOSS_ROWS: Final = {"cpu": 2**18, "gpu": 2**26}
+"""Logits that our loss widens at a time, twice: `shardwise.models.decoder`."""
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """Bytes of one micro-batch on a rank.
+
+    Attributes:
+        kept: between the block's forward and its backward.
+        whole: kept by a block that recomputes nothing.
+        working: made by the backward besides, at its highest.
+        deferred: kept for the gradients of the weights, where these come later than that of the input.
+        stream: of the residual stream, as it passes from block to block.
+    """
+
+    kept: float
+    whole: float
+    working: float
+    deferred: float
+    stream: float
+
+
+def block_bytes(job: Job, strategy: Strategy, *, has_experts: bool) -> BlockBytes:
+    """Of a block of a strategy; see `layout.activations` for what is kept.
+
+    At its highest the backward of the feed-forward has the gradients of two inner tensors and of the stream, while all
+    that was kept is there; that of attention with scores, the gradients of the scores; and that of a norm that is not
+    fused some wide copies. Behind the feed-forward its inner tensors are gone.
+    """
+    s, shape = strategy, _layer_shape(job, has_experts)
+    element_bytes = DTYPE_BYTES[s.param]
+
+    def kept(mode: str) -> float:
+        return activation_bytes_per_layer(
+            shape,
+            seq_len=job.seq_len,
+            micro_size=s.micro_size,
+            tp=s.tp,
+            cp=s.cp,
+            sequence_parallel=s.sequence_parallel,
+            element_bytes=element_bytes,
+            recompute=mode,  # type: ignore[arg-type]
+        )
+
+    tokens = job.seq_len / s.cp * s.micro_size
+    hidden, ffn, heads = shape.hidden_size, shape.ffn_size / s.tp, shape.num_heads / s.tp
+    num_streams = 2 if s.sequence_parallel else 1  # gathered, of the input and of its gradient
+    in_ffn = element_bytes * (2 * ffn + num_streams * hidden)
+    is_over = -element_bytes * (4 if shape.is_gated else 2) * ffn
+    in_attention = is_over + (2 * 2 * heads * job.seq_len if shape.score_bytes else 0.0)
+    stream = hidden / (s.tp if s.sequence_parallel else 1)
+    in_norm = is_over + (FP32_BYTES * NUM_WIDE_OF_NORM * stream if job.cluster.gpu.name == "cpu" else 0.0)
+    products = 4 * hidden + 2 * shape.num_heads * shape.head_dim / s.tp + 4 * ffn
+    return BlockBytes(
+        kept=kept(_kept_mode(job, s)),
+        whole=kept("none"),
+        working=tokens * max(in_ffn, in_attention, in_norm),
+        deferred=tokens * element_bytes * products,
+        stream=tokens * element_bytes * stream,
+    )
+
+
+def logits_bytes(job: Job, strategy: Strategy) -> float:
+    """What the head and its loss take at their highest, for one micro-batch on a rank of the last stage."""
+    s, practice = strategy, job.practice
+    tokens = job.seq_len / s.cp * s.micro_size
+    if s.chunk_tokens is not None:
+        tokens = min(tokens, s.chunk_tokens)
+    vocab = job.shape.vocab_size / (s.tp if practice.splits_logits else 1)
+    if practice.logits_bytes is not None:
+        return practice.logits_bytes * tokens * vocab
+    rows = LOSS_ROWS["cpu" if job.cluster.gpu.name == "cpu" else "gpu"] / vocab
+    return 2 * vocab * (DTYPE_BYTES[s.param] * tokens + FP32_BYTES * min(tokens, max(1, rows)))
+
+
+def _kept_mode(job: Job, strategy: Strategy) -> str:
+    """What recomputation leaves; of code that recomputes attention alone, flash attention leaves nothing to it."""
+    if strategy.recompute == "selective" and job.practice.recomputes_attention:
+        return "none"
+    return strategy.recompute
+
+
+def _layer_shape(job: Job, has_experts: bool) -> LayerShape:
+    shape, practice, experts = job.shape, job.practice, job.shape.experts
+    ffn_size, num_routed = shape.ffn_size, 0
+    if has_experts and experts is not None:
+        ffn_size, num_routed = experts.ffn_size * (experts.num_chosen + experts.num_shared), experts.num_chosen
+    score_bytes = SOFTMAX_BYTES[practice.attention]
+    if score_bytes and practice.has_dropout:
+        score_bytes += DROPPED_SCORE_BYTES
+    return LayerShape(
+        hidden_size=shape.hidden_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        ffn_size=ffn_size,
+        is_gated=shape.ffn == "gated",
+        score_bytes=score_bytes,
+        mask_bytes=1.0 if practice.has_dropout else 0.0,
+        norm_bytes=float(2 * FP32_BYTES) if practice.saves_norm_in_fp32 else 0.0,
+        num_routed=num_routed,
+    )

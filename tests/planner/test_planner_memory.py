@@ -1,0 +1,116 @@
+"""The peak that the planner gives is that of the engine's ledger, simulated, within a twentieth."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise import simulate
+from shardwise.config import Config
+from shardwise.models import Decoder, DecoderConfig, lm_loss
+from shardwise.planner.hardware import Cluster, Gpu
+from shardwise.planner.job import Job, Practice, Strategy
+from shardwise.planner.memory import MemoryModel
+from shardwise.planner.shape import ModelShape
+
+SHAPE = DecoderConfig(
+    vocab_size=1024, num_layers=4, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=704,
+    max_seq_len=512,
+)  # fmt: skip
+SEQ_LEN = 256
+
+
+def cluster(name: str) -> Cluster:
+    gpu = Gpu(name=name, memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 1e15})
+    return Cluster(gpu=gpu, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=5e10)
+
+
+def job(name: str = "cpu", **changes: Any) -> Job:
+    shape = replace(ModelShape.of_decoder(SHAPE), **changes)
+    return Job(shape=shape, seq_len=SEQ_LEN, global_batch=8, cluster=cluster(name))
+
+
+def simulated_peak(s: Strategy, pipeline_rank: int) -> int:
+    config = Config.from_dict(
+        {
+            "mesh": {"pp": s.pp, "dp_shard": s.dp_shard, "cp": s.cp, "tp": s.tp},
+            "zero": {"stage": s.zero_stage},
+            "tiers": {"params": s.params_tier, "grads": s.grads_tier, "optimizer": s.optimizer_tier},
+            "tensor": {"sequence_parallel": s.sequence_parallel},
+            "batch": {"accumulation": s.num_micro_batches, "micro_size": s.micro_size},
+            "precision": {"param": s.param},
+            "pipeline": {"schedule": s.schedule, "virtual_stages": s.virtual_stages},
+            "recompute": {"mode": s.recompute, "every": s.recompute_every},
+            "run": {"device": "cpu"},
+        }
+    )
+    tokens = torch.zeros(s.micro_size, SEQ_LEN, dtype=torch.int64)
+    simulation = simulate(
+        lambda: Decoder(SHAPE),
+        config,
+        lambda: (tokens, tokens),
+        rank=pipeline_rank * s.num_ranks // s.pp,
+        world_size=s.num_ranks,
+        loss_fn=lambda logits, batch: lm_loss(logits, batch[1]),
+    )
+    return simulation.peak.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("strategy", "pipeline_rank"),
+    [
+        (Strategy(micro_size=4), 0),
+        (Strategy(micro_size=4, param="fp32"), 0),
+        (Strategy(micro_size=8, dp_shard=4, zero_stage=3, num_micro_batches=2), 0),
+        (Strategy(micro_size=8, recompute="full"), 0),
+        (Strategy(micro_size=8, recompute="full", recompute_every=2), 0),
+        (Strategy(micro_size=8, recompute="selective", dp_shard=2, zero_stage=1), 0),
+        (Strategy(micro_size=8, tp=2, sequence_parallel=True), 0),
+        (Strategy(micro_size=8, cp=2, zero_stage=2), 0),
+        (Strategy(micro_size=4, pp=2, num_micro_batches=4), 0),
+        (Strategy(micro_size=4, pp=2, num_micro_batches=4, schedule="zb-h1"), 1),
+        (Strategy(micro_size=4, pp=2, num_micro_batches=4, dp_shard=2, zero_stage=3), 0),
+        (Strategy(micro_size=4, dp_shard=2, zero_stage=2, optimizer_tier="host"), 0),
+    ],
+    ids=str,
+)
+def test_peak_is_that_of_the_engine(strategy: Strategy, pipeline_rank: int) -> None:
+    estimated = MemoryModel(job()).estimate(strategy).ranks[pipeline_rank]
+    measured = simulated_peak(strategy, pipeline_rank)
+    print(f"estimated {estimated.peak_bytes:,.0f}, simulated {measured:,}: {dict(estimated.peak)}")
+    assert estimated.peak_bytes == pytest.approx(measured, rel=0.05)
+
+
+def test_no_device_holds_more_than_tensors_on_a_cpu() -> None:
+    peak = MemoryModel(job()).estimate(Strategy(micro_size=4)).worst.peak
+    assert peak["overhead"] == peak["rounding"] == 0
+    assert MemoryModel(job("h100")).estimate(Strategy(micro_size=4)).worst.peak["overhead"] > 0
+
+
+def test_less_is_held_with_more_recomputation_and_smaller_micro_batches() -> None:
+    model = MemoryModel(job("h100"))
+    peaks = [
+        model.estimate(Strategy(micro_size=8, recompute=mode)).worst.peak_bytes
+        for mode in ("none", "selective", "full")  # type: ignore[arg-type]
+    ]
+    assert peaks == sorted(peaks, reverse=True)
+    sizes = [model.estimate(Strategy(micro_size=size)).worst.peak_bytes for size in (1, 2, 4)]
+    assert sizes == sorted(sizes)
+
+
+def test_scores_that_are_kept_grow_with_the_square_of_the_sequence() -> None:
+    flash, fused = (
+        MemoryModel(replace(job("h100"), practice=Practice(attention=attention))).estimate(Strategy()).worst
+        for attention in ("flash", "fused-softmax")  # type: ignore[arg-type]
+    )
+    scores = SHAPE.num_layers * SHAPE.num_heads * SEQ_LEN * (2 * SEQ_LEN - 4)  # less the log-sum-exp
+    assert fused.peak["activations"] - flash.peak["activations"] == scores
+
+
+def test_first_ranks_of_a_pipeline_hold_more_micro_batches() -> None:
+    ranks = MemoryModel(job("h100", num_layers=16)).estimate(Strategy(pp=4, num_micro_batches=8)).ranks
+    kept = [rank.peak["activations"] for rank in ranks]
+    assert kept[0] > kept[1] > kept[2] > kept[3]
