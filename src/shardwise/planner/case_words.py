@@ -116,6 +116,15 @@ def attention_of(written: str | None) -> Attention | None:
     return "unfused"
 
 
+def is_tuned_attention(written: str | None) -> bool:
+    """Whether a kernel is named that was written for Hopper or what came after it.
+
+    >>> is_tuned_attention("FA3"), is_tuned_attention("flash_attention2 + RMS kernel")
+    (True, False)
+    """
+    return bool(re.search(r"\bfa[34]\b|flash_?attention-?[34]|cudnn", (written or "").lower()))
+
+
 def schedule_of(written: str | None, num_stages: int, virtual_stages: int) -> str:
     """Our name of a pipeline schedule; 1f1b where it is not written, or there is no pipeline."""
     text = (written or "").lower()

@@ -123,7 +123,7 @@ def _shape(model: Mapping[str, Any]) -> ModelShape | None:
     if not layers or not hidden:
         return None
     layers, hidden = int(layers), int(hidden)
-    heads = int(model.get("heads") or max(1, hidden // 128))
+    heads = int(model.get("heads") or _usual_heads(hidden))
     written = str(model.get("ffn_type") or "").lower()
     is_gated = any(mark in written for mark in ("swiglu", "geglu", "gated", "silu")) or not written
     ffn: Literal["gated", "plain"] = "gated" if is_gated else "plain"
@@ -148,6 +148,17 @@ def _shape(model: Mapping[str, Any]) -> ModelShape | None:
         experts=_experts(model.get("moe")),
         name=str(model.get("name") or "model"),
     )
+
+
+def _usual_heads(hidden: int) -> int:
+    """That divide the hidden size into dims nearest to 128, in multiples of 32 where there are such, as ranks need.
+
+    >>> _usual_heads(4096), _usual_heads(14400)
+    (32, 96)
+    """
+    counts = [each for each in range(1, hidden // 16 + 1) if hidden % each == 0] or [1]
+    counts = [each for each in counts if each % 32 == 0] or counts
+    return min(counts, key=lambda each: abs(hidden // each - 128))
 
 
 def _window(attention: str, seq_len: int) -> int | None:
@@ -367,6 +378,7 @@ def _practice(row: Row, shape: ModelShape, strategy: Strategy, gpu: Gpu) -> Prac
         overlaps_tensor=bool(p.get("async_tp")) or (is_new and strategy.sequence_parallel),
         saves_norm_in_fp32=shape.ffn == "gated" and bool(kernel) and "rms" not in kernel and not is_compiled,
         has_dropout=is_early and shape.ffn == "plain",
+        has_tuned_attention=words.is_tuned_attention(p.get("attention_kernel")) or "fp4" in gpu.peak_flops_per_s,
     )
 
 
@@ -381,7 +393,8 @@ def _attention(strategy: Strategy, shape: ModelShape, gpu: Gpu, seq_len: int) ->
     """Before bf16 was usual, and where only full recomputation made room, scores were written out."""
     if seq_len >= LONG_SEQUENCE or shape.ffn == "gated":
         return "flash"
-    if "v100" in gpu.name or strategy.param in ("fp16", "fp32"):
+    is_late = "fp8" in gpu.peak_flops_per_s  # no code kept scores when such devices came
+    if "v100" in gpu.name or (strategy.param in ("fp16", "fp32") and not is_late):
         return "fused-softmax"
     is_full = strategy.recompute == "full" and not strategy.sequence_parallel
     return "fused-softmax" if is_full and "a100" in gpu.name else "flash"

@@ -36,17 +36,19 @@ _TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 128, 0
 inputs more often."""
 _PROLOGUE: Final = 96
 """Elements of the inner dim in which a tile's pipeline of loads fills and its result is written."""
-_FLASH_FORWARD_SHARE: Final = 0.68
-_FLASH_BACKWARD_SHARE: Final = 0.55
-"""Of a large matrix product's rate: Dao 2023 (arXiv 2307.08691), figures 4 to 6, and Shah et al. 2024 (arXiv
-2407.08608), figures 5 and 6; softmax and its rescaling run beside the products."""
-_FLASH_RAMP: Final = 384
-"""Keys at which flash attention has lost half of its rate to what each row of tiles begins and ends with."""
+_FLASH_SHARES: Final = (0.97, 0.86)
+"""Of a large matrix product's rate that flash attention reaches forward and backward over long sequences: Dao 2023
+(arXiv 2307.08691), figures 4 to 6, on an A100; Shah et al. 2024 (arXiv 2407.08608), figures 5 and 6, on an H100."""
+_FLASH_RAMPS: Final = (600.0, 1000.0)
+"""Keys at which it has lost half of that to what each row of tiles begins and ends with, and to masked halves."""
+_PLAIN_FLASH_CORE: Final = 2.9e12
+"""FLOPs a second that a core does at most in a kernel that does not use what came with Hopper: FlashAttention-2 reaches
+350 to 400 TFLOPS on 132 of them (Shah et al. 2024, figure 5)."""
 _BATCHED_SHARE: Final = 0.6
 """Of a large product's rate that the batched products of unfused attention reach: small outputs, a short inner dim."""
 _KERNEL_S: Final = 2.5e-6
 """That a kernel takes on a device beyond its work: it starts, fills the cores and drains them."""
-_DISPATCH_S: Final = 7e-6
+_DISPATCH_S: Final = 12e-6
 """That the host takes to launch one kernel from Python; it shows where kernels are shorter."""
 _GRAPHED_KERNEL_S: Final = 1.5e-6
 
@@ -323,10 +325,13 @@ class ComputeModel:
             return PassTimes(forward / forward_rate, forward / backward_rate)
         rate = self._rate("bf16" if _WIDTHS[s.param] <= 2 else _dtype(s))
         if practice.attention == "flash":
-            reached = rate * self.job.seq_len / (self.job.seq_len + _FLASH_RAMP) * min(1.0, 0.6 + shape.head_dim / 320)
-            forward_s = forward / 2 / (reached * _FLASH_FORWARD_SHARE)
-            backward_s = 2.5 * forward / 2 / (reached * _FLASH_BACKWARD_SHARE)
-            return PassTimes(forward_s, backward_s)
+            if not practice.has_tuned_attention:
+                rate = min(rate, _PLAIN_FLASH_CORE * max(self.job.cluster.gpu.num_cores, 1))
+            rate *= min(1.0, 0.6 + shape.head_dim / 320)
+            forward_share, backward_share = (
+                share * keys / (keys + ramp) for share, ramp in zip(_FLASH_SHARES, _FLASH_RAMPS, strict=True)
+            )
+            return PassTimes(forward / 2 / (rate * forward_share), 2.5 * forward / 2 / (rate * backward_share))
         scores = self._tokens(s) * keys * heads * _WIDTHS[s.param]
         reads = (5.0, 6.0) if practice.attention == "fused-softmax" else (14.0, 15.0)
         dropout = (2.5, 2.5) if practice.has_dropout else (0.0, 0.0)
@@ -407,12 +412,14 @@ def shape_share(m: float, n: float, k: float, num_cores: int) -> float:
 def alignment_share(n: float, k: float, width: float) -> float:
     """Of the rate that rows of `n` and `k` elements reach which do not begin on a cache line, or a vector's address.
 
-    Source: NVIDIA, Matrix Multiplication Background User's Guide, section 4.1 (A100: multiples of 128 bytes).
+    Below 16 bytes tensor cores get inputs element by element: the chronicles of BLOOM's training list models whose
+    heads have 108 or 150 dims at half the speed of those of 128 or 144. Source of the rest: NVIDIA, Matrix
+    Multiplication Background User's Guide, section 4.1 (A100: multiples of 128 bytes).
     """
     share = 1.0
     for size in (n, k):
         num_bytes = round(size * width)
-        share = min(share, 1.0 if num_bytes % 128 == 0 else 0.85 if num_bytes % 16 == 0 else 0.4)
+        share = min(share, 1.0 if num_bytes % 128 == 0 else 0.9 if num_bytes % 16 == 0 else 0.1)
     return share
 
 

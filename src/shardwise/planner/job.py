@@ -99,6 +99,7 @@ class Practice:
         overlaps_tensor: whether tensor-parallel collectives run while a product's other part is computed.
         saves_norm_in_fp32: whether norms keep a widened copy of their input.
         has_dropout: whether masks are kept.
+        has_tuned_attention: whether the attention kernel uses what came with Hopper, as FlashAttention-3 does.
         trains_all: whether all weights have gradients; False where adapters alone are trained.
         recomputes_attention: whether selective recomputation is of the attention's core alone.
         cuts_evenly: whether stages have as many blocks each; otherwise they are cut by cost, as ours are.
@@ -116,6 +117,7 @@ class Practice:
     overlaps_tensor: bool = False
     saves_norm_in_fp32: bool = False
     has_dropout: bool = False
+    has_tuned_attention: bool = False
     trains_all: bool = True
     recomputes_attention: bool = False
     cuts_evenly: bool = False
