@@ -64,6 +64,21 @@ def table(rows: Sequence[Scored]) -> str:
     return "\n".join(lines)
 
 
+def figures(rows: Sequence[Scored]) -> dict[str, float]:
+    """What a change must not worsen: errors, which are to be small, and shares, which are to be large."""
+    found = scores(rows)
+    return {
+        "time mean error": found["time"]["mean"],
+        "time median error": found["time"]["median"],
+        "time p90 error": found["time"]["p90"],
+        "memory mean error": found["memory"]["mean"],
+        "out of memory accuracy": found["out_of_memory"]["accuracy"],
+        "Kendall's tau": found["tau"],
+        "top-1 regret error": found["regret"],
+        "bubble error in points": found["bubble_points"]["max"],
+    }
+
+
 def _errors(found: dict[str, float]) -> str:
     if not found["n"]:
         return "n    0"
@@ -103,6 +118,7 @@ def main() -> None:
     parser.add_argument("--by", choices=("source", "gpu"), help="score by source or by device, too")
     parser.add_argument("--worst", type=int, default=0, help="print so many rows, the most wrong first")
     parser.add_argument("--residuals", type=Path, help="where to write all of those lines")
+    parser.add_argument("--record", type=Path, help="where to write the figures that tests hold, of core rows")
     options = parser.parse_args()
     start = time.perf_counter()
     rows = scored_rows(read_rows(options.cases))
@@ -110,6 +126,9 @@ def main() -> None:
     if options.json:
         predictions = {each.case.id: each.prediction.as_row() for each in rows}
         options.json.write_text(json.dumps(predictions, indent=1) + "\n", encoding="utf-8")
+    if options.record:
+        core = figures([each for each in rows if each.case.tier == "core"])
+        options.record.write_text(json.dumps(core, indent=1) + "\n", encoding="utf-8")
     chosen = [each for each in rows if options.tier in (None, each.case.tier)]
     print(table(chosen))
     if options.by:

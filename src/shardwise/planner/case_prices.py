@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from shardwise.planner.bubbles import bubble_rate, deferred_share
-from shardwise.planner.cases import Case
+from shardwise.planner.cases import Case, KnownStates
+from shardwise.planner.estimators import estimate_model_states
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.pipeline_time import PipelineTimes
 from shardwise.planner.pricing import Pricer
@@ -166,7 +167,7 @@ def predict(
     """
     price = settled(case, pipelines)
     if price is None:
-        return Prediction(bubble_rate=_bubble_rate(case, None))
+        return Prediction() if case.states is None else _of_states(case.states)
     memory = [memory_gib(rank, memory_kind or "allocated") for rank in price.memory.ranks]
     time_s = price.time.step_s * case.tokens_scale * case.trained_share
     flops = flops_per_token(price.job, price.strategy, convention or convention_of(None, case)) * case.trained_share
@@ -181,10 +182,20 @@ def predict(
     )
 
 
-def _bubble_rate(case: Case, price: Price | None) -> float | None:
+def _of_states(states: KnownStates) -> Prediction:
+    """By the states alone: what they need, and that they must fit."""
+    config = {"precision": {"accumulate": "param"}, "tiers": dict(states.tiers)}
+    found = estimate_model_states(
+        states.num_params, num_gpus=states.num_gpus, stages=(states.zero_stage,), config=config
+    )[0]
+    fits = None if states.gpu is None else found.device_bytes <= states.gpu.memory_bytes
+    return Prediction(memory_gib_per_gpu=found.device_bytes / GIB or None, feasible=fits)
+
+
+def _bubble_rate(case: Case, price: Price) -> float | None:
     """Of the times that were measured where there are any, else as it is priced."""
-    if price is None or case.op_times is None:
-        return None if price is None else price.time.bubble_rate
+    if case.op_times is None:
+        return price.time.bubble_rate
     shape, strategy = price.job.shape, price.strategy
     return bubble_rate(
         case.searched_schedule or strategy.schedule,

@@ -37,6 +37,22 @@ USUAL_VOCAB: Final = MappingProxyType({"gated": 32000, "plain": 51200})
 
 
 @dataclass(frozen=True, kw_only=True)
+class KnownStates:
+    """A model of which only the number of parameters is known, in half precision by Adam.
+
+    Attributes:
+        tiers: as the config's section.
+        gpu: None where any will do.
+    """
+
+    num_params: int
+    zero_stage: int
+    num_gpus: int
+    tiers: Mapping[str, str]
+    gpu: Gpu | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """A published run.
 
@@ -47,7 +63,7 @@ class Case:
         trained_share: of a step's compute that is left where most weights are frozen.
         op_times: of the pipeline's operations, where they were measured.
         searched_schedule: zb-1p or zb-2p, whose order is made for its times; the strategy has the recipe next to it.
-        num_params: of the model, where only that is written.
+        states: what is known where no more than the number of parameters is written.
         guesses: keys that were not written, and matter.
     """
 
@@ -61,7 +77,7 @@ class Case:
     trained_share: float = 1.0
     op_times: OpTimes | None = None
     searched_schedule: str | None = None
-    num_params: float | None = None
+    states: KnownStates | None = None
     guesses: tuple[str, ...] = ()
 
 
@@ -73,7 +89,7 @@ def read_case(row: Row) -> Case:
         tier=str(row.get("tier", "")),
         quantity=str(row.get("quantity") or "end_to_end"),
         op_times=_op_times(_section(row, "parallel").get("op_times_ms")),
-        num_params=_section(row, "model").get("params"),
+        states=_states(row),
     )
     shape, cluster = _shape(_section(row, "model")), _cluster(_section(row, "hardware"))
     seq_len = _section(row, "model").get("seq")
@@ -105,6 +121,21 @@ def read_case(row: Row) -> Case:
 
 def _section(row: Row, name: str) -> Mapping[str, Any]:
     return row.get(name) or {}
+
+
+def _states(row: Row) -> KnownStates | None:
+    model, p, hardware = (_section(row, name) for name in ("model", "parallel", "hardware"))
+    num_params, num_gpus = int(model.get("params") or 0), int(hardware.get("num_gpus") or p.get("dp") or 0)
+    if model.get("layers") or not num_params or not num_gpus or p.get("zero_stage") is None:
+        return None
+    tiers = {name.removesuffix("_tier"): tier for name, tier in _tiers(p).items() if name != "activations_tier"}
+    return KnownStates(
+        num_params=num_params,
+        zero_stage=int(p["zero_stage"]),
+        num_gpus=num_gpus,
+        tiers=tiers,
+        gpu=words.gpu_of(hardware.get("gpu")),
+    )
 
 
 def _op_times(written: Mapping[str, float] | None) -> OpTimes | None:

@@ -1,0 +1,75 @@
+"""The planner's errors on published runs are no larger than they were, and its predictions see no outputs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CASES = ROOT / "tests/data/planner_cases.json"
+RECORDED = ROOT / "tests/data/planner_accuracy.json"
+SCRIPT = ROOT / "benchmarks/planner_accuracy.py"
+SLACK = 0.003
+WAYS_OF_COUNTING = ("flops_convention", "memory_kind")
+
+
+@pytest.fixture(scope="module")
+def accuracy() -> Iterator[Any]:
+    sys.path.insert(0, str(SCRIPT.parent))
+    yield importlib.import_module("planner_accuracy")
+    sys.path.remove(str(SCRIPT.parent))
+
+
+def core_rows() -> list[dict[str, Any]]:
+    return [row for row in json.loads(CASES.read_text(encoding="utf-8"))["cases"] if row["tier"] == "core"]
+
+
+@pytest.mark.timeout(300)
+def test_no_figure_is_worse_than_recorded(accuracy: Any) -> None:
+    """To record better ones: python benchmarks/planner_accuracy.py tests/data/planner_cases.json --record FILE"""
+    rows = accuracy.scored_rows(core_rows())
+    recorded, found = json.loads(RECORDED.read_text(encoding="utf-8")), accuracy.figures(rows)
+    print(accuracy.table(rows))
+    assert set(found) == set(recorded)
+    worse = {
+        name: f"{value:.4f} was {recorded[name]:.4f}"
+        for name, value in found.items()
+        if (value - recorded[name] if "error" in name else recorded[name] - value) > SLACK
+    }
+    assert not worse
+
+
+@pytest.mark.timeout(300)
+def test_predictions_see_no_outputs(tmp_path: Path) -> None:
+    with_outputs = core_rows()[::6]
+    without = [
+        {key: value for key, value in row.items() if key not in ("outputs", "source", "group", "tier")}
+        | {key: row["outputs"].get(key) for key in WAYS_OF_COUNTING}
+        for row in with_outputs
+    ]
+    found = []
+    for name, rows in (("with", with_outputs), ("without", without)):
+        cases, predictions = tmp_path / f"{name}.json", tmp_path / f"{name}_out.json"
+        cases.write_text(json.dumps({"cases": rows}))
+        command = [sys.executable, str(SCRIPT), str(cases), "--json", str(predictions)]
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert finished.returncode == 0, finished.stderr[-2000:]
+        found.append(json.loads(predictions.read_text()))
+    assert found[0] == found[1]
+    assert set(found[0]) == {row["id"] for row in with_outputs}
+    assert {tuple(each) for each in found[0].values()} == {
+        ("iteration_time_s", "tflops_per_gpu", "memory_gib_per_gpu", "feasible", "bubble_rate")
+    }
+
+
+def test_orders_are_told_by_tau(accuracy: Any) -> None:
+    tau = importlib.import_module("planner_scores").kendall_tau
+    assert tau([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(4 / 6)
+    assert tau([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / 6**0.5)
