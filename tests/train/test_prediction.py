@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from shardwise.config import Config
 from shardwise.planner.profile import AttentionTime, MatmulTime, Profile, write_profile
+from shardwise.planner.refit import PARTS, PREDICTION_NAME
 from shardwise.schedule import Action, TimedAction
 from shardwise.train import prediction as prediction_module
 from shardwise.train.loop import Trainer, build_trainer
-from shardwise.train.prediction import PARTS, PREDICTION_NAME, compare, exposed_s, predict
+from shardwise.train.prediction import compare, exposed_s, predict
 from shardwise.train.prepare import prepare_data
 
 PROFILE = Profile(

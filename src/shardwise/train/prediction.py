@@ -26,11 +26,11 @@ from shardwise.planner.hardware import Cluster, Gpu
 from shardwise.planner.machine import CPU, cluster_of
 from shardwise.planner.pricing import Pricer
 from shardwise.planner.profile import find_profile
+from shardwise.planner.refit import PARTS, PREDICTION_NAME, by_part
 from shardwise.planner.shape import ModelShape
 from shardwise.schedule.actions import COMPUTATIONS, Kind, TimedAction
 from shardwise.train.loop import Trainer
 
-PREDICTION_NAME = "prediction.json"
 SCHEMA: Final = 1
 
 # The planner's categories by the ledger's. The ledger sees neither the device's context nor the allocator's rounding.
@@ -42,17 +42,6 @@ _LEDGER: Final[Mapping[Category, tuple[str, ...]]] = MappingProxyType(
         Category.GATHERED: ("gathered",),
         Category.BUCKETS: ("buckets",),
         Category.ACTIVATIONS: ("activations", "logits", "workspace"),
-    }
-)
-# The planner's parts by those that a timeline tells apart: what a block exchanges is a part of its forward.
-PARTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "compute": ("compute", "recompute", "tensor", "context", "experts"),
-        "bubble": ("bubble",),
-        "data": ("data",),
-        "offload": ("offload",),
-        "step": ("step",),
-        "other": ("other",),
     }
 )
 _PART_OF: Final[Mapping[Kind, str]] = MappingProxyType(
@@ -222,11 +211,6 @@ def _priced(trainer: Trainer, cluster: Cluster, note: str) -> Prediction:
         high_s=price.time.high_s if is_known else 0.0,
         note=note,
     )
-
-
-def by_part(parts: Mapping[str, float]) -> dict[str, float]:
-    """The planner's parts in the words of a timeline."""
-    return {name: sum(parts.get(each, 0.0) for each in names) for name, names in PARTS.items()}
 
 
 def _measured(trainer: Trainer, step_s: Sequence[float]) -> Measured:
