@@ -227,8 +227,15 @@ def _cluster(hardware: Mapping[str, Any]) -> Cluster | None:
         gpu=dataclasses.replace(gpu, link_domain=domain),
         num_gpus=num_gpus,
         gpus_per_node=gpus_per_node,
-        nic_bytes_per_s=nic or gpu.nic_bytes_per_s,
+        nic_bytes_per_s=nic or _usual_nic(hardware.get("interconnect"), gpu),
     )
+
+
+def _usual_nic(interconnect: str | None, gpu: Gpu) -> float:
+    """As the device's own systems have it; where a network is named by its kind alone, 400 Gb/s of a node of A100 (or
+    its like) are usual, a fourth of that."""
+    is_kind = any(kind in (interconnect or "").lower() for kind in ("infiniband", "roce"))
+    return gpu.nic_bytes_per_s * (0.25 if is_kind and _is_before_h100(gpu) else 1.0)
 
 
 def _strategy(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[Strategy | None, int, tuple[str, ...]]:
@@ -406,7 +413,7 @@ def _practice(row: Row, shape: ModelShape, strategy: Strategy, gpu: Gpu) -> Prac
         is_compiled=is_compiled or is_liger or is_new or (is_model_split and not kernel),
         is_graphed=bool(p.get("cuda_graphs")),
         overlaps_data=_overlaps_data(strategy, gpu) and not is_early,
-        overlaps_tensor=bool(p.get("async_tp")) or (is_new and strategy.sequence_parallel),
+        overlaps_tensor=bool(p.get("async_tp", is_new and strategy.sequence_parallel)),
         saves_norm_in_fp32=shape.ffn == "gated" and bool(kernel) and "rms" not in kernel and not is_compiled,
         has_dropout=is_early and shape.ffn == "plain",
         has_tuned_attention=words.is_tuned_attention(p.get("attention_kernel")) or "fp4" in gpu.peak_flops_per_s,
@@ -416,8 +423,11 @@ def _practice(row: Row, shape: ModelShape, strategy: Strategy, gpu: Gpu) -> Prac
 def _overlaps_data(strategy: Strategy, gpu: Gpu) -> bool:
     """Codes that split models beside stages 0 and 1 learned to only with the devices that came after A100."""
     is_model_split = strategy.tp > 1 or strategy.pp > 1
-    is_before = max(gpu.peak_flops_per_s.get(dtype, 0.0) for dtype in ("bf16", "fp16")) < 500e12
-    return not (is_before and is_model_split and strategy.zero_stage < 2)
+    return not (_is_before_h100(gpu) and is_model_split and strategy.zero_stage < 2)
+
+
+def _is_before_h100(gpu: Gpu) -> bool:
+    return max(gpu.peak_flops_per_s.get(dtype, 0.0) for dtype in ("bf16", "fp16")) < 500e12
 
 
 def _attention(strategy: Strategy, shape: ModelShape, gpu: Gpu, seq_len: int) -> Attention:
