@@ -166,9 +166,10 @@ def _cluster(text: str | None, environ: Mapping[str, str]) -> Cluster:
     if text is not None:
         return parse_cluster(text)
     with Console(stderr=True).status("starting torch"):
-        from shardwise.train.here import this_machine, user_folder
+        from shardwise.launch.environment import cache_folder
+        from shardwise.train.here import this_machine
 
-        return this_machine(user_folder(environ))
+        return this_machine(cache_folder(environ))
 
 
 def _search(arguments: argparse.Namespace, cluster: Cluster, model: str | None, assignments: Sequence[str]) -> int:

@@ -21,6 +21,7 @@ from typing import Any, Final
 from shardwise.config import ConfigError, read_toml
 from shardwise.planner.catalogue import GPUS, find_gpu
 from shardwise.planner.hardware import Cluster, Gpu, Host
+from shardwise.planner.machine import CPU
 
 _GIB: Final = 2**30
 _COUNT: Final = re.compile(r"(?:(\d+)x)?(\d+)")
@@ -144,6 +145,8 @@ def cluster_words(cluster: Cluster) -> str:
     '512 x h100 in 64 nodes of 8, 79 GiB each, links 450 GB/s, network 400 Gb/s a GPU'
     """
     gpu, num_nodes = cluster.gpu, cluster.num_gpus // cluster.gpus_per_node
+    if gpu.name == CPU:
+        return f"{cluster.num_gpus} processes on this machine's CPU, {gpu.memory_bytes / _GIB:.1f} GiB each"
     nodes = "1 node" if num_nodes == 1 else f"{num_nodes:,} nodes of {cluster.gpus_per_node}"
     words = [f"{cluster.num_gpus:,} x {gpu.name} in {nodes}", f"{gpu.memory_bytes / _GIB:.0f} GiB each"]
     if gpu.link_bytes_per_s:

@@ -14,6 +14,7 @@ from rich.text import Text
 from shardwise.planner.bars import MEMORY_MARKS, TIME_MARKS, legend, memory_bar, time_bar
 from shardwise.planner.clusters import cluster_words
 from shardwise.planner.job import Job
+from shardwise.planner.machine import CPU
 from shardwise.planner.pareto import cost_per_step
 from shardwise.planner.results import Price, RankMemory
 from shardwise.planner.words import (
@@ -64,18 +65,23 @@ def price_rows(price: Price, *, is_coloured: bool, label: str = "best") -> list[
         ("step", speed_words(price)),
         ("memory", memory_words(price)),
         ("", memory_bar(price.memory.worst, price.job.cluster.gpu.memory_bytes, BAR_WIDTH, is_coloured=is_coloured)),
-        ("", legend_line(_in_gib(price.memory.worst.peak), MEMORY_MARKS, is_coloured=is_coloured)),
+        ("", _memory_legend(price.memory.worst, is_coloured)),
     ]
     if money := cost_words(price):
         rows.append(("cost", money))
     return rows
 
 
+def device_word(job: Job) -> str:
+    """What a rank computes on, in a word."""
+    return "rank" if job.cluster.gpu.name == CPU else "GPU"
+
+
 def speed_words(price: Price) -> str:
     """Time of a step with its interval, and what follows from it."""
     time = price.time
     words = f"{seconds_words(time.step_s)} ({seconds_words(time.low_s)} to {seconds_words(time.high_s)})"
-    words += f", {price.tokens_per_s_per_gpu:,.0f} tokens/s a GPU"
+    words += f", {price.tokens_per_s_per_gpu:,.0f} tokens/s a {device_word(price.job)}"
     dtype = price.strategy.matmul or price.strategy.param
     if dtype in price.job.cluster.gpu.peak_flops_per_s:
         words += f", MFU {100 * price.mfu():.1f} %"
@@ -90,7 +96,7 @@ def memory_words(price: Price) -> str:
     capacity = price.job.cluster.gpu.memory_bytes
     margin = price.margin_bytes
     fits = f"{gib_words(margin)} left" if margin >= 0 else f"out of memory by {gib_words(-margin)}"
-    words = f"{worst.peak_bytes / GIB:,.1f} of {capacity / GIB:,.1f} GiB{where}: {fits}"
+    words = f"{gib_words(worst.peak_bytes)} of {gib_words(capacity)}{where}: {fits}"
     away = [f"{gib_words(size)} on {tier}" for tier, size in worst.elsewhere.items() if tier != "device" and size > 0]
     return f"{words}, {' and '.join(away)}" if away else words
 
@@ -109,8 +115,16 @@ def cost_words(price: Price) -> str:
     )
 
 
-def _in_gib(sizes: Mapping[str, float]) -> dict[str, float]:
-    return {name: size / GIB for name, size in sizes.items()}
+def _memory_legend(rank: RankMemory, is_coloured: bool) -> RenderableType:
+    unit, name = memory_unit([rank])
+    sizes = {category: size / unit for category, size in rank.peak.items()}
+    return legend_line(sizes, MEMORY_MARKS, is_coloured=is_coloured, digits=1 if name == "GiB" else 0)
+
+
+def memory_unit(ranks: Sequence[RankMemory]) -> tuple[int, str]:
+    """In which all of some ranks' peaks are easy to read."""
+    is_large = max(rank.peak_bytes for rank in ranks) >= GIB
+    return (GIB, "GiB") if is_large else (2**20, "MiB")
 
 
 def legend_line(
@@ -125,13 +139,14 @@ def price_table(prices: Sequence[Price], *, width: int, is_coloured: bool) -> Ta
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim", expand=False)
     table.add_column("#", justify="right", style="dim")
     table.add_column("layout", overflow="fold", min_width=24)
-    for name in ("step", "tok/s/GPU", "MFU %", "GiB"):
+    unit, unit_name = memory_unit([price.memory.worst for price in prices])
+    for name in ("step", f"tok/s/{device_word(prices[0].job)}", "MFU %", unit_name):
         table.add_column(name, justify="right", no_wrap=True)
     is_wide = width >= _NARROW
     if is_wide:
         table.add_column("memory of the worst rank", no_wrap=True)
     for number, price in enumerate(prices, 1):
-        cells: list[RenderableType] = [f"{number}", Text(layout_words(price.strategy)), *_figures(price)]
+        cells: list[RenderableType] = [f"{number}", Text(layout_words(price.strategy)), *_figures(price, unit)]
         if is_wide:
             cells.append(
                 memory_bar(price.memory.worst, price.job.cluster.gpu.memory_bytes, 24, is_coloured=is_coloured)
@@ -140,26 +155,27 @@ def price_table(prices: Sequence[Price], *, width: int, is_coloured: bool) -> Ta
     return table
 
 
-def _figures(price: Price) -> Iterator[str]:
+def _figures(price: Price, unit: int) -> Iterator[str]:
     yield seconds_words(price.time.step_s)
     yield f"{price.tokens_per_s_per_gpu:,.0f}"
     dtype = price.strategy.matmul or price.strategy.param
     yield f"{100 * price.mfu():.1f}" if dtype in price.job.cluster.gpu.peak_flops_per_s else "-"
-    yield f"{price.memory.worst.peak_bytes / GIB:,.1f}"
+    yield f"{price.memory.worst.peak_bytes / unit:,.{1 if unit == GIB else 0}f}"
 
 
 def stage_table(price: Price, *, is_coloured: bool) -> Table:
     """Memory of each pipeline rank by category; of a long pipeline the first, the worst and the last are shown."""
     ranks = _shown_ranks(price)
-    names = [name for name in MEMORY_MARKS if any(each.peak.get(name, 0) >= GIB / 20 for each in ranks)]
+    unit, unit_name = memory_unit(ranks)
+    names = [name for name in MEMORY_MARKS if any(each.peak.get(name, 0) >= unit / 20 for each in ranks)]
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
-    table.add_column("peak, GiB" if price.strategy.pp == 1 else "pipeline rank, GiB")
+    table.add_column(f"{'peak' if price.strategy.pp == 1 else 'pipeline rank'}, {unit_name}")
     for name in (*names, "total"):
         table.add_column(_short(name), justify="right", no_wrap=True)
     for rank in ranks:
-        cells = [f"{rank.peak.get(name, 0) / GIB:,.1f}" for name in names]
+        cells = [f"{rank.peak.get(name, 0) / unit:,.1f}" for name in names]
         is_worst = rank is price.memory.worst and len(ranks) > 1
-        total = Text(f"{rank.peak_bytes / GIB:,.1f}", style="bold" if is_worst and is_coloured else "")
+        total = Text(f"{rank.peak_bytes / unit:,.1f}", style="bold" if is_worst and is_coloured else "")
         table.add_row(f"{rank.pipeline_rank}{' worst' if is_worst else ''}", *cells, total)
     return table
 

@@ -1,12 +1,7 @@
-"""This machine as a cluster: as it was measured, else as its GPUs' data sheets have it.
-
->>> user_folder({"XDG_CACHE_HOME": "/scratch/cache"}), user_folder({"HOME": "/home/ada"})
-(PosixPath('/scratch/cache/shardwise'), PosixPath('/home/ada/.cache/shardwise'))
-"""
+"""This machine as a cluster: as it was measured, else as its GPUs' data sheets have it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -17,18 +12,6 @@ from shardwise.planner.catalogue import known_gpu
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.machine import CPU, cluster_of
 from shardwise.planner.profile import find_profile
-
-
-def user_folder(environ: Mapping[str, str]) -> Path:
-    """Where what is measured of this machine is kept, for all of a user's runs.
-
-    Args:
-        environ: of the process; `XDG_CACHE_HOME`, where it is set, goes before `~/.cache`.
-    """
-    cache = environ.get("XDG_CACHE_HOME")
-    home = environ.get("HOME")
-    folder = Path(cache) if cache else (Path(home) if home else Path.home()) / ".cache"
-    return folder / "shardwise"
 
 
 def this_machine(folder: Path, num_ranks: int | None = None) -> Cluster:
