@@ -232,10 +232,10 @@ def _cluster(hardware: Mapping[str, Any]) -> Cluster | None:
 
 
 def _usual_nic(interconnect: str | None, gpu: Gpu) -> float:
-    """As the device's own systems have it; where a network is named by its kind alone, 400 Gb/s of a node of A100 (or
-    its like) are usual, a fourth of that."""
-    is_kind = any(kind in (interconnect or "").lower() for kind in ("infiniband", "roce"))
-    return gpu.nic_bytes_per_s * (0.25 if is_kind and _is_before_h100(gpu) else 1.0)
+    """As the device's own systems have it; where InfiniBand is named without its speed, what most others of A100 and
+    before it name: 400 Gb/s a node, a fourth of that."""
+    is_bare = "infiniband" in (interconnect or "").lower()
+    return gpu.nic_bytes_per_s * (0.25 if is_bare and _is_before_h100(gpu) else 1.0)
 
 
 def _strategy(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[Strategy | None, int, tuple[str, ...]]:
