@@ -95,6 +95,21 @@ def test_experts_exchange_tokens_only_where_they_are_split() -> None:
     assert CommunicationModel(halved).block(Strategy(dp_shard=8, ep=8)).forward.experts_s == pytest.approx(split / 2)
 
 
+def test_a_token_crosses_the_network_once_for_each_node_of_its_experts() -> None:
+    def experts_s(num_chosen: int) -> float:
+        experts = Experts(num_experts=256, num_chosen=num_chosen, ffn_size=2048)
+        job = replace(JOB, shape=replace(JOB.shape, experts=experts))
+        return CommunicationModel(job).block(Strategy(dp_shard=64, ep=64)).forward.experts_s
+
+    tokens_bytes = 2 * 8192 * 4096
+    network = MODEL.network
+    for num_chosen, copies in ((1, 1.0), (8, 8 * (1 - (7 / 8) ** 8))):
+        assert experts_s(num_chosen) == pytest.approx(
+            2 * network.collective_s("all_to_all", copies * tokens_bytes, 8, stride=8), rel=0.05
+        )
+    assert experts_s(64) < 8.1 * experts_s(1)  # of 8 nodes no more than all
+
+
 def test_stages_gather_and_reduce_as_often_as_the_layout_says() -> None:
     data = {stage: MODEL.data(Strategy(dp_shard=8, zero_stage=stage, num_micro_batches=4)) for stage in range(4)}
     assert data[0].forward_s == data[1].forward_s == data[2].forward_s == 0 < data[3].forward_s

@@ -394,8 +394,24 @@ class CommunicationModel:
         if shape.experts is None or s.ep == 1:
             return 0.0
         of_tokens = self._activation_bytes(s) / (s.tp if s.sequence_parallel else 1)
-        one_s = self.network.collective_s("all_to_all", of_tokens * shape.experts.num_chosen, s.ep, s.tp)
+        one_s = self._dispatch_s(of_tokens, shape.experts.num_chosen, s.ep, s.tp)
         return 2 * one_s * shape.num_expert_layers / shape.num_layers
+
+    def _dispatch_s(self, num_bytes: float, num_chosen: int, num_ranks: int, stride: int) -> float:
+        """Of tokens that go to the ranks of their experts, or come back.
+
+        A token goes to a node once, and over its links to the experts there: of N nodes k experts drawn evenly are on
+        N (1 - (1 - 1/N)^k) (DeepSeek-V3, arXiv 2412.19437, section 3.2.2).
+        """
+        direct_s = self.network.collective_s("all_to_all", num_bytes * num_chosen, num_ranks, stride)
+        levels = self.network.levels(num_ranks, stride)
+        near, nodes = levels[0].num_ranks, num_ranks // levels[0].num_ranks
+        if len(levels) != 2:
+            return direct_s
+        num_nodes_reached = nodes * (1 - (1 - 1 / nodes) ** num_chosen)
+        over_s = self.network.collective_s("all_to_all", num_bytes * num_nodes_reached, nodes, stride * near)
+        within_s = self.network.collective_s("all_to_all", num_bytes * num_chosen, near, stride)
+        return min(direct_s, max(over_s, within_s))
 
     def _tokens(self, s: Strategy) -> float:
         return self.job.seq_len / s.cp * s.micro_size
