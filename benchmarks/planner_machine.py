@@ -1,0 +1,366 @@
+"""Steps and memory of real runs on this machine, beside what the planner said of them before.
+
+Twelve configs on CPU processes over gloo, one thread each: ZeRO stages 0 to 3, tensor and pipeline parallelism, states
+on the host and on disk, recomputation. The machine is calibrated first (`shardwise doctor --calibrate`), by as many
+ranks as a config has, unless profiles are given; nothing of the runs themselves goes into the predictions. The configs
+take turns in an order that rotates; of five turns the median counts. Memory is the library's own ledger.
+
+    python benchmarks/planner_machine.py --quick
+    python benchmarks/planner_machine.py --json machine.json --markdown machine.md
+    python benchmarks/planner_machine.py --profiles profiles --cases zero-3,tp-2
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+import shardwise
+from pairs import Pair, SystemFailedError  # it gives the ranks one thread each
+from peers import FP32, Peer, Workload, language_loss, optimizer_section
+from shardwise.config import Config
+from shardwise.doctor.calibrate import calibrate
+from shardwise.memory import Category
+from shardwise.models import Decoder
+from shardwise.models.presets import decoder_config
+from shardwise.planner.configs import job_of, strategy_of
+from shardwise.planner.machine import cluster_of
+from shardwise.planner.pricing import Pricer
+from shardwise.planner.profile import Profile, find_profile, write_profile
+from shardwise.planner.results import Price
+from step_time import machine, names, parser_of
+
+STEP_AIM, PEAK_AIM = 0.15, 0.05
+MIB = 2**20
+STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One config and how many ranks it has."""
+
+    num_ranks: int = 2
+    model: str = "25m"
+    dtype: str = "bf16"
+    seq_len: int = 256
+    micro_size: int = 4
+    accumulation: int = 1
+    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def values(self, folder: str) -> dict[str, Any]:
+        """Of the whole config; `folder` is for what rests on NVMe."""
+        workload = Workload(self.model, self.dtype, self.seq_len, self.micro_size)
+        sections: dict[str, dict[str, Any]] = {
+            "model": {"preset": self.model},
+            "data": {"seq_len": self.seq_len},
+            "batch": {"micro_size": self.micro_size, "accumulation": self.accumulation},
+            "precision": {"param": self.dtype},
+            "optimizer": optimizer_section(workload),
+            "scheduler": {"name": "constant"},
+            "run": {"device": "cpu"},
+            **{name: dict(section) for name, section in self.sections.items()},
+        }
+        if "nvme" in sections.get("tiers", {}).values():
+            sections["tiers"]["nvme_path"] = folder
+        return sections
+
+    def config(self, folder: str) -> Config:
+        """As the engine gets it."""
+        return Config.from_dict(self.values(folder))
+
+
+CASES: Mapping[str, Case] = MappingProxyType(
+    {
+        "one rank": Case(num_ranks=1, dtype="fp32"),
+        "zero-0": Case(),
+        "zero-1": Case(model="100m", sections={"zero": {"stage": 1}}),
+        "zero-2": Case(dtype="fp32", accumulation=2, sections={"zero": {"stage": 2}}),
+        "zero-3": Case(sections={"zero": {"stage": 3}}),
+        "zero-3 recompute": Case(model="100m", sections={"zero": {"stage": 3}, "recompute": {"mode": "full"}}),
+        "optimizer on host": Case(sections={"zero": {"stage": 2}, "tiers": {"optimizer": "host", "grads": "host"}}),
+        "params on disk": Case(
+            sections={"zero": {"stage": 3}, "tiers": {"params": "nvme", "optimizer": "nvme", "grads": "host"}}
+        ),
+        "tp-2": Case(dtype="fp32", sections={"mesh": {"tp": 2}, "tensor": {"sequence_parallel": True}}),
+        "pp-2 1f1b": Case(
+            dtype="fp32", micro_size=2, accumulation=4, sections={"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}
+        ),
+        "pp-2 zb-h1": Case(
+            model="100m", micro_size=1, accumulation=6, sections={"mesh": {"pp": 2}, "pipeline": {"schedule": "zb-h1"}}
+        ),
+        "tp-2 dp-2": Case(num_ranks=4, micro_size=2, sections={"mesh": {"tp": 2}, "zero": {"stage": 1}}),
+    }
+)
+QUICK = ("zero-3", "pp-2 1f1b")
+
+
+@dataclass(frozen=True)
+class MachineWorkload(Workload):
+    """What one case trains, as `pairs` starts it."""
+
+    case: str = ""
+    folder: str = ""
+    shape: str = ""
+
+    @property
+    def peers(self) -> Mapping[str, Peer]:
+        """All cases, by name."""
+        return dict.fromkeys(CASES, Peer({self.dtype: FP32}, _never, "shardwise.engine"))
+
+
+@dataclass
+class Measured:
+    """Of one case: seconds by turn, step and rank, and bytes by rank."""
+
+    step_s: list[list[list[float]]] = field(default_factory=list)
+    at_rest: list[int] = field(default_factory=list)
+    peak: list[int] = field(default_factory=list)
+    failure: str | None = None
+
+    @property
+    def median_s(self) -> float:
+        """Of the turns' medians of the slowest rank's steps."""
+        return statistics.median(
+            statistics.median(max(ranks) for ranks in zip(*turn, strict=True)) for turn in self.step_s
+        )
+
+
+def shrunk(case: Case, preset: str | None) -> Case:
+    """The same of another model, for a quick look."""
+    return case if preset is None else replace(case, model=preset, seq_len=64)
+
+
+def serve(connection: Connection, system: str, workload: MachineWorkload, rank: int) -> None:
+    """Be a rank of a case: steps by turn, and on the number -1 what memory holds."""
+    case = shrunk(CASES[system], workload.shape or None)
+    config = case.config(workload.folder)
+    torch.manual_seed(0)
+    shape = decoder_config(config.model, max_seq_len=case.seq_len)
+    engine = shardwise.initialize(Decoder(shape, device="meta"), config, loss_fn=language_loss)
+    tokens = torch.randint(shape.vocab_size, (case.micro_size, case.seq_len))  # [B, S]
+    batches = [tokens] * case.accumulation
+    connection.send(None)
+    while num_steps := connection.recv():
+        if num_steps < 0:
+            engine.memory.reset_peak()
+            with engine.memory.meter():
+                engine.train_step(batches)
+            here, host = engine.memory.snapshot(), engine.tiers.memory.snapshot()
+            states = sum(part.live_bytes[category] for part in (here, host) for category in STATES)
+            connection.send((states - counter_bytes(engine), here.peak_bytes))
+            continue
+        dist.barrier()
+        seconds = []
+        for _ in range(num_steps):
+            start_s = time.perf_counter()
+            engine.train_step(batches)
+            seconds.append(time.perf_counter() - start_s)
+        engine.tiers.settle()
+        connection.send(seconds)
+
+
+def counter_bytes(engine: Any) -> int:
+    """Of the optimizer's step counts, which the Layout leaves out."""
+    values = [value for state in engine.optimizer.state.values() for value in state.values()]
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor) and value.dim() == 0)
+
+
+def predict(case: Case, profile: Profile, folder: str) -> Price:
+    """What the planner says of a case, of a machine measured with as many ranks."""
+    config = case.config(folder)
+    cluster = cluster_of(profile, case.num_ranks)
+    job = job_of(config, cluster)
+    return Pricer(job).price(strategy_of(config, case.num_ranks))
+
+
+def measure(name: str, options: argparse.Namespace, folder: str) -> Pair:
+    """Start a case's processes and let them warm up."""
+    case = shrunk(CASES[name], options.model)
+    workload = MachineWorkload(
+        case.model, case.dtype, case.seq_len, case.micro_size, case=name, folder=folder, shape=options.model or ""
+    )
+    pair = Pair(name, workload, options.timeout, serve, case.num_ranks)
+    pair.ask(options.warmup)
+    return pair
+
+
+def run_all(options: argparse.Namespace, folder: str, console: Console) -> dict[str, Measured]:
+    """All cases, turn by turn; a case's processes live for its turn, so that others have the memory."""
+    measured = {name: Measured() for name in options.cases}
+    for index in range(options.rounds):
+        first = index % len(options.cases)
+        for name in (*options.cases[first:], *options.cases[:first]):
+            record = measured[name]
+            if record.failure is not None:
+                continue
+            try:
+                pair = measure(name, options, folder)
+                record.step_s.append(pair.ask(options.steps))
+                if index == 0:
+                    record.at_rest, record.peak = map(list, zip(*pair.ask(-1), strict=True))
+                pair.close()
+                line = f"round {index + 1} of {options.rounds}, {name}: {record.median_s:.3f} s"
+            except SystemFailedError as error:
+                record.failure, line = str(error), f"{name} failed: {error}"
+            console.print(line, highlight=False, markup=False)
+    return measured
+
+
+def profiles_of(options: argparse.Namespace, folder: Path, console: Console) -> dict[int, Profile]:
+    """By number of ranks: kept ones, else measured now."""
+    found: dict[int, Profile] = {}
+    for num_ranks in sorted({CASES[name].num_ranks for name in options.cases}):
+        kept = find_profile(folder, "cpu", num_ranks)
+        if kept is None or kept.num_ranks != num_ranks:
+            console.print(f"calibrating with {num_ranks} ranks", highlight=False)
+            kept, failure = calibrate("cpu", num_ranks, os.environ, folder, quick=options.quick)
+            if failure is not None:
+                console.print(f"not all was measured: {failure}", highlight=False, markup=False)
+            write_profile(kept, folder)
+        found[num_ranks] = kept
+    return found
+
+
+def row_of(name: str, measured: Measured, price: Price) -> dict[str, Any]:
+    """Predicted beside measured, the worst rank's memory; ratios are predicted by measured."""
+    row: dict[str, Any] = {
+        "case": name,
+        "predicted_s": price.time.step_s,
+        "parts_s": dict(price.time.parts),
+        "failure": measured.failure,
+    }
+    if measured.failure is None:
+        ranks = price.memory.ranks
+        at_rest, peak = max(sum(each.at_rest.values()) for each in ranks), max(each.peak_bytes for each in ranks)
+        row |= {
+            "measured_s": measured.median_s,
+            "rounds_s": measured.step_s,
+            "step_error": price.time.step_s / measured.median_s - 1,
+            "predicted_at_rest_bytes": at_rest,
+            "measured_at_rest_bytes": max(measured.at_rest),
+            "predicted_peak_bytes": peak,
+            "measured_peak_bytes": max(measured.peak),
+            "peak_error": peak / max(measured.peak) - 1,
+        }
+    return row
+
+
+def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of one case, for people."""
+    if row["failure"] is not None:
+        return (row["case"], "failed")
+    return (
+        row["case"],
+        f"{row['predicted_s']:.3f}",
+        f"{row['measured_s']:.3f}",
+        f"{row['step_error']:+.1%}",
+        f"{(row['predicted_at_rest_bytes'] - row['measured_at_rest_bytes']) / MIB:+.3f}",
+        f"{row['predicted_peak_bytes'] / MIB:.0f}",
+        f"{row['measured_peak_bytes'] / MIB:.0f}",
+        f"{row['peak_error']:+.1%}",
+    )
+
+
+HEADINGS = (
+    "config",
+    "predicted s",
+    "measured s",
+    "error",
+    "MiB at rest off by",
+    "MiB at peak predicted",
+    "measured",
+    "error",
+)
+
+
+def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is aimed at beside what was reached."""
+    whole = [row for row in rows if row["failure"] is None]
+    lines = []
+    for key, aim, what in (("step_error", STEP_AIM, "step time"), ("peak_error", PEAK_AIM, "peak memory")):
+        within = sum(abs(row[key]) <= aim for row in whole)
+        worst = max((abs(row[key]) for row in whole), default=0.0)
+        lines.append(f"{what} within {aim:.0%}: {within} of {len(rows)}, worst {worst:.1%}")
+    return lines
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table for docs/benchmarks.md."""
+    lines = [HEADINGS, ("---",) * len(HEADINGS), *map(cells, rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line; `--quick` changes the defaults, so other flags still count."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--quick", action="store_true", help="two cases of the tiny model: does it run?")
+    parser.add_argument("--cases", type=names, default=list(CASES), help=", ".join(CASES))
+    parser.add_argument("--model", help="a preset for all cases instead of their own")
+    parser.add_argument("--profiles", type=Path, help="where profiles are kept, or will be")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each case")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a turn")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before each turn, not measured")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds until a silent rank is given up")
+    parser.add_argument("--json", type=Path, help="where to write everything measured")
+    parser.add_argument("--markdown", type=Path, help="where to write the table")
+    if parser.parse_args(arguments).quick:
+        parser.set_defaults(cases=list(QUICK), model="tiny", rounds=1, steps=1, warmup=1)
+    options = parser.parse_args(arguments)
+    for name in options.cases:
+        if name not in CASES:
+            parser.error(f"{name} is not a case; cases are {', '.join(CASES)}")
+    return options
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Calibrate, predict, run, compare."""
+    options = parse_options(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    about = machine()
+    console.print(", ".join(f"{key} {value}" for key, value in about.items()), highlight=False)
+    with tempfile.TemporaryDirectory(prefix="planner-machine-") as folder:
+        profiles = profiles_of(options, options.profiles or Path(folder), console)
+        prices = {
+            name: predict(case, profiles[case.num_ranks], folder)
+            for name in options.cases
+            for case in [shrunk(CASES[name], options.model)]
+        }
+        measured = run_all(options, folder, console)
+    rows = [row_of(name, measured[name], prices[name]) for name in options.cases]
+    table = Table(*HEADINGS, title="the planner's predictions beside real runs")
+    for row in rows:
+        table.add_row(*cells(row))
+    console.print(table)
+    for line in itertools.chain(verdicts(rows), (f"{row['case']}: {row['failure']}" for row in rows if row["failure"])):
+        console.print(line, highlight=False, markup=False)
+    if options.json:
+        content = {"machine": about, "arguments": list(arguments), "results": rows}
+        content["profiles"] = {count: asdict(profile) for count, profile in profiles.items()}
+        options.json.write_text(json.dumps(content, indent=1))
+    if options.markdown:
+        options.markdown.write_text(markdown(rows))
+
+
+def _never(model: Decoder, workload: Workload) -> Any:
+    raise NotImplementedError("cases are built by `serve`")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
