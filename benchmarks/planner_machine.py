@@ -248,7 +248,9 @@ def row_of(name: str, measured: Measured, price: Price) -> dict[str, Any]:
     }
     if measured.failure is None:
         ranks = price.memory.ranks
-        at_rest, peak = max(sum(each.at_rest.values()) for each in ranks), max(each.peak_bytes for each in ranks)
+        # The ledger sees the device and the host, not files.
+        at_rest = max(sum(each.at_rest.values()) - each.elsewhere.get("nvme", 0) for each in ranks)
+        peak = max(each.peak_bytes for each in ranks)
         row |= {
             "measured_s": measured.median_s,
             "rounds_s": measured.step_s,
