@@ -109,6 +109,8 @@ def _plan(arguments: argparse.Namespace, split: Split, environ: Mapping[str, str
         path, assignments = split(arguments.settings)
         if arguments.dry_run:
             return _dry_run(arguments, path, assignments)
+        if arguments.refit is not None:
+            return _refit(arguments.refit, environ)
         if arguments.model is not None and path is not None:
             raise ConfigError(f"--model {arguments.model} and {path} are two models; give one of them")
         _refuse_taken(arguments.write)
@@ -279,6 +281,28 @@ def _fit(arguments: argparse.Namespace, cluster: Cluster, model: str | None) -> 
             fits.append(found)
             status.update(f"trying sizes: {found.setup.name}")
     Console().print(fit_view(fits, cluster, seq_len, shape))
+    return 0
+
+
+def _refit(runs_folder: Path, environ: Mapping[str, str]) -> int:
+    """Correct the profile of each machine that the runs were on."""
+    with Console(stderr=True).status("starting torch"):
+        from shardwise.launch.environment import cache_folder
+        from shardwise.planner.profile import find_profile, write_profile
+        from shardwise.planner.refit import read_runs, refit
+
+        runs, folder = read_runs(runs_folder), cache_folder(environ)
+        found = (find_profile(folder, *each) for each in sorted({(run.device, run.world_size) for run in runs}))
+        profiles = {(each.device, each.num_ranks): each for each in found if each is not None}
+        if not profiles:
+            raise ConfigError("the machine of these runs was not measured; run shardwise doctor --calibrate first")
+        refits = [refit(profile, runs) for profile in profiles.values()]
+    for each in refits:
+        try:
+            path = write_profile(each.profile, folder)
+        except OSError as error:
+            raise ConfigError(f"the profile cannot be kept: {error}; set XDG_CACHE_HOME to a writable folder") from None
+        Console().print(f"{each}\nwrote {path}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 

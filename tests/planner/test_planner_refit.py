@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from shardwise import cli
 from shardwise.config import Config, ConfigError
 from shardwise.planner.configs import job_of, strategy_of
 from shardwise.planner.machine import cluster_of
-from shardwise.planner.profile import AttentionTime, CollectiveTime, MatmulTime, Profile
+from shardwise.planner.profile import AttentionTime, CollectiveTime, MatmulTime, Profile, find_profile, write_profile
 from shardwise.planner.refit import PREDICTION_NAME, StoredRun, by_part, read_runs, refit
 from shardwise.planner.step_time import TimeModel
 
@@ -101,6 +102,35 @@ def test_runs_of_another_number_of_ranks_count_only_where_no_others_are() -> Non
     assert refit(PROFILE, [own, replace(other, world_size=4)]).num_runs == 1
     with pytest.raises(ConfigError, match="no run was on cpu"):
         refit(PROFILE, [replace(own, device="NVIDIA H100")])
+
+
+def keep(run: StoredRun, folder: Path) -> None:
+    values = {
+        "device": run.device,
+        "world_size": run.world_size,
+        "vocab_size": run.vocab_size,
+        "config": run.config.model_dump(mode="json"),
+        "measured": {"parts": dict(run.parts), "step_s": run.step_s},
+    }
+    folder.mkdir(parents=True)
+    (folder / PREDICTION_NAME).write_text(json.dumps(values))
+
+
+def test_plan_refit_writes_the_corrected_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    runs = [run_on(slower(PROFILE, 1.5), config) for config in CONFIGS]
+    for index, run in enumerate(runs):
+        keep(run, tmp_path / "runs" / str(index))
+    assert cli.main(["plan", "--refit", str(tmp_path / "runs")]) == 2
+    assert "run shardwise doctor --calibrate first" in capsys.readouterr().err
+    path = write_profile(PROFILE, tmp_path / "shardwise")
+    assert cli.main(["plan", "--refit", str(tmp_path / "runs")]) == 0
+    assert find_profile(tmp_path / "shardwise", "cpu", 2) == refit(PROFILE, runs).profile != PROFILE
+    printed = capsys.readouterr().out
+    assert printed.startswith("cpu, 2 ranks: 3 runs, error of a step ")
+    assert printed.rstrip().endswith(f"wrote {path}")
 
 
 def test_runs_are_read_from_wherever_they_are_kept(tmp_path: Path) -> None:
