@@ -141,17 +141,22 @@ def _candidates(case: Case, strategy: Strategy) -> Iterator[list[Strategy]]:
     if "micro_batch" in case.guesses and "global_batch" not in case.guesses:
         least = 2 * strategy.pp if strategy.pp > 1 else 1  # micro-batches, that the pipeline is not mostly empty
         sizes = [size for size in (4, 2) if each % size == 0 and each // size >= least] + [1]
-    modes: tuple[Literal["none", "selective", "full"], ...] = (strategy.recompute,)
+    modes: list[tuple[Literal["none", "selective", "full"], int]] = [(strategy.recompute, strategy.recompute_every)]
     if "recompute" in case.guesses:
-        modes = ("none", "selective", "full")
+        modes = [("none", 1), ("selective", 1), ("full", 4), ("full", 2), ("full", 1)]
     stages = [strategy.zero_stage]
     if "zero_stage" in case.guesses:
         stages.append(3)
     for stage in stages:
-        for mode in modes:
+        for mode, every in modes:
             yield [
                 dataclasses.replace(
-                    strategy, zero_stage=stage, recompute=mode, micro_size=size, num_micro_batches=each // size
+                    strategy,
+                    zero_stage=stage,
+                    recompute=mode,
+                    recompute_every=every,
+                    micro_size=size,
+                    num_micro_batches=each // size,
                 )
                 for size in sizes
             ]
