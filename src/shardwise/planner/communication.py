@@ -3,10 +3,10 @@
 Times are of collectives alone; `exposed_s` says what of them a step sees that computes meanwhile.
 
 >>> from shardwise.models.presets import preset
->>> from shardwise.planner.catalogue import gpu
+>>> from shardwise.planner.catalogue import find_gpu
 >>> from shardwise.planner.hardware import Cluster
 >>> from shardwise.planner.shape import ModelShape
->>> cluster = Cluster(gpu=gpu("h100"), num_gpus=64, gpus_per_node=8, nic_bytes_per_s=50e9)
+>>> cluster = Cluster(gpu=find_gpu("h100"), num_gpus=64, gpus_per_node=8, nic_bytes_per_s=50e9)
 >>> job = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=cluster)
 >>> model = CommunicationModel(job)
 >>> model.block(Strategy(tp=8, dp_shard=8)).forward.tensor_s > model.block(Strategy(tp=2, dp_shard=32)).forward.tensor_s
