@@ -32,12 +32,13 @@ from shardwise.planner.step_time import TimeModel
 
 CATALOGUE = Path(__file__).parents[1] / "src/shardwise/planner/catalogue.toml"
 FAMILIES: Mapping[str, str] = {
+    "h100-96": r"h100-96",
     "hopper": r"h100|h200|h800|h20|gh200",
     "blackwell": r"b200|b300|gb200|gb300",
     "ampere": r"a100|a800|a30",
     "volta": r"v100",
 }
-RANGES = {"matmul_share": (0.5, 1.0), "memory_share": (0.3, 1.0), "network_share": (0.2, 1.0)}
+RANGES = {"matmul_share": (0.5, 1.0), "memory_share": (0.3, 0.95), "network_share": (0.2, 1.0)}
 PULL = 0.02
 """Of a constant towards its default, so that what the rows do not tell is not fitted."""
 CAP = 0.5

@@ -11,11 +11,13 @@ True
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from shardwise.planner.bubbles import bubble_rate, deferred_share
+from shardwise.planner.case_words import Recompute
 from shardwise.planner.cases import Case, KnownStates
 from shardwise.planner.estimators import estimate_model_states
 from shardwise.planner.job import Job, Strategy
@@ -28,6 +30,8 @@ MemoryKind = Literal["states", "states+activations", "allocated", "reserved", "d
 holds for them, or all that the device has given out."""
 
 GIB: Final = 2.0**30
+PARTS_OF_A_STEP: Final = ("single_layer_time", "activation_memory_ratio")
+"""Quantities of which no whole run is told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,25 +145,21 @@ def _candidates(case: Case, strategy: Strategy) -> Iterator[list[Strategy]]:
     if "micro_batch" in case.guesses and "global_batch" not in case.guesses:
         least = 2 * strategy.pp if strategy.pp > 1 else 1  # micro-batches, that the pipeline is not mostly empty
         sizes = [size for size in (4, 2) if each % size == 0 and each // size >= least] + [1]
-    modes: list[tuple[Literal["none", "selective", "full"], int]] = [(strategy.recompute, strategy.recompute_every)]
+    modes: tuple[tuple[Recompute, int], ...] = ((strategy.recompute, strategy.recompute_every),)
     if "recompute" in case.guesses:
-        modes = [("none", 1), ("selective", 1), ("full", 4), ("full", 2), ("full", 1)]
+        # As few blocks as fit: frameworks say how many.
+        modes = (("none", 1), ("selective", 1), ("full", 4), ("full", 2), ("full", 1))
     stages = [strategy.zero_stage]
     if "zero_stage" in case.guesses:
         stages.append(3)
-    for stage in stages:
-        for mode, every in modes:
-            yield [
-                dataclasses.replace(
-                    strategy,
-                    zero_stage=stage,
-                    recompute=mode,
-                    recompute_every=every,
-                    micro_size=size,
-                    num_micro_batches=each // size,
-                )
-                for size in sizes
-            ]
+    tiers: list[Literal["device", "host"]] = [strategy.activations_tier]
+    if "offload" in case.guesses:
+        tiers.append("host")
+    for tier, stage, (mode, every) in itertools.product(tiers, stages, modes):
+        sparing = dataclasses.replace(
+            strategy, activations_tier=tier, zero_stage=stage, recompute=mode, recompute_every=every
+        )
+        yield [dataclasses.replace(sparing, micro_size=size, num_micro_batches=each // size) for size in sizes]
 
 
 def predict(
@@ -176,6 +176,8 @@ def predict(
         memory_kind: None for the tensors of the peak.
         pipelines: what is known of schedules, to be shared by many cases.
     """
+    if case.quantity in PARTS_OF_A_STEP:
+        return Prediction()
     price = settled(case, pipelines)
     if price is None:
         return Prediction() if case.states is None else _of_states(case.states)

@@ -257,6 +257,10 @@ def _strategy(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[Strategy |
     if recompute is None:
         guesses.append("recompute")
     mode, every = recompute or ("none", 1)
+    if mode == "selective" and tp == 1 and stage == 3 and p.get("recompute") == "selective":
+        mode = "full"  # sharded data parallelism selects blocks, not what is in them
+    if "possibly" in str(p.get("offload")):
+        guesses.append("offload")
     is_split = p.get("sequence_parallel")
     if is_split is None and tp > 1:
         guesses.append("sequence_parallel")
@@ -308,7 +312,9 @@ def _virtual_stages(p: Mapping[str, Any], num_layers: int, pp: int) -> int:
         return 1
     if p.get("vpp"):
         return int(p["vpp"])
-    if "interleav" not in str(p.get("schedule")).lower():
+    # The code that splits sequences interleaves too, where it is not told otherwise.
+    is_open = p.get("vpp") is None and p.get("sequence_parallel")
+    if "interleav" not in str(p.get("schedule")).lower() and not is_open:
         return 1
     each = num_layers // pp
     return max((v for v in range(1, 9) if num_layers % pp == 0 and each % v == 0), default=1)
@@ -405,15 +411,18 @@ def _practice(row: Row, shape: ModelShape, strategy: Strategy, gpu: Gpu) -> Prac
     is_liger = bool(p.get("liger"))
     group = p.get("zero_group")
     is_new = strategy.matmul in ("fp8", "fp4")
+    logits_bytes = 10.0 if is_model_split else 12.0
+    overlaps_tensor = strategy.sequence_parallel and (is_new or strategy.schedule == "interleaved")
+    overlaps_tensor &= "fp8" in gpu.peak_flops_per_s and strategy.zero_stage < 3
     return Practice(
         attention=attention,
-        logits_bytes=0.0 if is_liger else (10.0 if is_model_split else 12.0),
+        logits_bytes=0.0 if is_liger else (6.0 if is_compiled else logits_bytes),
         optimizer_shards=group if isinstance(group, int) and strategy.zero_stage in (1, 2) else None,
         unsharded_grad_bytes=4.0 if p.get("fp32_grad_accum_unsharded") else 0.0,
         is_compiled=is_compiled or is_liger or is_new or (is_model_split and not kernel),
         is_graphed=bool(p.get("cuda_graphs")),
         overlaps_data=_overlaps_data(strategy, gpu) and not is_early,
-        overlaps_tensor=bool(p.get("async_tp", is_new and strategy.sequence_parallel)),
+        overlaps_tensor=bool(p.get("async_tp", overlaps_tensor)),
         saves_norm_in_fp32=shape.ffn == "gated" and bool(kernel) and "rms" not in kernel and not is_compiled,
         has_dropout=is_early and shape.ffn == "plain",
         has_tuned_attention=words.is_tuned_attention(p.get("attention_kernel")) or "fp4" in gpu.peak_flops_per_s,
@@ -434,8 +443,10 @@ def _attention(strategy: Strategy, shape: ModelShape, gpu: Gpu, seq_len: int) ->
     """Before bf16 was usual, and where only full recomputation made room, scores were written out."""
     if seq_len >= LONG_SEQUENCE or shape.ffn == "gated":
         return "flash"
+    if strategy.param == "fp32":
+        return "fused-softmax"  # flash takes half precision alone
     is_late = "fp8" in gpu.peak_flops_per_s  # no code kept scores when such devices came
-    if "v100" in gpu.name or (strategy.param in ("fp16", "fp32") and not is_late):
+    if "v100" in gpu.name or (strategy.param == "fp16" and not is_late):
         return "fused-softmax"
     is_full = strategy.recompute == "full" and not strategy.sequence_parallel
     return "fused-softmax" if is_full and "a100" in gpu.name else "flash"

@@ -48,7 +48,7 @@ _BATCHED_SHARE: Final = 0.6
 """Of a large product's rate that the batched products of unfused attention reach: small outputs, a short inner dim."""
 _KERNEL_S: Final = 2.5e-6
 """That a kernel takes on a device beyond its work: it starts, fills the cores and drains them."""
-_DISPATCH_S: Final = 15e-6
+_DISPATCH_S: Final = 12e-6
 """That the host takes to launch one kernel from Python; it shows where kernels are shorter."""
 _GRAPHED_KERNEL_S: Final = 1.5e-6
 
@@ -198,7 +198,7 @@ class ComputeModel:
         practice = self.job.practice
         if practice.is_graphed:
             return times
-        kernels = 24.0 if practice.is_compiled else 40.0
+        kernels = 14.0 if practice.is_compiled else 24.0
         kernels += 0.0 if practice.attention == "flash" else 6.0
         least_s = kernels * _DISPATCH_S
         return PassTimes(
