@@ -178,6 +178,17 @@ def test_codes_that_do_not_overlap_wait_for_all() -> None:
     assert data.alone_forward_s + data.alone_backward_s <= data.exposed_s(10.0, 20.0) < data.total_s / 2
 
 
+def test_gathers_that_are_not_deferred_belong_to_the_step() -> None:
+    strategy = Strategy(dp_shard=64, zero_stage=1, num_micro_batches=2)
+    deferred, waiting = (with_practice(defers_gathers=each).data(strategy) for each in (True, False))
+    assert waiting.total_s == pytest.approx(deferred.total_s)
+    assert waiting.first_forward_s == 0
+    assert waiting.step_s == pytest.approx(deferred.step_s + deferred.first_forward_s)
+    assert waiting.exposed_s(10.0, 10.0) > deferred.exposed_s(10.0, 10.0)
+    sharded = Strategy(dp_shard=64, zero_stage=3)
+    assert with_practice(defers_gathers=False).data(sharded) == MODEL.data(sharded)
+
+
 @given(st.floats(0, 10), st.floats(0, 10), st.floats(0, 10))
 def test_what_is_exposed_grows_with_what_moves_and_shrinks_with_what_is_computed(
     moved: float, one: float, other: float

@@ -244,6 +244,10 @@ class CommunicationModel:
             seconds[call.moment] += call.count * each_s
             if call.is_alone:
                 alone["first forward" if "forward" in call.moment else "last backward"] += each_s
+        step_s = NUM_STEP_SUMS * self.network.collective_s("all_reduce", 4.0, s.num_ranks)
+        if s.zero_stage in (1, 2) and not self.job.practice.defers_gathers:
+            step_s += seconds["first forward"]
+            seconds["first forward"] = alone["first forward"] = 0.0
         return DataCommunication(
             forward_s=seconds["forward"],
             backward_s=seconds["backward"],
@@ -251,7 +255,7 @@ class CommunicationModel:
             last_backward_s=seconds["last backward"],
             alone_forward_s=alone["first forward"],
             alone_backward_s=alone["last backward"],
-            step_s=NUM_STEP_SUMS * self.network.collective_s("all_reduce", 4.0, s.num_ranks),
+            step_s=step_s,
             num_micro_batches=s.num_micro_batches,
             num_hiding=min(s.num_micro_batches, s.pp) if s.virtual_stages > 1 else 1,
             may_hide=self.job.practice.overlaps_data,

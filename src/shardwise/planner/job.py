@@ -94,6 +94,7 @@ class Practice:
         is_compiled: whether element-wise kernels are fused.
         is_graphed: whether kernels are launched as one graph.
         overlaps_data: whether gradients are reduced and parameters gathered while others compute.
+        defers_gathers: whether parameters that a step leaves sharded are gathered while the next forward runs.
         steps_in_backward: whether parameters are stepped as soon as their gradients are there; not where gradients are
             clipped by the norm of all.
         overlaps_tensor: whether tensor-parallel collectives run while a product's other part is computed.
@@ -113,6 +114,7 @@ class Practice:
     is_compiled: bool = False
     is_graphed: bool = False
     overlaps_data: bool = True
+    defers_gathers: bool = True
     steps_in_backward: bool = False
     overlaps_tensor: bool = False
     saves_norm_in_fp32: bool = False
