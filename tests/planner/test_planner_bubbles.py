@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from shardwise.planner.bubbles import bubble_rate, deferred_share
+from shardwise.planner.case_prices import predict
+from shardwise.planner.cases import read_case
 from shardwise.schedule.op_times import OpTimes
 
 CASES = Path(__file__).parents[1] / "data" / "planner_cases.json"
@@ -44,3 +46,14 @@ def test_what_is_searched_is_no_worse_than_its_recipe() -> None:
     for searched, recipe in (("zb-1p", "zb-h1"), ("zb-2p", "zb-h2")):
         for share in (0.3, 1.0):
             assert bubble_rate(searched, 6, 18, 1, times, deferred_share=share) <= bubble_rate(recipe, 6, 18, 1, times)
+
+
+def rows_without_times() -> list[dict[str, Any]]:
+    rows = json.loads(CASES.read_text(encoding="utf-8"))["cases"]
+    return [row for row in rows if row["quantity"] == "schedule_bubble" and "op_times_ms" not in row["parallel"]]
+
+
+@pytest.mark.parametrize("row", rows_without_times(), ids=lambda row: row["id"])
+def test_where_no_times_are_given_the_time_models_own_come_near(row: dict[str, Any]) -> None:
+    rate = predict(read_case({key: value for key, value in row.items() if key != "outputs"})).bubble_rate
+    assert rate == pytest.approx(row["outputs"]["bubble_rate"], abs=0.008)

@@ -24,6 +24,7 @@ from shardwise.planner.job import Job, Strategy
 from shardwise.planner.pipeline_time import PipelineTimes
 from shardwise.planner.pricing import Pricer
 from shardwise.planner.results import Convention, Price, RankMemory
+from shardwise.planner.step_time import TimeModel
 
 MemoryKind = Literal["states", "states+activations", "allocated", "reserved", "device"]
 """What a figure of memory counts: states at rest alone or with activations, the tensors of the peak, what the allocator
@@ -207,7 +208,7 @@ def _of_states(states: KnownStates) -> Prediction:
 
 def _bubble_rate(case: Case, price: Price) -> float | None:
     """Of the times that were measured where there are any, else as it is priced."""
-    if case.op_times is None:
+    if case.op_times is None and case.quantity != "schedule_bubble":
         return price.time.bubble_rate
     shape, strategy = price.job.shape, price.strategy
     return bubble_rate(
@@ -215,7 +216,7 @@ def _bubble_rate(case: Case, price: Price) -> float | None:
         strategy.pp,
         strategy.num_micro_batches,
         strategy.virtual_stages,
-        case.op_times,
+        case.op_times or TimeModel(price.job).op_times(strategy),
         deferred_share=deferred_share(shape.hidden_size, shape.num_heads, price.job.seq_len),
     )
 

@@ -228,6 +228,8 @@ class CommunicationModel:
         if s.pp == 1:
             return 0.0
         num_bytes = self._activation_bytes(s) / (s.tp if s.sequence_parallel else 1)
+        # A ring goes as fast as its slowest rank, which is why it reaches a share of its links; a stage waits for one.
+        num_bytes *= self.job.cluster.gpu.fitted.network_share
         return self.network.collective_s("send", num_bytes, s.pp, s.num_ranks // s.pp)
 
     def data(self, strategy: Strategy, pipeline_rank: int = 0) -> DataCommunication:

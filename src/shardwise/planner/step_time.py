@@ -32,6 +32,7 @@ from shardwise.planner.offload_time import OffloadModel
 from shardwise.planner.pipeline_time import PipelineTimes, StageTimes
 from shardwise.planner.results import TIME_PARTS, TimeEstimate
 from shardwise.planner.stages import Stages
+from shardwise.schedule.op_times import OpTimes
 
 _NO_TIME: Final = PassTimes()
 
@@ -109,6 +110,16 @@ class TimeModel:
             high_s=step_s * (1 + _INTERVAL),
             parts=parts,
             bubble_rate=bubble_rate,
+        )
+
+    def op_times(self, strategy: Strategy) -> OpTimes:
+        """Of one micro-batch on a rank, the mean of all: what a schedule's bubble is told by where stages are alike."""
+        stages = self._stages(strategy, self.folded.stages.of(strategy))
+        return OpTimes(
+            forward_s=sum(stage.times.forward_s for stage in stages) / strategy.pp,
+            backward_input_s=sum(stage.times.backward_input_s for stage in stages) / strategy.pp,
+            backward_weight_s=sum(stage.times.backward_weight_s for stage in stages) / strategy.pp,
+            transfer_s=self.communication.transfer_s(strategy),
         )
 
     def _stages(self, s: Strategy, cut: Stages) -> list[_Stage]:
