@@ -32,6 +32,10 @@ class LayerShape:
         score_bytes: kept of each query, key and head; attention as in FlashAttention keeps none.
         mask_bytes: kept of each feature of the residual stream behind attention and behind feed-forward, by dropout.
         norm_bytes: kept of each feature by each norm beside its input, as by one that is not fused.
+        product_bytes: of what a matrix product keeps of its input, where that is narrower than an activation; None for
+            the activation itself.
+        fuses_gate: the activated gate is made again in the backward, not kept.
+        products_share: of the outputs of matrix products that "selective" keeps.
         num_routed: experts that a token is sent to, for which its features are copied; 0 without experts.
     """
 
@@ -44,6 +48,9 @@ class LayerShape:
     score_bytes: float = 0.0
     mask_bytes: float = 0.0
     norm_bytes: float = 0.0
+    product_bytes: float | None = None
+    fuses_gate: bool = False
+    products_share: float = 1.0
     num_routed: int = 0
 
 
@@ -102,11 +109,16 @@ def activation_bytes_per_layer(
     if recompute == "none":
         scales = 2 * FP32_BYTES * stream / shape.hidden_size
         routed = 2 * shape.num_routed * stream  # what experts are given, and what they return
-        kept = element_bytes * (4 * stream + attention + 2 * num_wide * ffn + routed) + log_sum_exp + scales
+        inner = (2 * num_wide - shape.fuses_gate) * ffn
+        kept = element_bytes * (4 * stream + attention + inner + routed) + log_sum_exp + scales
+        if shape.product_bytes is not None:  # what norms and the gate give is kept for products alone
+            kept -= (element_bytes - shape.product_bytes) * (2 * stream + ffn)
         scores = shape.score_bytes * heads * seq_len
         return num_tokens * (kept + scores + 2 * (shape.mask_bytes + shape.norm_bytes) * stream)
     sums = 2 * stream  # what the two row layers give
-    return num_tokens * (element_bytes * (stream + attention + num_wide * ffn + sums) + log_sum_exp)
+    mixed = heads * shape.head_dim  # what attention gives
+    products = shape.products_share * (attention - mixed + num_wide * ffn + sums)
+    return num_tokens * (element_bytes * (stream + mixed + products) + log_sum_exp)
 
 
 def offloaded_bytes(input_bytes: float, num_layers: int, every: int = 1) -> float:

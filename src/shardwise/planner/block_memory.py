@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from shardwise.layout.activations import FP32_BYTES, LayerShape, activation_bytes_per_layer
@@ -58,10 +58,10 @@ def block_bytes(job: Job, strategy: Strategy, *, has_experts: bool) -> BlockByte
     that was kept is there; that of attention with scores, the gradients of the scores; and that of a norm that is not
     fused some wide copies. Behind the feed-forward its inner tensors are gone.
     """
-    s, shape = strategy, _layer_shape(job, has_experts)
+    s, shape = strategy, _layer_shape(job, strategy, has_experts)
     element_bytes = DTYPE_BYTES[s.param]
 
-    def kept(mode: str) -> float:
+    def kept(mode: str, shape: LayerShape = shape) -> float:
         return activation_bytes_per_layer(
             shape,
             seq_len=job.seq_len,
@@ -76,14 +76,15 @@ def block_bytes(job: Job, strategy: Strategy, *, has_experts: bool) -> BlockByte
     tokens = job.seq_len / s.cp * s.micro_size
     hidden, ffn, heads = shape.hidden_size, shape.ffn_size / s.tp, shape.num_heads / s.tp
     num_streams = 2 if s.sequence_parallel else 1  # gathered, of the input and of its gradient
-    in_ffn = element_bytes * (2 * ffn + num_streams * hidden)
-    is_over = -element_bytes * (4 if shape.is_gated else 2) * ffn
+    in_ffn = element_bytes * ((1 if shape.fuses_gate else 2) * ffn + num_streams * hidden)
+    is_over = -element_bytes * ((4 if shape.is_gated else 2) - shape.fuses_gate) * ffn
     in_attention = is_over + (2 * 2 * heads * job.seq_len if shape.score_bytes else 0.0)
     stream = hidden / (s.tp if s.sequence_parallel else 1)
     in_norm = is_over + (FP32_BYTES * NUM_WIDE_OF_NORM * stream if job.cluster.gpu.name == "cpu" else 0.0)
+    drops_scores = s.recompute == "selective" and job.practice.selective == "all-but-scores"
     products = 4 * hidden + 2 * shape.num_heads * shape.head_dim / s.tp + 4 * ffn
     return BlockBytes(
-        kept=kept(_kept_mode(job, s)),
+        kept=kept("none", replace(shape, score_bytes=0.0)) if drops_scores else kept(s.recompute),
         whole=kept("none"),
         working=tokens * max(in_ffn, in_attention, in_norm),
         deferred=tokens * element_bytes * products,
@@ -104,14 +105,7 @@ def logits_bytes(job: Job, strategy: Strategy) -> float:
     return 2 * vocab * (DTYPE_BYTES[s.param] * tokens + FP32_BYTES * min(tokens, max(1, rows)))
 
 
-def _kept_mode(job: Job, strategy: Strategy) -> str:
-    """What recomputation leaves; of code that recomputes attention alone, flash attention leaves nothing to it."""
-    if strategy.recompute == "selective" and job.practice.recomputes_attention:
-        return "none"
-    return strategy.recompute
-
-
-def _layer_shape(job: Job, has_experts: bool) -> LayerShape:
+def _layer_shape(job: Job, strategy: Strategy, has_experts: bool) -> LayerShape:
     shape, practice, experts = job.shape, job.practice, job.shape.experts
     ffn_size, num_routed = shape.ffn_size, 0
     if has_experts and experts is not None:
@@ -129,5 +123,8 @@ def _layer_shape(job: Job, has_experts: bool) -> LayerShape:
         score_bytes=score_bytes,
         mask_bytes=1.0 if practice.has_dropout else 0.0,
         norm_bytes=float(2 * FP32_BYTES) if practice.saves_norm_in_fp32 else 0.0,
+        product_bytes=1.0 if strategy.matmul in ("fp8", "fp4") else None,
+        fuses_gate=practice.fuses_gate and shape.ffn == "gated",
+        products_share=0.5 if practice.selective == "half" else 1.0,
         num_routed=num_routed,
     )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -361,7 +362,8 @@ def _dtypes(p: Mapping[str, Any], stage: int, tp: int, pp: int, gpu: Gpu) -> dic
     is_narrow = matmul in ("fp8", "fp4") and matmul in gpu.peak_flops_per_s
     # Megatron's code adds gradients in fp32; sharded data parallelism keeps them as wide as it reduces them.
     says_wide = p.get("fp32_grad_accum")
-    is_wide = (stage < 2 and (tp > 1 or pp > 1 or param == "bf16")) if says_wide is None else bool(says_wide)
+    usual = stage < 2 and (tp > 1 or pp > 1) and not is_narrow
+    is_wide = usual if says_wide is None else bool(says_wide)
     return {
         "param": param,
         "accumulate": "fp32" if is_wide else "param",
@@ -418,7 +420,8 @@ def _practice(row: Row, shape: ModelShape, strategy: Strategy, gpu: Gpu) -> Prac
         attention=attention,
         logits_bytes=0.0 if is_liger else (6.0 if is_compiled else logits_bytes),
         optimizer_shards=group if isinstance(group, int) and strategy.zero_stage in (1, 2) else None,
-        unsharded_grad_bytes=4.0 if p.get("fp32_grad_accum_unsharded") else 0.0,
+        # Gradients come in the parameters' dtype, and stay beside those that they are added to.
+        unsharded_grad_bytes=4.0 if p.get("fp32_grad_accum_unsharded") else 2.0 if p.get("fp32_grad_accum") else 0.0,
         is_compiled=is_compiled or is_liger or is_new or (is_model_split and not kernel),
         is_graphed=bool(p.get("cuda_graphs")),
         defers_gathers=not _is_before_h100(gpu),
@@ -426,6 +429,11 @@ def _practice(row: Row, shape: ModelShape, strategy: Strategy, gpu: Gpu) -> Prac
         overlaps_tensor=bool(p.get("async_tp", overlaps_tensor)),
         saves_norm_in_fp32=shape.ffn == "gated" and bool(kernel) and "rms" not in kernel and not is_compiled,
         has_dropout=is_early and shape.ffn == "plain",
+        # Code whose kernels are chosen one by one takes the loss as torch has it, of whole logits.
+        splits_logits=not kernel,
+        selective="half" if re.search(r"\bop\b", str(p.get("recompute")).lower()) else "all-but-scores",
+        fuses_gate=is_compiled or is_liger or is_new,
+        cuts_evenly=True,
         has_tuned_attention=words.is_tuned_attention(p.get("attention_kernel")) or "fp4" in gpu.peak_flops_per_s,
     )
 

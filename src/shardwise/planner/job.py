@@ -102,7 +102,9 @@ class Practice:
         has_dropout: whether masks are kept.
         has_tuned_attention: whether the attention kernel uses what came with Hopper, as FlashAttention-3 does.
         trains_all: whether all weights have gradients; False where adapters alone are trained.
-        recomputes_attention: whether selective recomputation is of the attention's core alone.
+        selective: what selective recomputation leaves: the outputs of matrix products and attention, those of every
+            other product and attention, or all but the scores of attention.
+        fuses_gate: whether the activated gate is made again from the gate, not kept.
         cuts_evenly: whether stages have as many blocks each; otherwise they are cut by cost, as ours are.
     """
 
@@ -121,7 +123,8 @@ class Practice:
     has_dropout: bool = False
     has_tuned_attention: bool = False
     trains_all: bool = True
-    recomputes_attention: bool = False
+    selective: Literal["products", "half", "all-but-scores"] = "products"
+    fuses_gate: bool = False
     cuts_evenly: bool = False
 
 

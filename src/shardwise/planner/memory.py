@@ -12,7 +12,7 @@ on their way; the peak is the highest of these moments, not the sum of the highe
 >>> job = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=cluster)
 >>> worst = MemoryModel(job).estimate(Strategy(dp_shard=64, zero_stage=3, recompute="full")).worst
 >>> print(", ".join(f"{key} {size / 2**30:.1f}" for key, size in worst.peak.items() if size > 2**28))
-grads 0.5, optimizer 1.4, activations 3.2, workspace 0.5, gathered 2.8, buckets 3.2, overhead 1.0, rounding 0.4
+grads 0.5, optimizer 1.4, activations 3.2, workspace 0.5, gathered 2.8, buckets 3.2, overhead 1.4, rounding 0.4
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from shardwise.planner.stages import Stages
 from shardwise.schedule.formulas import max_in_flight
 from shardwise.schedule.recipes import recipe_of
 
-CONTEXT_BYTES: Final = 0.75 * 2**30
+CONTEXT_BYTES: Final = 1.0 * 2**30
 """Of a process's context on a GPU with its kernels: 0.5 to 2 GiB (stas00/ml-engineering, training/performance)."""
 
-COMMUNICATOR_BYTES: Final = 0.25 * 2**30
+COMMUNICATOR_BYTES: Final = 0.4 * 2**30
 """Of the channels' buffers of one communicator of NCCL."""
 
 UNUSED_SHARE: Final = 0.04
@@ -269,7 +269,7 @@ class MemoryModel:
 
     def _block(self, strategy: Strategy, *, has_experts: bool) -> BlockBytes:
         s = strategy
-        key = (has_experts, s.tp, s.cp, s.sequence_parallel, s.micro_size, s.param, s.recompute)
+        key = (has_experts, s.tp, s.cp, s.sequence_parallel, s.micro_size, s.param, s.matmul, s.recompute)
         if key not in self._blocks:
             self._blocks[key] = block_bytes(self.job, s, has_experts=has_experts)
         return self._blocks[key]
