@@ -185,7 +185,9 @@ def _search(arguments: argparse.Namespace, cluster: Cluster, model: str | None, 
         from shardwise.planner.asked import ask, read_model
         from shardwise.planner.plan_view import plan_dict, plan_view
         from shardwise.planner.pricing import Pricer
+        from shardwise.planner.reasons import reasons_of
         from shardwise.planner.search import Limits, search
+        from shardwise.planner.words import layout_words
 
         asked = ask(
             read_model(model), cluster, seq_len=arguments.seq, global_batch=arguments.global_batch, settings=assignments
@@ -194,21 +196,30 @@ def _search(arguments: argparse.Namespace, cluster: Cluster, model: str | None, 
         limits = Limits(num_best=max(10, arguments.top), margin_share=arguments.margin)
         pricer = Pricer(asked.job)
         plan = search(asked.job, asked.space, limits, pricer)
+        status.update("looking at what else could be")
+        reasons = reasons_of(plan, pricer)
     if _is_json_printed(arguments):
-        print(json.dumps(plan_dict(plan), indent=2))
+        print(json.dumps(plan_dict(plan, reasons), indent=2))
     else:
-        is_coloured = console.color_system is not None
-        width = console.width
-        console.print(plan_view(plan, width=width, is_coloured=is_coloured, num_shown=arguments.top, notes=asked.notes))
-    _write_json(arguments, plan_dict(plan))
+        console.print(
+            plan_view(
+                plan,
+                reasons,
+                width=console.width,
+                is_coloured=console.color_system is not None,
+                num_shown=arguments.top,
+                notes=asked.notes,
+            )
+        )
+    _write_json(arguments, plan_dict(plan, reasons))
     if plan.winner is None:
         return 1
     if arguments.write is not None:
         _write_config(arguments, plan, asked.base)
     elif not _is_json_printed(arguments):
-        console.print(
-            " --write plan.toml writes the best as a config for shardwise train", style="dim", highlight=False
-        )
+        # Nearest to the prompt, below what may have scrolled away.
+        console.print(f" best  {layout_words(plan.winner.strategy)}", style="bold", highlight=False)
+        console.print(" --write plan.toml writes it as a config for shardwise train", style="dim", highlight=False)
     return 0
 
 

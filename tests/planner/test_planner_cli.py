@@ -52,6 +52,10 @@ def test_the_best_is_shown_with_its_price(capsys):
     assert best["layout"] in text
     assert f"{best['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU" in text
     assert "for 1 T tokens" in text
+    assert plan["why"] in text
+    assert "what many would start with" in text
+    assert all(sentence in text for sentence in plan["defaults"].values())
+    assert text.endswith(f"best {best['layout']} --write plan.toml writes it as a config for shardwise train")
     assert plan["job"] | {"num_gpus": 4, "global_batch": 16, "seq_len": 512} == plan["job"]
     assert best["step_s"] == pytest.approx(sum(best["parts_s"].values()))
     steps = [each["step_s"] for each in plan["best"]]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +17,7 @@ from shardwise.planner.folded import FoldedLayout
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.job import Job
 from shardwise.planner.pareto import cost_per_step
+from shardwise.planner.reasons import Reasons
 from shardwise.planner.render import (
     blocks,
     facts,
@@ -32,16 +32,24 @@ from shardwise.planner.search import Plan
 from shardwise.planner.shape import ModelShape
 from shardwise.planner.words import GIB, count_words, gib_words, layout_words, seconds_words
 
-_MOST_FRONT = 6
+_MOST_FRONT: Final = 6
+_MOST_CHANGES: Final = 8
 
 
 def plan_view(
-    plan: Plan, *, width: int, is_coloured: bool, num_shown: int = 5, notes: Sequence[str] = ()
+    plan: Plan,
+    reasons: Reasons,
+    *,
+    width: int,
+    is_coloured: bool,
+    num_shown: int = 5,
+    notes: Sequence[str] = (),
 ) -> RenderableType:
     """The whole answer.
 
     Args:
         plan: that was found.
+        reasons: for it.
         width: of the terminal, in characters.
         is_coloured: whether it shows colours.
         num_shown: of the winner and the best of each other mesh and schedule.
@@ -50,23 +58,55 @@ def plan_view(
     parts: list[RenderableType] = [facts(job_rows(plan.job, notes))]
     winner = plan.winner
     if winner is None:
-        parts += _no_winner(plan, is_coloured)
+        parts += _no_winner(plan, reasons, is_coloured)
     else:
-        rows = price_rows(winner, is_coloured=is_coloured)
-        parts.append(facts([*rows, *time_rows(winner, is_coloured=is_coloured)]))
+        rows = price_rows(winner, is_coloured=is_coloured) + time_rows(winner, is_coloured=is_coloured)
+        parts.append(facts([*rows, ("why", reasons.wins)] if reasons.wins else rows))
         parts.append(price_table((winner, *plan.runners_up)[:num_shown], width=width, is_coloured=is_coloured))
-        if len(plan.front) > 1:
-            parts.append(_front_table(plan))
+        losers = list(enumerate(reasons.runners_up[: num_shown - 1], 2))
+        if losers:
+            parts.append(titled("why the others are slower", [(f"{number}", words) for number, words in losers]))
+    if reasons.defaults:
+        parts.append(titled("what many would start with", [(each.name, each.sentence) for each in reasons.defaults]))
+    if winner is not None and reasons.changes:
+        parts.append(_changes_table(winner, reasons))
+    if len(plan.front) > 1:
+        parts.append(_front_table(plan))
     parts.append(Text(" ".join(_counts(plan)), style="dim"))
     return blocks(*parts)
 
 
-def _no_winner(plan: Plan, is_coloured: bool) -> Iterator[RenderableType]:
+def titled(title: str, rows: Sequence[tuple[str, str]]) -> RenderableType:
+    """A title, and below it names with sentences."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column()
+    grid.add_column(overflow="fold")
+    for name, words in rows:
+        grid.add_row(f"  {name}", Text(words))
+    return Group(Text(title, style="dim"), grid)
+
+
+def _changes_table(winner: Price, reasons: Reasons) -> Table:
+    """What one change of the winner does to time and memory."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    table.add_column("one thing changed", overflow="fold")
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("memory", justify="right", no_wrap=True)
+    for change in reasons.changes[:_MOST_CHANGES]:
+        slower = change.price.time.step_s / winner.time.step_s - 1
+        more = change.price.memory.worst.peak_bytes - winner.memory.worst.peak_bytes
+        sign = "+" if more >= 0 else "-"
+        words = f"{sign}{gib_words(abs(more))}"
+        style = "red" if change.price.margin_bytes < 0 else ""
+        table.add_row(change.words, f"{100 * slower:+.1f} %", Text(words, style=style))
+    return table
+
+
+def _no_winner(plan: Plan, reasons: Reasons, is_coloured: bool) -> Iterator[RenderableType]:
     yield Text("nothing fits", style="bold red")
     if plan.nearest is not None:
-        price, missing = plan.nearest
-        rows = price_rows(price, is_coloured=is_coloured, label="nearest")
-        yield facts([*rows, ("misses", f"{gib_words(missing.missing_bytes)} of {missing.tier} memory")])
+        rows = price_rows(plan.nearest[0], is_coloured=is_coloured, label="nearest")
+        yield facts([*rows, *(("cure" if index else "misses", words) for index, words in enumerate(reasons.cures))])
 
 
 def _front_table(plan: Plan) -> Table:
@@ -158,13 +198,7 @@ def fit_view(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
     )
 
 
-def sentences(title: str, lines: Sequence[str]) -> RenderableType:
-    """A title and indented sentences, one below the other."""
-    body = [Padding(Text(line), (0, 0, 0, 2)) for line in lines]
-    return Group(Text(title, style="dim"), *body)
-
-
-def plan_dict(plan: Plan) -> dict[str, Any]:
+def plan_dict(plan: Plan, reasons: Reasons) -> dict[str, Any]:
     """All of a plan, as JSON takes it."""
     return {
         "job": job_dict(plan.job),
@@ -172,6 +206,10 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "runners_up": [price_dict(price) for price in plan.runners_up],
         "front": [price_dict(price) for price in plan.front],
         "nearest": None if plan.nearest is None else price_dict(plan.nearest[0]),
+        "why": reasons.wins,
+        "why_not": list(reasons.runners_up),
+        "defaults": {each.name: each.sentence for each in reasons.defaults},
+        "cures": list(reasons.cures),
         "rejected": dict(plan.rejected),
         "num_outlines": plan.num_outlines,
         "num_priced": plan.num_priced,
