@@ -8,6 +8,7 @@ import pytest
 
 from shardwise import cli
 from shardwise.config import Config
+from shardwise.planner.profile import CollectiveTime, MatmulTime, Profile, write_profile
 from shardwise.train.job import check_job
 
 SMALL = ["--model", "25m", "--cluster", "h100:4", "--global-batch", "16", "--seq", "512"]
@@ -147,6 +148,48 @@ def test_this_machine_needs_a_profile(capsys):
     assert "shardwise doctor --calibrate" in capsys.readouterr().err
 
 
+def measured() -> Profile:
+    """A CPU that multiplies 1e11 numbers a second."""
+    sizes = ((256, 256, 256), (512, 512, 512), (1024, 1024, 1024))
+    products = [MatmulTime(dtype="fp32", m=m, n=n, k=k, seconds=2 * m * n * k / 1e11) for m, n, k in sizes]
+    return Profile(
+        device="cpu",
+        num_ranks=2,
+        num_threads=1,
+        memory_bytes=2**34,
+        matmuls=tuple(products),
+        collectives=tuple(
+            CollectiveTime(op=op, num_ranks=2, num_bytes=2**20, seconds=0.002)
+            for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
+        ),
+        stream_bytes_per_s=5e9,
+        step_bytes_per_s=5e9,
+        copies_bytes_per_s=(("host->host", 5e9),),
+    )
+
+
+def test_a_measured_machine_needs_no_cluster(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("shardwise.train.here.default_num_ranks", lambda device: 2)
+    place = write_profile(measured(), tmp_path / "cache" / "shardwise")
+    text = printed(capsys, *SMALL[:2], *SMALL[4:], "--write", "best.toml")
+    assert "2 processes on this machine's CPU" in text
+    config = Config.from_toml("best.toml")
+    assert (config.run.num_procs, config.precision.param) == (2, "fp32")
+    # A run that took twice what was said slows the profile down.
+    printed(capsys, "--explain", "best.toml", "--json", "said.json")
+    said = json.loads(Path("said.json").read_text())
+    parts = {"compute": 2 * said["step_s"]}
+    (tmp_path / "runs").mkdir()
+    run = {"device": "cpu", "world_size": 2, "vocab_size": 8192, "config": config.resolve(2).model_dump(mode="json")}
+    run["measured"] = {"step_s": 2 * said["step_s"], "parts": parts}
+    (tmp_path / "runs" / "prediction.json").write_text(json.dumps(run))
+    assert cli.main(["plan", "--refit", "runs"]) == 0
+    assert "1 run" in capsys.readouterr().out
+    old = measured().matmuls[0].seconds
+    assert Profile.from_json(place.read_text()).matmuls[0].seconds > old
+
+
 def test_the_written_config_is_toml_from_the_first_line(capsys):
     printed(capsys, *SMALL, "--write", "best.toml")
     text = Path("best.toml").read_text()
@@ -171,6 +214,7 @@ def test_the_written_config_is_toml_from_the_first_line(capsys):
         ([*SMALL, "--ranks", "0"], "--ranks is of a dry run"),
         ([*SMALL, "--fit", "--explain", "x"], "are two questions"),
         ([*SMALL, "--explain", "x.toml", "--write", "y.toml"], "--write is of a search"),
+        (["--refit", "none"], "none holds no run that was timed"),
         (["--explain", "none.toml", "--cluster", "h100:8"], "cannot read config none.toml"),
         ([*SMALL, "--json", "none/plan.json"], "cannot write --json none/plan.json"),
     ],

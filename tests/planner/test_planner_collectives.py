@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.config import ConfigError
-from shardwise.planner.catalogue import gpu
+from shardwise.planner.catalogue import find_gpu
 from shardwise.planner.collectives import CALL_S, OPS, Network, Op
 from shardwise.planner.hardware import Cluster, Gpu
 from shardwise.planner.profile import CollectiveTime, Profile
@@ -27,11 +27,11 @@ def clusters(draw: st.DrawFn) -> Cluster:
     device = draw(
         st.sampled_from(
             (
-                gpu("h100"),
-                gpu("a100-80"),
-                replace(gpu("h100"), link_domain=72),
-                replace(gpu("h100"), has_pairwise_links=True),
-                replace(gpu("h100"), link_domain=2),
+                find_gpu("h100"),
+                find_gpu("a100-80"),
+                replace(find_gpu("h100"), link_domain=72),
+                replace(find_gpu("h100"), has_pairwise_links=True),
+                replace(find_gpu("h100"), link_domain=2),
                 replace(PLAIN, host_bytes_per_s=2.5e10),
                 PLAIN,
             )
@@ -107,7 +107,7 @@ def test_levels_join_all_ranks_and_are_never_slower_than_one_flat_ring(
 
 
 def test_a_group_within_a_node_moves_over_links_alone() -> None:
-    cluster = Cluster(gpu=gpu("h100"), num_gpus=16, gpus_per_node=8, nic_bytes_per_s=5e10)
+    cluster = Cluster(gpu=find_gpu("h100"), num_gpus=16, gpus_per_node=8, nic_bytes_per_s=5e10)
     slow_network = replace(cluster, nic_bytes_per_s=1e8)
     for num_ranks, stride, same in ((8, 1, True), (4, 2, True), (4, 4, False), (16, 1, False), (2, 8, False)):
         fast, slow = (
@@ -117,7 +117,7 @@ def test_a_group_within_a_node_moves_over_links_alone() -> None:
 
 
 def test_ranks_of_a_node_share_its_rails() -> None:
-    cluster = Cluster(gpu=gpu("h100"), num_gpus=64, gpus_per_node=8, nic_bytes_per_s=5e9)
+    cluster = Cluster(gpu=find_gpu("h100"), num_gpus=64, gpus_per_node=8, nic_bytes_per_s=5e9)
     network = Network(cluster)
     dense = network.collective_s("all_gather", 2**32, 64)
     alone = network.collective_s("all_gather", 2**32, 8, stride=8)
@@ -126,7 +126,7 @@ def test_ranks_of_a_node_share_its_rails() -> None:
 
 def test_few_ranks_reach_few_of_pairwise_links() -> None:
     def rate(*, is_pairwise: bool, num_ranks: int) -> float:
-        device = replace(gpu("h100"), has_pairwise_links=is_pairwise)
+        device = replace(find_gpu("h100"), has_pairwise_links=is_pairwise)
         network = Network(Cluster(gpu=device, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=5e10))
         return 2**30 * (1 - 1 / num_ranks) / network.collective_s("all_gather", 2**30, num_ranks)
 
@@ -135,7 +135,7 @@ def test_few_ranks_reach_few_of_pairwise_links() -> None:
 
 
 def test_a_tree_sums_few_bytes_over_many_nodes_in_fewer_hops_than_a_ring() -> None:
-    network = Network(Cluster(gpu=gpu("h100"), num_gpus=8192, gpus_per_node=8, nic_bytes_per_s=5e10))
+    network = Network(Cluster(gpu=find_gpu("h100"), num_gpus=8192, gpus_per_node=8, nic_bytes_per_s=5e10))
     assert network.collective_s("all_reduce", 4, 8192) < network.collective_s("all_gather", 4, 8192) / 10
 
 

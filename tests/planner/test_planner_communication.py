@@ -13,13 +13,13 @@ from shardwise.attention.block_layout import BlockLayout
 from shardwise.context.traffic import Sizes, bytes_of_attention, bytes_of_ring
 from shardwise.layout.token_split import contiguous, zigzag
 from shardwise.models.presets import preset
-from shardwise.planner.catalogue import gpu
+from shardwise.planner.catalogue import find_gpu
 from shardwise.planner.communication import CommunicationModel, exposed_s
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.job import Job, Practice, Strategy
 from shardwise.planner.shape import Experts, ModelShape
 
-CLUSTER = Cluster(gpu=gpu("h100"), num_gpus=64, gpus_per_node=8, nic_bytes_per_s=5e10)
+CLUSTER = Cluster(gpu=find_gpu("h100"), num_gpus=64, gpus_per_node=8, nic_bytes_per_s=5e10)
 JOB = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=CLUSTER)
 MODEL = CommunicationModel(JOB)
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.planner.communication import CommunicationModel
 from shardwise.planner.compute import ComputeModel
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.machine import cluster_of
@@ -115,6 +116,18 @@ def test_what_is_compiled_is_not_corrected_by_what_was_not():
     kernels = replace(compiled, cluster=cluster_of(replace(PROFILE, blocks=(), heads=())))
     strategy = Strategy(param="fp32")
     assert ComputeModel(compiled).block(strategy) == ComputeModel(kernels).block(strategy)
+
+
+def test_what_a_machine_does_not_hide_shows():
+    strategy = Strategy(dp_shard=2, zero_stage=3, param="fp32")
+    exposed = []
+    for hidden_share in (1.0, 0.5, 0.0):
+        measured = job(*SHAPES[0], 128, replace(PROFILE, hidden_share=hidden_share))
+        data = CommunicationModel(measured).data(strategy)
+        exposed.append(data.exposed_s(10.0, 10.0))
+    assert exposed == sorted(exposed)
+    assert exposed[2] == pytest.approx(data.total_s)
+    assert exposed[0] < exposed[1] < exposed[2]
 
 
 POINTS = st.lists(

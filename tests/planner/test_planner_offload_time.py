@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.models.presets import preset
-from shardwise.planner.catalogue import gpu
+from shardwise.planner.catalogue import find_gpu
 from shardwise.planner.hardware import Cluster, Host
 from shardwise.planner.job import Job, Practice, Strategy
 from shardwise.planner.offload_time import OffloadModel, OffloadTimes
@@ -16,7 +16,7 @@ from shardwise.planner.profile import Profile
 from shardwise.planner.shape import ModelShape
 
 HOST = Host(memory_bytes_per_s=4e11, nvme_read_bytes_per_s=2e10, nvme_write_bytes_per_s=1e10)
-CLUSTER = Cluster(gpu=gpu("h100"), num_gpus=16, gpus_per_node=8, nic_bytes_per_s=5e10, host=HOST)
+CLUSTER = Cluster(gpu=find_gpu("h100"), num_gpus=16, gpus_per_node=8, nic_bytes_per_s=5e10, host=HOST)
 JOB = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=CLUSTER)
 MODEL = OffloadModel(JOB)
 AWAY = Strategy(dp_shard=8, zero_stage=3, num_micro_batches=4, optimizer_tier="host")

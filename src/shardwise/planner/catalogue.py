@@ -145,4 +145,3 @@ def _tera(flops: Mapping[str, float]) -> dict[str, float]:
 
 ENTRIES: Final = _read_entries(Path(__file__).with_name("catalogue.toml"))
 GPUS: Final[Mapping[str, Gpu]] = MappingProxyType({name: entry.gpu for name, entry in ENTRIES.items()})
-gpu: Final = find_gpu

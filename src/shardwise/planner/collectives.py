@@ -4,8 +4,8 @@ A group lies over levels: devices that links join (NVLink), devices of a node (P
 of them crosses each level's border as often as it must, and moves through it what the level's ranks share; the slowest
 level bounds it, since data flows through all of them at once.
 
->>> from shardwise.planner.catalogue import gpu
->>> h100 = gpu("h100")
+>>> from shardwise.planner.catalogue import find_gpu
+>>> h100 = find_gpu("h100")
 >>> network = Network(Cluster(gpu=h100, num_gpus=64, gpus_per_node=8, nic_bytes_per_s=h100.nic_bytes_per_s))
 >>> [level.num_ranks for level in network.levels(num_ranks=32, stride=2)]   # 4 of each node, 8 nodes
 [4, 8]

@@ -3,10 +3,10 @@
 Times are of collectives alone; `exposed_s` says what of them a step sees that computes meanwhile.
 
 >>> from shardwise.models.presets import preset
->>> from shardwise.planner.catalogue import gpu
+>>> from shardwise.planner.catalogue import find_gpu
 >>> from shardwise.planner.hardware import Cluster
 >>> from shardwise.planner.shape import ModelShape
->>> cluster = Cluster(gpu=gpu("h100"), num_gpus=64, gpus_per_node=8, nic_bytes_per_s=50e9)
+>>> cluster = Cluster(gpu=find_gpu("h100"), num_gpus=64, gpus_per_node=8, nic_bytes_per_s=50e9)
 >>> job = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=cluster)
 >>> model = CommunicationModel(job)
 >>> model.block(Strategy(tp=8, dp_shard=8)).forward.tensor_s > model.block(Strategy(tp=2, dp_shard=32)).forward.tensor_s
@@ -34,6 +34,8 @@ from shardwise.planner.job import Job, Strategy
 OVERLAP_SLOWDOWN: Final = 0.25
 """How much longer kernels take beside a collective, which takes cores and memory bandwidth from them: 38 % at most in
 Echo (arXiv 2412.12487), and less where copies alone move."""
+HIDDEN_SHARE: Final = 1 / (1 + OVERLAP_SLOWDOWN)
+"""Of a collective's time, at most what computing beside it hides."""
 TENSOR_CHUNKS: Final = 4
 """Parts in which codes that overlap tensor-parallel collectives multiply; all but one part's collective may hide."""
 NUM_STEP_SUMS: Final = 3
@@ -122,6 +124,7 @@ class DataCommunication:
         num_micro_batches: of the step.
         num_hiding: micro-batches at the step's ends behind which what is needed once may hide.
         may_hide: whether they run while others compute.
+        hidden_share: of their time, at most what computing hides.
     """
 
     forward_s: float
@@ -134,6 +137,7 @@ class DataCommunication:
     num_micro_batches: int
     num_hiding: int
     may_hide: bool
+    hidden_share: float = HIDDEN_SHARE
 
     @property
     def total_s(self) -> float:
@@ -151,24 +155,24 @@ class DataCommunication:
         if not self.may_hide:
             return self.total_s
         num_ends = self.num_hiding
-        inner = exposed_s(self.forward_s, forward_s) + exposed_s(self.backward_s, backward_s)
+        share = self.hidden_share
+        inner = exposed_s(self.forward_s, forward_s, share) + exposed_s(self.backward_s, backward_s, share)
         first_s = num_ends * self.forward_s + self.first_forward_s - self.alone_forward_s
         last_s = num_ends * self.backward_s + self.last_backward_s - self.alone_backward_s
-        ends = exposed_s(first_s, num_ends * forward_s) + exposed_s(last_s, num_ends * backward_s)
+        ends = exposed_s(first_s, num_ends * forward_s, share) + exposed_s(last_s, num_ends * backward_s, share)
         alone_s = self.alone_forward_s + self.alone_backward_s
         return (self.num_micro_batches - num_ends) * inner + ends + alone_s + self.step_s
 
 
-def exposed_s(communication_s: float, compute_s: float) -> float:
+def exposed_s(communication_s: float, compute_s: float, hidden_share: float = HIDDEN_SHARE) -> float:
     """Seconds by which a collective lengthens what is computed beside it.
 
-    What it does not outlast it still slows, by `OVERLAP_SLOWDOWN`.
+    What it does not outlast it still slows: no more than a share of it hides, `OVERLAP_SLOWDOWN` by default.
 
     >>> exposed_s(3.0, 0.0), exposed_s(0.0, 3.0), round(exposed_s(1.0, 9.0), 3)
     (3.0, 0.0, 0.2)
     """
-    slowed_s = communication_s * OVERLAP_SLOWDOWN / (1 + OVERLAP_SLOWDOWN)
-    return max(communication_s - compute_s, slowed_s)
+    return max(communication_s - compute_s, communication_s * (1 - hidden_share))
 
 
 def _beside(communication_s: float, hidden: float, compute_s: float) -> float:
@@ -239,6 +243,8 @@ class CommunicationModel:
         groups of as many micro-batches as there are ranks (Narayanan et al. 2021, arXiv 2104.04473, figure 4).
         """
         s = strategy
+        profile = self.job.cluster.profile
+        measured = None if profile is None else profile.hidden_share
         seconds: dict[str, float] = dict.fromkeys(get_args(Moment), 0.0)
         alone = {"first forward": 0.0, "last backward": 0.0}
         for call in self.data_calls(s, pipeline_rank):
@@ -261,6 +267,7 @@ class CommunicationModel:
             num_micro_batches=s.num_micro_batches,
             num_hiding=min(s.num_micro_batches, s.pp) if s.virtual_stages > 1 else 1,
             may_hide=self.job.practice.overlaps_data,
+            hidden_share=HIDDEN_SHARE if measured is None else measured,
         )
 
     def data_calls(self, strategy: Strategy, pipeline_rank: int = 0) -> tuple[Call, ...]:

@@ -5,10 +5,10 @@ pass may hide behind what the pass computes; a step waits for all gradients, unl
 are there.
 
 >>> from shardwise.models.presets import preset
->>> from shardwise.planner.catalogue import gpu
+>>> from shardwise.planner.catalogue import find_gpu
 >>> from shardwise.planner.hardware import Cluster
 >>> from shardwise.planner.shape import ModelShape
->>> cluster = Cluster(gpu=gpu("h100"), num_gpus=8, gpus_per_node=8, nic_bytes_per_s=50e9)
+>>> cluster = Cluster(gpu=find_gpu("h100"), num_gpus=8, gpus_per_node=8, nic_bytes_per_s=50e9)
 >>> job = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=8, cluster=cluster)
 >>> times = OffloadModel(job).times(Strategy(dp_shard=8, zero_stage=2, optimizer_tier="host"))
 >>> 1.0 < times.step_s < 10.0

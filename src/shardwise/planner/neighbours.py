@@ -1,0 +1,177 @@
+"""Strategies one step away from another: what a change of one thing does, and which change makes something fit.
+
+>>> from shardwise.models.presets import preset
+>>> from shardwise.planner.catalogue import find_gpu
+>>> from shardwise.planner.hardware import Cluster
+>>> from shardwise.planner.shape import ModelShape
+>>> job = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=16,
+...           cluster=Cluster(gpu=find_gpu("h100"), num_gpus=8, gpus_per_node=8, nic_bytes_per_s=50e9))
+>>> changes = dict(neighbours(job, Strategy(dp_shard=8, num_micro_batches=2)))
+>>> changes["mesh.tp=2"].num_micro_batches, changes["zero.stage=3"].zero_stage
+(4, 3)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from shardwise.planner.candidates import is_legal
+from shardwise.planner.capacity import Shortfall, shortfall
+from shardwise.planner.job import Job, Strategy
+from shardwise.planner.results import Price
+from shardwise.planner.search import Pricing
+
+_CHUNK_TOKENS: Final = 1024
+_RECOMPUTES: Final = (("none", 1), ("selective", 1), ("full", 4), ("full", 2), ("full", 1))
+_TIERS: Final = (("host", "device", "device"), ("host", "host", "device"), ("host", "host", "host"))
+_MOST_MORE_GPUS: Final = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A step away from a strategy, in keys of the config, and what it leads to.
+
+    Attributes:
+        missing: what does not fit; None where all does.
+    """
+
+    words: str
+    price: Price
+    missing: Shortfall | None
+
+
+def neighbours(job: Job, strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
+    """Every strategy that the engine runs one step away, with the keys that it changes."""
+    seen = {strategy}
+    for words, other in _changed(job, strategy):
+        if other not in seen and is_legal(job, other):
+            seen.add(other)
+            yield words, other
+
+
+def price_changes(job: Job, strategy: Strategy, pricing: Pricing, margin_share: float) -> tuple[Change, ...]:
+    """All neighbours with their prices, those that fit first, the fastest first."""
+    found = []
+    for words, other in neighbours(job, strategy):
+        memory = pricing.memory.estimate(other)
+        price = Price(job=job, strategy=other, memory=memory, time=pricing.time.estimate(other))
+        found.append(Change(words=words, price=price, missing=shortfall(memory, job.cluster, margin_share)))
+    return tuple(sorted(found, key=lambda each: (each.missing is not None, each.price.time.step_s)))
+
+
+def smallest_cure(job: Job, strategy: Strategy, pricing: Pricing, margin_share: float) -> Change | None:
+    """Of the changes of one thing that make a strategy fit, the one that leaves it fastest; else of two things.
+
+    The second thing is what saves most: all blocks recomputed, samples one by one, parameters sharded.
+    """
+    one = [each for each in price_changes(job, strategy, pricing, margin_share) if each.missing is None]
+    if one:
+        return one[0]
+    two = []
+    for words, other in neighbours(job, strategy):
+        if words in ("recompute.mode=full", "batch.micro_size=1", "zero.stage=3"):
+            changes = price_changes(job, other, pricing, margin_share)
+            two += [replace(each, words=f"{words} {each.words}") for each in changes if each.missing is None]
+    return min(two, key=lambda each: each.price.time.step_s, default=None)
+
+
+def more_gpus(job: Job, strategy: Strategy, pricing_of: Any, margin_share: float) -> int | None:
+    """GPUs on which a strategy fits, sharded over all data ranks; None where 64 times as many are too few.
+
+    Args:
+        job: on fewer.
+        strategy: that does not fit there.
+        pricing_of: from a job to what prices its strategies.
+        margin_share: of a device's memory that is to stay free.
+    """
+    factor = 2
+    while factor <= _MOST_MORE_GPUS:
+        num_gpus = factor * job.cluster.num_gpus
+        larger = replace(job, cluster=replace(job.cluster, num_gpus=num_gpus), global_batch=factor * job.global_batch)
+        more = replace(strategy, dp_shard=factor * strategy.dp_shard)
+        memory = pricing_of(larger).memory.estimate(more)
+        if shortfall(memory, larger.cluster, margin_share) is None:
+            return num_gpus
+        factor *= 2
+    return None
+
+
+def _changed(job: Job, s: Strategy) -> Iterator[tuple[str, Strategy]]:
+    for mode, every in _RECOMPUTES:
+        words = f"recompute.mode={mode}" + (f" recompute.every={every}" if every > 1 else "")
+        tier = s.activations_tier if mode != "none" else "device"
+        yield words, replace(s, recompute=mode, recompute_every=every, activations_tier=tier)  # type: ignore[arg-type]
+    each_batch = s.micro_size * s.num_micro_batches
+    for micro_size in (s.micro_size // 2, 2 * s.micro_size, 1):
+        if micro_size and each_batch % micro_size == 0:
+            yield f"batch.micro_size={micro_size}", _with_micro(s, micro_size)
+    for stage in range(4):
+        yield f"zero.stage={stage}", replace(s, zero_stage=stage, gather="batch" if stage < 3 else s.gather)
+    for gather in ("batch", "micro-batch"):
+        yield f"pipeline.gather={gather}", replace(s, gather=gather)
+    yield from _shard_groups(job, s)
+    yield from _meshes(s)
+    yield from _schedules(s)
+    for optimizer, grads, params in _TIERS:
+        words = " ".join(f"tiers.{name}=host" for name in ("optimizer", *["grads"] * (grads == "host")))
+        words += " tiers.params=host" if params == "host" else ""
+        yield words, replace(s, optimizer_tier=optimizer, grads_tier=grads, params_tier=params)  # type: ignore[arg-type]
+    yield "tiers.activations=host", replace(s, activations_tier="host")
+    if s.chunk_tokens is None and s.schedule in ("1f1b", "interleaved") and not job.practice.is_compiled:
+        yield f"context.chunk_tokens={_CHUNK_TOKENS}", replace(s, chunk_tokens=_CHUNK_TOKENS)
+
+
+def _with_micro(s: Strategy, micro_size: int) -> Strategy:
+    return replace(s, micro_size=micro_size, num_micro_batches=s.micro_size * s.num_micro_batches // micro_size)
+
+
+def _shard_groups(job: Job, s: Strategy) -> Iterator[tuple[str, Strategy]]:
+    in_node = max(1, job.cluster.gpus_per_node // (s.cp * s.tp))
+    for dp_shard in (s.num_data_ranks, in_node, s.dp_shard // 2, 2 * s.dp_shard):
+        if dp_shard and s.num_data_ranks % dp_shard == 0:
+            yield f"mesh.dp_shard={dp_shard}", replace(s, dp_shard=dp_shard, dp_replicate=s.num_data_ranks // dp_shard)
+
+
+def _meshes(s: Strategy) -> Iterator[tuple[str, Strategy]]:
+    for axis in ("tp", "cp", "pp"):
+        for twice in (True, False):
+            size = getattr(s, axis)
+            if not twice and size % 2:
+                continue
+            changes: dict[str, Any] = {axis: 2 * size if twice else size // 2}
+            if axis == "tp":
+                changes["sequence_parallel"] = changes["tp"] > 1
+            elif axis == "cp" and changes["cp"] == 1:
+                changes |= {"transport": "ring", "heads_over": None}
+            elif axis == "pp":
+                changes |= {"stage_layers": None}
+                changes |= {"schedule": "1f1b", "virtual_stages": 1, "gather": "batch"} if changes["pp"] == 1 else {}
+            other = _with_data_ranks(s, twice)
+            if other is not None:
+                yield f"mesh.{axis}={changes[axis]}", replace(other, **changes)
+
+
+def _with_data_ranks(s: Strategy, is_half: bool) -> Strategy | None:
+    """Half or twice as many, with as many samples in all."""
+    if not is_half:
+        if s.num_micro_batches % 2:
+            return None
+        return replace(s, dp_shard=2 * s.dp_shard, num_micro_batches=s.num_micro_batches // 2)
+    if s.dp_replicate % 2 == 0:
+        return replace(s, dp_replicate=s.dp_replicate // 2, num_micro_batches=2 * s.num_micro_batches)
+    if s.dp_shard % 2 == 0:
+        return replace(s, dp_shard=s.dp_shard // 2, num_micro_batches=2 * s.num_micro_batches)
+    return None
+
+
+def _schedules(s: Strategy) -> Iterator[tuple[str, Strategy]]:
+    if s.pp == 1:
+        return
+    plain = replace(s, stage_layers=None)
+    for schedule, virtual_stages in (("1f1b", 1), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)):
+        yield f"pipeline.schedule={schedule}", replace(plain, schedule=schedule, virtual_stages=virtual_stages)
+    for virtual_stages in (2, 2 * s.virtual_stages):
+        words = f"pipeline.schedule=interleaved pipeline.virtual_stages={virtual_stages}"
+        yield words, replace(plain, schedule="interleaved", virtual_stages=virtual_stages)

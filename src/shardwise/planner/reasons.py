@@ -1,0 +1,228 @@
+"""Why the winner wins and the others lose, in sentences of the parts that differ.
+
+>>> parts_words({"tensor": -0.8, "bubble": 0.3, "data": 0.001})
+'800 ms less exposed tensor exchange, 300 ms more bubble'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final
+
+from shardwise.planner.candidates import divisors, is_legal
+from shardwise.planner.capacity import Shortfall, shortfall
+from shardwise.planner.job import Job, Strategy
+from shardwise.planner.neighbours import Change, more_gpus, price_changes, smallest_cure
+from shardwise.planner.pricing import Pricer
+from shardwise.planner.results import TIME_PARTS, Price, RankMemory
+from shardwise.planner.search import Plan, Pricing
+from shardwise.planner.words import gib_words, layout_words, seconds_words
+
+_PART_WORDS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "compute": "compute",
+        "recompute": "recomputation",
+        "tensor": "exposed tensor exchange",
+        "context": "exposed context exchange",
+        "experts": "exposed experts' exchange",
+        "bubble": "bubble",
+        "data": "exposed gathers and reductions",
+        "offload": "exposed offload",
+        "step": "optimizer step",
+        "other": "waiting for the slowest",
+    }
+)
+# Of the difference of two times; parts that make less of it are left out.
+_LEAST_SHARE: Final = 0.05
+_MICRO_SIZES: Final = (8, 4, 2, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Default:
+    """What many would start with.
+
+    Attributes:
+        name: by which it is known.
+        price: of its fastest micro-batch that fits, or of micro-batches of one sample; None where it cannot be run.
+        missing: what does not fit.
+        sentence: why it loses, or that it does not.
+    """
+
+    name: str
+    price: Price | None
+    missing: Shortfall | None
+    sentence: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reasons:
+    """Of a plan.
+
+    Attributes:
+        wins: why the winner beats the next.
+        runners_up: why each loses, in the order of `Plan.runners_up`.
+        defaults: why popular ones lose.
+        changes: of one thing about the winner, those that fit first.
+        cures: where nothing fits: what would make the nearest fit.
+    """
+
+    wins: str
+    runners_up: tuple[str, ...]
+    defaults: tuple[Default, ...]
+    changes: tuple[Change, ...]
+    cures: tuple[str, ...]
+
+
+def reasons_of(
+    plan: Plan, pricing: Pricing | None = None, pricing_of: Callable[[Job], Pricing] | None = None
+) -> Reasons:
+    """Why a plan is what it is.
+
+    Args:
+        plan: as `search` found it.
+        pricing: of its job; a new `Pricer` when left out.
+        pricing_of: prices the same on more GPUs; `Pricer` when left out.
+    """
+    make = pricing_of or Pricer
+    pricing = pricing or make(plan.job)
+    winner, margin_share = plan.winner, plan.limits.margin_share
+    if winner is None:
+        cures = tuple(_cures(plan, pricing, make))
+        return Reasons(wins="", runners_up=(), defaults=tuple(defaults(plan, pricing)), changes=(), cures=cures)
+    return Reasons(
+        wins=why_faster(winner, plan.runners_up[0]) if plan.runners_up else "nothing else fits",
+        runners_up=tuple(why_slower(each, winner) for each in plan.runners_up),
+        defaults=tuple(defaults(plan, pricing)),
+        changes=price_changes(plan.job, winner.strategy, pricing, margin_share),
+        cures=(),
+    )
+
+
+def why_faster(winner: Price, other: Price) -> str:
+    """What the winner has less and more of than another."""
+    differences = _differences(winner, other)
+    gained = other.time.step_s - winner.time.step_s
+    return f"{_faster_words(gained)} than {layout_words(other.strategy)}: {parts_words(differences)}"
+
+
+def why_slower(other: Price, winner: Price) -> str:
+    """What another has more and less of than the winner."""
+    lost = other.time.step_s - winner.time.step_s
+    share = 100 * lost / winner.time.step_s
+    return f"{seconds_words(lost)} ({share:.1f} %) slower: {parts_words(_differences(other, winner))}"
+
+
+def parts_words(differences: Mapping[str, float]) -> str:
+    """The parts of two times that differ most, the largest first."""
+    ordered = sorted(differences.items(), key=lambda each: -abs(each[1]))
+    largest = abs(ordered[0][1]) if ordered else 0.0
+    shown = [(part, seconds) for part, seconds in ordered if abs(seconds) > _LEAST_SHARE * largest][:4]
+    return ", ".join(
+        f"{seconds_words(abs(seconds))} {'less' if seconds < 0 else 'more'} {_PART_WORDS[part]}"
+        for part, seconds in shown
+    )
+
+
+def why_not(price: Price, missing: Shortfall, cure: Change | None) -> str:
+    """What a strategy lacks, what takes most of it, and the smallest change that makes it fit."""
+    words = f"out of memory by {gib_words(missing.missing_bytes)}"
+    if missing.tier == "device":
+        rank = next(each for each in price.memory.ranks if each.pipeline_rank == missing.pipeline_rank)
+        words += f" on pipeline rank {rank.pipeline_rank}: {_largest_words(rank)}"
+    else:
+        words += f" of each node's {missing.tier} memory"
+    if cure is None:
+        return f"{words}; no change of one or two things makes it fit"
+    return f"{words}; {cure.words} would fit, at {seconds_words(cure.price.time.step_s)}"
+
+
+def defaults(plan: Plan, pricing: Pricing) -> Iterator[Default]:
+    """What people would start with, and how it does on this job."""
+    job = plan.job
+    for name, strategies in _default_strategies(job, plan):
+        legal = [each for each in strategies if is_legal(job, each)]
+        if not legal:
+            sentence = "cannot be run: batch, heads or layers do not divide by its ranks"
+            yield Default(name=name, price=None, missing=None, sentence=sentence)
+            continue
+        yield _default(name, legal, plan, pricing)
+
+
+def _default(name: str, strategies: list[Strategy], plan: Plan, pricing: Pricing) -> Default:
+    job, margin_share = plan.job, plan.limits.margin_share
+    memories = [(each, pricing.memory.estimate(each)) for each in strategies]
+    fitting = [
+        Price(job=job, strategy=each, memory=memory, time=pricing.time.estimate(each))
+        for each, memory in memories
+        if shortfall(memory, job.cluster, margin_share) is None
+    ]
+    if fitting:
+        best = min(fitting, key=lambda each: each.time.step_s)
+        winner = plan.winner
+        if winner is None or best.time.step_s <= winner.time.step_s:
+            sentence = f"{seconds_words(best.time.step_s)}, nothing is faster"
+        else:
+            sentence = why_slower(best, winner)
+        return Default(name=name, price=best, missing=None, sentence=sentence)
+    strategy, memory = min(memories, key=lambda each: each[1].worst.peak_bytes)
+    price = Price(job=job, strategy=strategy, memory=memory, time=pricing.time.estimate(strategy))
+    missing = shortfall(memory, job.cluster, margin_share)
+    if missing is None:
+        raise RuntimeError(f"{strategy} fits and does not")
+    cure = smallest_cure(job, strategy, pricing, margin_share)
+    return Default(name=name, price=price, missing=missing, sentence=why_not(price, missing, cure))
+
+
+def _default_strategies(job: Job, plan: Plan) -> Iterator[tuple[str, list[Strategy]]]:
+    num_gpus = job.cluster.num_gpus
+    found = (plan.winner or (plan.nearest[0] if plan.nearest else None)) if plan else None
+    base = Strategy() if found is None else found.strategy
+    base = Strategy(param=base.param, reduce=base.reduce, accumulate=base.accumulate, matmul=base.matmul)
+    host = {"optimizer_tier": "host", "grads_tier": "host"}
+    yield "DDP", _with_batches(job, replace(base, dp_shard=num_gpus))
+    if num_gpus > 1:
+        yield "FSDP (ZeRO-3 over all)", _with_batches(job, replace(base, dp_shard=num_gpus, zero_stage=3))
+        yield "ZeRO-2", _with_batches(job, replace(base, dp_shard=num_gpus, zero_stage=2))
+    offloaded = replace(base, dp_shard=num_gpus, zero_stage=3, params_tier="host", **host)  # type: ignore[arg-type]
+    yield "ZeRO-3 offloaded to the host", _with_batches(job, offloaded)
+    tp = min(8, job.cluster.gpus_per_node)
+    if num_gpus > tp > 1:
+        sizes = [each for each in divisors(num_gpus // tp) if 1 < each <= job.shape.num_layers]
+        split = replace(base, tp=tp, sequence_parallel=True)
+        meshes = [replace(split, pp=pp, dp_shard=num_gpus // tp // pp, zero_stage=1) for pp in sizes]
+        meshes = [each if each.dp_shard > 1 else replace(each, zero_stage=0) for each in meshes]
+        yield f"Megatron (TP {tp} + PP)", [each for mesh in meshes for each in _with_batches(job, mesh)]
+
+
+def _with_batches(job: Job, strategy: Strategy) -> list[Strategy]:
+    each_batch, rest = divmod(job.global_batch, strategy.num_data_ranks)
+    if rest:
+        return []
+    sizes = [size for size in _MICRO_SIZES if each_batch % size == 0]
+    return [replace(strategy, micro_size=size, num_micro_batches=each_batch // size) for size in sizes]
+
+
+def _cures(plan: Plan, pricing: Pricing, pricing_of: Callable[[Job], Pricing]) -> Iterator[str]:
+    if plan.nearest is None:
+        return
+    price, missing = plan.nearest
+    strategy, margin_share = price.strategy, plan.limits.margin_share
+    cure = smallest_cure(plan.job, strategy, pricing, margin_share)
+    yield why_not(price, missing, cure)
+    if (num_gpus := more_gpus(plan.job, strategy, pricing_of, margin_share)) is not None:
+        yield f"{num_gpus:,} GPUs would fit it, with a batch in proportion"
+
+
+def _differences(one: Price, other: Price) -> dict[str, float]:
+    return {part: one.time.parts.get(part, 0.0) - other.time.parts.get(part, 0.0) for part in TIME_PARTS}
+
+
+def _faster_words(seconds: float) -> str:
+    return f"{seconds_words(seconds)} faster" if seconds > 0 else "as fast, and found first,"
+
+
+def _largest_words(rank: RankMemory) -> str:
+    largest = sorted(rank.peak.items(), key=lambda each: -each[1])[:2]
+    return ", ".join(f"{name} {gib_words(size)}" for name, size in largest)

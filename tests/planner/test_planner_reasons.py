@@ -1,0 +1,185 @@
+"""Why a plan's winner wins and the others lose, on prices that are simple enough to know."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.models.presets import preset
+from shardwise.planner.candidates import Space, is_legal
+from shardwise.planner.capacity import Shortfall, shortfall, usable_bytes
+from shardwise.planner.catalogue import find_gpu
+from shardwise.planner.hardware import Cluster, Host
+from shardwise.planner.job import Job, Strategy
+from shardwise.planner.neighbours import neighbours, price_changes, smallest_cure
+from shardwise.planner.pareto import cost_per_step
+from shardwise.planner.reasons import reasons_of, why_faster, why_not, why_slower
+from shardwise.planner.results import MemoryEstimate, Price, RankMemory, TimeEstimate
+from shardwise.planner.search import Limits, search
+from shardwise.planner.shape import ModelShape
+
+GIB = 2**30
+CLUSTER = Cluster(
+    gpu=replace(find_gpu("h100"), memory_bytes=80 * GIB),
+    num_gpus=16,
+    gpus_per_node=8,
+    nic_bytes_per_s=50e9,
+    host=Host(memory_bytes=1000 * GIB),
+)
+JOB = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=CLUSTER)
+
+
+def memory_of(*peaks: dict[str, float], host_gib: float = 0.0) -> MemoryEstimate:
+    return MemoryEstimate(
+        ranks=tuple(
+            RankMemory(
+                pipeline_rank=rank,
+                at_rest={},
+                peak={name: size * GIB for name, size in peak.items()},
+                elsewhere={"host": host_gib * GIB},
+            )
+            for rank, peak in enumerate(peaks)
+        )
+    )
+
+
+def price_of(strategy: Strategy, memory: MemoryEstimate, **parts: float) -> Price:
+    step_s = sum(parts.values())
+    return Price(
+        job=JOB,
+        strategy=strategy,
+        memory=memory,
+        time=TimeEstimate(step_s=step_s, low_s=step_s, high_s=step_s, parts=parts),
+    )
+
+
+class Memory:
+    """32 GiB of activations for each sample, or 4 of them recomputed; 128 GiB of states, shared from stage 1 on."""
+
+    def estimate(self, s: Strategy) -> MemoryEstimate:
+        activations = 32.0 * s.micro_size * {"none": 1.0, "selective": 0.75, "full": 0.125}[s.recompute]
+        states = 128.0 / (s.dp_shard if s.zero_stage else 1) / s.tp
+        logits = 0.0 if s.chunk_tokens else 16.0 * s.micro_size
+        return memory_of({"optimizer": states, "activations": activations, "logits": logits})
+
+
+class Time:
+    """A second, less where samples are taken together, more where something is computed or moved besides."""
+
+    def estimate(self, s: Strategy, *, is_quick: bool = False) -> TimeEstimate:
+        parts = {
+            "compute": 1.0 + 0.1 / s.micro_size,
+            "recompute": {"none": 0.0, "selective": 0.2, "full": 0.33}[s.recompute],
+            "tensor": 0.3 * (s.tp - 1),
+            "context": 0.2 * (s.cp - 1),
+            "bubble": 0.25 * (s.pp - 1),
+            "data": 0.01 * s.zero_stage,
+            "offload": 0.4 * sum(each != "device" for each in (s.params_tier, s.grads_tier, s.optimizer_tier)),
+        }
+        step_s = sum(parts.values())
+        return TimeEstimate(step_s=step_s, low_s=step_s, high_s=step_s, parts=parts)
+
+
+class Prices:
+    def __init__(self) -> None:
+        self.memory, self.time = Memory(), Time()
+
+
+def test_the_parts_that_differ_are_said() -> None:
+    one = price_of(Strategy(), memory_of({}), compute=1.0, bubble=0.5)
+    other = price_of(Strategy(tp=8), memory_of({}), compute=1.0, tensor=0.9, bubble=0.1)
+    assert why_faster(one, other).startswith("500 ms faster than TP 8")
+    assert why_faster(one, other).endswith(": 900 ms less exposed tensor exchange, 400 ms more bubble")
+    assert why_slower(other, one) == "500 ms (33.3 %) slower: 900 ms more exposed tensor exchange, 400 ms less bubble"
+
+
+def test_what_does_not_fit_is_of_the_rank_that_lacks_most() -> None:
+    memory = memory_of({"params": 10.0}, {"params": 10.0, "activations": 60.0, "logits": 12.0})
+    missing = shortfall(memory, CLUSTER, 0.06)
+    assert missing is not None
+    assert (missing.tier, missing.pipeline_rank) == ("device", 1)
+    assert missing.missing_bytes == pytest.approx(82 * GIB - 0.94 * 80 * GIB)
+    said = why_not(price_of(Strategy(pp=2), memory, compute=1.0), missing, None)
+    assert said.startswith("out of memory by 6.8 GiB on pipeline rank 1: activations 60.0 GiB, logits 12.0 GiB;")
+    assert shortfall(memory, CLUSTER, -0.1) is None
+    assert usable_bytes(CLUSTER, 0.5) == 40 * GIB
+
+
+def test_hosts_hold_what_all_their_ranks_move() -> None:
+    assert shortfall(memory_of({}, host_gib=125.0), CLUSTER, 0.0) is None
+    missing = shortfall(memory_of({}, host_gib=126.0), CLUSTER, 0.0)
+    assert missing == Shortfall("host", 8 * GIB, 0)
+    said = why_not(price_of(Strategy(), memory_of({}), compute=1.0), Shortfall("host", 8 * GIB, 0), None)
+    assert said.startswith("out of memory by 8.0 GiB of each node's host memory")
+
+
+def test_neighbours_are_legal_and_differ_in_what_they_say() -> None:
+    strategy = Strategy(tp=2, pp=2, dp_shard=4, zero_stage=1, num_micro_batches=16, sequence_parallel=True)
+    found = dict(neighbours(JOB, strategy))
+    assert len(set(found.values())) == len(found)
+    assert all(is_legal(JOB, each) and each != strategy for each in found.values())
+    assert {"mesh.tp=4", "mesh.pp=1", "mesh.cp=2", "recompute.mode=full", "zero.stage=3"} <= set(found)
+    assert {"batch.micro_size=2", "pipeline.schedule=zb-v", "mesh.dp_shard=2", "tiers.optimizer=host"} <= set(found)
+    assert (found["mesh.tp=4"].dp_shard, found["mesh.tp=4"].num_micro_batches) == (2, 32)
+    assert (found["mesh.pp=1"].dp_shard, found["mesh.pp=1"].schedule) == (8, "1f1b")
+    assert found["batch.micro_size=2"].num_micro_batches == 8
+
+
+def test_the_fastest_change_that_fits_is_the_cure() -> None:
+    # 32 + 16 GiB a sample; two samples are 21 GiB too many, of which chunks save 32 at no time.
+    strategy = Strategy(dp_shard=16, zero_stage=1, micro_size=2, num_micro_batches=2)
+    cure = smallest_cure(JOB, strategy, Prices(), 0.06)
+    assert cure is not None
+    assert cure.words == "context.chunk_tokens=1024"
+    # Whole states on every rank are too many, until they are shared.
+    alone = smallest_cure(JOB, Strategy(dp_shard=16, num_micro_batches=4), Prices(), 0.06)
+    assert alone is not None
+    assert alone.words == "zero.stage=1"
+    # Of 8 samples neither is enough; less of them at a time and all recomputed.
+    both = smallest_cure(JOB, Strategy(dp_shard=8, tp=2, micro_size=8, sequence_parallel=True), Prices(), 0.06)
+    assert both is not None
+    assert both.missing is None
+
+
+def test_changes_that_fit_stand_first() -> None:
+    changes = price_changes(JOB, Strategy(dp_shard=16, zero_stage=1, num_micro_batches=4), Prices(), 0.06)
+    assert [each.missing is not None for each in changes] == sorted(each.missing is not None for each in changes)
+    assert {each.words for each in changes if each.missing} >= {"batch.micro_size=2", "zero.stage=0"}
+
+
+def test_reasons_of_a_plan() -> None:
+    prices = Prices()
+    plan = search(JOB, limits=Limits(num_best=4, max_prices=4000), pricer=prices)
+    reasons = reasons_of(plan, prices, lambda job: Prices())
+    by_name = {each.name: each for each in reasons.defaults}
+    ddp = by_name["DDP"]
+    assert ddp.missing is not None
+    assert "optimizer 128.0 GiB" in ddp.sentence
+    assert "zero.stage=1 would fit" in ddp.sentence
+    fsdp = by_name["FSDP (ZeRO-3 over all)"]
+    assert fsdp.missing is None
+    assert "20.0 ms more exposed gathers and reductions" in fsdp.sentence
+    assert "1.20 s more exposed offload" in by_name["ZeRO-3 offloaded to the host"].sentence
+    assert "more exposed tensor exchange" in by_name["Megatron (TP 8 + PP)"].sentence
+    assert len(reasons.runners_up) == len(plan.runners_up)
+    assert reasons.wins
+    assert reasons.cures == ()
+
+
+def test_where_nothing_fits_it_is_said_what_would_do() -> None:
+    small = replace(JOB, cluster=replace(CLUSTER, gpu=replace(CLUSTER.gpu, memory_bytes=12 * GIB)))
+    space = Space(pins={"recompute": ("none",), "chunk_tokens": (None,)})
+    plan = search(small, space, Limits(num_best=2), Prices())
+    assert plan.winner is None
+    reasons = reasons_of(plan, Prices(), lambda job: Prices())
+    assert reasons.wins == ""
+    assert "out of memory by" in reasons.cures[0]
+
+
+def test_cost_is_that_of_all_devices() -> None:
+    price = price_of(Strategy(), memory_of({}), compute=3600.0)
+    job = replace(JOB, cluster=replace(CLUSTER, gpu=replace(CLUSTER.gpu, price_per_hour=2.0)))
+    assert cost_per_step(replace(price, job=job)) == 32.0
+    free = replace(JOB, cluster=replace(CLUSTER, gpu=replace(CLUSTER.gpu, price_per_hour=0.0)))
+    assert cost_per_step(replace(price, job=free)) is None
