@@ -19,6 +19,7 @@ from shardwise.planner.catalogue import find_gpu
 from shardwise.planner.configs import KEYS, config_of, strategy_of
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.job import Job, Strategy
+from shardwise.planner.neighbours import neighbours
 from shardwise.planner.pareto import pareto
 from shardwise.planner.results import MemoryEstimate, RankMemory, TimeEstimate
 from shardwise.planner.search import Limits, bubble_share, search
@@ -166,8 +167,20 @@ def test_prices_are_bounded_and_that_is_said() -> None:
     job = job_of(8, 48, 2.0)
     plan = search(job, limits=Limits(max_prices=20), pricer=fake_pricer(job, 7))
     assert not plan.is_proven
-    assert plan.num_priced < 20 + 32
+    assert plan.num_priced < 400
     assert plan.rejected["not looked at"] > 0
+
+
+def test_where_prices_are_spent_no_neighbour_of_the_winner_is_better() -> None:
+    job = job_of(8, 48, 2.0)
+    pricer = fake_pricer(job, 7)
+    plan = search(job, Space(offloads=False), Limits(num_best=2, max_prices=20), pricer)
+    assert not plan.is_proven
+    assert plan.winner is not None
+    for words, strategy in neighbours(job, plan.winner.strategy):
+        is_asked_for = strategy.chunk_tokens is None and "tiers." not in words
+        if is_asked_for and shortfall(pricer.memory.estimate(strategy), job.cluster, 0.06) is None:
+            assert pricer.time.estimate(strategy).step_s >= plan.winner.time.step_s, words
 
 
 def test_twice_the_same() -> None:

@@ -20,8 +20,8 @@ from typing import Any, Final
 from shardwise.planner.candidates import is_legal
 from shardwise.planner.capacity import Shortfall, shortfall
 from shardwise.planner.job import Job, Strategy
+from shardwise.planner.pricing import Pricing
 from shardwise.planner.results import Price
-from shardwise.planner.search import Pricing
 
 _CHUNK_TOKENS: Final = 1024
 _RECOMPUTES: Final = (("none", 1), ("selective", 1), ("full", 4), ("full", 2), ("full", 1))

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.memory import MemoryModel
-from shardwise.planner.results import Price
+from shardwise.planner.results import MemoryEstimate, Price, TimeEstimate
 from shardwise.planner.step_time import TimeModel
+
+
+class _MemoryModel(Protocol):
+    def estimate(self, strategy: Strategy) -> MemoryEstimate: ...
+
+
+class _TimeModel(Protocol):
+    def estimate(self, strategy: Strategy, *, is_quick: bool = False) -> TimeEstimate: ...
+
+
+class Pricing(Protocol):
+    """What prices strategies: `Pricer`, or another that does."""
+
+    @property
+    def memory(self) -> _MemoryModel: ...
+
+    @property
+    def time(self) -> _TimeModel: ...
 
 
 class Pricer:

@@ -15,9 +15,9 @@ from shardwise.planner.candidates import divisors, is_legal
 from shardwise.planner.capacity import Shortfall, shortfall
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.neighbours import Change, more_gpus, price_changes, smallest_cure
-from shardwise.planner.pricing import Pricer
+from shardwise.planner.pricing import Pricer, Pricing
 from shardwise.planner.results import TIME_PARTS, Price, RankMemory
-from shardwise.planner.search import Plan, Pricing
+from shardwise.planner.search import Plan
 from shardwise.planner.words import gib_words, layout_words, seconds_words
 
 _PART_WORDS: Final[Mapping[str, str]] = MappingProxyType(

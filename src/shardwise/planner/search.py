@@ -17,16 +17,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from shardwise.config import ConfigError
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.candidates import Outline, Rest, Space, outlines, rests, strategy_at
 from shardwise.planner.capacity import Shortfall, shortfall, usable_bytes
+from shardwise.planner.configs import KEYS
 from shardwise.planner.job import Job, Strategy
+from shardwise.planner.neighbours import neighbours
 from shardwise.planner.pareto import front
-from shardwise.planner.pricing import Pricer
-from shardwise.planner.results import MemoryEstimate, Price, TimeEstimate
+from shardwise.planner.pricing import Pricer, Pricing
+from shardwise.planner.results import MemoryEstimate, Price
 
 _INNER_PARTS: Final = ("compute", "recompute", "tensor", "context", "experts")
 # Stages are not quite even, so a pipeline's inner parts may be measured a little too long.
@@ -34,30 +36,13 @@ _SLACK: Final = 0.97
 # How much better than all that were measured an outline's inner parts may be.
 _HEADROOM: Final = 1.1
 _FAR: Final[Mapping[str, int]] = MappingProxyType({"device": 0, "host": 1, "nvme": 2})
+_MOST_STEPS: Final = 6
 # Of as many times the wanted ones schedules are simulated.
 _SIMULATED: Final = 4
 # Forward, and gradients of inputs and of weights, do not take quite the same.
 _OF_THIRDS: Final = 0.9
 # A memory estimate takes about so much of what a price takes.
 _MEMORY_COST: Final = 0.25
-
-
-class _MemoryModel(Protocol):
-    def estimate(self, strategy: Strategy) -> MemoryEstimate: ...
-
-
-class _TimeModel(Protocol):
-    def estimate(self, strategy: Strategy, *, is_quick: bool = False) -> TimeEstimate: ...
-
-
-class Pricing(Protocol):
-    """What prices strategies: `Pricer`, or another that does."""
-
-    @property
-    def memory(self) -> _MemoryModel: ...
-
-    @property
-    def time(self) -> _TimeModel: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +57,7 @@ class Limits:
 
     num_best: int = 10
     margin_share: float = 0.06
-    max_prices: int = 1500
+    max_prices: int = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,12 +355,17 @@ class _Search:
         if self._param_bytes(outline, rest) * self._params_of_rank(outline) > self._usable_bytes:
             self.rejected["out of memory"] += 1
             return False
-        strategy = strategy_at(outline, rest, self.space.base)
+        if not self._add(strategy_at(outline, rest, self.space.base)):
+            return False
+        kept.append(outline)
+        return True
+
+    def _add(self, strategy: Strategy) -> bool:
+        """Price a strategy, where it fits."""
         memory = self._note_memory(strategy)
         if memory is None:
             self.rejected["out of memory"] += 1
             return False
-        kept.append(outline)
         quick = self.pricer.time.estimate(strategy, is_quick=True)
         price = Price(job=self.job, strategy=strategy, memory=memory, time=quick)
         self.num_prices += 1
@@ -397,6 +387,8 @@ class _Search:
 
     def finish(self) -> list[Price]:
         """All that fit, the fastest first; of the best few the pipeline's schedule is simulated."""
+        if not self.is_proven:
+            self._climb()
         fitting = sorted(self.fitting, key=lambda each: each.time.step_s)
         num_simulated = _SIMULATED * self.limits.num_best
         front_runners = [
@@ -405,6 +397,26 @@ class _Search:
         ]
         self.num_prices += len(front_runners)
         return sorted([*front_runners, *fitting[num_simulated:]], key=lambda each: each.time.step_s)
+
+    def _climb(self) -> None:
+        """From the best that were found to their neighbours, as long as one is better."""
+        seen = {each.strategy for each in self.fitting}
+        for _ in range(_MOST_STEPS):
+            best = sorted(self.fitting, key=lambda each: each.time.step_s)[:2]
+            for price in best:
+                for _, strategy in neighbours(self.job, price.strategy):
+                    if strategy not in seen and self._is_in_space(strategy):
+                        seen.add(strategy)
+                        self._add(strategy)
+            if sorted(self.fitting, key=lambda each: each.time.step_s)[:2] == best:
+                return
+
+    def _is_in_space(self, strategy: Strategy) -> bool:
+        tiers = (strategy.params_tier, strategy.grads_tier, strategy.optimizer_tier, strategy.activations_tier)
+        moves = set(tiers) != {"device"}
+        if strategy.chunk_tokens != self.space.base.chunk_tokens or (moves and self.space.offloads is False):
+            return False
+        return all(self.space.allows(name, getattr(strategy, name)) for name in KEYS.values())
 
     def nearest(self) -> tuple[Price, Shortfall] | None:
         """What misses by least."""
