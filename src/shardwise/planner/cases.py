@@ -413,7 +413,7 @@ def _practice(row: Row, shape: ModelShape, strategy: Strategy, gpu: Gpu) -> Prac
     is_liger = bool(p.get("liger"))
     group = p.get("zero_group")
     is_new = strategy.matmul in ("fp8", "fp4")
-    logits_bytes = 10.0 if is_model_split else 12.0
+    logits_bytes = 10.0 if is_model_split and not kernel else 12.0
     overlaps_tensor = strategy.sequence_parallel and (is_new or strategy.schedule == "interleaved")
     overlaps_tensor &= "fp8" in gpu.peak_flops_per_s and strategy.zero_stage < 3
     return Practice(
