@@ -107,18 +107,23 @@ def activation_bytes_per_layer(
     num_wide = 2 if shape.is_gated else 1
     log_sum_exp = FP32_BYTES * heads if not shape.score_bytes else 0.0
     if recompute == "none":
-        scales = 2 * FP32_BYTES * stream / shape.hidden_size
-        routed = 2 * shape.num_routed * stream  # what experts are given, and what they return
-        inner = (2 * num_wide - shape.fuses_gate) * ffn
-        kept = element_bytes * (4 * stream + attention + inner + routed) + log_sum_exp + scales
-        if shape.product_bytes is not None:  # what norms and the gate give is kept for products alone
-            kept -= (element_bytes - shape.product_bytes) * (2 * stream + ffn)
         scores = shape.score_bytes * heads * seq_len
-        return num_tokens * (kept + scores + 2 * (shape.mask_bytes + shape.norm_bytes) * stream)
+        return num_tokens * (_whole_bytes(shape, stream, attention, ffn, element_bytes) + log_sum_exp + scores)
     sums = 2 * stream  # what the two row layers give
     mixed = heads * shape.head_dim  # what attention gives
     products = shape.products_share * (attention - mixed + num_wide * ffn + sums)
     return num_tokens * (element_bytes * (stream + mixed + products) + log_sum_exp)
+
+
+def _whole_bytes(shape: LayerShape, stream: float, attention: float, ffn: float, element_bytes: int) -> float:
+    """Of a token, without recomputation and without what attention keeps beside its inputs and output."""
+    num_inner = (4 if shape.is_gated else 2) - shape.fuses_gate
+    routed = 2 * shape.num_routed * stream  # what experts are given, and what they return
+    kept = element_bytes * (4 * stream + attention + num_inner * ffn + routed)
+    if shape.product_bytes is not None:  # what norms and the gate give is kept for products alone
+        kept -= (element_bytes - shape.product_bytes) * (2 * stream + ffn)
+    scales = 2 * FP32_BYTES * stream / shape.hidden_size
+    return kept + scales + 2 * (shape.mask_bytes + shape.norm_bytes) * stream
 
 
 def offloaded_bytes(input_bytes: float, num_layers: int, every: int = 1) -> float:

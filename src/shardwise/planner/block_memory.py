@@ -13,13 +13,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Final
 
 from shardwise.layout.activations import FP32_BYTES, LayerShape, activation_bytes_per_layer
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.job import Job, Strategy
 
-SOFTMAX_BYTES: Final = {"flash": 0.0, "fused-softmax": 2.0, "unfused": 6.0}
+SOFTMAX_BYTES: Final = MappingProxyType({"flash": 0.0, "fused-softmax": 2.0, "unfused": 6.0})
 """Kept of each score: none; the softmax in half precision; the softmax in fp32 and what it is cast to."""
 
 DROPPED_SCORE_BYTES: Final = 3.0
@@ -28,7 +29,7 @@ DROPPED_SCORE_BYTES: Final = 3.0
 NUM_WIDE_OF_NORM: Final = 5
 """Tensors in fp32, of the input's size, that the backward of our norm has at once on a CPU; it is fused elsewhere."""
 
-LOSS_ROWS: Final = {"cpu": 2**18, "gpu": 2**26}
+LOSS_ROWS: Final = MappingProxyType({"cpu": 2**18, "gpu": 2**26})
 """Logits that our loss widens at a time, twice: `shardwise.models.decoder`."""
 
 
