@@ -19,7 +19,7 @@ from shardwise.config import ConfigError
 
 if TYPE_CHECKING:
     from shardwise.planner.hardware import Cluster
-    from shardwise.planner.search import Plan
+    from shardwise.planner.search import SearchResult
     from shardwise.train.dry_run import Choice
 
 _EXAMPLES = """\
@@ -223,7 +223,7 @@ def _search(arguments: argparse.Namespace, cluster: Cluster, model: str | None, 
     return 0
 
 
-def _write_config(arguments: argparse.Namespace, plan: Plan, base: Any) -> None:
+def _write_config(arguments: argparse.Namespace, plan: SearchResult, base: Any) -> None:
     from shardwise.planner.configs import ALWAYS_WRITTEN, config_of, to_toml
     from shardwise.planner.words import layout_words, seconds_words
     from shardwise.train.job import check_job

@@ -28,7 +28,7 @@ from shardwise.planner.render import (
     time_rows,
 )
 from shardwise.planner.results import Price
-from shardwise.planner.search import Plan
+from shardwise.planner.search import SearchResult
 from shardwise.planner.shape import ModelShape
 from shardwise.planner.words import GIB, count_words, gib_words, layout_words, seconds_words
 
@@ -37,7 +37,7 @@ _MOST_CHANGES: Final = 8
 
 
 def plan_view(
-    plan: Plan,
+    plan: SearchResult,
     reasons: Reasons,
     *,
     width: int,
@@ -102,14 +102,14 @@ def _changes_table(winner: Price, reasons: Reasons) -> Table:
     return table
 
 
-def _no_winner(plan: Plan, reasons: Reasons, is_coloured: bool) -> Iterator[RenderableType]:
+def _no_winner(plan: SearchResult, reasons: Reasons, is_coloured: bool) -> Iterator[RenderableType]:
     yield Text("nothing fits", style="bold red")
     if plan.nearest is not None:
         rows = price_rows(plan.nearest[0], is_coloured=is_coloured, label="nearest")
         yield facts([*rows, *(("cure" if index else "misses", words) for index, words in enumerate(reasons.cures))])
 
 
-def _front_table(plan: Plan) -> Table:
+def _front_table(plan: SearchResult) -> Table:
     """Step time against free memory: what each more GiB costs in time."""
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim", title=None)
     table.add_column("more memory free", justify="right", no_wrap=True)
@@ -136,7 +136,7 @@ def _spread(prices: Sequence[Price]) -> list[Price]:
     return [prices[round(index * last / (_MOST_FRONT - 1))] for index in range(_MOST_FRONT)]
 
 
-def _counts(plan: Plan) -> Iterator[str]:
+def _counts(plan: SearchResult) -> Iterator[str]:
     yield f"{plan.num_outlines:,} outlines, {plan.num_priced:,} strategies priced in {plan.elapsed_s:.1f} s;"
     reasons = sorted(plan.rejected.items(), key=lambda each: -each[1])
     yield "left out: " + ", ".join(f"{count:,} {reason}" for reason, count in reasons) + "."
@@ -198,7 +198,7 @@ def fit_view(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
     )
 
 
-def plan_dict(plan: Plan, reasons: Reasons) -> dict[str, Any]:
+def plan_dict(plan: SearchResult, reasons: Reasons) -> dict[str, Any]:
     """All of a plan, as JSON takes it."""
     return {
         "job": job_dict(plan.job),

@@ -17,7 +17,7 @@ from shardwise.planner.job import Job, Strategy
 from shardwise.planner.neighbours import Change, more_gpus, price_changes, smallest_cure
 from shardwise.planner.pricing import Pricer, Pricing
 from shardwise.planner.results import TIME_PARTS, Price, RankMemory
-from shardwise.planner.search import Plan
+from shardwise.planner.search import SearchResult
 from shardwise.planner.words import gib_words, layout_words, seconds_words
 
 _PART_WORDS: Final[Mapping[str, str]] = MappingProxyType(
@@ -62,7 +62,7 @@ class Reasons:
 
     Attributes:
         wins: why the winner beats the next.
-        runners_up: why each loses, in the order of `Plan.runners_up`.
+        runners_up: why each loses, in the order of `SearchResult.runners_up`.
         defaults: why popular ones lose.
         changes: of one thing about the winner, those that fit first.
         cures: where nothing fits: what would make the nearest fit.
@@ -76,7 +76,7 @@ class Reasons:
 
 
 def reasons_of(
-    plan: Plan, pricing: Pricing | None = None, pricing_of: Callable[[Job], Pricing] | None = None
+    plan: SearchResult, pricing: Pricing | None = None, pricing_of: Callable[[Job], Pricing] | None = None
 ) -> Reasons:
     """Why a plan is what it is.
 
@@ -138,7 +138,7 @@ def why_not(price: Price, missing: Shortfall, cure: Change | None) -> str:
     return f"{words}; {cure.words} would fit, at {seconds_words(cure.price.time.step_s)}"
 
 
-def defaults(plan: Plan, pricing: Pricing) -> Iterator[Default]:
+def defaults(plan: SearchResult, pricing: Pricing) -> Iterator[Default]:
     """What people would start with, and how it does on this job."""
     job = plan.job
     for name, strategies in _default_strategies(job, plan):
@@ -150,7 +150,7 @@ def defaults(plan: Plan, pricing: Pricing) -> Iterator[Default]:
         yield _default(name, legal, plan, pricing)
 
 
-def _default(name: str, strategies: list[Strategy], plan: Plan, pricing: Pricing) -> Default:
+def _default(name: str, strategies: list[Strategy], plan: SearchResult, pricing: Pricing) -> Default:
     job, margin_share = plan.job, plan.limits.margin_share
     memories = [(each, pricing.memory.estimate(each)) for each in strategies]
     fitting = [
@@ -175,7 +175,7 @@ def _default(name: str, strategies: list[Strategy], plan: Plan, pricing: Pricing
     return Default(name=name, price=price, missing=missing, sentence=why_not(price, missing, cure))
 
 
-def _default_strategies(job: Job, plan: Plan) -> Iterator[tuple[str, list[Strategy]]]:
+def _default_strategies(job: Job, plan: SearchResult) -> Iterator[tuple[str, list[Strategy]]]:
     num_gpus = job.cluster.num_gpus
     found = (plan.winner or (plan.nearest[0] if plan.nearest else None)) if plan else None
     base = Strategy() if found is None else found.strategy
@@ -204,7 +204,7 @@ def _with_batches(job: Job, strategy: Strategy) -> list[Strategy]:
     return [replace(strategy, micro_size=size, num_micro_batches=each_batch // size) for size in sizes]
 
 
-def _cures(plan: Plan, pricing: Pricing, pricing_of: Callable[[Job], Pricing]) -> Iterator[str]:
+def _cures(plan: SearchResult, pricing: Pricing, pricing_of: Callable[[Job], Pricing]) -> Iterator[str]:
     if plan.nearest is None:
         return
     price, missing = plan.nearest

@@ -61,7 +61,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SearchResult:
     """What a search found.
 
     Attributes:
@@ -93,7 +93,9 @@ class Plan:
         return self.best[0] if self.best else None
 
 
-def search(job: Job, space: Space | None = None, limits: Limits | None = None, pricer: Pricing | None = None) -> Plan:
+def search(
+    job: Job, space: Space | None = None, limits: Limits | None = None, pricer: Pricing | None = None
+) -> SearchResult:
     """Find the fastest strategies of a job that fit.
 
     Args:
@@ -109,7 +111,7 @@ def search(job: Job, space: Space | None = None, limits: Limits | None = None, p
     run = _Search(job, space or Space(), limits or Limits(), pricer or Pricer(job))
     run.work()
     fitting = run.finish()
-    return Plan(
+    return SearchResult(
         job=job,
         limits=run.limits,
         best=tuple(fitting[: run.limits.num_best]),
