@@ -19,6 +19,8 @@ from shardwise.config import ConfigError
 
 if TYPE_CHECKING:
     from shardwise.planner.hardware import Cluster
+    from shardwise.planner.pricing import Pricer
+    from shardwise.planner.results import Price
     from shardwise.planner.search import SearchResult
     from shardwise.train.dry_run import Choice
 
@@ -46,6 +48,7 @@ all, of more the first, the second, the middle and the last:
 _WRITTEN_BY: Final = "# Written by `shardwise plan`"
 _MAX_MARGIN: Final = 0.9
 _USUAL_LENGTH: Final = 4096
+_LONG_NAME: Final = 80
 _NO_BATCH: Final = "no batch is given; say how many sequences a step takes, such as --global-batch 1024"
 
 Split = Callable[[Sequence[str]], tuple[str | None, list[str]]]
@@ -70,11 +73,13 @@ def add_command(
     job.add_argument("--global-batch", metavar="N", help="sequences of an optimizer step")
     job.add_argument("--seq", metavar="N", help="tokens of a sequence (default: the model's longest)")
     what = parser.add_argument_group("the answer")
-    what.add_argument("--top", default="5", metavar="N", help="layouts to show (default: 5)")
+    what.add_argument("--more", action="store_true", help="all of the answer: where time goes, what each change does")
+    what.add_argument("--top", metavar="N", help="layouts to show (default: 3, with --more 5)")
     what.add_argument("--margin", default="0.06", metavar="SHARE", help="of memory kept free (default: 0.06)")
     what.add_argument("--json", type=Path, metavar="OUT", help="write all of it as JSON; - for the terminal")
     what.add_argument("--write", type=Path, metavar="TOML", help="write the best as a config for shardwise train")
     what.add_argument("--explain", metavar="FILE", help="price one config: ours, DeepSpeed's or Megatron's")
+    what.add_argument("--compare", metavar="FILE", help="a config of yours, as for --explain, to show beside the best")
     what.add_argument("--fit", action="store_true", help="say how large a model, micro-batch and sequence may be")
     what.add_argument("--refit", type=Path, metavar="RUNS", help="improve this machine's profile by runs' measurements")
     dry = parser.add_argument_group("a dry run")
@@ -139,6 +144,8 @@ def _check_flags(arguments: argparse.Namespace) -> None:
     chosen = [name for name, is_chosen in modes.items() if is_chosen]
     if len(chosen) > 1:
         raise ConfigError(f"{chosen[0]} and {chosen[1]} are two questions; ask one at a time")
+    if chosen and arguments.compare is not None:
+        raise ConfigError(f"--compare is of a search, and {chosen[0]} makes none; leave one of them out")
     if chosen and arguments.write is not None:
         raise ConfigError(f"--write is of a search, and {chosen[0]} makes none; leave one of them out")
     arguments.global_batch = _positive(arguments.global_batch, "--global-batch")
@@ -177,7 +184,7 @@ def _cluster(text: str | None, environ: Mapping[str, str]) -> Cluster:
 def _search(arguments: argparse.Namespace, cluster: Cluster, model: str | None, assignments: Sequence[str]) -> int:
     if model is None:
         raise ConfigError("no model is given; say which, such as --model llama-70b, or a config; see shardwise presets")
-    if arguments.global_batch is None and not Path(model).suffix and "--" not in model:
+    if arguments.global_batch is None and arguments.compare is None and not Path(model).suffix and "--" not in model:
         # Only a file may say it; found before torch is imported, which takes seconds.
         raise ConfigError(_NO_BATCH)
     console = Console()
@@ -188,18 +195,20 @@ def _search(arguments: argparse.Namespace, cluster: Cluster, model: str | None, 
         from shardwise.planner.reasons import reasons_of
         from shardwise.planner.search import Limits, search
         from shardwise.planner.words import layout_words
+        from shardwise.train.explained import named_batch
 
-        asked = ask(
-            read_model(model), cluster, seq_len=arguments.seq, global_batch=arguments.global_batch, settings=assignments
-        )
-        status.update(f"searching layouts of {cluster.num_gpus:,} {cluster.gpu.name}")
-        limits = Limits(num_best=max(10, arguments.top), margin_share=arguments.margin)
+        known, own = read_model(model), arguments.compare
+        batch = arguments.global_batch or known.global_batch or (own and named_batch(own))
+        asked = ask(known, cluster, seq_len=arguments.seq, global_batch=batch, settings=assignments)
         pricer = Pricer(asked.job)
+        yours, note = _yours(pricer, own, model if known.is_split else None)
+        status.update(f"searching layouts of {cluster.num_gpus:,} {cluster.gpu.name}")
+        limits = Limits(num_best=max(10, arguments.top or 0), margin_share=arguments.margin)
         plan = search(asked.job, asked.space, limits, pricer)
         status.update("looking at what else could be")
         reasons = reasons_of(plan, pricer)
     if _is_json_printed(arguments):
-        print(json.dumps(plan_dict(plan, reasons), indent=2))
+        print(json.dumps(plan_dict(plan, reasons, yours), indent=2))
     else:
         console.print(
             plan_view(
@@ -208,19 +217,44 @@ def _search(arguments: argparse.Namespace, cluster: Cluster, model: str | None, 
                 width=console.width,
                 is_coloured=console.color_system is not None,
                 num_shown=arguments.top,
-                notes=asked.notes,
+                is_whole=arguments.more,
+                yours=yours,
+                notes=(*asked.notes, *note),
             )
         )
-    _write_json(arguments, plan_dict(plan, reasons))
+    _write_json(arguments, plan_dict(plan, reasons, yours))
     if plan.winner is None:
         return 1
     if arguments.write is not None:
         _write_config(arguments, plan, asked.base)
     elif not _is_json_printed(arguments):
-        # Nearest to the prompt, below what may have scrolled away.
-        console.print(f" best  {layout_words(plan.winner.strategy)}", style="bold", highlight=False)
-        console.print(" --write plan.toml writes it as a config for shardwise train", style="dim", highlight=False)
+        if arguments.more:
+            # Nearest to the prompt, below what may have scrolled away.
+            console.print(f" best  {layout_words(plan.winner.strategy)}", style="bold", highlight=False)
+        hint = " --write plan.toml makes it a config for shardwise train"
+        console.print(hint + ("" if arguments.more else "; --more tells more"), style="dim", highlight=False)
     return 0
+
+
+def _yours(pricer: Pricer, own: str | None, model: str | None) -> tuple[Price | None, tuple[str, ...]]:
+    """The price of the user's own strategy, or why it has none here.
+
+    Args:
+        own: the file that was given to compare; its mistakes are errors.
+        model: the model's file, where it says how the job is split; that it does not go with the cluster is a note.
+    """
+    from shardwise.train.explained import strategy_for
+
+    source = own or model
+    if source is None:
+        return None, ()
+    try:
+        return pricer.price(strategy_for(source, pricer.job)), ()
+    except ConfigError as error:
+        name = Path(source).name if len(source) < _LONG_NAME else "the layout of your flags"
+        if own is not None:
+            raise ConfigError(f"{name} cannot be compared: {error}") from None
+        return None, (f"{name} itself has no price here: {error}",)
 
 
 def _write_config(arguments: argparse.Namespace, plan: SearchResult, base: Any) -> None:

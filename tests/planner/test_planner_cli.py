@@ -47,7 +47,7 @@ def printed(capsys, *arguments: str, exit_code: int = 0) -> str:
 
 
 def test_the_best_is_shown_with_its_price(capsys):
-    text = printed(capsys, *SMALL, "--json", "plan.json")
+    text = printed(capsys, *SMALL, "--json", "plan.json", "--more")
     plan = json.loads(Path("plan.json").read_text())
     best = plan["best"][0]
     assert best["layout"] in text
@@ -56,12 +56,46 @@ def test_the_best_is_shown_with_its_price(capsys):
     assert plan["why"] in text
     assert "what many would start with" in text
     assert all(sentence in text for sentence in plan["defaults"].values())
-    assert text.endswith(f"best {best['layout']} --write plan.toml writes it as a config for shardwise train")
+    assert text.endswith(f"best {best['layout']} --write plan.toml makes it a config for shardwise train")
     assert plan["job"] | {"num_gpus": 4, "global_batch": 16, "seq_len": 512} == plan["job"]
     assert best["step_s"] == pytest.approx(sum(best["parts_s"].values()))
     steps = [each["step_s"] for each in plan["best"]]
     assert steps == sorted(steps)
     assert all(each["margin_gib"] > 0 for each in plan["best"])
+
+
+def test_one_screen_says_what_matters(capsys):
+    text = printed(capsys, *SMALL, "--json", "plan.json")
+    plan = json.loads(Path("plan.json").read_text())
+    best = plan["best"][0]
+    assert f"best {best['layout']} step" in text
+    assert f"{best['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU" in text
+    assert f"why {plan['why']}" in text
+    assert all(name in text for name in plan["defaults"])
+    assert "more free" in text
+    assert "one thing changed" not in text
+    assert text.endswith("--more tells more")
+
+
+def test_your_own_layout_stands_beside_the_best(capsys):
+    Path("mine.toml").write_text(OURS)
+    given = ["--cluster", "h100:4", "--json", "plan.json"]
+    text = printed(capsys, "mine.toml", *given)
+    yours = json.loads(Path("plan.json").read_text())["yours"]
+    assert f"yours {yours['layout']}" in text
+    assert (yours["strategy"]["tp"], yours["strategy"]["micro_size"]) == (2, 2)
+    printed(capsys, "--explain", "mine.toml", *given)
+    assert json.loads(Path("plan.json").read_text())["step_s"] == yours["step_s"]
+    # A config of another tool's says the batch, too.
+    Path("ds.json").write_text(json.dumps({"train_batch_size": 24, "zero_optimization": {"stage": 3}}))
+    text = printed(capsys, "--model", "25m", "--seq", "512", "--compare", "ds.json", *given)
+    assert "yours ZeRO-3 over 4, micro-batch 1 x 6" in text
+    assert "24 sequences of 512 tokens" in text
+    # One that does not go with the cluster is an error where it was asked for, else a note.
+    text = printed(capsys, "mine.toml", *given[:1], "h100:1", *given[2:])
+    assert "mine.toml itself has no price here: " in text
+    assert cli.main(["plan", *SMALL, "--compare", "mine.toml", "--cluster", "h100:1"]) == 2
+    assert "mine.toml cannot be compared: " in capsys.readouterr().err
 
 
 def test_json_alone_goes_to_the_terminal(capsys):
@@ -213,6 +247,8 @@ def test_the_written_config_is_toml_from_the_first_line(capsys):
         ([*SMALL, "mine.toml"], "are two models"),
         ([*SMALL, "--ranks", "0"], "--ranks is of a dry run"),
         ([*SMALL, "--fit", "--explain", "x"], "are two questions"),
+        ([*SMALL, "--fit", "--compare", "x.toml"], "--compare is of a search"),
+        ([*SMALL, "--compare", "x.json"], "cannot read x.json"),
         ([*SMALL, "--explain", "x.toml", "--write", "y.toml"], "--write is of a search"),
         (["--refit", "none"], "none holds no run that was timed"),
         (["--explain", "none.toml", "--cluster", "h100:8"], "cannot read config none.toml"),

@@ -160,7 +160,7 @@ def test_reasons_of_a_plan() -> None:
     fsdp = by_name["FSDP (ZeRO-3 over all)"]
     assert fsdp.missing is None
     assert "20.0 ms more exposed gathers and reductions" in fsdp.sentence
-    assert "1.20 s more exposed offload" in by_name["ZeRO-3 offloaded to the host"].sentence
+    assert "1.20 s more exposed offload" in by_name["ZeRO-3, host offload"].sentence
     assert "more exposed tensor exchange" in by_name["Megatron (TP 8 + PP)"].sentence
     assert len(reasons.runners_up) == len(plan.runners_up)
     assert reasons.wins

@@ -70,6 +70,12 @@ class Model:
     settings: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
+    @property
+    def is_split(self) -> bool:
+        """Whether the file says how the job is split, too."""
+        keys = self.given | set(self.settings)
+        return any(key in KEYS and key not in _OF_ALL and not key.startswith("batch.") for key in keys)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:

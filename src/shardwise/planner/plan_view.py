@@ -17,8 +17,9 @@ from shardwise.planner.folded import FoldedLayout
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.job import Job
 from shardwise.planner.pareto import cost_per_step
-from shardwise.planner.reasons import Reasons
+from shardwise.planner.reasons import Default, Reasons, why_yours
 from shardwise.planner.render import (
+    YOURS,
     blocks,
     facts,
     job_rows,
@@ -32,6 +33,9 @@ from shardwise.planner.search import SearchResult
 from shardwise.planner.shape import ModelShape
 from shardwise.planner.words import GIB, count_words, gib_words, layout_words, seconds_words
 
+_FEW_SHOWN: Final = 3
+_MANY_SHOWN: Final = 5
+_FEW_FRONT: Final = 4
 _MOST_FRONT: Final = 6
 _MOST_CHANGES: Final = 8
 
@@ -42,38 +46,81 @@ def plan_view(
     *,
     width: int,
     is_coloured: bool,
-    num_shown: int = 5,
+    num_shown: int | None = None,
+    is_whole: bool = False,
+    yours: Price | None = None,
     notes: Sequence[str] = (),
 ) -> RenderableType:
-    """The whole answer.
+    """The answer on a screen: which layout, how fast, whether it fits, why; or the whole of it.
 
     Args:
         plan: that was found.
         reasons: for it.
         width: of the terminal, in characters.
         is_coloured: whether it shows colours.
-        num_shown: of the winner and the best of each other mesh and schedule.
+        num_shown: of the winner and the best of each other mesh and schedule; a few when left out.
+        is_whole: whether sentences are whole, with where the time goes, what one change does and what was searched.
+        yours: a strategy of the user's own, to be shown beside them.
         notes: on how the question was read.
     """
-    parts: list[RenderableType] = [facts(job_rows(plan.job, notes))]
     winner = plan.winner
+    num_shown = num_shown or (_MANY_SHOWN if is_whole else _FEW_SHOWN)
+    parts: list[RenderableType] = [facts(job_rows(plan.job, notes))]
     if winner is None:
         parts += _no_winner(plan, reasons, is_coloured)
     else:
-        rows = price_rows(winner, is_coloured=is_coloured) + time_rows(winner, is_coloured=is_coloured)
-        parts.append(facts([*rows, ("why", reasons.wins)] if reasons.wins else rows))
-        parts.append(price_table((winner, *plan.runners_up)[:num_shown], width=width, is_coloured=is_coloured))
-        losers = list(enumerate(reasons.runners_up[: num_shown - 1], 2))
+        rows = price_rows(winner, is_coloured=is_coloured)
+        rows += time_rows(winner, is_coloured=is_coloured) if is_whole else []
+        rows.append(("why", reasons.wins))
+        parts.append(facts(rows))
+        shown = (winner, *plan.runners_up)[:num_shown]
+        parts.append(price_table(shown, width=width, is_coloured=is_coloured, yours=yours))
+        losers = [(f"{number}", words) for number, words in enumerate(reasons.runners_up[: num_shown - 1], 2)]
+        losers += [] if yours is None else [(YOURS, why_yours(yours, winner, plan.limits.margin_share))]
         if losers:
-            parts.append(titled("why the others are slower", [(f"{number}", words) for number, words in losers]))
+            parts.append(titled("why the others lose", losers))
     if reasons.defaults:
-        parts.append(titled("what many would start with", [(each.name, each.sentence) for each in reasons.defaults]))
-    if winner is not None and reasons.changes:
-        parts.append(_changes_table(winner, reasons))
-    if len(plan.front) > 1:
-        parts.append(_front_table(plan))
-    parts.append(Text(" ".join(_counts(plan)), style="dim"))
+        sentences = [(each.name, each.sentence if is_whole else default_words(each)) for each in reasons.defaults]
+        parts.append(titled("what many would start with", sentences))
+    if is_whole:
+        parts += _all_else(plan, reasons)
+    elif winner is not None and (trades := _trade_words(plan.front)):
+        parts.append(facts([("more free", trades)]))
     return blocks(*parts)
+
+
+def default_words(default: Default) -> str:
+    """How a popular strategy does, in a few words.
+
+    >>> default_words(Default(name="DDP", price=None, missing=None, sentence="cannot be run: heads do not divide"))
+    'cannot be run'
+    """
+    if default.price is None or default.missing is None:
+        return default.sentence.partition(":")[0]
+    words = f"out of memory by {gib_words(default.missing.missing_bytes)}"
+    if default.missing.tier != "device":
+        return f"{words} of each node's {default.missing.tier} memory"
+    ranks = default.price.memory.ranks
+    rank = next(each for each in ranks if each.pipeline_rank == default.missing.pipeline_rank)
+    name, size = max(rank.peak.items(), key=lambda each: each[1])
+    return f"{words} ({name} {gib_words(size)})"
+
+
+def _trade_words(front: Sequence[Price]) -> str:
+    """What more free memory costs in time."""
+    return ", ".join(
+        f"{gib_words(price.margin_bytes)} {100 * (price.time.step_s / front[0].time.step_s - 1):+.1f} %"
+        for price in _spread(front, _FEW_FRONT)[1:]
+    )
+
+
+def _all_else(plan: SearchResult, reasons: Reasons) -> Iterator[RenderableType]:
+    """What one change does, what more free memory costs, and what was searched."""
+    if plan.winner is not None and reasons.changes:
+        yield _changes_table(plan.winner, reasons)
+    if len(plan.front) > 1:
+        yield _front_table(plan)
+    yield Text(" ".join(_counts(plan)), style="dim")
 
 
 def titled(title: str, rows: Sequence[tuple[str, str]]) -> RenderableType:
@@ -117,7 +164,7 @@ def _front_table(plan: SearchResult) -> Table:
     table.add_column("slower", justify="right", no_wrap=True)
     table.add_column("layout", overflow="fold")
     best = plan.front[0]
-    for price in _spread(plan.front):
+    for price in _spread(plan.front, _MOST_FRONT):
         slower = price.time.step_s / best.time.step_s - 1
         table.add_row(
             gib_words(price.margin_bytes),
@@ -128,12 +175,11 @@ def _front_table(plan: SearchResult) -> Table:
     return table
 
 
-def _spread(prices: Sequence[Price]) -> list[Price]:
-    """At most a few, the first and the last among them."""
-    if len(prices) <= _MOST_FRONT:
+def _spread(prices: Sequence[Price], most: int) -> list[Price]:
+    """At most so many, the first and the last among them."""
+    if len(prices) <= most:
         return list(prices)
-    last = len(prices) - 1
-    return [prices[round(index * last / (_MOST_FRONT - 1))] for index in range(_MOST_FRONT)]
+    return [prices[round(index * (len(prices) - 1) / (most - 1))] for index in range(most)]
 
 
 def _counts(plan: SearchResult) -> Iterator[str]:
@@ -198,12 +244,13 @@ def fit_view(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
     )
 
 
-def plan_dict(plan: SearchResult, reasons: Reasons) -> dict[str, Any]:
-    """All of a plan, as JSON takes it."""
+def plan_dict(plan: SearchResult, reasons: Reasons, yours: Price | None = None) -> dict[str, Any]:
+    """All of a plan, as JSON takes it, with a strategy of the user's own."""
     return {
         "job": job_dict(plan.job),
         "best": [price_dict(price) for price in plan.best],
         "runners_up": [price_dict(price) for price in plan.runners_up],
+        "yours": None if yours is None else price_dict(yours),
         "front": [price_dict(price) for price in plan.front],
         "nearest": None if plan.nearest is None else price_dict(plan.nearest[0]),
         "why": reasons.wins,

@@ -36,6 +36,8 @@ _PART_WORDS: Final[Mapping[str, str]] = MappingProxyType(
 )
 # Of the difference of two times; parts that make less of it are left out.
 _LEAST_SHARE: Final = 0.05
+# Less is the same: it would be read as 0.0.
+_EQUAL_PERCENT: Final = 0.05
 _MICRO_SIZES: Final = (8, 4, 2, 1)
 
 
@@ -102,16 +104,32 @@ def reasons_of(
 
 def why_faster(winner: Price, other: Price) -> str:
     """What the winner has less and more of than another."""
-    differences = _differences(winner, other)
     gained = other.time.step_s - winner.time.step_s
-    return f"{_faster_words(gained)} than {layout_words(other.strategy)}: {parts_words(differences)}"
+    layout = layout_words(other.strategy)
+    if 100 * gained < _EQUAL_PERCENT * winner.time.step_s:
+        return f"as fast as {layout}, which comes next"
+    return f"{seconds_words(gained)} faster than {layout}: {parts_words(_differences(winner, other))}"
 
 
 def why_slower(other: Price, winner: Price) -> str:
     """What another has more and less of than the winner."""
     lost = other.time.step_s - winner.time.step_s
     share = 100 * lost / winner.time.step_s
+    if share < _EQUAL_PERCENT:
+        return "as fast"
     return f"{seconds_words(lost)} ({share:.1f} %) slower: {parts_words(_differences(other, winner))}"
+
+
+def why_yours(yours: Price, winner: Price, margin_share: float) -> str:
+    """How a strategy that no search has found does beside the winner."""
+    missing = shortfall(yours.memory, winner.job.cluster, margin_share)
+    if missing is not None:
+        return _lacks(yours, missing)
+    gained = winner.time.step_s - yours.time.step_s
+    share = 100 * gained / winner.time.step_s
+    if share >= _EQUAL_PERCENT:
+        return f"{seconds_words(gained)} ({share:.1f} %) faster than what the search found: keep it"
+    return why_slower(yours, winner)
 
 
 def parts_words(differences: Mapping[str, float]) -> str:
@@ -126,13 +144,8 @@ def parts_words(differences: Mapping[str, float]) -> str:
 
 
 def why_not(price: Price, missing: Shortfall, cure: Change | None) -> str:
-    """What a strategy lacks, what takes most of it, and the smallest change that makes it fit."""
-    words = f"out of memory by {gib_words(missing.missing_bytes)}"
-    if missing.tier == "device":
-        rank = next(each for each in price.memory.ranks if each.pipeline_rank == missing.pipeline_rank)
-        words += f" on pipeline rank {rank.pipeline_rank}: {_largest_words(rank)}"
-    else:
-        words += f" of each node's {missing.tier} memory"
+    """What a strategy lacks, and the smallest change that makes it fit."""
+    words = _lacks(price, missing)
     if cure is None:
         return f"{words}; no change of one or two things makes it fit"
     return f"{words}; {cure.words} would fit, at {seconds_words(cure.price.time.step_s)}"
@@ -186,7 +199,7 @@ def _default_strategies(job: Job, plan: SearchResult) -> Iterator[tuple[str, lis
         yield "FSDP (ZeRO-3 over all)", _with_batches(job, replace(base, dp_shard=num_gpus, zero_stage=3))
         yield "ZeRO-2", _with_batches(job, replace(base, dp_shard=num_gpus, zero_stage=2))
     offloaded = replace(base, dp_shard=num_gpus, zero_stage=3, params_tier="host", **host)  # type: ignore[arg-type]
-    yield "ZeRO-3 offloaded to the host", _with_batches(job, offloaded)
+    yield "ZeRO-3, host offload", _with_batches(job, offloaded)
     tp = min(8, job.cluster.gpus_per_node)
     if num_gpus > tp > 1:
         sizes = [each for each in divisors(num_gpus // tp) if 1 < each <= job.shape.num_layers]
@@ -219,8 +232,15 @@ def _differences(one: Price, other: Price) -> dict[str, float]:
     return {part: one.time.parts.get(part, 0.0) - other.time.parts.get(part, 0.0) for part in TIME_PARTS}
 
 
-def _faster_words(seconds: float) -> str:
-    return f"{seconds_words(seconds)} faster" if seconds > 0 else "as fast, and found first,"
+def _lacks(price: Price, missing: Shortfall) -> str:
+    """What a strategy lacks, and what takes most of it."""
+    words = f"out of memory by {gib_words(missing.missing_bytes)}"
+    if missing.tier == "device":
+        rank = next(each for each in price.memory.ranks if each.pipeline_rank == missing.pipeline_rank)
+        words += f" on pipeline rank {rank.pipeline_rank}: {_largest_words(rank)}"
+    else:
+        words += f" of each node's {missing.tier} memory"
+    return words
 
 
 def _largest_words(rank: RankMemory) -> str:

@@ -25,9 +25,11 @@ from shardwise.planner.words import (
     layout_words,
     money_words,
     seconds_words,
+    span_words,
 )
 
 LABEL_WIDTH: Final = 9
+YOURS: Final = "yours"
 BAR_WIDTH: Final = 60
 _DAY_S: Final = 86_400.0
 _MANY_TOKENS: Final = 1e12
@@ -80,12 +82,12 @@ def device_word(job: Job) -> str:
 def speed_words(price: Price) -> str:
     """Time of a step with its interval, and what follows from it."""
     time = price.time
-    words = f"{seconds_words(time.step_s)} ({seconds_words(time.low_s)} to {seconds_words(time.high_s)})"
+    words = f"{seconds_words(time.step_s)} ({span_words(time.low_s, time.high_s)})"
     words += f", {price.tokens_per_s_per_gpu:,.0f} tokens/s a {device_word(price.job)}"
     dtype = price.strategy.matmul or price.strategy.param
     if dtype in price.job.cluster.gpu.peak_flops_per_s:
         words += f", MFU {100 * price.mfu():.1f} %"
-        words += f" of {dtype} ({100 * price.mfu(is_causal_halved=True):.1f} % with causal attention counted half)"
+        words += f" of {dtype} ({100 * price.mfu(is_causal_halved=True):.1f} % with causal attention halved)"
     return words
 
 
@@ -134,8 +136,8 @@ def legend_line(
     return Columns(legend(sizes, marks, is_coloured=is_coloured, digits=digits), padding=(0, 2))
 
 
-def price_table(prices: Sequence[Price], *, width: int, is_coloured: bool) -> Table:
-    """The best few, one below the other."""
+def price_table(prices: Sequence[Price], *, width: int, is_coloured: bool, yours: Price | None = None) -> Table:
+    """The best few, one below the other, and one of the user's own below them."""
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim", expand=False)
     table.add_column("#", justify="right", style="dim")
     table.add_column("layout", overflow="fold", min_width=24)
@@ -145,8 +147,9 @@ def price_table(prices: Sequence[Price], *, width: int, is_coloured: bool) -> Ta
     is_wide = width >= _NARROW
     if is_wide:
         table.add_column("memory of the worst rank", no_wrap=True)
-    for number, price in enumerate(prices, 1):
-        cells: list[RenderableType] = [f"{number}", Text(layout_words(price.strategy)), *_figures(price, unit)]
+    rows = [(f"{number}", price) for number, price in enumerate(prices, 1)]
+    for label, price in rows + ([] if yours is None else [(YOURS, yours)]):
+        cells: list[RenderableType] = [label, Text(layout_words(price.strategy)), *_figures(price, unit)]
         if is_wide:
             cells.append(
                 memory_bar(price.memory.worst, price.job.cluster.gpu.memory_bytes, 24, is_coloured=is_coloured)

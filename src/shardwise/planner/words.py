@@ -76,6 +76,16 @@ def seconds_words(seconds: float) -> str:
     return f"{_three_digits(seconds)} s" if seconds >= 1 else f"{_three_digits(1e3 * seconds)} ms"
 
 
+def span_words(low_s: float, high_s: float) -> str:
+    """From one time to another, the unit once where it is the same.
+
+    >>> span_words(13.5, 17.2), span_words(0.95, 1.1)
+    ('13.5 to 17.2 s', '950 ms to 1.10 s')
+    """
+    low, high = seconds_words(low_s), seconds_words(high_s)
+    return f"{low.partition(' ')[0] if low.split()[1] == high.split()[1] else low} to {high}"
+
+
 def money_words(dollars: float) -> str:
     """An amount in three digits.
 

@@ -50,12 +50,9 @@ def read_explained(
     if Path(source).suffix == ".toml":
         given = [*_given(seq_len, global_batch), *settings]
         return _of_toml(source, model, cluster, given)
-    if Path(source).suffix == ".json":
-        imported = read_deepspeed(source)
-        if model is None:
-            raise ConfigError(f"{Path(source).name} names no model; add --model, such as --model llama-7b")
-        return _of_settings(imported, read_model(model), cluster, (seq_len, global_batch), settings)
-    imported = read_megatron(source)
+    imported = _imported(source)
+    if model is None and Path(source).suffix == ".json":
+        raise ConfigError(f"{Path(source).name} names no model; add --model, such as --model llama-7b")
     wanted = read_model(model) if model is not None else of_imported(imported)
     return _of_settings(imported, wanted, cluster, (seq_len, global_batch), settings)
 
@@ -82,13 +79,60 @@ def _of_settings(
     settings: Sequence[str],
 ) -> Explained:
     """Of a strategy by our config's keys; a batch that is left open is one micro-batch for each rank."""
-    config = Config().override([*imported.assignments, *settings])
     seq_len, global_batch = sizes[0] or imported.seq_len, sizes[1] or imported.global_batch
+    strategy = _strategy(imported, cluster, global_batch, settings)
+    asked: Asked = ask(model, cluster, seq_len=seq_len, global_batch=strategy.global_batch)
+    return Explained(job=asked.job, strategy=strategy, notes=tuple(dict.fromkeys((*imported.notes, *asked.notes))))
+
+
+def _strategy(imported: Imported, cluster: Cluster, global_batch: int | None, settings: Sequence[str] = ()) -> Strategy:
+    config = Config().override([*imported.assignments, *settings])
     if config.batch.global_size is None and global_batch is not None:
         config = config.override([f"batch.global_size={global_batch}", "batch.accumulation=none"])
     if config.batch.micro_size is None:
         config = config.override(["batch.micro_size=1"])
-    resolved = config.resolve(cluster.num_gpus)
-    asked: Asked = ask(model, cluster, seq_len=seq_len, global_batch=resolved.batch.global_size)
-    strategy = replace(strategy_of(config, cluster.num_gpus), ep=imported.ep)
-    return Explained(job=asked.job, strategy=strategy, notes=tuple(dict.fromkeys((*imported.notes, *asked.notes))))
+    return replace(strategy_of(config, cluster.num_gpus), ep=imported.ep)
+
+
+def named_batch(source: str) -> int | None:
+    """Sequences of a step by a config, ours or another tool's; None where it says none.
+
+    Raises:
+        ConfigError: the file is wrong.
+    """
+    if Path(source).suffix == ".toml":
+        return Config.from_toml(source).batch.global_size
+    return _imported(source).global_batch
+
+
+def strategy_for(source: str, job: Job) -> Strategy:
+    """How a config would split a job; of the config only that is read.
+
+    Args:
+        source: as for `read_explained`.
+        job: that is planned.
+
+    Raises:
+        ConfigError: the file is wrong, or cannot be split so over the job's cluster.
+    """
+    if Path(source).suffix == ".toml":
+        device = "cpu" if job.cluster.gpu.name == CPU else "cuda"
+        config = job_config(source, [f"run.device={device}", *_given(job.seq_len, job.global_batch)])
+        strategy = strategy_of(config, job.cluster.num_gpus)
+    else:
+        strategy = _strategy(_imported(source), job.cluster, job.global_batch)
+    if strategy.global_batch != job.global_batch:
+        raise ConfigError(
+            f"it takes {strategy.global_batch} sequences a step, not {job.global_batch}; "
+            f"give --global-batch {strategy.global_batch}"
+        )
+    for what, size, ranks in (("heads", job.shape.num_heads, strategy.tp), ("tokens", job.seq_len, strategy.cp)):
+        if size % ranks:
+            raise ConfigError(f"{size} {what} do not divide over {ranks} ranks; choose another size")
+    if strategy.pp * strategy.virtual_stages > job.shape.num_layers:
+        raise ConfigError(f"it has more stages than {job.shape.num_layers} layers; take fewer")
+    return strategy
+
+
+def _imported(source: str) -> Imported:
+    return read_deepspeed(source) if Path(source).suffix == ".json" else read_megatron(source)
