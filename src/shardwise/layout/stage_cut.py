@@ -23,9 +23,11 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import mul
 from typing import Final, Literal
 
 from shardwise.config import ConfigError
@@ -257,13 +259,16 @@ def _fill_table(problem: _Problem, num_stages: int, limit: int | None) -> tuple[
     """Minimise the largest stage; or, with a limit that no stage may exceed, the sum of squares."""
     # By number of stages, then by where the last of them stops: the least score, and where that stage starts.
     table: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
-    for _ in range(num_stages):
+    most = _largest_of_even(problem, num_stages) if limit is None else limit
+    for num_left in range(num_stages - 1, -1, -1):
         row: dict[int, tuple[int, int]] = {}
         for stop in range(1, problem.num_units + 1):
+            if max(problem.weights(stop, problem.num_units)) > num_left * most:
+                continue  # the stages behind it could not hold the rest
             for start in range(stop - 1, -1, -1):
                 weights = problem.weights(start, stop)
                 # Stages only grow from here.
-                if max(weights) > (limit if limit is not None else row[stop][0] if stop in row else math.inf):
+                if max(weights) > (row[stop][0] if limit is None and stop in row else most):
                     break
                 if start not in table[-1] or not problem.is_stage(start, stop):
                     continue
@@ -280,32 +285,79 @@ def _fill_table(problem: _Problem, num_stages: int, limit: int | None) -> tuple[
     return table[-1][problem.num_units][0], tuple(reversed(starts))
 
 
+class _Numbers:
+    """What is minimised of a cut whose stages are changed one by one: `_Problem.score` without adding all up again."""
+
+    def __init__(self, problem: _Problem, starts: Sequence[int]) -> None:
+        self.problem = problem
+        index_of = {rank: index for index, rank in enumerate(dict.fromkeys(problem.placement))}
+        self._ranks = [index_of[rank] for rank in problem.placement]
+        self._times, self._held = [0] * len(starts), [0] * len(starts)
+        self._of_ranks = [0] * len(index_of)
+        for stage, (start, stop) in enumerate(pairwise((*starts, problem.num_units))):
+            self.put(stage, start, stop)
+
+    def copy(self) -> _Numbers:
+        other = copy(self)
+        other._times, other._held, other._of_ranks = self._times[:], self._held[:], self._of_ranks[:]
+        return other
+
+    def put(self, stage: int, start: int, stop: int) -> None:
+        time, held = self.problem.weights(start, stop)
+        self._of_ranks[self._ranks[stage]] += (held - self._held[stage]) * len(self._of_ranks)
+        self._times[stage], self._held[stage] = time * len(self._times), held
+
+    @property
+    def largest(self) -> int:
+        return max(max(self._times), max(self._of_ranks))
+
+    @property
+    def squares(self) -> int:
+        return sum(map(mul, self._times, self._times)) + sum(map(mul, self._of_ranks, self._of_ranks))
+
+
+def _largest_of_even(problem: _Problem, num_stages: int) -> int:
+    """Of the cut into stages of as many units each, or the whole where there is none: the best cut's is no more."""
+    starts = [stage * problem.num_units // num_stages for stage in range(num_stages)]
+    if not _is_cut(problem, starts):
+        return max(problem.weights(0, problem.num_units))
+    return max(max(problem.weights(*each)) for each in pairwise((*starts, problem.num_units)))
+
+
+def _is_cut(problem: _Problem, starts: Sequence[int]) -> bool:
+    return all(problem.is_stage(start, stop) for start, stop in pairwise((*starts, problem.num_units)))
+
+
 def _improve(problem: _Problem, starts: tuple[int, ...]) -> tuple[int, ...]:
     """Take the best move as long as one makes the cut better."""
     best = problem.score(starts), starts
     while True:
-        moves = (moved for moved in _moves(problem, starts) if _is_cut(problem, moved))
-        best = min([best, *((problem.score(moved), moved) for moved in moves)])
+        for numbers, by, first, stop in _moves(problem, starts):
+            if (largest := numbers.largest) <= best[0][0]:
+                moved = *starts[:first], *(start + by for start in starts[first:stop]), *starts[stop:]
+                best = min(best, ((largest, numbers.squares), moved))
         if best[1] == starts:
             return starts
         starts = best[1]
 
 
-def _moves(problem: _Problem, starts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Runs of neighbouring cuts moved by one unit, where the stages on either side of the run stay stages."""
+def _moves(problem: _Problem, starts: tuple[int, ...]) -> Iterator[tuple[_Numbers, int, int, int]]:
+    """Runs of neighbouring cuts moved by one unit, where all stages stay stages: by what, the first, and its end."""
     ends = (*starts[1:], problem.num_units)
+    unmoved = _Numbers(problem, starts)
     for by in (-1, 1):
-        before = [problem.is_stage(start, end + by) for start, end in zip(starts[:-1], ends[:-1], strict=True)]
-        behind = [problem.is_stage(start + by, end) for start, end in zip(starts, ends, strict=True)]
-        firsts = [first for first in range(1, len(starts)) if before[first - 1]]
-        stops = [stop for stop in range(2, len(starts) + 1) if behind[stop - 1]]
-        for first in firsts:
-            for stop in (each for each in stops if each > first):
-                yield *starts[:first], *(start + by for start in starts[first:stop]), *starts[stop:]
-
-
-def _is_cut(problem: _Problem, starts: Sequence[int]) -> bool:
-    return all(problem.is_stage(start, stop) for start, stop in pairwise((*starts, problem.num_units)))
+        for first in range(1, len(starts)):
+            if not problem.is_stage(starts[first - 1], ends[first - 1] + by):
+                continue
+            numbers = unmoved.copy()
+            numbers.put(first - 1, starts[first - 1], ends[first - 1] + by)
+            for last in range(first, len(starts)):  # whose start alone is moved
+                if problem.is_stage(starts[last] + by, ends[last]):
+                    numbers.put(last, starts[last] + by, ends[last])
+                    yield numbers, by, first, last + 1
+                if last + 1 == len(starts) or not problem.is_stage(starts[last] + by, ends[last] + by):
+                    break
+                numbers.put(last, starts[last] + by, ends[last] + by)
 
 
 def _most_stages(units: Sequence[StageUnit]) -> int:

@@ -131,11 +131,7 @@ class FoldedLayout:
 
     def _key(self, strategy: Strategy, pipeline_rank: int) -> tuple[Any, ...]:
         """All that the groups depend on; ranks of a pipeline that hold the same share one."""
-        s, stages = strategy, self.stages.of(strategy)
-        held = tuple(
-            (stages.kinds[stage], stage == 0, stage == stages.norm_stage, stage == stages.head_stage)
-            for stage in stages.placement.stages_of(pipeline_rank)
-        )
+        s, held = strategy, self.stages.of(strategy).held_by(pipeline_rank)
         axes = (s.pp > 1, s.dp_replicate, s.dp_shard, s.cp, s.tp, s.ep, s.zero_stage, s.gather)
         return (*axes, held, s.params_tier, s.grads_tier, s.optimizer_tier, s.param, s.reduce, s.accumulate)
 

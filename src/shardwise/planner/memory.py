@@ -18,7 +18,7 @@ grads 0.5, optimizer 1.4, activations 3.2, workspace 0.5, gathered 2.8, buckets 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from shardwise.layout.activations import FP32_BYTES
@@ -148,7 +148,13 @@ class MemoryModel:
     def estimate(self, strategy: Strategy) -> MemoryEstimate:
         """Of one rank at each place of the pipeline."""
         stages = self.folded.stages.of(strategy)
-        ranks = [self._of_rank(strategy, stages, rank) for rank in range(stages.placement.num_ranks)]
+        found: dict[tuple[object, ...], RankMemory] = {}
+        ranks = []
+        for rank in range(stages.placement.num_ranks):
+            key = (*stages.held_by(rank), in_flight(strategy, rank))
+            if key not in found:
+                found[key] = self._of_rank(strategy, stages, rank)
+            ranks.append(replace(found[key], pipeline_rank=rank))
         return MemoryEstimate(ranks=tuple(ranks))
 
     def _of_rank(self, strategy: Strategy, stages: Stages, rank: int) -> RankMemory:

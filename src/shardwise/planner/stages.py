@@ -55,6 +55,19 @@ class Stages:
         dense = [max(0, min(end, self.num_dense) - end + num) for end, num in zip(ends, self.layers, strict=True)]
         return tuple((each, num - each) for each, num in zip(dense, self.layers, strict=True))
 
+    @cached_property
+    def _held(self) -> dict[int, tuple[tuple[tuple[int, int], bool, bool, bool], ...]]:
+        marked = [
+            (kinds, stage == 0, stage == self.norm_stage, stage == self.head_stage)
+            for stage, kinds in enumerate(self.kinds)
+        ]
+        ranks = range(self.placement.num_ranks)
+        return {rank: tuple(marked[stage] for stage in self.placement.stages_of(rank)) for rank in ranks}
+
+    def held_by(self, rank: int) -> tuple[tuple[tuple[int, int], bool, bool, bool], ...]:
+        """Of each stage of a rank: its dense blocks and those with experts; whether it has embedding, norm, head."""
+        return self._held[rank]
+
     def layers_on(self, rank: int) -> int:
         """Blocks of all stages of a rank of the pipeline."""
         return sum(self.layers[stage] for stage in self.placement.stages_of(rank))
@@ -65,7 +78,7 @@ class StageTable:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._cuts: dict[StagePlacement, tuple[tuple[int, ...], int]] = {}
+        self._stages: dict[tuple[object, ...], Stages] = {}
 
     def of(self, strategy: Strategy) -> Stages:
         """The stages of a strategy: its own, or as `shardwise.layout.cut` cuts our decoder, or evenly.
@@ -74,7 +87,15 @@ class StageTable:
             ConfigError: the schedule has no such stages, there are more stages than units, or the strategy's own are
                 not of all blocks.
         """
-        shape, s = self.job.shape, strategy
+        s = strategy
+        key = (s.pp, s.schedule, s.virtual_stages, s.stage_layers) if s.pp > 1 else ()
+        found = self._stages.get(key)
+        if found is None:
+            found = self._stages[key] = self._cut(s)
+        return found
+
+    def _cut(self, s: Strategy) -> Stages:
+        shape = self.job.shape
         num_dense = shape.num_layers - shape.num_expert_layers
         if s.pp == 1:
             return Stages(StagePlacement(1), (shape.num_layers,), num_dense, 0)
@@ -85,9 +106,7 @@ class StageTable:
         if self.job.practice.cuts_evenly:
             layers = even_layers(shape.num_layers, placement.num_stages)
             return Stages(placement, layers, num_dense, placement.num_stages - 1)
-        if placement not in self._cuts:
-            self._cuts[placement] = cut_by_cost(shape, placement)
-        layers, norm_stage = self._cuts[placement]
+        layers, norm_stage = cut_by_cost(shape, placement)
         return Stages(placement, layers, num_dense, norm_stage)
 
 
