@@ -1,6 +1,7 @@
 """`shardwise doctor --calibrate`: measures this machine as training uses it, for the planner.
 
-As many ranks as a job has are at work at once, each with its threads, since neighbours contend. Two sides, as in
+As many ranks as a job has are at work at once, each with its threads, since neighbours contend. All is measured in a
+few rounds, and the median counts: what disturbs a machine for half a minute disturbs one of them. Two sides, as in
 `peers`: `calibrate` starts a launcher as a child and makes a profile of what its ranks leave; each rank is
 `be_calibrator`.
 
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 import torch
@@ -41,13 +43,16 @@ SIZES_BYTES: Final = (4 * 2**10, 64 * 2**10, 2**20, 8 * 2**20, 64 * 2**20)
 OPS: Final = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
 LIMIT_S: Final = 280.0
 _QUICK_LIMIT_S: Final = 40.0
-_BUDGET_S, _QUICK_BUDGET_S = 0.1, 0.02
+_BUDGET_S, _QUICK_BUDGET_S = 0.04, 0.02
+_NUM_ROUNDS: Final = 3
 # For the ranks to import torch and meet, beside what they measure.
 _START_S: Final = 60.0
 _COLLECTIVE_TIMEOUT_S: Final = 60.0
 # Of what is computed and what is gathered to see how much one hides of the other.
 _HIDDEN_BYTES, _HIDDEN_SIZE = 16 * 2**20, 512
 _MAX_PRODUCTS: Final = 200
+_COPIES: Final = "copies_bytes_per_s"
+_TIMES: Final = ("seconds", "forward_s", "backward_s", "speed")
 _ROWS: Final[Mapping[str, Callable[..., Any]]] = {
     "matmuls": MatmulTime,
     "attentions": AttentionTime,
@@ -85,21 +90,39 @@ def calibrate(
 def profile_of(rows: Iterable[Mapping[str, Any]], num_ranks: int) -> Profile:
     """Make a profile of what the ranks wrote: each row has the name of a field, and a row of a table or a value.
 
-    >>> profile_of([{"field": "call_s", "value": 2.0}], num_ranks=2).call_s
+    What was measured several times counts with its median.
+
+    >>> profile_of([{"field": "call_s", "value": each} for each in (2.0, 9.0, 1.0)], num_ranks=2).call_s
     2.0
     """
     memory = read_memory()
     total_bytes = min(memory.total_bytes, memory.limit_bytes or memory.total_bytes)
     values: dict[str, Any] = {"device": CPU, "num_threads": 1, "memory_bytes": float(total_bytes)}
     tables: dict[str, list[Any]] = {name: [] for name in _ROWS}
-    for row in rows:
-        if row["field"] in tables:
-            tables[row["field"]].append(_ROWS[row["field"]](**row["value"]))
+    for field, value in _medians(rows):
+        if field in tables:
+            tables[field].append(_ROWS[field](**value))
+        elif field == _COPIES:
+            values[field] = (*values.get(field, ()), tuple(value.values()))
         else:
-            values[row["field"]] = row["value"]
-    values["copies_bytes_per_s"] = tuple((name, speed) for name, speed in values.get("copies_bytes_per_s", ()))
+            values[field] = value
     values |= {name: tuple(table) for name, table in tables.items()}
     return Profile(num_ranks=num_ranks, host_memory_bytes=float(total_bytes), **values)
+
+
+def _medians(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """(field, value), once for each that was measured, in the order of the first time."""
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    for row in rows:
+        value = row["value"]
+        key = tuple(each for each in value.items() if each[0] not in _TIMES) if isinstance(value, dict) else ()
+        found.setdefault((row["field"], key), []).append(value)
+    for (field, _), values in found.items():
+        if isinstance(values[0], dict):
+            times = {name: median(value[name] for value in values) for name in _TIMES if name in values[0]}
+            yield field, values[0] | times
+        else:
+            yield field, median(values) if isinstance(values[0], float) else values[0]
 
 
 def be_calibrator(env: RankEnv, folder: Path, device_kind: DeviceKind, disk: Path, *, quick: bool) -> None:
@@ -113,15 +136,19 @@ def be_calibrator(env: RankEnv, folder: Path, device_kind: DeviceKind, disk: Pat
     watch = Stopwatch(comm, _QUICK_BUDGET_S if quick else _BUDGET_S, _QUICK_LIMIT_S if quick else LIMIT_S)
     sizes = kernels.QUICK_SIZES if quick else kernels.CPU_SIZES if device_kind == CPU else kernels.GPU_SIZES
     known = {each.name for each in fields(Profile)}
-    for field, value in _measurements(watch, env, device_kind, sizes, disk):
-        if env.rank == 0:
-            assert field in known, field
-            with (folder / RESULTS).open("a") as results:
-                results.write(json.dumps({"field": field, "value": value}) + "\n")
+    groups = _groups(watch.comm, env)
+    for _ in range(1 if quick else _NUM_ROUNDS):
+        if watch.is_late():
+            break
+        for field, value in _measurements(watch, groups, device_kind, sizes, disk):
+            if env.rank == 0:
+                assert field in known, field
+                with (folder / RESULTS).open("a") as results:
+                    results.write(json.dumps({"field": field, "value": value}) + "\n")
 
 
 def _measurements(
-    watch: Stopwatch, env: RankEnv, device_kind: DeviceKind, sizes: kernels.Sizes, disk: Path
+    watch: Stopwatch, groups: Sequence[Comm], device_kind: DeviceKind, sizes: kernels.Sizes, disk: Path
 ) -> Iterator[tuple[str, Any]]:
     """(field, value), the most important ones first, in case that the time runs out."""
     yield "num_threads", torch.get_num_threads()
@@ -130,12 +157,13 @@ def _measurements(
         yield "device", torch.cuda.get_device_name()
         yield "memory_bytes", float(torch.cuda.get_device_properties(watch.comm.device).total_memory)
     yield from kernels.speeds(watch).items()
-    yield "copies_bytes_per_s", list(kernels.copy_speeds(watch).items())
-    if env.world_size > 1:
-        for collective in _collective_times(watch, env):
+    for way, speed in kernels.copy_speeds(watch).items():
+        yield _COPIES, {"way": way, "speed": speed}
+    if watch.comm.world_size > 1:
+        for collective in _collective_times(watch, groups):
             yield "collectives", asdict(collective)
         yield "hidden_share", _hidden_share(watch)
-    yield from _disk_speeds(env, disk)
+    yield from _disk_speeds(watch.comm.rank, disk)
     for block in kernels.block_times(watch, sizes):
         yield "blocks", asdict(block)
     for head in kernels.head_times(watch, sizes):
@@ -146,15 +174,18 @@ def _measurements(
         yield "matmuls", asdict(matmul)
 
 
-def _collective_times(watch: Stopwatch, env: RankEnv) -> Iterator[CollectiveTime]:
-    """Of all ranks, and of neighbours where there are more than two, all pairs at once."""
-    comms = [watch.comm]
-    if env.world_size > 2 and env.world_size % 2 == 0:
-        pairs = [(first, first + 1) for first in range(0, env.world_size, 2)]
-        groups = [dist.new_group(list(pair)) for pair in pairs]
-        pair = pairs[env.rank // 2]
-        comms.append(comm_over(groups[env.rank // 2], watch.comm.device, _COLLECTIVE_TIMEOUT_S, pair))
-    for comm in comms:
+def _groups(comm: Comm, env: RankEnv) -> list[Comm]:
+    """All ranks, and neighbours where there are more than two: all pairs are at work at once."""
+    if env.world_size <= 2 or env.world_size % 2:
+        return [comm]
+    pairs = [(first, first + 1) for first in range(0, env.world_size, 2)]
+    groups = [dist.new_group(list(pair)) for pair in pairs]
+    pair = pairs[env.rank // 2]
+    return [comm, comm_over(groups[env.rank // 2], comm.device, _COLLECTIVE_TIMEOUT_S, pair)]
+
+
+def _collective_times(watch: Stopwatch, groups: Sequence[Comm]) -> Iterator[CollectiveTime]:
+    for comm in groups:
         for num_bytes in SIZES_BYTES:
             for op in OPS:
                 seconds = watch.time_s(_caller(comm, op, num_bytes))
@@ -208,10 +239,10 @@ def _hidden_share(watch: Stopwatch) -> float:
     return max(0.0, min(1.0, (gather_s + compute_s - both_s) / min(gather_s, compute_s)))
 
 
-def _disk_speeds(env: RankEnv, disk: Path) -> Iterator[tuple[str, float]]:
+def _disk_speeds(rank: int, disk: Path) -> Iterator[tuple[str, float]]:
     """Of each rank while all of them use the disk; nothing where it cannot be used."""
     try:
-        speed = measure_swap(disk, env.rank)
+        speed = measure_swap(disk, rank)
     except (OSError, RuntimeError) as error:
         print(f"the disk of {disk} was not measured: {first_line(error)}", flush=True)
         return

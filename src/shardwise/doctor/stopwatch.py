@@ -56,8 +56,9 @@ class Stopwatch:
         """Seconds of each of some calls that are made in turn: the second may use what the first left."""
         group = _CALLS_A_SYNC if self._is_cuda and len(calls) == 1 else 1
         self._round(calls, group)
-        num_rounds = int(self._budget_s / max(1e-9, self.slowest(sum(self._round(calls, group)))))
-        rounds = [self._round(calls, group) for _ in range(max(_MIN_CALLS, min(_MAX_CALLS, num_rounds)))]
+        rounds = [self._round(calls, group)]
+        num_rounds = int(self._budget_s / max(1e-9, self.slowest(sum(rounds[0]))))
+        rounds += [self._round(calls, group) for _ in range(max(_MIN_CALLS, min(_MAX_CALLS, num_rounds)) - 1)]
         return tuple(self.slowest(statistics.median(times) / group) for times in zip(*rounds, strict=True))
 
     def _round(self, calls: tuple[Callable[[], object], ...], group: int) -> list[float]:

@@ -110,6 +110,7 @@ class ComputeModel:
         self._rates: dict[str, Surface | None] = {}
         self._blocks: dict[tuple[object, ...], PassTimes] = {}
         gpu = job.cluster.gpu
+        self._is_cpu = gpu.name == "cpu"  # one thread runs one kernel after the other
         self._corrections = Corrections(
             job, lambda job, s: ComputeModel(job).block(s), lambda job, s: ComputeModel(job).head(s)
         )
@@ -263,7 +264,8 @@ class ComputeModel:
             forward_s += each.count * self._product_s(each.m, each.n, each.k, dtype)
             input_s += each.count * self._product_s(each.m, each.k, each.n, dtype)
             accumulated_s = self._stream_s(each.n * each.k * self._accumulation_bytes(s))
-            weight_s += each.count * max(self._product_s(each.k, each.n, each.m, dtype), accumulated_s)
+            product_s = self._product_s(each.k, each.n, each.m, dtype)
+            weight_s += each.count * (product_s + accumulated_s if self._is_cpu else max(product_s, accumulated_s))
             if _WIDTHS[dtype] < wide:
                 # Once as it is and once transposed; fused with what made it, nothing more is read.
                 narrow = (0.0 if self.job.practice.is_compiled else wide) + 2 * _WIDTHS[dtype]

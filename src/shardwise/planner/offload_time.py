@@ -25,7 +25,7 @@ from typing import Final, Literal
 from shardwise.config import Tier
 from shardwise.layout.layout import TIERS, Layout
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.planner.communication import exposed_s
+from shardwise.planner.communication import HIDDEN_SHARE, exposed_s
 from shardwise.planner.folded import Fold, FoldedLayout
 from shardwise.planner.job import Job, Strategy
 
@@ -62,6 +62,7 @@ class OffloadTimes:
         alone_s: of the step's last group, behind which nothing is computed.
         num_micro_batches: of the step.
         steps_in_backward: whether all but the last group's step hides behind the last backward.
+        hidden_share: of moves, at most what computing hides.
     """
 
     forward_s: float = 0.0
@@ -72,6 +73,7 @@ class OffloadTimes:
     alone_s: float = 0.0
     num_micro_batches: int = 1
     steps_in_backward: bool = False
+    hidden_share: float = HIDDEN_SHARE
 
     def exposed_s(self, forward_s: float, backward_s: float) -> float:
         """Seconds of a step that computing does not hide.
@@ -80,12 +82,13 @@ class OffloadTimes:
             forward_s: that the rank computes in one micro-batch's forward.
             backward_s: in its backward, recomputation included.
         """
-        inner = exposed_s(self.forward_s, forward_s) + exposed_s(self.backward_s, backward_s)
-        first = exposed_s(self.forward_s + self.first_forward_s, forward_s)
+        share = self.hidden_share
+        inner = exposed_s(self.forward_s, forward_s, share) + exposed_s(self.backward_s, backward_s, share)
+        first = exposed_s(self.forward_s + self.first_forward_s, forward_s, share)
         last_s, alone_s = self.backward_s + self.last_backward_s, self.step_s
         if self.steps_in_backward:
             last_s, alone_s = last_s + self.step_s - self.alone_s, self.alone_s
-        return (self.num_micro_batches - 1) * inner + first + exposed_s(last_s, backward_s) + alone_s
+        return (self.num_micro_batches - 1) * inner + first + exposed_s(last_s, backward_s, share) + alone_s
 
 
 class OffloadModel:
@@ -110,6 +113,7 @@ class OffloadModel:
             ("host", "nvme"): (host.nvme_write_bytes_per_s or PLAIN_DISK_WRITE_BYTES_PER_S) / num_sharing,
         }
         self._host_step_bytes_per_s = HOST_STEP_SHARE * self._host_memory_bytes_per_s
+        self._hidden_share = HIDDEN_SHARE
         self._take_measured()
 
     def times(self, strategy: Strategy, pipeline_rank: int = 0) -> OffloadTimes:
@@ -131,6 +135,7 @@ class OffloadModel:
             alone_s=step_s / max(1, sum(fold.count for _, fold in self._away(s, pipeline_rank))),
             num_micro_batches=s.num_micro_batches,
             steps_in_backward=self.job.practice.steps_in_backward,
+            hidden_share=HIDDEN_SHARE if "nvme" in tiers else self._hidden_share,  # a disk takes no core
         )
 
     def moves(self, strategy: Strategy, pipeline_rank: int = 0) -> tuple[Move, ...]:
@@ -193,8 +198,9 @@ class OffloadModel:
             self._bytes_per_s["nvme", "host"] = profile.disk_read_bytes_per_s
         if profile.disk_write_bytes_per_s:
             self._bytes_per_s["host", "nvme"] = profile.disk_write_bytes_per_s
-        if profile.device == "cpu" and profile.step_bytes_per_s:
-            self._host_step_bytes_per_s = profile.step_bytes_per_s
+        if profile.device == "cpu":  # what copies there takes the cores that compute, as a gather does
+            self._host_step_bytes_per_s = profile.step_bytes_per_s or self._host_step_bytes_per_s
+            self._hidden_share = HIDDEN_SHARE if profile.hidden_share is None else profile.hidden_share
 
 
 def _moves_of(s: Strategy, layout: Layout, fold: Fold) -> Iterator[Move]:
