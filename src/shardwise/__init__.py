@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from shardwise.models.layer_list import LayerList, LayerSpec
     from shardwise.pipeline.measure import measure_units
     from shardwise.planner.estimators import estimate_model_states
+    from shardwise.planner.plan import Plan, plan
     from shardwise.recording import save_timeline
     from shardwise.results import EvalResult, StepResult
     from shardwise.simulation import Simulation, simulate
@@ -51,6 +52,7 @@ __all__ = [
     "Layout",
     "LoadReport",
     "NonFiniteLossError",
+    "Plan",
     "ReleasedParameterError",
     "Simulation",
     "StepResult",
@@ -61,6 +63,7 @@ __all__ = [
     "init",
     "initialize",
     "measure_units",
+    "plan",
     "plan_layout",
     "propose_plan",
     "save_timeline",
@@ -83,6 +86,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "Layout": "layout.layout",
     "LoadReport": "checkpoint.loading",
     "NonFiniteLossError": "loss",
+    "Plan": "planner.plan",
     "ReleasedParameterError": "wearing",
     "Simulation": "simulation",
     "StepResult": "results",
@@ -93,6 +97,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "init": "deferred",
     "initialize": "start",
     "measure_units": "pipeline.measure",
+    "plan": "planner.plan",
     "plan_layout": "tensor.layout",
     "propose_plan": "tensor.propose",
     "save_timeline": "recording",

@@ -19,12 +19,13 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from shardwise.config import Config, ConfigError, Dtype, read_toml
+from shardwise.models.decoder import DecoderConfig
 from shardwise.models.presets import PRESETS, decoder_config, preset
 from shardwise.planner.candidates import Space
 from shardwise.planner.configs import KEYS, job_of, pins_of
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.imports.deepspeed import is_deepspeed
-from shardwise.planner.imports.huggingface import read_huggingface, read_json
+from shardwise.planner.imports.huggingface import imported_of, read_huggingface, read_json
 from shardwise.planner.imports.imported import Imported
 from shardwise.planner.imports.megatron import read_megatron
 from shardwise.planner.job import Job, Strategy
@@ -112,6 +113,33 @@ def read_model(text: str) -> Model:
     decoder = preset(text if text in PRESETS else name)
     config = Config().override([f"model.preset={name}"])
     return Model(shape=ModelShape.of_decoder(decoder, name), config=config, longest=decoder.max_seq_len)
+
+
+def model_of(model: object) -> Model:
+    """The model that an object is, or has as its `config`.
+
+    Args:
+        model: text or a path for `read_model`; a shape; a config of our decoder's or of Hugging Face's, or its
+            dictionary; or a module with such a config.
+
+    Raises:
+        ConfigError: it is none of them, or misses a size.
+    """
+    if isinstance(model, str | Path):
+        return read_model(str(model))
+    if isinstance(model, ModelShape):
+        return Model(shape=model)
+    if isinstance(model, DecoderConfig):
+        return Model(shape=ModelShape.of_decoder(model), longest=model.max_seq_len)
+    values = model.to_dict() if hasattr(model, "to_dict") else model
+    if isinstance(values, Mapping):
+        imported = imported_of(values, type(model).__name__)
+        return of_imported(replace(imported, seq_len=None), imported.seq_len)
+    if hasattr(model, "config"):
+        return model_of(model.config)
+    raise ConfigError(
+        f"{type(model).__name__} is no model; give a preset's name, a ModelShape, a config, or a module that has one"
+    )
 
 
 def _of_json(path: Path) -> Model:

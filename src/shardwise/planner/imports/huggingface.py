@@ -81,9 +81,20 @@ def read_huggingface(path: str | Path) -> Imported:
     Raises:
         ConfigError: the file cannot be read, is not JSON, or misses a size.
     """
-    values = read_json(path)
-    name = Path(path).name
-    return Imported(shape=shape_of(values, name), seq_len=_num_positions(_text_part(values)), notes=_notes(values))
+    return imported_of(read_json(path), Path(path).name)
+
+
+def imported_of(values: Mapping[str, Any], source: str) -> Imported:
+    """The same of a parsed one.
+
+    Args:
+        values: of the file.
+        source: the file's name, for messages.
+
+    Raises:
+        ConfigError: a size is missing or is none.
+    """
+    return Imported(shape=shape_of(values, source), seq_len=_num_positions(_text_part(values)), notes=_notes(values))
 
 
 def read_json(path: str | Path) -> Mapping[str, Any]:

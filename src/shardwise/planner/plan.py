@@ -1,0 +1,125 @@
+"""`shardwise.plan`: the layouts of a job that are fastest and fit, from Python.
+
+>>> found = plan("llama-7b", "h100:8", global_batch=64, settings=["mesh.tp=1", "mesh.cp=1", "recompute.mode=full"])
+>>> found.best.config().mesh.tp, len(found.choices)
+(1, 10)
+>>> plan("llama-7b", "h100:8")
+Traceback (most recent call last):
+    ...
+shardwise.config.ConfigError: no batch is given; say how many sequences a step takes, such as --global-batch 1024
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rich.console import Console
+
+from shardwise.config import Config, ConfigError
+from shardwise.planner.asked import Asked, ask, model_of
+from shardwise.planner.clusters import parse_cluster
+from shardwise.planner.configs import config_of
+from shardwise.planner.hardware import Cluster
+from shardwise.planner.plan_view import plan_view
+from shardwise.planner.pricing import Pricer
+from shardwise.planner.reasons import Reasons, reasons_of
+from shardwise.planner.results import Price
+from shardwise.planner.search import Limits, SearchResult, search
+from shardwise.planner.words import gib_words, layout_words, seconds_words
+
+_WIDTH: Final = 100
+
+
+@dataclass(frozen=True, repr=False)
+class Choice:
+    """One layout: its price, and the config that runs it.
+
+    Attributes:
+        price: memory of each pipeline rank, and time of a step by part.
+        base: what the config starts from.
+    """
+
+    price: Price
+    base: Config
+
+    def config(self) -> Config:
+        """What `shardwise train` and `initialize` run it by.
+
+        Raises:
+            ConfigError: our decoder cannot have the model's shape.
+        """
+        return config_of(self.price.job, self.price.strategy, self.base)
+
+    def __repr__(self) -> str:
+        peak = gib_words(self.price.memory.worst.peak_bytes)
+        return f"{layout_words(self.price.strategy)}: {seconds_words(self.price.time.step_s)} a step, {peak}"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Plan:
+    """What was found for a job; printed as `shardwise plan` prints it.
+
+    Attributes:
+        choices: the fastest that fit, in order of their time.
+        result: the front of time against memory, what was left out, what fits nearly where nothing does.
+        reasons: why the best wins and others lose.
+        asked: the job, and how the question was read.
+    """
+
+    choices: tuple[Choice, ...]
+    result: SearchResult
+    reasons: Reasons
+    asked: Asked
+
+    @property
+    def best(self) -> Choice:
+        """The fastest that fits.
+
+        Raises:
+            ConfigError: nothing fits; with what would.
+        """
+        if not self.choices:
+            cure = self.reasons.cures[-1] if self.reasons.cures else "give a larger cluster"
+            raise ConfigError(f"nothing fits on {self.asked.job.cluster.num_gpus} GPUs; {cure}")
+        return self.choices[0]
+
+    def __repr__(self) -> str:
+        console = Console(file=io.StringIO(), width=_WIDTH, color_system=None)
+        with console.capture() as captured:
+            notes = self.asked.notes
+            console.print(plan_view(self.result, self.reasons, width=_WIDTH, is_coloured=False, notes=notes))
+        return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def plan(
+    model: object,
+    cluster: str | Cluster,
+    *,
+    global_batch: int | None = None,
+    seq_len: int | None = None,
+    settings: Sequence[str] = (),
+    limits: Limits | None = None,
+) -> Plan:
+    """Search the layouts of a job on a cluster for the fastest that fit. Nothing is started, and no GPU is needed.
+
+    Args:
+        model: what `--model` takes; or a `ModelShape`, a `DecoderConfig`, a config of Hugging Face's or the dictionary
+            of one, or a module that has one of them as its `config`, on meta or anywhere.
+        cluster: what `--cluster` takes, such as h100:512; or a `Cluster`.
+        global_batch: sequences of an optimizer step; the model's file's when left out.
+        seq_len: tokens of a sequence; the model's longest when left out.
+        settings: `section.key=value`, which pin what the planner would choose, or go into the config.
+        limits: how many are wanted, how much memory is to stay free, when the search ends.
+
+    Raises:
+        ConfigError: the model, the cluster or a setting is none, or there is no layout at all.
+    """
+    place = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    asked = ask(model_of(model), place, seq_len=seq_len, global_batch=global_batch, settings=settings)
+    pricer = Pricer(asked.job)
+    result = search(asked.job, asked.space, limits, pricer)
+    choices = tuple(Choice(price, asked.base) for price in result.best)
+    return Plan(choices=choices, result=result, reasons=reasons_of(result, pricer), asked=asked)

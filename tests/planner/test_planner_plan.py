@@ -1,0 +1,87 @@
+"""`shardwise.plan`: the command's search as a function."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise
+from shardwise.config import ConfigError
+from shardwise.models.decoder import Decoder
+from shardwise.models.presets import preset
+from shardwise.planner.asked import model_of
+from shardwise.planner.clusters import parse_cluster
+from shardwise.planner.configs import strategy_of
+from shardwise.planner.search import Limits
+from shardwise.planner.shape import ModelShape
+
+GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+PINS = ["mesh.cp=1", "recompute.mode=full", "tiers.optimizer=device"]
+FEW = Limits(num_best=3, max_prices=60)
+
+
+class Configured:
+    """As a config of Hugging Face's: attributes, and a dictionary of them."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(GPT2)
+
+
+def test_the_best_is_a_config_that_runs_its_strategy() -> None:
+    plan = shardwise.plan("llama-7b", "h100:8", global_batch=16, settings=PINS, limits=FEW)
+    config = plan.best.config()
+    assert plan.best is plan.choices[0]
+    assert plan.best.price is plan.result.winner
+    assert config.model.preset == "llama-7b"
+    assert config.batch.global_size == 16
+    assert config.recompute.mode == "full"
+    assert strategy_of(config, 8) == plan.best.price.strategy
+    times = [choice.price.time.step_s for choice in plan.choices]
+    assert len(times) == 3
+    assert times == sorted(times)
+
+
+def test_it_is_printed_as_the_command_prints_it() -> None:
+    plan = shardwise.plan("llama-7b", "h100:8", global_batch=16, settings=PINS, limits=FEW)
+    text = str(plan)
+    assert "llama-7b, 6.74 B parameters" in text
+    assert plan.reasons.wins.split(":")[0].split(" than ")[0] in text
+    assert "\x1b" not in text
+    assert " a step, " in repr(plan.best)
+
+
+def test_what_is_given_goes_into_the_config() -> None:
+    settings = [*PINS, "optimizer.lr=0.5", "mesh.tp=2"]
+    plan = shardwise.plan("llama-7b", "h100:8", global_batch=16, seq_len=2048, settings=settings, limits=FEW)
+    config = plan.best.config()
+    assert (config.optimizer.lr, config.mesh.tp, config.data.seq_len) == (0.5, 2, 2048)
+
+
+def test_where_nothing_fits_the_best_is_refused_with_a_cure() -> None:
+    cluster = parse_cluster("h100:1")
+    small = replace(cluster, gpu=replace(cluster.gpu, memory_bytes=2**30), host=replace(cluster.host, memory_bytes=1.0))
+    plan = shardwise.plan("llama-7b", small, global_batch=1, limits=FEW)
+    assert plan.choices == ()
+    assert "nothing fits" in str(plan)
+    with pytest.raises(ConfigError, match=r"nothing fits on 1 GPUs?; "):
+        _ = plan.best
+
+
+def test_models_are_read_from_what_has_their_shape() -> None:
+    decoder = preset("tiny")
+    with torch.device("meta"):
+        module = Decoder(decoder)
+    shape = ModelShape.of_decoder(decoder)
+    assert model_of(module).shape == model_of(decoder).shape == model_of(shape).shape == shape
+    assert model_of(module).longest == decoder.max_seq_len
+    assert model_of(GPT2).shape.num_params == 124_439_808
+    for model in (Configured(), SimpleNamespace(config=Configured())):
+        assert model_of(model).shape == model_of(GPT2).shape
+        assert model_of(model).longest == 1024
+    assert model_of("llama-2-7b").shape.name == "llama-7b"
+    with pytest.raises(ConfigError, match="int is no model; give"):
+        model_of(3)
