@@ -248,12 +248,25 @@ def test_a_half_set_environment_is_refused(settings, capsys, monkeypatch):
     assert "RANK is not" in capsys.readouterr().err
 
 
-def test_unknown_commands_and_options_are_refused(capsys):
-    for arguments in (["plam"], ["train", "--nope"], ["presets", "tiny"], []):
-        with pytest.raises(SystemExit) as exited:
-            cli.main(arguments)
-        assert exited.value.code == 2
-    assert "choose from" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plam"], "did you mean plan?"),
+        (["train", "--rsume", "auto"], "train has no flag --rsume; did you mean --resume?"),
+        (["plan", "--zzz"], "plan has no flag --zzz; see shardwise plan --help"),
+        (["plan", "--model"], "argument --model: expected one argument"),
+        (["presets", "tiny"], "tiny is more than the command takes"),
+        ([], "arguments are required: COMMAND"),
+    ],
+)
+def test_unknown_commands_and_options_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exited:
+        cli.main(arguments)
+    assert exited.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("shardwise: ")
+    assert error.count("\n") == 1
 
 
 def test_help_needs_no_torch():

@@ -11,13 +11,16 @@ the config, 1 for a run that failed, 128 + n for signal n. torch is imported by 
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -49,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     # argparse does not take up positional arguments again behind an option.
-    if rest and (any(text.startswith("-") for text in rest) or not hasattr(arguments, "settings")):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest and not hasattr(arguments, "settings"):
+        parser.error(f"{' '.join(rest)} is more than the command takes")
     if rest:
         arguments.settings += rest
     for stream in (sys.stdout, sys.stderr):
@@ -66,9 +69,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command in one line, with the nearest right word."""
+
+    def error(self, message: str) -> NoReturn:
+        if "invalid choice:" in message:
+            word, *choices = re.findall(r"'([^']*)'", message)
+            message = f"{word} is none of {', '.join(choices)}{_nearest(word, choices)}"
+        where = "" if message.endswith("?") else f"; see {self.prog} --help"
+        print(f"shardwise: {message}{where}", file=sys.stderr)
+        sys.exit(2)
+
+    def refuse_unknown(self, flag: str) -> NoReturn:
+        """Refuse a flag that this command does not have."""
+        name, flags = flag.partition("=")[0], re.findall(r"--[a-z-]+", self.format_usage())
+        self.error(f"{self.prog.removeprefix('shardwise ')} has no flag {name}{_nearest(name, flags)}")
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        """As argparse does, but that unknown flags are refused here, where the known ones are."""
+        known, rest = super().parse_known_args(args, namespace)
+        for text in rest:
+            if text.startswith("-"):
+                self.refuse_unknown(text)
+        return known, rest
+
+
+def _nearest(word: str, words: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, words, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 def _parser() -> argparse.ArgumentParser:
     description = "Train PyTorch models too large for the machines at hand."
-    parser = argparse.ArgumentParser(prog="shardwise", description=description)
+    parser: argparse.ArgumentParser = _Parser(prog="shardwise", description=description)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     train = commands.add_parser(
         "train",

@@ -18,6 +18,7 @@ from shardwise.planner.job import Job, Strategy
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.shape import ModelShape
 
+CHUNK_TOKENS: Final = 1024
 _HEAD_DIM: Final = 128
 _VOCAB_SIZE: Final = 128_256
 _HEADS_STEP: Final = 4
@@ -98,16 +99,20 @@ def setups(cluster: Cluster, param: Dtype = "bf16") -> Iterator[Setup]:
     else:
         yield Setup(name="on the device", strategy=whole)
     saving = replace(whole, zero_stage=3, recompute="full")
-    yield Setup(name="ZeRO-3, recompute full" if ranks > 1 else "recompute full", strategy=saving)
+    yield Setup(name="... recompute full" if ranks > 1 else "recompute full", strategy=saving)
     team = min(cluster.gpus_per_node, max(1, cluster.gpu.link_domain), 8)
     if team > 1 and ranks % team == 0:
         tensor = replace(saving, tp=team, dp_shard=ranks // team, sequence_parallel=True)
         yield Setup(name=f"... TP {team}+SP", strategy=tensor)
         yield Setup(name=f"... CP {team}", strategy=replace(saving, cp=team, dp_shard=ranks // team))
+    yield Setup(name="... in chunks", strategy=replace(saving, chunk_tokens=CHUNK_TOKENS))
     host = replace(saving, optimizer_tier="host")
     yield Setup(name="... optimizer on host", strategy=host)
-    all_host = replace(host, params_tier="host", grads_tier="host", activations_tier="host")
-    yield Setup(name="... all states on host", strategy=all_host)
+    away = replace(host, params_tier="host", grads_tier="host", activations_tier="host", chunk_tokens=CHUNK_TOKENS)
+    yield Setup(name="... chunks, all on host", strategy=away)
+    if cluster.host.nvme_bytes > 0:
+        on_disk = replace(away, params_tier="nvme", grads_tier="nvme", optimizer_tier="nvme")
+        yield Setup(name="... chunks, states on NVMe", strategy=on_disk)
 
 
 def fit(

@@ -12,10 +12,11 @@ from rich.text import Text
 
 from shardwise.planner.cautions import cautions
 from shardwise.planner.clusters import cluster_words
-from shardwise.planner.fit import Fit
+from shardwise.planner.fit import CHUNK_TOKENS, Fit
 from shardwise.planner.folded import FoldedLayout
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.job import Job
+from shardwise.planner.machine import CPU
 from shardwise.planner.pareto import cost_per_step
 from shardwise.planner.reasons import Default, Reasons, why_yours
 from shardwise.planner.render import (
@@ -222,11 +223,11 @@ def _sent_words(price: Price) -> str:
 def fit_view(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelShape | None = None) -> RenderableType:
     """The largest that a cluster holds, by setup."""
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
-    table.add_column("over all GPUs")
-    table.add_column(f"largest model at {seq_len:,} tokens", no_wrap=True)
+    table.add_column("over all ranks" if cluster.gpu.name == CPU else "over all GPUs", no_wrap=True)
+    table.add_column(f"largest at {seq_len:,} tokens", no_wrap=True)
     if shape is not None:
         table.add_column("micro-batch", justify="right")
-        table.add_column("longest sequence", justify="right")
+        table.add_column("sequence", justify="right")
     for each in fits:
         model = "-"
         if each.shape is not None:
@@ -239,9 +240,13 @@ def fit_view(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
     words = "the largest model is of the Llama family, one sequence a micro-batch"
     if shape is not None:
         words += f"; micro-batch at {seq_len:,} tokens and longest sequence are of {shape.name}"
-    return blocks(
-        facts(rows), table, Text(f"{words}. Lines with ... add to ZeRO-3 with full recomputation.", style="dim")
+    more = (
+        "Lines with ... add to ZeRO-3 with full recomputation"
+        if cluster.num_gpus > 1
+        else "Lines with ... recompute all"
     )
+    chunks = f"chunks are of {CHUNK_TOKENS:,} tokens, of MLPs, head and loss"
+    return blocks(facts(rows), table, Text(f"{words}. {more}; {chunks}.", style="dim"))
 
 
 def plan_dict(plan: SearchResult, reasons: Reasons, yours: Price | None = None) -> dict[str, Any]:
