@@ -143,6 +143,7 @@ def bubble_share(schedule: str, pp: int, num_micro_batches: int, virtual_stages:
     if schedule == "zb-v":
         return _OF_THIRDS * max(0.0, 2 * p - 2 * m - 0.5) / (3 * m)
     if schedule.startswith("zb-"):
+        # Less than the third, since W may be longer than the others.
         filled = (p - 1) / (4 * m) if schedule == "zb-h1" else 0.0
         return max(filled, _OF_THIRDS * (2 * p - m - 1) / (3 * m))
     return max((p - 1) / (m * virtual_stages), (p - m) / m)

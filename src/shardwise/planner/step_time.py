@@ -40,7 +40,8 @@ _STRAGGLING: Final = 0.008
 """The spread of nodes' step times, a share of it: the slowest of many decides (Jiang et al. 2024, arXiv 2402.15627,
 section 6.3: 0.5 % of machines were about 10 % slower)."""
 _QUICK_BUBBLES: Final[Mapping[str, float]] = MappingProxyType({"zb-h1": 2 / 3, "zb-h2": 1 / 3, "zb-v": 0.1})
-"""Of 1F1B's bubble where a micro-batch's three parts take as long as each other (Qi et al. 2023, arXiv 2401.10241)."""
+"""Of 1F1B's bubble: more than the third, nothing and nothing that Qi et al. 2023 (arXiv 2401.10241) give where
+F = B = W, since recomputation makes B longer; too short for few micro-batches. The best are simulated."""
 _INTERVAL: Final = 0.12
 """Of the step's time, to each side: four of five published runs lie within."""
 
