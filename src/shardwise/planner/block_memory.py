@@ -106,6 +106,13 @@ def logits_bytes(job: Job, strategy: Strategy) -> float:
     return 2 * vocab * (DTYPE_BYTES[s.param] * tokens + FP32_BYTES * min(tokens, max(1, rows)))
 
 
+def head_deferred_bytes(job: Job, strategy: Strategy) -> float:
+    """What the gradient of the head's weight waits for, of one micro-batch: its input and the logits' gradient."""
+    s, shape = strategy, job.shape
+    vocab = shape.vocab_size / (s.tp if job.practice.splits_logits else 1)
+    return DTYPE_BYTES[s.param] * job.seq_len / s.cp * s.micro_size * (shape.hidden_size + vocab)
+
+
 def _layer_shape(job: Job, strategy: Strategy, has_experts: bool) -> LayerShape:
     shape, practice, experts = job.shape, job.practice, job.shape.experts
     ffn_size, num_routed = shape.ffn_size, 0

@@ -414,11 +414,13 @@ def _practice(row: Row, shape: ModelShape, strategy: Strategy, gpu: Gpu) -> Prac
     group = p.get("zero_group")
     is_new = strategy.matmul in ("fp8", "fp4")
     logits_bytes = 10.0 if is_model_split and not kernel else 12.0
+    # Where blocks are gathered one by one they are compiled one by one; the loss came in with the next devices.
+    compiles_loss = is_compiled and (strategy.zero_stage < 3 or "fp4" in gpu.peak_flops_per_s)
     overlaps_tensor = strategy.sequence_parallel and (is_new or strategy.schedule == "interleaved")
     overlaps_tensor &= "fp8" in gpu.peak_flops_per_s and strategy.zero_stage < 3
     return Practice(
         attention=attention,
-        logits_bytes=0.0 if is_liger else (6.0 if is_compiled else logits_bytes),
+        logits_bytes=0.0 if is_liger else (6.0 if compiles_loss else logits_bytes),
         optimizer_shards=group if isinstance(group, int) and strategy.zero_stage in (1, 2) else None,
         # Gradients come in the parameters' dtype, and stay beside those that they are added to.
         unsharded_grad_bytes=4.0 if p.get("fp32_grad_accum_unsharded") else 2.0 if p.get("fp32_grad_accum") else 0.0,

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import mul
 from typing import Final
 
 from shardwise.layout.activations import FP32_BYTES
@@ -26,13 +27,12 @@ from shardwise.layout.layout import TIERS
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.skeleton import ROOT
 from shardwise.layout.stages import Placement
-from shardwise.planner.block_memory import NUM_WIDE_OF_NORM, BlockBytes, block_bytes, logits_bytes
+from shardwise.planner.block_memory import NUM_WIDE_OF_NORM, BlockBytes, block_bytes, head_deferred_bytes, logits_bytes
+from shardwise.planner.flights import Flights, Held
 from shardwise.planner.folded import FoldedLayout
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.results import MemoryEstimate, RankMemory
 from shardwise.planner.stages import Stages
-from shardwise.schedule.formulas import max_in_flight
-from shardwise.schedule.recipes import recipe_of
 
 CONTEXT_BYTES: Final = 1.0 * 2**30
 """Of a process's context on a GPU with its kernels: 0.5 to 2 GiB (stas00/ml-engineering, training/performance)."""
@@ -46,30 +46,9 @@ UNUSED_SHARE: Final = 0.04
 NUM_INPUTS_ON_DEVICE: Final = 3
 """Inputs of recomputed blocks that are on the device where the others are on the host."""
 
-
-@dataclass(frozen=True)
-class InFlight:
-    """What a rank of the pipeline holds at its peak, in stages' activations of one micro-batch.
-
-    Attributes:
-        whole: between forward and backward.
-        deferred: whose gradients of the weights are still to come.
-    """
-
-    whole: int
-    deferred: int
-
-
-def in_flight(strategy: Strategy, rank: int) -> InFlight:
-    """On a rank of the pipeline, by `schedule.formulas`; with the deferred ones of H1 and H2 all ranks hold as many."""
-    s = strategy
-    if s.pp == 1:
-        return InFlight(1, 0)
-    whole = max_in_flight(s.schedule, s.pp, s.num_micro_batches, s.virtual_stages, rank)
-    if not recipe_of(s.schedule).splits_backward or s.schedule == "zb-v":
-        return InFlight(whole, 0)
-    together = min(s.num_micro_batches, s.pp if s.schedule == "zb-h1" else 2 * s.pp - 1)
-    return InFlight(whole, together - whole)
+NUM_ON_THE_WAY: Final = 4
+"""Tensors between stages beside those in use: one that is received for the next computation and one that is sent, of
+each direction."""
 
 
 @dataclass(frozen=True)
@@ -137,12 +116,28 @@ class Moving:
         return unreduced + self.wire_bytes * (3 * self.block if self.gathers_once else self.rank + self.block)
 
 
+@dataclass(frozen=True)
+class StageBytes:
+    """Bytes of one micro-batch in a stage.
+
+    Attributes:
+        whole: that its blocks keep for the backward.
+        again: that recomputation adds in the block whose backward runs.
+        deferred: that blocks keep for the gradients of the weights alone.
+    """
+
+    whole: float
+    again: float
+    deferred: float
+
+
 class MemoryModel:
     """Memory of a job's strategies; keeps what several of them share."""
 
     def __init__(self, job: Job, folded: FoldedLayout | None = None) -> None:
         self.job = job
         self.folded = folded or FoldedLayout(job)
+        self._flights = Flights()
         self._blocks: dict[tuple[object, ...], BlockBytes] = {}
 
     def estimate(self, strategy: Strategy) -> MemoryEstimate:
@@ -151,7 +146,7 @@ class MemoryModel:
         found: dict[tuple[object, ...], RankMemory] = {}
         ranks = []
         for rank in range(stages.placement.num_ranks):
-            key = (*stages.held_by(rank), in_flight(strategy, rank))
+            key = (*stages.held_by(rank), self._flight(strategy, rank))
             if key not in found:
                 found[key] = self._of_rank(strategy, stages, rank)
             ranks.append(replace(found[key], pipeline_rank=rank))
@@ -192,32 +187,31 @@ class MemoryModel:
     def _moments(self, strategy: Strategy, stages: Stages, rank: int) -> Iterator[dict[str, float]]:
         """What comes and goes, at each moment that may be the highest."""
         s = strategy
-        flight = in_flight(s, rank)
-        kept, again = self._kept(s, stages, rank, flight)
+        kept, again = self._kept(s, stages, rank)
         held = stages.placement.stages_of(rank)
         block = self._block(s, has_experts=stages.kinds[held[-1]][1] > 0)
-        outputs = flight.whole * block.stream if s.pp > 1 else 0.0
         working = block.working if stages.layers_on(rank) else 0.0
         moving = Moving.of(s, self.folded, rank)
+        waiting = min(NUM_ON_THE_WAY, s.num_micro_batches) * block.stream if s.pp > 1 else 0.0
         if stages.head_stage in held:
             yield {
-                "activations": kept + outputs + 2 * block.stream,
+                "activations": kept + 2 * block.stream,
                 "logits": logits_bytes(self.job, s),
                 "gathered": moving.gathered(1),
                 "buckets": moving.buckets(root=0, block=0),
             }
-            if self.job.cluster.gpu.name == "cpu":  # the backward of the last norm
-                yield {
-                    "activations": kept + outputs + block.stream,
-                    "workspace": block.stream * NUM_WIDE_OF_NORM * FP32_BYTES / DTYPE_BYTES[s.param],
-                    "gathered": moving.gathered(1),
-                    "buckets": moving.buckets(root=1, block=0),
-                }
+        if stages.norm_stage in held and self.job.cluster.gpu.name == "cpu":
+            yield {
+                "activations": kept + block.stream,
+                "workspace": block.stream * NUM_WIDE_OF_NORM * FP32_BYTES / DTYPE_BYTES[s.param],
+                "gathered": moving.gathered(1),
+                "buckets": moving.buckets(root=1, block=0) + waiting,
+            }
         yield {
-            "activations": kept + outputs + again,
+            "activations": kept + again,
             "workspace": working,
             "gathered": moving.gathered(2),
-            "buckets": moving.buckets(root=1, block=1),
+            "buckets": moving.buckets(root=1, block=1) + waiting,
         }
         if s.pp == 1 and stages.layers_on(rank) > 1:  # the last block's gradients are on their way
             yield {
@@ -249,29 +243,51 @@ class MemoryModel:
         num_inputs = stages.layers_on(rank) // strategy.recompute_every - NUM_INPUTS_ON_DEVICE
         return max(0, num_inputs) * block.kept
 
-    def _kept(self, strategy: Strategy, stages: Stages, rank: int, flight: InFlight) -> tuple[float, float]:
-        """Bytes that the blocks of a rank keep, and what recomputation adds in the block whose backward runs."""
+    def _kept(self, strategy: Strategy, stages: Stages, rank: int) -> tuple[float, float]:
+        """Bytes that a rank keeps at the highest moment of its schedule, and what recomputation adds in one block."""
         s = strategy
         held = stages.placement.stages_of(rank)
-        kept = again = deferred = 0.0
-        for has_experts in (False, True):
-            num_blocks = sum(stages.kinds[stage][has_experts] for stage in held)
+        each = [self._kept_by(s, *stages.kinds[stage]) for stage in held]
+        again = max(stage.again for stage in each)
+        if s.pp == 1:
+            return each[0].whole, again
+        stream = self._block(s, has_experts=False).stream  # the output, which is sent on
+        whole = [stage.whole + stream for stage in each]
+        deferred = [stage.deferred for stage in each]
+        if stages.norm_stage in held:
+            whole[held.index(stages.norm_stage)] += stream
+        if stages.head_stage in held:
+            deferred[held.index(stages.head_stage)] += head_deferred_bytes(self.job, s)
+        moments = self._flight(s, rank)
+        if len({*zip(whole, deferred, strict=True)}) == 1:
+            moments = moments[:1]
+        return max(
+            sum(map(mul, moment.whole, whole)) + sum(map(mul, moment.deferred, deferred)) for moment in moments
+        ), again
+
+    def _flight(self, strategy: Strategy, rank: int) -> tuple[Held, ...]:
+        """The moments of a rank's schedule at which it holds most; none without a pipeline."""
+        s = strategy
+        if s.pp == 1:
+            return ()
+        return self._flights.of(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, rank=rank)
+
+    def _kept_by(self, strategy: Strategy, num_dense: int, num_experts: int) -> StageBytes:
+        """What the blocks of one stage keep of one micro-batch."""
+        s = strategy
+        whole = again = deferred = 0.0
+        for num_blocks, has_experts in ((num_dense, False), (num_experts, True)):
             if not num_blocks:
                 continue
             block = self._block(s, has_experts=has_experts)
             num_again = -(-num_blocks // s.recompute_every) if block.kept != block.whole else 0
-            num_kept = num_again
-            if s.activations_tier == "host":
-                num_kept = min(num_again, NUM_INPUTS_ON_DEVICE)
+            num_kept = min(num_again, NUM_INPUTS_ON_DEVICE) if s.activations_tier == "host" else num_again
             behind = num_blocks - 1 - (num_again - 1) * s.recompute_every if num_again else 0
-            kept += num_kept * block.kept + (num_blocks - num_again) * block.whole
+            whole += num_kept * block.kept + (num_blocks - num_again) * block.whole
             if num_again:
                 again = max(again, block.whole - block.kept - behind * block.whole)
             deferred += num_blocks * block.deferred
-        num_stages = len(held)
-        if s.pp == 1:
-            return kept, again
-        return (flight.whole * kept + flight.deferred * min(deferred, kept)) / num_stages, again
+        return StageBytes(whole, again, deferred)
 
     def _block(self, strategy: Strategy, *, has_experts: bool) -> BlockBytes:
         s = strategy
