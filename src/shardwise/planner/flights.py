@@ -3,15 +3,17 @@
 Where a rank's stages are of different sizes, the most stages at once is not yet the most bytes: which ones counts.
 
 >>> [held.whole for held in Flights().of("interleaved", 2, 2, 4, rank=0)]
-[(4, 1), (3, 2)]
+[(3, 2), (4, 1)]
 >>> Flights().of("zb-h1", 4, 1, 1000, rank=2)
-(Held(whole=(2,), deferred=(2,)),)
+(Held(whole=(2,), deferred=(2,)), Held(whole=(1,), deferred=(3,)))
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from operator import ge
 
 from shardwise.schedule.actions import Action, Kind
 from shardwise.schedule.formulas import max_in_flight
@@ -33,14 +35,14 @@ class Held:
     whole: tuple[int, ...]
     deferred: tuple[int, ...]
 
-    @property
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         """All of them."""
         return self.whole + self.deferred
 
     def covers(self, other: Held) -> bool:
         """Whether it is no less of any stage."""
-        return all(mine >= theirs for mine, theirs in zip(self.counts, other.counts, strict=True))
+        return all(map(ge, self.counts, other.counts))
 
 
 class Flights:
