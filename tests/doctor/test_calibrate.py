@@ -94,6 +94,27 @@ def test_rows_become_a_profile():
     assert Profile.from_json(profile.to_json()) == profile
 
 
+def test_of_several_rounds_the_fastest_counts():
+    product = {"dtype": "fp32", "m": 1, "n": 2, "k": 3}
+    head = {"dtype": "fp32", "num_tokens": 1, "hidden_size": 2, "vocab_size": 3}
+    rows = [
+        {"field": "stream_bytes_per_s", "value": 1.0},
+        {"field": "matmuls", "value": product | {"seconds": 0.5}},
+        {"field": "matmuls", "value": product | {"m": 9, "seconds": 0.1}},
+        {"field": "heads", "value": head | {"forward_s": 1.0, "backward_s": 4.0}},
+        {"field": "copies_bytes_per_s", "value": {"way": "host->host", "speed": 2.0}},
+        {"field": "stream_bytes_per_s", "value": 3.0},
+        {"field": "matmuls", "value": product | {"seconds": 0.25}},
+        {"field": "heads", "value": head | {"forward_s": 2.0, "backward_s": 3.0}},
+        {"field": "copies_bytes_per_s", "value": {"way": "host->host", "speed": 1.0}},
+    ]
+    profile = profile_of(rows, num_ranks=2)
+    assert [(each.m, each.seconds) for each in profile.matmuls] == [(1, 0.25), (9, 0.1)]
+    assert [(each.forward_s, each.backward_s) for each in profile.heads] == [(1.0, 3.0)]
+    assert profile.stream_bytes_per_s == 3.0
+    assert profile.copies_bytes_per_s == (("host->host", 2.0),)
+
+
 def test_a_launcher_that_fails_leaves_a_reason(tmp_path):
     profile, failure = calibrate("cpu", 2, os.environ, tmp_path, argv=["-c", "import sys; sys.exit('no ranks')"])
     assert failure == "no ranks"

@@ -1,8 +1,8 @@
 """`shardwise doctor --calibrate`: measures this machine as training uses it, for the planner.
 
 As many ranks as a job has are at work at once, each with its threads, since neighbours contend. All is measured in a
-few rounds, and the median counts: what disturbs a machine for half a minute disturbs one of them. Two sides, as in
-`peers`: `calibrate` starts a launcher as a child and makes a profile of what its ranks leave; each rank is
+few rounds, and the fastest counts: what else runs on a machine for half a minute only ever makes it slower. Two sides,
+as in `peers`: `calibrate` starts a launcher as a child and makes a profile of what its ranks leave; each rank is
 `be_calibrator`.
 
     profile, failure = calibrate("cpu", num_ranks=2, environ=os.environ, folder=Path("runs"))
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
 import torch
@@ -52,7 +51,14 @@ _COLLECTIVE_TIMEOUT_S: Final = 60.0
 _HIDDEN_BYTES, _HIDDEN_SIZE = 16 * 2**20, 512
 _MAX_PRODUCTS: Final = 200
 _COPIES: Final = "copies_bytes_per_s"
-_TIMES: Final = ("seconds", "forward_s", "backward_s", "speed")
+_BETTER: Final[Mapping[str, Callable[..., Any]]] = {
+    "seconds": min,
+    "forward_s": min,
+    "backward_s": min,
+    "call_s": min,
+    "speed": max,
+}
+"""The better one of two values; of what is not here, the larger."""
 _ROWS: Final[Mapping[str, Callable[..., Any]]] = {
     "matmuls": MatmulTime,
     "attentions": AttentionTime,
@@ -90,16 +96,16 @@ def calibrate(
 def profile_of(rows: Iterable[Mapping[str, Any]], num_ranks: int) -> Profile:
     """Make a profile of what the ranks wrote: each row has the name of a field, and a row of a table or a value.
 
-    What was measured several times counts with its median.
+    What was measured several times counts where it was fastest.
 
-    >>> profile_of([{"field": "call_s", "value": each} for each in (2.0, 9.0, 1.0)], num_ranks=2).call_s
+    >>> profile_of([{"field": "call_s", "value": each} for each in (2.0, 9.0)], num_ranks=2).call_s
     2.0
     """
     memory = read_memory()
     total_bytes = min(memory.total_bytes, memory.limit_bytes or memory.total_bytes)
     values: dict[str, Any] = {"device": CPU, "num_threads": 1, "memory_bytes": float(total_bytes)}
     tables: dict[str, list[Any]] = {name: [] for name in _ROWS}
-    for field, value in _medians(rows):
+    for field, value in _fastest(rows):
         if field in tables:
             tables[field].append(_ROWS[field](**value))
         elif field == _COPIES:
@@ -110,19 +116,20 @@ def profile_of(rows: Iterable[Mapping[str, Any]], num_ranks: int) -> Profile:
     return Profile(num_ranks=num_ranks, host_memory_bytes=float(total_bytes), **values)
 
 
-def _medians(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+def _fastest(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
     """(field, value), once for each that was measured, in the order of the first time."""
-    found: dict[tuple[Any, ...], list[Any]] = {}
+    found: dict[tuple[Any, ...], Any] = {}
     for row in rows:
-        value = row["value"]
-        key = tuple(each for each in value.items() if each[0] not in _TIMES) if isinstance(value, dict) else ()
-        found.setdefault((row["field"], key), []).append(value)
-    for (field, _), values in found.items():
-        if isinstance(values[0], dict):
-            times = {name: median(value[name] for value in values) for name in _TIMES if name in values[0]}
-            yield field, values[0] | times
+        field, value = row["field"], row["value"]
+        if isinstance(value, dict):
+            names = [name for name in _BETTER if name in value]
+            key = (field, *(each for each in value.items() if each[0] not in names))
+            kept = found.setdefault(key, value)
+            found[key] = value | {name: _BETTER[name](kept[name], value[name]) for name in names}
         else:
-            yield field, median(values) if isinstance(values[0], float) else values[0]
+            found[field,] = _BETTER.get(field, max)(found.get((field,), value), value)
+    for (field, *_), value in found.items():
+        yield field, value
 
 
 def be_calibrator(env: RankEnv, folder: Path, device_kind: DeviceKind, disk: Path, *, quick: bool) -> None:

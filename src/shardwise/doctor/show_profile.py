@@ -47,7 +47,9 @@ def duration(seconds: float) -> str:
 
 def _rows(profile: Profile) -> Iterator[tuple[str, str]]:
     ranks = "1 rank" if profile.num_ranks == 1 else f"{profile.num_ranks} ranks at work at once"
-    threads = f", {profile.num_threads} threads each" if profile.device == "cpu" else ""
+    threads = ""
+    if profile.device == "cpu":
+        threads = ", 1 thread each" if profile.num_threads == 1 else f", {profile.num_threads} threads each"
     yield "measured", f"{ranks} on {profile.device}{threads}, torch {profile.torch_version}"
     for dtype, flops_per_s in reached_flops_per_s(profile).items():
         number = sum(each.dtype == dtype for each in profile.matmuls)
