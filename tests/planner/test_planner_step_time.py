@@ -119,3 +119,43 @@ def test_rows_begin_where_vectors_do() -> None:
     assert alignment_share(1024, 1024, 2) == 1.0
     assert alignment_share(1024, 1800, 2) == alignment_share(1800, 1024, 2) < 1.0
     assert alignment_share(108, 108, 2) < alignment_share(144, 144, 2)
+
+
+def test_the_first_flash_attention_is_about_half_as_fast() -> None:
+    first, second = (
+        ComputeModel(replace(JOB, practice=Practice(has_first_flash=is_first))).attention(PLAIN)
+        for is_first in (True, False)
+    )
+    assert 0.5 < second.total_s / first.total_s < 0.7
+
+
+def test_attention_that_knows_nothing_of_hopper_gains_nothing_from_its_matrix_products() -> None:
+    long = replace(JOB, seq_len=32768)
+    plain, tuned = (
+        ComputeModel(replace(long, practice=Practice(has_tuned_attention=is_tuned))).attention(PLAIN)
+        for is_tuned in (False, True)
+    )
+    assert plain.forward_s > 1.3 * tuned.forward_s
+    flops = 2.0 * 4 * 32768**2 * SHAPE.num_heads * SHAPE.head_dim
+    assert 300e12 < flops / plain.forward_s < 400e12
+
+
+def test_adding_up_a_gradient_costs_more_where_it_is_a_kernel_of_its_own() -> None:
+    several = replace(PLAIN, micro_size=1, num_micro_batches=4)
+    eager, fused = (
+        ComputeModel(replace(JOB, practice=Practice(is_compiled=is_fused))).block(several).backward_weight_s
+        for is_fused in (False, True)
+    )
+    assert eager > 1.05 * fused
+
+
+def test_fp4_casts_read_more_than_fp8_casts() -> None:
+    gpu = find_gpu("b200")
+    model = ComputeModel(replace(JOB, cluster=replace(CLUSTER, gpu=gpu)))
+    products, casts = [], []
+    for dtype in ("fp8", "fp4"):
+        s = replace(PLAIN, matmul=dtype)
+        products.append(sum(model._product_s(each.m, each.n, each.k, dtype) for each in model._dense_linears(s)))
+        casts.append(model._linears(model._dense_linears(s), s, dtype).forward_s - products[-1])
+    assert casts[1] > casts[0]
+    assert products[1] < products[0]

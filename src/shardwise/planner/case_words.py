@@ -125,6 +125,15 @@ def is_tuned_attention(written: str | None) -> bool:
     return bool(re.search(r"\bfa[34]\b|flash_?attention-?[34]|cudnn", (written or "").lower()))
 
 
+def is_first_flash(written: str | None) -> bool:
+    """Whether the first FlashAttention is named.
+
+    >>> is_first_flash("flash_attentionv1.0.8"), is_first_flash("FA2"), is_first_flash("flash")
+    (True, False, False)
+    """
+    return bool(re.search(r"\bfa1\b|flash_?attention-?v?1", (written or "").lower()))
+
+
 def schedule_of(written: str | None, num_stages: int, virtual_stages: int) -> str:
     """Our name of a pipeline schedule; 1f1b where it is not written, or there is no pipeline."""
     text = (written or "").lower()

@@ -437,6 +437,7 @@ def _practice(row: Row, shape: ModelShape, strategy: Strategy, gpu: Gpu) -> Prac
         fuses_gate=is_compiled or is_liger or is_new,
         cuts_evenly=True,
         has_tuned_attention=words.is_tuned_attention(p.get("attention_kernel")) or "fp4" in gpu.peak_flops_per_s,
+        has_first_flash=words.is_first_flash(p.get("attention_kernel")),
     )
 
 

@@ -41,11 +41,16 @@ _FLASH_SHARES: Final = (0.97, 0.86)
 (arXiv 2307.08691), figures 4 to 6, on an A100; Shah et al. 2024 (arXiv 2407.08608), figures 5 and 6, on an H100."""
 _FLASH_RAMPS: Final = (600.0, 1000.0)
 """Keys at which it has lost half of that to what each row of tiles begins and ends with, and to masked halves."""
-_PLAIN_FLASH_CORE: Final = 2.9e12
-"""FLOPs a second that a core does at most in a kernel that does not use what came with Hopper: FlashAttention-2 reaches
-350 to 400 TFLOPS on 132 of them (Shah et al. 2024, figure 5)."""
+_PLAIN_FLASH_CORE: Final = 3.6e12
+"""FLOPs a second that a core does at most, where nothing else limits it, in a kernel that does not use what came with
+Hopper: FlashAttention-2 reaches 350 to 400 TFLOPS on 132 of them (Shah et al. 2024, figure 5)."""
+_FIRST_FLASH_SHARE: Final = 0.55
+"""Of the second FlashAttention's rate, that of the first (Dao 2023, figure 4)."""
 _BATCHED_SHARE: Final = 0.6
 """Of a large product's rate that the batched products of unfused attention reach: small outputs, a short inner dim."""
+_FP4_READS: Final = 2.0
+"""Of what is cast to fp4, beyond a cast to fp8: its largest element is looked for, and a Hadamard matrix rotates it
+(NVIDIA 2025, arXiv 2509.25149, section 4)."""
 _KERNEL_S: Final = 2.5e-6
 """That a kernel takes on a device beyond its work: it starts, fills the cores and drains them."""
 _DISPATCH_S: Final = 12e-6
@@ -135,11 +140,13 @@ class ComputeModel:
         products = self._linears([linear], strategy, strategy.param)
         width = _WIDTHS[strategy.param]
         logits = tokens * shape.vocab_size / (strategy.tp if practice.splits_logits else 1)
-        is_fused = (practice.logits_bytes or 0.0) <= 2 * width
-        streams = PassTimes(
-            self._stream_s(logits * width * (2 if is_fused else 6)),
-            self._stream_s(logits * width * (2 if is_fused else 5)),
-        )
+        if (practice.logits_bytes or 0.0) <= 2 * width:
+            passes = (2 * width, 2 * width)
+        else:
+            # The log-softmax and its gradient are fp32's, and are cast to and from what is narrower.
+            casts = 0.0 if width == _WIDTHS["fp32"] else width + 4.0
+            passes = (8.0 + casts, 16.0 + casts)
+        streams = PassTimes(*(self._stream_s(logits * each) for each in passes))
         return self._corrections.head(products.plus(streams), strategy, tokens)
 
     def embedding(self, strategy: Strategy) -> PassTimes:
@@ -199,7 +206,7 @@ class ComputeModel:
         practice = self.job.practice
         if practice.is_graphed:
             return times
-        kernels = 14.0 if practice.is_compiled else 24.0
+        kernels = 14.0 if practice.is_compiled else 40.0
         kernels += 0.0 if practice.attention == "flash" else 6.0
         least_s = kernels * _DISPATCH_S
         return PassTimes(
@@ -265,10 +272,12 @@ class ComputeModel:
             input_s += each.count * self._product_s(each.m, each.k, each.n, dtype)
             accumulated_s = self._stream_s(each.n * each.k * self._accumulation_bytes(s))
             product_s = self._product_s(each.k, each.n, each.m, dtype)
-            weight_s += each.count * (product_s + accumulated_s if self._is_cpu else max(product_s, accumulated_s))
+            is_fused = self.job.practice.is_compiled and not self._is_cpu
+            weight_s += each.count * (max(product_s, accumulated_s) if is_fused else product_s + accumulated_s)
             if _WIDTHS[dtype] < wide:
                 # Once as it is and once transposed; fused with what made it, nothing more is read.
                 narrow = (0.0 if self.job.practice.is_compiled else wide) + 2 * _WIDTHS[dtype]
+                narrow += _FP4_READS * wide if dtype == "fp4" else 0.0
                 forward_s += each.count * self._stream_s(each.m * each.k * narrow)
                 input_s += each.count * self._stream_s(each.m * each.n * narrow)
         return PassTimes(forward_s, input_s, weight_s)
@@ -329,7 +338,10 @@ class ComputeModel:
         rate = self._rate("bf16" if _WIDTHS[s.param] <= 2 else _dtype(s))
         if practice.attention == "flash":
             if not practice.has_tuned_attention:
-                rate = min(rate, _PLAIN_FLASH_CORE * max(self.job.cluster.gpu.num_cores, 1))
+                gpu = self.job.cluster.gpu
+                rate = min(rate, _PLAIN_FLASH_CORE * max(gpu.num_cores, 1) * gpu.fitted.matmul_share)
+            if practice.has_first_flash:
+                rate *= _FIRST_FLASH_SHARE
             rate *= min(1.0, 0.6 + shape.head_dim / 320)
             forward_share, backward_share = (
                 share * keys / (keys + ramp) for share, ramp in zip(_FLASH_SHARES, _FLASH_RAMPS, strict=True)
@@ -362,7 +374,7 @@ class ComputeModel:
         else:
             activation = (2.0, 3.0) if practice.is_compiled or practice.attention == "fused-softmax" else (4.0, 6.0)
         heads = tokens / s.tp * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * width
-        rotation = 0.0 if shape.num_positions else 2.0 if practice.is_compiled else 6.0
+        rotation = 0.0 if shape.num_positions else 2.0 if practice.is_compiled else 10.0
         return PassTimes(
             self._stream_s(whole * passes[0] + inner * activation[0] + heads * rotation),
             self._stream_s(whole * passes[1] + inner * activation[1] + heads * rotation),

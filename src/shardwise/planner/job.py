@@ -101,6 +101,7 @@ class Practice:
         saves_norm_in_fp32: whether norms keep a widened copy of their input.
         has_dropout: whether masks are kept.
         has_tuned_attention: whether the attention kernel uses what came with Hopper, as FlashAttention-3 does.
+        has_first_flash: whether it is the first FlashAttention.
         trains_all: whether all weights have gradients; False where adapters alone are trained.
         selective: what selective recomputation leaves: the outputs of matrix products and attention, those of every
             other product and attention, or all but the scores of attention.
@@ -122,6 +123,7 @@ class Practice:
     saves_norm_in_fp32: bool = False
     has_dropout: bool = False
     has_tuned_attention: bool = False
+    has_first_flash: bool = False
     trains_all: bool = True
     selective: Literal["products", "half", "all-but-scores"] = "products"
     fuses_gate: bool = False
