@@ -57,10 +57,15 @@ def block_bytes(job: Job, strategy: Strategy, *, has_experts: bool) -> BlockByte
 
     At its highest the backward of the feed-forward has the gradients of two inner tensors and of the stream, while all
     that was kept is there; that of attention with scores, the gradients of the scores; and that of a norm that is not
-    fused some wide copies. Behind the feed-forward its inner tensors are gone.
+    fused some wide copies. Behind the feed-forward its inner tensors are gone. A feed-forward that takes some tokens
+    of each sequence at a time keeps its input alone, and makes the inner tensors of so many tokens again.
     """
     s, shape = strategy, _layer_shape(job, strategy, has_experts)
     element_bytes = DTYPE_BYTES[s.param]
+    ffn, num_inner = shape.ffn_size / s.tp, (4 if shape.is_gated else 2) - shape.fuses_gate
+    is_chunked = s.chunk_tokens is not None and not has_experts
+    if is_chunked:
+        shape = replace(shape, ffn_size=0)
 
     def kept(mode: str, shape: LayerShape = shape) -> float:
         return activation_bytes_per_layer(
@@ -75,15 +80,18 @@ def block_bytes(job: Job, strategy: Strategy, *, has_experts: bool) -> BlockByte
         )
 
     tokens = job.seq_len / s.cp * s.micro_size
-    hidden, ffn, heads = shape.hidden_size, shape.ffn_size / s.tp, shape.num_heads / s.tp
+    hidden, heads = shape.hidden_size, shape.num_heads / s.tp
     num_streams = 2 if s.sequence_parallel else 1  # gathered, of the input and of its gradient
     in_ffn = element_bytes * ((1 if shape.fuses_gate else 2) * ffn + num_streams * hidden)
-    is_over = -element_bytes * ((4 if shape.is_gated else 2) - shape.fuses_gate) * ffn
+    is_over = 0.0 if is_chunked else -element_bytes * num_inner * ffn
+    if is_chunked:
+        share = min(1.0, (s.chunk_tokens or 1) * s.cp / job.seq_len)
+        in_ffn = share * (in_ffn + element_bytes * num_inner * ffn) + element_bytes * hidden
     in_attention = is_over + (2 * 2 * heads * job.seq_len if shape.score_bytes else 0.0)
     stream = hidden / (s.tp if s.sequence_parallel else 1)
     in_norm = is_over + (FP32_BYTES * NUM_WIDE_OF_NORM * stream if job.cluster.gpu.name == "cpu" else 0.0)
     drops_scores = s.recompute == "selective" and job.practice.selective == "all-but-scores"
-    products = 4 * hidden + 2 * shape.num_heads * shape.head_dim / s.tp + 4 * ffn
+    products = 4 * hidden + 2 * shape.num_heads * shape.head_dim / s.tp + (0 if is_chunked else 4 * ffn)
     return BlockBytes(
         kept=kept("none", replace(shape, score_bytes=0.0)) if drops_scores else kept(s.recompute),
         whole=kept("none"),

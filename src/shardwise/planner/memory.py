@@ -291,7 +291,17 @@ class MemoryModel:
 
     def _block(self, strategy: Strategy, *, has_experts: bool) -> BlockBytes:
         s = strategy
-        key = (has_experts, s.tp, s.cp, s.sequence_parallel, s.micro_size, s.param, s.matmul, s.recompute)
+        key = (
+            has_experts,
+            s.tp,
+            s.cp,
+            s.sequence_parallel,
+            s.micro_size,
+            s.param,
+            s.matmul,
+            s.recompute,
+            s.chunk_tokens,
+        )
         if key not in self._blocks:
             self._blocks[key] = block_bytes(self.job, s, has_experts=has_experts)
         return self._blocks[key]
