@@ -61,6 +61,8 @@ class Moving:
         param_bytes: an element gathered; 0 where parameters rest whole.
         grad_bytes: an element of a gradient that is not reduced yet; 0 where these rest whole.
         wire_bytes: an element that travels beside the gradient; 0 where nothing does.
+        num_of_wire: buffers of one reduction: what it receives, and what it sends where gradients rest wider.
+        is_replicated: all ranks have all that is reduced.
         gathers_once: all of the rank is unsharded for a batch.
     """
 
@@ -70,6 +72,8 @@ class Moving:
     param_bytes: float
     grad_bytes: float
     wire_bytes: float
+    num_of_wire: int
+    is_replicated: bool
     is_pipelined: bool
     gathers_once: bool
 
@@ -95,6 +99,8 @@ class Moving:
             if stage.grads is Placement.SHARD
             else 0,
             wire_bytes=wire,
+            num_of_wire=1 if precision.accumulate == precision.reduce else 2,
+            is_replicated=stage.optimizer is Placement.REPLICATE,
             is_pipelined=s.pp > 1,
             gathers_once=s.gather == "batch",
         )
@@ -104,16 +110,26 @@ class Moving:
         is_whole = self.is_pipelined and self.gathers_once
         return self.param_bytes * (self.rank if is_whole else min(self.rank, self.root + num_blocks * self.block))
 
+    @property
+    def standing(self) -> float:
+        """Bytes of buffers that a pipeline keeps from step to step: of two reductions at once, where gradients rest."""
+        is_in_place = self.is_replicated and self.num_of_wire == 1
+        if not self.is_pipelined or self.grad_bytes or is_in_place:
+            return 0.0
+        numel = (self.root or self.block) + self.block
+        return self.wire_bytes * (self.num_of_wire * numel + (self.block if self.is_replicated else 0))
+
     def buckets(self, root: int, block: int) -> float:
         """Bytes of so many buffers of the root's gradients and of the blocks': buckets, and what is received."""
         if not self.is_pipelined:
             if self.grad_bytes:
                 return self.grad_bytes * (root * self.root + block * self.block)
             return self.wire_bytes * 2 * (max(0, root - 1) * self.root + max(0, block - 1) // 2 * self.block)
-        unreduced = self.grad_bytes * self.rank
         if not self.grad_bytes:
-            return unreduced
-        return unreduced + self.wire_bytes * (3 * self.block if self.gathers_once else self.rank + self.block)
+            return self.standing
+        return self.grad_bytes * self.rank + self.wire_bytes * (
+            3 * self.block if self.gathers_once else self.rank + self.block
+        )
 
 
 @dataclass(frozen=True)
@@ -225,7 +241,7 @@ class MemoryModel:
             "gathered": moving.gathered(1),
             "buckets": moving.buckets(root=2, block=1),
         }
-        yield {"workspace": self._step_bytes(s, rank)}
+        yield {"workspace": self._step_bytes(s, rank), "buckets": moving.standing}
 
     def _step_bytes(self, strategy: Strategy, rank: int) -> float:
         """What the step widens: gradients that rest narrower than the master, of this rank's slice."""
