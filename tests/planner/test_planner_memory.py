@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shardwise import simulate
 from shardwise.config import Config
 from shardwise.models import Decoder, DecoderConfig, lm_loss
+from shardwise.planner.block_memory import block_bytes
 from shardwise.planner.hardware import Cluster, Gpu
 from shardwise.planner.job import Job, Practice, Strategy
 from shardwise.planner.memory import MemoryModel
@@ -114,3 +118,60 @@ def test_first_ranks_of_a_pipeline_hold_more_micro_batches() -> None:
     ranks = MemoryModel(job("h100", num_layers=16)).estimate(Strategy(pp=4, num_micro_batches=8)).ranks
     kept = [rank.peak["activations"] for rank in ranks]
     assert kept[0] > kept[1] > kept[2] > kept[3]
+
+
+@st.composite
+def strategies(draw: st.DrawFn) -> Strategy:
+    pp = draw(st.sampled_from([1, 1, 2, 4]))
+    tp = draw(st.sampled_from([1, 2, 4]))
+    cp = draw(st.sampled_from([1, 2]))
+    return Strategy(
+        pp=pp,
+        tp=tp,
+        cp=cp,
+        dp_shard=draw(st.sampled_from([1, 2, 8])),
+        zero_stage=draw(st.integers(0, 3)),
+        micro_size=draw(st.integers(1, 6)),
+        num_micro_batches=draw(st.integers(1, 6)),
+        schedule=draw(st.sampled_from(["1f1b", "gpipe", "zb-h1", "zb-h2"])) if pp > 1 else "1f1b",
+        gather=draw(st.sampled_from(["batch", "micro-batch"])),
+        sequence_parallel=tp > 1 and draw(st.booleans()),
+        chunk_tokens=draw(st.sampled_from([None, 1, 64, 4096])),
+        recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        param=draw(st.sampled_from(["bf16", "fp32"])),
+        accumulate=draw(st.sampled_from(["param", "fp32"])),
+    )
+
+
+def peaks(strategy: Strategy) -> list[float]:
+    return [rank.peak_bytes for rank in MemoryModel(job()).estimate(strategy).ranks]
+
+
+@settings(deadline=None, max_examples=60)
+@given(strategies())
+def test_any_strategy_has_finite_figures_that_grow_with_the_micro_batch(strategy: Strategy) -> None:
+    ranks = MemoryModel(job()).estimate(strategy).ranks
+    assert all(math.isfinite(size) and size >= 0 for rank in ranks for size in (*rank.peak.values(), rank.peak_bytes))
+    assert all(rank.peak_bytes > 0 for rank in ranks)
+    larger = peaks(replace(strategy, micro_size=strategy.micro_size + 1))
+    assert all(rank.peak_bytes <= more for rank, more in zip(ranks, larger, strict=True))
+
+
+@settings(deadline=None, max_examples=30)
+@given(strategies())
+def test_later_stages_rest_with_no_more(strategy: Strategy) -> None:
+    model = MemoryModel(job())
+    each = [model.estimate(replace(strategy, zero_stage=stage)).ranks for stage in range(4)]
+    for ranks in zip(*each, strict=True):
+        rest = [sum(rank.at_rest.values()) for rank in ranks]
+        assert rest == sorted(rest, reverse=True)
+
+
+@settings(deadline=None, max_examples=30)
+@given(strategies())
+def test_more_recomputation_keeps_no_more(strategy: Strategy) -> None:
+    kept = [
+        block_bytes(job(), replace(strategy, recompute=mode), has_experts=False).kept
+        for mode in ("full", "selective", "none")
+    ]
+    assert kept == sorted(kept)

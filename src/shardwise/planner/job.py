@@ -106,6 +106,7 @@ class Practice:
         selective: what selective recomputation leaves: the outputs of matrix products and attention, those of every
             other product and attention, or all but the scores of attention.
         fuses_gate: whether the activated gate is made again from the gate, not kept.
+        reduces_in_place: whether gradients that rest whole travel as they rest, through no other buffer.
         cuts_evenly: whether stages have as many blocks each; otherwise they are cut by cost, as ours are.
     """
 
@@ -128,6 +129,7 @@ class Practice:
     selective: Literal["products", "half", "all-but-scores"] = "products"
     fuses_gate: bool = False
     cuts_evenly: bool = False
+    reduces_in_place: bool = False
 
 
 SHARDWISE: Final = Practice()

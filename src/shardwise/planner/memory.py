@@ -208,6 +208,8 @@ class MemoryModel:
         block = self._block(s, has_experts=stages.kinds[held[-1]][1] > 0)
         working = block.working if stages.layers_on(rank) else 0.0
         moving = Moving.of(s, self.folded, rank)
+        if self.job.practice.reduces_in_place:
+            moving = replace(moving, num_of_wire=0, is_replicated=False)
         waiting = min(NUM_ON_THE_WAY, s.num_micro_batches) * block.stream if s.pp > 1 else 0.0
         if stages.head_stage in held:
             yield {
