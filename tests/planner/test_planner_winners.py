@@ -1,0 +1,174 @@
+"""What a search with the real prices recommends: it can be trained, it holds what was said, and nothing beats it."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise import simulate
+from shardwise.config import Config
+from shardwise.models import Decoder, DecoderConfig, lm_loss
+from shardwise.models.presets import preset
+from shardwise.planner.candidates import Space, outlines, rests, strategy_at
+from shardwise.planner.capacity import shortfall
+from shardwise.planner.catalogue import find_gpu
+from shardwise.planner.configs import ALWAYS_WRITTEN, config_of, strategy_of, to_toml
+from shardwise.planner.hardware import Cluster, Gpu
+from shardwise.planner.job import Job, Strategy
+from shardwise.planner.pricing import Pricer
+from shardwise.planner.results import Price
+from shardwise.planner.search import Limits, search
+from shardwise.planner.shape import ModelShape
+from shardwise.train.job import check_job
+
+SMALL = DecoderConfig(
+    vocab_size=1024, num_layers=4, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=704,
+    max_seq_len=256,
+)  # fmt: skip
+SEQ_LEN = 256
+# A simpler layout may win over one that is faster by less.
+AS_GOOD = 1.02
+MIB = 2**20
+
+
+def small_job(num_gpus: int, global_batch: int, memory_mib: float, name: str = "cpu") -> Job:
+    """On processes of a CPU, which hold tensors alone, or on a GPU with less memory than it has."""
+    gpu = Gpu(name=name, memory_bytes=1.0, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 1e15})
+    gpu = gpu if name == "cpu" else find_gpu(name)
+    gpu = replace(gpu, memory_bytes=memory_mib * MIB)
+    cluster = Cluster(gpu=gpu, num_gpus=num_gpus, gpus_per_node=min(num_gpus, 4), nic_bytes_per_s=50e9)
+    return Job(
+        shape=ModelShape.of_decoder(SMALL, name="small"), seq_len=SEQ_LEN, global_batch=global_batch, cluster=cluster
+    )
+
+
+def large_job(name: str, gpu: str, num_gpus: int, global_batch: int, seq_len: int) -> Job:
+    device = find_gpu(gpu)
+    cluster = Cluster(gpu=device, num_gpus=num_gpus, gpus_per_node=8, nic_bytes_per_s=device.nic_bytes_per_s)
+    return Job(
+        shape=ModelShape.of_decoder(preset(name), name=name),
+        seq_len=seq_len,
+        global_batch=global_batch,
+        cluster=cluster,
+    )
+
+
+LARGE = [
+    large_job("llama-7b", "a100", 8, 64, 4096),
+    large_job("llama-3-8b", "h100", 8, 64, 8192),
+    large_job("llama-3-70b", "h100", 64, 256, 8192),
+    large_job("llama-405b", "h100", 1024, 512, 8192),
+]
+SMALL_JOBS = [
+    small_job(1, 8, 1000.0),
+    small_job(1, 8, 160.0),
+    small_job(2, 8, 200.0),
+    small_job(4, 8, 90.0),
+    small_job(4, 16, 70.0),
+    small_job(8, 16, 60.0),
+]
+
+
+def first_two(job: Job, space: Space | None = None) -> Iterator[Price]:
+    """The winner and the first that loses."""
+    plan = search(job, space, Limits(num_best=2, max_prices=100))
+    assert plan.winner is not None
+    yield plan.winner
+    yield from plan.runners_up[:1]
+
+
+def words(job: Job) -> str:
+    cluster = job.cluster
+    return f"{job.shape.name} on {cluster.num_gpus} x {cluster.gpu.memory_bytes / 2**30:.2f} GiB"
+
+
+@pytest.mark.parametrize("job", [*LARGE, *SMALL_JOBS], ids=words)
+def test_what_wins_and_what_loses_can_be_trained_by_their_files(job: Job) -> None:
+    pins = {"tp": (8,), "cp": (1,), "pp": (8, 16)} if job.cluster.num_gpus > 64 else {}
+    for price in first_two(job, Space(pins=pins)):
+        config = config_of(job, price.strategy)
+        written = Config.from_dict(tomllib.loads(to_toml(config, ALWAYS_WRITTEN)))
+        assert written == config
+        assert strategy_of(written, job.cluster.num_gpus) == price.strategy
+        resolved, layout = check_job(written, job.cluster.num_gpus)
+        assert resolved.batch.global_size == job.global_batch
+        assert layout.mesh.world_size == job.cluster.num_gpus
+        assert price.margin_bytes > 0
+
+
+@pytest.mark.parametrize("job", SMALL_JOBS, ids=words)
+def test_the_engine_holds_what_the_winner_was_said_to_hold(job: Job) -> None:
+    for price in first_two(job, Space(offloads=False)):
+        for rank in {0, price.strategy.pp - 1}:
+            said, simulation = price.memory.ranks[rank], simulated(job, price.strategy, rank)
+            assert dict(said.at_rest) == simulation.states_bytes
+            assert said.peak_bytes == pytest.approx(simulation.peak.peak_bytes, rel=0.05)
+
+
+def simulated(job: Job, strategy: Strategy, pipeline_rank: int) -> Any:
+    """The engine itself, over tensors without memory."""
+    config = config_of(job, strategy, Config.from_dict({"run": {"device": "cpu"}}))
+    tokens = torch.zeros(strategy.micro_size, job.seq_len, dtype=torch.int64)
+    return simulate(
+        lambda: Decoder(SMALL),
+        config,
+        lambda: (tokens, tokens),
+        rank=pipeline_rank * strategy.num_ranks // strategy.pp,
+        world_size=strategy.num_ranks,
+        loss_fn=lambda logits, batch: lm_loss(logits, batch[1]),
+    )
+
+
+MEDIUM = ModelShape(
+    num_layers=6,
+    hidden_size=2048,
+    num_heads=16,
+    num_kv_heads=4,
+    head_dim=128,
+    ffn_size=8192,
+    vocab_size=32_000,
+    name="medium",
+)
+USUAL: dict[str, tuple[Any, ...]] = {"schedule": ("1f1b",), "recompute": ("none", "full"), "recompute_every": (1,)}
+LAUNCH_BOUND = pytest.mark.xfail(reason="the search takes no outline to be 1.1 times as efficient as all it measured")
+
+
+def medium_job(num_gpus: int, global_batch: int, memory_gib: float) -> Job:
+    job = replace(small_job(num_gpus, global_batch, 1024 * memory_gib, "h100"), shape=MEDIUM)
+    return replace(job, seq_len=4096)
+
+
+@pytest.mark.parametrize(
+    ("job", "pins"),
+    [
+        (medium_job(1, 8, 80.0), {}),
+        (medium_job(1, 8, 14.0), {}),
+        (medium_job(2, 4, 12.0), {}),
+        (medium_job(4, 4, 9.0), {"cp": (1,), "schedule": ("1f1b", "zb-h1")}),
+        (medium_job(4, 8, 7.0), USUAL),
+        (medium_job(8, 16, 20.0), {**USUAL, "transport": ("ring",), "heads_over": (None,)}),
+        pytest.param(small_job(2, 4, 80_000.0, "h100"), {}, marks=LAUNCH_BOUND),
+    ],
+)
+def test_nothing_beats_the_winner_by_real_prices(job: Job, pins: dict[str, tuple[Any, ...]]) -> None:
+    space, limits, pricer = Space(pins=pins, offloads=False), Limits(num_best=2, max_prices=100_000), Pricer(job)
+    every = [
+        strategy_at(outline, rest, space.base)
+        for outline in outlines(job, space)
+        for rest in rests(job, space, outline)
+    ]
+    fitting = [
+        each for each in every if shortfall(pricer.memory.estimate(each), job.cluster, limits.margin_share) is None
+    ]
+    fastest_s = min(pricer.time.estimate(each).step_s for each in fitting)
+    plan = search(job, space, limits, pricer)
+    assert plan.is_proven
+    assert plan.winner is not None
+    assert plan.winner.strategy in fitting
+    assert plan.winner.time.step_s == pytest.approx(pricer.time.estimate(plan.winner.strategy).step_s)
+    assert plan.winner.time.step_s <= AS_GOOD * fastest_s
