@@ -179,6 +179,28 @@ def test_the_states_of_a_model_of_which_only_the_size_is_known() -> None:
     assert predict(read_case(row)).iteration_time_s is None
 
 
+def test_adapters_take_neither_gradients_nor_states_of_frozen_weights() -> None:
+    row = row_of("automodel-lora-llama3-8b-1")
+    whole = predict(read_case(row | {"parallel": row["parallel"] | {"training": "all"}})).price
+    frozen = predict(read_case(row)).price
+    assert whole is not None
+    assert frozen is not None
+    roles = ("grads", "optimizer", "workspace", "buckets")
+    assert whole.memory.worst.bytes_of("optimizer") > frozen.memory.worst.bytes_of("params") > 0
+    assert frozen.memory.worst.bytes_of("grads", "optimizer") == 0 < whole.memory.worst.bytes_of(*roles)
+    assert frozen.margin_bytes > 0 > whole.margin_bytes
+
+
+def test_offload_that_is_possible_is_taken_where_nothing_else_fits() -> None:
+    row = row_of("ds-azure-2t")
+    price = predict(read_case(row)).price
+    never = predict(read_case(row | {"parallel": row["parallel"] | {"offload": "none"}})).price
+    assert price is not None
+    assert never is not None
+    assert (price.strategy.optimizer_tier, never.strategy.optimizer_tier) == ("host", "device")
+    assert price.margin_bytes >= 0 > never.margin_bytes
+
+
 def test_bubbles_of_measured_operations() -> None:
     row = row_of("zb-t5-1.5B-ZB-H1-m32")
     assert predict(read_case(row)).bubble_rate == pytest.approx(row["outputs"]["bubble_rate"], abs=0.005)

@@ -153,12 +153,17 @@ def _candidates(case: Case, strategy: Strategy) -> Iterator[list[Strategy]]:
     stages = [strategy.zero_stage]
     if "zero_stage" in case.guesses:
         stages.append(3)
-    tiers: list[Literal["device", "host"]] = [strategy.activations_tier]
+    tiers = [(strategy.activations_tier, strategy.optimizer_tier)]
     if "offload" in case.guesses:
-        tiers.append("host")
-    for tier, stage, (mode, every) in itertools.product(tiers, stages, modes):
+        tiers += [("host", strategy.optimizer_tier), ("host", "host")]
+    for (kept, states), stage, (mode, every) in itertools.product(tiers, stages, modes):
         sparing = dataclasses.replace(
-            strategy, activations_tier=tier, zero_stage=stage, recompute=mode, recompute_every=every
+            strategy,
+            activations_tier=kept,
+            optimizer_tier=states,
+            zero_stage=stage,
+            recompute=mode,
+            recompute_every=every,
         )
         yield [dataclasses.replace(sparing, micro_size=size, num_micro_batches=each // size) for size in sizes]
 
@@ -183,7 +188,7 @@ def predict(
     if price is None:
         return Prediction() if case.states is None else _of_states(case.states)
     memory = [memory_gib(rank, memory_kind or "allocated") for rank in price.memory.ranks]
-    time_s = price.time.step_s * case.tokens_scale * case.trained_share
+    time_s = price.time.step_s * case.tokens_scale
     flops = flops_per_token(price.job, price.strategy, convention or convention_of(None, case)) * case.trained_share
     tokens = price.job.tokens * case.tokens_scale
     return Prediction(

@@ -11,7 +11,8 @@ Each reader takes what is written, or None, and is lenient: what it cannot read 
 from __future__ import annotations
 
 import re
-from typing import Final, Literal
+from collections.abc import Mapping
+from typing import Any, Final, Literal
 
 from shardwise.planner.bubbles import SEARCHED
 from shardwise.planner.catalogue import known_gpu
@@ -102,6 +103,11 @@ def recompute_of(written: str | None) -> tuple[Recompute, int] | None:
     if re.search(r"full|true|uniform|block|\bon\b", text):
         return "full", 1
     return None
+
+
+def is_adapter(parallel: Mapping[str, Any]) -> bool:
+    """Whether adapters alone are trained."""
+    return "lora" in f"{parallel.get('training')} {parallel.get('recompute')}".lower()
 
 
 def attention_of(written: str | None) -> Attention | None:

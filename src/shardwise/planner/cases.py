@@ -106,15 +106,14 @@ def read_case(row: Row) -> Case:
         cluster=cluster,
         practice=_practice(row, shape, strategy, cluster.gpu),
     )
-    is_adapter = (
-        "lora" in f"{_section(row, 'parallel').get('training')} {_section(row, 'parallel').get('recompute')}".lower()
-    )
     return dataclasses.replace(
         case,
         job=job,
         strategy=strategy,
         tokens_scale=global_batch / strategy.global_batch,
-        trained_share=2 / 3 if is_adapter else 1.0,  # the gradients of weights are a third, and are not computed
+        trained_share=2 / 3
+        if words.is_adapter(_section(row, "parallel"))
+        else 1.0,  # the gradients of weights are a third, and are not computed
         searched_schedule=words.searched_schedule_of(_section(row, "parallel").get("schedule")),
         guesses=guesses,
     )
@@ -397,7 +396,7 @@ def _context(p: Mapping[str, Any], cp: int) -> dict[str, Any]:
     elif "gather" in text and "ring" not in text and cp > 1:
         found["transport"] = "all-gather"
     if "chunk" in text:
-        found |= {"chunk_tokens": 65536, "activations_tier": "host"}
+        found |= {"chunk_tokens": max(1, 65536 // cp), "activations_tier": "host"}
     return found
 
 
@@ -413,14 +412,20 @@ def _practice(row: Row, shape: ModelShape, strategy: Strategy, gpu: Gpu) -> Prac
     is_liger = bool(p.get("liger"))
     group = p.get("zero_group")
     is_new = strategy.matmul in ("fp8", "fp4")
-    logits_bytes = 10.0 if is_model_split and not kernel else 12.0
+    # Torch's loss takes logits widened, their log-softmax and its gradient; a code that splits the model holds the
+    # narrow ones too, as a stage's output, until their gradient is there.
+    whole_logits_bytes = 16.0 if is_model_split else 12.0
+    logits_bytes = 10.0 if is_model_split and not kernel else whole_logits_bytes
+    # FlashAttention comes with a loss that widens no logits; codes that can split the model do not take it.
+    is_data_alone = strategy.zero_stage >= 2 and not is_model_split
+    has_fused_loss = is_data_alone and "flash" in kernel and p.get("liger") is None
     # Where blocks are gathered one by one they are compiled one by one; the loss came in with the next devices.
     compiles_loss = is_compiled and (strategy.zero_stage < 3 or "fp4" in gpu.peak_flops_per_s)
     overlaps_tensor = strategy.sequence_parallel and (is_new or strategy.schedule == "interleaved")
     overlaps_tensor &= "fp8" in gpu.peak_flops_per_s and strategy.zero_stage < 3
     return Practice(
         attention=attention,
-        logits_bytes=0.0 if is_liger else (6.0 if compiles_loss else logits_bytes),
+        logits_bytes=0.0 if is_liger else 4.0 if has_fused_loss else (6.0 if compiles_loss else logits_bytes),
         optimizer_shards=group if isinstance(group, int) and strategy.zero_stage in (1, 2) else None,
         # Gradients come in the parameters' dtype, and stay beside those that they are added to.
         unsharded_grad_bytes=4.0 if p.get("fp32_grad_accum_unsharded") else 2.0 if p.get("fp32_grad_accum") else 0.0,
@@ -437,6 +442,9 @@ def _practice(row: Row, shape: ModelShape, strategy: Strategy, gpu: Gpu) -> Prac
         selective="half" if re.search(r"\bop\b", str(p.get("recompute")).lower()) else "all-but-scores",
         fuses_gate=is_compiled or is_liger or is_new,
         cuts_evenly=True,
+        # What sharded parameters in fp16 hooked into each layer of the model; who came later, in bf16, wraps blocks.
+        moves_tensors=strategy.zero_stage == 3 and strategy.param == "fp16",
+        trains_all=not words.is_adapter(p),
         has_tuned_attention=words.is_tuned_attention(p.get("attention_kernel")) or "fp4" in gpu.peak_flops_per_s,
         has_first_flash=words.is_first_flash(p.get("attention_kernel")),
     )

@@ -95,6 +95,7 @@ class Practice:
         is_graphed: whether kernels are launched as one graph.
         overlaps_data: whether gradients are reduced and parameters gathered while others compute.
         defers_gathers: whether parameters that a step leaves sharded are gathered while the next forward runs.
+        moves_tensors: whether stage 3 gathers parameters and reduces gradients tensor by tensor, not block by block.
         steps_in_backward: whether parameters are stepped as soon as their gradients are there; not where gradients are
             clipped by the norm of all.
         overlaps_tensor: whether tensor-parallel collectives run while a product's other part is computed.
@@ -119,6 +120,7 @@ class Practice:
     is_graphed: bool = False
     overlaps_data: bool = True
     defers_gathers: bool = True
+    moves_tensors: bool = False
     steps_in_backward: bool = False
     overlaps_tensor: bool = False
     saves_norm_in_fp32: bool = False

@@ -172,11 +172,10 @@ class MemoryModel:
         at_rest = self.folded.at_rest(strategy, rank)
         by_tier = self.folded.by_tier(strategy, rank)
         here = by_tier.get("device", {"param": 0, "grad": 0, "optimizer": 0})
-        rest = {
-            "params": float(here["param"]),
-            "grads": here["grad"] + self._extra_grads(strategy, rank),
-            "optimizer": float(here["optimizer"]),
-        }
+        rest = {"params": float(here["param"]), "grads": 0.0, "optimizer": 0.0}
+        if self.job.practice.trains_all:
+            rest["grads"] = here["grad"] + self._extra_grads(strategy, rank)
+            rest["optimizer"] = float(here["optimizer"])
         moments = self._moments(strategy, stages, rank)
         peak = rest | max(moments, key=lambda moment: sum(moment.values()))
         elsewhere = {tier: float(sum(by_tier[tier].values())) for tier in TIERS[1:] if tier in by_tier}
@@ -207,9 +206,7 @@ class MemoryModel:
         held = stages.placement.stages_of(rank)
         block = self._block(s, has_experts=stages.kinds[held[-1]][1] > 0)
         working = block.working if stages.layers_on(rank) else 0.0
-        moving = Moving.of(s, self.folded, rank)
-        if self.job.practice.reduces_in_place:
-            moving = replace(moving, num_of_wire=0, is_replicated=False)
+        moving = self._moving(s, rank)
         waiting = min(NUM_ON_THE_WAY, s.num_micro_batches) * block.stream if s.pp > 1 else 0.0
         if stages.head_stage in held:
             yield {
@@ -245,9 +242,28 @@ class MemoryModel:
         }
         yield {"workspace": self._step_bytes(s, rank), "buckets": moving.standing}
 
+    def _moving(self, strategy: Strategy, rank: int) -> Moving:
+        practice, moving = self.job.practice, Moving.of(strategy, self.folded, rank)
+        if practice.reduces_in_place:
+            moving = replace(moving, num_of_wire=0, is_replicated=False)
+        if not practice.trains_all:
+            moving = replace(moving, grad_bytes=0.0, wire_bytes=0.0)
+        if practice.moves_tensors:
+            moving = replace(moving, block=int(moving.block * self._largest_share()))
+        return moving
+
+    def _largest_share(self) -> float:
+        """Of a dense block's elements, that of its largest weight."""
+        shape = self.job.shape
+        num_matrices = 3 if shape.ffn == "gated" else 2
+        attention = 2 * shape.head_dim * (shape.num_heads + shape.num_kv_heads)
+        return shape.ffn_size / (attention + num_matrices * shape.ffn_size)
+
     def _step_bytes(self, strategy: Strategy, rank: int) -> float:
         """What the step widens: gradients that rest narrower than the master, of this rank's slice."""
         s = strategy
+        if not self.job.practice.trains_all:
+            return 0.0
         if s.optimizer_tier != "device" or DTYPE_BYTES[s.param] >= FP32_BYTES or s.accumulate == "fp32":
             return 0.0
         folds = self.folded.rank(s, rank)
