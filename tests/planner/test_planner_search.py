@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shardwise.config import ConfigError
 from shardwise.models.presets import preset
+from shardwise.planner.bounds import bubble_share
 from shardwise.planner.candidates import Space, is_legal, outlines, rests, strategy_at
 from shardwise.planner.capacity import shortfall
 from shardwise.planner.catalogue import find_gpu
@@ -21,9 +22,10 @@ from shardwise.planner.hardware import Cluster
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.neighbours import neighbours
 from shardwise.planner.pareto import pareto
-from shardwise.planner.results import MemoryEstimate, RankMemory, TimeEstimate
-from shardwise.planner.search import Limits, bubble_share, search
+from shardwise.planner.results import MemoryEstimate, Price, RankMemory, TimeEstimate
+from shardwise.planner.search import Limits, search
 from shardwise.planner.shape import ModelShape
+from shardwise.planner.simplicity import num_extras, simplest
 from shardwise.train.job import check_job
 
 SHAPE = ModelShape(
@@ -121,14 +123,16 @@ def fake_pricer(job: Job, seed: int) -> FakePricer:
     return FakePricer(FakeMemory(job, drawn.choice([0.3, 1.0, 3.0])), FakeTime(job, weights))
 
 
-def brute_force(job: Job, pricer: FakePricer, space: Space, margin_share: float) -> float | None:
+def brute_force(job: Job, pricer: FakePricer, space: Space, margin_share: float) -> Price | None:
     found = []
     for outline in outlines(job, space):
         for rest in rests(job, space, outline):
             strategy = strategy_at(outline, rest, space.base)
-            if shortfall(pricer.memory.estimate(strategy), job.cluster, margin_share) is None:
-                found.append(pricer.time.estimate(strategy).step_s)
-    return min(found, default=None)
+            memory = pricer.memory.estimate(strategy)
+            if shortfall(memory, job.cluster, margin_share) is None:
+                time = pricer.time.estimate(strategy)
+                found.append(Price(job=job, strategy=strategy, memory=memory, time=time))
+    return simplest(found) if found else None
 
 
 @settings(max_examples=25, deadline=None)
@@ -158,8 +162,10 @@ def check_best(num_gpus: int, batches: int, memory_gib: float, seed: int) -> Non
         assert plan.nearest is not None
     else:
         assert plan.winner is not None
-        assert plan.winner.time.step_s == pytest.approx(expected)
-        assert [each.time.step_s for each in plan.best] == sorted(each.time.step_s for each in plan.best)
+        assert plan.winner.time.step_s == pytest.approx(expected.time.step_s)
+        assert num_extras(plan.winner.strategy) == num_extras(expected.strategy)
+        others = [each.time.step_s for each in plan.best[1:]]
+        assert others == sorted(others)
     assert plan.num_priced <= 100_000
 
 
@@ -240,6 +246,7 @@ def test_what_the_engine_refuses_is_not_legal() -> None:
         {"num_micro_batches": 3},
         {"zero_stage": 2, "params_tier": "host"},
         {"activations_tier": "host"},
+        {"activations_tier": "host", "recompute": "selective"},
         {"transport": "ulysses"},
         {"virtual_stages": 2},
     ):

@@ -359,8 +359,8 @@ def _is_legal(space: Space, outline: Outline, rest: Rest) -> bool:
         return False
     if rest.params_tier != "device" and rest.zero_stage != 3:
         return False
-    if rest.activations_tier != "device" and outline.recompute == "none":
-        return False
+    if rest.activations_tier != "device" and outline.recompute != "full":
+        return False  # only the inputs of whole blocks that run again are moved
     if "zero_stage" in space.pins:
         return True
     is_stage_1 = outline.pp > 1 and rest.grads_tier == "device"

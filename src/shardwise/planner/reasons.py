@@ -18,6 +18,7 @@ from shardwise.planner.neighbours import Change, more_gpus, price_changes, small
 from shardwise.planner.pricing import Pricer, Pricing
 from shardwise.planner.results import TIME_PARTS, Price, RankMemory
 from shardwise.planner.search import SearchResult
+from shardwise.planner.simplicity import extras_words, num_extras
 from shardwise.planner.words import gib_words, layout_words, seconds_words
 
 _PART_WORDS: Final[Mapping[str, str]] = MappingProxyType(
@@ -106,7 +107,10 @@ def why_faster(winner: Price, other: Price) -> str:
     """What the winner has less and more of than another."""
     gained = other.time.step_s - winner.time.step_s
     layout = layout_words(other.strategy)
-    if 100 * gained < _EQUAL_PERCENT * winner.time.step_s:
+    share = -100 * gained / winner.time.step_s
+    if share >= _EQUAL_PERCENT:
+        return f"simpler than {layout}, which is {share:.1f} % faster"
+    if -share < _EQUAL_PERCENT:
         return f"as fast as {layout}, which comes next"
     return f"{seconds_words(gained)} faster than {layout}: {parts_words(_differences(winner, other))}"
 
@@ -115,6 +119,8 @@ def why_slower(other: Price, winner: Price) -> str:
     """What another has more and less of than the winner."""
     lost = other.time.step_s - winner.time.step_s
     share = 100 * lost / winner.time.step_s
+    if -share >= _EQUAL_PERCENT and num_extras(other.strategy) > num_extras(winner.strategy):
+        return f"{-share:.1f} % faster, but less simple: {extras_words(other.strategy, winner.strategy)}"
     if share < _EQUAL_PERCENT:
         return "as fast"
     return f"{seconds_words(lost)} ({share:.1f} %) slower: {parts_words(_differences(other, winner))}"

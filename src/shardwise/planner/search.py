@@ -1,8 +1,9 @@
 """The search: outlines in the order of what they take at least, until none that is left can be among the best.
 
 What a rank computes and exchanges inside blocks depends on few of an outline's fields, so one price tells it for all
-outlines that share them; with the pipeline's bubble in closed form that is a bound. The outline with the least bound is
-priced with every way in which its states may rest, and the search ends where the bound passes the times it has found.
+outlines that share them; with the pipeline's bubble in closed form that is a bound. The outline with the least bound,
+and with what others of its mesh took beyond theirs, is priced with every way in which its states may rest, and the
+search ends where the bounds pass the times it has found.
 Three rules leave out what cannot win: nothing is computed twice that fits kept, nothing rests elsewhere that fits on
 the device, and nothing is tried that holds more than what did not fit. The cost depends on outlines, not on ranks.
 """
@@ -14,14 +15,15 @@ import math
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
 
 from shardwise.config import ConfigError
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.planner.candidates import Outline, Rest, Space, outlines, rests, strategy_at
+from shardwise.planner.bounds import SLACK, bubble_share, busy_share, less_split, pipeline_of
+from shardwise.planner.candidates import Outline, Rest, Space, are_states_crowded, outlines, rests, strategy_at
 from shardwise.planner.capacity import Shortfall, shortfall, usable_bytes
 from shardwise.planner.configs import KEYS
 from shardwise.planner.job import Job, Strategy
@@ -29,18 +31,18 @@ from shardwise.planner.neighbours import neighbours
 from shardwise.planner.pareto import front
 from shardwise.planner.pricing import Pricer, Pricing
 from shardwise.planner.results import MemoryEstimate, Price
+from shardwise.planner.simplicity import TIE_SHARE, num_extras, simplest
 
 _INNER_PARTS: Final = ("compute", "recompute", "tensor", "context", "experts")
-# Stages are not quite even, so a pipeline's inner parts may be measured a little too long.
-_SLACK: Final = 0.97
 # How much better than all that were measured an outline's inner parts may be.
 _HEADROOM: Final = 1.1
 _FAR: Final[Mapping[str, int]] = MappingProxyType({"device": 0, "host": 1, "nvme": 2})
 _MOST_STEPS: Final = 6
-# Of as many times the wanted ones schedules are simulated.
-_SIMULATED: Final = 4
-# Forward, and gradients of inputs and of weights, do not take quite the same.
-_OF_THIRDS: Final = 0.9
+# Of as many times the wanted ones schedules are simulated at most.
+_MOST_SIMULATED: Final = 20
+# What most runs do, and of the allowed prices how many more are spent on it.
+_USUAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType({"cp": (1,), "schedule": ("1f1b", "interleaved")})
+_USUAL_SHARE: Final = 0.5
 # A memory estimate takes about so much of what a price takes.
 _MEMORY_COST: Final = 0.25
 
@@ -65,7 +67,7 @@ class SearchResult:
     """What a search found.
 
     Attributes:
-        best: that fit, in order of their time.
+        best: that fit: the simplest of those as fast as the fastest (`simplicity`), then the others in order of time.
         runners_up: the best of each other mesh and schedule, in order of their time.
         front: of those that fit, none of which another beats in both time and memory.
         nearest: what misses by least, where nothing fits; and by how much.
@@ -89,7 +91,7 @@ class SearchResult:
 
     @property
     def winner(self) -> Price | None:
-        """The fastest that fits."""
+        """The best that fits."""
         return self.best[0] if self.best else None
 
 
@@ -110,6 +112,13 @@ def search(
     began = time.perf_counter()
     run = _Search(job, space or Space(), limits or Limits(), pricer or Pricer(job))
     run.work()
+    if not run.num_outlines:
+        raise ConfigError(
+            f"no layout of {job.cluster.num_gpus} GPUs goes with a global batch of {job.global_batch} "
+            "and what is pinned; give a batch that more numbers divide, or pin less"
+        )
+    if not run.is_proven:
+        run.look_at_usual_ones()
     fitting = run.finish()
     return SearchResult(
         job=job,
@@ -124,29 +133,6 @@ def search(
         is_proven=run.is_proven,
         elapsed_s=time.perf_counter() - began,
     )
-
-
-def bubble_share(schedule: str, pp: int, num_micro_batches: int, virtual_stages: int) -> float:
-    """The least bubble of a pipeline, by what its ranks compute.
-
-    With p ranks, m micro-batches and v stages a rank: (p - 1) / (m v) by Narayanan et al. 2021 (arXiv 2104.04473),
-    section 2.2, a third of it for zero-bubble H1 and nothing for H2 and V, were F = B = W (Qi et al. 2023, arXiv
-    2401.10241, sections 2.3 and 6). With few micro-batches the first rank waits for the first of them to come back,
-    p (F + B) or with W, and has the other backwards to do behind it, of V half of them.
-
-    >>> bubble_share("interleaved", 4, 8, 3), bubble_share("zb-h2", 4, 8, 1)
-    (0.125, 0.0)
-    >>> bubble_share("interleaved", 4, 1, 3), round(bubble_share("zb-h2", 4, 1, 1), 3)
-    (3.0, 1.8)
-    """
-    p, m = pp, num_micro_batches
-    if schedule == "zb-v":
-        return _OF_THIRDS * max(0.0, 2 * p - 2 * m - 0.5) / (3 * m)
-    if schedule.startswith("zb-"):
-        # Less than the third, since W may be longer than the others.
-        filled = (p - 1) / (4 * m) if schedule == "zb-h1" else 0.0
-        return max(filled, _OF_THIRDS * (2 * p - m - 1) / (3 * m))
-    return max((p - 1) / (m * virtual_stages), (p - m) / m)
 
 
 def _runners_up(fitting: list[Price], num_best: int) -> Iterator[Price]:
@@ -184,19 +170,21 @@ class _Search:
         self._missed: tuple[float, Strategy] | None = None
         self._least_missed: tuple[float, Strategy] | None = None
         self._best_rate = 0.0
+        self._beyond_s: dict[tuple[int, int, int], float] = {}
 
     def work(self) -> None:
-        """Until the bound passes what was found, or the prices are spent."""
+        """Until the bounds pass what was found, or the prices are spent."""
         heap = self._list()
         while heap:
-            bound_s, index, outline = heapq.heappop(heap)
-            now_s = self._bound_s(outline)
-            if now_s > bound_s * (1 + 1e-9):
+            rank_s, index, outline = heapq.heappop(heap)
+            bound_s = self._bound_s(outline)
+            if bound_s >= self._worst_wanted_s():
+                self.rejected["slower, by what it computes and waits at least"] += 1
+                continue
+            now_s = bound_s + self._beyond_s.get(_mesh_of(outline), 0.0)
+            if now_s > rank_s * (1 + 1e-9):
                 heapq.heappush(heap, (now_s, index, outline))
                 continue
-            if bound_s >= self._worst_wanted_s():
-                self.rejected["slower, by what it computes and waits at least"] += len(heap) + 1
-                return
             if self.num_prices + _MEMORY_COST * self.num_memories >= self.limits.max_prices:
                 self.is_proven = False
                 self.rejected["not looked at"] += len(heap) + 1
@@ -204,7 +192,7 @@ class _Search:
             if outline.inner not in self._inner_s:
                 self._measure(outline.inner)
                 if self._worst_wanted_s() < math.inf:
-                    heapq.heappush(heap, (bound_s, index, outline))
+                    heapq.heappush(heap, (rank_s, index, outline))
                     continue
             self._expand(outline)
 
@@ -216,15 +204,10 @@ class _Search:
                 self._first[outline.inner] = outline
             self.num_outlines += 1
             if self._has_room(outline):
-                heap.append((self._ideal_s * _busy_share(outline), index, outline))
+                heap.append((self._ideal_s * busy_share(outline), index, outline))
             else:
                 self.rejected["out of memory by the least it holds"] += 1
                 self._miss(outline)
-        if not self.num_outlines:
-            raise ConfigError(
-                f"no layout of {self.job.cluster.num_gpus} GPUs goes with a global batch of {self.job.global_batch} "
-                "and what is pinned; give a batch that more numbers divide, or pin less"
-            )
         heapq.heapify(heap)
         return heap
 
@@ -236,16 +219,19 @@ class _Search:
             self._least_missed = least, strategy_at(outline, every[sizes.index(min(sizes))], self.space.base)
 
     def _worst_wanted_s(self) -> float:
-        return self._times[-1] if len(self._times) >= self.limits.num_best else math.inf
+        """Of the wanted ones, and of those that would be preferred to the fastest were they simpler."""
+        if len(self._times) < self.limits.num_best:
+            return math.inf
+        return max(self._times[-1], (1 + TIE_SHARE) * self._times[0])
 
     def _bound_s(self, outline: Outline) -> float:
         inner_s = self._inner_s.get(outline.inner)
         if inner_s is None:
             # Of like outlines the less split ones exchange no more.
-            split = [self._inner_s.get(each, 0.0) for each in _less_split(outline)]
+            split = [self._inner_s.get(each, 0.0) for each in less_split(outline)]
             rate = min(1.0, _HEADROOM * self._best_rate) or 1.0
             inner_s = max([self._ideal_s * (1 + outline.recomputed_share / 3) / rate, *split])
-        return _SLACK * inner_s * (1 + bubble_share(*_pipeline(outline)))
+        return SLACK * inner_s * (1 + bubble_share(*pipeline_of(outline)))
 
     def _measure(self, inner: tuple[Any, ...]) -> None:
         outline = self._first[inner]
@@ -319,6 +305,7 @@ class _Search:
         fits_on_device = self._may_fit(outline, [each for each in every if each.is_on_device], "device")
         fits_elsewhere = self._may_fit(outline, [each for each in every if not each.is_on_device], "elsewhere")
         done: dict[tuple[Any, ...], list[tuple[str, ...]]] = {}
+        num_known = len(self.fitting)
         for rest in every:
             if not (fits_on_device if rest.is_on_device else fits_elsewhere):
                 self.rejected["out of memory"] += 1
@@ -328,6 +315,10 @@ class _Search:
                 self.rejected["moves what fits on the device"] += 1
             elif self._price(outline, rest):
                 here.append(rest.tiers)
+        if times := [each.time.step_s for each in self.fitting[num_known:]]:
+            beyond_s = max(0.0, min(times) - self._bound_s(outline))
+            mesh = _mesh_of(outline)
+            self._beyond_s[mesh] = min(self._beyond_s.get(mesh, math.inf), beyond_s)
 
     def _may_fit(self, outline: Outline, every: list[Rest], where: str) -> bool:
         """Whether the one that holds least fits, and none did that holds no more, of an outline or another."""
@@ -388,18 +379,46 @@ class _Search:
             self._missed = missing.missing_bytes, strategy
         return None
 
+    def look_at_usual_ones(self) -> None:
+        """Where bounds leave too much to look at, look once more among what most runs do."""
+        pins = dict(self.space.pins)
+        for name, usual in _USUAL.items():
+            pins[name] = tuple(each for each in self.space.of(name, usual) if each in usual)
+        if not all(pins.values()):
+            return
+        limits = replace(self.limits, max_prices=max(1, int(_USUAL_SHARE * self.limits.max_prices)))
+        run = _Search(self.job, replace(self.space, pins=pins), limits, self.pricer)
+        run.work()
+        seen = {each.strategy for each in self.fitting}
+        self.fitting += [each for each in run.fitting if each.strategy not in seen]
+        self.num_prices += run.num_prices
+        self.num_memories += run.num_memories
+
     def finish(self) -> list[Price]:
-        """All that fit, the fastest first; of the best few the pipeline's schedule is simulated."""
+        """All that fit: the best, which is the simplest of the fastest, then the fastest first.
+
+        Schedules are simulated until those of all that are shown are; what is left has no better quick time.
+        """
         if not self.is_proven:
             self._climb()
-        fitting = sorted(self.fitting, key=lambda each: each.time.step_s)
-        num_simulated = _SIMULATED * self.limits.num_best
-        front_runners = [
-            replace(each, time=self.pricer.time.estimate(each.strategy)) if each.strategy.pp > 1 else each
-            for each in fitting[:num_simulated]
-        ]
-        self.num_prices += len(front_runners)
-        return sorted([*front_runners, *fitting[num_simulated:]], key=lambda each: each.time.step_s)
+        found = {each.strategy: each for each in self.fitting}
+        known = {strategy for strategy in found if strategy.pp == 1}
+        left = _MOST_SIMULATED * self.limits.num_best
+        while True:
+            fitting = _ordered(found.values())
+            shown = [*fitting[: self.limits.num_best], *_runners_up(fitting, self.limits.num_best)]
+            quick = [each for each in dict.fromkeys(p.strategy for p in shown) if each not in known][:left]
+            if not quick:
+                break
+            for strategy in quick:
+                found[strategy] = replace(found[strategy], time=self.pricer.time.estimate(strategy))
+            known.update(quick)
+            left -= len(quick)
+            self.num_prices += len(quick)
+        if left:
+            return fitting
+        simulated = _ordered(each for strategy, each in found.items() if strategy in known)
+        return [*simulated, *(each for each in fitting if each.strategy not in known)]
 
     def _climb(self) -> None:
         """From the best that were found to their neighbours, as long as one is better."""
@@ -417,7 +436,10 @@ class _Search:
     def _is_in_space(self, strategy: Strategy) -> bool:
         tiers = (strategy.params_tier, strategy.grads_tier, strategy.optimizer_tier, strategy.activations_tier)
         moves = set(tiers) != {"device"}
-        if strategy.chunk_tokens != self.space.base.chunk_tokens or (moves and self.space.offloads is False):
+        offloads = self.space.offloads
+        if offloads is None:
+            offloads = are_states_crowded(self.job, self.space.base)
+        if strategy.chunk_tokens != self.space.base.chunk_tokens or (moves and not offloads):
             return False
         return all(self.space.allows(name, getattr(strategy, name)) for name in KEYS.values())
 
@@ -433,25 +455,18 @@ class _Search:
         return None if missing is None else (price, missing)
 
 
-def _pipeline(outline: Outline) -> tuple[str, int, int, int]:
-    return outline.schedule, outline.pp, outline.num_micro_batches, outline.virtual_stages
+def _ordered(prices: Iterable[Price]) -> list[Price]:
+    """The simplest of the fastest, then the fastest first."""
+    every = sorted(prices, key=lambda each: (each.time.step_s, num_extras(each.strategy)))
+    if not every:
+        return []
+    best = simplest(every)
+    return [best, *(each for each in every if each is not best)]
 
 
-def _busy_share(outline: Outline) -> float:
-    """At least, of what computing everything once without waiting takes."""
-    return _SLACK * (1 + outline.recomputed_share / 3) * (1 + bubble_share(*_pipeline(outline)))
-
-
-def _less_split(outline: Outline) -> Iterator[tuple[Any, ...]]:
-    """Inner parts of like outlines, split over half the ranks or none."""
-    if outline.cp > 1:
-        yield outline._replace(cp=1, transport="ring", heads_over=None).inner
-        if outline.cp > 2:
-            yield outline._replace(cp=outline.cp // 2).inner
-    if outline.tp > 1:
-        if outline.tp > 2:
-            yield outline._replace(tp=outline.tp // 2).inner
-        yield outline._replace(tp=1, sequence_parallel=False).inner
+def _mesh_of(outline: Outline) -> tuple[int, int, int]:
+    """What decides most about what a step takes beyond its bound, as it gathers and reduces."""
+    return outline.pp, outline.tp, outline.num_micro_batches
 
 
 def _saving(rest: Rest) -> tuple[int, int, bool, int]:

@@ -21,7 +21,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Final
 
 from shardwise.planner.communication import BlockCommunication, CommunicationModel
@@ -32,6 +31,8 @@ from shardwise.planner.offload_time import OffloadModel
 from shardwise.planner.pipeline_time import PipelineTimes, StageTimes
 from shardwise.planner.results import TIME_PARTS, TimeEstimate
 from shardwise.planner.stages import Stages
+from shardwise.schedule.actions import ScheduleError
+from shardwise.schedule.formulas import bubble_s
 from shardwise.schedule.op_times import OpTimes
 
 _NO_TIME: Final = PassTimes()
@@ -39,9 +40,6 @@ _NO_TIME: Final = PassTimes()
 _STRAGGLING: Final = 0.008
 """The spread of nodes' step times, a share of it: the slowest of many decides (Jiang et al. 2024, arXiv 2402.15627,
 section 6.3: 0.5 % of machines were about 10 % slower)."""
-_QUICK_BUBBLES: Final[Mapping[str, float]] = MappingProxyType({"zb-h1": 2 / 3, "zb-h2": 1 / 3, "zb-v": 0.1})
-"""Of 1F1B's bubble: more than the third, nothing and nothing that Qi et al. 2023 (arXiv 2401.10241) give where
-F = B = W, since recomputation makes B longer; too short for few micro-batches. The best are simulated."""
 _INTERVAL: Final = 0.12
 """Of the step's time, to each side: four of five published runs lie within."""
 
@@ -85,7 +83,7 @@ class TimeModel:
         """Of one optimizer step.
 
         Args:
-            is_quick: whether the bubble is that of a closed form, rather than of the schedule.
+            is_quick: whether the bubble is that of a closed form, where there is one, rather than of the schedule.
         """
         cut = self.folded.stages.of(strategy)
         stages = self._stages(strategy, cut)
@@ -152,12 +150,11 @@ class TimeModel:
         if s.pp == 1:
             return busy[0], None
         transfer_s = self.communication.transfer_s(s)
-        if is_quick:
-            mean_s, num_stages = sum(busy) / len(busy), len(stages)
-            bubble = (s.pp - 1) / s.num_micro_batches / s.virtual_stages * _QUICK_BUBBLES.get(s.schedule, 1.0)
-            span_s = max(busy) + mean_s * bubble + 2 * (num_stages - 1) * transfer_s
-            return span_s, 1 - mean_s / span_s
         times = [stage.times for stage in stages]
+        bubble = _quick_bubble_s(s, times) if is_quick else None
+        if bubble is not None:
+            span_s = max(busy) + bubble + 2 * (len(stages) - 1) * transfer_s
+            return span_s, 1 - sum(busy) / len(busy) / span_s
         span = self.pipelines.span(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, times, transfer_s)
         return span.step_s, span.bubble_rate
 
@@ -172,6 +169,24 @@ class TimeModel:
         """The largest of n normal deviates is about sqrt(2 ln n) from the mean."""
         num_nodes = math.ceil(self.job.cluster.num_gpus / self.job.cluster.gpus_per_node)
         return step_s * _STRAGGLING * math.sqrt(2 * math.log(num_nodes))
+
+
+def _quick_bubble_s(s: Strategy, stages: Sequence[StageTimes]) -> float | None:
+    """Of ranks that are alike; None with so few micro-batches that only the schedule itself tells it.
+
+    The part of W that is longer than F fills no more of the bubble, and B that is shorter than F waits as long as it.
+    """
+    forward_s, backward_s, weight_s = (
+        sum(each) / s.pp
+        for each in zip(*((t.forward_s, t.backward_input_s, t.backward_weight_s) for t in stages), strict=True)
+    )
+    if s.schedule.startswith("zb-"):
+        weight_s = min(weight_s, forward_s)
+        backward_s = max(backward_s, forward_s)
+    try:
+        return bubble_s(s.schedule, s.pp, s.num_micro_batches, s.virtual_stages, forward_s, backward_s, weight_s)
+    except ScheduleError:
+        return None
 
 
 def _joined(block: _Stage, num_blocks: int, extra: Sequence[_Stage]) -> _Stage:
