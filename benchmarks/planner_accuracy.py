@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +22,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from planner_scores import Scored, by, scores
 from shardwise.planner.case_prices import predict_row
+from shardwise.planner.case_rows import tidied
 from shardwise.planner.cases import read_case
+from shardwise.planner.interval import SHARES, Kind, kind_of
 from shardwise.planner.pipeline_time import PipelineTimes
 from shardwise.planner.results import TIME_PARTS
 
@@ -35,7 +38,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def scored_rows(rows: Sequence[dict[str, Any]]) -> list[Scored]:
     """Each row with its case and prediction."""
     found, pipelines = [], PipelineTimes()
-    for row in rows:
+    for row in map(tidied, rows):
         case = read_case(row)
         found.append(Scored(row, case, predict_row(row, case, pipelines)))
     return found
@@ -77,6 +80,35 @@ def figures(rows: Sequence[Scored]) -> dict[str, float]:
         "top-1 regret error": found["regret"],
         "bubble error in points": found["bubble_points"]["max"],
     }
+
+
+def within_interval(rows: Sequence[Scored]) -> float:
+    """The share of runs whose measured time lies in the interval that was predicted."""
+    off = [_off(each) <= SHARES[kind] for kind, some in kinds(rows).items() for each in some]
+    return sum(off) / len(off) if off else math.nan
+
+
+def kinds(rows: Sequence[Scored]) -> dict[Kind, list[Scored]]:
+    """Rows whose time was measured, by what their prediction rests on."""
+    found: dict[Kind, list[Scored]] = {kind: [] for kind in SHARES}
+    for each in rows:
+        if each.time_ratio is not None and each.prediction.price is not None:
+            found[kind_of(each.prediction.price.job, each.prediction.price.strategy)].append(each)
+    return found
+
+
+def spread_lines(rows: Sequence[Scored]) -> list[str]:
+    """Of each kind of prediction the share, to each side, within which four of five measured times lie."""
+    found = []
+    for kind, some in kinds(rows).items():
+        off = sorted(_off(each) for each in some)
+        share = f"{off[math.ceil(0.8 * len(off)) - 1]:.1%}" if off else "–"
+        found.append(f"{kind:<9} n {len(off):>3}  four of five within {share:>6}  predicted {SHARES[kind]:.0%}")
+    return found + [f"within the predicted interval: {within_interval(rows):.1%}"]
+
+
+def _off(each: Scored) -> float:
+    return abs(1 / (each.time_ratio or math.inf) - 1)
 
 
 def _errors(found: dict[str, float]) -> str:

@@ -31,12 +31,17 @@ def core_rows() -> list[dict[str, Any]]:
     return [row for row in json.loads(CASES.read_text(encoding="utf-8"))["cases"] if row["tier"] == "core"]
 
 
+@pytest.fixture(scope="module")
+def core(accuracy: Any) -> list[Any]:
+    found: list[Any] = accuracy.scored_rows(core_rows())
+    return found
+
+
 @pytest.mark.timeout(300)
-def test_no_figure_is_worse_than_recorded(accuracy: Any) -> None:
+def test_no_figure_is_worse_than_recorded(accuracy: Any, core: list[Any]) -> None:
     """To record better ones: python benchmarks/planner_accuracy.py tests/data/planner_cases.json --record FILE"""
-    rows = accuracy.scored_rows(core_rows())
-    recorded, found = json.loads(RECORDED.read_text(encoding="utf-8")), accuracy.figures(rows)
-    print(accuracy.table(rows))
+    recorded, found = json.loads(RECORDED.read_text(encoding="utf-8")), accuracy.figures(core)
+    print(accuracy.table(core))
     assert set(found) == set(recorded)
     worse = {
         name: f"{value:.4f} was {recorded[name]:.4f}"
@@ -44,6 +49,45 @@ def test_no_figure_is_worse_than_recorded(accuracy: Any) -> None:
         if (value - recorded[name] if "error" in name else recorded[name] - value) > SLACK
     }
     assert not worse
+
+
+@pytest.mark.timeout(300)
+def test_four_of_five_runs_lie_in_the_interval(accuracy: Any, core: list[Any]) -> None:
+    print("\n".join(accuracy.spread_lines(core)))
+    assert 0.75 <= accuracy.within_interval(core) <= 0.90
+    for kind, some in accuracy.kinds(core).items():
+        if len(some) >= 30:
+            assert 0.7 <= accuracy.within_interval(some) <= 0.93, kind
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        '{"cases": []}',
+        "[]",
+        '[{"id": "x"}]',
+        '[{"id": "x", "model": {"layers": 2, "hidden": 64, "seq": 64}, "hardware": {"gpu": "H100", "num_gpus": 8}}]',
+    ],
+)
+def test_files_with_little_in_them_are_scored(written: str, tmp_path: Path) -> None:
+    cases, predictions, document = (tmp_path / name for name in ("cases.json", "out.json", "out.md"))
+    cases.write_text(written)
+    command = [sys.executable, str(SCRIPT), str(cases), "--json", str(predictions), "--by", "source", "--spread"]
+    command += ["--worst", "3", "--markdown", str(document), "--record", str(tmp_path / "record.json")]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    assert "x" in json.loads(predictions.read_text()) or "x" not in written
+    assert document.read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("written", [None, "{", '{"rows": []}', "3", '["x"]'])
+def test_files_of_no_cases_are_refused_in_one_line(written: str | None, tmp_path: Path) -> None:
+    cases = tmp_path / "cases.json"
+    if written is not None:
+        cases.write_text(written)
+    finished = subprocess.run([sys.executable, str(SCRIPT), str(cases)], capture_output=True, text=True, timeout=240)
+    assert finished.returncode == 2
+    assert len(finished.stderr.splitlines()) == 1 and "cases.json" in finished.stderr
 
 
 @pytest.mark.timeout(300)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from shardwise.planner.bubbles import bubble_rate, deferred_share
+from shardwise.planner.case_rows import tidied
 from shardwise.planner.case_words import Recompute
 from shardwise.planner.cases import Case, KnownStates
 from shardwise.planner.estimators import estimate_model_states
@@ -228,7 +229,8 @@ def _bubble_rate(case: Case, price: Price) -> float | None:
 
 def predict_row(row: Mapping[str, Any], case: Case, pipelines: PipelineTimes | None = None) -> Prediction:
     """The same, in the conventions that a row names, be it beside its inputs or among its outputs."""
-    places = (row, row.get("parallel") or {}, row.get("outputs") or {})
+    row = tidied(row)
+    places = (row, row["parallel"], row["outputs"])
     written = {
         key: next((place[key] for place in places if place.get(key)), None)
         for key in ("flops_convention", "memory_kind")

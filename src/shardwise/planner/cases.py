@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from shardwise.planner import case_words as words
+from shardwise.planner.case_rows import tidied
 from shardwise.planner.hardware import Cluster, Gpu
 from shardwise.planner.job import Attention, Job, Practice, Strategy
 from shardwise.planner.shape import Experts, ModelShape
@@ -84,6 +85,7 @@ class Case:
 
 def read_case(row: Row) -> Case:
     """A row of a file of cases, by its inputs alone."""
+    row = tidied(row)
     case = Case(
         id=str(row.get("id", "")),
         group=str(row.get("group", "")),
@@ -161,6 +163,7 @@ def _shape(model: Mapping[str, Any]) -> ModelShape | None:
     attention = str(model.get("attention") or "").lower()
     seq_len = int(model.get("seq") or 0)
     is_tied = model.get("tied_embeddings")
+    ffn_size = int(model.get("ffn") or (8 * hidden // 3 if is_gated else 4 * hidden))
     # The latent attention of DeepSeek has about as many parameters as queries and outputs have without keys.
     kv_heads = 1 if "mla" in attention else int(model.get("kv_heads") or heads)
     return ModelShape(
@@ -168,15 +171,15 @@ def _shape(model: Mapping[str, Any]) -> ModelShape | None:
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=int(model.get("head_dim") or hidden // heads),
-        ffn_size=int(model.get("ffn") or (8 * hidden // 3 if is_gated else 4 * hidden)),
+        head_dim=int(model.get("head_dim") or max(1, hidden // heads)),
+        ffn_size=ffn_size,
         vocab_size=int(model.get("vocab") or USUAL_VOCAB[ffn]),
         ffn=ffn,
         is_tied=not is_gated if is_tied is None else bool(is_tied),
         has_biases=written.startswith("gelu"),
         num_positions=seq_len if not is_gated and "relu" not in written else 0,
         window=_window(attention, seq_len),
-        experts=_experts(model.get("moe")),
+        experts=_experts(model.get("moe"), ffn_size),
         name=str(model.get("name") or "model"),
     )
 
@@ -204,13 +207,13 @@ def _window(attention: str, seq_len: int) -> int | None:
     return max(1, (seq_len + min(seq_len, 2 * numbers[0])) // 4)
 
 
-def _experts(moe: Mapping[str, Any] | None) -> Experts | None:
+def _experts(moe: Mapping[str, Any] | None, dense_ffn_size: int) -> Experts | None:
     if not moe or not moe.get("experts"):
         return None
     return Experts(
         num_experts=int(moe["experts"]),
         num_chosen=int(moe.get("top_k") or 1),
-        ffn_size=int(moe.get("moe_ffn") or 0),
+        ffn_size=int(moe.get("moe_ffn") or dense_ffn_size),
         num_shared=int(moe.get("shared") or 0),
         num_dense_layers=int(moe.get("first_dense_layers") or 0),
     )
@@ -268,6 +271,8 @@ def _strategy(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[Strategy |
     virtual = _virtual_stages(p, shape.num_layers, pp)
     schedule = words.schedule_of(p.get("schedule"), pp, virtual)
     virtual = {"interleaved": max(2, virtual), "zb-v": 2}.get(schedule, 1)
+    if pp * virtual > shape.num_layers:
+        return None, 0, ()
     shard = _shard_ranks(p, dp, int(stage), cluster, tp * pp * cp)
     strategy = Strategy(
         pp=pp,

@@ -26,6 +26,7 @@ from typing import Final
 from shardwise.planner.communication import BlockCommunication, CommunicationModel
 from shardwise.planner.compute import ComputeModel, PassTimes
 from shardwise.planner.folded import FoldedLayout
+from shardwise.planner.interval import interval_s
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.offload_time import OffloadModel
 from shardwise.planner.pipeline_time import PipelineTimes, StageTimes
@@ -40,8 +41,6 @@ _NO_TIME: Final = PassTimes()
 _STRAGGLING: Final = 0.008
 """The spread of nodes' step times, a share of it: the slowest of many decides (Jiang et al. 2024, arXiv 2402.15627,
 section 6.3: 0.5 % of machines were about 10 % slower)."""
-_INTERVAL: Final = 0.12
-"""Of the step's time, to each side: four of five published runs lie within."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +102,8 @@ class TimeModel:
         parts["step"] = self._step_s(strategy, worst)
         parts["other"] = self._straggling_s(sum(parts.values()))
         step_s = sum(parts.values())
-        return TimeEstimate(
-            step_s=step_s,
-            low_s=step_s * (1 - _INTERVAL),
-            high_s=step_s * (1 + _INTERVAL),
-            parts=parts,
-            bubble_rate=bubble_rate,
-        )
+        low_s, high_s = interval_s(self.job, strategy, step_s)
+        return TimeEstimate(step_s=step_s, low_s=low_s, high_s=high_s, parts=parts, bubble_rate=bubble_rate)
 
     def op_times(self, strategy: Strategy) -> OpTimes:
         """Of one micro-batch on a rank, the mean of all: what a schedule's bubble is told by where stages are alike."""
