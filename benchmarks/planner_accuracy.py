@@ -5,13 +5,14 @@ A file of cases is JSON, `{"cases": [...]}` or a list; each row has `model`, `ha
 
     python benchmarks/planner_accuracy.py tests/data/planner_cases.json --json predictions.json
     python benchmarks/planner_accuracy.py CASES.json --json OUT --tier core --by source --worst 20
+    python benchmarks/planner_accuracy.py tests/data/planner_cases.json --markdown docs/planner-accuracy.md \\
+        --leave-out tests/data/planner_leave_one_out.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -20,19 +21,45 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from planner_document import document
 from planner_scores import Scored, by, scores
+from planner_spread import spread_lines
+from shardwise.config import ConfigError
 from shardwise.planner.case_prices import predict_row
 from shardwise.planner.case_rows import tidied
 from shardwise.planner.cases import read_case
-from shardwise.planner.interval import SHARES, Kind, kind_of
 from shardwise.planner.pipeline_time import PipelineTimes
 from shardwise.planner.results import TIME_PARTS
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of cases."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return list(found["cases"] if isinstance(found, dict) else found)
+    """The rows of a file of cases.
+
+    Raises:
+        ConfigError: it is no such file.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}; name a JSON file of cases") from None
+    rows = found.get("cases") if isinstance(found, dict) else found
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f'{path} holds no list of rows; write {{"cases": [...]}} or [...], each row an object')
+    return rows
+
+
+def read_left_out(path: Path | None) -> dict[str, Any]:
+    """Errors by source that were written by `planner_fit.py --leave-out`.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if path is None:
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}; make it by planner_fit.py") from None
 
 
 def scored_rows(rows: Sequence[dict[str, Any]]) -> list[Scored]:
@@ -82,35 +109,6 @@ def figures(rows: Sequence[Scored]) -> dict[str, float]:
     }
 
 
-def within_interval(rows: Sequence[Scored]) -> float:
-    """The share of runs whose measured time lies in the interval that was predicted."""
-    off = [_off(each) <= SHARES[kind] for kind, some in kinds(rows).items() for each in some]
-    return sum(off) / len(off) if off else math.nan
-
-
-def kinds(rows: Sequence[Scored]) -> dict[Kind, list[Scored]]:
-    """Rows whose time was measured, by what their prediction rests on."""
-    found: dict[Kind, list[Scored]] = {kind: [] for kind in SHARES}
-    for each in rows:
-        if each.time_ratio is not None and each.prediction.price is not None:
-            found[kind_of(each.prediction.price.job, each.prediction.price.strategy)].append(each)
-    return found
-
-
-def spread_lines(rows: Sequence[Scored]) -> list[str]:
-    """Of each kind of prediction the share, to each side, within which four of five measured times lie."""
-    found = []
-    for kind, some in kinds(rows).items():
-        off = sorted(_off(each) for each in some)
-        share = f"{off[math.ceil(0.8 * len(off)) - 1]:.1%}" if off else "–"
-        found.append(f"{kind:<9} n {len(off):>3}  four of five within {share:>6}  predicted {SHARES[kind]:.0%}")
-    return found + [f"within the predicted interval: {within_interval(rows):.1%}"]
-
-
-def _off(each: Scored) -> float:
-    return abs(1 / (each.time_ratio or math.inf) - 1)
-
-
 def _errors(found: dict[str, float]) -> str:
     if not found["n"]:
         return "n    0"
@@ -151,9 +149,17 @@ def main() -> None:
     parser.add_argument("--worst", type=int, default=0, help="print so many rows, the most wrong first")
     parser.add_argument("--residuals", type=Path, help="where to write all of those lines")
     parser.add_argument("--record", type=Path, help="where to write the figures that tests hold, of core rows")
+    parser.add_argument("--spread", action="store_true", help="print how far four of five runs are off, by kind")
+    parser.add_argument("--markdown", type=Path, help="where to write the document about all of this")
+    parser.add_argument("--leave-out", type=Path, help="what planner_fit.py --leave-out wrote, for the document")
     options = parser.parse_args()
     start = time.perf_counter()
-    rows = scored_rows(read_rows(options.cases))
+    try:
+        rows = scored_rows(read_rows(options.cases))
+        left_out = read_left_out(options.leave_out)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     took_s = time.perf_counter() - start
     if options.json:
         predictions = {each.case.id: each.prediction.as_row() for each in rows}
@@ -166,6 +172,10 @@ def main() -> None:
     if options.by:
         for name, some in by(chosen, _key(options.by)).items():
             print(f"\n{name}\n{table(some)}")
+    if options.spread:
+        print("\n".join(spread_lines(chosen)))
+    if options.markdown:
+        options.markdown.write_text(document(rows, table, left_out), encoding="utf-8")
     lines = residual_lines(chosen)
     if options.residuals:
         options.residuals.write_text("\n".join(lines) + "\n", encoding="utf-8")

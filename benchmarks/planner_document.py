@@ -1,0 +1,155 @@
+"""The document about the planner's accuracy: what the scores are, put between words that say how they came about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from planner_outliers import explanation
+from planner_scores import Scored, by, errors, out_of_memory
+from planner_spread import spread_lines
+from shardwise.planner import step_time
+from shardwise.planner.catalogue import GPUS
+from shardwise.planner.hardware import Fitted
+
+FAR_OFF = 0.20
+FITTED = ("matmul_share", "memory_share", "network_share")
+
+HEAD = """# How right the planner is
+
+This file is written by
+
+    python benchmarks/planner_accuracy.py tests/data/planner_cases.json --markdown docs/planner-accuracy.md \\
+        --leave-out tests/data/planner_leave_one_out.json
+
+and the errors of sources left out, which take two minutes, by
+
+    python benchmarks/planner_fit.py tests/data/planner_cases.json --leave-out tests/data/planner_leave_one_out.json
+
+## Method
+
+`shardwise plan` is checked against {rows} rows of published training runs, from papers, repositories and logs;
+{core} of them ("core") were read with care, and the constants are fitted to these alone. A row is predicted from its
+model, hardware and layout; of its outputs only how they count FLOPs and memory is read. What a row does not say of its
+run is guessed by one rule for all: as little recomputation as fits, the fastest micro-batch that fits, interleaved
+stages where sequences are split and no number of stages is written.
+
+An error is |predicted / measured - 1|: of the step's time, or of tokens, samples or FLOPs a second, as published.
+"""
+
+FITS = """## What is fitted
+
+Three constants of each family of devices, none of a source: the shares of the best matrix product, of the memory's
+bandwidth and of the network's that training reaches. A family without rows enough keeps the defaults.
+"""
+
+GLOBALS = """The rest is physics or a constant for all devices, with its reason beside it in the code: latencies of
+collectives and what overlap costs in `collectives.py` and `communication.py`, the shape of a kernel's efficiency in
+`compute.py`, stragglers ({straggling:.1%} of the step's time, times sqrt(2 ln nodes)) in `step_time.py`.
+"""
+
+
+def document(rows: Sequence[Scored], table: Callable[[Sequence[Scored]], str], left_out: Mapping[str, Any]) -> str:
+    """All of it.
+
+    Args:
+        table: scores as lines of text.
+        left_out: of each source, errors with and without it in the fit; empty where that was not run.
+    """
+    core = [each for each in rows if each.case.tier == "core"]
+    bulk = [each for each in rows if each.case.tier != "core"]
+    straggling = step_time.STRAGGLING
+    sections = [
+        HEAD.format(rows=len(rows), core=len(core)),
+        f"{FITS}\n{_fits()}\n",
+        GLOBALS.format(straggling=straggling),
+        "## Core rows, by source\n\nThe constants of `left out` were fitted to all core rows but the source's own.\n\n"
+        + _sources(core, left_out)
+        + "\n",
+        _fenced(
+            "## Core rows: all, and each sweep of layouts",
+            "`constant_efficiency` is the simplest planner: the median FLOPs of the same runs by device, dtype and\n"
+            "recomputation. It has seen the answers; ours has seen them through three constants a family. Of a sweep,\n"
+            "tau is Kendall's, of the order of layouts; regret is how much slower the layout ranked first is than the\n"
+            "best. Bubbles are compared where a source gives a pipeline's rate.",
+            table(core),
+        ),
+        "## Out of memory\n\n" + _matrix({"core": core, "held out": bulk, "all": rows}) + "\n",
+        _fenced(
+            "## The interval",
+            "`low_s` and `high_s` are meant to hold four of five runs. How wide they are depends on what a prediction\n"
+            "rests on (`planner/interval.py`); kinds with few rows, or rows of one source, are set by hand. Core rows:",
+            "\n".join(spread_lines(core)),
+        ),
+        _fenced(
+            "## Rows that were held out",
+            "Bulk rows were not fitted to, though whoever wrote the models has seen them. Many say less of their run, so that\n"
+            "more is guessed.",
+            table(bulk),
+        ),
+        "### By source\n\n" + _sources(bulk, {}) + "\n",
+        f"## What is far off, and why\n\nCore rows whose time is off by more than {FAR_OFF:.0%}. Where it says "
+        "hypothesis, nobody has checked.\n\n" + _far_off(core),
+    ]
+    return "\n".join(sections).rstrip() + "\n"
+
+
+def _fits() -> str:
+    lines = ["| devices | matrix products | memory | network |", "|---|---|---|---|"]
+    names: dict[Fitted, list[str]] = {}
+    for name, gpu in GPUS.items():
+        names.setdefault(gpu.fitted, []).append(name)
+    for fitted, some in sorted(names.items(), key=lambda item: item[0] == Fitted()):
+        words = "all others (defaults)" if fitted == Fitted() else ", ".join(some)
+        lines.append(f"| {words} | " + " | ".join(f"{getattr(fitted, name):.3f}" for name in FITTED) + " |")
+    return "\n".join(lines)
+
+
+def _sources(rows: Sequence[Scored], left_out: Mapping[str, Any]) -> str:
+    lines = [
+        "| source | rows | step time: mean | median | p90 | left out | memory: rows | mean | fits: rows | right |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    groups = by(rows, lambda each: each.case.group)
+    for name, some in [*groups.items(), ("all", list(rows))]:
+        time, memory, oom = (
+            errors(each.time_ratio for each in some),
+            errors(each.memory_ratio for each in some),
+            out_of_memory(some),
+        )
+        outside = left_out.get(name, {}).get("left_out", {})
+        cells = [name, str(time["n"]), *(_share(time, key) for key in ("mean", "median", "p90"))]
+        cells += [_share(outside, "mean"), str(memory["n"]), _share(memory, "mean")]
+        cells += [str(oom["n"]), _share(oom, "accuracy") if oom["n"] else "–"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _share(found: Mapping[str, float], key: str) -> str:
+    return f"{found[key]:.1%}" if key in found else "–"
+
+
+def _matrix(groups: Mapping[str, Sequence[Scored]]) -> str:
+    lines = [
+        "| rows | n | ran out, found | ran out, missed | ran, said to run out | ran, found | right |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, rows in groups.items():
+        found = out_of_memory(rows)
+        right = found["n"] - found["hits"] - found["missed"] - found["false"]
+        counts = (found["n"], found["hits"], found["missed"], found["false"], right)
+        accuracy = f"{found['accuracy']:.1%}" if found["n"] else "–"
+        lines.append(f"| {name} | " + " | ".join(str(each) for each in counts) + f" | {accuracy} |")
+    return "\n".join(lines)
+
+
+def _fenced(title: str, words: str, text: str) -> str:
+    return f"{title}\n\n{words}\n\n```\n{text}\n```\n"
+
+
+def _far_off(rows: Sequence[Scored]) -> str:
+    far = [(each.time_ratio, each) for each in rows if each.time_ratio and abs(each.time_ratio - 1) > FAR_OFF]
+    lines = ["| row | predicted / measured | explanation |", "|---|---|---|"]
+    for ratio, each in sorted(far, key=lambda item: (-abs(item[0] - 1), item[1].case.id)):
+        lines.append(f"| {each.case.group}, {each.case.id} | {ratio:.2f} | {explanation(each)} |")
+    return "\n".join(lines)
