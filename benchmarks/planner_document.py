@@ -83,8 +83,8 @@ def document(rows: Sequence[Scored], table: Callable[[Sequence[Scored]], str], l
         ),
         _fenced(
             "## Rows that were held out",
-            "Bulk rows were not fitted to, though whoever wrote the models has seen them. Many say less of their run, so that\n"
-            "more is guessed.",
+            "Bulk rows were not fitted to, though whoever wrote the models has seen them. Many say less of their\n"
+            "run, so that more is guessed.",
             table(bulk),
         ),
         "### By source\n\n" + _sources(bulk, {}) + "\n",
@@ -135,7 +135,7 @@ def _matrix(groups: Mapping[str, Sequence[Scored]]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, rows in groups.items():
-        found = out_of_memory(rows)
+        found = {"hits": 0, "missed": 0, "false": 0, **out_of_memory(rows)}
         right = found["n"] - found["hits"] - found["missed"] - found["false"]
         counts = (found["n"], found["hits"], found["missed"], found["false"], right)
         accuracy = f"{found['accuracy']:.1%}" if found["n"] else "–"

@@ -28,7 +28,7 @@ SHARES: Final[Mapping[Kind, float]] = MappingProxyType(
 )
 """Of the predicted time, to each side: the 80th percentile of |measured / predicted - 1| on core rows, which
 `benchmarks/planner_accuracy.py --spread` prints. `measured`, `unfitted` and `wide` have too few rows, and are set by
-hand: `measured` to the twelve runs of `benchmarks/planner_machine.py`, the others so that an interval says something."""
+hand: `measured` by the twelve runs of `benchmarks/planner_machine.py`, the others so that they say something."""
 
 
 def kind_of(job: Job, strategy: Strategy) -> Kind:
