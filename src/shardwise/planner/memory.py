@@ -176,6 +176,8 @@ class MemoryModel:
         if self.job.practice.trains_all:
             rest["grads"] = here["grad"] + self._extra_grads(strategy, rank)
             rest["optimizer"] = float(here["optimizer"])
+        else:  # the adapters' own are too few to count
+            at_rest = {**at_rest, "grad": 0, "optimizer": 0}
         moments = self._moments(strategy, stages, rank)
         peak = rest | max(moments, key=lambda moment: sum(moment.values()))
         elsewhere = {tier: float(sum(by_tier[tier].values())) for tier in TIERS[1:] if tier in by_tier}
