@@ -46,6 +46,11 @@ bandwidth and of the network's that training reaches. A family without rows enou
 GLOBALS = """The rest is physics or a constant for all devices, with its reason beside it in the code: latencies of
 collectives and what overlap costs in `collectives.py` and `communication.py`, the shape of a kernel's efficiency in
 `compute.py`, stragglers ({straggling:.1%} of the step's time, times sqrt(2 ln nodes)) in `step_time.py`.
+
+Some rules that read a row (`cases.py`) were chosen with these rows in sight, and other sources may not bear them out:
+how large whole logits and a fused loss are where a row does not say which loss it computed, whether a code that names
+its attention kernel splits its logits, what a bare "InfiniBand" is before H100, and which early codes overlap nothing.
+"Fits" of held-out rows and of sources like them is flattered by these.
 """
 
 
