@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.planner.clusters import parse_cluster
 from shardwise.train.job import check_job, job_config
 from shardwise.train.pipeline import schedule_line
 from shardwise.train.tiers import tiers_line
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
+CLUSTER = ROOT / "examples" / "cluster.toml"
+EXAMPLES = sorted(set((ROOT / "examples").glob("*.toml")) - {CLUSTER})
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
@@ -24,6 +26,11 @@ def test_an_example_is_a_job(path: Path) -> None:
     assert shown, "these show states off the device, stages, split sequences, or sparse attention"
     if resolved.mesh.pp > 1:
         assert "bubble" in schedule_line(resolved)
+
+
+def test_the_example_of_a_cluster_is_one() -> None:
+    assert "examples/cluster.toml" in CLUSTER.read_text()
+    assert parse_cluster(str(CLUSTER)).num_gpus > 1
 
 
 def test_there_are_some() -> None:
