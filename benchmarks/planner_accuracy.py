@@ -130,7 +130,7 @@ def residual_lines(rows: Sequence[Scored]) -> list[str]:
         held = " ".join(f"{name}={size / 2**30:.1f}" for name, size in worst.peak.items() if size > 2**26)
         s = price.strategy
         layout = f"tp{s.tp} pp{s.pp}v{s.virtual_stages} dp{s.num_data_ranks} cp{s.cp} ep{s.ep} z{s.zero_stage} "
-        layout += f"mb{s.micro_size}x{s.num_micro_batches} {s.recompute} {s.matmul or s.param} {s.schedule}"
+        layout += f"mb{s.micro_size}x{s.num_micro_batches} {s.recompute} {s.product_dtype} {s.schedule}"
         ratio = "    -" if each.time_ratio is None else f"{each.time_ratio:5.2f}"
         memory = "    -" if each.memory_ratio is None else f"{each.memory_ratio:5.2f}"
         gpu = f"{price.job.cluster.num_gpus}x{price.job.cluster.gpu.name}"

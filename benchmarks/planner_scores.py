@@ -178,7 +178,7 @@ def _kind(each: Scored) -> Hashable:
     strategy, job = each.case.strategy, each.case.job
     if strategy is None or job is None:
         return None
-    return job.cluster.gpu.name, strategy.matmul or strategy.param, strategy.recompute
+    return job.cluster.gpu.name, strategy.product_dtype, strategy.recompute
 
 
 def _model_flops_per_s(each: Scored) -> float:

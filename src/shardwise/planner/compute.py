@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from shardwise.planner import passes
 from shardwise.planner.corrections import Corrections
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.profile import AttentionTime, MatmulTime
@@ -36,11 +37,22 @@ _TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 128, 0
 inputs more often."""
 _PROLOGUE: Final = 96
 """Elements of the inner dim in which a tile's pipeline of loads fills and its result is written."""
+_SPLIT_PROLOGUE: Final = 1.5 * _PROLOGUE
+"""The same where the inner dim is split: partial outputs are added up behind it."""
+_USUAL_CEILING_SHARE: Final = 0.8
+"""Of its peak that a device's best product reaches, where none was measured in any dtype."""
+_LINE_BYTES, _VECTOR_BYTES = 128, 16
+_OFF_LINE_SHARE, _OFF_VECTOR_SHARE = 0.9, 0.1
+"""Of its rate that a product reaches whose rows begin on no cache line, on no vector's address: `alignment_share`."""
 _FLASH_SHARES: Final = (0.97, 0.86)
 """Of a large matrix product's rate that flash attention reaches forward and backward over long sequences: Dao 2023
 (arXiv 2307.08691), figures 4 to 6, on an A100; Shah et al. 2024 (arXiv 2407.08608), figures 5 and 6, on an H100."""
 _FLASH_RAMPS: Final = (600.0, 1000.0)
 """Keys at which it has lost half of that to what each row of tiles begins and ends with, and to masked halves."""
+_FULL_HEAD_DIM: Final = 128
+"""Elements of a head from which on attention's products are as fast as they become."""
+_LEAST_FLASH_SHARE: Final = 0.6
+"""Of that rate where heads are very small, so that those of 64 elements reach 0.8 of it."""
 _PLAIN_FLASH_CORE: Final = 3.6e12
 """FLOPs a second that a core does at most, where nothing else limits it, in a kernel that does not use what came with
 Hopper: FlashAttention-2 reaches 350 to 400 TFLOPS on 132 of them (Shah et al. 2024, figure 5)."""
@@ -127,7 +139,7 @@ class ComputeModel:
         """One micro-batch of one block, a mean over blocks where some have experts and some have none."""
         s = strategy
         linears = (s.tp, s.cp, s.ep, s.micro_size, s.sequence_parallel, s.recompute, s.recompute_every)
-        key = (*linears, _dtype(s), s.param, s.accumulate, s.num_micro_batches > 1, s.zero_stage >= 3)
+        key = (*linears, s.product_dtype, s.param, s.accumulate, s.num_micro_batches > 1, s.zero_stage >= 3)
         if key not in self._blocks:
             self._blocks[key] = self._block(s)
         return self._blocks[key]
@@ -141,18 +153,19 @@ class ComputeModel:
         width = _WIDTHS[strategy.param]
         logits = tokens * shape.vocab_size / (strategy.tp if practice.splits_logits else 1)
         if (practice.logits_bytes or 0.0) <= 2 * width:
-            passes = (2 * width, 2 * width)
+            moved_bytes = (2 * width, 2 * width)
         else:
             # The log-softmax and its gradient are fp32's, and are cast to and from what is narrower.
-            casts = 0.0 if width == _WIDTHS["fp32"] else width + 4.0
-            passes = (8.0 + casts, 16.0 + casts)
-        streams = PassTimes(*(self._stream_s(logits * each) for each in passes))
+            casts = 0.0 if width == _WIDTHS["fp32"] else width + _WIDTHS["fp32"]
+            moved_bytes = (passes.LOSS_BYTES[0] + casts, passes.LOSS_BYTES[1] + casts)
+        streams = PassTimes(*(self._stream_s(logits * each) for each in moved_bytes))
         return self._corrections.head(products.plus(streams), strategy, tokens)
 
     def embedding(self, strategy: Strategy) -> PassTimes:
         """The lookup, and the sum of its gradients."""
         wide = self._tokens(strategy) * self.job.shape.hidden_size * _WIDTHS[strategy.param]
-        return PassTimes(self._stream_s(2 * wide), 0.0, self._stream_s(4 * wide) * self._trains)
+        forward, backward = passes.EMBEDDING_PASSES
+        return PassTimes(self._stream_s(forward * wide), 0.0, self._stream_s(backward * wide) * self._trains)
 
     def attention(self, strategy: Strategy) -> PassTimes:
         """The attention of one block alone, without its linear layers; part of `block`."""
@@ -162,7 +175,7 @@ class ComputeModel:
         """The optimizer's step over `numel` elements that lie on the device."""
         profile = self.job.cluster.profile
         measured = profile.step_bytes_per_s if profile is not None else 0.0
-        width = 28.0 + (0.0 if strategy.param == "fp32" else 2.0)
+        width = passes.STEP_BYTES + (0.0 if strategy.param == "fp32" else passes.STEP_CAST_BYTES)
         return numel * width / (measured or self._bandwidth)
 
     @property
@@ -176,13 +189,13 @@ class ComputeModel:
         shape = self.job.shape
         attention = self._attention(s)
         streams = self._streams(s)
-        products = self._linears(self._attention_linears(s), s, _dtype(s))
+        products = self._linears(self._attention_linears(s), s, s.product_dtype)
         dense_share = 1.0 - shape.num_expert_layers / shape.num_layers
         if dense_share > 0:
-            dense = self._linears(self._dense_linears(s), s, _dtype(s))
+            dense = self._linears(self._dense_linears(s), s, s.product_dtype)
             products = products.plus(dense.times(dense_share))
         if shape.experts is not None:
-            experts = self._linears(self._expert_linears(s), s, _dtype(s))
+            experts = self._linears(self._expert_linears(s), s, s.product_dtype)
             products = products.plus(experts.plus(self._permutation(s)).times(1.0 - dense_share))
         kernels = self._launched(products.plus(attention).plus(streams))
         whole = self._corrections.block(kernels, s, self._tokens(s))
@@ -206,13 +219,13 @@ class ComputeModel:
         practice = self.job.practice
         if practice.is_graphed:
             return times
-        kernels = 14.0 if practice.is_compiled else 40.0
-        kernels += 0.0 if practice.attention == "flash" else 6.0
+        kernels = passes.NUM_COMPILED_KERNELS if practice.is_compiled else passes.NUM_KERNELS
+        kernels += 0.0 if practice.attention == "flash" else passes.NUM_SOFTMAX_KERNELS
         least_s = kernels * _DISPATCH_S
         return PassTimes(
             max(times.forward_s, least_s),
             max(times.backward_input_s, least_s),
-            max(times.backward_weight_s, least_s / 3),
+            max(times.backward_weight_s, least_s * passes.WEIGHT_KERNELS_SHARE),
             times.recompute_s,
         )
 
@@ -262,7 +275,7 @@ class ComputeModel:
         if experts is None:
             return PassTimes()
         copied = self._tokens(s) * experts.num_chosen * self.job.shape.hidden_size * _WIDTHS[s.param]
-        return PassTimes(self._stream_s(6 * copied), self._stream_s(8 * copied))
+        return PassTimes(*(self._stream_s(each * copied) for each in passes.EXPERTS_PASSES))
 
     def _linears(self, linears: Iterable[Linear], s: Strategy, dtype: str) -> PassTimes:
         forward_s = input_s = weight_s = 0.0
@@ -335,26 +348,27 @@ class ComputeModel:
         if rates is not None:
             forward_rate, backward_rate = rates.at(keys, self._tokens(s) * heads * shape.head_dim)
             return PassTimes(forward / forward_rate, forward / backward_rate)
-        rate = self._rate("bf16" if _WIDTHS[s.param] <= 2 else _dtype(s))
+        rate = self._rate("bf16" if _WIDTHS[s.param] <= 2 else s.product_dtype)
         if practice.attention == "flash":
             if not practice.has_tuned_attention:
                 gpu = self.job.cluster.gpu
                 rate = min(rate, _PLAIN_FLASH_CORE * max(gpu.num_cores, 1) * gpu.fitted.matmul_share)
             if practice.has_first_flash:
                 rate *= _FIRST_FLASH_SHARE
-            rate *= min(1.0, 0.6 + shape.head_dim / 320)
+            rate *= min(1.0, _LEAST_FLASH_SHARE + (1 - _LEAST_FLASH_SHARE) * shape.head_dim / _FULL_HEAD_DIM)
             forward_share, backward_share = (
                 share * keys / (keys + ramp) for share, ramp in zip(_FLASH_SHARES, _FLASH_RAMPS, strict=True)
             )
             return PassTimes(forward / 2 / (rate * forward_share), 2.5 * forward / 2 / (rate * backward_share))
         scores = self._tokens(s) * keys * heads * _WIDTHS[s.param]
-        reads = (5.0, 6.0) if practice.attention == "fused-softmax" else (14.0, 15.0)
-        dropout = (2.5, 2.5) if practice.has_dropout else (0.0, 0.0)
-        batched = rate * _BATCHED_SHARE * min(shape.head_dim / 128, 1.0) ** 0.5
+        is_fused = practice.attention == "fused-softmax"
+        forward_passes, backward_passes = passes.FUSED_SOFTMAX_PASSES if is_fused else passes.SOFTMAX_PASSES
+        dropout = passes.DROPOUT_PASSES if practice.has_dropout else 0.0
+        batched = rate * _BATCHED_SHARE * min(shape.head_dim / _FULL_HEAD_DIM, 1.0) ** 0.5
         batched *= alignment_share(shape.head_dim, shape.head_dim, _WIDTHS[s.param])
         return PassTimes(
-            forward / batched + self._stream_s(scores * (reads[0] + dropout[0])),
-            2 * forward / batched + self._stream_s(scores * (reads[1] + dropout[1])),
+            forward / batched + self._stream_s(scores * (forward_passes + dropout)),
+            2 * forward / batched + self._stream_s(scores * (backward_passes + dropout)),
         )
 
     # --- element-wise ----------------------------------------------------------------------------------------------
@@ -364,20 +378,22 @@ class ComputeModel:
         shape, practice = self.job.shape, self.job.practice
         tokens, width = self._tokens(s), _WIDTHS[s.param]
         whole = tokens / (s.tp if s.sequence_parallel else 1) * shape.hidden_size * width
-        norm = (2.0, 3.5) if practice.is_compiled or not practice.saves_norm_in_fp32 else (12.0, 16.0)
-        passes = [2 * each + 2 * sums for each, sums in zip(norm, (3.0, 3.0), strict=True)]
-        if practice.has_dropout:
-            passes = [each + 2 * 2.5 for each in passes]
+        is_one_kernel = practice.is_compiled or not practice.saves_norm_in_fp32
+        norm = passes.NORM_PASSES if is_one_kernel else passes.NORM_IN_FP32_PASSES
+        dropout = passes.DROPOUT_PASSES if practice.has_dropout else 0.0
+        # Each of them twice: of attention and of the feed-forward.
+        around = [2 * (each + added + dropout) for each, added in zip(norm, passes.SUM_PASSES, strict=True)]
         inner = tokens / s.tp * self._ffn_width() * width
         if shape.ffn == "gated":
-            activation = (3.0, 5.0) if practice.is_compiled else (5.0, 8.0)
+            activation = passes.FUSED_GATE_PASSES if practice.is_compiled else passes.GATE_PASSES
         else:
-            activation = (2.0, 3.0) if practice.is_compiled or practice.attention == "fused-softmax" else (4.0, 6.0)
+            is_fused = practice.is_compiled or practice.attention == "fused-softmax"
+            activation = passes.FUSED_ACTIVATION_PASSES if is_fused else passes.ACTIVATION_PASSES
         heads = tokens / s.tp * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * width
-        rotation = 0.0 if shape.num_positions else 2.0 if practice.is_compiled else 10.0
+        rotation = passes.FUSED_ROTATION_PASSES if practice.is_compiled else passes.ROTATION_PASSES
+        rotated = 0.0 if shape.num_positions else heads * rotation
         return PassTimes(
-            self._stream_s(whole * passes[0] + inner * activation[0] + heads * rotation),
-            self._stream_s(whole * passes[1] + inner * activation[1] + heads * rotation),
+            *(self._stream_s(whole * a + inner * b + rotated) for a, b in zip(around, activation, strict=True))
         )
 
     def _ffn_width(self) -> float:
@@ -397,7 +413,7 @@ def ceiling_flops_per_s(job: Job, dtype: str) -> float:
         return gpu.ceiling_flops_per_s[dtype]
     shares = [reached / gpu.peak_flops_per_s[each] for each, reached in gpu.ceiling_flops_per_s.items()]
     peak = gpu.peak_flops_per_s.get(dtype) or max(gpu.peak_flops_per_s.values())
-    return peak * (min(shares) if shares else 0.8)
+    return peak * (min(shares) if shares else _USUAL_CEILING_SHARE)
 
 
 def shape_share(m: float, n: float, k: float, num_cores: int) -> float:
@@ -417,7 +433,8 @@ def shape_share(m: float, n: float, k: float, num_cores: int) -> float:
         for split in (1, 2, 4, 8):
             waves = tiles * split / cores
             depth = k / split
-            share = rate * filled * waves / math.ceil(waves) * depth / (depth + _PROLOGUE * (1 if split == 1 else 1.5))
+            prologue = _PROLOGUE if split == 1 else _SPLIT_PROLOGUE
+            share = rate * filled * waves / math.ceil(waves) * depth / (depth + prologue)
             best = max(best, share)
             if waves > 1:
                 break
@@ -434,7 +451,8 @@ def alignment_share(n: float, k: float, width: float) -> float:
     share = 1.0
     for size in (n, k):
         num_bytes = round(size * width)
-        share = min(share, 1.0 if num_bytes % 128 == 0 else 0.9 if num_bytes % 16 == 0 else 0.1)
+        unaligned = _OFF_LINE_SHARE if num_bytes % _VECTOR_BYTES == 0 else _OFF_VECTOR_SHARE
+        share = min(share, 1.0 if num_bytes % _LINE_BYTES == 0 else unaligned)
     return share
 
 
@@ -454,7 +472,3 @@ def _attention_rates(table: Iterable[AttentionTime], dtype: str) -> Surface | No
             flops = 4.0 * width * each.seq_len
             points.append(((each.seq_len, width), (flops / each.forward_s, flops / each.backward_s)))
     return Surface(points) if points else None
-
-
-def _dtype(strategy: Strategy) -> str:
-    return strategy.matmul or strategy.param

@@ -37,7 +37,7 @@ def kind_of(job: Job, strategy: Strategy) -> Kind:
         return "measured"
     if job.cluster.gpu.fitted == Fitted():
         return "unfitted"
-    dtype = strategy.matmul or strategy.param
+    dtype = strategy.product_dtype
     if dtype in ("fp64", "fp32", "tf32"):
         return "wide"
     if dtype in ("fp8", "fp4"):

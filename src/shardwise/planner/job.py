@@ -75,6 +75,11 @@ class Strategy:
         return self.pp * self.num_data_ranks * self.cp * self.tp
 
     @property
+    def product_dtype(self) -> MatmulDtype:
+        """Of the matrix products."""
+        return self.matmul or self.param
+
+    @property
     def global_batch(self) -> int:
         """Samples of a step."""
         return self.num_data_ranks * self.micro_size * self.num_micro_batches

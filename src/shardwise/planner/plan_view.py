@@ -295,7 +295,7 @@ def price_dict(price: Price) -> dict[str, Any]:
         "parts_s": dict(time.parts),
         "bubble_rate": time.bubble_rate,
         "tokens_per_s_per_gpu": price.tokens_per_s_per_gpu,
-        "mfu": _mfu(price),
+        "mfu": price.mfu(),
         "mfu_convention": "model FLOPs with all keys of attention, nothing that is computed twice",
         "cost_per_step": cost_per_step(price),
         "peak_gib": worst.peak_bytes / GIB,
@@ -310,8 +310,3 @@ def price_dict(price: Price) -> dict[str, Any]:
             for rank in price.memory.ranks
         ],
     }
-
-
-def _mfu(price: Price) -> float | None:
-    dtype = price.strategy.matmul or price.strategy.param
-    return price.mfu() if dtype in price.job.cluster.gpu.peak_flops_per_s else None

@@ -84,11 +84,11 @@ def speed_words(price: Price) -> str:
     time = price.time
     words = f"{seconds_words(time.step_s)} ({span_words(time.low_s, time.high_s)})"
     words += f", {price.tokens_per_s_per_gpu:,.0f} tokens/s a {device_word(price.job)}"
-    dtype = price.strategy.matmul or price.strategy.param
-    if dtype in price.job.cluster.gpu.peak_flops_per_s:
-        words += f", MFU {100 * price.mfu():.1f} %"
-        words += f" of {dtype} ({100 * price.mfu(is_causal_halved=True):.1f} % with causal attention halved)"
-    return words
+    mfu, halved = price.mfu(), price.mfu(is_causal_halved=True)
+    if mfu is None or halved is None:
+        return words
+    dtype = price.strategy.product_dtype
+    return f"{words}, MFU {100 * mfu:.1f} % of {dtype} ({100 * halved:.1f} % with causal attention halved)"
 
 
 def memory_words(price: Price) -> str:
@@ -161,8 +161,8 @@ def price_table(prices: Sequence[Price], *, width: int, is_coloured: bool, yours
 def _figures(price: Price, unit: int) -> Iterator[str]:
     yield seconds_words(price.time.step_s)
     yield f"{price.tokens_per_s_per_gpu:,.0f}"
-    dtype = price.strategy.matmul or price.strategy.param
-    yield f"{100 * price.mfu():.1f}" if dtype in price.job.cluster.gpu.peak_flops_per_s else "-"
+    mfu = price.mfu()
+    yield "-" if mfu is None else f"{100 * mfu:.1f}"
     yield f"{price.memory.worst.peak_bytes / unit:,.{1 if unit == GIB else 0}f}"
 
 

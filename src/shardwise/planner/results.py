@@ -118,8 +118,11 @@ class Price:
         """Of the whole job's tokens, a device's share."""
         return self.job.tokens / self.time.step_s / self.job.cluster.num_gpus
 
-    def mfu(self, *, is_causal_halved: bool = False) -> float:
-        """Model FLOPs by the device's peak in the dtype of the matrix products; nothing computed twice is counted."""
-        dtype = self.strategy.matmul or self.strategy.param
+    def mfu(self, *, is_causal_halved: bool = False) -> float | None:
+        """Model FLOPs by the device's peak in the dtype of the matrix products; nothing computed twice is counted.
+
+        None where the device's peak in that dtype is not known.
+        """
+        peak = self.job.cluster.gpu.peak_flops_per_s.get(self.strategy.product_dtype)
         flops = self.job.shape.flops_per_token(self.job.seq_len, is_causal_halved=is_causal_halved)
-        return flops * self.tokens_per_s_per_gpu / self.job.cluster.gpu.peak_flops_per_s[dtype]
+        return flops * self.tokens_per_s_per_gpu / peak if peak else None

@@ -156,8 +156,7 @@ class _Search:
         self.num_outlines = self.num_prices = self.num_memories = 0
         self.is_proven = True
         gpu = job.cluster.gpu
-        dtype = space.base.matmul or space.base.param
-        peak = gpu.peak_flops_per_s.get(dtype) or max(gpu.peak_flops_per_s.values())
+        peak = gpu.peak_flops_per_s.get(space.base.product_dtype) or max(gpu.peak_flops_per_s.values())
         flops = job.shape.flops_per_token(job.seq_len, is_causal_halved=True) * job.tokens
         self._ideal_s = flops / (job.cluster.num_gpus * peak)
         self._usable_bytes = usable_bytes(job.cluster, limits.margin_share)
