@@ -139,7 +139,7 @@ def residual_lines(rows: Sequence[Scored]) -> list[str]:
     return [line for _, line in sorted(found, key=lambda item: -item[0])]
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Predict, write, score."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", type=Path)
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--spread", action="store_true", help="print how far four of five runs are off, by kind")
     parser.add_argument("--markdown", type=Path, help="where to write the document about all of this")
     parser.add_argument("--leave-out", type=Path, help="what planner_fit.py --leave-out wrote, for the document")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     start = time.perf_counter()
     try:
         rows = scored_rows(read_rows(options.cases))
@@ -190,4 +190,4 @@ def _key(name: str) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -70,30 +70,39 @@ def test_four_of_five_runs_lie_in_the_interval(core: list[Any]) -> None:
         '[{"id": "x", "model": {"layers": 2, "hidden": 64, "seq": 64}, "hardware": {"gpu": "H100", "num_gpus": 8}}]',
     ],
 )
-def test_files_with_little_in_them_are_scored(written: str, tmp_path: Path) -> None:
+def test_files_with_little_in_them_are_scored(written: str, accuracy: Any, tmp_path: Path) -> None:
     cases, predictions, document = (tmp_path / name for name in ("cases.json", "out.json", "out.md"))
     cases.write_text(written)
-    command = [sys.executable, str(SCRIPT), str(cases), "--json", str(predictions), "--by", "source", "--spread"]
-    command += ["--worst", "3", "--markdown", str(document), "--record", str(tmp_path / "record.json")]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert finished.returncode == 0, finished.stderr[-2000:]
+    arguments = [str(cases), "--json", str(predictions), "--by", "source", "--spread", "--worst", "3"]
+    accuracy.main([*arguments, "--markdown", str(document), "--record", str(tmp_path / "record.json")])
     assert "x" in json.loads(predictions.read_text()) or "x" not in written
     assert document.read_text().startswith("# ")
 
 
 @pytest.mark.parametrize("written", [None, "{", '{"rows": []}', "3", '["x"]'])
-def test_files_of_no_cases_are_refused_in_one_line(written: str | None, tmp_path: Path) -> None:
+def test_files_of_no_cases_are_refused_in_one_line(
+    written: str | None, accuracy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cases = tmp_path / "cases.json"
     if written is not None:
         cases.write_text(written)
+    with pytest.raises(SystemExit) as ended:
+        accuracy.main([str(cases)])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert len(told.splitlines()) == 1
+    assert "cases.json" in told
+
+
+def test_the_script_runs_by_itself(tmp_path: Path) -> None:
+    cases = tmp_path / "cases.json"
+    cases.write_text('[{"id": "x"}]')
     finished = subprocess.run([sys.executable, str(SCRIPT), str(cases)], capture_output=True, text=True, timeout=240)
-    assert finished.returncode == 2
-    assert len(finished.stderr.splitlines()) == 1
-    assert "cases.json" in finished.stderr
+    assert finished.returncode == 0, finished.stderr[-2000:]
 
 
 @pytest.mark.timeout(300)
-def test_predictions_see_no_outputs(tmp_path: Path) -> None:
+def test_predictions_see_no_outputs(accuracy: Any, tmp_path: Path) -> None:
     with_outputs = core_rows()[::6]
     without = [
         {key: value for key, value in row.items() if key not in ("outputs", "source", "group", "tier")}
@@ -104,9 +113,7 @@ def test_predictions_see_no_outputs(tmp_path: Path) -> None:
     for name, rows in (("with", with_outputs), ("without", without)):
         cases, predictions = tmp_path / f"{name}.json", tmp_path / f"{name}_out.json"
         cases.write_text(json.dumps({"cases": rows}))
-        command = [sys.executable, str(SCRIPT), str(cases), "--json", str(predictions)]
-        finished = subprocess.run(command, capture_output=True, text=True, timeout=240)
-        assert finished.returncode == 0, finished.stderr[-2000:]
+        accuracy.main([str(cases), "--json", str(predictions)])
         found.append(json.loads(predictions.read_text()))
     assert found[0] == found[1]
     assert set(found[0]) == {row["id"] for row in with_outputs}
