@@ -206,7 +206,7 @@ def _search(arguments: argparse.Namespace, cluster: Cluster, model: str | None, 
         limits = Limits(num_best=max(10, arguments.top or 0), margin_share=arguments.margin)
         plan = search(asked.job, asked.space, limits, pricer)
         status.update("looking at what else could be")
-        reasons = reasons_of(plan, pricer)
+        reasons = reasons_of(plan, pricer, yours=yours)
     if _is_json_printed(arguments):
         print(json.dumps(plan_dict(plan, reasons, yours), indent=2))
     else:

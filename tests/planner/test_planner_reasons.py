@@ -10,9 +10,10 @@ from shardwise.models.presets import preset
 from shardwise.planner.candidates import Space, is_legal
 from shardwise.planner.capacity import Shortfall, shortfall, usable_bytes
 from shardwise.planner.catalogue import find_gpu
+from shardwise.planner.cures import smallest_cure
 from shardwise.planner.hardware import Cluster, Host
 from shardwise.planner.job import Job, Strategy
-from shardwise.planner.neighbours import neighbours, price_changes, smallest_cure
+from shardwise.planner.neighbours import neighbours, price_changes
 from shardwise.planner.pareto import cost_per_step
 from shardwise.planner.reasons import reasons_of, why_faster, why_not, why_slower
 from shardwise.planner.results import MemoryEstimate, Price, RankMemory, TimeEstimate
@@ -174,7 +175,7 @@ def test_where_nothing_fits_it_is_said_what_would_do() -> None:
     assert plan.winner is None
     reasons = reasons_of(plan, Prices(), lambda job: Prices())
     assert reasons.wins == ""
-    assert "out of memory by" in reasons.cures[0]
+    assert "out of memory by" in reasons.misses
 
 
 def test_cost_is_that_of_all_devices() -> None:

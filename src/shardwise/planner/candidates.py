@@ -363,6 +363,8 @@ def _is_legal(space: Space, outline: Outline, rest: Rest) -> bool:
         return False  # only the inputs of whole blocks that run again are moved
     if "zero_stage" in space.pins:
         return True
+    if is_away and outline.num_data_ranks * outline.cp == 1:  # nothing is split: stages differ in what may be away
+        return rest.zero_stage == (3 if rest.params_tier != "device" else 2 if rest.grads_tier != "device" else 1)
     is_stage_1 = outline.pp > 1 and rest.grads_tier == "device"
     if rest.zero_stage == 2 and is_stage_1:
         return False

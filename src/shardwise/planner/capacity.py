@@ -29,6 +29,18 @@ def usable_bytes(cluster: Cluster, margin_share: float) -> float:
     return cluster.gpu.memory_bytes * (1 - margin_share)
 
 
+def held_on_node(memory: MemoryEstimate, cluster: Cluster, tier: Tier) -> float:
+    """Bytes of host memory or disks that the ranks of a node take, all as much as the one that takes most."""
+    return max(rank.elsewhere.get(tier, 0.0) for rank in memory.ranks) * cluster.gpus_per_node
+
+
+def missing_on_node(memory: MemoryEstimate, cluster: Cluster, margin_share: float) -> float:
+    """Bytes that all memories of a node lack together: how far a strategy is from fitting."""
+    device = max(0.0, memory.worst.peak_bytes - usable_bytes(cluster, margin_share)) * cluster.gpus_per_node
+    host = max(0.0, held_on_node(memory, cluster, "host") - cluster.host.memory_bytes)
+    return device + host + max(0.0, held_on_node(memory, cluster, "nvme") - cluster.host.nvme_bytes)
+
+
 def shortfall(memory: MemoryEstimate, cluster: Cluster, margin_share: float) -> Shortfall | None:
     """What is missing, of the device first; None where all fits.
 
@@ -43,8 +55,8 @@ def shortfall(memory: MemoryEstimate, cluster: Cluster, margin_share: float) -> 
         return Shortfall("device", missing, worst.pipeline_rank)
     held: tuple[tuple[Tier, float], ...] = (("host", cluster.host.memory_bytes), ("nvme", cluster.host.nvme_bytes))
     for tier, node_bytes in held:
-        fullest = max(memory.ranks, key=lambda rank: rank.elsewhere.get(tier, 0.0))
-        missing = fullest.elsewhere.get(tier, 0.0) * cluster.gpus_per_node - node_bytes
+        missing = held_on_node(memory, cluster, tier) - node_bytes
         if missing > 0:
+            fullest = max(memory.ranks, key=lambda rank: rank.elsewhere.get(tier, 0.0))
             return Shortfall(tier, missing, fullest.pipeline_rank)
     return None

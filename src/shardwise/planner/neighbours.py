@@ -1,4 +1,4 @@
-"""Strategies one step away from another: what a change of one thing does, and which change makes something fit.
+"""Strategies one step away from another: what a change of one thing does.
 
 >>> from shardwise.models.presets import preset
 >>> from shardwise.planner.catalogue import find_gpu
@@ -23,10 +23,9 @@ from shardwise.planner.job import Job, Strategy
 from shardwise.planner.pricing import Pricing
 from shardwise.planner.results import Price
 
-_CHUNK_TOKENS: Final = 1024
+CHUNK_TOKENS: Final = 1024
 _RECOMPUTES: Final = (("none", 1), ("selective", 1), ("full", 4), ("full", 2), ("full", 1))
 _TIERS: Final = (("host", "device", "device"), ("host", "host", "device"), ("host", "host", "host"))
-_MOST_MORE_GPUS: Final = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,43 +60,6 @@ def price_changes(job: Job, strategy: Strategy, pricing: Pricing, margin_share: 
     return tuple(sorted(found, key=lambda each: (each.missing is not None, each.price.time.step_s)))
 
 
-def smallest_cure(job: Job, strategy: Strategy, pricing: Pricing, margin_share: float) -> Change | None:
-    """Of the changes of one thing that make a strategy fit, the one that leaves it fastest; else of two things.
-
-    The second thing is what saves most: all blocks recomputed, samples one by one, parameters sharded.
-    """
-    one = [each for each in price_changes(job, strategy, pricing, margin_share) if each.missing is None]
-    if one:
-        return one[0]
-    two = []
-    for words, other in neighbours(job, strategy):
-        if words in ("recompute.mode=full", "batch.micro_size=1", "zero.stage=3"):
-            changes = price_changes(job, other, pricing, margin_share)
-            two += [replace(each, words=f"{words} {each.words}") for each in changes if each.missing is None]
-    return min(two, key=lambda each: each.price.time.step_s, default=None)
-
-
-def more_gpus(job: Job, strategy: Strategy, pricing_of: Any, margin_share: float) -> int | None:
-    """GPUs on which a strategy fits, sharded over all data ranks; None where 64 times as many are too few.
-
-    Args:
-        job: on fewer.
-        strategy: that does not fit there.
-        pricing_of: from a job to what prices its strategies.
-        margin_share: of a device's memory that is to stay free.
-    """
-    factor = 2
-    while factor <= _MOST_MORE_GPUS:
-        num_gpus = factor * job.cluster.num_gpus
-        larger = replace(job, cluster=replace(job.cluster, num_gpus=num_gpus), global_batch=factor * job.global_batch)
-        more = replace(strategy, dp_shard=factor * strategy.dp_shard)
-        memory = pricing_of(larger).memory.estimate(more)
-        if shortfall(memory, larger.cluster, margin_share) is None:
-            return num_gpus
-        factor *= 2
-    return None
-
-
 def _changed(job: Job, s: Strategy) -> Iterator[tuple[str, Strategy]]:
     for mode, every in _RECOMPUTES:
         words = f"recompute.mode={mode}" + (f" recompute.every={every}" if every > 1 else "")
@@ -120,7 +82,7 @@ def _changed(job: Job, s: Strategy) -> Iterator[tuple[str, Strategy]]:
         yield words, replace(s, optimizer_tier=optimizer, grads_tier=grads, params_tier=params)  # type: ignore[arg-type]
     yield "tiers.activations=host", replace(s, activations_tier="host")
     if s.chunk_tokens is None and s.schedule in ("1f1b", "interleaved") and not job.practice.is_compiled:
-        yield f"context.chunk_tokens={_CHUNK_TOKENS}", replace(s, chunk_tokens=_CHUNK_TOKENS)
+        yield f"context.chunk_tokens={CHUNK_TOKENS}", replace(s, chunk_tokens=CHUNK_TOKENS)
 
 
 def _with_micro(s: Strategy, micro_size: int) -> Strategy:

@@ -1,4 +1,4 @@
-"""`shardwise.plan`: the layouts of a job that are fastest and fit, from Python.
+"""`shardwise.plan`: the best layouts of a job, from Python.
 
 >>> found = plan("llama-7b", "h100:8", global_batch=64, settings=["mesh.tp=1", "mesh.cp=1", "recompute.mode=full"])
 >>> found.best.config().mesh.tp, len(found.choices)
@@ -63,7 +63,7 @@ class Plan:
     """What was found for a job; printed as `shardwise plan` prints it.
 
     Attributes:
-        choices: the fastest that fit, in order of their time.
+        choices: that fit: the best, then the others in order of their time.
         result: the front of time against memory, what was left out, what fits nearly where nothing does.
         reasons: why the best wins and others lose.
         asked: the job, and how the question was read.
@@ -76,13 +76,13 @@ class Plan:
 
     @property
     def best(self) -> Choice:
-        """The fastest that fits.
+        """Of those that fit and are as fast as the fastest, the simplest.
 
         Raises:
             ConfigError: nothing fits; with what would.
         """
         if not self.choices:
-            cure = self.reasons.cures[-1] if self.reasons.cures else "give a larger cluster"
+            cure = next(iter(self.reasons.cures), "give a larger cluster")
             raise ConfigError(f"nothing fits on {self.asked.job.cluster.num_gpus} GPUs; {cure}")
         return self.choices[0]
 
@@ -103,7 +103,7 @@ def plan(
     settings: Sequence[str] = (),
     limits: Limits | None = None,
 ) -> Plan:
-    """Search the layouts of a job on a cluster for the fastest that fit. Nothing is started, and no GPU is needed.
+    """Search the layouts of a job on a cluster for the best that fits. Nothing is started, and no GPU is needed.
 
     Args:
         model: what `--model` takes; or a `ModelShape`, a `DecoderConfig`, a config of Hugging Face's or the dictionary

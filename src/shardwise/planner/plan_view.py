@@ -18,7 +18,7 @@ from shardwise.planner.hardware import Cluster
 from shardwise.planner.job import Job
 from shardwise.planner.machine import CPU
 from shardwise.planner.pareto import cost_per_step
-from shardwise.planner.reasons import Default, Reasons, why_yours
+from shardwise.planner.reasons import Default, Reasons
 from shardwise.planner.render import (
     YOURS,
     blocks,
@@ -77,7 +77,7 @@ def plan_view(
         shown = (winner, *plan.runners_up)[:num_shown]
         parts.append(price_table(shown, width=width, is_coloured=is_coloured, yours=yours))
         losers = [(f"{number}", words) for number, words in enumerate(reasons.runners_up[: num_shown - 1], 2)]
-        losers += [] if yours is None else [(YOURS, why_yours(yours, winner, plan.limits.margin_share))]
+        losers += [] if yours is None else [(YOURS, reasons.yours)]
         if losers:
             parts.append(titled("why the others lose", losers))
     if reasons.defaults:
@@ -94,9 +94,11 @@ def default_words(default: Default) -> str:
     """How a popular strategy does, in a few words.
 
     >>> default_words(Default(name="DDP", price=None, missing=None, sentence="cannot be run: heads do not divide"))
-    'cannot be run'
+    'cannot be run: heads do not divide'
     """
-    if default.price is None or default.missing is None:
+    if default.price is None:
+        return default.sentence
+    if default.missing is None:
         return default.sentence.partition(":")[0]
     words = f"out of memory by {gib_words(default.missing.missing_bytes)}"
     if default.missing.tier != "device":
@@ -154,7 +156,10 @@ def _no_winner(plan: SearchResult, reasons: Reasons, is_coloured: bool) -> Itera
     yield Text("nothing fits", style="bold red")
     if plan.nearest is not None:
         rows = price_rows(plan.nearest[0], is_coloured=is_coloured, label="nearest")
-        yield facts([*rows, *(("cure" if index else "misses", words) for index, words in enumerate(reasons.cures))])
+        rows.append(("misses", reasons.misses))
+        yield facts([*rows, *(("cure", words) for words in reasons.cures)])
+    if reasons.yours:
+        yield facts([(YOURS, reasons.yours)])
 
 
 def _front_table(plan: SearchResult) -> Table:
@@ -261,7 +266,9 @@ def plan_dict(plan: SearchResult, reasons: Reasons, yours: Price | None = None) 
         "why": reasons.wins,
         "why_not": list(reasons.runners_up),
         "defaults": {each.name: each.sentence for each in reasons.defaults},
+        "misses": reasons.misses,
         "cures": list(reasons.cures),
+        "why_yours": reasons.yours,
         "rejected": dict(plan.rejected),
         "num_outlines": plan.num_outlines,
         "num_priced": plan.num_priced,

@@ -13,8 +13,9 @@ from typing import Final
 
 from shardwise.planner.candidates import divisors, is_legal
 from shardwise.planner.capacity import Shortfall, shortfall
+from shardwise.planner.cures import cures, smallest_cure
 from shardwise.planner.job import Job, Strategy
-from shardwise.planner.neighbours import Change, more_gpus, price_changes, smallest_cure
+from shardwise.planner.neighbours import Change, price_changes
 from shardwise.planner.pricing import Pricer, Pricing
 from shardwise.planner.results import TIME_PARTS, Price, RankMemory
 from shardwise.planner.search import SearchResult
@@ -68,38 +69,51 @@ class Reasons:
         runners_up: why each loses, in the order of `SearchResult.runners_up`.
         defaults: why popular ones lose.
         changes: of one thing about the winner, those that fit first.
-        cures: where nothing fits: what would make the nearest fit.
+        misses, cures: where nothing fits: what the nearest lacks, and what would make it fit.
+        yours: how a strategy of the user's own does; empty where there is none.
     """
 
     wins: str
     runners_up: tuple[str, ...]
     defaults: tuple[Default, ...]
-    changes: tuple[Change, ...]
-    cures: tuple[str, ...]
+    changes: tuple[Change, ...] = ()
+    misses: str = ""
+    cures: tuple[str, ...] = ()
+    yours: str = ""
 
 
 def reasons_of(
-    plan: SearchResult, pricing: Pricing | None = None, pricing_of: Callable[[Job], Pricing] | None = None
+    plan: SearchResult,
+    pricing: Pricing | None = None,
+    pricing_of: Callable[[Job], Pricing] | None = None,
+    yours: Price | None = None,
 ) -> Reasons:
     """Why a plan is what it is.
 
     Args:
         plan: as `search` found it.
         pricing: of its job; a new `Pricer` when left out.
-        pricing_of: prices the same on more GPUs; `Pricer` when left out.
+        pricing_of: prices other jobs; `Pricer` when left out.
+        yours: a strategy of the user's own.
     """
     make = pricing_of or Pricer
     pricing = pricing or make(plan.job)
     winner, margin_share = plan.winner, plan.limits.margin_share
+    own = "" if yours is None else why_yours(yours, winner, pricing, margin_share)
+    usual = tuple(defaults(plan, pricing))
     if winner is None:
-        cures = tuple(_cures(plan, pricing, make))
-        return Reasons(wins="", runners_up=(), defaults=tuple(defaults(plan, pricing)), changes=(), cures=cures)
+        if plan.nearest is None:
+            return Reasons(wins="", runners_up=(), defaults=usual, yours=own)
+        price, missing = plan.nearest
+        found = tuple(cures(price, missing, pricing, make, margin_share))
+        misses = lacks(price, missing)
+        return Reasons(wins="", runners_up=(), defaults=usual, misses=misses, cures=found, yours=own)
     return Reasons(
-        wins=why_faster(winner, plan.runners_up[0]) if plan.runners_up else "nothing else fits",
+        wins=why_faster(winner, plan.runners_up[0]) if plan.runners_up else "no other mesh or schedule fits",
         runners_up=tuple(why_slower(each, winner) for each in plan.runners_up),
-        defaults=tuple(defaults(plan, pricing)),
+        defaults=usual,
         changes=price_changes(plan.job, winner.strategy, pricing, margin_share),
-        cures=(),
+        yours=own,
     )
 
 
@@ -126,11 +140,13 @@ def why_slower(other: Price, winner: Price) -> str:
     return f"{seconds_words(lost)} ({share:.1f} %) slower: {parts_words(_differences(other, winner))}"
 
 
-def why_yours(yours: Price, winner: Price, margin_share: float) -> str:
+def why_yours(yours: Price, winner: Price | None, pricing: Pricing, margin_share: float) -> str:
     """How a strategy that no search has found does beside the winner."""
-    missing = shortfall(yours.memory, winner.job.cluster, margin_share)
+    missing = shortfall(yours.memory, yours.job.cluster, margin_share)
     if missing is not None:
-        return _lacks(yours, missing)
+        return why_not(yours, missing, smallest_cure(yours.job, yours.strategy, pricing, margin_share))
+    if winner is None:
+        return "fits, though the search found nothing that does: keep it"
     gained = winner.time.step_s - yours.time.step_s
     share = 100 * gained / winner.time.step_s
     if share >= _EQUAL_PERCENT:
@@ -151,9 +167,9 @@ def parts_words(differences: Mapping[str, float]) -> str:
 
 def why_not(price: Price, missing: Shortfall, cure: Change | None) -> str:
     """What a strategy lacks, and the smallest change that makes it fit."""
-    words = _lacks(price, missing)
+    words = lacks(price, missing)
     if cure is None:
-        return f"{words}; no change of one or two things makes it fit"
+        return f"{words}; nothing less of it fits"
     return f"{words}; {cure.words} would fit, at {seconds_words(cure.price.time.step_s)}"
 
 
@@ -223,30 +239,18 @@ def _with_batches(job: Job, strategy: Strategy) -> list[Strategy]:
     return [replace(strategy, micro_size=size, num_micro_batches=each_batch // size) for size in sizes]
 
 
-def _cures(plan: SearchResult, pricing: Pricing, pricing_of: Callable[[Job], Pricing]) -> Iterator[str]:
-    if plan.nearest is None:
-        return
-    price, missing = plan.nearest
-    strategy, margin_share = price.strategy, plan.limits.margin_share
-    cure = smallest_cure(plan.job, strategy, pricing, margin_share)
-    yield why_not(price, missing, cure)
-    if (num_gpus := more_gpus(plan.job, strategy, pricing_of, margin_share)) is not None:
-        yield f"{num_gpus:,} GPUs would fit it, with a batch in proportion"
-
-
 def _differences(one: Price, other: Price) -> dict[str, float]:
     return {part: one.time.parts.get(part, 0.0) - other.time.parts.get(part, 0.0) for part in TIME_PARTS}
 
 
-def _lacks(price: Price, missing: Shortfall) -> str:
+def lacks(price: Price, missing: Shortfall) -> str:
     """What a strategy lacks, and what takes most of it."""
     words = f"out of memory by {gib_words(missing.missing_bytes)}"
-    if missing.tier == "device":
-        rank = next(each for each in price.memory.ranks if each.pipeline_rank == missing.pipeline_rank)
-        words += f" on pipeline rank {rank.pipeline_rank}: {_largest_words(rank)}"
-    else:
-        words += f" of each node's {missing.tier} memory"
-    return words
+    if missing.tier != "device":
+        return f"{words} of each node's {missing.tier} memory"
+    rank = next(each for each in price.memory.ranks if each.pipeline_rank == missing.pipeline_rank)
+    where = f" on pipeline rank {rank.pipeline_rank}" if price.strategy.pp > 1 else ""
+    return f"{words}{where}: {_largest_words(rank)}"
 
 
 def _largest_words(rank: RankMemory) -> str:

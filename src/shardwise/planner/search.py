@@ -24,7 +24,7 @@ from shardwise.config import ConfigError
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.bounds import SLACK, bubble_share, busy_share, less_split, pipeline_of
 from shardwise.planner.candidates import Outline, Rest, Space, are_states_crowded, outlines, rests, strategy_at
-from shardwise.planner.capacity import Shortfall, shortfall, usable_bytes
+from shardwise.planner.capacity import Shortfall, missing_on_node, shortfall, usable_bytes
 from shardwise.planner.configs import KEYS
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.neighbours import neighbours
@@ -242,9 +242,6 @@ class _Search:
             ideal_s = self._ideal_s * (1 + outline.recomputed_share / 3)
             self._best_rate = max(self._best_rate, ideal_s / inner_s)
 
-    def _rests_of(self, outline: Outline) -> tuple[Rest, ...]:
-        return self._known_rests(outline)[0]
-
     def _known_rests(self, outline: Outline) -> tuple[tuple[Rest, ...], tuple[float, ...], bool]:
         """With the least bytes of a parameter that each keeps on the device, and whether any moves activations."""
         key = (outline.num_data_ranks, outline.cp, outline.tp, outline.pp > 1, outline.recompute)
@@ -300,7 +297,7 @@ class _Search:
 
     def _expand(self, outline: Outline) -> None:
         """Price an outline with every way in which its states may rest."""
-        every = self._rests_of(outline)
+        every = self._known_rests(outline)[0]
         fits_on_device = self._may_fit(outline, [each for each in every if each.is_on_device], "device")
         fits_elsewhere = self._may_fit(outline, [each for each in every if not each.is_on_device], "elsewhere")
         done: dict[tuple[Any, ...], list[tuple[str, ...]]] = {}
@@ -320,7 +317,10 @@ class _Search:
             self._beyond_s[mesh] = min(self._beyond_s.get(mesh, math.inf), beyond_s)
 
     def _may_fit(self, outline: Outline, every: list[Rest], where: str) -> bool:
-        """Whether the one that holds least fits, and none did that holds no more, of an outline or another."""
+        """Whether the devices hold the one that leaves them least, and none did that leaves no more, of any outline.
+
+        What lies elsewhere is another's more, so that it may fit where a host is too small for this one.
+        """
         if not every:
             return False
         rest = max(every, key=_saving)
@@ -333,7 +333,8 @@ class _Search:
         )
         tried = [outline] if too_large else [least._replace(recompute_every=1), outline]
         for each in tried:
-            if self._note_memory(strategy_at(each, rest, self.space.base)) is None:
+            memory = self._memory_of(strategy_at(each, rest, self.space.base))
+            if memory.worst.peak_bytes > self._usable_bytes:
                 too_large.append(each)
                 return False
         return True
@@ -355,8 +356,8 @@ class _Search:
 
     def _add(self, strategy: Strategy) -> bool:
         """Price a strategy, where it fits."""
-        memory = self._note_memory(strategy)
-        if memory is None:
+        memory = self._memory_of(strategy)
+        if shortfall(memory, self.job.cluster, self.limits.margin_share) is not None:
             self.rejected["out of memory"] += 1
             return False
         quick = self.pricer.time.estimate(strategy, is_quick=True)
@@ -367,16 +368,14 @@ class _Search:
         del self._times[self.limits.num_best :]
         return True
 
-    def _note_memory(self, strategy: Strategy) -> MemoryEstimate | None:
-        """Its memory; None where that does not fit, which is noted."""
+    def _memory_of(self, strategy: Strategy) -> MemoryEstimate:
+        """Its memory; where that does not fit, how much is missing is noted."""
         memory = self.pricer.memory.estimate(strategy)
         self.num_memories += 1
-        missing = shortfall(memory, self.job.cluster, self.limits.margin_share)
-        if missing is None:
-            return memory
-        if self._missed is None or missing.missing_bytes < self._missed[0]:
-            self._missed = missing.missing_bytes, strategy
-        return None
+        lacking = missing_on_node(memory, self.job.cluster, self.limits.margin_share)
+        if lacking > 0 and (self._missed is None or lacking < self._missed[0]):
+            self._missed = lacking, strategy
+        return memory
 
     def look_at_usual_ones(self) -> None:
         """Where bounds leave too much to look at, look once more among what most runs do."""

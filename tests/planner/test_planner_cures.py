@@ -1,0 +1,145 @@
+"""What is said to make a job fit does make it fit, and nothing less of the same does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.models.presets import preset
+from shardwise.planner.candidates import Space, outlines, rests
+from shardwise.planner.capacity import missing_on_node, shortfall
+from shardwise.planner.catalogue import find_gpu
+from shardwise.planner.clusters import parse_cluster
+from shardwise.planner.cures import cures, made_to_fit, more_gpus, shorter
+from shardwise.planner.hardware import Cluster, Host
+from shardwise.planner.job import Job, Strategy
+from shardwise.planner.memory import MemoryModel
+from shardwise.planner.pricing import Pricer
+from shardwise.planner.reasons import lacks, why_yours
+from shardwise.planner.results import MemoryEstimate, Price, RankMemory, TimeEstimate
+from shardwise.planner.search import search
+from shardwise.planner.shape import ModelShape
+
+GIB = 2**30
+DESKTOP = replace(parse_cluster("rtx-4090:1"), host=Host(memory_bytes=128 * GIB))
+
+
+def job_of(name: str, cluster: Cluster, global_batch: int = 8, seq_len: int = 4096) -> Job:
+    shape = ModelShape.of_decoder(preset(name), name)
+    return Job(shape=shape, seq_len=seq_len, global_batch=global_batch, cluster=cluster)
+
+
+class Made:
+    """Prices with 60 GiB that always are there, 30 of activations, 20 of the optimizer, 1 that stage 3 shares."""
+
+    @property
+    def memory(self) -> Made:
+        return self
+
+    @property
+    def time(self) -> Times:
+        return Times()
+
+    def estimate(self, s: Strategy) -> MemoryEstimate:
+        size = 60 + 30 * (s.recompute != "full") + 20 * (s.optimizer_tier == "device") + (s.zero_stage < 3)
+        return MemoryEstimate(ranks=(RankMemory(pipeline_rank=0, at_rest={}, peak={"params": size * GIB}),))
+
+
+class Times:
+    def estimate(self, s: Strategy, *, is_quick: bool = False) -> TimeEstimate:
+        return TimeEstimate(step_s=1.0, low_s=1.0, high_s=1.0, parts={})
+
+
+def test_no_more_is_changed_than_must_be() -> None:
+    gpu = replace(find_gpu("h100"), memory_bytes=80 * GIB)
+    job = job_of("llama-3-8b", replace(parse_cluster("h100:8"), gpu=gpu))
+    strategy = Strategy(dp_shard=8, zero_stage=1)
+    change = made_to_fit(job, strategy, Made(), 0.06)
+    assert change is not None
+    assert change.words == "recompute.mode=full tiers.optimizer=host"
+    # 61 GiB with both: with less than that nothing does.
+    assert made_to_fit(job, strategy, Made(), 0.26) is None
+
+
+def test_a_sequence_is_as_long_as_fits() -> None:
+    job = job_of("llama-3-8b", parse_cluster("h100:8"), seq_len=65_536)
+    strategy = Strategy(dp_shard=8, zero_stage=3)
+    seq_len = shorter(job, strategy, Pricer, 0.06)
+    assert seq_len is not None
+    needed = [
+        MemoryModel(replace(job, seq_len=tokens)).estimate(strategy).worst.peak_bytes
+        for tokens in (seq_len, 2 * seq_len)
+    ]
+    assert needed[0] <= 0.94 * job.cluster.gpu.memory_bytes < needed[1]
+
+
+def test_more_gpus_fill_the_node_first() -> None:
+    alone = job_of("llama-7b", replace(parse_cluster("a100-80:1"), host=Host(memory_bytes=0.0)), global_batch=1)
+    # 113 GiB of states and little else.
+    assert more_gpus(alone, Strategy(recompute="full"), Pricer, 0.06) == 2
+    # Eight devices share one host: two hosts of 128 GiB have room, one has not.
+    job = job_of("llama-13b", DESKTOP, global_batch=1)
+    away = Strategy(zero_stage=3, recompute="full", params_tier="host", grads_tier="host", optimizer_tier="host")
+    assert more_gpus(job, away, Pricer, 0.06) == 16
+
+
+def test_each_cure_is_said_with_what_makes_it_so() -> None:
+    job = job_of("llama-13b", DESKTOP)
+    found = search(job)
+    assert found.winner is None
+    assert found.nearest is not None
+    price, missing = found.nearest
+    held = price.memory.worst.elsewhere["host"]
+    assert missing.tier == "host"
+    said = list(cures(price, missing, Pricer(job), Pricer, 0.06))
+    assert said[0] == f"host memory of {held / GIB:.1f} GiB a node would fit (host_memory_gib in the cluster's file)"
+    assert any(each.startswith("disks of 145.5 GiB a node") for each in said)  # 12 bytes of each of 13.0 B parameters
+    assert any("adapters alone (LoRA) with tiers.params=host" in each for each in said)
+    # What is said of the host holds.
+    roomy = replace(job, cluster=replace(DESKTOP, host=Host(memory_bytes=held)))
+    assert search(roomy).winner is not None
+
+
+def test_a_host_that_holds_not_all_may_hold_enough() -> None:
+    job = job_of("llama-7b", replace(DESKTOP, host=Host(memory_bytes=110 * GIB)))
+    winner = search(job).winner
+    assert winner is not None
+    assert winner.strategy.params_tier == "device"
+    assert winner.memory.worst.elsewhere["host"] <= 110 * GIB
+
+
+def test_what_lacks_in_both_memories_counts_twice() -> None:
+    ranks = (RankMemory(pipeline_rank=0, at_rest={}, peak={"params": 30.0 * GIB}, elsewhere={"host": 130.0 * GIB}),)
+    memory = MemoryEstimate(ranks=ranks)
+    cluster = replace(DESKTOP, gpu=replace(DESKTOP.gpu, memory_bytes=20 * GIB))
+    assert missing_on_node(memory, cluster, 0.0) == 12 * GIB
+    missing = shortfall(memory, cluster, 0.0)
+    assert missing is not None
+    assert missing.missing_bytes == 10 * GIB
+
+
+@pytest.mark.parametrize("away", ["optimizer_tier", "grads_tier", "params_tier"])
+def test_one_rank_has_one_stage_for_each_way_to_rest(away: str) -> None:
+    job = job_of("llama-7b", DESKTOP)
+    space = Space(offloads=True)
+    outline = next(each for each in outlines(job, space) if each.recompute == "full")
+    found = [(each.tiers, each.gather) for each in rests(job, space, outline) if getattr(each, away) == "host"]
+    assert found
+    assert len(set(found)) == len(found)
+
+
+def test_your_own_layout_has_a_cure_and_no_pipeline_rank_without_a_pipeline() -> None:
+    job = job_of("llama-7b", parse_cluster("a100-40:8"))
+    pricer = Pricer(job)
+    yours: Price = pricer.price(Strategy(dp_shard=8, zero_stage=2))
+    said = why_yours(yours, None, pricer, 0.06)
+    assert said.startswith("out of memory by ")
+    assert "pipeline rank" not in said
+    assert " would fit, at " in said
+    split = pricer.price(Strategy(pp=2, dp_shard=4, num_micro_batches=2))
+    missing = shortfall(split.memory, job.cluster, 0.06)
+    assert missing is not None
+    assert "on pipeline rank 0: " in lacks(split, missing)
+    fits = pricer.price(Strategy(dp_shard=8, zero_stage=3, recompute="full"))
+    assert why_yours(fits, None, pricer, 0.06).startswith("fits, ")
