@@ -256,7 +256,8 @@ def test_a_half_set_environment_is_refused(settings, capsys, monkeypatch):
         (["plan", "--zzz"], "plan has no flag --zzz; see shardwise plan --help"),
         (["plan", "--model"], "argument --model: expected one argument"),
         (["presets", "tiny"], "tiny is more than the command takes"),
-        ([], "arguments are required: COMMAND"),
+        ([], "no command is given; the first is shardwise train"),
+        (["--foo"], "shardwise has no flag --foo"),
     ],
 )
 def test_unknown_commands_and_options_are_refused(arguments, message, capsys):

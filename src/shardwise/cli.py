@@ -51,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; a rank of a run does not return."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
+    # argparse would say so before it says which flag is unknown.
+    if not hasattr(arguments, "run"):
+        parser.error("no command is given; the first is shardwise train, and all are in shardwise --help")
     # argparse does not take up positional arguments again behind an option.
     if rest and not hasattr(arguments, "settings"):
         parser.error(f"{' '.join(rest)} is more than the command takes")
@@ -76,7 +79,7 @@ class _Parser(argparse.ArgumentParser):
         if "invalid choice:" in message:
             word, *choices = re.findall(r"'([^']*)'", message)
             message = f"{word} is none of {', '.join(choices)}{_nearest(word, choices)}"
-        where = "" if message.endswith("?") else f"; see {self.prog} --help"
+        where = "" if message.endswith(("?", "--help")) else f"; see {self.prog} --help"
         print(f"shardwise: {message}{where}", file=sys.stderr)
         sys.exit(2)
 
@@ -102,7 +105,7 @@ def _nearest(word: str, words: Sequence[str]) -> str:
 def _parser() -> argparse.ArgumentParser:
     description = "Train PyTorch models too large for the machines at hand."
     parser: argparse.ArgumentParser = _Parser(prog="shardwise", description=description)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     train = commands.add_parser(
         "train",
         help="train a decoder on text",

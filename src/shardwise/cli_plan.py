@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -44,12 +45,25 @@ all, of more the first, the second, the middle and the last:
   shardwise plan --dry-run my.toml --world-size 512 mesh.pp=8 mesh.tp=8 pipeline.schedule=zb-h1
   shardwise plan --dry-run my.toml --ranks worst       all of the rank with the highest peak
   shardwise plan --dry-run my.toml --ranks 0,1,64      these ranks
+
+exit code: 0, 1 where nothing fits, 2 where the question is wrong, 130 after Ctrl-C
 """
 _WRITTEN_BY: Final = "# Written by `shardwise plan`"
+_USUAL_MARGIN: Final = 0.06
 _MAX_MARGIN: Final = 0.9
 _USUAL_LENGTH: Final = 4096
 _LONG_NAME: Final = 80
 _NO_BATCH: Final = "no batch is given; say how many sequences a step takes, such as --global-batch 1024"
+_NO_MODEL: Final = "no model is given; say which, such as --model llama-70b, or a config; see shardwise presets"
+# By question, what it heeds; a search heeds all but what is of a dry run.
+_OF_JOB: Final = frozenset({"--model", "--cluster", "--seq", "--margin", "--json"})
+_HEEDS: Final[Mapping[str, frozenset[str]]] = {
+    "--explain": _OF_JOB | {"--global-batch"},
+    "--fit": _OF_JOB,
+    "--refit": frozenset(),
+    "--dry-run": frozenset({"--world-size", "--ranks"}),
+}
+_OF_SEARCH: Final = frozenset({"--compare", "--write", "--top", "--more"})
 
 Split = Callable[[Sequence[str]], tuple[str | None, list[str]]]
 """From a command's settings to its config file, if there is one, and the assignments."""
@@ -62,7 +76,7 @@ def add_command(
     parser = commands.add_parser(
         "plan",
         help="find the best layout of a job, or say what one takes",
-        description="Find the fastest layout of a job that fits, with reasons; or say what a given one takes.",
+        description="Find the best layout of a job that fits, with reasons; or say what a given one takes.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -75,7 +89,7 @@ def add_command(
     what = parser.add_argument_group("the answer")
     what.add_argument("--more", action="store_true", help="all of the answer: where time goes, what each change does")
     what.add_argument("--top", metavar="N", help="layouts to show (default: 3, with --more 5)")
-    what.add_argument("--margin", default="0.06", metavar="SHARE", help="of memory kept free (default: 0.06)")
+    what.add_argument("--margin", metavar="SHARE", help="of a device's memory kept free (default: 0.06)")
     what.add_argument("--json", type=Path, metavar="OUT", help="write all of it as JSON; - for the terminal")
     what.add_argument("--write", type=Path, metavar="TOML", help="write the best as a config for shardwise train")
     what.add_argument("--explain", metavar="FILE", help="price one config: ours, DeepSpeed's or Megatron's")
@@ -98,7 +112,9 @@ def _positive(text: str | None, flag: str) -> int | None:
     return int(digits)
 
 
-def _share(text: str) -> float:
+def _share(text: str | None) -> float:
+    if text is None:
+        return _USUAL_MARGIN
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -118,19 +134,39 @@ def _plan(arguments: argparse.Namespace, split: Split, environ: Mapping[str, str
             return _refit(arguments.refit, environ)
         if arguments.model is not None and path is not None:
             raise ConfigError(f"--model {arguments.model} and {path} are two models; give one of them")
+        if arguments.fit and assignments:
+            raise ConfigError(
+                f"{assignments[0]} pins nothing of --fit, which has setups of its own; leave one of them out"
+            )
+        _refuse_place(arguments.write, "--write", "plan.toml")
+        _refuse_place(arguments.json, "--json", "plan.json")
         _refuse_taken(arguments.write)
-        cluster = _cluster(arguments.cluster, environ)
-        if arguments.fit:
-            return _fit(arguments, cluster, arguments.model or path)
-        if arguments.explain is not None:
-            return _explain(arguments, cluster, arguments.model or path, assignments)
-        return _search(arguments, cluster, arguments.model or path, assignments)
+        return _answer(arguments, arguments.model or path, assignments, environ)
     except ConfigError as error:
         print(f"shardwise: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("shardwise: stopped by Ctrl-C", file=sys.stderr)
         return 130
+
+
+def _answer(
+    arguments: argparse.Namespace, model: str | None, assignments: Sequence[str], environ: Mapping[str, str]
+) -> int:
+    """What is missing from the question is said before torch is imported, which takes seconds."""
+    from shardwise.planner.clusters import parse_cluster
+
+    named = None if arguments.cluster is None else parse_cluster(arguments.cluster)
+    if arguments.fit:
+        return _fit(arguments, named or _here(environ), model)
+    if arguments.explain is not None:
+        return _explain(arguments, named or _here(environ), model, assignments)
+    if model is None:
+        raise ConfigError(_NO_MODEL)
+    is_file = Path(model).suffix or "--" in model or Path(model).exists()
+    if arguments.global_batch is None and arguments.compare is None and not is_file:
+        raise ConfigError(_NO_BATCH)  # only a file may say it
+    return _search(arguments, named or _here(environ), model, assignments)
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:
@@ -144,36 +180,59 @@ def _check_flags(arguments: argparse.Namespace) -> None:
     chosen = [name for name, is_chosen in modes.items() if is_chosen]
     if len(chosen) > 1:
         raise ConfigError(f"{chosen[0]} and {chosen[1]} are two questions; ask one at a time")
-    if chosen and arguments.compare is not None:
-        raise ConfigError(f"--compare is of a search, and {chosen[0]} makes none; leave one of them out")
-    if chosen and arguments.write is not None:
-        raise ConfigError(f"--write is of a search, and {chosen[0]} makes none; leave one of them out")
+    _refuse_unheeded(arguments, chosen[0] if chosen else "")
     arguments.global_batch = _positive(arguments.global_batch, "--global-batch")
     arguments.seq = _positive(arguments.seq, "--seq")
     arguments.top = _positive(arguments.top, "--top")
     arguments.margin = _share(arguments.margin)
-    for name, value in (("--world-size", arguments.world_size), ("--ranks", arguments.ranks)):
-        if value is not None and not arguments.dry_run:
-            raise ConfigError(f"{name} is of a dry run; add --dry-run, or say the GPUs by --cluster h100:512")
+
+
+def _refuse_unheeded(arguments: argparse.Namespace, question: str) -> None:
+    """Refuse a flag that would change nothing.
+
+    Args:
+        question: the flag that asks something else than a search; empty for a search.
+    """
+    every = _OF_JOB | _OF_SEARCH | {"--global-batch"} | _HEEDS["--dry-run"]
+    heeded = _HEEDS.get(question, every - _HEEDS["--dry-run"])
+    for flag in sorted(every - heeded):
+        if getattr(arguments, flag.removeprefix("--").replace("-", "_")) in (None, False):
+            continue
+        if flag in _HEEDS["--dry-run"]:
+            raise ConfigError(f"{flag} is of a dry run; add --dry-run, or say the GPUs by --cluster h100:512")
+        if flag in _OF_SEARCH:
+            raise ConfigError(f"{flag} is of a search, and {question} makes none; leave one of them out")
+        raise ConfigError(f"{flag} says nothing to {question}; leave one of them out")
+
+
+def _refuse_place(path: Path | None, flag: str, example: str) -> None:
+    """Refuse a file that cannot be, before the search that it would hold is made."""
+    if path is None or (str(path) == "-" and flag == "--json"):
+        return
+    if str(path) == "-":
+        raise ConfigError(f"{flag} - names no file; give one, such as {example}")
+    if path.is_dir():
+        raise ConfigError(f"{flag} {path} is a folder; give a file, such as {path / example}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{flag} {path}: there is no folder {path.parent}; make it, or give another path")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{flag} {path} may not be written; give a path that you may write to")
 
 
 def _refuse_taken(path: Path | None) -> None:
     """Refuse to write over a file that a person wrote."""
-    if path is None or not path.exists():
+    if path is None or not path.is_file():
         return
     try:
-        is_ours = path.read_text(encoding="utf-8").startswith(_WRITTEN_BY)
+        with path.open(encoding="utf-8") as file:
+            is_ours = file.read(len(_WRITTEN_BY)) == _WRITTEN_BY
     except (OSError, UnicodeDecodeError):
         is_ours = False
     if not is_ours:
         raise ConfigError(f"--write {path} is there already, and not from a plan; give another path")
 
 
-def _cluster(text: str | None, environ: Mapping[str, str]) -> Cluster:
-    from shardwise.planner.clusters import parse_cluster
-
-    if text is not None:
-        return parse_cluster(text)
+def _here(environ: Mapping[str, str]) -> Cluster:
     with Console(stderr=True).status("starting torch"):
         from shardwise.launch.environment import cache_folder
         from shardwise.train.here import this_machine
@@ -181,12 +240,7 @@ def _cluster(text: str | None, environ: Mapping[str, str]) -> Cluster:
         return this_machine(cache_folder(environ))
 
 
-def _search(arguments: argparse.Namespace, cluster: Cluster, model: str | None, assignments: Sequence[str]) -> int:
-    if model is None:
-        raise ConfigError("no model is given; say which, such as --model llama-70b, or a config; see shardwise presets")
-    if arguments.global_batch is None and arguments.compare is None and not Path(model).suffix and "--" not in model:
-        # Only a file may say it; found before torch is imported, which takes seconds.
-        raise ConfigError(_NO_BATCH)
+def _search(arguments: argparse.Namespace, cluster: Cluster, model: str, assignments: Sequence[str]) -> int:
     console = Console()
     with Console(stderr=True).status("starting torch") as status:
         from shardwise.planner.asked import ask, read_model
@@ -198,7 +252,7 @@ def _search(arguments: argparse.Namespace, cluster: Cluster, model: str | None, 
         from shardwise.train.explained import named_batch
 
         known, own = read_model(model), arguments.compare
-        batch = arguments.global_batch or known.global_batch or (own and named_batch(own))
+        batch = arguments.global_batch or known.global_batch or (own and named_batch(own, cluster.num_gpus))
         asked = ask(known, cluster, seq_len=arguments.seq, global_batch=batch, settings=assignments)
         pricer = Pricer(asked.job)
         yours, note = _yours(pricer, own, model if known.is_split else None)
@@ -207,9 +261,8 @@ def _search(arguments: argparse.Namespace, cluster: Cluster, model: str | None, 
         plan = search(asked.job, asked.space, limits, pricer)
         status.update("looking at what else could be")
         reasons = reasons_of(plan, pricer, yours=yours)
-    if _is_json_printed(arguments):
-        print(json.dumps(plan_dict(plan, reasons, yours), indent=2))
-    else:
+    _give_json(arguments, plan_dict(plan, reasons, yours))
+    if not _is_json_printed(arguments):
         console.print(
             plan_view(
                 plan,
@@ -222,15 +275,14 @@ def _search(arguments: argparse.Namespace, cluster: Cluster, model: str | None, 
                 notes=(*asked.notes, *note),
             )
         )
-    _write_json(arguments, plan_dict(plan, reasons, yours))
     if plan.winner is None:
         return 1
+    if arguments.more and not _is_json_printed(arguments):
+        # Nearest to the prompt, below what may have scrolled away.
+        console.print(f" best  {layout_words(plan.winner.strategy)}", style="bold", highlight=False)
     if arguments.write is not None:
         _write_config(arguments, plan, asked.base)
     elif not _is_json_printed(arguments):
-        if arguments.more:
-            # Nearest to the prompt, below what may have scrolled away.
-            console.print(f" best  {layout_words(plan.winner.strategy)}", style="bold", highlight=False)
         hint = " --write plan.toml makes it a config for shardwise train"
         console.print(hint + ("" if arguments.more else "; --more tells more"), style="dim", highlight=False)
     return 0
@@ -290,6 +342,8 @@ def _start_words(path: Path, cluster: Cluster, *, is_here: bool) -> str:
 
 def _explain(arguments: argparse.Namespace, cluster: Cluster, model: str | None, assignments: Sequence[str]) -> int:
     with Console(stderr=True).status("starting torch"):
+        from shardwise.planner.capacity import shortfall
+        from shardwise.planner.cures import cures
         from shardwise.planner.plan_view import explain_view, job_dict, price_dict
         from shardwise.planner.pricing import Pricer
         from shardwise.train.explained import read_explained
@@ -298,23 +352,25 @@ def _explain(arguments: argparse.Namespace, cluster: Cluster, model: str | None,
         asked = read_explained(
             arguments.explain, model, cluster, seq_len=arguments.seq, global_batch=batch, settings=assignments
         )
-        price = Pricer(asked.job).price(asked.strategy)
-    if _is_json_printed(arguments):
-        print(json.dumps({"job": job_dict(price.job), **price_dict(price)}, indent=2))
-    else:
+        pricer = Pricer(asked.job)
+        price = pricer.price(asked.strategy)
+        missing = shortfall(price.memory, cluster, arguments.margin)
+        found = () if missing is None else tuple(cures(price, missing, pricer, Pricer, arguments.margin))
+    _give_json(arguments, {"job": job_dict(price.job), **price_dict(price), "cures": list(found)})
+    if not _is_json_printed(arguments):
         console = Console()
         is_coloured = console.color_system is not None
-        view = explain_view(price, is_coloured=is_coloured, margin_share=arguments.margin, notes=asked.notes)
+        margin = arguments.margin
+        view = explain_view(price, is_coloured=is_coloured, margin_share=margin, notes=asked.notes, cures=found)
         console.print(view)
-    _write_json(arguments, {"job": job_dict(price.job), **price_dict(price)})
-    return 0 if price.margin_bytes >= 0 else 1
+    return 0 if shortfall(price.memory, cluster, 0.0) is None else 1
 
 
 def _fit(arguments: argparse.Namespace, cluster: Cluster, model: str | None) -> int:
     with Console(stderr=True).status("starting torch") as status:
         from shardwise.planner.asked import read_model, usual_dtype
         from shardwise.planner.fit import fit
-        from shardwise.planner.plan_view import fit_view
+        from shardwise.planner.plan_view import fit_dict, fit_view
 
         known = None if model is None else read_model(model)
         seq_len = arguments.seq or (known and (known.seq_len or known.longest)) or _USUAL_LENGTH
@@ -325,7 +381,9 @@ def _fit(arguments: argparse.Namespace, cluster: Cluster, model: str | None) -> 
         for found in fit(cluster, seq_len=seq_len, shape=shape, margin_share=arguments.margin, param=dtype):
             fits.append(found)
             status.update(f"trying sizes: {found.setup.name}")
-    Console().print(fit_view(fits, cluster, seq_len, shape))
+    _give_json(arguments, fit_dict(fits, cluster, seq_len, shape))
+    if not _is_json_printed(arguments):
+        Console().print(fit_view(fits, cluster, seq_len, shape))
     return 0
 
 
@@ -355,16 +413,28 @@ def _is_json_printed(arguments: argparse.Namespace) -> bool:
     return arguments.json is not None and str(arguments.json) == "-"
 
 
-def _write_json(arguments: argparse.Namespace, values: Mapping[str, Any]) -> None:
-    if arguments.json is not None and not _is_json_printed(arguments):
-        _write_text(arguments.json, json.dumps(values, indent=2) + "\n", "--json")
+def _give_json(arguments: argparse.Namespace, values: Mapping[str, Any]) -> None:
+    """Print it or write it, where that was asked for."""
+    if arguments.json is None:
+        return
+    text = json.dumps(values, indent=2) + "\n"
+    if _is_json_printed(arguments):
+        print(text, end="")
+    else:
+        _write_text(arguments.json, text, "--json")
 
 
 def _write_text(path: Path, text: str, flag: str) -> None:
+    """Write a file wholly or not at all; what is no file, such as a pipe, as it comes."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}") if path.is_file() or not path.exists() else path
     try:
-        path.write_text(text, encoding="utf-8")
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
     except OSError as error:
-        raise ConfigError(f"cannot write {flag} {path}: {error.strerror}; give a path that you may write to") from None
+        raise ConfigError(f"{flag} {path} cannot be written: {error.strerror}; give another path") from None
+    finally:
+        if aside != path:
+            aside.unlink(missing_ok=True)
 
 
 def _dry_run(arguments: argparse.Namespace, path: str | None, assignments: Sequence[str]) -> int:

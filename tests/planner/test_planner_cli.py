@@ -91,6 +91,9 @@ def test_your_own_layout_stands_beside_the_best(capsys):
     text = printed(capsys, "--model", "25m", "--seq", "512", "--compare", "ds.json", *given)
     assert "yours ZeRO-3 over 4, micro-batch 1 x 6" in text
     assert "24 sequences of 512 tokens" in text
+    Path("ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}))
+    text = printed(capsys, "--model", "25m", "--seq", "512", "--compare", "ds.json", *given)
+    assert "yours DDP over 4, micro-batch 2 x 3" in text
     # One that does not go with the cluster is an error where it was asked for, else a note.
     text = printed(capsys, "mine.toml", *given[:1], "h100:1", *given[2:])
     assert "mine.toml itself has no price here: " in text
@@ -169,12 +172,46 @@ def test_what_does_not_fit_is_said(capsys):
     Path("big.toml").write_text(OURS.replace("25m", "llama-70b").replace("seq_len = 512", "seq_len = 4096"))
     text = printed(capsys, "--explain", "big.toml", "--cluster", "h100:2", exit_code=1)
     assert "device memory lacks" in text
+    assert "GPUs would fit it" in text
+    lacking = json.dumps({"train_batch_size": 2, "zero_optimization": {"stage": 1}})
+    Path("ds.json").write_text(lacking)
+    text = printed(capsys, "--model", "llama-7b", "--compare", "ds.json", "--cluster", "h100:2")
+    assert "yours out of memory by" in text
+    assert "would fit, at" in text
 
 
 def test_the_largest_that_fits(capsys):
     text = printed(capsys, "--fit", "--cluster", "a100-40:8", "--model", "llama-7b", "--seq", "2048")
     assert "ZeRO-3" in text
     assert "longest sequence" in text
+
+
+def test_sizes_are_printed_as_json_too(capsys):
+    assert (
+        cli.main(["plan", "--fit", "--cluster", "a100-40:8", "--model", "llama-7b", "--seq", "2048", "--json", "-"])
+        == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert (found["gpu"], found["num_gpus"], found["seq_len"]) == ("a100-40", 8, 2048)
+    by_name = {each["setup"]: each for each in found["fits"]}
+    assert by_name["DDP"]["num_params"] < by_name["ZeRO-3"]["num_params"]
+    assert by_name["DDP"]["micro_size"] is None
+    assert by_name["ZeRO-3"]["micro_size"] >= 1
+
+
+def test_what_was_written_is_left_where_the_new_cannot_be(monkeypatch, capsys):
+    printed(capsys, *SMALL, "--write", "best.toml")
+    before = Path("best.toml").read_text()
+
+    def fill(self, *args, **kwargs):
+        self.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fill)
+    assert cli.main(["plan", *SMALL, "--write", "best.toml"]) == 2
+    assert "--write best.toml cannot be written: No space left on device; give another path" in capsys.readouterr().err
+    assert Path("best.toml").read_text() == before
+    assert [each.name for each in Path().iterdir()] == ["best.toml"]
 
 
 def test_this_machine_needs_a_profile(capsys):
@@ -234,7 +271,6 @@ def test_the_written_config_is_toml_from_the_first_line(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--cluster", "h100:8"], "no model is given; say which, such as --model llama-70b"),
         (["--model", "25m", "--cluster", "h100:8"], "no batch is given"),
         (["--model", "25n", "--cluster", "h100:8", "--global-batch", "8"], "did you mean 25m?"),
         (["--model", "none.json", "--cluster", "h100:8"], "cannot read none.json"),
@@ -252,7 +288,20 @@ def test_the_written_config_is_toml_from_the_first_line(capsys):
         ([*SMALL, "--explain", "x.toml", "--write", "y.toml"], "--write is of a search"),
         (["--refit", "none"], "none holds no run that was timed"),
         (["--explain", "none.toml", "--cluster", "h100:8"], "cannot read config none.toml"),
-        ([*SMALL, "--json", "none/plan.json"], "cannot write --json none/plan.json"),
+        ([*SMALL, "--json", "none/plan.json"], "--json none/plan.json: there is no folder none; make it"),
+        ([*SMALL, "--write", "none/plan.toml"], "--write none/plan.toml: there is no folder none; make it"),
+        ([*SMALL, "--write", "."], "--write . is a folder; give a file, such as plan.toml"),
+        ([*SMALL, "--write", "-"], "--write - names no file; give one, such as plan.toml"),
+        ([*SMALL, "--json", "/dev/full"], "--json /dev/full cannot be written: No space left on device"),
+        ([*SMALL, "--write", "/dev/full"], "--write /dev/full cannot be written: No space left on device"),
+        ([], "no model is given; say which, such as --model llama-70b"),
+        (["mesh.tp=2"], "no model is given"),
+        (["--model", "25m"], "no batch is given"),
+        (["--explain", "x.toml", "--top", "3"], "--top is of a search, and --explain makes none"),
+        (["--fit", "--cluster", "h100:8", "--global-batch", "8"], "--global-batch says nothing to --fit"),
+        (["--fit", "--cluster", "h100:8", "mesh.tp=2"], "mesh.tp=2 pins nothing of --fit"),
+        (["--dry-run", "x.toml", "--cluster", "h100:8"], "--cluster says nothing to --dry-run"),
+        (["--refit", "runs", "--margin", "0.1"], "--margin says nothing to --refit"),
     ],
 )
 def test_each_mistake_is_one_line(arguments, message, capsys):

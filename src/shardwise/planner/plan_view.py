@@ -199,7 +199,12 @@ def _counts(plan: SearchResult) -> Iterator[str]:
 
 
 def explain_view(
-    price: Price, *, is_coloured: bool, margin_share: float = 0.06, notes: Sequence[str] = ()
+    price: Price,
+    *,
+    is_coloured: bool,
+    margin_share: float = 0.06,
+    notes: Sequence[str] = (),
+    cures: Sequence[str] = (),
 ) -> RenderableType:
     """One strategy in detail: memory of each pipeline rank, parts of the time, what is sent, what to look at.
 
@@ -208,13 +213,16 @@ def explain_view(
         is_coloured: whether the terminal shows colours.
         margin_share: of a device's memory that should stay free.
         notes: on how the config was read.
+        cures: where it does not fit: what would make it.
     """
     rows = price_rows(price, is_coloured=is_coloured, label="layout")
     rows += time_rows(price, is_coloured=is_coloured)
     if sent := _sent_words(price):
         rows.append(("sent", sent))
     rows += [("look at", Text(line, style="yellow")) for line in cautions(price, margin_share)]
-    return blocks(facts(job_rows(price.job, notes)), facts(rows), stage_table(price, is_coloured=is_coloured))
+    rows += [("cure", line) for line in cures]
+    stages = [stage_table(price, is_coloured=is_coloured)] if price.strategy.pp > 1 else []
+    return blocks(facts(job_rows(price.job, notes)), facts(rows), *stages)
 
 
 def _sent_words(price: Price) -> str:
@@ -252,6 +260,27 @@ def fit_view(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
     )
     chunks = f"chunks are of {CHUNK_TOKENS:,} tokens, of MLPs, head and loss"
     return blocks(facts(rows), table, Text(f"{words}. {more}; {chunks}.", style="dim"))
+
+
+def fit_dict(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelShape | None = None) -> dict[str, Any]:
+    """The same as JSON takes it."""
+    return {
+        "gpu": cluster.gpu.name,
+        "num_gpus": cluster.num_gpus,
+        "seq_len": seq_len,
+        "model": None if shape is None else asdict(shape),
+        "fits": [
+            {
+                "setup": each.setup.name,
+                "strategy": asdict(each.setup.strategy),
+                "largest_model": None if each.shape is None else asdict(each.shape),
+                "num_params": None if each.shape is None else each.shape.num_params,
+                "micro_size": each.micro_size,
+                "seq_len": each.seq_len,
+            }
+            for each in fits
+        ],
+    }
 
 
 def plan_dict(plan: SearchResult, reasons: Reasons, yours: Price | None = None) -> dict[str, Any]:

@@ -94,15 +94,21 @@ def _strategy(imported: Imported, cluster: Cluster, global_batch: int | None, se
     return replace(strategy_of(config, cluster.num_gpus), ep=imported.ep)
 
 
-def named_batch(source: str) -> int | None:
-    """Sequences of a step by a config, ours or another tool's; None where it says none.
+def named_batch(source: str, num_gpus: int) -> int | None:
+    """Sequences of a step by a config, ours or another tool's, on so many GPUs; None where it says none.
 
     Raises:
         ConfigError: the file is wrong.
     """
     if Path(source).suffix == ".toml":
-        return Config.from_toml(source).batch.global_size
-    return _imported(source).global_batch
+        config, named = Config.from_toml(source), None
+    else:
+        imported = _imported(source)
+        config, named = Config().override(imported.assignments), imported.global_batch
+    batch = config.batch
+    if named is None and batch.global_size is None and (batch.micro_size or batch.accumulation) is None:
+        return None
+    return named or config.resolve(num_gpus).batch.global_size
 
 
 def strategy_for(source: str, job: Job) -> Strategy:
