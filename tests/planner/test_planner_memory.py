@@ -42,7 +42,12 @@ def simulated_peak(s: Strategy, pipeline_rank: int) -> int:
         {
             "mesh": {"pp": s.pp, "dp_shard": s.dp_shard, "cp": s.cp, "tp": s.tp},
             "zero": {"stage": s.zero_stage},
-            "tiers": {"params": s.params_tier, "grads": s.grads_tier, "optimizer": s.optimizer_tier},
+            "tiers": {
+                "params": s.params_tier,
+                "grads": s.grads_tier,
+                "optimizer": s.optimizer_tier,
+                "activations": s.activations_tier,
+            },
             "tensor": {"sequence_parallel": s.sequence_parallel},
             "batch": {"accumulation": s.num_micro_batches, "micro_size": s.micro_size},
             "precision": {"param": s.param},
@@ -71,6 +76,7 @@ def simulated_peak(s: Strategy, pipeline_rank: int) -> int:
         (Strategy(micro_size=8, dp_shard=4, zero_stage=3, num_micro_batches=2), 0),
         (Strategy(micro_size=8, recompute="full"), 0),
         (Strategy(micro_size=8, recompute="full", recompute_every=2), 0),
+        (Strategy(micro_size=8, recompute="selective", activations_tier="host"), 0),
         (Strategy(micro_size=8, recompute="selective", dp_shard=2, zero_stage=1), 0),
         (Strategy(micro_size=8, tp=2, sequence_parallel=True), 0),
         (Strategy(micro_size=8, cp=2, zero_stage=2), 0),

@@ -81,6 +81,10 @@ class Time:
         step_s = sum(parts.values())
         return TimeEstimate(step_s=step_s, low_s=step_s, high_s=step_s, parts=parts)
 
+    def busy_s(self, s: Strategy) -> float:
+        parts = self.estimate(s).parts
+        return parts["compute"] + parts["recompute"] + parts["tensor"] + parts["context"]
+
 
 class Prices:
     def __init__(self) -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from shardwise.config import ConfigError
 from shardwise.models.presets import preset
-from shardwise.planner.bounds import bubble_share
-from shardwise.planner.candidates import Space, is_legal, outlines, rests, strategy_at
+from shardwise.planner.bounds import bubble_share, pipeline_of
+from shardwise.planner.candidates import Rest, Space, is_legal, outlines, rests, strategy_at
 from shardwise.planner.capacity import shortfall
 from shardwise.planner.catalogue import find_gpu
 from shardwise.planner.configs import KEYS, config_of, strategy_of
@@ -22,10 +22,12 @@ from shardwise.planner.hardware import Cluster
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.neighbours import neighbours
 from shardwise.planner.pareto import pareto
+from shardwise.planner.pipeline_time import PipelineTimes, StageTimes
 from shardwise.planner.results import MemoryEstimate, Price, RankMemory, TimeEstimate
 from shardwise.planner.search import Limits, search
 from shardwise.planner.shape import ModelShape
 from shardwise.planner.simplicity import num_extras, simplest
+from shardwise.planner.step_time import TimeModel
 from shardwise.train.job import check_job
 
 SHAPE = ModelShape(
@@ -84,6 +86,10 @@ class FakeTime:
 
     job: Job
     weights: Mapping[str, float]
+
+    def busy_s(self, s: Strategy) -> float:
+        inner = ("compute", "recompute", "tensor", "context")
+        return sum(seconds for part, seconds in self.estimate(s).parts.items() if part in inner)
 
     def estimate(self, s: Strategy, *, is_quick: bool = False) -> TimeEstimate:
         w = self.weights
@@ -239,16 +245,48 @@ def test_all_that_is_written_can_be_trained(num_gpus: int) -> None:
         check_job(config, num_gpus)
 
 
+@pytest.mark.parametrize("hidden_size", [64, 4096])
+def test_no_outline_takes_less_than_its_bound(hidden_size: int) -> None:
+    """Neither where kernels are long nor where launching them takes longer than they do."""
+    job = job_of(8, 16, 80.0, replace(SHAPE, hidden_size=hidden_size, ffn_size=4 * hidden_size))
+    model, space, drawn = TimeModel(job), Space(offloads=False), random.Random(hidden_size)
+    for outline in drawn.sample(list(outlines(job, space)), 60):
+        rest = drawn.choice(rests(job, space, outline) or [Rest(0, outline.num_data_ranks, "batch", *["device"] * 4)])
+        least_s = model.busy_s(strategy_at(outline, rest._replace(zero_stage=3), space.base))
+        strategy = strategy_at(outline, rest, space.base)
+        assert least_s * (1 + bubble_share(*pipeline_of(outline))) <= model.estimate(strategy, is_quick=True).step_s * (
+            1 + 1e-9
+        ), strategy
+
+
+@given(
+    st.sampled_from([("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)]),
+    st.integers(2, 6),
+    st.integers(1, 14),
+    st.floats(1.0, 2.5),
+    st.floats(0.5, 1.0),
+)
+def test_no_schedule_waits_less_than_its_bound(
+    schedule: tuple[str, int], pp: int, num_micro_batches: int, backward_s: float, weight_s: float
+) -> None:
+    name, virtual_stages = schedule
+    stage = StageTimes(forward_s=1.0, backward_input_s=backward_s, backward_weight_s=weight_s)
+    stages = [stage] * (pp * virtual_stages)
+    span = PipelineTimes().span(name, pp, virtual_stages, num_micro_batches, stages)
+    share = bubble_share(name, pp, num_micro_batches, virtual_stages)
+    assert span.step_s >= (1 + share) * span.busy_s[0] * (1 - 1e-9)
+
+
 def test_what_the_engine_refuses_is_not_legal() -> None:
     job = job_of(8, 16, 2.0)
     legal = Strategy(tp=2, dp_shard=4, zero_stage=3, num_micro_batches=4, sequence_parallel=True)
     assert is_legal(job, legal)
+    assert is_legal(job, replace(legal, activations_tier="host", recompute="selective"))
     for changes in (
         {"tp": 1},
         {"num_micro_batches": 3},
         {"zero_stage": 2, "params_tier": "host"},
         {"activations_tier": "host"},
-        {"activations_tier": "host", "recompute": "selective"},
         {"transport": "ulysses"},
         {"virtual_stages": 2},
     ):

@@ -135,7 +135,6 @@ MEDIUM = ModelShape(
     name="medium",
 )
 USUAL: dict[str, tuple[Any, ...]] = {"schedule": ("1f1b",), "recompute": ("none", "full"), "recompute_every": (1,)}
-LAUNCH_BOUND = pytest.mark.xfail(reason="the search takes no outline to be 1.1 times as efficient as all it measured")
 
 
 def medium_job(num_gpus: int, global_batch: int, memory_gib: float) -> Job:
@@ -152,7 +151,7 @@ def medium_job(num_gpus: int, global_batch: int, memory_gib: float) -> Job:
         (medium_job(4, 4, 9.0), {"cp": (1,), "schedule": ("1f1b", "zb-h1")}),
         (medium_job(4, 8, 7.0), USUAL),
         (medium_job(8, 16, 20.0), {**USUAL, "transport": ("ring",), "heads_over": (None,)}),
-        pytest.param(small_job(2, 4, 80_000.0, "h100"), {}, marks=LAUNCH_BOUND),
+        (small_job(2, 4, 80_000.0, "h100"), {}),  # kernels are shorter than their launches
     ],
 )
 def test_nothing_beats_the_winner_by_real_prices(job: Job, pins: dict[str, tuple[Any, ...]]) -> None:

@@ -6,13 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 from shardwise.planner.candidates import Outline
 
-# Stages are not quite even, so a pipeline's inner parts may be measured a little too long.
-SLACK: Final = 0.97
 # Forward, and gradients of inputs and of weights, do not take quite the same.
 _OF_THIRDS: Final = 0.9
 
@@ -46,16 +43,4 @@ def pipeline_of(outline: Outline) -> tuple[str, int, int, int]:
 
 def busy_share(outline: Outline) -> float:
     """At least, of what computing everything once without waiting takes."""
-    return SLACK * (1 + outline.recomputed_share / 3) * (1 + bubble_share(*pipeline_of(outline)))
-
-
-def less_split(outline: Outline) -> Iterator[tuple[Any, ...]]:
-    """Inner parts of like outlines, split over half the ranks or none."""
-    if outline.cp > 1:
-        yield outline._replace(cp=1, transport="ring", heads_over=None).inner
-        if outline.cp > 2:
-            yield outline._replace(cp=outline.cp // 2).inner
-    if outline.tp > 1:
-        if outline.tp > 2:
-            yield outline._replace(tp=outline.tp // 2).inner
-        yield outline._replace(tp=1, sequence_parallel=False).inner
+    return (1 + outline.recomputed_share / 3) * (1 + bubble_share(*pipeline_of(outline)))

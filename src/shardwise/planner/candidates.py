@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from shardwise.config import ConfigError
 from shardwise.planner.configs import KEYS
@@ -30,7 +30,14 @@ from shardwise.schedule.recipes import RECIPES
 
 # gpipe and naive keep and wait at least as much as 1f1b.
 _SCHEDULES: Final = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
-_RECOMPUTES: Final = (("none", 1), ("selective", 1), ("full", 4), ("full", 2), ("full", 1))
+RECOMPUTES: Final[tuple[tuple[Literal["none", "selective", "full"], int], ...]] = (
+    ("none", 1),
+    ("selective", 1),
+    ("full", 4),
+    ("full", 2),
+    ("full", 1),
+)
+"""What is computed twice, and of every how many blocks; what keeps most first."""
 _MAX_MICRO_SIZE: Final = 64
 # Of a micro-batch on a rank; from here on matrix products gain nothing by being larger.
 _MAX_TOKENS: Final = 2**16
@@ -306,7 +313,7 @@ def _recomputes(space: Space) -> list[tuple[str, int]]:
         modes = space.of("recompute", ("none", "selective", "full"))
         pairs = [(mode, every) for mode in modes for every in space.pins["recompute_every"]]
         return [(mode, every) for mode, every in pairs if mode != "none" or every == 1]
-    return [(mode, every) for mode, every in _RECOMPUTES if space.allows("recompute", mode)]
+    return [(mode, every) for mode, every in RECOMPUTES if space.allows("recompute", mode)]
 
 
 def _all_tiers(job: Job, space: Space, outline: Outline) -> list[tuple[str, str, str, str]]:
@@ -318,6 +325,7 @@ def _all_tiers(job: Job, space: Space, outline: Outline) -> list[tuple[str, str,
         ladder += [("device", "device", "host"), ("device", "host", "host"), ("host", "host", "host")]
         if job.cluster.host.nvme_bytes:
             ladder += [("device", "host", "nvme"), ("host", "host", "nvme"), ("nvme", "host", "nvme")]
+    # Of what a block keeps under selective recomputation its input is a small part: that is tried where it is pinned.
     activations = ["device", "host"] if outline.recompute == "full" and offloads else ["device"]
     tried = [(*states, kept) for states in ladder for kept in activations]
     if any(name in space.pins for name in names):
@@ -359,8 +367,8 @@ def _is_legal(space: Space, outline: Outline, rest: Rest) -> bool:
         return False
     if rest.params_tier != "device" and rest.zero_stage != 3:
         return False
-    if rest.activations_tier != "device" and outline.recompute != "full":
-        return False  # only the inputs of whole blocks that run again are moved
+    if rest.activations_tier != "device" and outline.recompute == "none":
+        return False  # only the inputs of blocks that run again are moved
     if "zero_stage" in space.pins:
         return True
     if is_away and outline.num_data_ranks * outline.cp == 1:  # nothing is split: stages differ in what may be away

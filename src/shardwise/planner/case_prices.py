@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from shardwise.planner.bubbles import bubble_rate, deferred_share
+from shardwise.planner.candidates import RECOMPUTES
 from shardwise.planner.case_rows import tidied
-from shardwise.planner.case_words import Recompute
 from shardwise.planner.cases import Case, KnownStates
 from shardwise.planner.estimators import estimate_model_states
 from shardwise.planner.job import Job, Strategy
@@ -147,10 +147,8 @@ def _candidates(case: Case, strategy: Strategy) -> Iterator[list[Strategy]]:
     if "micro_batch" in case.guesses and "global_batch" not in case.guesses:
         least = 2 * strategy.pp if strategy.pp > 1 else 1  # micro-batches, that the pipeline is not mostly empty
         sizes = [size for size in (4, 2) if each % size == 0 and each // size >= least] + [1]
-    modes: tuple[tuple[Recompute, int], ...] = ((strategy.recompute, strategy.recompute_every),)
-    if "recompute" in case.guesses:
-        # As few blocks as fit: frameworks say how many.
-        modes = (("none", 1), ("selective", 1), ("full", 4), ("full", 2), ("full", 1))
+    # As few blocks as fit, where nobody says: frameworks say how many.
+    modes = RECOMPUTES if "recompute" in case.guesses else ((strategy.recompute, strategy.recompute_every),)
     stages = [strategy.zero_stage]
     if "zero_stage" in case.guesses:
         stages.append(3)

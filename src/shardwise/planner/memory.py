@@ -277,7 +277,7 @@ class MemoryModel:
     def _offloaded(self, strategy: Strategy, stages: Stages, rank: int) -> float:
         block = self._block(strategy, has_experts=False)
         num_inputs = stages.layers_on(rank) // strategy.recompute_every - NUM_INPUTS_ON_DEVICE
-        return max(0, num_inputs) * block.kept
+        return max(0, num_inputs) * _input_bytes(strategy, block)
 
     def _kept(self, strategy: Strategy, stages: Stages, rank: int) -> tuple[float, float]:
         """Bytes that a rank keeps at the highest moment of its schedule, and what recomputation adds in one block."""
@@ -317,9 +317,9 @@ class MemoryModel:
                 continue
             block = self._block(s, has_experts=has_experts)
             num_again = -(-num_blocks // s.recompute_every) if block.kept != block.whole else 0
-            num_kept = min(num_again, NUM_INPUTS_ON_DEVICE) if s.activations_tier == "host" else num_again
+            num_away = max(0, num_again - NUM_INPUTS_ON_DEVICE) if s.activations_tier == "host" else 0
             behind = num_blocks - 1 - (num_again - 1) * s.recompute_every if num_again else 0
-            whole += num_kept * block.kept + (num_blocks - num_again) * block.whole
+            whole += num_again * block.kept + (num_blocks - num_again) * block.whole - num_away * _input_bytes(s, block)
             if num_again:
                 again = max(again, block.whole - block.kept - behind * block.whole)
             deferred += num_blocks * block.deferred
@@ -341,3 +341,8 @@ class MemoryModel:
         if key not in self._blocks:
             self._blocks[key] = block_bytes(self.job, s, has_experts=has_experts)
         return self._blocks[key]
+
+
+def _input_bytes(strategy: Strategy, block: BlockBytes) -> float:
+    """Of a recomputed block, what alone is moved away; under selective recomputation it keeps more than that."""
+    return block.kept if strategy.recompute == "full" else block.stream

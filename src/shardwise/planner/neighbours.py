@@ -17,14 +17,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from shardwise.planner.candidates import is_legal
+from shardwise.planner.candidates import RECOMPUTES, is_legal
 from shardwise.planner.capacity import Shortfall, shortfall
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.pricing import Pricing
 from shardwise.planner.results import Price
 
 CHUNK_TOKENS: Final = 1024
-_RECOMPUTES: Final = (("none", 1), ("selective", 1), ("full", 4), ("full", 2), ("full", 1))
 _TIERS: Final = (("host", "device", "device"), ("host", "host", "device"), ("host", "host", "host"))
 
 
@@ -61,10 +60,10 @@ def price_changes(job: Job, strategy: Strategy, pricing: Pricing, margin_share: 
 
 
 def _changed(job: Job, s: Strategy) -> Iterator[tuple[str, Strategy]]:
-    for mode, every in _RECOMPUTES:
+    for mode, every in RECOMPUTES:
         words = f"recompute.mode={mode}" + (f" recompute.every={every}" if every > 1 else "")
         tier = s.activations_tier if mode != "none" else "device"
-        yield words, replace(s, recompute=mode, recompute_every=every, activations_tier=tier)  # type: ignore[arg-type]
+        yield words, replace(s, recompute=mode, recompute_every=every, activations_tier=tier)
     each_batch = s.micro_size * s.num_micro_batches
     for micro_size in (s.micro_size // 2, 2 * s.micro_size, 1):
         if micro_size and each_batch % micro_size == 0:

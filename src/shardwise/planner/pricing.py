@@ -17,6 +17,8 @@ class _MemoryModel(Protocol):
 class _TimeModel(Protocol):
     def estimate(self, strategy: Strategy, *, is_quick: bool = False) -> TimeEstimate: ...
 
+    def busy_s(self, strategy: Strategy) -> float: ...
+
 
 class Pricing(Protocol):
     """What prices strategies: `Pricer`, or another that does."""

@@ -1,6 +1,6 @@
 """The search: outlines in the order of what they take at least, until none that is left can be among the best.
 
-What a rank computes and exchanges inside blocks depends on few of an outline's fields, so one price tells it for all
+What a rank computes and exchanges inside blocks depends on few of an outline's fields, so it is timed once for all
 outlines that share them; with the pipeline's bubble in closed form that is a bound. The outline with the least bound,
 and with what others of its mesh took beyond theirs, is priced with every way in which its states may rest, and the
 search ends where the bounds pass the times it has found.
@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from shardwise.config import ConfigError
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.planner.bounds import SLACK, bubble_share, busy_share, less_split, pipeline_of
+from shardwise.planner.bounds import bubble_share, busy_share, pipeline_of
 from shardwise.planner.candidates import Outline, Rest, Space, are_states_crowded, outlines, rests, strategy_at
 from shardwise.planner.capacity import Shortfall, missing_on_node, shortfall, usable_bytes
 from shardwise.planner.configs import KEYS
@@ -33,9 +33,6 @@ from shardwise.planner.pricing import Pricer, Pricing
 from shardwise.planner.results import MemoryEstimate, Price
 from shardwise.planner.simplicity import TIE_SHARE, num_extras, simplest
 
-_INNER_PARTS: Final = ("compute", "recompute", "tensor", "context", "experts")
-# How much better than all that were measured an outline's inner parts may be.
-_HEADROOM: Final = 1.1
 _FAR: Final[Mapping[str, int]] = MappingProxyType({"device": 0, "host": 1, "nvme": 2})
 _MOST_STEPS: Final = 6
 # Of as many times the wanted ones schedules are simulated at most.
@@ -43,8 +40,9 @@ _MOST_SIMULATED: Final = 20
 # What most runs do, and of the allowed prices how many more are spent on it.
 _USUAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType({"cp": (1,), "schedule": ("1f1b", "interleaved")})
 _USUAL_SHARE: Final = 0.5
-# A memory estimate takes about so much of what a price takes.
-_MEMORY_COST: Final = 0.25
+# A memory estimate takes about so much of what a price takes, and as much again for each further ranks of a pipeline.
+_MEMORY_COST: Final = 0.2
+_RANKS_OF_MEMORY_COST: Final = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +151,8 @@ class _Search:
         self.job, self.space, self.limits, self.pricer = job, space, limits, pricer
         self.fitting: list[Price] = []
         self.rejected: Counter[str] = Counter()
-        self.num_outlines = self.num_prices = self.num_memories = 0
+        self.num_outlines = self.num_prices = 0
+        self._memory_cost = 0.0
         self.is_proven = True
         gpu = job.cluster.gpu
         peak = gpu.peak_flops_per_s.get(space.base.product_dtype) or max(gpu.peak_flops_per_s.values())
@@ -162,13 +161,11 @@ class _Search:
         self._usable_bytes = usable_bytes(job.cluster, limits.margin_share)
         self._times: list[float] = []
         self._inner_s: dict[tuple[Any, ...], float] = {}
-        self._first: dict[tuple[Any, ...], Outline] = {}
         self._rests: dict[tuple[Any, ...], tuple[tuple[Rest, ...], tuple[float, ...], bool]] = {}
         self._kept: dict[tuple[Any, ...], list[Outline]] = {}
         self._too_large: dict[tuple[Any, ...], list[Outline]] = {}
         self._missed: tuple[float, Strategy] | None = None
         self._least_missed: tuple[float, Strategy] | None = None
-        self._best_rate = 0.0
         self._beyond_s: dict[tuple[int, int, int], float] = {}
 
     def work(self) -> None:
@@ -184,23 +181,15 @@ class _Search:
             if now_s > rank_s * (1 + 1e-9):
                 heapq.heappush(heap, (now_s, index, outline))
                 continue
-            if self.num_prices + _MEMORY_COST * self.num_memories >= self.limits.max_prices:
+            if self.num_prices + self._memory_cost >= self.limits.max_prices:
                 self.is_proven = False
                 self.rejected["not looked at"] += len(heap) + 1
                 return
-            if outline.inner not in self._inner_s:
-                self._measure(outline.inner)
-                if self._worst_wanted_s() < math.inf:
-                    heapq.heappush(heap, (rank_s, index, outline))
-                    continue
             self._expand(outline)
 
     def _list(self) -> list[tuple[float, int, Outline]]:
         heap = []
         for index, outline in enumerate(outlines(self.job, self.space)):
-            first = self._first.setdefault(outline.inner, outline)
-            if (outline.pp, -outline.num_micro_batches) < (first.pp, -first.num_micro_batches):
-                self._first[outline.inner] = outline
             self.num_outlines += 1
             if self._has_room(outline):
                 heap.append((self._ideal_s * busy_share(outline), index, outline))
@@ -226,21 +215,12 @@ class _Search:
     def _bound_s(self, outline: Outline) -> float:
         inner_s = self._inner_s.get(outline.inner)
         if inner_s is None:
-            # Of like outlines the less split ones exchange no more.
-            split = [self._inner_s.get(each, 0.0) for each in less_split(outline)]
-            rate = min(1.0, _HEADROOM * self._best_rate) or 1.0
-            inner_s = max([self._ideal_s * (1 + outline.recomputed_share / 3) / rate, *split])
-        return SLACK * inner_s * (1 + bubble_share(*pipeline_of(outline)))
-
-    def _measure(self, inner: tuple[Any, ...]) -> None:
-        outline = self._first[inner]
-        rest = Rest(min(1, outline.num_data_ranks - 1), outline.num_data_ranks, "batch", *["device"] * 4)
-        estimate = self.pricer.time.estimate(strategy_at(outline, rest, self.space.base), is_quick=True)
-        self.num_prices += 1
-        self._inner_s[inner] = inner_s = sum(estimate.parts.get(part, 0.0) for part in _INNER_PARTS)
-        if inner_s:
-            ideal_s = self._ideal_s * (1 + outline.recomputed_share / 3)
-            self._best_rate = max(self._best_rate, ideal_s / inner_s)
+            # Where gradients do not rest whole none are added to others, so the highest stage computes least.
+            stage = max(self.space.of("zero_stage", (3,)))
+            rest = Rest(stage, outline.num_data_ranks, "batch", *["device"] * 4)
+            inner_s = self.pricer.time.busy_s(strategy_at(outline, rest, self.space.base))
+            self._inner_s[outline.inner] = inner_s
+        return inner_s * (1 + bubble_share(*pipeline_of(outline)))
 
     def _known_rests(self, outline: Outline) -> tuple[tuple[Rest, ...], tuple[float, ...], bool]:
         """With the least bytes of a parameter that each keeps on the device, and whether any moves activations."""
@@ -371,7 +351,7 @@ class _Search:
     def _memory_of(self, strategy: Strategy) -> MemoryEstimate:
         """Its memory; where that does not fit, how much is missing is noted."""
         memory = self.pricer.memory.estimate(strategy)
-        self.num_memories += 1
+        self._memory_cost += _MEMORY_COST * (1 + strategy.pp / _RANKS_OF_MEMORY_COST)
         lacking = missing_on_node(memory, self.job.cluster, self.limits.margin_share)
         if lacking > 0 and (self._missed is None or lacking < self._missed[0]):
             self._missed = lacking, strategy
@@ -390,7 +370,6 @@ class _Search:
         seen = {each.strategy for each in self.fitting}
         self.fitting += [each for each in run.fitting if each.strategy not in seen]
         self.num_prices += run.num_prices
-        self.num_memories += run.num_memories
 
     def finish(self) -> list[Price]:
         """All that fit: the best, which is the simplest of the fastest, then the fastest first.

@@ -105,6 +105,13 @@ class TimeModel:
         low_s, high_s = interval_s(self.job, strategy, step_s)
         return TimeEstimate(step_s=step_s, low_s=low_s, high_s=high_s, parts=parts, bubble_rate=bubble_rate)
 
+    def busy_s(self, strategy: Strategy) -> float:
+        """Seconds of a step that a rank computes and exchanges in its stages, the mean of all: no step takes less."""
+        units = self._block(strategy), *self._ends(strategy)
+        block_s, first_s, last_s = (unit.times.total_s for unit in units)
+        whole_s = strategy.num_micro_batches * (self.job.shape.num_layers * block_s + first_s + last_s)
+        return whole_s / strategy.pp + self._straggling_s(whole_s / strategy.pp)
+
     def op_times(self, strategy: Strategy) -> OpTimes:
         """Of one micro-batch on a rank, the mean of all: what a schedule's bubble is told by where stages are alike."""
         stages = self._stages(strategy, self.folded.stages.of(strategy))
@@ -117,8 +124,7 @@ class TimeModel:
 
     def _stages(self, s: Strategy, cut: Stages) -> list[_Stage]:
         block = self._block(s)
-        first = self._unit(self.compute.embedding(s), self.communication.embedding(s))
-        last = self._unit(self.compute.head(s), self.communication.head(s))
+        first, last = self._ends(s)
         found = {}
         for stage, num_blocks in enumerate(cut.layers):
             extra = [first] * (stage == 0) + [last] * (stage == len(cut.layers) - 1)
@@ -127,6 +133,11 @@ class TimeModel:
 
     def _block(self, s: Strategy) -> _Stage:
         return self._unit(self.compute.block(s), self.communication.block(s), self.compute.attention(s))
+
+    def _ends(self, s: Strategy) -> tuple[_Stage, _Stage]:
+        """The embedding, and the head with its loss."""
+        first = self._unit(self.compute.embedding(s), self.communication.embedding(s))
+        return first, self._unit(self.compute.head(s), self.communication.head(s))
 
     def _unit(self, times: PassTimes, exchange: BlockCommunication, attention: PassTimes = _NO_TIME) -> _Stage:
         """What is exchanged shows as far as it does not hide behind what the same pass computes."""
