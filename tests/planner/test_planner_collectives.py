@@ -11,8 +11,18 @@ from hypothesis import strategies as st
 
 from shardwise.config import ConfigError
 from shardwise.planner.catalogue import find_gpu
-from shardwise.planner.collectives import CALL_S, OPS, Network, Op
-from shardwise.planner.hardware import Cluster, Gpu
+from shardwise.planner.collectives import (
+    CALL_S,
+    COLLISIONS,
+    LINK_HOP_S,
+    NETWORK_HOP_S,
+    OPS,
+    PCIE_HOP_S,
+    PEER_S,
+    Network,
+    Op,
+)
+from shardwise.planner.hardware import Cluster, Fitted, Gpu
 from shardwise.planner.profile import CollectiveTime, Profile
 
 PLAIN = Gpu(name="plain", memory_bytes=24e9, memory_bytes_per_s=1e12, peak_flops_per_s={"bf16": 1e14})
@@ -173,3 +183,51 @@ def test_an_unknown_collective_is_named() -> None:
     network = Network(measured())
     with pytest.raises(ConfigError, match="op='scan' is no collective; legal: all_reduce"):
         network.collective_s("scan", 8, 2)  # type: ignore[arg-type]
+
+
+# Half of each speed is reached: 50 GB/s over links of 4 devices, 10 GB/s a device over the network.
+BY_HAND = Cluster(
+    gpu=replace(PLAIN, link_bytes_per_s=1e11, link_domain=4, host_bytes_per_s=3.2e10, fitted=Fitted(network_share=0.5)),
+    num_gpus=64,
+    gpus_per_node=4,
+    nic_bytes_per_s=2e10,
+)
+
+
+def test_times_of_8_gb_over_2_nodes_of_4_are_those_worked_out_by_hand() -> None:
+    network, meeting = Network(BY_HAND), 1 + COLLISIONS
+    links_s, nodes_s = 6e9 / 5e10, 1e9 * meeting / 1e10  # 3/4 over links, of which a fourth, halved, over the network
+    assert links_s > nodes_s
+    around_s, tree_s = 6 * LINK_HOP_S + NETWORK_HOP_S, 3 * LINK_HOP_S + NETWORK_HOP_S
+    for op, expected_s in {
+        "all_gather": around_s + links_s,
+        "reduce_scatter": around_s + links_s,
+        "all_reduce": 2 * (tree_s + links_s),
+        "all_to_all": NETWORK_HOP_S + 7 * PEER_S + 4e9 * meeting / 1e10,  # half of all goes to the other node
+    }.items():
+        assert network.collective_s(op, 8e9, 8) == pytest.approx(CALL_S + expected_s, rel=1e-12), op  # type: ignore[arg-type]
+    for stride, expected_s in ((1, LINK_HOP_S + 8e9 / 5e10), (4, NETWORK_HOP_S + 8e9 * meeting / 1e10)):
+        assert network.collective_s("send", 8e9, 2, stride) == pytest.approx(CALL_S + expected_s, rel=1e-12)
+    # From any rank of a node to the same of the next one, a send crosses the network.
+    over_all_s = CALL_S + NETWORK_HOP_S + 8e9 * meeting / 1e10
+    assert network.collective_s("send", 8e9, 8) == pytest.approx(over_all_s, rel=1e-12)
+
+
+def test_a_sum_of_few_bytes_goes_up_and_down_a_tree_of_16_nodes() -> None:
+    tree_s = 3 * LINK_HOP_S + 4 * NETWORK_HOP_S
+    assert Network(BY_HAND).collective_s("all_reduce", 8, 64) == pytest.approx(CALL_S + 2 * tree_s, rel=1e-3)
+
+
+def test_devices_without_links_meet_in_the_memory_of_their_host() -> None:
+    device = replace(BY_HAND.gpu, link_bytes_per_s=0.0, link_domain=1)
+    gather_s = Network(replace(BY_HAND, gpu=device)).collective_s("all_gather", 8e9, 4)
+    # Up and down: half of 32 GB/s, of which half is reached.
+    assert gather_s == pytest.approx(CALL_S + 3 * PCIE_HOP_S + 6e9 / 8e9, rel=1e-12)
+
+
+def test_a_larger_buffer_that_was_measured_faster_takes_as_long_as_the_smaller_one() -> None:
+    times = ((1000, 2.0), (2000, 1.0), (4000, 4.0))
+    network = Network(
+        measured(*(CollectiveTime(op="send", num_ranks=2, num_bytes=size, seconds=s) for size, s in times))
+    )
+    assert [network.collective_s("send", size, 2) for size, _ in times] == [2.0, 2.0, 4.0]

@@ -14,7 +14,7 @@ from shardwise.context.traffic import Sizes, bytes_of_attention, bytes_of_ring
 from shardwise.layout.token_split import contiguous, zigzag
 from shardwise.models.presets import preset
 from shardwise.planner.catalogue import find_gpu
-from shardwise.planner.communication import CommunicationModel, exposed_s
+from shardwise.planner.communication import CommunicationModel, Exchange, exposed_s
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.job import Job, Practice, Strategy
 from shardwise.planner.shape import Experts, ModelShape
@@ -216,3 +216,99 @@ def test_several_stages_of_a_rank_hide_what_is_needed_once_behind_more_micro_bat
     forward_s, backward_s = one.first_forward_s / 2, one.last_backward_s / 2
     assert several.exposed_s(forward_s, backward_s) < one.exposed_s(forward_s, backward_s)
     assert several.exposed_s(0.0, 0.0) == pytest.approx(several.total_s)
+
+
+KIB, MIB = 2**10, 2**20
+ACTIVATION_BYTES = 64 * MIB  # 8,192 tokens of 4,096 elements of 2 bytes
+SECONDS = MODEL.network.collective_s
+
+
+def test_head_and_embedding_exchange_what_split_vocabularies_need() -> None:
+    sum_s, gather_s, scatter_s = (
+        SECONDS(op, ACTIVATION_BYTES, 4)
+        for op in ("all_reduce", "all_gather", "reduce_scatter")  # type: ignore[arg-type]
+    )
+    numbers_s = 3 * SECONDS("all_reduce", 32 * KIB, 4)  # of a token, in fp32
+    whole, split = Strategy(tp=4), Strategy(tp=4, sequence_parallel=True)
+    assert MODEL.head(whole).forward.tensor_s == pytest.approx(numbers_s)
+    assert MODEL.head(whole).backward.tensor_s == pytest.approx(sum_s)
+    assert MODEL.head(split).forward.tensor_s == pytest.approx(numbers_s + gather_s)
+    assert MODEL.head(split).backward.tensor_s == pytest.approx(gather_s + scatter_s)
+    assert MODEL.embedding(whole).forward.tensor_s == pytest.approx(sum_s)
+    assert MODEL.embedding(whole).backward.tensor_s == 0
+    assert MODEL.embedding(split).forward.tensor_s == pytest.approx(scatter_s)
+    assert MODEL.embedding(split).backward.tensor_s == pytest.approx(gather_s)
+    of_half = MODEL.head(replace(whole, cp=2)).forward.tensor_s
+    assert of_half == pytest.approx(3 * SECONDS("all_reduce", 16 * KIB, 4))
+
+
+def test_a_stage_sends_its_activation_to_the_same_rank_of_the_next() -> None:
+    share = CLUSTER.gpu.fitted.network_share  # which a send alone does not lose
+    strategy = Strategy(pp=4, tp=8, dp_shard=2)
+    assert MODEL.transfer_s(strategy) == pytest.approx(SECONDS("send", share * ACTIVATION_BYTES, 4, 16))
+    split = replace(strategy, sequence_parallel=True)
+    assert MODEL.transfer_s(split) == pytest.approx(SECONDS("send", share * ACTIVATION_BYTES / 8, 4, 16))
+
+
+def test_keys_and_values_travel_as_often_as_their_transport_says() -> None:
+    # Of 2,048 tokens and 4 of 8 heads, each of 128 elements of 2 bytes, keys and values: 4 MiB to each other rank.
+    ring, gathered = (
+        MODEL.block(Strategy(cp=4, tp=2, transport=each)).forward.context_s
+        for each in ("ring", "all-gather")  # type: ignore[arg-type]
+    )
+    assert ring == pytest.approx(3 * SECONDS("send", 4 * MIB, 4, 2))
+    assert gathered == pytest.approx(SECONDS("all_gather", 16 * MIB, 4, 2))
+    # Queries, keys, values and results of 2,048 tokens and 32, 8, 8 and 32 heads: 40 MiB in two exchanges.
+    heads = MODEL.block(Strategy(cp=4, transport="ulysses"))
+    assert heads.forward.context_s == pytest.approx(2 * SECONDS("all_to_all", 20 * MIB, 4))
+    assert heads.backward.context_s == pytest.approx(heads.forward.context_s)
+    # Teams of 2 exchange heads of 1,024 tokens, half of them each (10 MiB), and go around 4 with 2,048 tokens.
+    both = MODEL.block(Strategy(cp=8, tp=2, heads_over=2)).forward
+    assert both.context_s == pytest.approx(
+        2 * SECONDS("all_to_all", 5 * MIB, 2, 2) + 3 * SECONDS("send", 2 * MIB, 4, 4)
+    )
+    assert MODEL.block(Strategy(cp=8, heads_over=8)).forward.hidden_context == 0  # nothing goes around
+
+
+def test_what_hides_behind_products_or_attention_is_a_share_of_each() -> None:
+    exchange = Exchange(tensor_s=4.0, context_s=10.0, experts_s=1.0, hidden_tensor=0.75, hidden_context=1.0)
+    # 1 s in the open and a fifth of 3 s; of 10 s what 6 s of attention leave.
+    assert exchange.exposed(16.0, 6.0) == pytest.approx({"tensor": 1.6, "context": 4.0, "experts": 1.0})
+    overlapped = with_practice(overlaps_tensor=True).block(Strategy(tp=4)).forward
+    assert overlapped.hidden_tensor == 0.75
+
+
+def test_tokens_go_to_experts_and_come_back() -> None:
+    experts = Experts(num_experts=8, num_chosen=2, ffn_size=14336)
+    model = CommunicationModel(replace(JOB, shape=replace(JOB.shape, experts=experts)))
+    there_s = SECONDS("all_to_all", 2 * ACTIVATION_BYTES, 8)
+    assert model.block(Strategy(dp_shard=8, ep=8)).forward.experts_s == pytest.approx(2 * there_s)
+    split = model.block(Strategy(dp_shard=8, tp=2, ep=4, sequence_parallel=True)).forward
+    assert split.experts_s == pytest.approx(2 * SECONDS("all_to_all", ACTIVATION_BYTES, 4, 2))
+    calls = model.data_calls(Strategy(dp_shard=8, tp=2, ep=4, zero_stage=1))
+    strides = {call.stride for call in calls if call.num_ranks > 1}
+    assert strides == {2, 8}  # of what all data ranks share, and of what every fourth does
+
+
+def test_replicas_of_a_shard_stand_as_far_apart_as_a_shard_group_reaches() -> None:
+    calls = MODEL.data_calls(Strategy(dp_replicate=2, dp_shard=4, tp=2, zero_stage=1, num_micro_batches=2))
+    assert {(call.num_ranks, call.stride) for call in calls if call.op == "all_reduce"} == {(2, 8)}
+    assert {(call.num_ranks, call.stride) for call in calls if call.op != "all_reduce"} == {(4, 2)}
+    odd = with_practice(optimizer_shards=48).data_calls(Strategy(dp_shard=64, zero_stage=1))
+    assert {call.num_ranks for call in odd if call.op != "all_reduce"} == {64}
+
+
+def test_the_first_gathers_and_the_last_reductions_run_alone() -> None:
+    strategy = Strategy(dp_shard=8, zero_stage=3, num_micro_batches=2, reduce="fp32")
+    data, root = MODEL.data(strategy), MODEL.folded.rank(strategy).folds[0].group
+    gather_s = SECONDS("all_gather", 2 * root.padded_numel, 8)
+    reduce_s = SECONDS("reduce_scatter", 4 * root.padded_numel, 8)
+    assert (data.alone_forward_s, data.alone_backward_s) == pytest.approx((gather_s, reduce_s))
+    assert data.step_s == pytest.approx(3 * SECONDS("all_reduce", 4, 8))  # norm, loss, whether all is finite
+    stage_2 = with_practice(defers_gathers=False).data(Strategy(dp_shard=64, zero_stage=2, num_micro_batches=2))
+    assert stage_2.first_forward_s == 0
+
+
+def test_no_more_micro_batches_hide_what_is_needed_once_than_there_are() -> None:
+    few = Strategy(pp=4, dp_shard=4, zero_stage=1, num_micro_batches=2, schedule="interleaved", virtual_stages=4)
+    assert MODEL.data(few).num_hiding == 2
