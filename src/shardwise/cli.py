@@ -357,6 +357,7 @@ def _be_peer(folder: str, device_kind: str) -> int:
 def _calibrate(arguments: argparse.Namespace) -> int:
     """Measure with as many ranks as a job would have, and keep the profile where the planner looks for it."""
     try:
+        _refuse_unwritable(cache_folder(os.environ))
         with Console(stderr=True).status("starting torch") as status:
             from shardwise.doctor.calibrate import LIMIT_S, calibrate
             from shardwise.doctor.show_profile import render_profile
@@ -366,7 +367,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
             config = job_config(*_split(arguments.settings))
             num_ranks = arguments.num_procs or config.run.num_procs or default_num_ranks(config.run.device)
             disk = arguments.nvme_path or arguments.dir or Path(config.tiers.nvme_path or ".")
-            status.update(f"measuring {num_ranks} ranks at work at once, at most {LIMIT_S / 60:.0f} minutes")
+            limit_words = "about a minute" if arguments.quick else f"at most {LIMIT_S / 60:.0f} minutes"
+            status.update(f"measuring {num_ranks} ranks at work at once, {limit_words}")
             profile, failure = calibrate(device_kind(config), num_ranks, os.environ, disk, quick=arguments.quick)
         if failure is not None and not profile.matmuls:
             print(f"shardwise: the machine was not measured: {failure}", file=sys.stderr)
@@ -388,6 +390,13 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         console.print(f"not all was measured: {failure}", style="yellow")
     console.print(f"written to {path}; shardwise plan reads it", soft_wrap=True)
     return 0
+
+
+def _refuse_unwritable(folder: Path) -> None:
+    """Found out before minutes of measuring, not behind them."""
+    place = next(each for each in (folder, *folder.parents) if each.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise ConfigError(f"the profile cannot be kept in {folder}; set XDG_CACHE_HOME to a writable folder")
 
 
 def _launch_calibrators(folder: str, device_kind: str, num_ranks: str, disk: str, extent: str) -> int:

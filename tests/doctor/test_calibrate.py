@@ -165,3 +165,15 @@ def test_a_profile_is_shown_in_80_columns():
     assert "reduce-scatter" in text
     assert "64 MiB" in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_profile_that_cannot_be_kept_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(*args: object, **kwargs: object) -> None:
+        raise AssertionError("minutes were spent on it")
+
+    monkeypatch.setattr("shardwise.doctor.calibrate.calibrate", measured)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")
+    assert cli.main(["doctor", "--calibrate"]) == 2
+    assert "the profile cannot be kept in /dev/null/cache" in capsys.readouterr().err

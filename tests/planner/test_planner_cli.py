@@ -186,6 +186,30 @@ def test_the_largest_that_fits(capsys):
     assert "longest sequence" in text
 
 
+def test_every_stage_has_its_memory_at_80_columns(capsys):
+    pinned = ["mesh.pp=4", "mesh.dp_shard=2", "recompute.mode=none", "pipeline.schedule=1f1b", "zero.stage=3"]
+    sizes = ["--model", "llama-7b", "--cluster", "a100-80:8", "--global-batch", "16"]
+    printed(capsys, *sizes, *pinned, "--write", "best.toml", "--json", "plan.json")
+    printed(capsys, "--explain", "best.toml", "--cluster", "a100-80:8")
+    assert cli.main(["plan", "--explain", "best.toml", "--cluster", "a100-80:8"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    start = next(index for index, line in enumerate(lines) if line[:2] == ["GiB,", "rank"])
+    ranks = json.loads(Path("plan.json").read_text())["best"][0]["ranks"]
+    for line, rank in zip(lines[start + 1 :], ranks, strict=True):
+        assert float(line[-1]) == pytest.approx(sum(rank["peak_bytes"].values()) / 2**30, abs=0.06)
+        figures = [float(each) for each in line if each.replace(".", "").isdecimal()][1:-1]
+        assert sum(figures) == pytest.approx(float(line[-1]), abs=0.4)
+
+
+def test_what_is_assumed_of_a_host_is_said(capsys):
+    asked = ["--model", "llama-7b", "--global-batch", "8", "--seq", "2048", "tiers.optimizer=host"]
+    text = printed(capsys, "--cluster", "rtx-4090:1", *asked)
+    assert "GiB of an assumed 931.3 GiB on host" in text
+    Path("mine.toml").write_text('gpu = "rtx-4090"\nnum_gpus = 1\nhost_memory_gib = 200\n')
+    text = printed(capsys, "--cluster", "mine.toml", *asked)
+    assert "GiB of 200.0 GiB on host" in text
+
+
 def test_sizes_are_printed_as_json_too(capsys):
     assert (
         cli.main(["plan", "--fit", "--cluster", "a100-40:8", "--model", "llama-7b", "--seq", "2048", "--json", "-"])
@@ -274,6 +298,8 @@ def test_the_written_config_is_toml_from_the_first_line(capsys):
         (["--model", "25m", "--cluster", "h100:8"], "no batch is given"),
         (["--model", "25n", "--cluster", "h100:8", "--global-batch", "8"], "did you mean 25m?"),
         (["--model", "none.json", "--cluster", "h100:8"], "cannot read none.json"),
+        (["--model", ".", "--cluster", "h100:8", "--global-batch", "8"], "the folder . has no config.json"),
+        (["--model", "meta/llama", "--cluster", "h100:8", "--global-batch", "8"], "nothing is downloaded"),
         (["--model", "none.sh", "--cluster", "h100:8"], "cannot read none.sh"),
         (["--model", "25m", "--cluster", "h1000:8"], "h1000 is no device"),
         ([*SMALL, "mesh.tq=2"], "did you mean mesh.tp?"),

@@ -107,6 +107,10 @@ def read_model(text: str) -> Model:
         return _of_json(path)
     if (path / "config.json").is_file():
         return _of_json(path / "config.json")
+    if path.is_dir():
+        raise ConfigError(f"the folder {text} has no config.json; give one of Hugging Face's, or a preset")
+    if "/" in text:
+        raise ConfigError(f"{text} is no file or folder here, and nothing is downloaded; give its config.json")
     name = text.lower()
     if text not in PRESETS and name in _ALIASES:
         name = _ALIASES[name]

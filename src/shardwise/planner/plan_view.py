@@ -77,6 +77,7 @@ def plan_view(
         shown = (winner, *plan.runners_up)[:num_shown]
         parts.append(price_table(shown, width=width, is_coloured=is_coloured, yours=yours))
         losers = [(f"{number}", words) for number, words in enumerate(reasons.runners_up[: num_shown - 1], 2)]
+        losers = losers if is_whole else losers[1:]  # how the second does is why the first is first
         losers += [] if yours is None else [(YOURS, reasons.yours)]
         if losers:
             parts.append(titled("why the others lose", losers))
@@ -111,10 +112,11 @@ def default_words(default: Default) -> str:
 
 def _trade_words(front: Sequence[Price]) -> str:
     """What more free memory costs in time."""
-    return ", ".join(
-        f"{gib_words(price.margin_bytes)} {100 * (price.time.step_s / front[0].time.step_s - 1):+.1f} %"
+    words = dict.fromkeys(
+        f"{gib_words(price.margin_bytes)} for {100 * (price.time.step_s / front[0].time.step_s - 1):+.1f} %"
         for price in _spread(front, _FEW_FRONT)[1:]
     )
+    return f"{', '.join(words)} of a step's time" if words else ""
 
 
 def _all_else(plan: SearchResult, reasons: Reasons) -> Iterator[RenderableType]:
@@ -142,13 +144,14 @@ def _changes_table(winner: Price, reasons: Reasons) -> Table:
     table.add_column("one thing changed", overflow="fold")
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("memory", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
     for change in reasons.changes[:_MOST_CHANGES]:
         slower = change.price.time.step_s / winner.time.step_s - 1
         more = change.price.memory.worst.peak_bytes - winner.memory.worst.peak_bytes
         sign = "+" if more >= 0 else "-"
-        words = f"{sign}{gib_words(abs(more))}"
-        style = "red" if change.price.margin_bytes < 0 else ""
-        table.add_row(change.words, f"{100 * slower:+.1f} %", Text(words, style=style))
+        words = Text(f"{sign}{gib_words(abs(more))}")
+        fits = "" if change.missing is None else Text("does not fit", style="red")
+        table.add_row(change.words, f"{100 * slower:+.1f} %", words, fits)
     return table
 
 

@@ -11,8 +11,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.config import Tier
 from shardwise.planner.bars import MEMORY_MARKS, TIME_MARKS, legend, memory_bar, time_bar
+from shardwise.planner.capacity import held_on_node
 from shardwise.planner.clusters import cluster_words
+from shardwise.planner.hardware import Host
 from shardwise.planner.job import Job
 from shardwise.planner.machine import CPU
 from shardwise.planner.pareto import cost_per_step
@@ -35,6 +38,18 @@ _DAY_S: Final = 86_400.0
 _MANY_TOKENS: Final = 1e12
 _MOST_STAGES: Final = 8
 _NARROW: Final = 100
+# As many as 80 columns have room for.
+_STAGE_COLUMNS: Final[Mapping[str, tuple[str, ...]]] = {
+    "params": ("params",),
+    "grads": ("grads",),
+    "optim": ("optimizer",),
+    "gathered": ("gathered",),
+    "buckets": ("buckets",),
+    "activ": ("activations",),
+    "logits": ("logits",),
+    "work": ("workspace",),
+    "other": ("overhead", "rounding"),
+}
 
 
 def facts(rows: Sequence[tuple[str, RenderableType]]) -> Table:
@@ -99,8 +114,22 @@ def memory_words(price: Price) -> str:
     margin = price.margin_bytes
     fits = f"{gib_words(margin)} left" if margin >= 0 else f"out of memory by {gib_words(-margin)}"
     words = f"{gib_words(worst.peak_bytes)} of {gib_words(capacity)}{where}: {fits}"
-    away = [f"{gib_words(size)} on {tier}" for tier, size in worst.elsewhere.items() if tier != "device" and size > 0]
-    return f"{words}, {' and '.join(away)}" if away else words
+    away = [_elsewhere_words(price, tier) for tier, size in worst.elsewhere.items() if tier != "device" and size > 0]
+    return f"{words}; {' and '.join(away)}" if away else words
+
+
+def _elsewhere_words(price: Price, tier: Tier) -> str:
+    """What a node's ranks hold of a memory that they share, and whether anybody said how large that is."""
+    host = price.job.cluster.host
+    held, room = (
+        held_on_node(price.memory, price.job.cluster, tier),
+        {"host": host.memory_bytes, "nvme": host.nvme_bytes},
+    )
+    is_assumed = host == Host() and tier == "host"
+    words = f"{gib_words(held)} of {'an assumed ' if is_assumed else ''}{gib_words(room[tier])} on {tier}"
+    if price.job.cluster.gpus_per_node > 1:
+        words += ", all ranks of a node"
+    return f"{words} (host_memory_gib in a cluster's file)" if is_assumed else words
 
 
 def cost_words(price: Price) -> str:
@@ -170,21 +199,19 @@ def stage_table(price: Price, *, is_coloured: bool) -> Table:
     """Memory of each pipeline rank by category; of a long pipeline the first, the worst and the last are shown."""
     ranks = _shown_ranks(price)
     unit, unit_name = memory_unit(ranks)
-    names = [name for name in MEMORY_MARKS if any(each.peak.get(name, 0) >= unit / 20 for each in ranks)]
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
-    table.add_column(f"{'peak' if price.strategy.pp == 1 else 'pipeline rank'}, {unit_name}")
-    for name in (*names, "total"):
-        table.add_column(_short(name), justify="right", no_wrap=True)
+    shown = [
+        (name, parts) for name, parts in _STAGE_COLUMNS.items() if any(r.bytes_of(*parts) >= unit / 20 for r in ranks)
+    ]
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column(f"{unit_name}, rank", no_wrap=True)
+    for name in (*(name for name, _ in shown), "all"):
+        table.add_column(name, justify="right", no_wrap=True)
     for rank in ranks:
-        cells = [f"{rank.peak.get(name, 0) / unit:,.1f}" for name in names]
+        cells = [f"{rank.bytes_of(*parts) / unit:,.1f}" for _, parts in shown]
         is_worst = rank is price.memory.worst and len(ranks) > 1
         total = Text(f"{rank.peak_bytes / unit:,.1f}", style="bold" if is_worst and is_coloured else "")
         table.add_row(f"{rank.pipeline_rank}{' worst' if is_worst else ''}", *cells, total)
     return table
-
-
-def _short(name: str) -> str:
-    return {"optimizer": "optim", "activations": "activ", "workspace": "work", "overhead": "context"}.get(name, name)
 
 
 def _shown_ranks(price: Price) -> list[RankMemory]:

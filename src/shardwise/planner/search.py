@@ -137,7 +137,8 @@ def _runners_up(fitting: list[Price], num_best: int) -> Iterator[Price]:
     seen: set[tuple[Any, ...]] = set()
     for price in fitting:
         s = price.strategy
-        kind = (s.pp, s.cp, s.tp, s.zero_stage, s.schedule)
+        stage = s.zero_stage if s.num_data_ranks * s.cp > 1 else 0  # with nothing to split all stages are one
+        kind = (s.pp, s.cp, s.tp, stage, s.schedule)
         if kind not in seen:
             seen.add(kind)
             if 1 < len(seen) <= num_best:
