@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from planner_outliers import explanation
 from planner_scores import Scored, by, errors, out_of_memory
@@ -35,6 +35,9 @@ run is guessed by one rule for all: as little recomputation as fits, the fastest
 stages where sequences are split and no number of stages is written.
 
 An error is |predicted / measured - 1|: of the step's time, or of tokens, samples or FLOPs a second, as published.
+Memory is compared in what the row says that it counts: states, tensors ("allocated"), what the allocator holds for
+them ("reserved"), or all that the device has given out ("device"). It is that of the fullest rank, but of the first one
+where it is what a run logged, since the first process leads most codes' logs.
 """
 
 FITS = """## What is fitted
@@ -47,9 +50,9 @@ GLOBALS = """The rest is physics or a constant for all devices, with its reason 
 collectives and what overlap costs in `collectives.py` and `communication.py`, the shape of a kernel's efficiency in
 `compute.py`, stragglers ({straggling:.1%} of the step's time, times sqrt(2 ln nodes)) in `step_time.py`.
 
-Some rules that read a row (`cases.py`) were chosen with these rows in sight, and other sources may not bear them out:
-how large whole logits and a fused loss are where a row does not say which loss it computed, whether a code that names
-its attention kernel splits its logits, what a bare "InfiniBand" is before H100, and which early codes overlap nothing.
+Some rules that read a row (`cases.py`, `case_practice.py`) were chosen with these rows in sight, and other sources may
+not bear them out: which loss was computed where a row does not say it, whether a code that names its attention kernel
+takes it of all logits, what a bare "InfiniBand" is before H100, and which early codes overlap nothing.
 "Fits" of held-out rows and of sources like them is flattered by these.
 """
 
@@ -94,7 +97,8 @@ def document(rows: Sequence[Scored], table: Callable[[Sequence[Scored]], str], l
         ),
         "### By source\n\n" + _sources(bulk, {}) + "\n",
         f"## What is far off, and why\n\nCore rows whose time is off by more than {FAR_OFF:.0%}. Where it says "
-        "hypothesis, nobody has checked.\n\n" + _far_off(core),
+        "hypothesis, nobody has checked.\n\n" + _far_off(core, "time") + "\n",
+        f"Core rows whose memory is off by more than {FAR_OFF:.0%}.\n\n" + _far_off(core, "memory"),
     ]
     return "\n".join(sections).rstrip() + "\n"
 
@@ -152,9 +156,10 @@ def _fenced(title: str, words: str, text: str) -> str:
     return f"{title}\n\n{words}\n\n```\n{text}\n```\n"
 
 
-def _far_off(rows: Sequence[Scored]) -> str:
-    far = [(each.time_ratio, each) for each in rows if each.time_ratio and abs(each.time_ratio - 1) > FAR_OFF]
+def _far_off(rows: Sequence[Scored], of: Literal["time", "memory"]) -> str:
+    ratios = [(each.time_ratio if of == "time" else each.memory_ratio, each) for each in rows]
+    far = [(ratio, each) for ratio, each in ratios if ratio and abs(ratio - 1) > FAR_OFF]
     lines = ["| row | predicted / measured | explanation |", "|---|---|---|"]
     for ratio, each in sorted(far, key=lambda item: (-abs(item[0] - 1), item[1].case.id)):
-        lines.append(f"| {each.case.group}, {each.case.id} | {ratio:.2f} | {explanation(each)} |")
+        lines.append(f"| {each.case.group}, {each.case.id} | {ratio:.2f} | {explanation(each, of)} |")
     return "\n".join(lines)

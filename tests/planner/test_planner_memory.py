@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 
 from shardwise import simulate
 from shardwise.config import Config
+from shardwise.layout.activations import FP32_BYTES
+from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.models import Decoder, DecoderConfig, lm_loss
 from shardwise.planner.block_memory import block_bytes
 from shardwise.planner.hardware import Cluster, Gpu
 from shardwise.planner.job import Job, Practice, Strategy
-from shardwise.planner.memory import MemoryModel
+from shardwise.planner.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, MemoryModel
+from shardwise.planner.results import RankMemory
 from shardwise.planner.shape import ModelShape
 
 SHAPE = DecoderConfig(
@@ -111,13 +114,60 @@ def test_less_is_held_with_more_recomputation_and_smaller_micro_batches() -> Non
     assert sizes == sorted(sizes)
 
 
-def test_scores_that_are_kept_grow_with_the_square_of_the_sequence() -> None:
+@pytest.mark.parametrize("param", ["bf16", "fp32"])
+def test_scores_that_are_kept_grow_with_the_square_of_the_sequence(param: Any) -> None:
     flash, fused = (
-        MemoryModel(replace(job("h100"), practice=Practice(attention=attention))).estimate(Strategy()).worst
+        of_practice(Practice(attention=attention), Strategy(param=param)).peak["activations"]
         for attention in ("flash", "fused-softmax")  # type: ignore[arg-type]
     )
-    scores = SHAPE.num_layers * SHAPE.num_heads * SEQ_LEN * (2 * SEQ_LEN - 4)  # less the log-sum-exp
-    assert fused.peak["activations"] - flash.peak["activations"] == scores
+    each = DTYPE_BYTES[param] * SEQ_LEN - FP32_BYTES  # less the log-sum-exp
+    assert fused - flash == SHAPE.num_layers * SHAPE.num_heads * SEQ_LEN * each
+
+
+def of_practice(practice: Practice, strategy: Strategy, name: str = "h100") -> RankMemory:
+    return MemoryModel(replace(job(name), practice=practice)).estimate(strategy).ranks[0]
+
+
+@pytest.mark.parametrize("param", ["bf16", "fp32"])
+def test_scores_are_kept_in_the_dtype_of_the_softmax(param: Any) -> None:
+    fused, dropped = (
+        of_practice(Practice(attention="fused-softmax", has_dropout=each), Strategy(param=param)).peak["activations"]
+        for each in (False, True)
+    )
+    scores, features = SHAPE.num_heads * SEQ_LEN**2, SHAPE.hidden_size * SEQ_LEN
+    assert dropped - fused == SHAPE.num_layers * (scores * (DTYPE_BYTES[param] + 1) + 2 * features)
+
+
+def test_outputs_that_are_freed_are_those_of_the_micro_batches_in_flight() -> None:
+    strategy = Strategy(pp=2, num_micro_batches=4)
+    kept, freed = (of_practice(Practice(frees_outputs=each), strategy).peak["activations"] for each in (False, True))
+    assert kept - freed == 2 * SEQ_LEN * SHAPE.hidden_size * DTYPE_BYTES["bf16"]
+
+
+def test_parameters_may_rest_in_a_share_of_their_bytes() -> None:
+    whole, half = (of_practice(Practice(params_share=each), Strategy()).peak["params"] for each in (1.0, 0.5))
+    assert whole == 2 * half > 0
+
+
+def test_a_step_that_reads_narrow_gradients_widens_none() -> None:
+    strategy = Strategy(accumulate="param", recompute="full")
+    wide, narrow = (of_practice(Practice(widens_grads=each), strategy, "cpu") for each in (True, False))
+    assert wide.peak["workspace"] >= FP32_BYTES * wide.at_rest["param"] / DTYPE_BYTES["bf16"]
+    assert narrow.peak_bytes < wide.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_communicators"),
+    [
+        (Strategy(), 0),
+        (Strategy(tp=8), 1),
+        (Strategy(tp=4, dp_shard=2), 3),  # that of all ranks besides
+        (Strategy(tp=2, pp=2, cp=2, num_micro_batches=2), 4),
+    ],
+)
+def test_each_axis_has_a_communicator_and_all_ranks_another(strategy: Strategy, num_communicators: int) -> None:
+    overhead = MemoryModel(job("h100")).estimate(strategy).worst.peak["overhead"]
+    assert overhead == CONTEXT_BYTES + num_communicators * COMMUNICATOR_BYTES
 
 
 def test_first_ranks_of_a_pipeline_hold_more_micro_batches() -> None:

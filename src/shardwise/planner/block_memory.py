@@ -18,13 +18,10 @@ from typing import Final
 
 from shardwise.layout.activations import FP32_BYTES, LayerShape, activation_bytes_per_layer
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.planner.job import Job, Strategy
+from shardwise.planner.job import Job, Practice, Strategy
 
-SOFTMAX_BYTES: Final = MappingProxyType({"flash": 0.0, "fused-softmax": 2.0, "unfused": 6.0})
-"""Kept of each score: none; the softmax in half precision; the softmax in fp32 and what it is cast to."""
-
-DROPPED_SCORE_BYTES: Final = 3.0
-"""Of each score that dropout works on: its output in half precision, and its mask."""
+MASK_BYTES: Final = 1.0
+"""Kept of each element that dropout works on, beside its output."""
 
 NUM_WIDE_OF_NORM: Final = 5
 """Tensors in fp32, of the input's size, that the backward of our norm has at once on a CPU; it is fused elsewhere."""
@@ -87,7 +84,7 @@ def block_bytes(job: Job, strategy: Strategy, *, has_experts: bool) -> BlockByte
     if is_chunked:
         share = min(1.0, (s.chunk_tokens or 1) * s.cp / job.seq_len)
         in_ffn = share * (in_ffn + element_bytes * num_inner * ffn) + element_bytes * hidden
-    in_attention = is_over + (2 * 2 * heads * job.seq_len if shape.score_bytes else 0.0)
+    in_attention = is_over + (2 * element_bytes * heads * job.seq_len if shape.score_bytes else 0.0)
     stream = hidden / (s.tp if s.sequence_parallel else 1)
     in_norm = is_over + (FP32_BYTES * NUM_WIDE_OF_NORM * stream if job.cluster.gpu.name == "cpu" else 0.0)
     drops_scores = s.recompute == "selective" and job.practice.selective == "all-but-scores"
@@ -99,6 +96,22 @@ def block_bytes(job: Job, strategy: Strategy, *, has_experts: bool) -> BlockByte
         deferred=tokens * element_bytes * products,
         stream=tokens * element_bytes * stream,
     )
+
+
+def kept_score_bytes(practice: Practice, element_bytes: int) -> float:
+    """Kept of each score: by a fused softmax its output, by another also the one in fp32; by dropout its output too.
+
+    >>> half = 2
+    >>> [kept_score_bytes(Practice(attention=each), half) for each in ("flash", "fused-softmax", "unfused")]
+    [0.0, 2.0, 6.0]
+    >>> kept_score_bytes(Practice(attention="fused-softmax", has_dropout=True), half)  # Korthikanti et al., equation 1
+    5.0
+    """
+    if practice.attention == "flash":
+        return 0.0
+    is_widened = practice.attention == "unfused" and element_bytes < FP32_BYTES
+    softmax = element_bytes + (FP32_BYTES if is_widened else 0.0)
+    return softmax + (element_bytes + MASK_BYTES if practice.has_dropout else 0.0)
 
 
 def logits_bytes(job: Job, strategy: Strategy) -> float:
@@ -126,9 +139,6 @@ def _layer_shape(job: Job, strategy: Strategy, has_experts: bool) -> LayerShape:
     ffn_size, num_routed = shape.ffn_size, 0
     if has_experts and experts is not None:
         ffn_size, num_routed = experts.ffn_size * (experts.num_chosen + experts.num_shared), experts.num_chosen
-    score_bytes = SOFTMAX_BYTES[practice.attention]
-    if score_bytes and practice.has_dropout:
-        score_bytes += DROPPED_SCORE_BYTES
     return LayerShape(
         hidden_size=shape.hidden_size,
         num_heads=shape.num_heads,
@@ -136,8 +146,8 @@ def _layer_shape(job: Job, strategy: Strategy, has_experts: bool) -> LayerShape:
         head_dim=shape.head_dim,
         ffn_size=ffn_size,
         is_gated=shape.ffn == "gated",
-        score_bytes=score_bytes,
-        mask_bytes=1.0 if practice.has_dropout else 0.0,
+        score_bytes=kept_score_bytes(practice, DTYPE_BYTES[strategy.param]),
+        mask_bytes=MASK_BYTES if practice.has_dropout else 0.0,
         norm_bytes=float(2 * FP32_BYTES) if practice.saves_norm_in_fp32 else 0.0,
         product_bytes=1.0 if strategy.matmul in ("fp8", "fp4") else None,
         fuses_gate=practice.fuses_gate and shape.ffn == "gated",

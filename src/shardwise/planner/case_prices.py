@@ -85,9 +85,21 @@ def memory_kind_of(written: str | None) -> MemoryKind:
     text = (written or "").lower()
     if "state" in text or "params+grads" in text:
         return "states+activations" if "activation" in text else "states"
-    if "smi" in text or "total used" in text:
-        return "device"
-    return "reserved" if "reserved" in text else "allocated"
+    if "reserved" in text:
+        return "reserved"
+    is_of_allocator = not text or any(mark in text for mark in ("alloc", "peak", "torch"))
+    return "allocated" if is_of_allocator else "device"
+
+
+def is_of_first_rank(written: str | None) -> bool:
+    """Whether a row's memory is what one process logged, which is the first: it leads the logs of most codes.
+
+    >>> is_of_first_rank("max_memory_allocated as logged"), is_of_first_rank("peak as printed, worst rank")
+    (True, False)
+    """
+    text = (written or "").lower()
+    is_worst = any(mark in text for mark in ("worst", "over ranks", "all ranks"))
+    return not is_worst and any(mark in text for mark in ("as logged", "as printed", "rank 0", "first rank"))
 
 
 def flops_per_token(job: Job, strategy: Strategy, convention: Convention) -> float:
@@ -172,6 +184,7 @@ def predict(
     *,
     convention: Convention | None = None,
     memory_kind: MemoryKind | None = None,
+    of_first_rank: bool = False,
     pipelines: PipelineTimes | None = None,
 ) -> Prediction:
     """What a case's run takes; only the model's states, or only the bubble, where no more is known.
@@ -179,6 +192,7 @@ def predict(
     Args:
         convention: of the FLOPs; None as was usual.
         memory_kind: None for the tensors of the peak.
+        of_first_rank: memory is that of the pipeline's first rank, not of the fullest.
         pipelines: what is known of schedules, to be shared by many cases.
     """
     if case.quantity in PARTS_OF_A_STEP:
@@ -186,7 +200,8 @@ def predict(
     price = settled(case, pipelines)
     if price is None:
         return Prediction() if case.states is None else _of_states(case.states)
-    memory = [memory_gib(rank, memory_kind or "allocated") for rank in price.memory.ranks]
+    ranks = price.memory.ranks[:1] if of_first_rank else price.memory.ranks
+    memory = [memory_gib(rank, memory_kind or "allocated") for rank in ranks]
     time_s = price.time.step_s * case.tokens_scale
     flops = flops_per_token(price.job, price.strategy, convention or convention_of(None, case)) * case.trained_share
     tokens = price.job.tokens * case.tokens_scale
@@ -235,4 +250,5 @@ def predict_row(row: Mapping[str, Any], case: Case, pipelines: PipelineTimes | N
     }
     kind = memory_kind_of(written["memory_kind"])
     convention = convention_of(written["flops_convention"], case)
-    return predict(case, convention=convention, memory_kind=kind, pipelines=pipelines)
+    of_first_rank = is_of_first_rank(written["memory_kind"])
+    return predict(case, convention=convention, memory_kind=kind, of_first_rank=of_first_rank, pipelines=pipelines)

@@ -16,23 +16,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from shardwise.planner import case_words as words
+from shardwise.planner.case_practice import compiles_blocks, is_before_h100, practice_of
 from shardwise.planner.case_rows import tidied
 from shardwise.planner.hardware import Cluster, Gpu
-from shardwise.planner.job import Attention, Job, Practice, Strategy
+from shardwise.planner.job import Job, Strategy
 from shardwise.planner.shape import Experts, ModelShape
 from shardwise.schedule.op_times import OpTimes
 
 Row = Mapping[str, Any]
-
-LONG_SEQUENCE: Final = 8192
-"""Tokens from which on nobody trains with scores kept whole."""
 
 USUAL_VOCAB: Final = MappingProxyType({"gated": 32000, "plain": 51200})
 """Of models whose vocabulary is not written: Llama's, and GPT-2's as it is padded."""
@@ -106,7 +103,7 @@ def read_case(row: Row) -> Case:
         seq_len=int(seq_len),
         global_batch=strategy.global_batch,
         cluster=cluster,
-        practice=_practice(row, shape, strategy, cluster.gpu),
+        practice=practice_of(row, shape, strategy, cluster.gpu),
     )
     return dataclasses.replace(
         case,
@@ -238,7 +235,7 @@ def _usual_nic(interconnect: str | None, gpu: Gpu) -> float:
     """As the device's own systems have it; where InfiniBand is named without its speed, what most others of A100 and
     before it name: 400 Gb/s a node, a fourth of that."""
     is_bare = "infiniband" in (interconnect or "").lower()
-    return gpu.nic_bytes_per_s * (0.25 if is_bare and _is_before_h100(gpu) else 1.0)
+    return gpu.nic_bytes_per_s * (0.25 if is_bare and is_before_h100(gpu) else 1.0)
 
 
 def _strategy(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[Strategy | None, int, tuple[str, ...]]:
@@ -257,6 +254,8 @@ def _strategy(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[Strategy |
         guesses.append("zero_stage")
         stage = 0 if dp == 1 else 1
     recompute = words.recompute_of(p.get("recompute"))
+    if recompute is None and compiles_blocks(p, int(stage)):
+        recompute = ("selective", 1)
     if recompute is None:
         guesses.append("recompute")
     mode, every = recompute or ("none", 1)
@@ -368,10 +367,13 @@ def _dtypes(p: Mapping[str, Any], stage: int, tp: int, pp: int, gpu: Gpu) -> dic
     says_wide = p.get("fp32_grad_accum")
     usual = stage < 2 and (tp > 1 or pp > 1) and not is_narrow
     is_wide = usual if says_wide is None else bool(says_wide)
+    # Of the codes that shard parameters only torch's own has pipelines too; it adds gradients as it reduces them, wide.
+    is_torchs = stage == 3 and pp > 1 and param == "bf16"
+    is_reduced_wide = is_wide and stage < 3 and param == "bf16" and (tp > 1 or pp > 1)
     return {
         "param": param,
-        "accumulate": "fp32" if is_wide else "param",
-        "reduce": "fp32" if is_wide and stage < 3 and param == "bf16" and (tp > 1 or pp > 1) else "param",
+        "accumulate": "fp32" if is_wide or is_torchs else "param",
+        "reduce": "fp32" if is_reduced_wide or is_torchs else "param",
         "matmul": matmul if is_narrow else None,
     }
 
@@ -403,76 +405,3 @@ def _context(p: Mapping[str, Any], cp: int) -> dict[str, Any]:
     if "chunk" in text:
         found |= {"chunk_tokens": max(1, 65536 // cp), "activations_tier": "host"}
     return found
-
-
-def _practice(row: Row, shape: ModelShape, strategy: Strategy, gpu: Gpu) -> Practice:
-    """How the code of the run worked, by what it says of its kernels and by what code of its time did."""
-    p = _section(row, "parallel")
-    kernel = str(p.get("attention_kernel") or "").lower()
-    seq_len = int(_section(row, "model").get("seq") or 0)
-    attention = words.attention_of(p.get("attention_kernel")) or _attention(strategy, shape, gpu, seq_len)
-    is_early = attention != "flash" and not kernel
-    is_model_split = strategy.tp > 1 or strategy.pp > 1
-    is_compiled = bool(p.get("compile"))
-    is_liger = bool(p.get("liger"))
-    group = p.get("zero_group")
-    is_new = strategy.matmul in ("fp8", "fp4")
-    # Torch's loss takes logits widened, their log-softmax and its gradient; a code that splits the model holds the
-    # narrow ones too, as a stage's output, until their gradient is there.
-    whole_logits_bytes = 16.0 if is_model_split else 12.0
-    logits_bytes = 10.0 if is_model_split and not kernel else whole_logits_bytes
-    # FlashAttention comes with a loss that widens no logits; codes that can split the model do not take it.
-    is_data_alone = strategy.zero_stage >= 2 and not is_model_split
-    has_fused_loss = is_data_alone and "flash" in kernel and p.get("liger") is None
-    # Where blocks are gathered one by one they are compiled one by one; the loss came in with the next devices.
-    compiles_loss = is_compiled and (strategy.zero_stage < 3 or "fp4" in gpu.peak_flops_per_s)
-    overlaps_tensor = strategy.sequence_parallel and (is_new or strategy.schedule == "interleaved")
-    overlaps_tensor &= "fp8" in gpu.peak_flops_per_s and strategy.zero_stage < 3
-    return Practice(
-        attention=attention,
-        logits_bytes=0.0 if is_liger else 4.0 if has_fused_loss else (6.0 if compiles_loss else logits_bytes),
-        optimizer_shards=group if isinstance(group, int) and strategy.zero_stage in (1, 2) else None,
-        # Gradients come in the parameters' dtype, and stay beside those that they are added to.
-        unsharded_grad_bytes=4.0 if p.get("fp32_grad_accum_unsharded") else 2.0 if p.get("fp32_grad_accum") else 0.0,
-        is_compiled=is_compiled or is_liger or is_new or (is_model_split and not kernel),
-        is_graphed=bool(p.get("cuda_graphs")),
-        defers_gathers=not _is_before_h100(gpu),
-        reduces_in_place=True,
-        overlaps_data=_overlaps_data(strategy, gpu) and not is_early,
-        overlaps_tensor=bool(p.get("async_tp", overlaps_tensor)),
-        saves_norm_in_fp32=shape.ffn == "gated" and bool(kernel) and "rms" not in kernel and not is_compiled,
-        has_dropout=is_early and shape.ffn == "plain",
-        # Code whose kernels are chosen one by one takes the loss as torch has it, of whole logits.
-        splits_logits=not kernel,
-        selective="half" if re.search(r"\bop\b", str(p.get("recompute")).lower()) else "all-but-scores",
-        fuses_gate=is_compiled or is_liger or is_new,
-        cuts_evenly=True,
-        # What sharded parameters in fp16 hooked into each layer of the model; who came later, in bf16, wraps blocks.
-        moves_tensors=strategy.zero_stage == 3 and strategy.param == "fp16",
-        trains_all=not words.is_adapter(p),
-        has_tuned_attention=words.is_tuned_attention(p.get("attention_kernel")) or "fp4" in gpu.peak_flops_per_s,
-        has_first_flash=words.is_first_flash(p.get("attention_kernel")),
-    )
-
-
-def _overlaps_data(strategy: Strategy, gpu: Gpu) -> bool:
-    """Codes that split models beside stages 0 and 1 learned to only with the devices that came after A100."""
-    is_model_split = strategy.tp > 1 or strategy.pp > 1
-    return not (_is_before_h100(gpu) and is_model_split and strategy.zero_stage < 2)
-
-
-def _is_before_h100(gpu: Gpu) -> bool:
-    return max(gpu.peak_flops_per_s.get(dtype, 0.0) for dtype in ("bf16", "fp16")) < 500e12
-
-
-def _attention(strategy: Strategy, shape: ModelShape, gpu: Gpu, seq_len: int) -> Attention:
-    """Before bf16 was usual, and where only full recomputation made room, scores were written out."""
-    if seq_len >= LONG_SEQUENCE or shape.ffn == "gated":
-        return "flash"
-    if strategy.param == "fp32":
-        return "fused-softmax"  # flash takes half precision alone
-    is_late = "fp8" in gpu.peak_flops_per_s  # no code kept scores when such devices came
-    if "v100" in gpu.name or (strategy.param == "fp16" and not is_late):
-        return "fused-softmax"
-    is_full = strategy.recompute == "full" and not strategy.sequence_parallel
-    return "fused-softmax" if is_full and "a100" in gpu.name else "flash"

@@ -113,6 +113,10 @@ class Practice:
             other product and attention, or all but the scores of attention.
         fuses_gate: whether the activated gate is made again from the gate, not kept.
         reduces_in_place: whether gradients that rest whole travel as they rest, through no other buffer.
+        frees_outputs: whether what a stage has sent on is let go, though its backward is still to come.
+        widens_grads: whether the step widens gradients that rest narrower than the master; not where its kernel reads
+            them as they are.
+        params_share: of the bytes of parameters in their dtype, that they rest in.
         cuts_evenly: whether stages have as many blocks each; otherwise they are cut by cost, as ours are.
     """
 
@@ -137,6 +141,9 @@ class Practice:
     fuses_gate: bool = False
     cuts_evenly: bool = False
     reduces_in_place: bool = False
+    frees_outputs: bool = False
+    widens_grads: bool = True
+    params_share: float = 1.0
 
 
 SHARDWISE: Final = Practice()

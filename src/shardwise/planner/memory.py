@@ -12,7 +12,7 @@ on their way; the peak is the highest of these moments, not the sum of the highe
 >>> job = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=cluster)
 >>> worst = MemoryModel(job).estimate(Strategy(dp_shard=64, zero_stage=3, recompute="full")).worst
 >>> print(", ".join(f"{key} {size / 2**30:.1f}" for key, size in worst.peak.items() if size > 2**28))
-grads 0.5, optimizer 1.4, activations 3.2, workspace 0.5, gathered 2.8, buckets 3.2, overhead 1.4, rounding 0.4
+grads 0.5, optimizer 1.4, activations 3.2, workspace 0.5, gathered 2.8, buckets 3.2, overhead 1.7, rounding 0.4
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from shardwise.planner.stages import Stages
 CONTEXT_BYTES: Final = 1.0 * 2**30
 """Of a process's context on a GPU with its kernels: 0.5 to 2 GiB (stas00/ml-engineering, training/performance)."""
 
-COMMUNICATOR_BYTES: Final = 0.4 * 2**30
-"""Of the channels' buffers of one communicator of NCCL."""
+COMMUNICATOR_BYTES: Final = 688 * 2**20
+"""Of the channels' buffers of one communicator of NCCL, as measured on A100s (github.com/NVIDIA/nccl, issue 964)."""
 
 UNUSED_SHARE: Final = 0.04
 """Of what comes and goes, that the allocator holds and cannot use at the peak."""
@@ -172,7 +172,7 @@ class MemoryModel:
         at_rest = self.folded.at_rest(strategy, rank)
         by_tier = self.folded.by_tier(strategy, rank)
         here = by_tier.get("device", {"param": 0, "grad": 0, "optimizer": 0})
-        rest = {"params": float(here["param"]), "grads": 0.0, "optimizer": 0.0}
+        rest = {"params": here["param"] * self.job.practice.params_share, "grads": 0.0, "optimizer": 0.0}
         if self.job.practice.trains_all:
             rest["grads"] = here["grad"] + self._extra_grads(strategy, rank)
             rest["optimizer"] = float(here["optimizer"])
@@ -197,7 +197,9 @@ class MemoryModel:
         if self.job.cluster.gpu.name == "cpu":
             return {"overhead": 0.0, "rounding": 0.0}
         axes = (strategy.tp, strategy.cp, strategy.pp, strategy.num_data_ranks)
-        overhead = CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(size > 1 for size in axes)
+        num_split = sum(size > 1 for size in axes)
+        num_communicators = num_split + (num_split > 1)  # of several axes, that of all ranks
+        overhead = CONTEXT_BYTES + COMMUNICATOR_BYTES * num_communicators
         moving = sum(peak.values()) - sum(peak[name] for name in ("params", "grads", "optimizer"))
         return {"overhead": overhead, "rounding": UNUSED_SHARE * moving}
 
@@ -264,7 +266,7 @@ class MemoryModel:
     def _step_bytes(self, strategy: Strategy, rank: int) -> float:
         """What the step widens: gradients that rest narrower than the master, of this rank's slice."""
         s = strategy
-        if not self.job.practice.trains_all:
+        if not self.job.practice.trains_all or not self.job.practice.widens_grads:
             return 0.0
         if s.optimizer_tier != "device" or DTYPE_BYTES[s.param] >= FP32_BYTES or s.accumulate == "fp32":
             return 0.0
@@ -287,8 +289,9 @@ class MemoryModel:
         again = max(stage.again for stage in each)
         if s.pp == 1:
             return each[0].whole, again
-        stream = self._block(s, has_experts=False).stream  # the output, which is sent on
-        whole = [stage.whole + stream for stage in each]
+        stream = self._block(s, has_experts=False).stream
+        sent = 0.0 if self.job.practice.frees_outputs else stream
+        whole = [stage.whole + sent for stage in each]
         deferred = [stage.deferred for stage in each]
         if stages.norm_stage in held:
             whole[held.index(stages.norm_stage)] += stream

@@ -1,0 +1,121 @@
+"""What is taken of the code of a published run: its loss, its fp8 weights, what it keeps of stages, whose log it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwise.planner.case_prices import is_of_first_rank, memory_gib, memory_kind_of, predict_row
+from shardwise.planner.cases import read_case
+from shardwise.planner.job import Practice, Strategy
+
+LLAMA = {
+    "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "ffn_type": "swiglu", "vocab": 128256,
+    "seq": 8192,
+}  # fmt: skip
+GPT = {"layers": 24, "hidden": 2048, "heads": 16, "ffn": 8192, "ffn_type": "gelu_mlp", "vocab": 51200, "seq": 2048}
+
+
+def row(model: dict[str, Any], gpu: str = "H100", num_gpus: int = 16, **parallel: Any) -> dict[str, Any]:
+    hardware = {"gpu": gpu, "num_gpus": num_gpus}
+    return {"id": "x", "model": model, "hardware": hardware, "parallel": {"micro_batch": 1, **parallel}}
+
+
+def known(row: dict[str, Any]) -> tuple[Strategy, Practice]:
+    case = read_case(row)
+    assert case.job is not None
+    assert case.strategy is not None
+    return case.strategy, case.job.practice
+
+
+@pytest.mark.parametrize(
+    ("parallel", "num_bytes", "is_split"),
+    [
+        ({"zero_stage": 3}, 4 + 4 + 4, True),  # widened, log-softmax, gradient
+        ({"zero_stage": 3, "attention_kernel": "flash"}, 2 + 2, False),
+        ({"zero_stage": 3, "attention_kernel": "FA3", "liger": True}, 0, False),
+        ({"zero_stage": 2, "attention_kernel": "FA3", "liger": False}, 4 + 4 + 4, False),
+        ({"tp": 4, "zero_stage": 1}, 2 + 4 + 4, True),  # the gradient is written over the softmax
+        ({"tp": 4, "zero_stage": 1, "attention_kernel": "flash"}, 2 + 4 + 4 + 4 + 2, False),
+        ({"tp": 4, "zero_stage": 1, "attention_kernel": "cudnn", "precision": "fp8"}, 2 + 4 + 4, True),
+        ({"tp": 2, "pp": 2, "vpp": 4, "attention_kernel": "flash"}, 2 + 4 + 4, True),
+        ({"zero_stage": 3, "compile": True}, 4 + 4 + 4, True),
+    ],
+)
+def test_copies_of_a_logit_are_those_of_its_loss(parallel: dict[str, Any], num_bytes: int, is_split: bool) -> None:
+    _, practice = known(row(LLAMA, **parallel))
+    assert (practice.logits_bytes, practice.splits_logits) == (num_bytes, is_split)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "zero_stage", "share"),
+    [
+        ("B200", "fp8", 1, 0.5),  # as products take them
+        ("H100", "fp8", 1, 1.0),  # beside its transpose
+        ("B200", "mxfp8", 1, 1.0),  # one of each direction of scales
+        ("B200", "fp8", 3, 1.0),
+    ],
+)
+def test_weights_of_fp8_rest_as_products_take_them(gpu: str, precision: str, zero_stage: int, share: float) -> None:
+    rows = (
+        row(LLAMA, gpu, tp=4, zero_stage=zero_stage, precision=dtype, recompute="none") for dtype in (precision, "bf16")
+    )
+    fp8, bf16 = (predict_row(each, read_case(each)).price for each in rows)
+    assert fp8 is not None
+    assert bf16 is not None
+    assert fp8.memory.worst.peak["params"] == share * bf16.memory.worst.peak["params"] > 0
+
+
+def test_stages_that_are_interleaved_let_go_what_they_sent() -> None:
+    assert known(row(GPT, tp=2, pp=4, vpp=3))[1].frees_outputs
+    assert not known(row(GPT, tp=2, pp=4, vpp=1, schedule="1f1b"))[1].frees_outputs
+
+
+@pytest.mark.parametrize(("precision", "has_dropout"), [("fp16", True), ("fp32", False)])
+def test_scores_that_fp32_keeps_say_nothing_of_the_codes_age(precision: str, has_dropout: bool) -> None:
+    practice = known(row(GPT, "A100", tp=4, precision=precision))[1]
+    assert practice.attention == "fused-softmax"
+    assert practice.has_dropout is has_dropout
+
+
+def test_torchs_own_code_recomputes_every_other_product_where_it_does_not_say() -> None:
+    strategy, practice = known(row(LLAMA, zero_stage=3, compile=True))
+    assert (strategy.recompute, practice.selective) == ("selective", "half")
+    strategy, _ = known(row(LLAMA, zero_stage=3, compile=True, recompute="none"))
+    assert strategy.recompute == "none"
+    assert [read_case(row(LLAMA, zero_stage=3, compile=each)).guesses for each in (True, False)] == [
+        ("global_batch",),
+        ("global_batch", "recompute"),
+    ]
+
+
+@pytest.mark.parametrize(("pp", "dtype"), [(1, "param"), (4, "fp32")])
+def test_sharded_parameters_in_a_pipeline_have_gradients_in_fp32(pp: int, dtype: str) -> None:
+    strategy, _ = known(row(LLAMA, pp=pp, zero_stage=3, precision="bf16"))
+    assert (strategy.accumulate, strategy.reduce) == (dtype, dtype)
+
+
+@pytest.mark.parametrize(
+    ("written", "kind", "is_first"),
+    [
+        ("torch max_memory_allocated GiB as logged", "allocated", True),
+        ("peak GB as printed", "allocated", True),
+        ("peak GB", "allocated", False),
+        ("torch peak reserved, max over ranks", "reserved", False),
+        ("max memory over ranks, bytes in file", "device", False),
+        ('nvidia-smi used, worst rank, integer "GB" as printed', "device", False),
+        ("memory used, rank 0", "device", True),
+        (None, "allocated", False),
+    ],
+)
+def test_memory_is_of_the_kind_and_rank_that_a_row_names(written: str | None, kind: str, is_first: bool) -> None:
+    assert (memory_kind_of(written), is_of_first_rank(written)) == (kind, is_first)
+
+
+def test_what_a_run_logged_is_its_first_ranks_memory() -> None:
+    plain = row(LLAMA | {"vocab": 512_000}, num_gpus=2, pp=2, zero_stage=1, global_batch=8, recompute="none")
+    peak, logged = (predict_row(plain | {"memory_kind": kind}, read_case(plain)) for kind in ("peak", "peak as logged"))
+    assert peak.price is not None
+    first, last = (memory_gib(rank, "allocated") for rank in peak.price.memory.ranks)
+    assert peak.memory_gib_per_gpu == last > first == logged.memory_gib_per_gpu
