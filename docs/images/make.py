@@ -1,6 +1,7 @@
-"""Draws the picture of a run's display from that run's own records.
+"""Draws the pictures of the documents: what commands show, by the code that shows it.
 
-python docs/images/make.py runs/<a run> docs/images/train.svg
+python docs/images/make.py train runs/<a run>    a run's display, from that run's own records
+python docs/images/make.py plan                  a plan beside a config of the user's own
 """
 
 from __future__ import annotations
@@ -10,15 +11,36 @@ import json
 import sys
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
+from shardwise.planner.asked import ask, read_model
+from shardwise.planner.clusters import parse_cluster
+from shardwise.planner.plan_view import plan_view
+from shardwise.planner.pricing import Pricer
+from shardwise.planner.reasons import reasons_of
+from shardwise.planner.search import search
+from shardwise.train.explained import named_batch, strategy_for
 from shardwise.train.progress import Header, Progress, render
 
 WIDTH = 100
+HERE = Path(__file__).parent
+YOURS = HERE.parents[1] / "examples" / "ds_config.json"
 
 
-def main(run: Path, picture: Path) -> None:
-    """Replay the records of `run` up to three quarters of its steps and write what the display showed then."""
+def plan_picture() -> str:
+    """What `shardwise plan --model llama-7b --compare examples/ds_config.json --cluster a100-40:8` prints."""
+    cluster = parse_cluster("a100-40:8")
+    asked = ask(read_model("llama-7b"), cluster, global_batch=named_batch(str(YOURS), cluster.num_gpus))
+    pricer = Pricer(asked.job)
+    yours = pricer.price(strategy_for(str(YOURS), asked.job))
+    plan = search(asked.job, asked.space, pricer=pricer)
+    reasons = reasons_of(plan, pricer, yours=yours)
+    view = plan_view(plan, reasons, width=WIDTH, is_coloured=True, yours=yours, notes=asked.notes)
+    return _picture(view, "shardwise plan")
+
+
+def train_picture(run: Path) -> str:
+    """What the display of a run showed at three quarters of its steps."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     header = Header(
         model="tiny, 6.0 M parameters, 4 layers of 320",
@@ -32,10 +54,17 @@ def main(run: Path, picture: Path) -> None:
         state = state.after_step(**{name: record[name] for name in fields})
         if record.get("peak_bytes"):
             state = state.with_memory({name: size for name, size in record["peak_bytes"].items() if size})
+    return _picture(render(state, WIDTH), "shardwise train")
+
+
+def _picture(view: RenderableType, title: str) -> str:
     console = Console(record=True, width=WIDTH, force_terminal=True, file=io.StringIO())
-    console.print(render(state, WIDTH))
-    picture.write_text(console.export_svg(title="shardwise train"))
+    console.print(view)
+    return console.export_svg(title=title)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    if sys.argv[1] == "plan":
+        (HERE / "plan.svg").write_text(plan_picture())
+    else:
+        (HERE / "train.svg").write_text(train_picture(Path(sys.argv[2])))

@@ -62,6 +62,8 @@ def test_the_best_is_shown_with_its_price(capsys):
     steps = [each["step_s"] for each in plan["best"]]
     assert steps == sorted(steps)
     assert all(each["margin_gib"] > 0 for each in plan["best"])
+    documents = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
+    assert [key for key in (*plan, *best) if f"`{key}`" not in documents] == []
 
 
 def test_one_screen_says_what_matters(capsys):
