@@ -14,17 +14,24 @@ from hypothesis import strategies as st
 from shardwise.config import ConfigError
 from shardwise.models.presets import preset
 from shardwise.planner.bounds import bubble_share, pipeline_of
-from shardwise.planner.candidates import Rest, Space, is_legal, outlines, rests, strategy_at
+from shardwise.planner.candidates import RECOMPUTES, Rest, Space, is_legal, outlines, rests, strategy_at
 from shardwise.planner.capacity import shortfall
 from shardwise.planner.catalogue import find_gpu
 from shardwise.planner.configs import KEYS, config_of, strategy_of
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.job import Job, Strategy
+from shardwise.planner.memory import MemoryModel
 from shardwise.planner.neighbours import neighbours
 from shardwise.planner.pareto import pareto
 from shardwise.planner.pipeline_time import PipelineTimes, StageTimes
+from shardwise.planner.pricing import Pricer
 from shardwise.planner.results import MemoryEstimate, Price, RankMemory, TimeEstimate
 from shardwise.planner.search import Limits, search
+from shardwise.planner.search import _holds_more as holds_more
+from shardwise.planner.search import _moves_less as moves_less
+from shardwise.planner.search import _recomputes_less as recomputes_less
+from shardwise.planner.search import _runners_up as runners_up
+from shardwise.planner.search import _Search as Run
 from shardwise.planner.shape import ModelShape
 from shardwise.planner.simplicity import num_extras, simplest
 from shardwise.planner.step_time import TimeModel
@@ -310,3 +317,104 @@ def test_winners_of_the_real_prices_can_be_trained(num_gpus: int, global_batch: 
 
 def test_every_key_is_of_a_strategy() -> None:
     assert set(KEYS.values()) <= set(Strategy.__dataclass_fields__)
+
+
+@dataclass(frozen=True)
+class Delayed:
+    """Closed forms promise what no pipeline keeps: each takes an hour longer, once its schedule is simulated."""
+
+    times: FakeTime
+    simulated: list[Strategy]
+
+    def busy_s(self, s: Strategy) -> float:
+        return self.times.busy_s(s)
+
+    def estimate(self, s: Strategy, *, is_quick: bool = False) -> TimeEstimate:
+        time = self.times.estimate(s)
+        if is_quick or s.pp == 1:
+            return time
+        self.simulated.append(s)
+        return replace(time, step_s=time.step_s + 3600)
+
+
+def test_so_many_schedules_are_simulated_at_most_and_no_others_are_shown() -> None:
+    job, num_best = job_of(8, 48, 80.0), 3
+    pricer = fake_pricer(job, 7)
+    delayed = Delayed(pricer.time, [])
+    space, limits = Space(pins={"pp": (2, 4), "recompute": ("none",)}), Limits(num_best=num_best)
+    plan = search(job, space, limits, FakePricer(pricer.memory, delayed))  # type: ignore[arg-type]
+    assert len(delayed.simulated) == len(set(delayed.simulated)) == 20 * num_best
+    assert len(plan.best) == num_best
+    assert all(price.time.step_s > 3600 for price in (*plan.best, *plan.runners_up))
+    alone = Delayed(pricer.time, [])
+    few = search(job, Space(pins={"pp": (1,)}), limits, FakePricer(pricer.memory, alone))  # type: ignore[arg-type]
+    assert few.best
+    assert alone.simulated == []  # nothing waits for anything
+
+
+def test_a_simpler_one_that_is_hardly_slower_is_looked_for_even_where_one_is_wanted() -> None:
+    job = job_of(4, 8, 80.0)
+    weights = dict.fromkeys(fake_pricer(job, 0).time.weights, 0.0) | {"split": -0.01}
+    pricer = FakePricer(FakeMemory(job, 1.0), FakeTime(job, weights))
+    space = Space(pins={"tp": (1, 2), "pp": (1,), "cp": (1,), "recompute": ("none",), "micro_size": (1,)})
+    plan = search(job, space, Limits(num_best=1), pricer)
+    assert plan.winner is not None
+    assert (plan.winner.strategy.tp, plan.winner.time.step_s) == (1, 1.0)
+
+
+def test_runners_up_are_the_best_of_each_other_mesh_and_schedule() -> None:
+    job = job_of(4, 8, 80.0)
+    pricer = fake_pricer(job, 0)
+    strategies = [
+        Strategy(pp=2, micro_size=1),
+        Strategy(pp=2, micro_size=2),
+        Strategy(pp=2, schedule="zb-h1"),
+        Strategy(tp=2),
+        Strategy(tp=2, micro_size=4),
+        Strategy(cp=2),
+    ]
+    memory, time = pricer.memory.estimate(strategies[0]), pricer.time.estimate(strategies[0])
+    prices = [Price(job=job, strategy=each, memory=memory, time=time) for each in strategies]
+    assert [each.strategy for each in runners_up(prices, 3)] == [strategies[2], strategies[3]]
+
+
+def test_what_need_not_be_looked_at_is_told_by_what_was() -> None:
+    plain = next(outlines(job_of(4, 8, 80.0), Space()))._replace(micro_size=2)
+    none, selective, every_4, every_2, full = (
+        plain._replace(recompute=mode, recompute_every=every) for mode, every in RECOMPUTES
+    )
+    # By what it keeps each computes more again than those before it, but for selective ones and some of the blocks.
+    less = {(none, each) for each in (selective, every_4, every_2, full)}
+    less |= {(selective, full), (every_4, every_2), (every_4, full), (every_2, full)}
+    every = (none, selective, every_4, every_2, full)
+    assert {(one, other) for one in every for other in every if recomputes_less(one, other)} == less
+    # And holds more, with as many samples at once, where a known one's mode keeps no more.
+    more = {(each, full) for each in every} | {(none, each) for each in every}
+    more |= {(selective, selective), (every_4, every_4), (every_4, every_2), (every_2, every_2)}
+    assert {(one, other) for one in every for other in every if holds_more(one, other)} == more
+    assert holds_more(full._replace(micro_size=4), full)
+    assert not holds_more(none._replace(micro_size=1), full)
+    device, optimizer, states = (
+        ("device", "device", "device", "device"),
+        ("device", "device", "host", "device"),
+        ("host", "host", "host", "device"),
+    )
+    assert moves_less(device, optimizer)
+    assert moves_less(optimizer, states)
+    assert not moves_less(states, optimizer)
+    assert not moves_less(optimizer, optimizer)
+    assert not moves_less(("host", "device", "device", "device"), optimizer)
+    assert moves_less(optimizer, ("device", "device", "nvme", "device"))
+
+
+def test_what_a_strategy_is_known_to_hold_is_no_more_than_it_holds() -> None:
+    shape = replace(SHAPE, num_layers=24, hidden_size=2048, num_heads=16, ffn_size=8192)
+    job = replace(job_of(8, 16, 80.0, shape), seq_len=256)
+    space, memory, drawn = Space(offloads=True), MemoryModel(job), random.Random(0)
+    run = Run(job, space, Limits(), Pricer(job))
+    for outline in drawn.sample(list(outlines(job, space)), 80):
+        for rest in drawn.sample(rests(job, space, outline), min(3, len(rests(job, space, outline)))):
+            states = run._param_bytes(outline, rest) * run._params_of_rank(outline)
+            kept = run._least_activation_bytes(outline) if rest.activations_tier == "device" else 0.0
+            held = memory.estimate(strategy_at(outline, rest, space.base))
+            assert states + kept <= held.worst.peak_bytes, (outline, rest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,12 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.planner.catalogue import find_gpu
-from shardwise.planner.compute import ComputeModel, alignment_share, shape_share
+from shardwise.planner.communication import exposed_s
+from shardwise.planner.compute import ComputeModel, PassTimes, alignment_share, shape_share
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.job import Job, Practice, Strategy
+from shardwise.planner.pipeline_time import PipelineTimes, StageTimes
 from shardwise.planner.profile import MatmulTime, Profile
 from shardwise.planner.shape import ModelShape
-from shardwise.planner.step_time import TimeModel
+from shardwise.planner.step_time import STRAGGLING, TimeModel
+from shardwise.planner.step_time import _quick_bubble_s as quick_bubble_s
 
 SHAPE = ModelShape(
     num_layers=16,
@@ -159,3 +163,120 @@ def test_fp4_casts_read_more_than_fp8_casts() -> None:
         casts.append(model._linears(model._dense_linears(s), s, dtype).forward_s - products[-1])
     assert casts[1] > casts[0]
     assert products[1] < products[0]
+
+
+MODEL = TimeModel(JOB)
+
+
+def units(s: Strategy) -> tuple[PassTimes, PassTimes, PassTimes]:
+    """A block, the embedding and the head, which exchange nothing."""
+    return MODEL.compute.block(s), MODEL.compute.embedding(s), MODEL.compute.head(s)
+
+
+def test_a_pipeline_takes_what_its_stages_and_their_schedule_take() -> None:
+    layers = (5, 4, 4, 3)
+    s = Strategy(pp=4, dp_shard=8, num_micro_batches=16, stage_layers=layers)
+    block, first, last = units(s)
+    stages = [block.times(num) for num in layers]
+    stages = [stages[0].plus(first), *stages[1:3], stages[3].plus(last)]
+    timed = [
+        StageTimes(
+            forward_s=each.forward_s,
+            backward_input_s=each.backward_input_s,
+            backward_weight_s=each.backward_weight_s,
+        )
+        for each in stages
+    ]
+    transfer_s = MODEL.communication.transfer_s(s)
+    span = PipelineTimes().span("1f1b", 4, 1, 16, timed, transfer_s)
+    found, quick = MODEL.estimate(s), MODEL.estimate(s, is_quick=True)
+    busiest_s = 16 * max(each.total_s for each in timed)
+    for time in (found, quick):
+        assert time.parts["compute"] == pytest.approx(busiest_s)
+    assert found.parts["bubble"] == pytest.approx(span.step_s - busiest_s)
+    assert found.bubble_rate == pytest.approx(span.bubble_rate)
+    # (p - 1) (F + B + W) of the mean stage, and there and back between 4 of them.
+    mean_s = sum(each.total_s for each in timed) / 4
+    assert quick.parts["bubble"] == pytest.approx(3 * mean_s + 6 * transfer_s)
+
+
+def test_operations_of_a_rank_are_all_its_stages_and_its_share_of_the_step() -> None:
+    s = Strategy(pp=4, dp_shard=8, num_micro_batches=16, schedule="interleaved", virtual_stages=2)
+    block, first, last = units(s)
+    whole, times = block.times(16).plus(first).plus(last), MODEL.op_times(s)
+    for name in ("forward_s", "backward_input_s", "backward_weight_s"):
+        assert getattr(times, name) == pytest.approx(getattr(whole, name) / 4)
+    waiting = 1 + STRAGGLING * math.sqrt(2 * math.log(4))  # of the slowest of 4 nodes
+    assert MODEL.busy_s(s) == pytest.approx(16 * whole.total_s / 4 * waiting)
+
+
+def test_the_slowest_of_many_nodes_decides() -> None:
+    found = MODEL.estimate(PLAIN)
+    others_s = found.step_s - found.parts["other"]
+    assert found.parts["other"] == pytest.approx(STRAGGLING * math.sqrt(2 * math.log(4)) * others_s)
+    alone = replace(JOB, cluster=replace(CLUSTER, num_gpus=8), global_batch=32)
+    assert TimeModel(alone).estimate(Strategy(dp_shard=8, micro_size=4)).parts["other"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "shards"),
+    [({}, 1), ({"zero_stage": 1}, 32), ({"zero_stage": 1, "cp": 2, "dp_shard": 16, "micro_size": 8}, 32)],
+)
+def test_a_step_is_over_a_rank_s_share_of_the_elements(changes: dict[str, int], shards: int) -> None:
+    s = replace(PLAIN, **changes)  # type: ignore[arg-type]
+    numel = MODEL.folded.rank(s, 0).numel
+    assert MODEL.estimate(s).parts["step"] == pytest.approx(MODEL.compute.step_s(s, numel / shards))
+
+
+def test_a_step_on_the_host_is_part_of_the_offload() -> None:
+    parts = MODEL.estimate(replace(PLAIN, zero_stage=1, optimizer_tier="host")).parts
+    assert parts["step"] == 0 < parts["offload"]
+
+
+def test_gathers_and_moves_hide_behind_the_pass_that_they_belong_to() -> None:
+    slow = replace(JOB, cluster=replace(CLUSTER, nic_bytes_per_s=1e10, gpu=replace(CLUSTER.gpu, host_bytes_per_s=2e9)))
+    model = TimeModel(slow)
+    s = Strategy(dp_shard=32, micro_size=1, num_micro_batches=4, zero_stage=3, params_tier="host", reduce="fp32")
+    block, first, last = model.compute.block(s), model.compute.embedding(s), model.compute.head(s)
+    whole = block.times(16).plus(first).plus(last)
+    passes = whole.forward_s, whole.backward_s
+    parts = model.estimate(s).parts
+    assert parts["data"] == pytest.approx(model.communication.data(s).exposed_s(*passes))
+    assert parts["offload"] == pytest.approx(model.offload.times(s).exposed_s(*passes))
+    for hides in (model.communication.data(s), model.offload.times(s)):  # the order of the passes counts
+        assert abs(hides.exposed_s(*passes) - hides.exposed_s(*reversed(passes))) > 1e-4
+
+
+def test_exchanges_of_a_block_hide_behind_its_own_products_and_attention() -> None:
+    far = replace(JOB, cluster=replace(CLUSTER, gpus_per_node=1, gpu=replace(CLUSTER.gpu, link_bytes_per_s=0.0)))
+    model = TimeModel(far)
+    s = Strategy(
+        cp=2, tp=2, dp_shard=8, micro_size=4, num_micro_batches=4, sequence_parallel=True,
+        recompute="full", recompute_every=4,
+    )  # fmt: skip
+    block, attention, exchange = model.compute.block(s), model.compute.attention(s), model.communication.block(s)
+    again_s = min(attention.forward_s, block.recompute_s)
+    sides = ((exchange.forward, attention.forward_s), (exchange.backward, attention.backward_s))
+    context_s = sum(exposed_s(each.context_s, beside_s) for each, beside_s in (*sides, (exchange.recompute, again_s)))
+    parts = model.estimate(s).parts
+    assert attention.forward_s > block.recompute_s / 4
+    assert parts["context"] == pytest.approx(4 * 16 * context_s)
+    hidden = exchange.backward.hidden_tensor * exchange.backward.tensor_s
+    assert hidden > 0
+    products_s = block.backward_s - attention.backward_s
+    tensor_s = exchange.forward.tensor_s + exchange.backward.tensor_s - hidden + exposed_s(hidden, products_s)
+    tensor_s += exchange.recompute.tensor_s
+    ends = (model.communication.embedding(s), model.communication.head(s))
+    ends_s = sum(each.forward.tensor_s + each.backward.tensor_s for each in ends)
+    assert parts["tensor"] == pytest.approx(4 * (16 * tensor_s + ends_s))
+
+
+@pytest.mark.parametrize("times", [(1.0, 1.0, 1.2), (1.0, 0.8, 0.7), (1.0, 1.3, 0.9), (1.0, 0.8, 1.1)])
+def test_quick_bubbles_of_zero_bubble_schedules_are_those_of_their_simulation(times: tuple[float, ...]) -> None:
+    for name, num_virtual, off_s in (("zb-h1", 1, 1e-9), ("zb-h2", 1, 1e-9), ("zb-v", 2, 0.25)):
+        forward_s, backward_s, weight_s = (each / num_virtual for each in times)
+        stage = StageTimes(forward_s=forward_s, backward_input_s=backward_s, backward_weight_s=weight_s)
+        stages = [stage] * (4 * num_virtual)
+        span = PipelineTimes().span(name, 4, num_virtual, 16, stages)
+        s = Strategy(pp=4, num_micro_batches=16, schedule=name, virtual_stages=num_virtual)
+        assert quick_bubble_s(s, stages) == pytest.approx(max(span.rank_spans_s) - span.busy_s[0], abs=off_s), name

@@ -463,9 +463,13 @@ def _holds_more(outline: Outline, known: Outline) -> bool:
 
 
 def _recomputes_less(known: Outline, outline: Outline) -> bool:
-    if known.recompute == "none" or (known.recompute == "selective" and outline.recompute_every == 1):
-        return known.recompute != outline.recompute
-    return known.recompute == outline.recompute == "full" and known.recompute_every > outline.recompute_every
+    if outline.recompute != "full":
+        return known.recompute == "none" != outline.recompute
+    return (
+        known.recompute == "none"
+        or known.recompute_every > outline.recompute_every
+        or (known.recompute == "selective" and outline.recompute_every == 1)
+    )
 
 
 def _moves_less(known: tuple[str, ...], tiers: tuple[str, ...]) -> bool:

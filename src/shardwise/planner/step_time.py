@@ -179,15 +179,16 @@ class TimeModel:
 def _quick_bubble_s(s: Strategy, stages: Sequence[StageTimes]) -> float | None:
     """Of ranks that are alike; None with so few micro-batches that only the schedule itself tells it.
 
-    The part of W that is longer than F fills no more of the bubble, and B that is shorter than F waits as long as it.
+    The part of W that is longer than F fills no more of the bubble, of H2 the part that is longer than half of F + B.
+    In ZB-V a B that is shorter than F waits as long as it.
     """
     forward_s, backward_s, weight_s = (
         sum(each) / s.pp
         for each in zip(*((t.forward_s, t.backward_input_s, t.backward_weight_s) for t in stages), strict=True)
     )
     if s.schedule.startswith("zb-"):
-        weight_s = min(weight_s, forward_s)
-        backward_s = max(backward_s, forward_s)
+        backward_s = max(backward_s, forward_s) if s.schedule == "zb-v" else backward_s
+        weight_s = min(weight_s, forward_s, (forward_s + backward_s) / 2 if s.schedule == "zb-h2" else forward_s)
     try:
         return bubble_s(s.schedule, s.pp, s.num_micro_batches, s.virtual_stages, forward_s, backward_s, weight_s)
     except ScheduleError:

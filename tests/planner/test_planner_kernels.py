@@ -1,0 +1,231 @@
+"""Times of kernels, worked out by hand on machines where one kind of work takes all the time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shardwise.planner.compute import ComputeModel, PassTimes, ceiling_flops_per_s, shape_share
+from shardwise.planner.hardware import Cluster, Fitted, Gpu
+from shardwise.planner.job import Job, Practice, Strategy
+from shardwise.planner.profile import AttentionTime, MatmulTime, Profile
+from shardwise.planner.shape import Experts, ModelShape
+
+RATE, FREE = 1e9, 1e30
+TOKENS = 128
+# Of a block: 64 x 128 for queries, 64 x 32 for keys and for values, 128 x 64 behind them, and 3 x 64 x 96.
+ATTENTION_PARAMS, FFN_PARAMS, HEAD_PARAMS = 20_480, 18_432, 64_000
+SHAPE = ModelShape(
+    num_layers=4, hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=16, ffn_size=96, vocab_size=1000
+)  # fmt: skip
+# Each of 8 holds 3 x 64 x 32 and is one of the router's columns; a token passes 2 of them and 1 that all pass.
+EXPERTS = Experts(num_experts=8, num_chosen=2, ffn_size=32, num_shared=1, num_dense_layers=1)
+PASSED_PARAMS = 64 * 8 + 3 * (3 * 64 * 32)
+GPU = Gpu(
+    name="plain",
+    memory_bytes=1e12,
+    memory_bytes_per_s=RATE,
+    peak_flops_per_s={"bf16": RATE, "fp8": 2 * RATE},
+    ceiling_flops_per_s={"bf16": RATE},
+    num_cores=1,
+    fitted=Fitted(matmul_share=1.0, memory_share=1.0, network_share=1.0),
+)
+
+
+def model(
+    *, products: float = FREE, scores: float = FREE, stream: float = FREE, shape: ModelShape = SHAPE, **facts: Any
+) -> ComputeModel:
+    """A machine that does so many FLOPs in products and in attention's scores, and moves so many bytes, a second."""
+    profile = Profile(
+        device="plain",
+        num_ranks=1,
+        num_threads=1,
+        memory_bytes=1e12,
+        matmuls=tuple(
+            MatmulTime(dtype=dtype, m=1, n=1, k=1, seconds=2 / products) for dtype in ("bf16", "fp32", "fp8")
+        ),
+        attentions=tuple(
+            AttentionTime(dtype=dtype, num_heads=1, head_dim=1, seq_len=1, forward_s=4 / scores, backward_s=10 / scores)
+            for dtype in ("bf16", "fp32")
+        ),
+        stream_bytes_per_s=stream,
+        call_s=1e-30,
+    )
+    cluster = Cluster(gpu=GPU, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=1e9, profile=profile)
+    return ComputeModel(Job(shape=shape, seq_len=TOKENS, global_batch=8, cluster=cluster, practice=Practice(**facts)))
+
+
+def seconds(times: PassTimes) -> tuple[float, float, float, float]:
+    return times.forward_s, times.backward_input_s, times.backward_weight_s, times.recompute_s
+
+
+def flops_s(params: float, tokens: float = TOKENS) -> float:
+    """Of one product of each token with so many weights."""
+    return 2 * tokens * params / RATE
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tokens", "params"),
+    [
+        (Strategy(), TOKENS, ATTENTION_PARAMS + FFN_PARAMS),
+        (Strategy(micro_size=3, cp=2), 1.5 * TOKENS, ATTENTION_PARAMS + FFN_PARAMS),
+        (Strategy(tp=2), TOKENS, (ATTENTION_PARAMS + FFN_PARAMS) / 2),
+        # Each of 4 ranks has 2 heads, and keys and values of 1, since half a head is none.
+        (Strategy(tp=4), TOKENS, 64 * (2 + 2) * 16 + 64 * 2 * 16 + FFN_PARAMS / 4),
+    ],
+)
+def test_each_pass_multiplies_each_token_by_each_weight(strategy: Strategy, tokens: float, params: float) -> None:
+    each_s = flops_s(params, tokens)
+    assert seconds(model(products=RATE).block(strategy)) == pytest.approx((each_s, each_s, each_s, 0.0))
+    head_s = flops_s(HEAD_PARAMS / strategy.tp, tokens)
+    assert seconds(model(products=RATE).head(strategy)) == pytest.approx((head_s, head_s, head_s, 0.0))
+
+
+def test_a_plain_feed_forward_has_two_matrices() -> None:
+    block = model(products=RATE, shape=replace(SHAPE, ffn="plain")).block(Strategy())
+    assert block.forward_s == pytest.approx(flops_s(ATTENTION_PARAMS + FFN_PARAMS * 2 / 3))
+
+
+@pytest.mark.parametrize("ep", [1, 4])
+def test_tokens_pass_the_experts_that_they_chose_and_those_that_all_pass(ep: int) -> None:
+    block = model(products=RATE, shape=replace(SHAPE, experts=EXPERTS)).block(Strategy(ep=ep, dp_shard=8))
+    each_s = flops_s(ATTENTION_PARAMS + FFN_PARAMS / 4 + PASSED_PARAMS * 3 / 4)  # one layer of four is dense
+    assert seconds(block) == pytest.approx((each_s, each_s, each_s, 0.0))
+
+
+def test_streams_of_experts_grow_with_the_tokens_they_are_sent() -> None:
+    one, two = (
+        model(stream=RATE, shape=replace(SHAPE, experts=replace(EXPERTS, num_chosen=chosen, num_dense_layers=0)))
+        for chosen in (1, 2)
+    )
+    # Another 2 x 128 x 64 bytes are copied there and back, and 2 x 128 x 32 more are activated.
+    passes_s = two.block(Strategy()).forward_s - one.block(Strategy()).forward_s
+    dense = model(stream=RATE).block(Strategy()).forward_s
+    wider = model(stream=RATE, shape=replace(SHAPE, ffn_size=96 + 32)).block(Strategy()).forward_s
+    assert passes_s == pytest.approx(wider - dense + 6 * 2 * TOKENS * 64 / RATE)
+    dense_layer = replace(EXPERTS, num_dense_layers=1)
+    mixed = model(stream=RATE, shape=replace(SHAPE, experts=dense_layer)).block(Strategy()).forward_s
+    all_routed = two.block(Strategy()).forward_s
+    assert mixed == pytest.approx(0.75 * all_routed + 0.25 * dense)
+
+
+def test_attention_meets_all_keys_or_those_of_its_windows() -> None:
+    # 4 FLOPs of each token, key and element of all heads, and 10 in the backward.
+    whole_s = 4 * TOKENS * TOKENS * 128 / RATE
+    block = model(scores=RATE).block(Strategy())
+    assert seconds(block) == pytest.approx((whole_s, 2.5 * whole_s, 0.0, 0.0))
+    assert model(scores=RATE).block(Strategy(tp=2, cp=2)).forward_s == pytest.approx(whole_s / 4)
+    windowed = model(scores=RATE, shape=replace(SHAPE, window=32))
+    assert windowed.block(Strategy()).forward_s == pytest.approx(whole_s / 2)
+
+
+def test_split_sequences_stream_their_share_of_everything() -> None:
+    streams = model(stream=RATE)
+    whole, split, shared = (
+        streams.block(each).forward_s for each in (Strategy(), Strategy(tp=2, sequence_parallel=True), Strategy(tp=2))
+    )
+    assert split == pytest.approx(whole / 2)
+    assert whole / 2 < shared < whole
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wide_bytes"),
+    [
+        (Strategy(num_micro_batches=2), 8),  # read and written in fp32
+        (Strategy(num_micro_batches=2, accumulate="param"), 4),
+        (Strategy(num_micro_batches=1), 0),
+        (Strategy(num_micro_batches=2, zero_stage=3, dp_shard=8), 0),  # each is reduced as it comes
+    ],
+)
+def test_gradients_are_added_to_those_of_other_micro_batches(strategy: Strategy, wide_bytes: int) -> None:
+    block = model(stream=RATE).block(strategy)
+    assert block.backward_weight_s == pytest.approx(wide_bytes * (ATTENTION_PARAMS + FFN_PARAMS) / RATE)
+
+
+def test_what_is_computed_again_is_what_was_not_kept() -> None:
+    full, every_other, selective = (
+        Strategy(recompute="full"),
+        Strategy(recompute="full", recompute_every=2),
+        Strategy(recompute="selective"),
+    )
+    products, streams, scores = model(products=RATE), model(stream=RATE), model(scores=RATE)
+    assert products.block(full).recompute_s == products.block(full).forward_s
+    assert products.block(every_other).recompute_s == products.block(full).forward_s / 2
+    assert products.block(selective).recompute_s == pytest.approx(0.0)
+    assert streams.block(selective).recompute_s == pytest.approx(streams.block(selective).forward_s)
+    unfused = model(scores=RATE, attention="unfused")
+    assert unfused.block(selective).recompute_s == pytest.approx(unfused.attention(selective).forward_s)
+    assert scores.block(selective).recompute_s == pytest.approx(0.0)
+
+
+def test_the_loss_reads_and_writes_whole_logits_or_a_rank_s_own() -> None:
+    split, whole = Strategy(tp=4), Strategy()
+    own, kept = model(stream=RATE), model(stream=RATE, splits_logits=False)
+    assert own.head(split).forward_s == pytest.approx(own.head(whole).forward_s / 4)
+    assert kept.head(split).forward_s == pytest.approx(kept.head(whole).forward_s)
+    widened = model(stream=RATE, logits_bytes=12.0)
+    # 8 bytes of each fp32 logit forward and 16 backward, and a cast of 6 bytes where it is bf16.
+    logits = TOKENS * 1000
+    assert widened.head(whole).forward_s == pytest.approx((8 + 6) * logits / RATE)
+    assert widened.head(whole).backward_input_s == pytest.approx((16 + 6) * logits / RATE)
+    assert widened.head(Strategy(param="fp32")).forward_s == pytest.approx(8 * logits / RATE)
+
+
+def test_the_head_is_no_narrower_than_its_weights() -> None:
+    assert model(stream=RATE).head(Strategy(matmul="fp8")) == model(stream=RATE).head(Strategy())
+
+
+def test_the_embedding_is_looked_up_and_its_gradients_are_summed() -> None:
+    wide_s = 2 * TOKENS * 64 / RATE
+    assert seconds(model(stream=RATE).embedding(Strategy())) == pytest.approx((2 * wide_s, 0.0, 4 * wide_s, 0.0))
+    assert model(stream=RATE, trains_all=False).embedding(Strategy()).backward_weight_s == 0
+
+
+def test_the_optimizer_moves_its_states_and_what_is_narrower_besides() -> None:
+    # Parameter, gradient and two moments in fp32 are read, and all but the gradient written: 28 bytes.
+    assert model(stream=RATE).step_s(Strategy(param="fp32"), 1e6) == pytest.approx(0.028)
+    assert model(stream=RATE).step_s(Strategy(), 1e6) == pytest.approx(0.030)
+
+
+def unmeasured(shape: ModelShape = SHAPE, gpu: Gpu = GPU, **facts: Any) -> ComputeModel:
+    cluster = Cluster(gpu=gpu, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=1e9)
+    return ComputeModel(Job(shape=shape, seq_len=128, global_batch=8, cluster=cluster, practice=Practice(**facts)))
+
+
+def test_short_kernels_take_as_long_as_their_launches() -> None:
+    fast = replace(GPU, peak_flops_per_s={"bf16": FREE}, ceiling_flops_per_s={"bf16": FREE}, memory_bytes_per_s=FREE)
+    eager, compiled, graphed = (
+        unmeasured(gpu=fast, **facts).block(Strategy()) for facts in ({}, {"is_compiled": True}, {"is_graphed": True})
+    )
+    assert eager.forward_s == eager.backward_input_s == pytest.approx(40 * 12e-6)
+    assert compiled.forward_s == pytest.approx(14 * 12e-6)
+    assert graphed.forward_s < compiled.forward_s / 10
+
+
+def test_a_product_takes_its_flops_at_what_its_tiles_reach_and_a_kernel_s_start() -> None:
+    # Two tiles of 256 x 128 one after the other, each 192 deep behind 96 in which it fills: two thirds of the rate.
+    assert shape_share(256, 256, 192, 1) == pytest.approx(2 / 3)
+    # On three cores they leave one empty, however deep.
+    assert shape_share(256, 256, 10**9, 3) == pytest.approx(2 / 3, rel=1e-6)
+    half = replace(GPU, fitted=replace(GPU.fitted, matmul_share=0.5))
+    product_s = 2 * 256 * 256 * 192 / (RATE / 2 * 2 / 3)
+    assert unmeasured(gpu=half)._product_s(256, 256, 192, "bf16") == pytest.approx(product_s + 2.5e-6, rel=1e-9)
+
+
+def test_a_dtype_that_was_not_measured_reaches_the_share_that_another_did() -> None:
+    job = unmeasured(gpu=replace(GPU, ceiling_flops_per_s={"bf16": 0.7 * RATE})).job
+    assert ceiling_flops_per_s(job, "bf16") == 0.7 * RATE
+    assert ceiling_flops_per_s(job, "fp8") == pytest.approx(0.7 * 2 * RATE)
+    assert ceiling_flops_per_s(unmeasured(gpu=replace(GPU, ceiling_flops_per_s={})).job, "bf16") == 0.8 * RATE
+
+
+def test_flash_attention_takes_half_of_all_pairs_and_five_halves_of_that_back() -> None:
+    # Of heads as large as its tiles are, over so many keys that beginning and ending are nothing.
+    long = replace(SHAPE, head_dim=128)
+    deep = unmeasured(shape=long)
+    times = ComputeModel(replace(deep.job, seq_len=10**8)).attention(Strategy())
+    pairs_s = 4 * 1e8 * 1e8 * 8 * 128 / 2 / RATE
+    assert times.forward_s == pytest.approx(pairs_s / 0.97, rel=1e-4)
+    assert times.backward_input_s == pytest.approx(2.5 * pairs_s / 0.86, rel=1e-4)
