@@ -111,10 +111,11 @@ class _Program:
 
 
 class PipelineTimes:
-    """Times of pipelines; keeps the programs of the schedules that it was asked for."""
+    """Times of pipelines; keeps the programs of the schedules that it was asked for, and the answers."""
 
     def __init__(self) -> None:
         self._programs: dict[tuple[str, int, int, int], _Program] = {}
+        self._spans: dict[tuple[object, ...], PipelineSpan] = {}
 
     def span(
         self,
@@ -140,6 +141,20 @@ class PipelineTimes:
         placement = placement_of(recipe_name, num_ranks, virtual_stages)
         if len(stages) != placement.num_stages:
             raise ConfigError(f"times of {len(stages)} stages for {placement.num_stages}; give one for each stage")
+        key = (recipe_name, num_ranks, virtual_stages, num_micro_batches, tuple(stages), transfer_s)
+        if key not in self._spans:
+            self._spans[key] = self._simulated(recipe_name, placement, num_micro_batches, stages, transfer_s)
+        return self._spans[key]
+
+    def _simulated(
+        self,
+        recipe_name: str,
+        placement: StagePlacement,
+        num_micro_batches: int,
+        stages: Sequence[StageTimes],
+        transfer_s: float,
+    ) -> PipelineSpan:
+        num_ranks, virtual_stages = placement.num_ranks, placement.stages_per_rank
         seconds = _seconds(stages)
         work_s = [sum(stages[stage].total_s for stage in placement.stages_of(rank)) for rank in range(num_ranks)]
 

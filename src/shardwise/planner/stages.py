@@ -79,6 +79,7 @@ class StageTable:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._stages: dict[tuple[object, ...], Stages] = {}
+        self._cuts: dict[StagePlacement, tuple[tuple[int, ...], int]] = {}  # several schedules have one placement
 
     def of(self, strategy: Strategy) -> Stages:
         """The stages of a strategy: its own, or as `shardwise.layout.cut` cuts our decoder, or evenly.
@@ -106,7 +107,9 @@ class StageTable:
         if self.job.practice.cuts_evenly:
             layers = even_layers(shape.num_layers, placement.num_stages)
             return Stages(placement, layers, num_dense, placement.num_stages - 1)
-        layers, norm_stage = cut_by_cost(shape, placement)
+        if placement not in self._cuts:
+            self._cuts[placement] = cut_by_cost(shape, placement)
+        layers, norm_stage = self._cuts[placement]
         return Stages(placement, layers, num_dense, norm_stage)
 
 

@@ -100,20 +100,21 @@ class Action:
     payload: Payload | None = None
 
     def __post_init__(self) -> None:
-        name = self.kind.name
+        kind, micro_batch = self.kind, self.micro_batch  # a kind's name is a call into Python: errors alone ask for it
         if self.stage < 0:
-            raise ScheduleError(f"stage={self.stage} of {name} is negative; stages count from 0")
-        if self.micro_batch is not None and self.micro_batch < 0:
-            raise ScheduleError(f"micro_batch={self.micro_batch} of {name} is negative; micro-batches count from 0")
+            raise ScheduleError(f"stage={self.stage} of {kind.name} is negative; stages count from 0")
+        if micro_batch is not None and micro_batch < 0:
+            raise ScheduleError(f"micro_batch={micro_batch} of {kind.name} is negative; micro-batches count from 0")
         if self.group == "":
-            raise ScheduleError(f"group='' of {name} names no group; use None for the whole stage")
-        if (self.payload is not None) != (self.kind in TRANSFERS):
-            raise ScheduleError(f"payload={self.payload} for {name}; SEND and RECEIVE carry one, and nothing else does")
-        needs_micro_batch = self.kind in COMPUTATIONS or self.kind in TRANSFERS
-        if needs_micro_batch and self.micro_batch is None:
-            raise ScheduleError(f"{name} has no micro_batch; computations and transfers belong to one, name it")
-        if not needs_micro_batch and self.micro_batch is not None and self.kind not in (Kind.FETCH, Kind.EVICT):
-            raise ScheduleError(f"micro_batch={self.micro_batch} for {name}, which belongs to none; leave it out")
+            raise ScheduleError(f"group='' of {kind.name} names no group; use None for the whole stage")
+        if (self.payload is not None) != (kind in TRANSFERS):
+            rule = "SEND and RECEIVE carry one, and nothing else does"
+            raise ScheduleError(f"payload={self.payload} for {kind.name}; {rule}")
+        needs_micro_batch = kind in COMPUTATIONS or kind in TRANSFERS
+        if needs_micro_batch and micro_batch is None:
+            raise ScheduleError(f"{kind.name} has no micro_batch; computations and transfers belong to one, name it")
+        if not needs_micro_batch and micro_batch is not None and kind not in (Kind.FETCH, Kind.EVICT):
+            raise ScheduleError(f"micro_batch={micro_batch} for {kind.name}, which belongs to none; leave it out")
 
     def __str__(self) -> str:
         payload = "" if self.payload is None else f"_{self.payload.value}"
