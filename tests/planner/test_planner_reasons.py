@@ -58,7 +58,7 @@ def price_of(strategy: Strategy, memory: MemoryEstimate, **parts: float) -> Pric
 class Memory:
     """32 GiB of activations for each sample, or 4 of them recomputed; 128 GiB of states, shared from stage 1 on."""
 
-    def estimate(self, s: Strategy) -> MemoryEstimate:
+    def estimate(self, s: Strategy, *, too_much_bytes: float = 0.0) -> MemoryEstimate:
         activations = 32.0 * s.micro_size * {"none": 1.0, "selective": 0.75, "full": 0.125}[s.recompute]
         states = 128.0 / (s.dp_shard if s.zero_stage else 1) / s.tp
         logits = 0.0 if s.chunk_tokens else 16.0 * s.micro_size

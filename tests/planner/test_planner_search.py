@@ -63,7 +63,7 @@ class FakeMemory:
     job: Job
     scale: float
 
-    def estimate(self, s: Strategy) -> MemoryEstimate:
+    def estimate(self, s: Strategy, *, too_much_bytes: float = 0.0) -> MemoryEstimate:
         numel = self.job.shape.num_params / (s.tp * s.pp)
         shards = s.dp_shard * s.cp
         sizes = {

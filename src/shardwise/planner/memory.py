@@ -17,6 +17,7 @@ grads 0.5, optimizer 1.4, activations 3.2, workspace 0.5, gathered 2.8, buckets 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import mul
@@ -156,17 +157,25 @@ class MemoryModel:
         self._flights = Flights()
         self._blocks: dict[tuple[object, ...], BlockBytes] = {}
 
-    def estimate(self, strategy: Strategy) -> MemoryEstimate:
-        """Of one rank at each place of the pipeline."""
+    def estimate(self, strategy: Strategy, *, too_much_bytes: float = math.inf) -> MemoryEstimate:
+        """Of one rank at each place of the pipeline.
+
+        Args:
+            strategy: of the job.
+            too_much_bytes: of a device; no further ranks are looked at behind the first that holds more.
+        """
         stages = self.folded.stages.of(strategy)
+        last = stages.placement.num_ranks - 1
         found: dict[tuple[object, ...], RankMemory] = {}
         ranks = []
-        for rank in range(stages.placement.num_ranks):
+        for rank in dict.fromkeys((0, last, *range(last))):  # the first and the last hold most, mostly
             key = (*stages.held_by(rank), self._flight(strategy, rank))
             if key not in found:
                 found[key] = self._of_rank(strategy, stages, rank)
             ranks.append(replace(found[key], pipeline_rank=rank))
-        return MemoryEstimate(ranks=tuple(ranks))
+            if found[key].peak_bytes > too_much_bytes:
+                break
+        return MemoryEstimate(ranks=tuple(sorted(ranks, key=lambda each: each.pipeline_rank)))
 
     def _of_rank(self, strategy: Strategy, stages: Stages, rank: int) -> RankMemory:
         at_rest = self.folded.at_rest(strategy, rank)

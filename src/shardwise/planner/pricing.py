@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 from shardwise.planner.job import Job, Strategy
@@ -11,7 +12,7 @@ from shardwise.planner.step_time import TimeModel
 
 
 class _MemoryModel(Protocol):
-    def estimate(self, strategy: Strategy) -> MemoryEstimate: ...
+    def estimate(self, strategy: Strategy, *, too_much_bytes: float = math.inf) -> MemoryEstimate: ...
 
 
 class _TimeModel(Protocol):

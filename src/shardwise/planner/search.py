@@ -57,7 +57,7 @@ class Limits:
 
     num_best: int = 10
     margin_share: float = 0.06
-    max_prices: int = 1000
+    max_prices: int = 4000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,9 +350,12 @@ class _Search:
         return True
 
     def _memory_of(self, strategy: Strategy) -> MemoryEstimate:
-        """Its memory; where that does not fit, how much is missing is noted."""
-        memory = self.pricer.memory.estimate(strategy)
-        self._memory_cost += _MEMORY_COST * (1 + strategy.pp / _RANKS_OF_MEMORY_COST)
+        """Its memory, of some ranks alone where that does not fit; how much is missing is noted."""
+        # Of what does not fit more need not be known than that another misses by less.
+        least_lacking = math.inf if self._missed is None else self._missed[0]
+        too_much_bytes = self._usable_bytes + least_lacking / self.job.cluster.gpus_per_node
+        memory = self.pricer.memory.estimate(strategy, too_much_bytes=too_much_bytes)
+        self._memory_cost += _MEMORY_COST * (1 + len(memory.ranks) / _RANKS_OF_MEMORY_COST)
         lacking = missing_on_node(memory, self.job.cluster, self.limits.margin_share)
         if lacking > 0 and (self._missed is None or lacking < self._missed[0]):
             self._missed = lacking, strategy
