@@ -203,6 +203,14 @@ def peaks(strategy: Strategy) -> list[float]:
     return [rank.peak_bytes for rank in MemoryModel(job()).estimate(strategy).ranks]
 
 
+def test_behind_a_rank_that_holds_too_much_none_is_looked_at() -> None:
+    strategy, model = Strategy(pp=4, num_micro_batches=8), MemoryModel(job())
+    every = model.estimate(strategy)
+    peaks = [each.peak_bytes for each in every.ranks]
+    assert model.estimate(strategy, too_much_bytes=peaks[0] - 1).ranks == every.ranks[:1]
+    assert model.estimate(strategy, too_much_bytes=max(peaks)) == every
+
+
 @settings(deadline=None, max_examples=60)
 @given(strategies())
 def test_any_strategy_has_finite_figures_that_grow_with_the_micro_batch(strategy: Strategy) -> None:
