@@ -46,6 +46,7 @@ def known(row: dict[str, Any]) -> tuple[Strategy, Practice]:
 def test_copies_of_a_logit_are_those_of_its_loss(parallel: dict[str, Any], num_bytes: int, is_split: bool) -> None:
     _, practice = known(row(LLAMA, **parallel))
     assert (practice.logits_bytes, practice.splits_logits) == (num_bytes, is_split)
+    assert practice.cached_logits_share == (2 / 12 if num_bytes == 12 else 0)
 
 
 @pytest.mark.parametrize(
@@ -119,3 +120,18 @@ def test_what_a_run_logged_is_its_first_ranks_memory() -> None:
     assert peak.price is not None
     first, last = (memory_gib(rank, "allocated") for rank in peak.price.memory.ranks)
     assert peak.memory_gib_per_gpu == last > first == logged.memory_gib_per_gpu
+
+
+@pytest.mark.parametrize(("kernel", "num_bytes"), [(None, 2), ("flash", 0)])
+def test_narrow_logits_that_torchs_loss_lets_go_stay_with_the_allocator(kernel: str | None, num_bytes: int) -> None:
+    plain = row(LLAMA, num_gpus=8, zero_stage=3, global_batch=8, recompute="full", attention_kernel=kernel)
+    allocated, reserved, device = (
+        predict_row(plain | {"memory_kind": kind}, read_case(plain)) for kind in ("peak", "reserved", "nvidia-smi")
+    )
+    assert allocated.price is not None
+    worst = allocated.price.memory.worst
+    assert worst.cached_bytes == pytest.approx(num_bytes * LLAMA["seq"] * LLAMA["vocab"])
+    held = [2**30 * (each.memory_gib_per_gpu or 0.0) for each in (allocated, reserved, device)]
+    assert held[1] == pytest.approx(held[0] + worst.peak["rounding"] + worst.cached_bytes)
+    assert held[2] == pytest.approx(held[1] + worst.peak["overhead"])
+    assert allocated.price.margin_bytes == read_case(plain).job.cluster.gpu.memory_bytes - worst.peak_bytes  # type: ignore[union-attr]

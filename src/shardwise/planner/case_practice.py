@@ -25,6 +25,9 @@ from shardwise.planner.shape import ModelShape
 LONG_SEQUENCE: Final = 8192
 """Tokens from which on nobody trains with scores kept whole."""
 
+TORCHS_LOSS_BYTES: Final = 3.0 * FP32_BYTES
+"""Of each logit: widened, its log-softmax, its gradient."""
+
 
 def practice_of(row: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu: Gpu) -> Practice:
     """How the code of the run worked, by what it says of its kernels and by what code of its time did."""
@@ -39,12 +42,15 @@ def practice_of(row: Mapping[str, Any], shape: ModelShape, strategy: Strategy, g
     group = p.get("zero_group")
     is_new = strategy.matmul in ("fp8", "fp4")
     splits_logits = not _gathers_logits(kernel, strategy)
+    logits_bytes = _logits_bytes(p, strategy, gpu, splits_logits=splits_logits)
     has_fused_norm = "rms" in kernel or is_compiled or is_liger
     overlaps_tensor = strategy.sequence_parallel and (is_new or strategy.schedule == "interleaved")
     overlaps_tensor &= "fp8" in gpu.peak_flops_per_s and strategy.zero_stage < 3
     return Practice(
         attention=attention,
-        logits_bytes=_logits_bytes(p, strategy, gpu, splits_logits=splits_logits),
+        logits_bytes=logits_bytes,
+        # Torch's loss lets the narrow logits go, but needs wide ones from then on.
+        cached_logits_share=DTYPE_BYTES["bf16"] / logits_bytes if logits_bytes == TORCHS_LOSS_BYTES else 0.0,
         optimizer_shards=group if isinstance(group, int) and strategy.zero_stage in (1, 2) else None,
         # Gradients come in the parameters' dtype, and stay beside those that they are added to.
         unsharded_grad_bytes=4.0 if p.get("fp32_grad_accum_unsharded") else 2.0 if p.get("fp32_grad_accum") else 0.0,
@@ -113,7 +119,7 @@ def _logits_bytes(p: Mapping[str, Any], strategy: Strategy, gpu: Gpu, *, splits_
         return 2.0 * narrow
     if is_model_split and splits_logits:
         return narrow + 2.0 * FP32_BYTES
-    return 3.0 * FP32_BYTES + (2.0 * narrow if is_model_split else 0.0)
+    return TORCHS_LOSS_BYTES + (2.0 * narrow if is_model_split else 0.0)
 
 
 def _params_share(precision: str, strategy: Strategy, gpu: Gpu) -> float:

@@ -126,7 +126,8 @@ def memory_gib(rank: RankMemory, kind: MemoryKind) -> float:
     if kind == "states+activations":
         return rank.bytes_of(*states, "activations") / GIB
     left_out = {"allocated": ("overhead", "rounding"), "reserved": ("overhead",), "device": ()}[kind]
-    return (rank.peak_bytes - rank.bytes_of(*left_out)) / GIB
+    cached = 0.0 if kind == "allocated" else rank.cached_bytes
+    return (rank.peak_bytes - rank.bytes_of(*left_out) + cached) / GIB
 
 
 def settled(case: Case, pipelines: PipelineTimes | None = None) -> Price | None:

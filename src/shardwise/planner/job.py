@@ -93,6 +93,8 @@ class Practice:
         attention: what the kernel saves.
         logits_bytes: that each logit takes at the peak of the loss, all copies together; 0 where they never exist
             whole, None where they and their gradient do in the parameters' dtype, as in our loss.
+        cached_logits_share: of these bytes, those of copies that are gone by then and smaller than all that comes after
+            them, so that the allocator holds them unused.
         splits_logits: whether each tp rank has its part of the vocabulary's logits alone.
         optimizer_shards: ranks over which the optimizer's states are sharded, where that is not the shard group.
         unsharded_grad_bytes: a parameter, kept whole on every rank besides what the stage says.
@@ -122,6 +124,7 @@ class Practice:
 
     attention: Attention = "flash"
     logits_bytes: float | None = None
+    cached_logits_share: float = 0.0
     splits_logits: bool = True
     optimizer_shards: int | None = None
     unsharded_grad_bytes: float = 0.0

@@ -193,7 +193,11 @@ class MemoryModel:
         if strategy.activations_tier == "host":
             elsewhere["host"] = elsewhere.get("host", 0.0) + self._offloaded(strategy, stages, rank)
         return RankMemory(
-            pipeline_rank=rank, at_rest=at_rest, peak=peak | self._of_device(strategy, peak), elsewhere=elsewhere
+            pipeline_rank=rank,
+            at_rest=at_rest,
+            peak=peak | self._of_device(strategy, peak),
+            elsewhere=elsewhere,
+            cached_bytes=self.job.practice.cached_logits_share * peak.get("logits", 0.0),
         )
 
     def _extra_grads(self, strategy: Strategy, rank: int) -> float:

@@ -48,12 +48,14 @@ class RankMemory:
         at_rest: by role, as `Layout.bytes_at_rest` gives it, of all tiers.
         peak: of the device at the highest moment of a step, by category.
         elsewhere: that rest in other memories, by tier.
+        cached_bytes: that the device's allocator holds beside the peak, and gives back where room runs short.
     """
 
     pipeline_rank: int
     at_rest: Mapping[str, int]
     peak: Mapping[str, float]
     elsewhere: Mapping[Tier, float] = field(default_factory=dict)
+    cached_bytes: float = 0.0
 
     @property
     def peak_bytes(self) -> float:
