@@ -402,10 +402,10 @@ def _refit(runs_folder: Path, environ: Mapping[str, str]) -> int:
         refits = [refit(profile, runs) for profile in profiles.values()]
     for each in refits:
         try:
-            path = write_profile(each.profile, folder)
+            words = f"wrote {write_profile(each.profile, folder)}" if each.is_changed else "nothing was written"
         except OSError as error:
             raise ConfigError(f"the profile cannot be kept: {error}; set XDG_CACHE_HOME to a writable folder") from None
-        Console().print(f"{each}\nwrote {path}", markup=False, highlight=False, soft_wrap=True)
+        Console().print(f"{each}\n{words}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 

@@ -73,6 +73,7 @@ def test_runs_as_predicted_leave_a_profile_as_it_is() -> None:
     assert found.profile == PROFILE
     assert found.before == pytest.approx(0.0, abs=1e-9)
     assert set(found.factors.values()) == {1.0}
+    assert not found.is_changed
 
 
 @pytest.mark.parametrize("factor", [0.7, 1.5])
@@ -131,6 +132,7 @@ def test_plan_refit_writes_the_corrected_profile(
     printed = capsys.readouterr().out
     assert printed.startswith("cpu, 2 ranks: 3 runs, error of a step ")
     assert printed.rstrip().endswith(f"wrote {path}")
+    assert refit(PROFILE, runs).is_changed
 
 
 def test_runs_are_read_from_wherever_they_are_kept(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The closed loop: what the planner says of a run is shown and kept beside what the run takes, and never ends it."""
 
+import io
 import json
 import logging
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from shardwise.config import Config
 from shardwise.planner.profile import AttentionTime, MatmulTime, Profile, write_profile
@@ -14,8 +16,9 @@ from shardwise.planner.refit import PARTS, PREDICTION_NAME
 from shardwise.schedule import Action, TimedAction
 from shardwise.train import prediction as prediction_module
 from shardwise.train.loop import Trainer, build_trainer
-from shardwise.train.prediction import compare, exposed_s, predict
+from shardwise.train.prediction import Measured, Prediction, compare, exposed_s, predict
 from shardwise.train.prepare import prepare_data
+from shardwise.train.summary import Outcome, render_outcome
 
 PROFILE = Profile(
     device="cpu",
@@ -136,3 +139,15 @@ def test_parts_sum_to_the_time_in_which_anything_is_under_way(spans: list[tuple[
     covered = {moment for _, start, length in spans for moment in range(start, start + length)}
     found = exposed_s([timed(text, start, start + length) for text, start, length in spans])
     assert sum(found.values()) == len(covered)
+
+
+@pytest.mark.parametrize(("step_s", "is_expected"), [(0.9, True), (1.1, True), (1.11, False), (0.2, False)])
+def test_a_step_that_was_not_expected_is_said_to_be_learnt_from(step_s: float, is_expected: bool) -> None:
+    prediction = Prediction({}, {}, {"compute": 1.0}, low_s=0.9, high_s=1.1)
+    measured = Measured({}, {"parameters": 1}, {"compute": step_s}, step_s)
+    outcome = Outcome(Path("runs/a"), 2, 2, 2, 1.0, 1.0, (), prediction=prediction, measured=measured)
+    console = Console(width=120, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(render_outcome(outcome))
+    words = "900.0 ms to 1.10 s were expected of a step; shardwise plan --refit runs learns from runs"
+    assert (words in captured.get()) is not is_expected

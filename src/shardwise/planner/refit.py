@@ -90,7 +90,13 @@ class Refit:
         runs = "1 run" if self.num_runs == 1 else f"{self.num_runs} runs"
         changed = ", ".join(f"{name} x {factor:.2f}" for name, factor in self.factors.items() if factor != 1.0)
         error = f"error of a step {100 * self.before:.1f} % before, {100 * self.after:.1f} % after"
-        return f"{self.profile.device}, {self.profile.num_ranks} ranks: {runs}, {error}; {changed or 'nothing to mend'}"
+        ranks = "1 rank" if self.profile.num_ranks == 1 else f"{self.profile.num_ranks} ranks"
+        return f"{self.profile.device}, {ranks}: {runs}, {error}; {changed or 'nothing to mend'}"
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether anything was mended."""
+        return any(factor != 1.0 for factor in self.factors.values())
 
 
 def by_part(parts: Mapping[str, float]) -> dict[str, float]:

@@ -134,8 +134,8 @@ def _rows(outcome: Outcome) -> Iterator[tuple[str, RenderableType]]:
     if outcome.prediction is not None and outcome.measured is not None:
         if outcome.prediction.parts and outcome.measured.parts:
             yield "a step", _beside(_time_rows(outcome.prediction, outcome.measured))
-        if outcome.prediction.note:
-            yield "planner", Text(outcome.prediction.note)
+        if words := _planner_words(outcome.prediction, outcome.measured, outcome.folder.parent):
+            yield "planner", Text(words)
     if outcome.host is not None:
         yield "host's peak", _peak_text(outcome.host)
     if outcome.saved is not None:
@@ -190,6 +190,16 @@ def _time_rows(prediction: Prediction, measured: Measured) -> Iterator[tuple[str
         if max(seconds, found_s) >= _LEAST_SHARE * (measured.step_s or 0.0):
             yield name, _seconds(seconds), _seconds(found_s)
     yield "all", _seconds(prediction.step_s or 0.0), _seconds(measured.step_s or 0.0)
+
+
+def _planner_words(prediction: Prediction, measured: Measured, runs: Path) -> str:
+    """What would make the prediction better; nothing where the step is as it was expected."""
+    if prediction.note or measured.step_s is None or not prediction.high_s:
+        return prediction.note
+    if prediction.low_s <= measured.step_s <= prediction.high_s:
+        return ""
+    span = f"{_seconds(prediction.low_s)} to {_seconds(prediction.high_s)}"
+    return f"{span} were expected of a step; shardwise plan --refit {shlex.quote(str(runs))} learns from runs"
 
 
 def _seconds(seconds: float) -> str:
