@@ -15,7 +15,7 @@ from shardwise.planner.hardware import Cluster, Host
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.neighbours import neighbours, price_changes
 from shardwise.planner.pareto import cost_per_step
-from shardwise.planner.reasons import reasons_of, why_faster, why_not, why_slower
+from shardwise.planner.reasons import parts_words, reasons_of, why_faster, why_not, why_slower, why_yours
 from shardwise.planner.results import MemoryEstimate, Price, RankMemory, TimeEstimate
 from shardwise.planner.search import Limits, search
 from shardwise.planner.shape import ModelShape
@@ -188,3 +188,69 @@ def test_cost_is_that_of_all_devices() -> None:
     assert cost_per_step(replace(price, job=job)) == 32.0
     free = replace(JOB, cluster=replace(CLUSTER, gpu=replace(CLUSTER.gpu, price_per_hour=0.0)))
     assert cost_per_step(replace(price, job=free)) is None
+
+
+PLAIN, SPLIT = Strategy(dp_shard=16), Strategy(tp=2, dp_shard=8)
+
+
+@pytest.mark.parametrize(
+    ("other_s", "faster", "slower"),
+    [
+        (9.9, "simpler than TP 2, DDP over 8, micro-batch 1, which is 1.0 % faster", "1.0 % faster, but less simple: "),
+        (10.001, "as fast as TP 2, DDP over 8, micro-batch 1, which comes next", "as fast"),
+        (9.999, "as fast as TP 2, DDP over 8, micro-batch 1, which comes next", "as fast"),
+        (11.0, "1.00 s faster than TP 2, DDP over 8, micro-batch 1: 1.00 s less compute", "1.00 s (10.0 %) slower: "),
+    ],
+)
+def test_what_is_as_fast_but_simpler_is_said(other_s: float, faster: str, slower: str) -> None:
+    winner = price_of(PLAIN, memory_of({"params": 1.0}), compute=10.0)
+    other = price_of(SPLIT, memory_of({"params": 1.0}), compute=other_s)
+    assert why_faster(winner, other) == faster
+    assert why_slower(other, winner).startswith(slower)
+    if "less simple" in slower:
+        assert why_slower(other, winner).endswith(": tensor axis")
+        # One that does no more than the winner has no excuse.
+        assert why_slower(replace(other, strategy=PLAIN), winner) == "as fast"
+
+
+@pytest.mark.parametrize(
+    ("your_s", "words"),
+    [(8.0, "2.00 s (20.0 %) faster than what the search found: keep it"), (10.0, "as fast"), (11.0, "1.00 s (10.0 %)")],
+)
+def test_a_layout_of_your_own_is_set_beside_the_winner(your_s: float, words: str) -> None:
+    winner = price_of(PLAIN, memory_of({"params": 1.0}), compute=10.0)
+    yours = price_of(SPLIT, memory_of({"params": 1.0}), compute=your_s)
+    assert why_yours(yours, winner, Prices(), 0.06).startswith(words)
+    crowded = price_of(SPLIT, memory_of({"params": 79.0}), compute=your_s)
+    # 6 % of 80 GiB is to stay free.
+    assert why_yours(crowded, winner, Prices(), 0.06).startswith("out of memory by 3.8 GiB")
+
+
+def test_at_most_four_parts_are_said_and_none_that_is_next_to_nothing() -> None:
+    parts = {"compute": 1.0, "tensor": -0.5, "bubble": 0.4, "data": 0.3, "step": 0.2, "offload": 0.04}
+    words = parts_words(parts)
+    assert words.count(",") == 3
+    assert words.endswith("300 ms more exposed gathers and reductions")
+    assert parts_words({"compute": 1.0, "offload": 0.04}) == "1.00 s more compute"
+
+
+def test_of_a_default_the_fastest_micro_batch_counts_and_of_what_does_not_fit_the_one_that_lacks_least() -> None:
+    prices = Prices()
+    plan = search(JOB, limits=Limits(num_best=4, max_prices=4000), pricer=prices)
+    by_name = {each.name: each for each in reasons_of(plan, prices, lambda job: Prices()).defaults}
+    fsdp, ddp = by_name["FSDP (ZeRO-3 over all)"], by_name["DDP"]
+    assert fsdp.price is not None
+    assert ddp.price is not None
+    # 8 GiB of states and 48 of a sample: of 1, 2 and 4 samples on each of 16 ranks, one fits.
+    assert (fsdp.price.strategy.micro_size, ddp.price.strategy.micro_size) == (1, 1)
+    roomy = replace(JOB, cluster=replace(CLUSTER, gpu=replace(CLUSTER.gpu, memory_bytes=400 * GIB)))
+    plan = search(roomy, limits=Limits(num_best=4, max_prices=4000), pricer=prices)
+    by_name = {each.name: each for each in reasons_of(plan, prices, lambda job: Prices()).defaults}
+    ddp = by_name["DDP"]
+    assert ddp.price is not None
+    assert ddp.price.strategy.micro_size == 4  # larger ones compute faster
+    assert ddp.sentence.endswith("nothing is faster")
+    # One sample on each of 2 stages of 8 ranks: no data ranks are left to share states with.
+    megatron = by_name["Megatron (TP 8 + PP)"]
+    assert megatron.price is not None
+    assert (megatron.price.strategy.pp, megatron.price.strategy.zero_stage) == (2, 0)

@@ -1,0 +1,242 @@
+"""What is printed of a price: each number worked out by hand, whatever the words around it."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console, RenderableType
+
+from shardwise.planner.bars import memory_bar, time_bar
+from shardwise.planner.capacity import Shortfall, shortfall
+from shardwise.planner.cautions import cautions
+from shardwise.planner.hardware import Cluster, Gpu, Host
+from shardwise.planner.job import Job, Strategy
+from shardwise.planner.neighbours import Change
+from shardwise.planner.pareto import front
+from shardwise.planner.plan_view import default_words, plan_dict, plan_view, price_dict
+from shardwise.planner.reasons import Default, Reasons
+from shardwise.planner.render import cost_words, memory_words, price_table, speed_words, stage_table, time_rows
+from shardwise.planner.results import MemoryEstimate, Price, RankMemory, TimeEstimate
+from shardwise.planner.search import Limits, SearchResult
+from shardwise.planner.shape import ModelShape
+from shardwise.planner.words import batch_words, count_words, gib_words, layout_words, seconds_words
+
+GIB = 2**30
+SHAPE = ModelShape(
+    num_layers=4, hidden_size=64, num_heads=8, num_kv_heads=8, head_dim=64, ffn_size=96, vocab_size=1000
+)  # fmt: skip
+# 8,192 tokens a second and device: the peak is twice what the model needs for them.
+GPU = Gpu(
+    name="plain",
+    memory_bytes=80 * GIB,
+    memory_bytes_per_s=1e12,
+    peak_flops_per_s={"bf16": 2 * 8192 * SHAPE.flops_per_token(8192)},
+    link_domain=8,
+    price_per_hour=2.0,
+)
+CLUSTER = Cluster(gpu=GPU, num_gpus=16, gpus_per_node=8, nic_bytes_per_s=5e10, host=Host(nvme_bytes=1e12))
+JOB = Job(shape=SHAPE, seq_len=8192, global_batch=64, cluster=CLUSTER)
+
+
+def price_of(
+    *peaks: dict[str, float],
+    strategy: Strategy | None = None,
+    elsewhere: dict[str, float] | None = None,
+    **parts: float,
+) -> Price:
+    """With so many GiB on each rank of the pipeline, and so many seconds."""
+    ranks = tuple(
+        RankMemory(
+            pipeline_rank=rank,
+            at_rest={},
+            peak={name: size * GIB for name, size in peak.items()},
+            elsewhere={tier: size * GIB for tier, size in (elsewhere or {}).items()},  # type: ignore[misc]
+        )
+        for rank, peak in enumerate(peaks)
+    )
+    step_s = sum(parts.values()) or 4.0
+    time = TimeEstimate(step_s=step_s, low_s=0.75 * step_s, high_s=1.5 * step_s, parts=parts, bubble_rate=0.125)
+    return Price(job=JOB, strategy=strategy or Strategy(), memory=MemoryEstimate(ranks=ranks), time=time)
+
+
+def printed(view: RenderableType, width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    with console.capture() as captured:
+        console.print(view)
+    return " ".join(captured.get().split())
+
+
+def test_speed_is_told_by_tokens_and_by_the_peak() -> None:
+    words = speed_words(price_of({"params": 1.0}, compute=4.0))
+    assert words.startswith("4.00 s (3.00 to 6.00 s), 8,192 tokens/s a GPU, MFU 50.0 % of bf16")
+    attention = 12 * 4 * 8 * 64 * 8192  # 12 L a d s
+    halved = 50 * (1 - attention / 2 / SHAPE.flops_per_token(8192))
+    assert f"{halved:.1f} %" in words
+
+
+def test_memory_is_that_of_the_worst_rank_and_of_what_lies_elsewhere() -> None:
+    ranks = ({"params": 10.0, "activations": 20.0}, {"params": 40.0, "activations": 30.0})
+    words = memory_words(price_of(*ranks, strategy=Strategy(pp=2), elsewhere={"host": 5.0, "nvme": 7.0}))
+    for each in ("70.0 GiB of 80.0 GiB", "pipeline rank 1 of 2", "10.0 GiB left", "host", "nvme"):
+        assert each in words
+    assert "out of memory by 20.0 GiB" in memory_words(price_of({"params": 100.0}))
+
+
+def test_cost_is_of_a_step_of_a_day_and_of_many_tokens() -> None:
+    # 16 devices for an hour at 2 dollars; 64 x 8,192 tokens.
+    words = cost_words(price_of({"params": 1.0}, compute=3600.0))
+    assert words.startswith("$32.0 a step, $768 a day, $61.0 M for 1 T tokens")
+    assert "$2.00" in words
+
+
+def test_of_a_long_pipeline_its_worst_rank_is_among_those_shown() -> None:
+    peaks = [{"params": 1.0, "logits": 0.0} for _ in range(16)]
+    peaks[5] = {"params": 1.0, "logits": 3.0}
+    text = printed(stage_table(price_of(*peaks, strategy=Strategy(pp=16)), is_coloured=False))
+    assert "5 worst 1.0 3.0 4.0" in text
+    assert text.count("worst") == 1
+    assert "logits" in text
+
+
+def test_parts_of_a_step_are_in_its_own_unit() -> None:
+    rows = dict(time_rows(price_of({}, {}, strategy=Strategy(pp=2), compute=0.020, bubble=0.005), is_coloured=False))
+    assert "compute 20.00" in printed(rows["in ms"])
+    assert "12.5 %" in printed(rows["bubble"])
+
+
+def test_bars_are_as_long_as_what_they_show() -> None:
+    assert time_bar({"compute": 3.0, "bubble": 1.0}, 8).plain == "ccccccbb"
+    rank = RankMemory(pipeline_rank=0, at_rest={}, peak={"params": 40.0})
+    assert memory_bar(rank, 80.0, 8).plain == "pppp····"
+    assert memory_bar(rank, 40.0, 8).plain == "pppppppp"
+
+
+def test_rows_of_a_table_have_their_own_figures() -> None:
+    text = printed(price_table([price_of({"params": 5.0}, compute=8.0)], width=80, is_coloured=False))
+    assert text.endswith("8.00 s 4,096 25.0 5.0")
+
+
+@pytest.mark.parametrize(
+    ("peak", "margin_share", "words"),
+    [
+        (70.0, 0.06, None),
+        (78.0, 0.06, "only 2.0 GiB (2.5 %) of device memory"),
+        (90.0, 0.0, "device memory lacks 10.0 GiB"),
+    ],
+)
+def test_too_little_room_is_cautioned(peak: float, margin_share: float, words: str | None) -> None:
+    said = list(cautions(price_of({"params": peak}, compute=1.0), margin_share))
+    assert len(said) == (words is not None)
+    assert words is None or words in said[0]
+
+
+def test_the_rank_that_lacks_is_named_in_a_pipeline_alone() -> None:
+    (said,) = cautions(price_of({"params": 1.0}, {"params": 90.0}, strategy=Strategy(pp=2), compute=1.0), 0.0)
+    assert "pipeline rank 1" in said
+
+
+def test_large_parts_and_axes_beyond_a_node_are_cautioned() -> None:
+    assert list(cautions(price_of({}, strategy=Strategy(tp=8), compute=0.86, tensor=0.14), 0.0)) == []
+    (large,) = cautions(price_of({}, strategy=Strategy(tp=8), compute=0.8, tensor=0.2), 0.0)
+    assert large.startswith("20 % of a step is collectives of tensor parallelism")
+    (far,) = cautions(price_of({}, strategy=Strategy(tp=16), compute=1.0), 0.0)
+    assert "mesh.tp=16" in far
+
+
+def test_a_default_that_does_not_fit_names_what_takes_most() -> None:
+    price = price_of({"params": 1.0}, {"params": 20.0, "logits": 70.0}, strategy=Strategy(pp=2))
+    missing = shortfall(price.memory, CLUSTER, 0.0)
+    assert missing == Shortfall("device", 10 * GIB, 1)
+    default = Default(name="DDP", price=price, missing=missing, sentence="")
+    assert default_words(default) == "out of memory by 10.0 GiB (logits 70.0 GiB)"
+    on_host = replace(default, missing=Shortfall("host", 3 * GIB, 0))
+    assert default_words(on_host).startswith("out of memory by 3.0 GiB of each node's host memory")
+
+
+def plan_of(*prices: Price, **facts: Any) -> SearchResult:
+    found: dict[str, Any] = {
+        "job": JOB,
+        "limits": Limits(),
+        "best": prices,
+        "runners_up": prices[1:],
+        "front": front(prices),
+        "nearest": None,
+        "rejected": {"slower": 1},
+        "num_outlines": 7,
+        "num_priced": 9,
+        "is_proven": True,
+        "elapsed_s": 0.5,
+    }
+    return SearchResult(**(found | facts))
+
+
+def view_of(plan: SearchResult, is_whole: bool = False, **reasons: Any) -> str:
+    empty: dict[str, Any] = {"wins": "", "runners_up": (), "defaults": (), "changes": (), "cures": ()}
+    said = Reasons(**(empty | reasons))
+    return printed(plan_view(plan, said, width=120, is_coloured=False, is_whole=is_whole))
+
+
+PRICES = tuple(
+    price_of({"params": 70.0 - 10 * index}, strategy=Strategy(tp=2**index), compute=4.0 + index) for index in range(6)
+)
+
+
+def test_more_free_memory_has_its_price_in_time() -> None:
+    plan = plan_of(*PRICES)
+    assert plan.front == PRICES
+    text = view_of(plan)
+    # Of 10 to 60 GiB free, at 4 to 9 s: the fastest is left out, of the others three are shown, the last among them.
+    for each in ("30.0 GiB", "+50.0 %", "40.0 GiB", "+75.0 %", "60.0 GiB", "+125.0 %"):
+        assert each in text
+    assert "+0.0 %" not in text
+    slower = price_of({"params": 75.0}, compute=9.0)
+    assert front([PRICES[0], slower]) == (PRICES[0],)
+
+
+def test_a_change_is_told_by_what_it_takes_more_or_less() -> None:
+    change = Change(words="mesh.tp=4", price=PRICES[2], missing=None)
+    text = view_of(plan_of(*PRICES), is_whole=True, wins="so", changes=(change,))
+    assert "mesh.tp=4 +50.0 % -20.0 GiB" in text
+    assert "9 strategies priced in 0.5 s" in text
+    assert "pin" not in text
+    assert "pin a dimension" in view_of(plan_of(*PRICES, is_proven=False), is_whole=True, wins="so")
+
+
+def test_losers_are_numbered_as_in_the_table() -> None:
+    text = view_of(plan_of(*PRICES), wins="so", runners_up=("slow", "slower", "slowest"))
+    assert "3 slower" in text
+    assert "slowest" not in text
+
+
+def test_a_plan_is_written_in_gib_and_with_what_is_nearest() -> None:
+    found = price_dict(PRICES[0])
+    assert (found["peak_gib"], found["margin_gib"], found["mfu"]) == (70.0, 10.0, 0.5)
+    missing = Shortfall("device", 1.0, 0)
+    said = Reasons(wins="", runners_up=(), defaults=(), changes=(), cures=())
+    assert plan_dict(plan_of(nearest=(PRICES[1], missing)), said)["nearest"] == price_dict(PRICES[1])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        (Strategy(pp=2, schedule="zb-v", virtual_stages=2, num_micro_batches=4), "PP 2 zb-v x2, micro-batch 1 x 4"),
+        (Strategy(cp=4, dp_shard=2, heads_over=2, zero_stage=1), "CP 4 ring of teams of 2, ZeRO-1 over 8"),
+        (Strategy(cp=4, transport="ulysses", heads_over=4), "CP 4 ulysses, DDP over 4"),
+        (Strategy(pp=2, dp_shard=4, zero_stage=3, gather="micro-batch"), "ZeRO-3 over 4 each micro-batch"),
+        (Strategy(pp=2, dp_shard=4, zero_stage=3), "PP 2 1f1b, ZeRO-3 over 4, micro-batch 1"),
+        (Strategy(dp_shard=4, zero_stage=1, gather="micro-batch"), "ZeRO-1 over 4, micro-batch 1"),
+        (Strategy(recompute="full", recompute_every=4, activations_tier="host"), "full every 4, activations on host"),
+    ],
+)
+def test_layouts_in_words(strategy: Strategy, words: str) -> None:
+    assert layout_words(strategy).endswith(words) or words in layout_words(strategy)
+
+
+def test_numbers_at_the_edge_of_a_unit() -> None:
+    assert (count_words(1000), count_words(999)) == ("1.00 k", "999")
+    assert (seconds_words(1.0), seconds_words(0.999)) == ("1.00 s", "999 ms")
+    assert (gib_words(-2 * GIB), gib_words(GIB - 2**20)) == ("-2.0 GiB", "1023 MiB")
+    assert batch_words(JOB) == "64 sequences of 8,192 tokens a step, 524 k tokens"
