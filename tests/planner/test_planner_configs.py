@@ -138,3 +138,65 @@ def test_pins_are_read_as_the_config_reads_them() -> None:
         pins_of(["zero.stege=3"])
     with pytest.raises(ConfigError, match=r"zero\.stage=7 must be"):
         pins_of(["zero.stage=7"])
+
+
+def test_practice_and_shape_are_those_of_the_config() -> None:
+    changed = Config.from_dict(
+        {
+            "compile": {"enabled": True},
+            "zero": {"overlap": False},
+            "tensor": {"overlap_chunks": 4},
+            "optimizer": {"name": "lion"},
+            "data": {"seq_len": 2048},
+            "attention": {"kind": "sliding-window", "block": 64, "num_sliding_window_blocks": 5},
+        }
+    )
+    cluster = job(1, 1).cluster
+    found, usual = job_of(changed, cluster), job_of(Config(), cluster)
+    assert (found.practice.is_compiled, usual.practice.is_compiled) == (True, False)
+    assert (found.practice.overlaps_data, usual.practice.overlaps_data) == (False, True)
+    assert (found.practice.overlaps_tensor, usual.practice.overlaps_tensor) == (True, False)
+    assert (found.optimizer, found.seq_len) == ("lion", 2048)
+    assert found.shape.window == 3 * 64  # of five blocks in a row around a query its own and two before it
+    assert usual.shape.window is None
+
+
+def test_what_a_config_leaves_to_the_engine_is_what_the_strategy_says() -> None:
+    pipeline = {"mesh": {"pp": 2}, "pipeline": {"schedule": "zb-v"}, "batch": {"global_size": 4, "micro_size": 1}}
+    assert strategy_of(Config.from_dict(pipeline), 2).virtual_stages == 2
+    context = {"mesh": {"cp": 4}, "context": {"transport": "ulysses"}, "batch": {"global_size": 4, "micro_size": 1}}
+    assert strategy_of(Config.from_dict(context), 4).heads_over is None
+
+
+def test_a_planned_config_has_the_job_s_own_values_and_no_leftovers() -> None:
+    base = Config.from_dict({"tiers": {"optimizer": "host", "optimizer_on_device": 0.5}})
+    whole = replace(job(2, 4), optimizer="lion")
+    config = config_of(whole, Strategy(dp_shard=2, num_micro_batches=2, chunk_tokens=16), base)
+    assert (config.data.seq_len, config.optimizer.name, config.context.chunk_tokens) == (64, "lion", 16)
+    assert (config.tiers.optimizer, config.tiers.optimizer_on_device) == ("device", 0.0)
+
+
+def test_a_tied_model_is_never_taken_for_one_that_is_not() -> None:
+    for name in PRESETS:
+        shape = ModelShape.of_decoder(preset(name), name=name)
+        other = replace(shape, is_tied=not shape.is_tied)
+        config = config_of(job(1, 1, other), Strategy())
+        assert job_of(config, job(1, 1).cluster).shape.is_tied == other.is_tied
+        assert config.model.tie_embeddings == other.is_tied
+
+
+def test_of_two_presets_of_one_shape_that_of_its_name_is_written() -> None:
+    for name in PRESETS:
+        shape = ModelShape.of_decoder(preset(name), name=name)
+        assert config_of(job(1, 1, shape), Strategy()).model.preset == name
+
+
+def test_pins_may_have_spaces_and_files_no_none() -> None:
+    assert pins_of(["mesh.tp=2, 4"]) == {"tp": (2, 4)}
+    text = to_toml(Config(), {"optimizer.lr", "batch.global_size"})  # of which the second has none by default
+    assert set(tomllib.loads(text)) == {"optimizer"}
+
+
+def test_a_stage_between_others_has_a_block() -> None:
+    with pytest.raises(ConfigError, match="is no cut of 6 blocks"):
+        config_of(job(3, 3), Strategy(pp=3, num_micro_batches=3, stage_layers=(6, 0, 0)))

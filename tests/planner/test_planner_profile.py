@@ -160,3 +160,37 @@ def test_an_unmeasured_machine_says_how_to_measure():
         cluster_of(Profile(device="cpu", num_ranks=2, num_threads=1, memory_bytes=8e9))
     with pytest.raises(ConfigError, match="doctor --calibrate"):
         cluster_of(Profile(device="GPU of tomorrow", num_ranks=2, num_threads=1, memory_bytes=8e9))
+
+
+def test_what_ranks_share_is_told_of_all_of_them():
+    measured = replace(
+        PROFILE, num_threads=3, host_memory_bytes=9e9, disk_read_bytes_per_s=2e9, disk_write_bytes_per_s=1e9
+    )
+    cluster = cluster_of(measured)
+    host = cluster.host
+    assert host.memory_bytes == 9e9
+    assert host.memory_bytes_per_s == 2 * 3e9 * 2  # a copy reads and writes, on each of 2 ranks
+    assert (host.nvme_read_bytes_per_s, host.nvme_write_bytes_per_s) == (4e9, 2e9)
+    assert host.num_cores == 6
+    assert (cluster.gpu.memory_bytes_per_s, cluster.gpu.link_domain, cluster.gpu.num_cores) == (4e9, 2, 3)
+
+
+def test_links_of_a_gpu_are_as_fast_as_they_were_measured():
+    gpu = replace(PROFILE, device="NVIDIA H200")
+    assert cluster_of(gpu).gpu.link_bytes_per_s == pytest.approx(2**20 / 2 / 1e-3)
+    assert cluster_of(replace(gpu, collectives=())).gpu.link_bytes_per_s == find_gpu("h200").link_bytes_per_s
+
+
+def test_a_profile_of_another_schema_or_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    values = json.loads(PROFILE.to_json())
+    with pytest.raises(ConfigError, match="has schema 2 and must have 1"):
+        Profile.from_json(json.dumps(values | {"schema": 2}))
+    for num_ranks in (1, 3):
+        write_profile(replace(PROFILE, num_ranks=num_ranks), tmp_path)
+    found = find_profile(tmp_path, "cpu", 2)
+    assert found is not None
+    assert found.num_ranks == 1  # of two as near the smaller one
+    monkeypatch.setattr("shardwise.planner.profile.os.fsync", lambda file: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_profile(replace(PROFILE, num_ranks=8), tmp_path)
+    assert sorted(each.name for each in (tmp_path / "profiles").iterdir()) == ["cpu-1.json", "cpu-3.json"]

@@ -1,6 +1,7 @@
 """Profiles corrected by runs: as far as runs that a slower machine would have had bring them."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,18 @@ from shardwise import cli
 from shardwise.config import Config, ConfigError
 from shardwise.planner.configs import job_of, strategy_of
 from shardwise.planner.machine import cluster_of
-from shardwise.planner.profile import AttentionTime, CollectiveTime, MatmulTime, Profile, find_profile, write_profile
+from shardwise.planner.profile import (
+    AttentionTime,
+    BlockTime,
+    CollectiveTime,
+    HeadTime,
+    MatmulTime,
+    Profile,
+    find_profile,
+    write_profile,
+)
 from shardwise.planner.refit import PREDICTION_NAME, StoredRun, by_part, read_runs, refit
+from shardwise.planner.refit import _scaled as scaled
 from shardwise.planner.step_time import TimeModel
 
 PROFILE = Profile(
@@ -155,3 +166,46 @@ def test_runs_are_read_from_wherever_they_are_kept(tmp_path: Path) -> None:
     assert read_runs(tmp_path) == (run,)
     with pytest.raises(ConfigError, match="holds no run that was timed"):
         read_runs(tmp_path / "b")
+
+
+def test_each_factor_scales_what_it_was_fitted_to() -> None:
+    whole = replace(
+        PROFILE,
+        blocks=(
+            BlockTime(
+                dtype="fp32", seq_len=8, hidden_size=8, num_heads=1, num_kv_heads=1, head_dim=8, ffn_size=8,
+                forward_s=1.0, backward_s=2.0,
+            ),
+        ),
+        heads=(HeadTime(dtype="fp32", num_tokens=8, hidden_size=8, vocab_size=8, forward_s=1.0, backward_s=2.0),),
+        call_s=1e-6,
+        disk_read_bytes_per_s=3e9,
+        disk_write_bytes_per_s=2e9,
+    )  # fmt: skip
+    factors = {"compute": 2.0, "data": 3.0, "offload": 5.0, "step": 7.0}
+    found = scaled(whole, {name: math.log(factor) for name, factor in factors.items()})
+    assert [each.seconds for each in found.matmuls] == pytest.approx([2 * each.seconds for each in whole.matmuls])
+    for name in ("attentions", "blocks", "heads"):
+        before, after = getattr(whole, name)[0], getattr(found, name)[0]
+        assert (after.forward_s, after.backward_s) == pytest.approx((2 * before.forward_s, 2 * before.backward_s))
+    slower = [3 * each.seconds for each in whole.collectives]
+    assert [each.seconds for each in found.collectives] == pytest.approx(slower)
+    assert (found.call_s, found.stream_bytes_per_s) == pytest.approx((2e-6, 1e9))
+    assert found.copy_bytes_per_s("host", "host") == pytest.approx(1e9)
+    assert (found.disk_read_bytes_per_s, found.disk_write_bytes_per_s) == pytest.approx((6e8, 4e8))
+    assert found.step_bytes_per_s == pytest.approx(2e9 / 7)
+
+
+def test_a_profile_that_no_factor_makes_better_stays() -> None:
+    run = run_on(PROFILE, CONFIGS[0])
+    # Parts that are longer than the step that they are of: what they ask for would make it worse.
+    odd = replace(run, parts={name: 1.5 * seconds for name, seconds in run.parts.items()})
+    found = refit(PROFILE, [odd])
+    assert found.profile == PROFILE
+    assert found.after == found.before == pytest.approx(0.0, abs=1e-9)
+
+
+def test_the_error_is_a_share_of_a_step() -> None:
+    run = run_on(PROFILE, CONFIGS[0])
+    slow, fast = (replace(run, step_s=factor * run.step_s, parts={}) for factor in (1.25, 1 / 1.25))
+    assert refit(PROFILE, [slow, fast]).before == pytest.approx(0.25)
