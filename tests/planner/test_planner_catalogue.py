@@ -8,6 +8,7 @@ import pytest
 
 from shardwise.config import ConfigError
 from shardwise.planner.catalogue import ENTRIES, GPUS, find_gpu, known_gpu
+from shardwise.planner.hardware import Fitted
 
 CASES = json.loads((Path(__file__).parents[1] / "data/planner_cases.json").read_text())["cases"]
 
@@ -110,3 +111,15 @@ def test_figures_agree_with_each_other(device):
 
 def test_a_device_travels_to_other_processes():
     assert pickle.loads(pickle.dumps(find_gpu("h100"))) == find_gpu("h100")
+
+
+def test_figures_are_those_of_the_data_sheets():
+    """NVIDIA H100 SXM: 3.35 TB/s, 989 TFLOPS dense, NVLink of 900 GB/s both ways; 400 Gb/s a device."""
+    device = find_gpu("h100")
+    assert device.memory_bytes == pytest.approx(79.1 * 2**30)
+    assert (device.memory_bytes_per_s, device.link_bytes_per_s, device.nic_bytes_per_s) == (3.35e12, 450e9, 50e9)
+    assert device.peak_flops_per_s == {"fp32": 67e12, "tf32": 494.5e12, "fp16": 989e12, "bf16": 989e12, "fp8": 1979e12}
+    assert 40e9 < device.host_bytes_per_s < 64e9  # PCIe 5 of 16 lanes, less what it costs
+    assert (device.num_cores, device.link_domain, device.has_pairwise_links) == (132, 8, False)
+    assert device.fitted != Fitted()
+    assert find_gpu("mi300x").has_pairwise_links

@@ -337,3 +337,147 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(ConfigError, match="holds no JSON object"):
         read_deepspeed(tmp_path / "list.json")
+
+
+def test_what_deepspeed_may_say_besides():
+    assert dict(
+        settings_of(
+            {
+                "zero_optimization": {
+                    "stage": 2,
+                    "mics_shard_size": 4,
+                    "cpu_offload": True,
+                    "zero_hpz_partition_size": 8,
+                },
+                "sequence_parallel_size": 4,
+                "tensor_parallel": {"autotp_size": 2},
+                "activation_checkpointing": {"cpu_checkpointing": True},
+                "fp16": {"enabled": False},
+                "bf16": {"enabled": "auto"},
+                "communication_data_type": "fp32",
+                "gradient_clipping": 0.5,
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "eps": 1e-7, "weight_decay": 0.1}},
+            },
+            "ds.json",
+        ).settings
+    ) == {
+        "zero.stage": 2,
+        "mesh.dp_shard": 4,
+        "tiers.optimizer": "host",
+        "mesh.cp": 4,
+        "context.transport": "ulysses",
+        "mesh.tp": 2,
+        "recompute.mode": "full",
+        "tiers.activations": "host",
+        "precision.param": "bf16",
+        "precision.reduce": "fp32",
+        "optimizer.clip_norm": 0.5,
+        "optimizer.lr": 1e-4,
+        "optimizer.eps": 1e-7,
+        "optimizer.weight_decay": 0.1,
+    }
+    noted = settings_of({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "ds.json").notes
+    assert any("zero_hpz_partition_size" in note for note in noted)
+
+
+SIZES = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 1000}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"model_type": "gpt_bigcode", "multi_query": True}, {"num_kv_heads": 1, "ffn_size": 2048}),
+        (
+            {"model_type": "falcon", "multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 4},
+            {"num_kv_heads": 4, "is_tied": True},
+        ),
+        ({"model_type": "mpt", "attn_config": {"kv_n_heads": 8, "num_kv_heads": 2}}, {"num_kv_heads": 2}),
+        ({"model_type": "opt", "max_position_embeddings": 64}, {"num_positions": 66}),
+        ({"model_type": "gpt2", "n_positions": 64}, {"num_positions": 64}),
+        ({"model_type": "novel", "expansion_ratio": 3}, {"ffn_size": 1536}),
+        ({"model_type": "gemma", "intermediate_size": 64}, {"is_tied": True}),
+        ({"model_type": "mistral", "intermediate_size": 64, "sliding_window": 32}, {"window": 32}),
+        (
+            {"model_type": "mistral", "intermediate_size": 64, "sliding_window": 32, "layer_types": ["full"]},
+            {"window": None},
+        ),
+        ({"model_type": "llama", "intermediate_size": 64, "_name_or_path": "org/some-7b/"}, {"name": "some-7b"}),
+    ],
+)
+def test_fields_of_other_families(values, expected):
+    shape = shape_of({**SIZES, **values}, "config.json")
+    assert {name: getattr(shape, name) for name in expected} == expected
+
+
+def test_experts_of_other_families():
+    values = {**SIZES, "model_type": "qwen2_moe", "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1024}
+    values |= {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 384, "mlp_only_layers": [0, 1]}
+    experts = shape_of(values, "config.json").experts
+    assert experts is not None
+    assert (experts.ffn_size, experts.num_shared, experts.num_dense_layers) == (128, 3, 2)
+
+
+def test_the_tie_of_a_model_with_parts_may_stand_outside():
+    text = {**SIZES, "model_type": "llama", "intermediate_size": 64}
+    assert shape_of({"text_config": text, "tie_word_embeddings": True}, "config.json").is_tied
+
+
+FLAGS = "--num-layers 8 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 32000"
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("", {"ffn_size": 3072, "num_kv_heads": 12, "head_dim": 64, "is_tied": True, "num_positions": 1024}),
+        ("--swiglu", {"ffn_size": 2048}),
+        ("--num-query-groups 4", {"num_kv_heads": 12}),
+        ("--group-query-attention --num-query-groups 4", {"num_kv_heads": 4}),
+        ("--max-position-embeddings 4096", {"num_positions": 4096}),
+    ],
+)
+def test_shapes_of_megatron(more, expected):
+    shape = read_megatron(f"{FLAGS} {more}").shape
+    assert {name: getattr(shape, name) for name in expected} == expected
+
+
+def test_experts_of_megatron():
+    sizes = "--num-experts 8 --moe-ffn-hidden-size 256 --moe-shared-expert-intermediate-size 512"
+    imported = read_megatron(f"{FLAGS} {sizes} --expert-model-parallel-size 4")
+    assert imported.ep == 4
+    assert imported.shape is not None
+    experts = imported.shape.experts
+    assert experts is not None
+    assert (experts.num_chosen, experts.ffn_size, experts.num_shared) == (2, 256, 2)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("--context-parallel-size 2 --cp-comm-type a2a", {"mesh.cp": 2, "context.transport": "ulysses"}),
+        ("--use-torch-fsdp2", {"zero.stage": 3}),
+        ("--data-parallel-sharding-strategy optim_grads", {"zero.stage": 2}),
+        ("--data-parallel-sharding-strategy optim_grads_params", {"zero.stage": 3}),
+        ("--use-distributed-optimizer --optimizer-cpu-offload", {"zero.stage": 1, "tiers.optimizer": "host"}),
+        ("--optimizer-cpu-offload", {"zero.stage": 0, "tiers.optimizer": None}),
+        ("--fp16 --accumulate-allreduce-grads-in-fp32", {"precision.param": "fp16", "precision.reduce": "fp32"}),
+        ("--fp16", {"precision.reduce": "param"}),
+        (
+            "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method block "
+            "--recompute-num-layers 1",
+            {"recompute.mode": "full", "recompute.every": 4},
+        ),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 9",
+            {"recompute.mode": "full", "recompute.every": None},
+        ),
+    ],
+)
+def test_strategies_of_megatron(more, expected):
+    settings = read_megatron(f"{FLAGS} {more}").settings
+    assert {key: settings.get(key) for key in expected} == expected
+
+
+def test_scripts_calculate_with_whole_numbers():
+    flags = flags_in('NAME="8"\nA=$((64 / 8))\nrun --num-layers $A --lr $NAME --micro-batch-size $((8 / 0))')
+    assert (flags["num-layers"], flags["lr"]) == ("8", "8")
+    assert "micro-batch-size" in flags  # whatever a division by nothing gives

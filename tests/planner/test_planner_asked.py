@@ -1,0 +1,139 @@
+"""What a user leaves open is taken from files and devices, and what is given goes before both; and what fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.config import Config
+from shardwise.models.presets import preset
+from shardwise.planner.asked import Model, ask, read_model, usual_dtype
+from shardwise.planner.capacity import shortfall
+from shardwise.planner.catalogue import find_gpu
+from shardwise.planner.clusters import parse_cluster
+from shardwise.planner.fit import fit, largest, setups
+from shardwise.planner.hardware import Fitted, Host
+from shardwise.planner.interval import interval_s, kind_of
+from shardwise.planner.job import Job, Strategy
+from shardwise.planner.memory import MemoryModel
+from shardwise.planner.profile import Profile
+from shardwise.planner.shape import ModelShape
+
+NODE = parse_cluster("h100:8")
+SHAPE = ModelShape.of_decoder(preset("25m"), "25m")
+FILE = """
+[model]
+preset = "25m"
+[batch]
+global_size = 16
+[data]
+seq_len = 512
+[precision]
+reduce = "fp32"
+accumulate = "param"
+[context]
+chunk_tokens = 128
+"""
+
+
+def test_what_is_given_goes_before_what_a_file_says(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(FILE)
+    model = read_model(str(path))
+    own, given = ask(model, NODE), ask(model, NODE, seq_len=256, global_batch=8)
+    assert (own.job.seq_len, own.job.global_batch) == (512, 16)
+    assert (given.job.seq_len, given.job.global_batch) == (256, 8)
+    base = own.space.base
+    assert (base.param, base.reduce, base.accumulate, base.chunk_tokens) == ("bf16", "fp32", "param", 128)
+    assert ask(model, NODE, settings=["precision.param=fp32"]).space.base.param == "fp32"
+    assert not model.is_split  # a batch, a precision and chunks are any layout's
+    path.write_text(FILE + "[mesh]\ntp = 2\n")
+    assert read_model(str(path)).is_split
+    path.write_text(FILE.replace("seq_len = 512", 'tokenizer = "bytes"'))
+    assert read_model(str(path)).seq_len is None
+
+
+def test_a_batch_alone_splits_nothing() -> None:
+    assert not Model(shape=SHAPE, given=frozenset({"batch.micro_size", "precision.param"})).is_split
+    assert Model(shape=SHAPE, settings={"zero.stage": 3}).is_split
+
+
+def test_windows_of_a_model_or_of_the_attention_that_replaces_it() -> None:
+    windowed = Model(shape=replace(SHAPE, window=100), longest=4096)
+    assert ask(windowed, NODE, global_batch=8).job.shape.window == 100
+    sliding = Config.from_dict({"attention": {"kind": "sliding-window", "block": 64}})
+    assert ask(replace(windowed, config=sliding), NODE, global_batch=8).job.shape.window == 128
+
+
+def test_the_usual_dtype_is_faster_than_fp32() -> None:
+    def device(**peaks: float) -> Any:
+        return replace(NODE, gpu=replace(NODE.gpu, peak_flops_per_s=peaks))
+
+    assert usual_dtype(device(fp32=1.0, fp16=2.0, bf16=2.0)) == "bf16"
+    assert usual_dtype(device(fp32=1.0, fp16=2.0, bf16=1.0)) == "fp16"
+    assert usual_dtype(device(fp32=1.0, fp16=1.0)) == "fp32"
+
+
+@given(st.integers(-3, 70), st.integers(1, 9), st.integers(10, 64))
+def test_the_largest_is_found(limit: int, low: int, high: int) -> None:
+    expected = min(limit, high) if limit >= low else None
+    assert largest(lambda size: size <= limit, low, high) == expected
+
+
+def test_setups_are_those_that_a_cluster_can_run() -> None:
+    def names(gpus: str, **facts: Any) -> list[str]:
+        return [each.name for each in setups(replace(parse_cluster(gpus), **facts))]
+
+    assert names("h100:1")[0] == "on the device"
+    assert not any("TP" in name for name in names("h100:1x12"))
+    assert not any("NVMe" in name for name in names("h100:8"))
+    assert names("h100:8", host=Host(nvme_bytes=1e12))[-1].endswith("NVMe")
+    pairs = replace(find_gpu("h100"), link_domain=2)
+    assert "... TP 2+SP" in names("h100:8", gpu=pairs)
+    assert {each.strategy.param for each in setups(NODE, "fp32")} == {"fp32"}
+
+
+def test_one_more_of_what_fits_does_not() -> None:
+    cluster = replace(NODE, gpu=replace(NODE.gpu, memory_bytes=4 * 2**30))
+    narrow = replace(SHAPE, num_heads=12, num_kv_heads=4)  # that 8 ranks cannot split
+    found = {each.setup.name: each for each in fit(cluster, seq_len=512, shape=narrow, margin_share=0.25)}
+    assert found["... TP 8+SP"].micro_size is None
+    stage_3 = found["ZeRO-3"]
+    assert stage_3.micro_size is not None
+    assert stage_3.seq_len is not None
+    assert stage_3.seq_len % 1024 == 0
+
+    def fits(seq_len: int, micro_size: int) -> bool:
+        strategy = replace(stage_3.setup.strategy, micro_size=micro_size)
+        job = Job(shape=narrow, seq_len=seq_len, global_batch=strategy.global_batch, cluster=cluster)
+        return shortfall(MemoryModel(job).estimate(strategy), cluster, 0.25) is None
+
+    assert fits(512, stage_3.micro_size)
+    assert not fits(512, stage_3.micro_size + 1)
+    assert fits(stage_3.seq_len, 1)
+    assert not fits(stage_3.seq_len + 1024, 1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "facts", "kind"),
+    [
+        (Strategy(), {}, "usual"),
+        (Strategy(zero_stage=3), {}, "gathered"),
+        (Strategy(matmul="fp8", zero_stage=3), {}, "narrow"),
+        (Strategy(param="fp32"), {}, "wide"),
+        (Strategy(param="fp32", matmul="tf32"), {}, "wide"),
+        (Strategy(param="fp32"), {"fitted": Fitted()}, "unfitted"),
+    ],
+)
+def test_how_well_a_time_is_known(strategy: Strategy, facts: dict[str, Any], kind: str) -> None:
+    job = Job(shape=SHAPE, seq_len=512, global_batch=8, cluster=replace(NODE, gpu=replace(NODE.gpu, **facts)))
+    assert kind_of(job, strategy) == kind
+    profile = Profile(device="cpu", num_ranks=1, num_threads=1, memory_bytes=1.0)
+    assert kind_of(replace(job, cluster=replace(job.cluster, profile=profile)), strategy) == "measured"
+    low_s, high_s = interval_s(job, strategy, 10.0)
+    assert 10 - low_s == pytest.approx(high_s - 10)
