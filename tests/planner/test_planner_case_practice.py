@@ -107,11 +107,20 @@ def test_sharded_parameters_in_a_pipeline_have_gradients_in_fp32(pp: int, dtype:
         ("max memory over ranks, bytes in file", "device", False),
         ('nvidia-smi used, worst rank, integer "GB" as printed', "device", False),
         ("memory used, rank 0", "device", True),
+        ("peak activation memory of the first stage", "activations", False),
+        ("model states plus activations", "states+activations", False),
         (None, "allocated", False),
     ],
 )
 def test_memory_is_of_the_kind_and_rank_that_a_row_names(written: str | None, kind: str, is_first: bool) -> None:
     assert (memory_kind_of(written), is_of_first_rank(written)) == (kind, is_first)
+
+
+def test_a_figure_of_activations_counts_nothing_else() -> None:
+    plain = row(LLAMA, num_gpus=8, zero_stage=3, global_batch=8, recompute="full")
+    found = predict_row(plain | {"memory_kind": "activations"}, read_case(plain))
+    assert found.price is not None
+    assert found.memory_gib_per_gpu == found.price.memory.worst.peak["activations"] / 2**30
 
 
 def test_what_a_run_logged_is_its_first_ranks_memory() -> None:

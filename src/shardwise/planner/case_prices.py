@@ -27,9 +27,9 @@ from shardwise.planner.pricing import Pricer
 from shardwise.planner.results import Convention, Price, RankMemory
 from shardwise.planner.step_time import TimeModel
 
-MemoryKind = Literal["states", "states+activations", "allocated", "reserved", "device"]
-"""What a figure of memory counts: states at rest alone or with activations, the tensors of the peak, what the allocator
-holds for them, or all that the device has given out."""
+MemoryKind = Literal["states", "activations", "states+activations", "allocated", "reserved", "device"]
+"""What a figure of memory counts: states at rest, activations or both, tensors of the peak, what the allocator holds
+for them, or all that the device has given out."""
 
 GIB: Final = 2.0**30
 PARTS_OF_A_STEP: Final = ("single_layer_time", "activation_memory_ratio")
@@ -85,6 +85,8 @@ def memory_kind_of(written: str | None) -> MemoryKind:
     text = (written or "").lower()
     if "state" in text or "params+grads" in text:
         return "states+activations" if "activation" in text else "states"
+    if "activation" in text:
+        return "activations"
     if "reserved" in text:
         return "reserved"
     is_of_allocator = not text or any(mark in text for mark in ("alloc", "peak", "torch"))
@@ -123,8 +125,8 @@ def memory_gib(rank: RankMemory, kind: MemoryKind) -> float:
     states = ("params", "grads", "optimizer")
     if kind == "states":
         return sum(rank.at_rest.get(role, 0) for role in rank.at_rest) / GIB
-    if kind == "states+activations":
-        return rank.bytes_of(*states, "activations") / GIB
+    if kind in ("activations", "states+activations"):
+        return rank.bytes_of("activations", *(states if kind == "states+activations" else ())) / GIB
     left_out = {"allocated": ("overhead", "rounding"), "reserved": ("overhead",), "device": ()}[kind]
     cached = 0.0 if kind == "allocated" else rank.cached_bytes
     return (rank.peak_bytes - rank.bytes_of(*left_out) + cached) / GIB
