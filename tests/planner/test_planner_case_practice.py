@@ -73,11 +73,12 @@ def test_stages_that_are_interleaved_let_go_what_they_sent() -> None:
     assert not known(row(GPT, tp=2, pp=4, vpp=1, schedule="1f1b"))[1].frees_outputs
 
 
-@pytest.mark.parametrize(("precision", "has_dropout"), [("fp16", True), ("fp32", False)])
-def test_scores_that_fp32_keeps_say_nothing_of_the_codes_age(precision: str, has_dropout: bool) -> None:
+@pytest.mark.parametrize(
+    ("precision", "attention", "has_dropout"), [("fp16", "fused-softmax", True), ("fp32", "unfused", False)]
+)
+def test_scores_that_fp32_keeps_say_nothing_of_the_codes_age(precision: str, attention: str, has_dropout: bool) -> None:
     practice = known(row(GPT, "A100", tp=4, precision=precision))[1]
-    assert practice.attention == "fused-softmax"
-    assert practice.has_dropout is has_dropout
+    assert (practice.attention, practice.has_dropout) == (attention, has_dropout)
 
 
 def test_torchs_own_code_recomputes_every_other_product_where_it_does_not_say() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.compute import ComputeModel, PassTimes, ceiling_flops_per_s, shape_share
 from shardwise.planner.hardware import Cluster, Fitted, Gpu
 from shardwise.planner.job import Job, Practice, Strategy
@@ -229,3 +230,13 @@ def test_flash_attention_takes_half_of_all_pairs_and_five_halves_of_that_back() 
     pairs_s = 4 * 1e8 * 1e8 * 8 * 128 / 2 / RATE
     assert times.forward_s == pytest.approx(pairs_s / 0.97, rel=1e-4)
     assert times.backward_input_s == pytest.approx(2.5 * pairs_s / 0.86, rel=1e-4)
+
+
+@pytest.mark.parametrize(("param", "num_more"), [("fp32", 4), ("bf16", 9)])  # scale, mask; widen, narrow, wide softmax
+def test_a_softmax_that_is_written_out_reads_and_writes_scores_more_often(param: Any, num_more: int) -> None:
+    gpu = replace(GPU, peak_flops_per_s={"bf16": RATE, "fp32": RATE}, ceiling_flops_per_s={})
+    strategy = Strategy(param=param)
+    fused, written = (unmeasured(gpu=gpu, attention=each).attention(strategy) for each in ("fused-softmax", "unfused"))
+    pass_s = 8 * TOKENS**2 * DTYPE_BYTES[param] / RATE
+    assert written.forward_s - fused.forward_s == pytest.approx(num_more * pass_s)
+    assert written.backward_input_s - fused.backward_input_s == pytest.approx(num_more * pass_s)

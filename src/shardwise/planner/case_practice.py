@@ -149,7 +149,7 @@ def _attention(strategy: Strategy, shape: ModelShape, gpu: Gpu, seq_len: int) ->
     if seq_len >= LONG_SEQUENCE or shape.ffn == "gated":
         return "flash"
     if strategy.param == "fp32":
-        return "fused-softmax"  # flash takes half precision alone
+        return "unfused"  # flash and kernels of fused softmax take half precision alone
     is_late = "fp8" in gpu.peak_flops_per_s  # no code kept scores when such devices came
     if "v100" in gpu.name or (strategy.param == "fp16" and not is_late):
         return "fused-softmax"

@@ -361,8 +361,9 @@ class ComputeModel:
             )
             return PassTimes(forward / 2 / (rate * forward_share), 2.5 * forward / 2 / (rate * backward_share))
         scores = self._tokens(s) * keys * heads * _WIDTHS[s.param]
+        written_out = passes.WIDE_SOFTMAX_PASSES if s.param == "fp32" else passes.SOFTMAX_PASSES
         is_fused = practice.attention == "fused-softmax"
-        forward_passes, backward_passes = passes.FUSED_SOFTMAX_PASSES if is_fused else passes.SOFTMAX_PASSES
+        forward_passes, backward_passes = passes.FUSED_SOFTMAX_PASSES if is_fused else written_out
         dropout = passes.DROPOUT_PASSES if practice.has_dropout else 0.0
         batched = rate * _BATCHED_SHARE * min(shape.head_dim / _FULL_HEAD_DIM, 1.0) ** 0.5
         batched *= alignment_share(shape.head_dim, shape.head_dim, _WIDTHS[s.param])

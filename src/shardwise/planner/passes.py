@@ -38,6 +38,8 @@ FUSED_SOFTMAX_PASSES: Final[Passes] = (5.0, 6.0)
 """Of attention's scores: one kernel scales, masks and normalises between two batched products."""
 SOFTMAX_PASSES: Final[Passes] = (14.0, 15.0)
 """The same written out: scale, mask, widen, softmax and narrow, each a kernel, half of them in fp32."""
+WIDE_SOFTMAX_PASSES: Final[Passes] = (9.0, 10.0)
+"""The same of scores that are in fp32: beside what one kernel does, scale and mask read and write once each."""
 EXPERTS_PASSES: Final[Passes] = (6.0, 8.0)
 """Of what is copied for experts: tokens are sorted and copied, results copied back, weighed and summed."""
 EMBEDDING_PASSES: Final[Passes] = (2.0, 4.0)
