@@ -1,7 +1,8 @@
 """How right the planner is: predicts published runs from their inputs alone, and scores those whose outputs are given.
 
 A file of cases is JSON, `{"cases": [...]}` or a list; each row has `model`, `hardware`, `parallel`, and perhaps
-`outputs`, whose figures no prediction sees; only how they count FLOPs and memory is read of them.
+`outputs`, whose figures no prediction sees; only how they count FLOPs and memory is read of them. Any key may be
+missing or odd: a row that cannot be priced is answered by nulls, and a line on stderr says why.
 
     python benchmarks/planner_accuracy.py tests/data/planner_cases.json --json predictions.json
     python benchmarks/planner_accuracy.py CASES.json --json OUT --tier core --by source --worst 20
@@ -15,7 +16,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ from planner_document import document
 from planner_scores import Scored, by, scores
 from planner_spread import spread_lines
 from shardwise.config import ConfigError
-from shardwise.planner.case_prices import predict_row
+from shardwise.planner.case_prices import PARTS_OF_A_STEP, Prediction, predict_row
 from shardwise.planner.case_rows import tidied
-from shardwise.planner.cases import read_case
+from shardwise.planner.cases import Case, read_case
 from shardwise.planner.pipeline_time import PipelineTimes
 from shardwise.planner.results import TIME_PARTS
 
@@ -43,9 +44,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}; name a JSON file of cases") from None
     rows = found.get("cases") if isinstance(found, dict) else found
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+    if not isinstance(rows, list) or (rows and not any(isinstance(row, dict) for row in rows)):
         raise ConfigError(f'{path} holds no list of rows; write {{"cases": [...]}} or [...], each row an object')
-    return rows
+    return [row if isinstance(row, dict) else {"id": f"row {number}"} for number, row in enumerate(rows, 1)]
 
 
 def read_left_out(path: Path | None) -> dict[str, Any]:
@@ -63,12 +64,40 @@ def read_left_out(path: Path | None) -> dict[str, Any]:
 
 
 def scored_rows(rows: Sequence[dict[str, Any]]) -> list[Scored]:
-    """Each row with its case and prediction."""
-    found, pipelines = [], PipelineTimes()
-    for row in map(tidied, rows):
+    """Each row with its case and prediction, or why it has none."""
+    pipelines = PipelineTimes()
+    return [_scored(row, pipelines) for row in named(map(tidied, rows))]
+
+
+def named(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Rows, each by an id of its own: one that is missing or was there before gets its number.
+
+    >>> [row["id"] for row in named([{"id": "x"}, {}, {"id": "x"}])]
+    ['x', 'row 2', 'x (row 3)']
+    """
+    seen: set[str] = set()
+    for number, row in enumerate(rows, 1):
+        name = f"row {number}" if row.get("id") in (None, "") else str(row["id"])
+        name = f"{name} (row {number})" if name in seen else name
+        seen.add(name)
+        yield row | {"id": name}
+
+
+def _scored(row: dict[str, Any], pipelines: PipelineTimes) -> Scored:
+    case = Case(id=row["id"], group=str(row.get("group", "")), tier=str(row.get("tier", "")), quantity="end_to_end")
+    try:
         case = read_case(row)
-        found.append(Scored(row, case, predict_row(row, case, pipelines)))
-    return found
+        prediction = predict_row(row, case, pipelines)
+    except Exception as error:  # whatever is wrong with one row, the others are to be answered
+        return Scored(row, case, Prediction(), f"{type(error).__name__}: {' '.join(str(error).split())}")
+    is_empty = all(value is None for value in prediction.as_row().values())
+    return Scored(row, case, prediction, _problem(case) if is_empty else None)
+
+
+def _problem(case: Case) -> str:
+    if case.quantity in PARTS_OF_A_STEP:
+        return f"quantity={case.quantity} is of a part of a step; only whole steps are predicted: leave it out for one"
+    return case.refusal or "nothing of it can be predicted; write the layers and the hidden size of its model"
 
 
 def table(rows: Sequence[Scored]) -> str:
@@ -161,6 +190,9 @@ def main(arguments: Sequence[str]) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     took_s = time.perf_counter() - start
+    for each in rows:
+        if each.problem:
+            print(f"{each.case.id}: {each.problem}", file=sys.stderr)
     if options.json:
         predictions = {each.case.id: each.prediction.as_row() for each in rows}
         options.json.write_text(json.dumps(predictions, indent=1) + "\n", encoding="utf-8")

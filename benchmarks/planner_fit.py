@@ -5,6 +5,7 @@ training reaches. Devices of one family share theirs. A source counts by the roo
 
     python benchmarks/planner_fit.py tests/data/planner_cases.json                  # prints the constants
     python benchmarks/planner_fit.py tests/data/planner_cases.json --write          # into catalogue.toml
+    python benchmarks/planner_fit.py tests/data/planner_cases.json --write --nearby # a small step from those in it
     python benchmarks/planner_fit.py tests/data/planner_cases.json --leave-out out.json
 """
 
@@ -96,10 +97,10 @@ def loss(fitted: Fitted, rows: Sequence[Sample]) -> float:
     return off / sum(each.weight for each in rows) + PULL * pull
 
 
-def fit(rows: Sequence[Sample], start: Fitted, *, rounds: int = 2) -> Fitted:
-    """The constants of least loss: one after another, on grids that get finer."""
+def fit(rows: Sequence[Sample], start: Fitted, *, rounds: Sequence[int] = (0, 1)) -> Fitted:
+    """The constants of least loss: one after another, on grids of which each is a third of the one before."""
     best, least = start, loss(start, rows)
-    for index in range(rounds):
+    for index in rounds:
         step = 0.16 / 3**index
         for name, (low, high) in RANGES.items():
             middle = getattr(best, name)
@@ -123,7 +124,7 @@ def leave_one_out(rows: Sequence[Scored], fits: Mapping[str, Fitted]) -> dict[st
             rest = [each for each in all_rows if each.scored.case.group != source]
             if not own:
                 continue
-            refit = fit(rest, fits.get(family, Fitted()), rounds=1) if len(rest) >= MIN_ROWS else Fitted()
+            refit = fit(rest, fits.get(family, Fitted()), rounds=(0,)) if len(rest) >= MIN_ROWS else Fitted()
             inside += [each.ratio(fits.get(family, Fitted())) for each in own]
             outside += [each.ratio(refit) for each in own]
         if inside:
@@ -151,6 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", type=Path)
     parser.add_argument("--write", action="store_true", help="put the constants into catalogue.toml")
+    parser.add_argument("--nearby", action="store_true", help="look around the present constants, by small steps")
     parser.add_argument("--leave-out", type=Path, help="also fit without each source in turn; where to write errors")
     options = parser.parse_args()
     rows = [each for each in scored_rows(read_rows(options.cases)) if each.case.tier == "core"]
@@ -158,7 +160,8 @@ def main() -> None:
     for family, some in samples(rows).items():
         if len(some) < MIN_ROWS:
             continue
-        fits[family] = fit(some, Fitted())
+        present = next(each.scored.case.job.cluster.gpu.fitted for each in some if each.scored.case.job is not None)
+        fits[family] = fit(some, present, rounds=(2,)) if options.nearby else fit(some, Fitted())
         before, after = (errors(each.ratio(f) for each in some) for f in (Fitted(), fits[family]))
         print(f"{family:<10} n {len(some):>3}  {before['mean']:.1%} -> {after['mean']:.1%}  {fits[family]}")
     if options.write:

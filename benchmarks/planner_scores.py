@@ -18,11 +18,16 @@ MIN_SWEEP = 4
 
 @dataclass(frozen=True)
 class Scored:
-    """A row, what was read of it, and what was predicted."""
+    """A row, what was read of it, and what was predicted.
+
+    Attributes:
+        problem: why nothing was, in one line; None where something was.
+    """
 
     row: Row
     case: Case
     prediction: Prediction
+    problem: str | None = None
 
     @property
     def outputs(self) -> Row:

@@ -14,12 +14,14 @@ from shardwise.context.traffic import Sizes, bytes_of_attention, bytes_of_ring
 from shardwise.layout.token_split import contiguous, zigzag
 from shardwise.models.presets import preset
 from shardwise.planner.catalogue import find_gpu
+from shardwise.planner.collectives import Network
 from shardwise.planner.communication import CommunicationModel, Exchange, exposed_s
-from shardwise.planner.hardware import Cluster
+from shardwise.planner.hardware import Cluster, Fitted
 from shardwise.planner.job import Job, Practice, Strategy
 from shardwise.planner.shape import Experts, ModelShape
 
 CLUSTER = Cluster(gpu=find_gpu("h100"), num_gpus=64, gpus_per_node=8, nic_bytes_per_s=5e10)
+DISPATCH_NETWORK = Network(replace(CLUSTER, gpu=replace(CLUSTER.gpu, fitted=Fitted(network_share=0.9))), collisions=0.0)
 JOB = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=CLUSTER)
 MODEL = CommunicationModel(JOB)
 
@@ -102,7 +104,7 @@ def test_a_token_crosses_the_network_once_for_each_node_of_its_experts() -> None
         return CommunicationModel(job).block(Strategy(dp_shard=64, ep=64)).forward.experts_s
 
     tokens_bytes = 2 * 8192 * 4096
-    network = MODEL.network
+    network = DISPATCH_NETWORK
     for num_chosen, copies in ((1, 1.0), (8, 8 * (1 - (7 / 8) ** 8))):
         assert experts_s(num_chosen) == pytest.approx(
             2 * network.collective_s("all_to_all", copies * tokens_bytes, 8, stride=8), rel=0.05
@@ -281,10 +283,10 @@ def test_what_hides_behind_products_or_attention_is_a_share_of_each() -> None:
 def test_tokens_go_to_experts_and_come_back() -> None:
     experts = Experts(num_experts=8, num_chosen=2, ffn_size=14336)
     model = CommunicationModel(replace(JOB, shape=replace(JOB.shape, experts=experts)))
-    there_s = SECONDS("all_to_all", 2 * ACTIVATION_BYTES, 8)
+    there_s = DISPATCH_NETWORK.collective_s("all_to_all", 2 * ACTIVATION_BYTES, 8)
     assert model.block(Strategy(dp_shard=8, ep=8)).forward.experts_s == pytest.approx(2 * there_s)
     split = model.block(Strategy(dp_shard=8, tp=2, ep=4, sequence_parallel=True)).forward
-    assert split.experts_s == pytest.approx(2 * SECONDS("all_to_all", ACTIVATION_BYTES, 4, 2))
+    assert split.experts_s == pytest.approx(2 * DISPATCH_NETWORK.collective_s("all_to_all", ACTIVATION_BYTES, 4, 2))
     calls = model.data_calls(Strategy(dp_shard=8, tp=2, ep=4, zero_stage=1))
     strides = {call.stride for call in calls if call.num_ranks > 1}
     assert strides == {2, 8}  # of what all data ranks share, and of what every fourth does

@@ -59,6 +59,20 @@ _WORDS: Final = frozenset(
         "memory_kind",
     }
 )
+_FLAGS: Final = frozenset(
+    {
+        "tied_embeddings",
+        "first_last_stage_one_layer_less",
+        "sequence_parallel",
+        "hybrid_shard",
+        "compile",
+        "liger",
+        "cuda_graphs",
+        "async_tp",
+        "fp32_grad_accum",
+        "fp32_grad_accum_unsharded",
+    }
+)
 _FIGURES: Final = frozenset(
     {
         "iteration_time_s",
@@ -73,11 +87,13 @@ _FIGURES: Final = frozenset(
         "bubble_rate",
     }
 )
+_MAX_COUNT: Final = 10**15
+_MAX_ZERO_STAGE: Final = 3
 _FACTORS: Final[Mapping[str, float]] = MappingProxyType({"": 1, "k": 1024, "m": 1e6, "b": 1e9, "t": 1e12})
 
 
 def tidied(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row whose counts are whole numbers of 0 or more, its words strings, and its sections mappings."""
+    """A row whose counts are whole numbers of 0 or more, its words strings, its flags so, and its sections mappings."""
     found = dict(row)
     for section in ("model", "hardware", "parallel", "outputs"):
         written = row.get(section)
@@ -93,7 +109,10 @@ def _value(key: str, value: Any) -> Any:
     if value is None:
         return None
     if key in _COUNTS:
-        return _count(value)
+        found = _count(value)
+        return None if key == "zero_stage" and (found or 0) > _MAX_ZERO_STAGE else found
+    if key in _FLAGS:
+        return flag(value)
     if key in _WORDS:
         return _word(value)
     if key in _FIGURES:
@@ -123,9 +142,24 @@ def number(value: Any) -> float | None:
     return float(match.group(1).replace(",", "")) * _FACTORS[match.group(2)] if match else None
 
 
+def flag(value: Any) -> bool | None:
+    """Whether something is so; None for words that do not tell.
+
+    >>> flag("no"), flag("off (default)"), flag("inductor"), flag(1), flag("n/a")
+    (False, False, True, True, None)
+    """
+    if not isinstance(value, str):
+        return bool(value)
+    first = re.match(r"\s*([a-z0-9/]*)", value.lower())
+    word = first.group(1) if first else ""
+    if word in ("", "unknown", "n/a", "na", "null"):
+        return None
+    return word not in ("false", "no", "off", "none", "never", "disabled", "0", "f", "n")
+
+
 def _count(value: Any) -> int | None:
     found = number(value)
-    return None if found is None else int(found)
+    return None if found is None or found > _MAX_COUNT else int(found)
 
 
 def _word(value: Any) -> str | None:

@@ -76,15 +76,20 @@ def matmul_dtype(written: str | None) -> MatmulDtype:
 
 _DTYPES: Final[tuple[tuple[str, MatmulDtype], ...]] = (
     ("fp4", "fp4"),
+    ("float4", "fp4"),
     ("fp8", "fp8"),
+    ("float8", "fp8"),
+    ("e4m3", "fp8"),
     ("bf16", "bf16"),
     ("bfloat16", "bf16"),
     ("fp16", "fp16"),
     ("float16", "fp16"),
     ("half", "fp16"),
+    ("16-mixed", "fp16"),
     ("tf32", "tf32"),
     ("fp32", "fp32"),
     ("float32", "fp32"),
+    ("32-true", "fp32"),
 )
 
 
@@ -94,13 +99,13 @@ def recompute_of(written: str | None) -> tuple[Recompute, int] | None:
     Selective with a number of layers is full recomputation of every n-th layer, as some frameworks name it.
     """
     text = (written or "").lower()
-    if re.search(r"\b(none|no|false|off)\b", text):
+    if re.search(r"(?<![a-z])(none|no|false|off|without|disabled?)(?![a-z])", text):
         return "none", 1
     if match := re.search(r"every (\d+)", text):
         return "full", int(match.group(1))
-    if "selective" in text or "op" in text.split():
+    if "selective" in text or "op" in text.split() or re.search(r"\bsac\b|core_?attn", text):
         return "selective", 1
-    if re.search(r"full|true|uniform|block|\bon\b", text):
+    if re.search(r"full|true|uniform|block|\bon\b|\byes\b|\ball\b|checkpoint|granular", text):
         return "full", 1
     return None
 
@@ -132,16 +137,20 @@ def is_tuned_attention(written: str | None) -> bool:
 
 
 def is_first_flash(written: str | None) -> bool:
-    """Whether the first FlashAttention is named.
+    """Whether the first FlashAttention is named, which was called so without a number until there was a second.
 
-    >>> is_first_flash("flash_attentionv1.0.8"), is_first_flash("FA2"), is_first_flash("flash")
-    (True, False, False)
+    >>> is_first_flash("flash_attentionv1.0.8"), is_first_flash("FA2"), is_first_flash("flash"), is_first_flash(None)
+    (True, False, True, False)
     """
-    return bool(re.search(r"\bfa1\b|flash_?attention-?v?1", (written or "").lower()))
+    text = (written or "").lower()
+    return bool(re.search(r"\bfa1\b|flash[ _-]?(attention|attn)?[ _-]?v?1|^\s*flash[ _-]?(attention|attn)?\s*$", text))
 
 
 def schedule_of(written: str | None, num_stages: int, virtual_stages: int) -> str:
-    """Our name of a pipeline schedule; 1f1b where it is not written, or there is no pipeline."""
+    """Our name of a pipeline schedule, or of the nearest; 1f1b where it is not written, or there is no pipeline.
+
+    DualPipe is two pipelines that go through each other, which its V cuts in half (the README of DualPipe).
+    """
     text = (written or "").lower()
     if num_stages == 1:
         return "1f1b"
@@ -154,12 +163,14 @@ def schedule_of(written: str | None, num_stages: int, virtual_stages: int) -> st
 _SCHEDULES: Final = (
     ("zb-v", "zb-v"),
     ("zbv", "zb-v"),
+    ("dualpipe", "zb-v"),
     ("zb-2p", "zb-h2"),
     ("zb-h2", "zb-h2"),
     ("zb-1p", "zb-h1"),
     ("zb-h1", "zb-h1"),
     ("zb1p", "zb-h1"),
     ("gpipe", "gpipe"),
+    ("afab", "gpipe"),
     ("naive", "naive"),
 )
 

@@ -21,9 +21,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
+from shardwise.config import ConfigError
 from shardwise.planner import case_words as words
 from shardwise.planner.case_practice import compiles_blocks, is_before_h100, practice_of
+from shardwise.planner.case_refusals import refusal, stages_refusal
 from shardwise.planner.case_rows import tidied
+from shardwise.planner.catalogue import find_gpu
 from shardwise.planner.hardware import Cluster, Gpu
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.shape import Experts, ModelShape
@@ -64,6 +67,7 @@ class Case:
         searched_schedule: zb-1p or zb-2p, whose order is made for its times; the strategy has the recipe next to it.
         states: what is known where no more than the number of parameters is written.
         guesses: keys that were not written, and matter.
+        refusal: why there is no job, in one line; None where there is one.
     """
 
     id: str
@@ -78,6 +82,7 @@ class Case:
     searched_schedule: str | None = None
     states: KnownStates | None = None
     guesses: tuple[str, ...] = ()
+    refusal: str | None = None
 
 
 def read_case(row: Row) -> Case:
@@ -91,16 +96,17 @@ def read_case(row: Row) -> Case:
         op_times=_op_times(_section(row, "parallel").get("op_times_ms")),
         states=_states(row),
     )
+    refused = refusal(row)
+    if refused is not None:
+        return dataclasses.replace(case, refusal=refused)
     shape, cluster = _shape(_section(row, "model")), _cluster(_section(row, "hardware"))
-    seq_len = _section(row, "model").get("seq")
-    if shape is None or cluster is None or not seq_len:
-        return case
-    strategy, global_batch, guesses = _strategy(row, shape, cluster)
-    if strategy is None:
-        return case
+    try:
+        strategy, global_batch, guesses = _strategy(row, shape, cluster)
+    except ConfigError as error:
+        return dataclasses.replace(case, refusal=str(error))
     job = Job(
         shape=shape,
-        seq_len=int(seq_len),
+        seq_len=int(_section(row, "model")["seq"]),
         global_batch=strategy.global_batch,
         cluster=cluster,
         practice=practice_of(row, shape, strategy, cluster.gpu),
@@ -148,11 +154,8 @@ def _op_times(written: Mapping[str, float] | None) -> OpTimes | None:
     )
 
 
-def _shape(model: Mapping[str, Any]) -> ModelShape | None:
-    layers, hidden = model.get("layers"), model.get("hidden")
-    if not layers or not hidden:
-        return None
-    layers, hidden = int(layers), int(hidden)
+def _shape(model: Mapping[str, Any]) -> ModelShape:
+    layers, hidden = int(model["layers"]), int(model["hidden"])
     heads = int(model.get("heads") or _usual_heads(hidden))
     written = str(model.get("ffn_type") or "").lower()
     is_gated = any(mark in written for mark in ("swiglu", "geglu", "gated", "silu")) or not written
@@ -216,10 +219,8 @@ def _experts(moe: Mapping[str, Any] | None, dense_ffn_size: int) -> Experts | No
     )
 
 
-def _cluster(hardware: Mapping[str, Any]) -> Cluster | None:
-    gpu, num_gpus = words.gpu_of(hardware.get("gpu")), int(hardware.get("num_gpus") or 0)
-    if gpu is None or num_gpus < 1:
-        return None
+def _cluster(hardware: Mapping[str, Any]) -> Cluster:
+    gpu, num_gpus = words.gpu_of(hardware["gpu"]) or find_gpu(hardware["gpu"]), int(hardware["num_gpus"])
     gpus_per_node = int(hardware.get("gpus_per_node") or min(8, gpu.link_domain))
     domain = int(hardware.get("nvlink_domain") or max(gpu.link_domain, gpus_per_node if gpu.link_bytes_per_s else 0))
     nic = words.nic_bytes_per_s(hardware.get("interconnect"), gpus_per_node)
@@ -238,15 +239,16 @@ def _usual_nic(interconnect: str | None, gpu: Gpu) -> float:
     return gpu.nic_bytes_per_s * (0.25 if is_bare and is_before_h100(gpu) else 1.0)
 
 
-def _strategy(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[Strategy | None, int, tuple[str, ...]]:
-    """The strategy, the run's own batch, and what was guessed."""
+def _strategy(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[Strategy, int, tuple[str, ...]]:
+    """The strategy, the run's own batch, and what was guessed.
+
+    Raises:
+        ConfigError: more stages than layers.
+    """
     p = _section(row, "parallel")
     guesses = []
     tp, pp, cp = (int(p.get(key) or 1) for key in ("tp", "pp", "cp"))
-    ranks = cluster.num_gpus // (tp * pp * cp)
-    dp = int(p.get("dp") or 0) or ranks
-    if dp < 1:
-        return None, 0, ()
+    dp = int(p.get("dp") or 0) or cluster.num_gpus // (tp * pp * cp)
     micro_size, num_micro_batches, global_batch = _batch(p, dp, pp)
     guesses += [key for key in ("micro_batch", "global_batch") if not p.get(key)]
     stage = p.get("zero_stage")
@@ -269,9 +271,12 @@ def _strategy(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[Strategy |
         is_split = "fp16" not in str(p.get("precision"))  # which came about when bf16 did
     virtual = _virtual_stages(p, shape.num_layers, pp)
     schedule = words.schedule_of(p.get("schedule"), pp, virtual)
+    if schedule == "zb-v" and stages_refusal(2 * pp, shape.num_layers):
+        schedule = "zb-h1"
     virtual = {"interleaved": max(2, virtual), "zb-v": 2}.get(schedule, 1)
-    if pp * virtual > shape.num_layers + 2:  # the ends may hold no block
-        return None, 0, ()
+    refused = stages_refusal(pp * virtual, shape.num_layers)
+    if refused is not None:
+        raise ConfigError(refused)
     shard = _shard_ranks(p, dp, int(stage), cluster, tp * pp * cp)
     strategy = Strategy(
         pp=pp,

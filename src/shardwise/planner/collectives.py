@@ -72,10 +72,12 @@ class Network:
 
     Args:
         cluster: devices, links, and what was measured.
+        collisions: by how much longer data takes over its network for each doubling of the nodes.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, collisions: float = COLLISIONS) -> None:
         self.cluster = cluster
+        self._collisions = collisions
         self._known: dict[tuple[str, float, int, int], float] = {}
         self._levels: dict[tuple[int, int], tuple[Level, ...]] = {}
         self._tables = _read_tables(cluster)
@@ -139,7 +141,7 @@ class Network:
         """Of a device's links, those that lead to ranks of the group; of a network, what collisions leave."""
         gpu = self.cluster.gpu
         if tier == len(self._tiers) - 1:
-            return 1 / (1 + COLLISIONS * math.log2(num_ranks))
+            return 1 / (1 + self._collisions * math.log2(num_ranks))
         if tier > 0 or not gpu.has_pairwise_links:
             return 1.0
         return (num_ranks - 1) / (gpu.link_domain - 1)

@@ -38,6 +38,9 @@ HIDDEN_SHARE: Final = 1 / (1 + OVERLAP_SLOWDOWN)
 """Of a collective's time, at most what computing beside it hides."""
 TENSOR_CHUNKS: Final = 4
 """Parts in which codes that overlap tensor-parallel collectives multiply; all but one part's collective may hide."""
+DISPATCH_SHARE: Final = 0.9
+"""Of links and networks that the all-to-alls of experts reach, whatever rings do, over 2 nodes and over 8: 153 GB/s of
+160 by NVLink, 43 to 58 of 50 by InfiniBand, what stays within the node counted (the README of DeepEP)."""
 NUM_STEP_SUMS: Final = 3
 """Collectives of a few bytes over all ranks in a step: the gradients' norm, the loss, whether all are finite."""
 
@@ -191,6 +194,11 @@ class CommunicationModel:
         self.job = job
         self.folded = folded or FoldedLayout(job)
         self.network = Network(job.cluster)
+        fitted = replace(
+            job.cluster.gpu.fitted, network_share=max(DISPATCH_SHARE, job.cluster.gpu.fitted.network_share)
+        )
+        gpu = replace(job.cluster.gpu, fitted=fitted)
+        self._dispatch_network = Network(replace(job.cluster, gpu=gpu), collisions=0.0)
         self._blocks: dict[tuple[object, ...], BlockCommunication] = {}
 
     def block(self, strategy: Strategy) -> BlockCommunication:
@@ -416,14 +424,14 @@ class CommunicationModel:
         A token goes to a node once, and over its links to the experts there: of N nodes k experts drawn evenly are on
         N (1 - (1 - 1/N)^k) (DeepSeek-V3, arXiv 2412.19437, section 3.2.2).
         """
-        direct_s = self.network.collective_s("all_to_all", num_bytes * num_chosen, num_ranks, stride)
-        levels = self.network.levels(num_ranks, stride)
+        direct_s = self._dispatch_network.collective_s("all_to_all", num_bytes * num_chosen, num_ranks, stride)
+        levels = self._dispatch_network.levels(num_ranks, stride)
         near, nodes = levels[0].num_ranks, num_ranks // levels[0].num_ranks
         if len(levels) != 2:
             return direct_s
         num_nodes_reached = nodes * (1 - (1 - 1 / nodes) ** num_chosen)
-        over_s = self.network.collective_s("all_to_all", num_bytes * num_nodes_reached, nodes, stride * near)
-        within_s = self.network.collective_s("all_to_all", num_bytes * num_chosen, near, stride)
+        over_s = self._dispatch_network.collective_s("all_to_all", num_bytes * num_nodes_reached, nodes, stride * near)
+        within_s = self._dispatch_network.collective_s("all_to_all", num_bytes * num_chosen, near, stride)
         return min(direct_s, max(over_s, within_s))
 
     def _tokens(self, s: Strategy) -> float:

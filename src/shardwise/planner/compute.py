@@ -56,8 +56,8 @@ _LEAST_FLASH_SHARE: Final = 0.6
 _PLAIN_FLASH_CORE: Final = 3.6e12
 """FLOPs a second that a core does at most, where nothing else limits it, in a kernel that does not use what came with
 Hopper: FlashAttention-2 reaches 350 to 400 TFLOPS on 132 of them (Shah et al. 2024, figure 5)."""
-_FIRST_FLASH_SHARE: Final = 0.55
-"""Of the second FlashAttention's rate, that of the first (Dao 2023, figure 4)."""
+_FIRST_FLASH_SHARE: Final = 0.5
+"""Of the second FlashAttention's rate, that of the first (Dao 2023, abstract: about twice as fast)."""
 _BATCHED_SHARE: Final = 0.6
 """Of a large product's rate that the batched products of unfused attention reach: small outputs, a short inner dim."""
 _FP4_READS: Final = 2.0
@@ -110,7 +110,7 @@ class PassTimes:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer on one rank: [m, k] by [k, n], `count` times."""
+    """A linear layer on one rank: [m, k] by [k, n], `count` times side by side, as the products of experts run."""
 
     m: float
     n: float
@@ -123,7 +123,7 @@ class ComputeModel:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._products: dict[tuple[float, float, float, str], float] = {}
+        self._products: dict[tuple[float, float, float, float, str, bool], float] = {}
         self._rates: dict[str, Surface | None] = {}
         self._blocks: dict[tuple[object, ...], PassTimes] = {}
         gpu = job.cluster.gpu
@@ -270,23 +270,27 @@ class ComputeModel:
         return found
 
     def _permutation(self, s: Strategy) -> PassTimes:
-        """Tokens are copied for each of their experts, and their results are weighed and summed."""
+        """Tokens are copied for each of their experts, and their results are weighed and summed.
+
+        Each copy reads and writes; where kernels are fused, the experts' activation weighs.
+        """
         experts = self.job.shape.experts
         if experts is None:
             return PassTimes()
         copied = self._tokens(s) * experts.num_chosen * self.job.shape.hidden_size * _WIDTHS[s.param]
-        return PassTimes(*(self._stream_s(each * copied) for each in passes.EXPERTS_PASSES))
+        num_passes = passes.FUSED_EXPERTS_PASSES if self.job.practice.is_compiled else passes.EXPERTS_PASSES
+        return PassTimes(*(self._stream_s(each * copied) for each in num_passes))
 
     def _linears(self, linears: Iterable[Linear], s: Strategy, dtype: str) -> PassTimes:
         forward_s = input_s = weight_s = 0.0
         wide = _WIDTHS[s.param]
         for each in linears:
-            forward_s += each.count * self._product_s(each.m, each.n, each.k, dtype)
-            input_s += each.count * self._product_s(each.m, each.k, each.n, dtype)
-            accumulated_s = self._stream_s(each.n * each.k * self._accumulation_bytes(s))
-            product_s = self._product_s(each.k, each.n, each.m, dtype)
+            forward_s += self._product_s(each.m, each.n, each.k, dtype, each.count)
+            input_s += self._product_s(each.m, each.k, each.n, dtype, each.count)
+            accumulated_s = self._stream_s(each.count * each.n * each.k * self._accumulation_bytes(s))
+            product_s = self._product_s(each.k, each.n, each.m, dtype, each.count, is_weight=True)
             is_fused = self.job.practice.is_compiled and not self._is_cpu
-            weight_s += each.count * (max(product_s, accumulated_s) if is_fused else product_s + accumulated_s)
+            weight_s += max(product_s, accumulated_s) if is_fused else product_s + accumulated_s
             if _WIDTHS[dtype] < wide:
                 # Once as it is and once transposed; fused with what made it, nothing more is read.
                 narrow = (0.0 if self.job.practice.is_compiled else wide) + 2 * _WIDTHS[dtype]
@@ -301,12 +305,14 @@ class ComputeModel:
             return 0.0
         return 2 * _WIDTHS["fp32" if s.accumulate == "fp32" else s.param]
 
-    def _product_s(self, m: float, n: float, k: float, dtype: str) -> float:
-        key = (m, n, k, dtype)
+    def _product_s(
+        self, m: float, n: float, k: float, dtype: str, count: float = 1.0, *, is_weight: bool = False
+    ) -> float:
+        key = (m, n, k, count, dtype, is_weight)
         if key not in self._products:
             rates = self._matmul_rates(dtype)
-            measured_s = None if rates is None else 2.0 * m * n * k / rates.at(m, n, k)[0]
-            self._products[key] = self._roofline_s(m, n, k, dtype) if measured_s is None else measured_s
+            measured_s = None if rates is None else count * 2.0 * m * n * k / rates.at(m, n, k)[0]
+            self._products[key] = self._roofline_s(*key) if measured_s is None else measured_s
         return self._products[key]
 
     def _matmul_rates(self, dtype: str) -> Surface | None:
@@ -315,12 +321,13 @@ class ComputeModel:
             self._rates[dtype] = None if profile is None else _matmul_rates(profile.matmuls, dtype)
         return self._rates[dtype]
 
-    def _roofline_s(self, m: float, n: float, k: float, dtype: str) -> float:
+    def _roofline_s(self, m: float, n: float, k: float, count: float, dtype: str, is_weight: bool) -> float:
         cores = self.job.cluster.gpu.num_cores
-        share = shape_share(m, n, k, cores) * alignment_share(n, k, _WIDTHS[dtype])
+        features = (m, n) if is_weight else (n, k)  # rows lie along them, not along the tokens
+        share = shape_share(m, n, k, cores, count) * alignment_share(*features, _WIDTHS[dtype])
         wide = max(_WIDTHS[dtype], 2.0)
         moved = (m * k + k * n) * _WIDTHS[dtype] + m * n * wide
-        return max(2 * m * n * k / (self._rate(dtype) * share), self._stream_s(moved)) + self._kernel_s
+        return max(count * 2 * m * n * k / (self._rate(dtype) * share), self._stream_s(count * moved)) + self._kernel_s
 
     def _rate(self, dtype: str) -> float:
         """FLOPs a second of the largest products, while a model trains."""
@@ -417,8 +424,8 @@ def ceiling_flops_per_s(job: Job, dtype: str) -> float:
     return peak * (min(shares) if shares else _USUAL_CEILING_SHARE)
 
 
-def shape_share(m: float, n: float, k: float, num_cores: int) -> float:
-    """The share of the full rate that a product [m, k] by [k, n] can reach on `num_cores`.
+def shape_share(m: float, n: float, k: float, num_cores: int, count: float = 1.0) -> float:
+    """The share of the full rate that a product [m, k] by [k, n] can reach on `num_cores`, or `count` of them at once.
 
     Cores take the output's tiles in waves, of which the last is partly empty; each tile has a prologue and an
     epilogue. The inner dim may be split where tiles are few. The best tile counts, as libraries choose it.
@@ -432,7 +439,7 @@ def shape_share(m: float, n: float, k: float, num_cores: int) -> float:
         tiles = math.ceil(m / rows) * math.ceil(n / columns)
         filled = (m * n / (rows * columns)) / tiles
         for split in (1, 2, 4, 8):
-            waves = tiles * split / cores
+            waves = count * tiles * split / cores
             depth = k / split
             prologue = _PROLOGUE if split == 1 else _SPLIT_PROLOGUE
             share = rate * filled * waves / math.ceil(waves) * depth / (depth + prologue)

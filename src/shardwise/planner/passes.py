@@ -16,8 +16,9 @@ Passes = tuple[float, float]
 NORM_PASSES: Final[Passes] = (2.0, 3.5)
 """In one kernel: the input is read and the output written; input and gradient are read and a gradient is written, and
 the weight's is summed up in pieces."""
-NORM_IN_FP32_PASSES: Final[Passes] = (12.0, 16.0)
-"""In kernels of their own over a widened copy: cast, square, mean, scale, cast back, weigh."""
+NORM_IN_FP32_PASSES: Final[Passes] = (18.0, 42.0)
+"""In kernels of their own over a widened copy: cast 3, square 4, mean 2, scale 4, cast back 3, weigh 2; backward the
+gradients of weight and input 6, of casts 6, of both factors of the scale 12, of the square 12, and their sum 6."""
 SUM_PASSES: Final[Passes] = (3.0, 3.0)
 """Of the residual sum: two are read, one is written."""
 DROPOUT_PASSES: Final = 2.5
@@ -42,6 +43,8 @@ WIDE_SOFTMAX_PASSES: Final[Passes] = (9.0, 10.0)
 """The same of scores that are in fp32: beside what one kernel does, scale and mask read and write once each."""
 EXPERTS_PASSES: Final[Passes] = (6.0, 8.0)
 """Of what is copied for experts: tokens are sorted and copied, results copied back, weighed and summed."""
+FUSED_EXPERTS_PASSES: Final[Passes] = (4.0, 4.0)
+"""The same in one kernel each way, while the experts' activation weighs."""
 EMBEDDING_PASSES: Final[Passes] = (2.0, 4.0)
 """Rows are looked up; their gradients are added to what is there."""
 
