@@ -268,7 +268,7 @@ def _search(arguments: argparse.Namespace, cluster: Cluster, model: str, assignm
                 plan,
                 reasons,
                 width=console.width,
-                is_coloured=console.color_system is not None,
+                is_coloured=_is_coloured(console),
                 num_shown=arguments.top,
                 is_whole=arguments.more,
                 yours=yours,
@@ -359,7 +359,7 @@ def _explain(arguments: argparse.Namespace, cluster: Cluster, model: str | None,
     _give_json(arguments, {"job": job_dict(price.job), **price_dict(price), "cures": list(found)})
     if not _is_json_printed(arguments):
         console = Console()
-        is_coloured = console.color_system is not None
+        is_coloured = _is_coloured(console)
         margin = arguments.margin
         view = explain_view(price, is_coloured=is_coloured, margin_share=margin, notes=asked.notes, cures=found)
         console.print(view)
@@ -407,6 +407,11 @@ def _refit(runs_folder: Path, environ: Mapping[str, str]) -> int:
             raise ConfigError(f"the profile cannot be kept: {error}; set XDG_CACHE_HOME to a writable folder") from None
         Console().print(f"{each}\n{words}", markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+def _is_coloured(console: Console) -> bool:
+    """Not where NO_COLOR is set, though the terminal could."""
+    return console.color_system is not None and not console.no_color
 
 
 def _is_json_printed(arguments: argparse.Namespace) -> bool:

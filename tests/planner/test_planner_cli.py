@@ -212,6 +212,20 @@ def test_what_is_assumed_of_a_host_is_said(capsys):
     assert "GiB of 200.0 GiB on host" in text
 
 
+@pytest.mark.parametrize(("name", "mark"), [("FORCE_COLOR", "\u2588"), ("NO_COLOR", "ppp")])
+def test_bars_differ_by_letters_where_there_is_no_colour(name, mark, capsys, monkeypatch):
+    for other in ("NO_COLOR", "FORCE_COLOR", "TERM"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv(name, "1")
+    Path("ds.json").write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 0}}))
+    cli.main(["plan", "--explain", "ds.json", "--model", "1b", "--cluster", "a100-80:8"])
+    bars = [line for line in capsys.readouterr().out.splitlines() if "\u2588\u2588\u2588" in line or "ppp" in line]
+    assert bars
+    assert all(mark in line for line in bars)
+
+
 def test_sizes_are_printed_as_json_too(capsys):
     assert (
         cli.main(["plan", "--fit", "--cluster", "a100-40:8", "--model", "llama-7b", "--seq", "2048", "--json", "-"])

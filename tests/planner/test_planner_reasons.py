@@ -129,6 +129,9 @@ def test_neighbours_are_legal_and_differ_in_what_they_say() -> None:
     assert (found["mesh.tp=4"].dp_shard, found["mesh.tp=4"].num_micro_batches) == (2, 32)
     assert (found["mesh.pp=1"].dp_shard, found["mesh.pp=1"].schedule) == (8, "1f1b")
     assert found["batch.micro_size=2"].num_micro_batches == 8
+    alone = dict(neighbours(JOB, Strategy(tp=2, pp=8, num_micro_batches=64, sequence_parallel=True)))
+    assert alone
+    assert not any(words.startswith("zero.stage") for words in alone)
 
 
 def test_the_fastest_change_that_fits_is_the_cure() -> None:

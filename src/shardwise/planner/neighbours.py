@@ -68,7 +68,7 @@ def _changed(job: Job, s: Strategy) -> Iterator[tuple[str, Strategy]]:
     for micro_size in (s.micro_size // 2, 2 * s.micro_size, 1):
         if micro_size and each_batch % micro_size == 0:
             yield f"batch.micro_size={micro_size}", _with_micro(s, micro_size)
-    for stage in range(4):
+    for stage in range(4) if s.num_data_ranks * s.cp > 1 else ():  # else nothing is split
         yield f"zero.stage={stage}", replace(s, zero_stage=stage, gather="batch" if stage < 3 else s.gather)
     for gather in ("batch", "micro-batch"):
         yield f"pipeline.gather={gather}", replace(s, gather=gather)
