@@ -143,3 +143,15 @@ def test_your_own_layout_has_a_cure_and_no_pipeline_rank_without_a_pipeline() ->
     assert "on pipeline rank 0: " in lacks(split, missing)
     fits = pricer.price(Strategy(dp_shard=8, zero_stage=3, recompute="full"))
     assert why_yours(fits, None, pricer, 0.06).startswith("fits, ")
+
+
+def test_where_a_config_would_do_nobody_buys_disks() -> None:
+    job = job_of("llama-7b", parse_cluster("a100-40:8"))
+    pricer = Pricer(job)
+    price = pricer.price(Strategy(dp_shard=8, zero_stage=2))
+    missing = shortfall(price.memory, job.cluster, 0.06)
+    assert missing is not None
+    said = list(cures(price, missing, pricer, Pricer, 0.06))
+    assert " would fit, at " in said[0]
+    assert said[-1].endswith(" GPUs would fit it, with a batch in proportion")
+    assert not any("disks" in each or "LoRA" in each for each in said)

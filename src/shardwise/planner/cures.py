@@ -76,7 +76,7 @@ def made_to_fit(job: Job, strategy: Strategy, pricing: Pricing, margin_share: fl
 def cures(
     price: Price, missing: Shortfall, pricing: Pricing, pricing_of: Callable[[Job], Pricing], margin_share: float
 ) -> Iterator[str]:
-    """What would make it fit, one sentence each.
+    """What would make it fit, one sentence each; disks and adapters only where no config would.
 
     Args:
         price: of a strategy that does not fit.
@@ -95,10 +95,12 @@ def cures(
     if missing.tier == "host":
         needed = gib_words(held_on_node(price.memory, job.cluster, "host"))
         yield f"host memory of {needed} a node would fit (host_memory_gib in the cluster's file)"
-    yield from _disks(job, strategy, pricing_of, margin_share)
+    if change is None:
+        yield from _disks(job, strategy, pricing_of, margin_share)
     if (num_gpus := more_gpus(job, strategy, pricing_of, margin_share)) is not None:
         yield f"{num_gpus:,} GPUs would fit it, with a batch in proportion"
-    yield from _adapters(job, strategy, pricing_of, margin_share)
+    if change is None:
+        yield from _adapters(job, strategy, pricing_of, margin_share)
 
 
 def shorter(job: Job, strategy: Strategy, pricing_of: Callable[[Job], Pricing], margin_share: float) -> int | None:

@@ -176,7 +176,7 @@ class _Search:
             rank_s, index, outline = heapq.heappop(heap)
             bound_s = self._bound_s(outline)
             if bound_s >= self._worst_wanted_s():
-                self.rejected["slower, by what it computes and waits at least"] += 1
+                self.rejected["slower even at best"] += 1
                 continue
             now_s = bound_s + self._beyond_s.get(_mesh_of(outline), 0.0)
             if now_s > rank_s * (1 + 1e-9):
@@ -195,7 +195,7 @@ class _Search:
             if self._has_room(outline):
                 heap.append((self._ideal_s * busy_share(outline), index, outline))
             else:
-                self.rejected["out of memory by the least it holds"] += 1
+                self.rejected["out of memory even at best"] += 1
                 self._miss(outline)
         heapq.heapify(heap)
         return heap
@@ -289,7 +289,7 @@ class _Search:
                 continue
             here = done.setdefault((rest.zero_stage, rest.dp_shard, rest.gather), [])
             if any(_moves_less(each, rest.tiers) for each in here):
-                self.rejected["moves what fits on the device"] += 1
+                self.rejected["that move what fits on the device"] += 1
             elif self._price(outline, rest):
                 here.append(rest.tiers)
         if times := [each.time.step_s for each in self.fitting[num_known:]]:
@@ -325,7 +325,7 @@ class _Search:
         like = (outline._replace(recompute="", recompute_every=0), rest._replace(activations_tier="device"))
         kept = self._kept.setdefault(like, [])
         if any(_recomputes_less(each, outline) for each in kept):
-            self.rejected["computes twice what fits kept"] += 1
+            self.rejected["that compute twice what fits kept"] += 1
             return True
         if self._param_bytes(outline, rest) * self._params_of_rank(outline) > self._usable_bytes:
             self.rejected["out of memory"] += 1
