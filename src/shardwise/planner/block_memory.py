@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
@@ -19,15 +20,20 @@ from typing import Final
 from shardwise.layout.activations import FP32_BYTES, LayerShape, activation_bytes_per_layer
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.job import Job, Practice, Strategy
+from shardwise.schedule.recipes import recipe_of
 
 MASK_BYTES: Final = 1.0
 """Kept of each element that dropout works on, beside its output."""
 
-NUM_WIDE_OF_NORM: Final = 5
+NUM_WIDE_OF_NORM: Final = 4
 """Tensors in fp32, of the input's size, that the backward of our norm has at once on a CPU; it is fused elsewhere."""
 
 LOSS_ROWS: Final = MappingProxyType({"cpu": 2**18, "gpu": 2**26})
-"""Logits that our loss widens at a time, twice: `shardwise.models.decoder`."""
+"""Logits that our loss widens at a time: `shardwise.models.decoder`."""
+
+WAITING_LOGITS: Final = MappingProxyType({"cpu": (2**20, 256), "gpu": (2**26, 1024)})
+"""Logits that a head computes at a time whose logits wait for the loss, and the fewest tokens of them:
+`shardwise.tensor.cross_entropy`."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class BlockBytes:
     Attributes:
         kept: between the block's forward and its backward.
         whole: kept by a block that recomputes nothing.
+        again: made by a recomputation, beyond that.
         working: made by the backward besides, at its highest.
         deferred: kept for the gradients of the weights, where these come later than that of the input.
         stream: of the residual stream, as it passes from block to block.
@@ -44,18 +51,42 @@ class BlockBytes:
 
     kept: float
     whole: float
+    again: float
     working: float
     deferred: float
     stream: float
 
 
+@dataclass(frozen=True)
+class HeadBytes:
+    """Bytes of one micro-batch in the head and its loss, on a rank of the last stage.
+
+    Attributes:
+        given: the head's input.
+        kept: between the loss's forward and its backward, beside that.
+        loss: made by the loss besides, at its highest.
+        behind: when the loss's backward is over, what that leaves and what the head's makes.
+        weight: the gradient of the head's weight, and as large that of the embedding's.
+        deferred: kept for the gradient of the weight, where that comes later.
+    """
+
+    given: float
+    kept: float
+    loss: float
+    behind: float
+    weight: float
+    deferred: float
+
+
 def block_bytes(job: Job, strategy: Strategy, *, has_experts: bool) -> BlockBytes:
     """Of a block of a strategy; see `layout.activations` for what is kept.
 
-    At its highest the backward of the feed-forward has the gradients of two inner tensors and of the stream, while all
-    that was kept is there; that of attention with scores, the gradients of the scores; and that of a norm that is not
-    fused some wide copies. Behind the feed-forward its inner tensors are gone. A feed-forward that takes some tokens
-    of each sequence at a time keeps its input alone, and makes the inner tensors of so many tokens again.
+    At its highest the backward has, beside all that was kept and the gradient of the stream: of the feed-forward's
+    last matrix the gradient and that of its input; behind it the gradients of two inner tensors more than what is let
+    go; of attention with scores, their gradients; of a norm that is not fused some wide copies, where the inner tensors
+    of the feed-forward are gone. Gradients of weights that come later leave the inner tensors and their gradients.
+    A feed-forward that takes some tokens of each sequence at a time keeps its input alone, makes the inner tensors of
+    so many tokens again, and sums the gradients of its weights over its parts.
     """
     s, shape = strategy, _layer_shape(job, strategy, has_experts)
     element_bytes = DTYPE_BYTES[s.param]
@@ -78,22 +109,43 @@ def block_bytes(job: Job, strategy: Strategy, *, has_experts: bool) -> BlockByte
 
     tokens = job.seq_len / s.cp * s.micro_size
     hidden, heads = shape.hidden_size, shape.num_heads / s.tp
-    num_streams = 2 if s.sequence_parallel else 1  # gathered, of the input and of its gradient
-    in_ffn = element_bytes * ((1 if shape.fuses_gate else 2) * ffn + num_streams * hidden)
-    is_over = 0.0 if is_chunked else -element_bytes * num_inner * ffn
-    if is_chunked:
-        share = min(1.0, (s.chunk_tokens or 1) * s.cp / job.seq_len)
-        in_ffn = share * (in_ffn + element_bytes * num_inner * ffn) + element_bytes * hidden
-    in_attention = is_over + (2 * element_bytes * heads * job.seq_len if shape.score_bytes else 0.0)
     stream = hidden / (s.tp if s.sequence_parallel else 1)
-    in_norm = is_over + (FP32_BYTES * NUM_WIDE_OF_NORM * stream if job.cluster.gpu.name == "cpu" else 0.0)
+    gathered = hidden if s.sequence_parallel else 0.0  # the gradient of the stream, for the last matrix
+    defers = s.pp > 1 and recipe_of(s.schedule).splits_backward
+    num_left = num_inner - 1 if defers else 0  # inner tensors and gradients that wait for those of the weights
+    weight_bytes = 0.0 if job.practice.reduces_in_place else element_bytes * hidden * ffn
+    if is_chunked:
+        part = min(1.0, (s.chunk_tokens or 1) * s.cp / job.seq_len)
+        num_matrices = (3 if shape.is_gated else 2) if part < 1 else 0
+        inner = element_bytes * ((num_inner + 2) * part * ffn + hidden + gathered)
+        in_ffn = tokens * inner + (num_matrices + 1) * weight_bytes
+        is_over = 0.0
+    else:
+        last = tokens * element_bytes * (ffn + gathered) + weight_bytes
+        inner = tokens * element_bytes * ((1 if shape.fuses_gate else 2) * ffn + (ffn + gathered if num_left else 0.0))
+        in_ffn = max(last, inner)
+        is_over = -element_bytes * (num_inner - num_left) * ffn
+    in_attention = is_over - element_bytes * stream + (2 * element_bytes * heads * job.seq_len if shape.score_bytes else 0.0)
+    in_norm = is_over + (element_bytes * hidden if num_left else 0.0)
+    in_norm += norm_bytes(element_bytes) * stream if job.cluster.gpu.name == "cpu" else 0.0
+    # Exchanged for tokens, heads are kept with what attention gave them; what is sent is saved as products are, too.
+    exchanged = shape.num_heads * shape.head_dim / s.tp if s.cp > 1 and s.transport == "ulysses" else 0.0
+    sent = (
+        exchanged + 2 * max(shape.num_kv_heads / s.tp, 1) * shape.head_dim
+        if exchanged and s.recompute == "selective"
+        else 0.0
+    )
+    # What a recomputation has gathered serves its backward.
+    regathered = 2 * gathered if s.recompute != "none" else 0.0
     drops_scores = s.recompute == "selective" and job.practice.selective == "all-but-scores"
-    products = 4 * hidden + 2 * shape.num_heads * shape.head_dim / s.tp + (0 if is_chunked else 4 * ffn)
+    at_rest = kept("none", replace(shape, score_bytes=0.0)) if drops_scores else kept(s.recompute)
+    is_left = s.recompute != "full"
     return BlockBytes(
-        kept=kept("none", replace(shape, score_bytes=0.0)) if drops_scores else kept(s.recompute),
-        whole=kept("none"),
-        working=tokens * max(in_ffn, in_attention, in_norm),
-        deferred=tokens * element_bytes * products,
+        kept=at_rest + tokens * element_bytes * (exchanged * is_left + sent),
+        whole=kept("none") + tokens * element_bytes * (exchanged + sent),
+        again=tokens * element_bytes * regathered,
+        working=tokens * element_bytes * stream + max(in_ffn, tokens * in_attention, tokens * in_norm),
+        deferred=tokens * element_bytes * _deferred_features(shape, s, 0.0 if is_chunked else ffn),
         stream=tokens * element_bytes * stream,
     )
 
@@ -114,24 +166,64 @@ def kept_score_bytes(practice: Practice, element_bytes: int) -> float:
     return softmax + (element_bytes + MASK_BYTES if practice.has_dropout else 0.0)
 
 
-def logits_bytes(job: Job, strategy: Strategy) -> float:
-    """What the head and its loss take at their highest, for one micro-batch on a rank of the last stage."""
-    s, practice = strategy, job.practice
-    tokens = job.seq_len / s.cp * s.micro_size
-    if s.chunk_tokens is not None:
-        tokens = min(tokens, s.chunk_tokens)
-    vocab = job.shape.vocab_size / (s.tp if practice.splits_logits else 1)
+def norm_bytes(element_bytes: int) -> float:
+    """Of a feature and token, what the backward of our norm has on a CPU, beside its input: its gradients and copies.
+
+    >>> norm_bytes(2), norm_bytes(4)
+    (18, 12)
+    """
+    is_wide = element_bytes >= FP32_BYTES
+    return (NUM_WIDE_OF_NORM - 1) * element_bytes if is_wide else NUM_WIDE_OF_NORM * FP32_BYTES + element_bytes
+
+
+def _deferred_features(shape: LayerShape, strategy: Strategy, ffn: float) -> float:
+    """Of a token, inputs and outputs' gradients of the products whose weights' gradients wait.
+
+    Columns that gather a sequence do not wait, and rows wait with whole gradients.
+    """
+    s = strategy
+    mixed = shape.num_heads * shape.head_dim / s.tp
+    keys = max(shape.num_kv_heads / s.tp, 1) * shape.head_dim
+    num_wide = 2 if shape.is_gated else 1
+    rows = 2 * shape.hidden_size + mixed + ffn
+    return rows if s.sequence_parallel else rows + 2 * shape.hidden_size + mixed + 2 * keys + num_wide * ffn
+
+
+def head_bytes(job: Job, strategy: Strategy) -> HeadBytes:
+    """Of one micro-batch; what the loss's forward and its backward make is not there at once, and the higher counts."""
+    s, practice, element_bytes = strategy, job.practice, DTYPE_BYTES[strategy.param]
+    hidden, tokens = job.shape.hidden_size, job.seq_len / s.cp * s.micro_size
+    vocab = math.ceil(job.shape.vocab_size / (s.tp if practice.splits_logits else 1))
+    kind = "cpu" if job.cluster.gpu.name == "cpu" else "gpu"
+    stream = tokens * element_bytes * hidden
+    weight = 0.0 if practice.reduces_in_place else element_bytes * vocab * hidden
+    logits = tokens * element_bytes * vocab
     if practice.logits_bytes is not None:
-        return practice.logits_bytes * tokens * vocab
-    rows = LOSS_ROWS["cpu" if job.cluster.gpu.name == "cpu" else "gpu"] / vocab
-    return 2 * vocab * (DTYPE_BYTES[s.param] * tokens + FP32_BYTES * min(tokens, max(1, rows)))
-
-
-def head_deferred_bytes(job: Job, strategy: Strategy) -> float:
-    """What the gradient of the head's weight waits for, of one micro-batch: its input and the logits' gradient."""
-    s, shape = strategy, job.shape
-    vocab = shape.vocab_size / (s.tp if job.practice.splits_logits else 1)
-    return DTYPE_BYTES[s.param] * job.seq_len / s.cp * s.micro_size * (shape.hidden_size + vocab)
+        at_a_time = tokens if s.chunk_tokens is None else min(tokens, s.chunk_tokens)
+        given = stream / (s.tp if s.sequence_parallel else 1)
+        loss = practice.logits_bytes * at_a_time * vocab
+        return HeadBytes(given, 0.0, loss, stream, weight, stream + logits)
+    if s.tp == 1 and s.chunk_tokens is None:
+        rows = 2 * max(1, LOSS_ROWS[kind] // vocab)  # of two parts, one after the other
+        return HeadBytes(
+            stream, logits, logits + FP32_BYTES * vocab * min(tokens, rows), stream, weight, stream + logits
+        )
+    most, fewest = WAITING_LOGITS[kind]
+    at_a_time = min(tokens, max(fewest, most // vocab))
+    if s.tp == 1:  # a head that is split goes by the device alone
+        at_a_time = min(at_a_time, s.chunk_tokens or tokens)
+    is_wide, is_parted = element_bytes >= FP32_BYTES, at_a_time < tokens
+    widened = (0 if is_wide else element_bytes) + FP32_BYTES * (1 + is_parted)
+    summed = FP32_BYTES * at_a_time * vocab + (0.0 if is_wide else element_bytes * at_a_time * vocab + weight)
+    # The gradients of input and weight, the latter in fp32, wait for that of the loss.
+    return HeadBytes(
+        given=stream,
+        kept=stream + FP32_BYTES * vocab * hidden,
+        loss=max(widened * at_a_time * vocab, summed),
+        behind=stream,
+        weight=weight,
+        deferred=0.0,
+    )
 
 
 def _layer_shape(job: Job, strategy: Strategy, has_experts: bool) -> LayerShape:

@@ -58,6 +58,7 @@ def practice_of(row: Mapping[str, Any], shape: ModelShape, strategy: Strategy, g
         is_graphed=bool(p.get("cuda_graphs")),
         defers_gathers=not is_before_h100(gpu),
         reduces_in_place=True,
+        is_own=False,
         frees_outputs=strategy.schedule == "interleaved",
         widens_grads=not is_new,
         params_share=_params_share(str(p.get("precision")), strategy, gpu),

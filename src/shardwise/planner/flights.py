@@ -1,22 +1,25 @@
 """What ranks of a pipeline hold at once: how many micro-batches of each of their stages, by the schedule itself.
 
-Where a rank's stages are of different sizes, the most stages at once is not yet the most bytes: which ones counts.
+Where a rank's stages are of different sizes, the most stages at once is not yet the most bytes: which ones counts. So
+does whether a backward runs: it makes tensors of its own.
 
->>> [held.whole for held in Flights().of("interleaved", 2, 2, 4, rank=0)]
-[(3, 2), (4, 1)]
->>> Flights().of("zb-h1", 4, 1, 1000, rank=2)
-(Held(whole=(2,), deferred=(2,)), Held(whole=(1,), deferred=(3,)))
+>>> flight = Flights().of("interleaved", 2, 2, 4, rank=0)
+>>> [[held.whole for held in moments] for moments in flight.backwards]
+[[(3, 1), (4, 0)], [(3, 2), (4, 1)]]
+>>> Flights().of("zb-h1", 4, 1, 1000, rank=2).between
+(Held(whole=(1,), deferred=(3,), num_arrived=1, num_sent=999),)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import ge
 
 from shardwise.schedule.actions import Action, Kind
 from shardwise.schedule.formulas import max_in_flight
+from shardwise.schedule.placement import StagePlacement
 from shardwise.schedule.recipes import pipeline_step, placement_of, recipe_of
 
 _NUM_ROUNDS = 3
@@ -30,47 +33,67 @@ class Held:
     Attributes:
         whole: between forward and backward.
         deferred: whose gradients of the weights are still to come.
+        num_arrived: tensors from other ranks that the next computation waits for.
+        num_sent: gradients that have gone to other ranks in this step.
     """
 
     whole: tuple[int, ...]
     deferred: tuple[int, ...]
+    num_arrived: int = 0
+    num_sent: int = 0
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """All of them."""
+        """All that stages keep."""
         return self.whole + self.deferred
 
     def covers(self, other: Held) -> bool:
-        """Whether it is no less of any stage."""
+        """Whether it keeps no less of any stage."""
         return all(map(ge, self.counts, other.counts))
 
 
+@dataclass(frozen=True)
+class Flight:
+    """The moments at which a rank holds most; none covers another of its kind.
+
+    Attributes:
+        backwards: of each of its stages, as a backward of it begins.
+        between: at the ends of forwards, and of backwards that leave gradients of weights for later, that hold more.
+    """
+
+    backwards: tuple[tuple[Held, ...], ...]
+    between: tuple[Held, ...] = ()
+
+    @property
+    def moments(self) -> tuple[Held, ...]:
+        """All of them."""
+        return (*(held for moments in self.backwards for held in moments), *self.between)
+
+
 class Flights:
-    """The moments of schedules at which ranks hold most; keeps those that it was asked for."""
+    """The flights of schedules; keeps those that it was asked for."""
 
     def __init__(self) -> None:
-        self._moments: dict[tuple[str, int, int, int], tuple[tuple[Held, ...], ...]] = {}
+        self._flights: dict[tuple[str, int, int, int], tuple[Flight, ...]] = {}
 
-    def of(
-        self, recipe_name: str, num_ranks: int, virtual_stages: int, num_micro_batches: int, *, rank: int
-    ) -> tuple[Held, ...]:
-        """Of a rank, the moments that no other one covers, the one with most stages first.
+    def of(self, recipe_name: str, num_ranks: int, virtual_stages: int, num_micro_batches: int, *, rank: int) -> Flight:
+        """Of one rank.
 
         Raises:
             ConfigError: no such schedule.
             ScheduleError: a count below 1, or no such rank.
         """
         placement = placement_of(recipe_name, num_ranks, virtual_stages)
-        num_stages = placement.stages_per_rank
-        if num_stages == 1 and not recipe_of(recipe_name).splits_backward:
-            return (Held((max_in_flight(recipe_name, num_ranks, num_micro_batches, virtual_stages, rank),), (0,)),)
+        if placement.stages_per_rank == 1 and not recipe_of(recipe_name).splits_backward:
+            num = max_in_flight(recipe_name, num_ranks, num_micro_batches, virtual_stages, rank)
+            num_sent = num_micro_batches - num if rank else 0
+            return Flight(((Held((num,), (0,), min(1, num_ranks - 1), num_sent),),))
         num = _as_telling(num_ranks, num_micro_batches) if recipe_name not in ("gpipe", "naive") else num_micro_batches
         key = (recipe_name, num_ranks, virtual_stages, num)
-        if key not in self._moments:
+        if key not in self._flights:
             rows = pipeline_step(recipe_name, num_ranks, num, virtual_stages).ranks
-            stages = [placement.stages_of(each) for each in range(num_ranks)]
-            self._moments[key] = tuple(_highest(_held(row, own)) for row, own in zip(rows, stages, strict=True))
-        return self._moments[key][rank]
+            self._flights[key] = tuple(_flight(row, placement, each) for each, row in enumerate(rows))
+        return _with_rounds(self._flights[key][rank], (num_micro_batches - num) * _num_inlets(placement, rank))
 
 
 def _as_telling(num_ranks: int, num_micro_batches: int) -> int:
@@ -82,28 +105,70 @@ def _as_telling(num_ranks: int, num_micro_batches: int) -> int:
     return _NUM_ROUNDS * num_ranks + longer if longer < num_ranks else num_micro_batches
 
 
-def _held(row: Sequence[Action], stages: Sequence[int]) -> Iterator[Held]:
-    """What is held during each action of a rank; what an action lets go it still holds."""
+def _with_rounds(flight: Flight, num_more: int) -> Flight:
+    """A flight with the gradients that were sent in rounds that were left out."""
+
+    def later(moments: tuple[Held, ...]) -> tuple[Held, ...]:
+        return tuple(replace(each, num_sent=each.num_sent + num_more * (each.num_sent > 0)) for each in moments)
+
+    return Flight(tuple(map(later, flight.backwards)), later(flight.between)) if num_more else flight
+
+
+def _is_remote(placement: StagePlacement, stage: int, neighbour: int) -> bool:
+    return 0 <= neighbour < placement.num_stages and placement.rank_of(stage) != placement.rank_of(neighbour)
+
+
+def _num_inlets(placement: StagePlacement, rank: int) -> int:
+    """Stages of a rank that are given what another rank has computed."""
+    return sum(_is_remote(placement, stage, stage - 1) for stage in placement.stages_of(rank))
+
+
+def _flight(row: Sequence[Action], placement: StagePlacement, rank: int) -> Flight:
+    stages = placement.stages_of(rank)
+    found = list(_held(row, placement, stages))
+    backwards = tuple(_highest(held for index, held in found if index == of) for of in range(len(stages)))
+    known = [held for moments in backwards for held in moments]
+    others = [held for index, held in found if index is None and not any(each.covers(held) for each in known)]
+    return Flight(backwards, _highest(iter(others)))
+
+
+def _held(row: Sequence[Action], placement: StagePlacement, stages: Sequence[int]) -> Iterator[tuple[int | None, Held]]:
+    """What is held as each backward begins, with its stage's index, and at the ends of forwards and of backwards."""
     index_of = {stage: index for index, stage in enumerate(stages)}
-    whole, deferred = [0] * len(stages), [0] * len(stages)
-    for action in row:
-        index = index_of[action.stage]
+    whole, deferred, num_sent = [0] * len(stages), [0] * len(stages), 0
+    for action, following in zip(row, [*row[1:], None], strict=True):
+        index, num_arrived = index_of[action.stage], _num_arrived(following, placement)
         if action.kind is Kind.FORWARD:
             whole[index] += 1
-            yield Held(tuple(whole), tuple(deferred))
+            yield None, Held(tuple(whole), tuple(deferred), num_arrived, num_sent)
         elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            yield index, Held(tuple(whole), tuple(deferred), num_arrived, num_sent)
             whole[index] -= 1
-            deferred[index] += action.kind is Kind.BACKWARD_INPUT
-            if deferred[index]:
-                yield Held(tuple(whole), tuple(deferred))
+            num_sent += _is_remote(placement, action.stage, action.stage - 1)
+            if action.kind is Kind.BACKWARD_INPUT:
+                deferred[index] += 1
+                yield None, Held(tuple(whole), tuple(deferred), num_arrived, num_sent)
         elif action.kind is Kind.BACKWARD_WEIGHT:
             deferred[index] -= 1
 
 
+def _num_arrived(action: Action | None, placement: StagePlacement) -> int:
+    """Tensors of other ranks that an action needs: they are received while the one before it runs."""
+    if action is None or action.kind is Kind.BACKWARD_WEIGHT:
+        return 0
+    source = action.stage - 1 if action.kind is Kind.FORWARD else action.stage + 1
+    return int(_is_remote(placement, action.stage, source))
+
+
 def _highest(moments: Iterator[Held]) -> tuple[Held, ...]:
-    """Those that no other one covers, the one with most first."""
+    """Those that no other one covers, the one with most first; of equal ones what comes and goes at most."""
+    most: dict[tuple[int, ...], Held] = {}
+    for each in moments:
+        before = most.get(each.counts, each)
+        num_arrived, num_sent = max(each.num_arrived, before.num_arrived), max(each.num_sent, before.num_sent)
+        most[each.counts] = replace(each, num_arrived=num_arrived, num_sent=num_sent)
     found: list[Held] = []
-    for each in dict.fromkeys(moments):
+    for each in most.values():
         if not any(other.covers(each) for other in found):
             found = [other for other in found if not each.covers(other)] + [each]
     return tuple(sorted(found, key=lambda each: -sum(each.counts)))

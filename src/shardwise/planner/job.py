@@ -114,11 +114,14 @@ class Practice:
         selective: what selective recomputation leaves: the outputs of matrix products and attention, those of every
             other product and attention, or all but the scores of attention.
         fuses_gate: whether the activated gate is made again from the gate, not kept.
-        reduces_in_place: whether gradients that rest whole travel as they rest, through no other buffer.
+        reduces_in_place: whether gradients of weights are added where they rest, and travel so where they rest whole,
+            through no other buffer.
         frees_outputs: whether what a stage has sent on is let go, though its backward is still to come.
         widens_grads: whether the step widens gradients that rest narrower than the master; not where its kernel reads
             them as they are.
         params_share: of the bytes of parameters in their dtype, that they rest in.
+        is_own: whether it is this library's: its loss, where `logits_bytes` is None, its pool of buffers, its tables of
+            angles for each micro-batch, its first block that splits sequences.
         cuts_evenly: whether stages have as many blocks each; otherwise they are cut by cost, as ours are.
     """
 
@@ -147,6 +150,7 @@ class Practice:
     frees_outputs: bool = False
     widens_grads: bool = True
     params_share: float = 1.0
+    is_own: bool = True
 
 
 SHARDWISE: Final = Practice()

@@ -20,20 +20,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from operator import mul
 from typing import Final
 
 from shardwise.layout.activations import FP32_BYTES
 from shardwise.layout.layout import TIERS
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.layout.skeleton import ROOT
 from shardwise.layout.stages import Placement
-from shardwise.planner.block_memory import NUM_WIDE_OF_NORM, BlockBytes, block_bytes, head_deferred_bytes, logits_bytes
-from shardwise.planner.flights import Flights, Held
+from shardwise.planner.block_memory import BlockBytes, HeadBytes, block_bytes, head_bytes, norm_bytes
+from shardwise.planner.buffers import NUM_TELLING, Buffers, Gathered, buffers_of
+from shardwise.planner.flights import Flight, Flights, Held
 from shardwise.planner.folded import FoldedLayout
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.results import MemoryEstimate, RankMemory
 from shardwise.planner.stages import Stages
+from shardwise.schedule.recipes import recipe_of
 
 CONTEXT_BYTES: Final = 1.0 * 2**30
 """Of a process's context on a GPU with its kernels: 0.5 to 2 GiB (stas00/ml-engineering, training/performance)."""
@@ -48,89 +48,8 @@ NUM_INPUTS_ON_DEVICE: Final = 3
 """Inputs of recomputed blocks that are on the device where the others are on the host."""
 
 NUM_ON_THE_WAY: Final = 4
-"""Tensors between stages beside those in use: one that is received for the next computation and one that is sent, of
-each direction."""
-
-
-@dataclass(frozen=True)
-class Moving:
-    """Parameters that are gathered and gradients on their way on one rank of the pipeline, in bytes of one kind.
-
-    Attributes:
-        root, block: elements of what is in no block, and of the largest block.
-        rank: elements of all.
-        param_bytes: an element gathered; 0 where parameters rest whole.
-        grad_bytes: an element of a gradient that is not reduced yet; 0 where these rest whole.
-        wire_bytes: an element that travels beside the gradient; 0 where nothing does.
-        num_of_wire: buffers of one reduction: what it receives, and what it sends where gradients rest wider.
-        is_replicated: all ranks have all that is reduced.
-        gathers_once: all of the rank is unsharded for a batch.
-    """
-
-    root: int
-    block: int
-    rank: int
-    param_bytes: float
-    grad_bytes: float
-    wire_bytes: float
-    num_of_wire: int
-    is_replicated: bool
-    is_pipelined: bool
-    gathers_once: bool
-
-    @classmethod
-    def of(cls, strategy: Strategy, folded: FoldedLayout, rank: int) -> Moving:
-        """Of a rank's folded groups."""
-        s, folds = strategy, folded.rank(strategy, rank)
-        stage, precision = folds.layout.stage, folds.layout.precision
-        root = sum(fold.group.padded_numel for fold in folds.folds if fold.group.unit == ROOT)
-        blocks: dict[str, int] = {}
-        for fold in folds.folds:
-            if fold.group.unit != ROOT:
-                blocks[fold.group.unit] = blocks.get(fold.group.unit, 0) + fold.group.padded_numel
-        is_alone = s.dp_shard * s.cp * s.dp_replicate == 1
-        is_gathered = stage.params is Placement.SHARD and not all(fold.group.rests_whole for fold in folds.folds)
-        wire = 0 if is_alone else DTYPE_BYTES[precision.reduce]
-        return cls(
-            root=root,
-            block=max(blocks.values(), default=0),
-            rank=folds.numel,
-            param_bytes=DTYPE_BYTES[s.param] if is_gathered else 0,
-            grad_bytes=DTYPE_BYTES[precision.accumulate if s.pp > 1 else precision.reduce]
-            if stage.grads is Placement.SHARD
-            else 0,
-            wire_bytes=wire,
-            num_of_wire=1 if precision.accumulate == precision.reduce else 2,
-            is_replicated=stage.optimizer is Placement.REPLICATE,
-            is_pipelined=s.pp > 1,
-            gathers_once=s.gather == "batch",
-        )
-
-    def gathered(self, num_blocks: int) -> float:
-        """Bytes of the unsharded root and of so many blocks."""
-        is_whole = self.is_pipelined and self.gathers_once
-        return self.param_bytes * (self.rank if is_whole else min(self.rank, self.root + num_blocks * self.block))
-
-    @property
-    def standing(self) -> float:
-        """Bytes of buffers that a pipeline keeps from step to step: of two reductions at once, where gradients rest."""
-        is_in_place = self.is_replicated and self.num_of_wire == 1
-        if not self.is_pipelined or self.grad_bytes or is_in_place:
-            return 0.0
-        numel = (self.root or self.block) + self.block
-        return self.wire_bytes * (self.num_of_wire * numel + (self.block if self.is_replicated else 0))
-
-    def buckets(self, root: int, block: int) -> float:
-        """Bytes of so many buffers of the root's gradients and of the blocks': buckets, and what is received."""
-        if not self.is_pipelined:
-            if self.grad_bytes:
-                return self.grad_bytes * (root * self.root + block * self.block)
-            return self.wire_bytes * 2 * (max(0, root - 1) * self.root + max(0, block - 1) // 2 * self.block)
-        if not self.grad_bytes:
-            return self.standing
-        return self.grad_bytes * self.rank + self.wire_bytes * (
-            3 * self.block if self.gathers_once else self.rank + self.block
-        )
+"""Tensors between stages beside those in use, in code that is not ours: one that is received for the next computation
+and one that is sent, of each direction."""
 
 
 @dataclass(frozen=True)
@@ -138,14 +57,28 @@ class StageBytes:
     """Bytes of one micro-batch in a stage.
 
     Attributes:
-        whole: that its blocks keep for the backward.
-        again: that recomputation adds in the block whose backward runs.
-        deferred: that blocks keep for the gradients of the weights alone.
+        whole: that it keeps between forward and backward, the head and what was sent on included.
+        blocks: of that, what its first blocks keep, by their number.
+        again: that recomputation adds in the backward of each block.
+        deferred: that it keeps for the gradients of the weights alone.
+        head_deferred: of that, the head's.
+        has_experts: its last block.
+        has_norm, has_head: the last norm, the head.
     """
 
     whole: float
-    again: float
+    blocks: tuple[float, ...]
+    again: tuple[float, ...]
     deferred: float
+    head_deferred: float
+    has_experts: bool
+    has_norm: bool
+    has_head: bool
+
+    @property
+    def num_blocks(self) -> int:
+        """That it has."""
+        return len(self.again)
 
 
 class MemoryModel:
@@ -156,6 +89,8 @@ class MemoryModel:
         self.folded = folded or FoldedLayout(job)
         self._flights = Flights()
         self._blocks: dict[tuple[object, ...], BlockBytes] = {}
+        self._heads: dict[tuple[object, ...], HeadBytes] = {}
+        self._known_buffers: dict[tuple[object, ...], Buffers] = {}
 
     def estimate(self, strategy: Strategy, *, too_much_bytes: float = math.inf) -> MemoryEstimate:
         """Of one rank at each place of the pipeline.
@@ -169,7 +104,9 @@ class MemoryModel:
         found: dict[tuple[object, ...], RankMemory] = {}
         ranks = []
         for rank in dict.fromkeys((0, last, *range(last))):  # the first and the last hold most, mostly
-            key = (*stages.held_by(rank), self._flight(strategy, rank))
+            starts = (sum(stages.layers[:stage]) for stage in stages.placement.stages_of(rank))
+            firsts = tuple(start % strategy.recompute_every for start in starts)
+            key = (*stages.held_by(rank), firsts, self._flight(strategy, rank))
             if key not in found:
                 found[key] = self._of_rank(strategy, stages, rank)
             ranks.append(replace(found[key], pipeline_rank=rank))
@@ -219,55 +156,106 @@ class MemoryModel:
     def _moments(self, strategy: Strategy, stages: Stages, rank: int) -> Iterator[dict[str, float]]:
         """What comes and goes, at each moment that may be the highest."""
         s = strategy
-        kept, again = self._kept(s, stages, rank)
         held = stages.placement.stages_of(rank)
-        block = self._block(s, has_experts=stages.kinds[held[-1]][1] > 0)
-        working = block.working if stages.layers_on(rank) else 0.0
-        moving = self._moving(s, rank)
-        waiting = min(NUM_ON_THE_WAY, s.num_micro_batches) * block.stream if s.pp > 1 else 0.0
-        if stages.head_stage in held:
-            yield {
-                "activations": kept + 2 * block.stream,
-                "logits": logits_bytes(self.job, s),
-                "gathered": moving.gathered(1),
-                "buckets": moving.buckets(root=0, block=0),
-            }
-        if stages.norm_stage in held and self.job.cluster.gpu.name == "cpu":
-            yield {
-                "activations": kept + block.stream,
-                "workspace": block.stream * NUM_WIDE_OF_NORM * FP32_BYTES / DTYPE_BYTES[s.param],
-                "gathered": moving.gathered(1),
-                "buckets": moving.buckets(root=1, block=0) + waiting,
-            }
-        yield {
-            "activations": kept + again,
-            "workspace": working,
-            "gathered": moving.gathered(2),
-            "buckets": moving.buckets(root=1, block=1) + waiting,
-        }
-        if s.pp == 1 and stages.layers_on(rank) > 1:  # the last block's gradients are on their way
-            yield {
-                "activations": kept + again - block.kept,
-                "workspace": working,
-                "gathered": moving.gathered(2),
-                "buckets": moving.buckets(root=1, block=3),
-            }
-        yield {
-            "activations": 2 * block.stream,
-            "gathered": moving.gathered(1),
-            "buckets": moving.buckets(root=2, block=1),
-        }
-        yield {"workspace": self._step_bytes(s, rank), "buckets": moving.standing}
+        each = [self._stage(s, stages, stage) for stage in held]
+        folds = self.folded.rank(s, rank)
+        gathered, buffers = Gathered.of(s, folds), self._buffers(s, rank)
+        if self.job.practice.moves_tensors:
+            gathered = replace(gathered, block=int(gathered.block * self._largest_share()))
+        stream = self._block(s, has_experts=False).stream
+        is_on_host = self.job.cluster.gpu.name == "cpu"
 
-    def _moving(self, strategy: Strategy, rank: int) -> Moving:
-        practice, moving = self.job.practice, Moving.of(strategy, self.folded, rank)
-        if practice.reduces_in_place:
-            moving = replace(moving, num_of_wire=0, is_replicated=False)
-        if not practice.trains_all:
-            moving = replace(moving, grad_bytes=0.0, wire_bytes=0.0)
-        if practice.moves_tensors:
-            moving = replace(moving, block=int(moving.block * self._largest_share()))
-        return moving
+        def base(moment: Held) -> float:
+            kept = sum(count * stage.whole for count, stage in zip(moment.whole, each, strict=True))
+            kept += sum(count * stage.deferred for count, stage in zip(moment.deferred, each, strict=True))
+            if not self.job.practice.is_own:
+                return kept + stream * (min(NUM_ON_THE_WAY, s.num_micro_batches) if s.pp > 1 else 0)
+            # On a GPU the last one that was sent is let go of when the next is; on a CPU when all are waited for.
+            num_sent = moment.num_sent if is_on_host else min(1, moment.num_sent)
+            return kept + stream * (moment.num_arrived + num_sent)
+
+        flight = self._flight(s, rank)
+        for index, moments in enumerate(flight.backwards):
+            for moment in moments:
+                yield from self._backward(s, each[index], base(moment), gathered, buffers, held[index] == 0)
+        for moment in flight.between:
+            weight = max(self._largest_weight(s, stage) for stage in each) if any(moment.deferred) else 0.0
+            yield {
+                "activations": base(moment) + stream,
+                "workspace": weight,
+                "gathered": gathered.num_bytes(2),
+                "buckets": buffers.filling[-1],
+            }
+        yield {"gathered": gathered.num_bytes(0), "buckets": buffers.last}
+        yield {"workspace": self._step_bytes(s, rank), "buckets": buffers.last if s.pp > 1 else 0.0}
+
+    def _backward(
+        self, strategy: Strategy, stage: StageBytes, base: float, gathered: Gathered, buffers: Buffers, has_table: bool
+    ) -> Iterator[dict[str, float]]:
+        """The moments of the backward of a stage, before which a rank keeps `base`."""
+        s = strategy
+        block, head = self._block(s, has_experts=stage.has_experts), self._head(s)
+        left = base
+        if stage.has_head:
+            of_loss = {"gathered": gathered.num_bytes(1), "buckets": buffers.resting}
+            yield {"activations": left - head.kept, "logits": head.kept + head.loss, **of_loss}
+            yield {"activations": left + head.behind, "workspace": head.weight, **of_loss}
+            left += stage.head_deferred - head.given - head.kept
+            if s.pp == 1 and self.job.shape.is_tied:
+                left += head.weight  # it waits for what the embedding adds to it
+            of_root = {"gathered": gathered.num_bytes(1), "buckets": buffers.with_root}
+            yield {"activations": left + head.behind, "workspace": head.weight, **of_root}
+        if stage.has_norm:
+            if self.job.cluster.gpu.name == "cpu":
+                wide = norm_bytes(DTYPE_BYTES[s.param]) / DTYPE_BYTES[s.param]
+                of_root = {"gathered": gathered.num_bytes(1), "buckets": buffers.with_root}
+                yield {"activations": left + block.stream, "workspace": wide * block.stream, **of_root}
+            left -= block.stream
+        num_blocks, blocks = stage.num_blocks, stage.blocks
+        left -= blocks[-1]
+        deferred = (stage.deferred - stage.head_deferred) / max(1, num_blocks)
+        for done in sorted({*range(min(num_blocks, NUM_TELLING)), max(0, num_blocks - 1)} if num_blocks else ()):
+            here = num_blocks - done
+            of_block = {"gathered": gathered.num_bytes(min(2, here))}
+            yield {
+                "activations": left + blocks[here] + done * deferred + stage.again[here - 1],
+                "workspace": block.working,
+                "buckets": buffers.filling[min(done, len(buffers.filling) - 1)],
+                **of_block,
+            }
+            yield {
+                "activations": left + blocks[here - 1] + (done + 1) * deferred + block.stream,
+                "buckets": buffers.reducing[min(done, len(buffers.reducing) - 1)],
+                **of_block,
+            }
+        if has_table:
+            is_tied = s.pp == 1 and self.job.shape.is_tied
+            yield {
+                "activations": left + num_blocks * deferred + block.stream,
+                "workspace": head.weight * (2 if is_tied else 1),
+                "gathered": gathered.num_bytes(0),
+                "buckets": buffers.reducing[-1] if s.pp == 1 else buffers.filling[-1],
+            }
+
+    def _buffers(self, strategy: Strategy, rank: int) -> Buffers:
+        """Of a rank of the pipeline, one of those that hold the same."""
+        s, practice = strategy, self.job.practice
+        folds = self.folded.rank(s, rank)
+        share = self._largest_share() if practice.moves_tensors else 1.0
+        is_summed = s.tp > 1 and self.job.cluster.gpu.name == "cpu"
+        summed_bytes = self._block(s, has_experts=False).stream if is_summed else 0.0
+        key = (id(folds), s.num_micro_batches, summed_bytes)
+        if key not in self._known_buffers:
+            self._known_buffers[key] = buffers_of(self.job, s, folds, summed_bytes, share)
+        return self._known_buffers[key]
+
+    def _largest_weight(self, strategy: Strategy, stage: StageBytes) -> float:
+        """Bytes of the gradient of a stage's largest weight, on its way to where it rests."""
+        s, shape = strategy, self.job.shape
+        if self.job.practice.reduces_in_place:
+            return 0.0
+        of_block = DTYPE_BYTES[s.param] * shape.hidden_size * shape.ffn_size / s.tp if stage.num_blocks else 0.0
+        return max(of_block, self._head(s).weight if stage.head_deferred else 0.0)
 
     def _largest_share(self) -> float:
         """Of a dense block's elements, that of its largest weight."""
@@ -294,52 +282,60 @@ class MemoryModel:
         num_inputs = stages.layers_on(rank) // strategy.recompute_every - NUM_INPUTS_ON_DEVICE
         return max(0, num_inputs) * _input_bytes(strategy, block)
 
-    def _kept(self, strategy: Strategy, stages: Stages, rank: int) -> tuple[float, float]:
-        """Bytes that a rank keeps at the highest moment of its schedule, and what recomputation adds in one block."""
-        s = strategy
-        held = stages.placement.stages_of(rank)
-        each = [self._kept_by(s, *stages.kinds[stage]) for stage in held]
-        again = max(stage.again for stage in each)
-        if s.pp == 1:
-            return each[0].whole, again
-        stream = self._block(s, has_experts=False).stream
-        sent = 0.0 if self.job.practice.frees_outputs else stream
-        whole = [stage.whole + sent for stage in each]
-        deferred = [stage.deferred for stage in each]
-        if stages.norm_stage in held:
-            whole[held.index(stages.norm_stage)] += stream
-        if stages.head_stage in held:
-            deferred[held.index(stages.head_stage)] += head_deferred_bytes(self.job, s)
-        moments = self._flight(s, rank)
-        if len({*zip(whole, deferred, strict=True)}) == 1:
-            moments = moments[:1]
-        return max(
-            sum(map(mul, moment.whole, whole)) + sum(map(mul, moment.deferred, deferred)) for moment in moments
-        ), again
-
-    def _flight(self, strategy: Strategy, rank: int) -> tuple[Held, ...]:
-        """The moments of a rank's schedule at which it holds most; none without a pipeline."""
+    def _flight(self, strategy: Strategy, rank: int) -> Flight:
+        """The moments of a rank's schedule at which it holds most."""
         s = strategy
         if s.pp == 1:
-            return ()
+            return Flight(((Held((1,), (0,)),),))
         return self._flights.of(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, rank=rank)
 
-    def _kept_by(self, strategy: Strategy, num_dense: int, num_experts: int) -> StageBytes:
-        """What the blocks of one stage keep of one micro-batch."""
+    def _stage(self, strategy: Strategy, stages: Stages, stage: int) -> StageBytes:
+        """What one stage keeps of one micro-batch."""
+        s, head = strategy, self._head(strategy)
+        # The first block is given a whole sequence, which its recomputation splits.
+        is_split_again = s.sequence_parallel and s.recompute != "none" and stage == 0
+        is_split_again &= self.job.practice.is_own
+        deferred, blocks, again = 0.0, [(s.tp - 1) * self._block(s, has_experts=False).stream * is_split_again], []
+        num_kept = 0
+        index = sum(stages.layers[:stage])
+        for num_blocks, has_experts in zip(stages.kinds[stage], (False, True), strict=True):
+            block = self._block(s, has_experts=has_experts) if num_blocks else None
+            for _ in range(num_blocks if block is not None else 0):
+                is_again = index % s.recompute_every == 0
+                num_kept += is_again
+                is_away = is_again and s.activations_tier == "host" and num_kept > NUM_INPUTS_ON_DEVICE
+                kept = block.kept if is_again else block.whole
+                blocks.append(blocks[-1] + kept - (_input_bytes(s, block) if is_away else 0.0))
+                again.append(block.whole - block.kept + block.again if is_again else 0.0)
+                index += 1
+            deferred += num_blocks * block.deferred if block is not None else 0.0
+        stream = self._block(s, has_experts=False).stream
+        has_norm, has_head = stage == stages.norm_stage, stage == stages.head_stage
+        placement = stages.placement
+        is_sent = not has_head and placement.rank_of(stage) != placement.rank_of(stage + 1)
+        is_sent &= not self.job.practice.frees_outputs
+        has_angles = self.job.practice.is_own and not self.job.shape.num_positions and sum(stages.kinds[stage])
+        angles = 2 * FP32_BYTES * self.job.seq_len / s.cp * self.job.shape.head_dim if has_angles else 0.0
+        whole = blocks[-1] + stream * (has_norm + is_sent) + has_head * (head.given + head.kept) + angles
+        defers = s.pp > 1 and recipe_of(s.schedule).splits_backward
+        head_deferred = has_head * head.deferred * defers
+        return StageBytes(
+            whole=whole,
+            blocks=tuple(blocks),
+            again=tuple(again),
+            deferred=deferred * defers + head_deferred,
+            head_deferred=head_deferred,
+            has_experts=stages.kinds[stage][1] > 0,
+            has_norm=has_norm,
+            has_head=has_head,
+        )
+
+    def _head(self, strategy: Strategy) -> HeadBytes:
         s = strategy
-        whole = again = deferred = 0.0
-        for num_blocks, has_experts in ((num_dense, False), (num_experts, True)):
-            if not num_blocks:
-                continue
-            block = self._block(s, has_experts=has_experts)
-            num_again = -(-num_blocks // s.recompute_every) if block.kept != block.whole else 0
-            num_away = max(0, num_again - NUM_INPUTS_ON_DEVICE) if s.activations_tier == "host" else 0
-            behind = num_blocks - 1 - (num_again - 1) * s.recompute_every if num_again else 0
-            whole += num_again * block.kept + (num_blocks - num_again) * block.whole - num_away * _input_bytes(s, block)
-            if num_again:
-                again = max(again, block.whole - block.kept - behind * block.whole)
-            deferred += num_blocks * block.deferred
-        return StageBytes(whole, again, deferred)
+        key = (s.tp, s.cp, s.sequence_parallel, s.micro_size, s.param, s.chunk_tokens)
+        if key not in self._heads:
+            self._heads[key] = head_bytes(self.job, s)
+        return self._heads[key]
 
     def _block(self, strategy: Strategy, *, has_experts: bool) -> BlockBytes:
         s = strategy
@@ -353,6 +349,8 @@ class MemoryModel:
             s.matmul,
             s.recompute,
             s.chunk_tokens,
+            s.pp > 1 and s.schedule,
+            s.cp > 1 and s.transport,
         )
         if key not in self._blocks:
             self._blocks[key] = block_bytes(self.job, s, has_experts=has_experts)
