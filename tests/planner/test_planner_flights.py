@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.planner.flights import Flights
+from shardwise.planner.flights import Flight, Flights, Held
+from shardwise.schedule.actions import Kind
 from shardwise.schedule.formulas import max_in_flight
 from shardwise.schedule.in_flight import peak_held_bytes
-from shardwise.schedule.recipes import pipeline_step
+from shardwise.schedule.recipes import pipeline_step, placement_of
 
 VIRTUAL = {"naive": 1, "gpipe": 2, "1f1b": 1, "interleaved": 3, "zb-h1": 1, "zb-h2": 1, "zb-v": 2}
+NAMES = st.sampled_from(sorted(VIRTUAL))
+
+
+def flight_of(name: str, num_ranks: int, num_micro_batches: int, rank: int) -> Flight:
+    return Flights().of(name, num_ranks, VIRTUAL[name], num_micro_batches, rank=rank)
+
+
+def most(moments: tuple[Held, ...], deferred: float) -> float:
+    return max(sum(moment.whole) + deferred * sum(moment.deferred) for moment in moments)
 
 
 @given(
-    name=st.sampled_from(sorted(VIRTUAL)),
+    name=NAMES,
     num_ranks=st.integers(1, 5),
     num_micro_batches=st.integers(1, 40),
     deferred=st.sampled_from([0.5, 0.9]),
@@ -25,15 +37,69 @@ def test_most_is_that_of_the_whole_schedule(name: str, num_ranks: int, num_micro
     expected = peak_held_bytes(schedule, 1.0, deferred)
     flights = Flights()
     for rank in range(num_ranks):
-        moments = flights.of(name, num_ranks, VIRTUAL[name], num_micro_batches, rank=rank)
-        most = max(sum(moment.whole) + deferred * sum(moment.deferred) for moment in moments)
-        assert most == pytest.approx(expected[rank])
+        moments = flights.of(name, num_ranks, VIRTUAL[name], num_micro_batches, rank=rank).moments
+        assert most(moments, deferred) == pytest.approx(expected[rank])
         assert max(sum(moment.whole) for moment in moments) <= max_in_flight(
             name, num_ranks, num_micro_batches, VIRTUAL[name], rank
         )
 
 
+def held_as_backwards_begin(name: str, num_ranks: int, num_micro_batches: int, rank: int) -> Iterator[tuple[int, Held]]:
+    """By brute force over the whole schedule: the stage's index, what is held, and what was sent before."""
+    placement = placement_of(name, num_ranks, VIRTUAL[name])
+    stages = placement.stages_of(rank)
+    begun, half, ended, num_sent = set[tuple[int, int]](), set[tuple[int, int]](), set[tuple[int, int]](), 0
+    for action in pipeline_step(name, num_ranks, num_micro_batches, VIRTUAL[name]).ranks[rank]:
+        place = action.stage, action.micro_batch or 0
+        if action.kind is Kind.FORWARD:
+            begun.add(place)
+            continue
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            ended.add(place)
+            continue
+        counts = [
+            tuple(sum(stage == own for stage, _ in places) for own in stages) for places in (begun - half, half - ended)
+        ]
+        yield stages.index(action.stage), Held(counts[0], counts[1], 0, num_sent)
+        half.add(place)
+        if action.kind is Kind.BACKWARD:
+            ended.add(place)
+        num_sent += action.stage > 0 and placement.rank_of(action.stage - 1) != rank
+
+
+@given(name=NAMES, num_ranks=st.integers(1, 4), num_micro_batches=st.integers(1, 20), place=st.integers(0, 3))
+def test_each_backward_begins_with_no_more_than_a_moment_says(
+    name: str, num_ranks: int, num_micro_batches: int, place: int
+) -> None:
+    rank = place % num_ranks
+    flight = flight_of(name, num_ranks, num_micro_batches, rank)
+    held = list(held_as_backwards_begin(name, num_ranks, num_micro_batches, rank))
+    for index, moments in enumerate(flight.backwards):
+        begun = [each for of, each in held if of == index]
+        assert all(any(moment.covers(each) for moment in moments) for each in begun)
+        for moment in moments:
+            same = [each for each in begun if each.counts == moment.counts]
+            assert moment.num_sent == max(each.num_sent for each in same)
+
+
 def test_a_stage_that_runs_later_is_held_less_often() -> None:
-    moments = Flights().of("interleaved", 4, 2, 8, rank=0)
-    assert [moment.whole for moment in moments] == [(7, 4), (8, 3)]
-    assert not any(one.covers(other) for one in moments for other in moments if one is not other)
+    flight = flight_of("gpipe", 2, 3, 0)
+    assert [moment.whole for moment in flight.backwards[0]] == [(3, 0)]
+    assert [moment.whole for moment in flight.backwards[1]] == [(3, 3)]
+    assert flight.between == ()
+
+
+def test_what_comes_next_has_arrived() -> None:
+    first, last = (flight_of("1f1b", 2, 4, rank).backwards[0][0] for rank in (0, 1))
+    assert (first.num_arrived, first.num_sent) == (1, 0)  # nothing is sent back by the first stage
+    assert (last.num_arrived, last.num_sent) == (1, 3)
+    assert flight_of("1f1b", 1, 4, 0).backwards[0][0].num_arrived == 0
+    (end,) = flight_of("zb-h1", 2, 4, 1).between
+    assert end.deferred == (2,)
+
+
+def test_no_moment_covers_another_of_its_kind() -> None:
+    for name in VIRTUAL:
+        flight = flight_of(name, 4, 9, 1)
+        for moments in (*flight.backwards, flight.between):
+            assert not any(one.covers(other) for one in moments for other in moments if one is not other)

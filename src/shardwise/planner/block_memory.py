@@ -81,21 +81,14 @@ class HeadBytes:
 def block_bytes(job: Job, strategy: Strategy, *, has_experts: bool) -> BlockBytes:
     """Of a block of a strategy; see `layout.activations` for what is kept.
 
-    At its highest the backward has, beside all that was kept and the gradient of the stream: of the feed-forward's
-    last matrix the gradient and that of its input; behind it the gradients of two inner tensors more than what is let
-    go; of attention with scores, their gradients; of a norm that is not fused some wide copies, where the inner tensors
-    of the feed-forward are gone. Gradients of weights that come later leave the inner tensors and their gradients.
-    A feed-forward that takes some tokens of each sequence at a time keeps its input alone, makes the inner tensors of
-    so many tokens again, and sums the gradients of its weights over its parts.
+    A feed-forward that takes some tokens of each sequence at a time keeps its input alone. Heads that are exchanged for
+    tokens are kept with what attention gave them; what is sent is saved as products are, too.
     """
-    s, shape = strategy, _layer_shape(job, strategy, has_experts)
-    element_bytes = DTYPE_BYTES[s.param]
-    ffn, num_inner = shape.ffn_size / s.tp, (4 if shape.is_gated else 2) - shape.fuses_gate
-    is_chunked = s.chunk_tokens is not None and not has_experts
-    if is_chunked:
-        shape = replace(shape, ffn_size=0)
+    s, shape, practice = strategy, _layer_shape(job, strategy, has_experts), job.practice
+    ffn, is_chunked = shape.ffn_size / s.tp, s.chunk_tokens is not None and not has_experts
+    kept_shape = replace(shape, ffn_size=0) if is_chunked else shape
 
-    def kept(mode: str, shape: LayerShape = shape) -> float:
+    def kept(mode: str, shape: LayerShape = kept_shape) -> float:
         return activation_bytes_per_layer(
             shape,
             seq_len=job.seq_len,
@@ -103,51 +96,84 @@ def block_bytes(job: Job, strategy: Strategy, *, has_experts: bool) -> BlockByte
             tp=s.tp,
             cp=s.cp,
             sequence_parallel=s.sequence_parallel,
-            element_bytes=element_bytes,
+            element_bytes=DTYPE_BYTES[s.param],
             recompute=mode,  # type: ignore[arg-type]
         )
 
-    tokens = job.seq_len / s.cp * s.micro_size
-    hidden, heads = shape.hidden_size, shape.num_heads / s.tp
-    stream = hidden / (s.tp if s.sequence_parallel else 1)
+    feature = job.seq_len / s.cp * s.micro_size * DTYPE_BYTES[s.param]
+    mixed = shape.num_heads * shape.head_dim / s.tp if s.cp > 1 and s.transport == "ulysses" else 0.0
+    sent = (
+        mixed + 2 * max(shape.num_kv_heads / s.tp, 1) * shape.head_dim if mixed and s.recompute == "selective" else 0.0
+    )
+    drops_scores = s.recompute == "selective" and practice.selective == "all-but-scores"
+    at_rest = kept("none", replace(kept_shape, score_bytes=0.0)) if drops_scores else kept(s.recompute)
+    making = _making_bytes(job, s, shape, is_chunked=is_chunked)
+    return BlockBytes(
+        kept=at_rest + feature * (sent + (mixed if s.recompute != "full" else 0.0)),
+        whole=kept("none") + feature * (mixed + sent),
+        again=feature * 2 * shape.hidden_size if s.sequence_parallel and s.recompute != "none" else 0.0,
+        working=feature * _stream_size(s, shape) + making,
+        deferred=feature * _deferred_size(s, shape, 0.0 if is_chunked else ffn),
+        stream=feature * _stream_size(s, shape),
+    )
+
+
+def _making_bytes(job: Job, strategy: Strategy, shape: LayerShape, *, is_chunked: bool) -> float:
+    """What the backward of a block has at its highest, beside all that was kept and the gradient of the stream.
+
+    Of the feed-forward's last matrix the gradient, and that of its input; behind it the gradients of two inner tensors
+    more than what is let go; of attention with scores, their gradients; of a norm that is not fused some wide copies,
+    where the inner tensors of the feed-forward are gone. Gradients of weights that come later leave inner tensors and
+    their gradients. A feed-forward in parts makes the inner tensors of a part again, and sums the gradients of its
+    weights over the parts.
+    """
+    s, element_bytes = strategy, DTYPE_BYTES[strategy.param]
+    feature, hidden = job.seq_len / s.cp * s.micro_size * element_bytes, shape.hidden_size
+    ffn, num_inner = shape.ffn_size / s.tp, (4 if shape.is_gated else 2) - shape.fuses_gate
+    stream = _stream_size(s, shape)
     gathered = hidden if s.sequence_parallel else 0.0  # the gradient of the stream, for the last matrix
-    defers = s.pp > 1 and recipe_of(s.schedule).splits_backward
-    num_left = num_inner - 1 if defers else 0  # inner tensors and gradients that wait for those of the weights
-    weight_bytes = 0.0 if job.practice.reduces_in_place else element_bytes * hidden * ffn
+    num_left = num_inner - 1 if _defers(s) else 0
+    weight = 0.0 if job.practice.reduces_in_place else element_bytes * hidden * ffn
+    is_over = 0.0
     if is_chunked:
         part = min(1.0, (s.chunk_tokens or 1) * s.cp / job.seq_len)
-        num_matrices = (3 if shape.is_gated else 2) if part < 1 else 0
-        inner = element_bytes * ((num_inner + 2) * part * ffn + hidden + gathered)
-        in_ffn = tokens * inner + (num_matrices + 1) * weight_bytes
-        is_over = 0.0
+        num_sums = (3 if shape.is_gated else 2) if part < 1 else 0
+        in_ffn = feature * ((num_inner + 2) * part * ffn + hidden + gathered) + (num_sums + 1) * weight
     else:
-        last = tokens * element_bytes * (ffn + gathered) + weight_bytes
-        inner = tokens * element_bytes * ((1 if shape.fuses_gate else 2) * ffn + (ffn + gathered if num_left else 0.0))
-        in_ffn = max(last, inner)
-        is_over = -element_bytes * (num_inner - num_left) * ffn
-    in_attention = is_over - element_bytes * stream + (2 * element_bytes * heads * job.seq_len if shape.score_bytes else 0.0)
-    in_norm = is_over + (element_bytes * hidden if num_left else 0.0)
-    in_norm += norm_bytes(element_bytes) * stream if job.cluster.gpu.name == "cpu" else 0.0
-    # Exchanged for tokens, heads are kept with what attention gave them; what is sent is saved as products are, too.
-    exchanged = shape.num_heads * shape.head_dim / s.tp if s.cp > 1 and s.transport == "ulysses" else 0.0
-    sent = (
-        exchanged + 2 * max(shape.num_kv_heads / s.tp, 1) * shape.head_dim
-        if exchanged and s.recompute == "selective"
-        else 0.0
-    )
-    # What a recomputation has gathered serves its backward.
-    regathered = 2 * gathered if s.recompute != "none" else 0.0
-    drops_scores = s.recompute == "selective" and job.practice.selective == "all-but-scores"
-    at_rest = kept("none", replace(shape, score_bytes=0.0)) if drops_scores else kept(s.recompute)
-    is_left = s.recompute != "full"
-    return BlockBytes(
-        kept=at_rest + tokens * element_bytes * (exchanged * is_left + sent),
-        whole=kept("none") + tokens * element_bytes * (exchanged + sent),
-        again=tokens * element_bytes * regathered,
-        working=tokens * element_bytes * stream + max(in_ffn, tokens * in_attention, tokens * in_norm),
-        deferred=tokens * element_bytes * _deferred_features(shape, s, 0.0 if is_chunked else ffn),
-        stream=tokens * element_bytes * stream,
-    )
+        inner = (1 if shape.fuses_gate else 2) * ffn + (ffn + gathered if num_left else 0.0)
+        in_ffn = max(feature * (ffn + gathered) + weight, feature * inner)
+        is_over = (num_left - num_inner) * ffn
+    scores = shape.num_heads / s.tp * job.seq_len if shape.score_bytes else 0.0
+    in_attention = feature * (is_over + 2 * scores - stream)
+    in_norm = feature * (is_over + (hidden if num_left else 0.0))
+    if job.cluster.gpu.name == "cpu":
+        in_norm += feature / element_bytes * stream * norm_bytes(element_bytes)
+    return max(in_ffn, in_attention, in_norm)
+
+
+def _stream_size(strategy: Strategy, shape: LayerShape) -> float:
+    """Features of a token in the residual stream of a rank."""
+    return shape.hidden_size / (strategy.tp if strategy.sequence_parallel else 1)
+
+
+def _defers(strategy: Strategy) -> bool:
+    """Whether gradients of weights come later than those of inputs."""
+    return strategy.pp > 1 and recipe_of(strategy.schedule).splits_backward
+
+
+def _deferred_size(strategy: Strategy, shape: LayerShape, ffn: float) -> float:
+    """Features of a token in inputs and outputs' gradients of the products whose weights' gradients wait.
+
+    Columns that gather a sequence do not wait, and rows wait with whole gradients.
+    """
+    s = strategy
+    if not _defers(s):
+        return 0.0
+    mixed = shape.num_heads * shape.head_dim / s.tp
+    keys = max(shape.num_kv_heads / s.tp, 1) * shape.head_dim
+    num_wide = 2 if shape.is_gated else 1
+    rows = 2 * shape.hidden_size + mixed + ffn
+    return rows if s.sequence_parallel else rows + 2 * shape.hidden_size + mixed + 2 * keys + num_wide * ffn
 
 
 def kept_score_bytes(practice: Practice, element_bytes: int) -> float:
@@ -176,19 +202,6 @@ def norm_bytes(element_bytes: int) -> float:
     return (NUM_WIDE_OF_NORM - 1) * element_bytes if is_wide else NUM_WIDE_OF_NORM * FP32_BYTES + element_bytes
 
 
-def _deferred_features(shape: LayerShape, strategy: Strategy, ffn: float) -> float:
-    """Of a token, inputs and outputs' gradients of the products whose weights' gradients wait.
-
-    Columns that gather a sequence do not wait, and rows wait with whole gradients.
-    """
-    s = strategy
-    mixed = shape.num_heads * shape.head_dim / s.tp
-    keys = max(shape.num_kv_heads / s.tp, 1) * shape.head_dim
-    num_wide = 2 if shape.is_gated else 1
-    rows = 2 * shape.hidden_size + mixed + ffn
-    return rows if s.sequence_parallel else rows + 2 * shape.hidden_size + mixed + 2 * keys + num_wide * ffn
-
-
 def head_bytes(job: Job, strategy: Strategy) -> HeadBytes:
     """Of one micro-batch; what the loss's forward and its backward make is not there at once, and the higher counts."""
     s, practice, element_bytes = strategy, job.practice, DTYPE_BYTES[strategy.param]
@@ -198,16 +211,15 @@ def head_bytes(job: Job, strategy: Strategy) -> HeadBytes:
     stream = tokens * element_bytes * hidden
     weight = 0.0 if practice.reduces_in_place else element_bytes * vocab * hidden
     logits = tokens * element_bytes * vocab
+    deferred = stream + logits if _defers(s) else 0.0
     if practice.logits_bytes is not None:
         at_a_time = tokens if s.chunk_tokens is None else min(tokens, s.chunk_tokens)
         given = stream / (s.tp if s.sequence_parallel else 1)
         loss = practice.logits_bytes * at_a_time * vocab
-        return HeadBytes(given, 0.0, loss, stream, weight, stream + logits)
+        return HeadBytes(given, 0.0, loss, stream, weight, deferred)
     if s.tp == 1 and s.chunk_tokens is None:
         rows = 2 * max(1, LOSS_ROWS[kind] // vocab)  # of two parts, one after the other
-        return HeadBytes(
-            stream, logits, logits + FP32_BYTES * vocab * min(tokens, rows), stream, weight, stream + logits
-        )
+        return HeadBytes(stream, logits, logits + FP32_BYTES * vocab * min(tokens, rows), stream, weight, deferred)
     most, fewest = WAITING_LOGITS[kind]
     at_a_time = min(tokens, max(fewest, most // vocab))
     if s.tp == 1:  # a head that is split goes by the device alone

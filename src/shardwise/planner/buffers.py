@@ -190,6 +190,8 @@ class _Walk:
         in_place = practice.reduces_in_place or (self._is_replicated and is_same)
         self._copies = is_split and not is_same and not practice.reduces_in_place
         self._receives = is_split and (self._is_sharded or not in_place)
+        # What NCCL sums arrives as a slice; others copy all gradients of a group together before they send them.
+        self._sums_on_arrival = practice.is_own and job.cluster.gpu.name != "cpu" and self._wire_bytes >= FP32_BYTES
         self._is_on_host = job.cluster.gpu.name == "cpu"
         self._lands = s.grads_tier != "device"
         self._is_once = s.gather == "batch"
@@ -229,7 +231,7 @@ class _Walk:
         if self._lands:
             kept.append(self._take(numel // self._num_shards, self._rest_bytes))
         if self._receives:
-            is_slice = not self._is_on_host and self._wire_bytes >= 4
+            is_slice = self._sums_on_arrival
             received = self._take(numel // self._num_shards if is_slice else numel, self._wire_bytes)
             if self._is_on_host:
                 held.append(received)

@@ -5,14 +5,14 @@ does whether a backward runs: it makes tensors of its own.
 
 >>> flight = Flights().of("interleaved", 2, 2, 4, rank=0)
 >>> [[held.whole for held in moments] for moments in flight.backwards]
-[[(3, 1), (4, 0)], [(3, 2), (4, 1)]]
+[[(4, 1), (3, 2)], [(3, 2), (4, 1)]]
 >>> Flights().of("zb-h1", 4, 1, 1000, rank=2).between
-(Held(whole=(1,), deferred=(3,), num_arrived=1, num_sent=999),)
+(Held(whole=(1,), deferred=(3,), num_arrived=0, num_sent=999),)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import ge
@@ -74,10 +74,22 @@ class Flights:
     """The flights of schedules; keeps those that it was asked for."""
 
     def __init__(self) -> None:
-        self._flights: dict[tuple[str, int, int, int], tuple[Flight, ...]] = {}
+        self._flights: dict[tuple[object, ...], tuple[Flight, ...]] = {}
 
-    def of(self, recipe_name: str, num_ranks: int, virtual_stages: int, num_micro_batches: int, *, rank: int) -> Flight:
+    def of(
+        self,
+        recipe_name: str,
+        num_ranks: int,
+        virtual_stages: int,
+        num_micro_batches: int,
+        *,
+        rank: int,
+        most_sent: int | None = None,
+    ) -> Flight:
         """Of one rank.
+
+        Args:
+            most_sent: of gradients that have gone, more are not counted.
 
         Raises:
             ConfigError: no such schedule.
@@ -86,13 +98,16 @@ class Flights:
         placement = placement_of(recipe_name, num_ranks, virtual_stages)
         if placement.stages_per_rank == 1 and not recipe_of(recipe_name).splits_backward:
             num = max_in_flight(recipe_name, num_ranks, num_micro_batches, virtual_stages, rank)
-            num_sent = num_micro_batches - num if rank else 0
+            num_sent = _at_most(num_micro_batches - num if rank else 0, most_sent)
             return Flight(((Held((num,), (0,), min(1, num_ranks - 1), num_sent),),))
         num = _as_telling(num_ranks, num_micro_batches) if recipe_name not in ("gpipe", "naive") else num_micro_batches
-        key = (recipe_name, num_ranks, virtual_stages, num)
+        key = (recipe_name, num_ranks, virtual_stages, num, most_sent)
         if key not in self._flights:
             rows = pipeline_step(recipe_name, num_ranks, num, virtual_stages).ranks
-            self._flights[key] = tuple(_flight(row, placement, each) for each, row in enumerate(rows))
+            flights = (_flight(row, placement, each) for each, row in enumerate(rows))
+            self._flights[key] = tuple(_changed(each, lambda sent: _at_most(sent, most_sent)) for each in flights)
+        if most_sent is not None:
+            return self._flights[key][rank]
         return _with_rounds(self._flights[key][rank], (num_micro_batches - num) * _num_inlets(placement, rank))
 
 
@@ -105,13 +120,22 @@ def _as_telling(num_ranks: int, num_micro_batches: int) -> int:
     return _NUM_ROUNDS * num_ranks + longer if longer < num_ranks else num_micro_batches
 
 
+def _at_most(number: int, most: int | None) -> int:
+    return number if most is None else min(number, most)
+
+
 def _with_rounds(flight: Flight, num_more: int) -> Flight:
     """A flight with the gradients that were sent in rounds that were left out."""
+    return _changed(flight, lambda num_sent: num_sent + num_more * (num_sent > 0)) if num_more else flight
 
-    def later(moments: tuple[Held, ...]) -> tuple[Held, ...]:
-        return tuple(replace(each, num_sent=each.num_sent + num_more * (each.num_sent > 0)) for each in moments)
 
-    return Flight(tuple(map(later, flight.backwards)), later(flight.between)) if num_more else flight
+def _changed(flight: Flight, change: Callable[[int], int]) -> Flight:
+    """A flight with other numbers of gradients sent."""
+
+    def changed(moments: tuple[Held, ...]) -> tuple[Held, ...]:
+        return tuple(replace(each, num_sent=change(each.num_sent)) for each in moments)
+
+    return Flight(tuple(map(changed, flight.backwards)), changed(flight.between))
 
 
 def _is_remote(placement: StagePlacement, stage: int, neighbour: int) -> bool:

@@ -12,7 +12,7 @@ on their way; the peak is the highest of these moments, not the sum of the highe
 >>> job = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=cluster)
 >>> worst = MemoryModel(job).estimate(Strategy(dp_shard=64, zero_stage=3, recompute="full")).worst
 >>> print(", ".join(f"{key} {size / 2**30:.1f}" for key, size in worst.peak.items() if size > 2**28))
-grads 0.5, optimizer 1.4, activations 3.2, workspace 0.5, gathered 2.8, buckets 3.2, overhead 1.7, rounding 0.4
+grads 0.5, optimizer 1.4, activations 3.1, workspace 0.5, buckets 3.3, gathered 2.8, overhead 1.7, rounding 0.4
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from shardwise.planner.folded import FoldedLayout
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.results import MemoryEstimate, RankMemory
 from shardwise.planner.stages import Stages
-from shardwise.schedule.recipes import recipe_of
 
 CONTEXT_BYTES: Final = 1.0 * 2**30
 """Of a process's context on a GPU with its kernels: 0.5 to 2 GiB (stas00/ml-engineering, training/performance)."""
@@ -163,16 +162,13 @@ class MemoryModel:
         if self.job.practice.moves_tensors:
             gathered = replace(gathered, block=int(gathered.block * self._largest_share()))
         stream = self._block(s, has_experts=False).stream
-        is_on_host = self.job.cluster.gpu.name == "cpu"
 
         def base(moment: Held) -> float:
             kept = sum(count * stage.whole for count, stage in zip(moment.whole, each, strict=True))
             kept += sum(count * stage.deferred for count, stage in zip(moment.deferred, each, strict=True))
             if not self.job.practice.is_own:
                 return kept + stream * (min(NUM_ON_THE_WAY, s.num_micro_batches) if s.pp > 1 else 0)
-            # On a GPU the last one that was sent is let go of when the next is; on a CPU when all are waited for.
-            num_sent = moment.num_sent if is_on_host else min(1, moment.num_sent)
-            return kept + stream * (moment.num_arrived + num_sent)
+            return kept + stream * (moment.num_arrived + moment.num_sent)
 
         flight = self._flight(s, rank)
         for index, moments in enumerate(flight.backwards):
@@ -186,7 +182,6 @@ class MemoryModel:
                 "gathered": gathered.num_bytes(2),
                 "buckets": buffers.filling[-1],
             }
-        yield {"gathered": gathered.num_bytes(0), "buckets": buffers.last}
         yield {"workspace": self._step_bytes(s, rank), "buckets": buffers.last if s.pp > 1 else 0.0}
 
     def _backward(
@@ -214,7 +209,7 @@ class MemoryModel:
         num_blocks, blocks = stage.num_blocks, stage.blocks
         left -= blocks[-1]
         deferred = (stage.deferred - stage.head_deferred) / max(1, num_blocks)
-        for done in sorted({*range(min(num_blocks, NUM_TELLING)), max(0, num_blocks - 1)} if num_blocks else ()):
+        for done in _telling(num_blocks, NUM_TELLING if s.pp == 1 else s.recompute_every, is_last=deferred > 0):
             here = num_blocks - done
             of_block = {"gathered": gathered.num_bytes(min(2, here))}
             yield {
@@ -235,6 +230,12 @@ class MemoryModel:
                 "workspace": head.weight * (2 if is_tied else 1),
                 "gathered": gathered.num_bytes(0),
                 "buckets": buffers.reducing[-1] if s.pp == 1 else buffers.filling[-1],
+            }
+            yield {
+                "activations": left - (head.weight if is_tied else 0.0) + num_blocks * deferred + block.stream,
+                "workspace": head.weight,
+                "gathered": gathered.num_bytes(0),
+                "buckets": buffers.last,
             }
 
     def _buffers(self, strategy: Strategy, rank: int) -> Buffers:
@@ -287,7 +288,9 @@ class MemoryModel:
         s = strategy
         if s.pp == 1:
             return Flight(((Held((1,), (0,)),),))
-        return self._flights.of(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, rank=rank)
+        # On a GPU a gradient that was sent is let go of when the next is; on a CPU when all are waited for.
+        most_sent = None if self.job.cluster.gpu.name == "cpu" else 1
+        return self._flights.of(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, rank=rank, most_sent=most_sent)
 
     def _stage(self, strategy: Strategy, stages: Stages, stage: int) -> StageBytes:
         """What one stage keeps of one micro-batch."""
@@ -296,34 +299,35 @@ class MemoryModel:
         is_split_again = s.sequence_parallel and s.recompute != "none" and stage == 0
         is_split_again &= self.job.practice.is_own
         deferred, blocks, again = 0.0, [(s.tp - 1) * self._block(s, has_experts=False).stream * is_split_again], []
-        num_kept = 0
+        num_again = 0
         index = sum(stages.layers[:stage])
         for num_blocks, has_experts in zip(stages.kinds[stage], (False, True), strict=True):
-            block = self._block(s, has_experts=has_experts) if num_blocks else None
-            for _ in range(num_blocks if block is not None else 0):
+            if not num_blocks:
+                continue
+            block = self._block(s, has_experts=has_experts)
+            deferred += num_blocks * block.deferred
+            for _ in range(num_blocks):
                 is_again = index % s.recompute_every == 0
-                num_kept += is_again
-                is_away = is_again and s.activations_tier == "host" and num_kept > NUM_INPUTS_ON_DEVICE
-                kept = block.kept if is_again else block.whole
-                blocks.append(blocks[-1] + kept - (_input_bytes(s, block) if is_away else 0.0))
+                num_again += is_again
+                is_away = is_again and s.activations_tier == "host" and num_again > NUM_INPUTS_ON_DEVICE
+                kept = (block.kept if is_again else block.whole) - (_input_bytes(s, block) if is_away else 0.0)
+                blocks.append(blocks[-1] + kept)
                 again.append(block.whole - block.kept + block.again if is_again else 0.0)
                 index += 1
-            deferred += num_blocks * block.deferred if block is not None else 0.0
         stream = self._block(s, has_experts=False).stream
         has_norm, has_head = stage == stages.norm_stage, stage == stages.head_stage
         placement = stages.placement
         is_sent = not has_head and placement.rank_of(stage) != placement.rank_of(stage + 1)
         is_sent &= not self.job.practice.frees_outputs
-        has_angles = self.job.practice.is_own and not self.job.shape.num_positions and sum(stages.kinds[stage])
+        has_angles = self.job.practice.is_own and not self.job.shape.num_positions and bool(again)
         angles = 2 * FP32_BYTES * self.job.seq_len / s.cp * self.job.shape.head_dim if has_angles else 0.0
         whole = blocks[-1] + stream * (has_norm + is_sent) + has_head * (head.given + head.kept) + angles
-        defers = s.pp > 1 and recipe_of(s.schedule).splits_backward
-        head_deferred = has_head * head.deferred * defers
+        head_deferred = has_head * head.deferred
         return StageBytes(
             whole=whole,
             blocks=tuple(blocks),
             again=tuple(again),
-            deferred=deferred * defers + head_deferred,
+            deferred=deferred + head_deferred,
             head_deferred=head_deferred,
             has_experts=stages.kinds[stage][1] > 0,
             has_norm=has_norm,
@@ -332,7 +336,7 @@ class MemoryModel:
 
     def _head(self, strategy: Strategy) -> HeadBytes:
         s = strategy
-        key = (s.tp, s.cp, s.sequence_parallel, s.micro_size, s.param, s.chunk_tokens)
+        key = (s.tp, s.cp, s.sequence_parallel, s.micro_size, s.param, s.chunk_tokens, s.pp > 1 and s.schedule)
         if key not in self._heads:
             self._heads[key] = head_bytes(self.job, s)
         return self._heads[key]
@@ -355,6 +359,12 @@ class MemoryModel:
         if key not in self._blocks:
             self._blocks[key] = block_bytes(self.job, s, has_experts=has_experts)
         return self._blocks[key]
+
+
+def _telling(num_blocks: int, num_first: int, *, is_last: bool) -> list[int]:
+    """How many blocks are behind the ones whose backward may be the highest: the first, and perhaps the last."""
+    found = list(range(min(num_blocks, num_first)))
+    return [*found, num_blocks - 1] if is_last and num_blocks > num_first else found
 
 
 def _input_bytes(strategy: Strategy, block: BlockBytes) -> float:
