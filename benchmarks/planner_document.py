@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from planner_outliers import explanation
 from planner_scores import Scored, by, errors, out_of_memory
-from planner_spread import spread_lines
+from planner_spread import spread_lines, within_interval
 from shardwise.planner import step_time
 from shardwise.planner.catalogue import GPUS
 from shardwise.planner.hardware import Fitted
@@ -52,7 +52,8 @@ collectives and what overlap costs in `collectives.py` and `communication.py`, t
 
 Some rules that read a row (`cases.py`, `case_practice.py`) were chosen with these rows in sight, and other sources may
 not bear them out: which loss was computed where a row does not say it, whether a code that names its attention kernel
-takes it of all logits, what a bare "InfiniBand" is before H100, and which early codes overlap nothing.
+takes it of all logits, that a bare "flash" is the first FlashAttention, what a bare "InfiniBand" is before H100, and
+which early codes overlap nothing.
 "Fits" of held-out rows and of sources like them is flattered by these.
 """
 
@@ -86,8 +87,9 @@ def document(rows: Sequence[Scored], table: Callable[[Sequence[Scored]], str], l
         _fenced(
             "## The interval",
             "`low_s` and `high_s` are meant to hold four of five runs. How wide they are depends on what a prediction\n"
-            "rests on (`planner/interval.py`); kinds with few rows, or rows of one source, are set by hand. Core rows:",
-            "\n".join(spread_lines(core)),
+            "rests on (`planner/interval.py`). Of all rows, those that were held out too; `by other sources alone`\n"
+            "are the rows that lie within a width to which their own source did not count.",
+            "\n".join([*spread_lines(rows), *_held({"core": core, "held out": bulk})]),
         ),
         _fenced(
             "## Rows that were held out",
@@ -154,6 +156,10 @@ def _matrix(groups: Mapping[str, Sequence[Scored]]) -> str:
 
 def _fenced(title: str, words: str, text: str) -> str:
     return f"{title}\n\n{words}\n\n```\n{text}\n```\n"
+
+
+def _held(groups: Mapping[str, Sequence[Scored]]) -> list[str]:
+    return [f"of these, {name}: {within_interval(rows):.1%}" for name, rows in groups.items()]
 
 
 def _far_off(rows: Sequence[Scored], of: Literal["time", "memory"]) -> str:

@@ -125,8 +125,8 @@ def test_one_more_of_what_fits_does_not() -> None:
         (Strategy(), {}, "usual"),
         (Strategy(zero_stage=3), {}, "gathered"),
         (Strategy(matmul="fp8", zero_stage=3), {}, "narrow"),
-        (Strategy(param="fp32"), {}, "wide"),
-        (Strategy(param="fp32", matmul="tf32"), {}, "wide"),
+        (Strategy(param="fp32"), {}, "unfitted"),
+        (Strategy(param="fp32", matmul="tf32"), {}, "unfitted"),
         (Strategy(param="fp32"), {"fitted": Fitted()}, "unfitted"),
     ],
 )
