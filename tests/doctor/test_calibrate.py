@@ -177,3 +177,23 @@ def test_a_profile_that_cannot_be_kept_is_not_measured(
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")
     assert cli.main(["doctor", "--calibrate"]) == 2
     assert "the profile cannot be kept in /dev/null/cache" in capsys.readouterr().err
+
+
+def test_what_computing_hides_is_a_share_of_the_shorter_of_both():
+    # A gather of 2 s; a product of 1 s, so two of them, which take 4 s here, and 5 s beside the gather.
+    seconds = iter((2.0, 1.0, 4.0, 5.0))
+    comm = SimpleNamespace(world_size=2, device=torch.device("cpu"))
+    watch: Any = SimpleNamespace(comm=comm, time_s=lambda call: next(seconds))
+    assert calibration._hidden_share(watch) == 0.5
+
+
+def test_an_odd_number_of_ranks_makes_no_pairs():
+    comm: Any = SimpleNamespace(world_size=5)
+    env: Any = SimpleNamespace(world_size=5, rank=4)
+    assert calibration._groups(comm, env) == [comm]
+
+
+def test_a_limit_of_the_machine_is_all_its_memory(monkeypatch):
+    found = SimpleNamespace(total_bytes=10, limit_bytes=4)
+    monkeypatch.setattr(calibration, "read_memory", lambda: found)
+    assert profile_of([], num_ranks=1).memory_bytes == 4.0

@@ -240,3 +240,10 @@ def test_a_softmax_that_is_written_out_reads_and_writes_scores_more_often(param:
     pass_s = 8 * TOKENS**2 * DTYPE_BYTES[param] / RATE
     assert written.forward_s - fused.forward_s == pytest.approx(num_more * pass_s)
     assert written.backward_input_s - fused.backward_input_s == pytest.approx(num_more * pass_s)
+
+
+def test_gradients_of_a_rank_s_own_experts_are_added() -> None:
+    shape = replace(SHAPE, experts=replace(EXPERTS, num_dense_layers=0))
+    block = model(stream=RATE, shape=shape).block(Strategy(ep=4, dp_shard=8, num_micro_batches=2))
+    held = ATTENTION_PARAMS + 64 * 8 + (8 // 4 + 1) * 3 * 64 * 32  # the router, 2 experts of 8, and the shared one
+    assert block.backward_weight_s == pytest.approx(8 * held / RATE)

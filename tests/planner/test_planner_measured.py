@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product
 
@@ -14,7 +15,7 @@ from shardwise.planner.compute import ComputeModel
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.machine import cluster_of
 from shardwise.planner.profile import AttentionTime, BlockTime, HeadTime, MatmulTime, Profile
-from shardwise.planner.shape import ModelShape
+from shardwise.planner.shape import Experts, ModelShape
 from shardwise.planner.surface import Surface
 
 SHAPES = ((256, 768, 4), (512, 1536, 8))
@@ -155,3 +156,32 @@ def test_a_surface_goes_through_its_points(points):
     ]
     for where, values in far:
         assert Surface(points).at(*where) == pytest.approx(values)
+
+
+def test_near_points_weigh_more_by_the_fourth_power_of_their_distance():
+    surface = Surface([((1.0,), (1.0,)), ((math.exp(3.0),), (math.e,))])
+    # 1 and 2 away: weights 16 to 1.
+    assert surface.at(math.e) == pytest.approx((math.exp(1 / 17),))
+
+
+def test_a_split_block_is_corrected_as_a_whole_one_of_as_many_weights():
+    split = Strategy(param="fp32", tp=4)
+    small, large = job(*SHAPES[0], 128), job(*SHAPES[1], 128)  # of a fourth of the weights
+
+    def factor(of: Job, strategy: Strategy) -> float:
+        kernels = replace(of, cluster=cluster_of(replace(PROFILE, blocks=(), heads=())))
+        return ComputeModel(of).block(strategy).forward_s / ComputeModel(kernels).block(strategy).forward_s
+
+    assert factor(large, split) == pytest.approx(factor(small, Strategy(param="fp32")))
+    assert factor(large, split) != pytest.approx(factor(large, Strategy(param="fp32")), rel=0.05)
+    experts = replace(large, shape=replace(large.shape, experts=Experts(num_experts=4, num_chosen=1, ffn_size=64)))
+    assert factor(experts, Strategy(param="fp32")) == 1.0  # no block with experts was measured
+
+
+def test_heads_of_two_sizes_take_what_was_measured_of_each():
+    wide = replace(PROFILE.heads[0], vocab_size=65536, forward_s=1.0)
+    profile = replace(PROFILE, heads=(*PROFILE.heads, wide))
+    plain = job(*SHAPES[0], 128, profile)
+    larger = replace(plain, shape=replace(plain.shape, vocab_size=65536))
+    assert ComputeModel(plain).head(Strategy(param="fp32")).forward_s == pytest.approx(0.02)
+    assert ComputeModel(larger).head(Strategy(param="fp32")).forward_s == pytest.approx(1.0)

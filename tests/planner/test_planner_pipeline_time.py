@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.config import ConfigError
-from shardwise.planner.pipeline_time import PipelineTimes, StageTimes, span_of
+from shardwise.planner.pipeline_time import PipelineSpan, PipelineTimes, StageTimes, span_of
 from shardwise.schedule import (
     Action,
     Kind,
@@ -86,3 +86,7 @@ def test_thousands_of_micro_batches_over_many_stages_build_no_schedule_of_them()
 def test_other_times_than_stages_are_refused() -> None:
     with pytest.raises(ConfigError, match="times of 3 stages for 4"):
         PipelineTimes().span("interleaved", 2, 2, 4, [EVEN] * 3)
+
+
+def test_a_bubble_is_the_share_that_ranks_stand_still_on_average_of_the_longest_span() -> None:
+    assert PipelineSpan(step_s=12.0, rank_spans_s=(10.0, 8.0), busy_s=(4.0, 8.0)).bubble_rate == pytest.approx(0.4)

@@ -19,6 +19,7 @@ from shardwise.planner.reasons import parts_words, reasons_of, why_faster, why_n
 from shardwise.planner.results import MemoryEstimate, Price, RankMemory, TimeEstimate
 from shardwise.planner.search import Limits, search
 from shardwise.planner.shape import ModelShape
+from shardwise.planner.simplicity import num_extras, simplest
 
 GIB = 2**30
 CLUSTER = Cluster(
@@ -257,3 +258,51 @@ def test_of_a_default_the_fastest_micro_batch_counts_and_of_what_does_not_fit_th
     megatron = by_name["Megatron (TP 8 + PP)"]
     assert megatron.price is not None
     assert (megatron.price.strategy.pp, megatron.price.strategy.zero_stage) == (2, 0)
+
+
+def test_neighbours_leave_nothing_behind_that_they_have_no_use_for() -> None:
+    split = Strategy(tp=2, dp_shard=8, zero_stage=1, num_micro_batches=8, sequence_parallel=True)
+    assert dict(neighbours(JOB, split))["mesh.dp_shard=4"].dp_replicate == 2  # those of a node of 8
+    gathering = Strategy(pp=2, dp_shard=8, zero_stage=3, gather="micro-batch", num_micro_batches=8)
+    assert dict(neighbours(JOB, gathering))["zero.stage=1"].gather == "batch"
+    away = Strategy(dp_shard=16, zero_stage=3, num_micro_batches=4, recompute="full", activations_tier="host")
+    assert dict(neighbours(JOB, away))["recompute.mode=none"].activations_tier == "device"
+    heads = Strategy(cp=2, dp_shard=8, zero_stage=1, num_micro_batches=8, transport="ulysses")
+    assert dict(neighbours(JOB, heads))["mesh.cp=1"].transport == "ring"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "number"),
+    [
+        (Strategy(recompute="full"), 0),
+        (Strategy(recompute="full", recompute_every=2), 1),
+        (Strategy(pp=2), 1),
+        (Strategy(pp=2, schedule="interleaved", virtual_stages=2), 2),
+        (Strategy(pp=2, schedule="zb-h1"), 3),
+        (Strategy(cp=2), 1),
+        (Strategy(cp=2, transport="ulysses"), 2),
+        (Strategy(cp=4, heads_over=2), 3),
+        (Strategy(optimizer_tier="host"), 1),
+        (Strategy(optimizer_tier="nvme"), 2),
+    ],
+)
+def test_what_a_strategy_does_besides_is_counted(strategy: Strategy, number: int) -> None:
+    assert num_extras(strategy) == number
+
+
+def test_a_simpler_one_may_be_two_per_cent_slower() -> None:
+    fast, slow, slower = (
+        price_of(each, memory_of({}), compute=seconds)
+        for each, seconds in ((SPLIT, 1.0), (PLAIN, 1.019), (replace(PLAIN, zero_stage=1), 1.018))
+    )
+    assert simplest([fast, slow]) is slow
+    assert simplest([fast, slow, slower]) is slower
+    assert simplest([fast, price_of(PLAIN, memory_of({}), compute=1.03)]) is fast
+
+
+def test_disks_hold_what_all_ranks_of_a_node_move_there() -> None:
+    cluster = replace(CLUSTER, host=Host(memory_bytes=1e15, nvme_bytes=800 * GIB))
+    (rank,) = memory_of({}).ranks
+    for size, missing in ((100, None), (101, Shortfall("nvme", 8 * GIB, 0))):
+        held = MemoryEstimate(ranks=(replace(rank, elsewhere={"nvme": size * GIB}),))
+        assert shortfall(held, cluster, 0.0) == missing
