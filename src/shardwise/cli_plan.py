@@ -261,7 +261,6 @@ def _search(arguments: argparse.Namespace, cluster: Cluster, model: str, assignm
         plan = search(asked.job, asked.space, limits, pricer)
         status.update("looking at what else could be")
         reasons = reasons_of(plan, pricer, yours=yours)
-    _give_json(arguments, plan_dict(plan, reasons, yours))
     if not _is_json_printed(arguments):
         console.print(
             plan_view(
@@ -275,6 +274,7 @@ def _search(arguments: argparse.Namespace, cluster: Cluster, model: str, assignm
                 notes=(*asked.notes, *note),
             )
         )
+    _give_json(arguments, plan_dict(plan, reasons, yours))
     if plan.winner is None:
         return 1
     if arguments.more and not _is_json_printed(arguments):
@@ -356,13 +356,13 @@ def _explain(arguments: argparse.Namespace, cluster: Cluster, model: str | None,
         price = pricer.price(asked.strategy)
         missing = shortfall(price.memory, cluster, arguments.margin)
         found = () if missing is None else tuple(cures(price, missing, pricer, Pricer, arguments.margin))
-    _give_json(arguments, {"job": job_dict(price.job), **price_dict(price), "cures": list(found)})
     if not _is_json_printed(arguments):
         console = Console()
         is_coloured = _is_coloured(console)
         margin = arguments.margin
         view = explain_view(price, is_coloured=is_coloured, margin_share=margin, notes=asked.notes, cures=found)
         console.print(view)
+    _give_json(arguments, {"job": job_dict(price.job), **price_dict(price), "cures": list(found)})
     return 0 if shortfall(price.memory, cluster, 0.0) is None else 1
 
 
@@ -381,9 +381,9 @@ def _fit(arguments: argparse.Namespace, cluster: Cluster, model: str | None) -> 
         for found in fit(cluster, seq_len=seq_len, shape=shape, margin_share=arguments.margin, param=dtype):
             fits.append(found)
             status.update(f"trying sizes: {found.setup.name}")
-    _give_json(arguments, fit_dict(fits, cluster, seq_len, shape))
     if not _is_json_printed(arguments):
         Console().print(fit_view(fits, cluster, seq_len, shape))
+    _give_json(arguments, fit_dict(fits, cluster, seq_len, shape))
     return 0
 
 

@@ -103,6 +103,15 @@ def test_your_own_layout_stands_beside_the_best(capsys):
     assert "mine.toml cannot be compared: " in capsys.readouterr().err
 
 
+def test_the_answer_is_shown_where_it_cannot_be_written(capsys):
+    Path("ds.json").write_text(json.dumps({"train_batch_size": 16}))
+    for asked in (SMALL, ["--explain", "ds.json", *SMALL[:4]], ["--fit", *SMALL[2:4]]):
+        assert cli.main(["plan", *asked, "--json", "/dev/full"]) == 2
+        captured = capsys.readouterr()
+        assert "4 x h100" in captured.out
+        assert "cannot be written" in captured.err
+
+
 def test_json_alone_goes_to_the_terminal(capsys):
     assert cli.main(["plan", *SMALL, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["best"]
