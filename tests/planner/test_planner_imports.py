@@ -380,6 +380,21 @@ def test_what_deepspeed_may_say_besides():
     assert any("zero_hpz_partition_size" in note for note in noted)
 
 
+@pytest.mark.parametrize(
+    ("bf16", "fp16", "param"),
+    [
+        ("auto", "auto", "bf16"),  # as templates have it
+        ("auto", True, "fp16"),
+        (False, "auto", "fp16"),
+        (True, False, "bf16"),
+        (False, False, "fp32"),
+    ],
+)
+def test_a_precision_that_is_left_open_is_taken_where_none_is_said(bf16, fp16, param):
+    settings = settings_of({"bf16": {"enabled": bf16}, "fp16": {"enabled": fp16}}, "ds.json").settings
+    assert settings["precision.param"] == param
+
+
 SIZES = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 1000}
 
 

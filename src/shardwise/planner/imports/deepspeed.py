@@ -140,13 +140,12 @@ def _tiers(zero: Mapping[str, Any], source: str) -> dict[str, object]:
 
 def _precision(given: Mapping[str, Any], source: str) -> dict[str, object]:
     halves = {"bf16": given.get("bf16", given.get("bfloat16", {})), "fp16": given.get("fp16", {})}
-    enabled = [name for name, section in halves.items() if isinstance(section, Mapping) and section.get("enabled")]
+    said = {name: section.get("enabled") for name, section in halves.items() if isinstance(section, Mapping)}
+    enabled = [name for name, value in said.items() if value and value != "auto"]
     if len(enabled) > 1:
         raise ConfigError(f"{source} enables bf16 and fp16; leave one of them out")
-    settings: dict[str, object] = {"precision.param": enabled[0] if enabled else "fp32"}
-    is_open = any(isinstance(each, Mapping) and each.get("enabled") == "auto" for each in halves.values())
-    if not enabled and is_open:
-        settings["precision.param"] = "bf16"
+    left_open = [name for name, value in said.items() if value == "auto"]
+    settings: dict[str, object] = {"precision.param": [*enabled, *left_open, "fp32"][0]}
     if given.get("communication_data_type") == "fp32":
         settings["precision.reduce"] = "fp32"
     return settings
