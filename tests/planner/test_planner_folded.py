@@ -109,19 +109,6 @@ def test_folded_bytes_are_those_of_the_whole_model(shape: DecoderConfig, strateg
         assert folded.across(strategy, rank) == own.bytes_across(strategy.num_micro_batches)
 
 
-def test_unit_bytes_are_those_of_the_groups() -> None:
-    shape = DecoderConfig(
-        vocab_size=63, num_layers=3, hidden_size=12, num_heads=2, num_kv_heads=1, head_dim=6, ffn_size=28,
-        max_seq_len=16,
-    )  # fmt: skip
-    strategy = Strategy(dp_shard=4, zero_stage=3, param="bf16")
-    layout = plan_layout(Decoder(shape, device="meta"), config_of(strategy))
-    folded = FoldedLayout(Job(shape=ModelShape.of_decoder(shape), seq_len=16, global_batch=8, cluster=CLUSTER))
-    root, block = layout.groups[0], layout.groups[1]
-    assert folded.group_bytes(strategy, "dense") == 2 * block.padded_numel
-    assert folded.group_bytes(strategy, "root") == 2 * root.padded_numel
-
-
 def test_experts_are_spread_over_fewer_ranks() -> None:
     shape = ModelShape(
         num_layers=3, hidden_size=64, num_heads=4, num_kv_heads=4, head_dim=16, ffn_size=128, vocab_size=256,

@@ -43,8 +43,9 @@ def job(name: str = "cpu", **changes: Any) -> Job:
 def simulated_peak(s: Strategy, pipeline_rank: int) -> int:
     config = Config.from_dict(
         {
-            "mesh": {"pp": s.pp, "dp_shard": s.dp_shard, "cp": s.cp, "tp": s.tp},
+            "mesh": {"pp": s.pp, "dp_replicate": s.dp_replicate, "dp_shard": s.dp_shard, "cp": s.cp, "tp": s.tp},
             "zero": {"stage": s.zero_stage},
+            "context": {"chunk_tokens": s.chunk_tokens},
             "tiers": {
                 "params": s.params_tier,
                 "grads": s.grads_tier,
@@ -53,8 +54,8 @@ def simulated_peak(s: Strategy, pipeline_rank: int) -> int:
             },
             "tensor": {"sequence_parallel": s.sequence_parallel},
             "batch": {"accumulation": s.num_micro_batches, "micro_size": s.micro_size},
-            "precision": {"param": s.param},
-            "pipeline": {"schedule": s.schedule, "virtual_stages": s.virtual_stages},
+            "precision": {"param": s.param, "reduce": s.reduce, "accumulate": s.accumulate},
+            "pipeline": {"schedule": s.schedule, "virtual_stages": s.virtual_stages, "gather": s.gather},
             "recompute": {"mode": s.recompute, "every": s.recompute_every},
             "run": {"device": "cpu"},
         }
@@ -87,6 +88,13 @@ def simulated_peak(s: Strategy, pipeline_rank: int) -> int:
         (Strategy(micro_size=4, pp=2, num_micro_batches=4, schedule="zb-h1"), 1),
         (Strategy(micro_size=4, pp=2, num_micro_batches=4, dp_shard=2, zero_stage=3), 0),
         (Strategy(micro_size=4, dp_shard=2, zero_stage=2, optimizer_tier="host"), 0),
+        (Strategy(micro_size=2, chunk_tokens=64, dp_shard=2, zero_stage=2), 0),
+        (Strategy(micro_size=2, tp=2, sequence_parallel=True, chunk_tokens=64, recompute="full"), 0),
+        (Strategy(pp=2, num_micro_batches=4, dp_shard=4, zero_stage=1), 1),
+        (Strategy(pp=2, num_micro_batches=2, dp_shard=4, zero_stage=3, gather="micro-batch"), 0),
+        (Strategy(pp=2, num_micro_batches=3, dp_shard=2, schedule="zb-v", virtual_stages=2, accumulate="param"), 0),
+        (Strategy(pp=2, num_micro_batches=3, schedule="gpipe", recompute="full", recompute_every=3, tp=2), 1),
+        (Strategy(pp=2, num_micro_batches=6, schedule="zb-h2", recompute="selective", recompute_every=2), 1),
     ],
     ids=str,
 )

@@ -20,23 +20,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from shardwise.config import OptimizerConfig, PrecisionConfig, Tier, TiersConfig
 from shardwise.layout.groups import GroupSpec, build_groups
 from shardwise.layout.layout import TIERS, Layout, states_of
 from shardwise.layout.mesh_shape import GRADIENT_AXES, SHARD_AXES, MeshShape
 from shardwise.layout.pipeline import PipelineLayout
-from shardwise.layout.precision import DTYPE_BYTES, precision_policy
+from shardwise.layout.precision import precision_policy
 from shardwise.layout.skeleton import ROOT, ParamEntry
 from shardwise.layout.stages import Placement, effective_stage
 from shardwise.layout.tiers import assign_tiers
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.skeleton import SkeletonParam, block_params, embedding_params, head_params, norm_params
 from shardwise.planner.stages import Stages, StageTable
-
-Unit = Literal["dense", "experts", "root", "head"]
-"""A block with a dense feed-forward, one with experts, what is in no block, and of that the stage with the head."""
 
 _LAST = "last"
 _EXPERTS = ":experts"
@@ -104,23 +101,6 @@ class FoldedLayout:
         """Bytes that a rank moves between tiers in a step, by (from, to), as `Layout.bytes_across`."""
         rank = self.rank(strategy, pipeline_rank)
         return rank.total(lambda group: rank.layout.group_bytes_across(group, strategy.num_micro_batches))
-
-    def group_bytes(self, strategy: Strategy, unit: Unit = "dense") -> int:
-        """Bytes of the unsharded parameters of one unit, as they are gathered.
-
-        Args:
-            strategy: whose tp and ep split them.
-            unit: "root" is all of it without a pipeline and the first stage's in one, "head" the last stage's.
-        """
-        stages = self.stages.of(strategy)
-        if unit in ("dense", "experts"):
-            groups = self._block(strategy, f"{unit}.0", 0, unit == "experts")
-        else:
-            stage = 0 if unit == "root" else stages.head_stage
-            groups = tuple(group for group in self._root(strategy, stages) if stage in group.stages)
-        mesh = _mesh_of(strategy)
-        numel = sum(self._placed(group, mesh, TiersConfig(), strategy.ep).padded_numel for group in groups)
-        return numel * DTYPE_BYTES[strategy.param]
 
     def rank(self, strategy: Strategy, pipeline_rank: int = 0) -> RankFolds:
         """The folded groups of one rank of the pipeline."""
