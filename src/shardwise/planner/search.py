@@ -42,7 +42,7 @@ _USUAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType({"cp": (1,), "sc
 _USUAL_SHARE: Final = 0.5
 # A memory estimate takes about so much of what a price takes, and as much again for each further ranks of a pipeline.
 _MEMORY_COST: Final = 0.2
-_RANKS_OF_MEMORY_COST: Final = 16
+_RANKS_OF_MEMORY_COST: Final = 6
 
 
 @dataclass(frozen=True, kw_only=True)
