@@ -148,7 +148,9 @@ def test_scores_are_kept_in_the_dtype_of_the_softmax(param: Any) -> None:
 
 def test_outputs_that_are_freed_are_those_of_the_micro_batches_in_flight() -> None:
     strategy = Strategy(pp=2, num_micro_batches=4)
-    kept, freed = (of_practice(Practice(frees_outputs=each), strategy).peak["activations"] for each in (False, True))
+    kept, freed = (
+        of_practice(Practice(frees_outputs=each, is_own=False), strategy).peak["activations"] for each in (False, True)
+    )
     assert kept - freed == 2 * SEQ_LEN * SHAPE.hidden_size * DTYPE_BYTES["bf16"]
 
 

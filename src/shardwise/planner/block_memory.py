@@ -138,11 +138,16 @@ def _making_bytes(job: Job, strategy: Strategy, shape: LayerShape, *, is_chunked
     if is_chunked:
         part = min(1.0, (s.chunk_tokens or 1) * s.cp / job.seq_len)
         num_sums = (3 if shape.is_gated else 2) if part < 1 else 0
-        in_ffn = feature * ((num_inner + 2) * part * ffn + hidden + gathered) + (num_sums + 1) * weight
+        # All sums wait while the last matrix of the last part gives its own; behind it, those of the others.
+        with_last = feature * (num_inner + 1) * part * ffn + (num_sums + 1) * weight
+        behind_last = feature * (num_inner + 2) * part * ffn + max(0, num_sums - 1) * weight
+        in_ffn = feature * (hidden + gathered) + max(with_last, behind_last)
     else:
         inner = (1 if shape.fuses_gate else 2) * ffn + (ffn + gathered if num_left else 0.0)
         in_ffn = max(feature * (ffn + gathered) + weight, feature * inner)
         is_over = (num_left - num_inner) * ffn
+    if s.sequence_parallel and s.recompute != "none":
+        is_over -= hidden  # what the recomputation has gathered for the feed-forward
     scores = shape.num_heads / s.tp * job.seq_len if shape.score_bytes else 0.0
     in_attention = feature * (is_over + 2 * scores - stream)
     in_norm = feature * (is_over + (hidden if num_left else 0.0))

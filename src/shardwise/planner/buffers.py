@@ -178,6 +178,7 @@ class _Walk:
         self._pool: BufferPool | _Counted = _own_pool() if practice.is_own else _Counted()
         self._in_flight: deque[list[Tensor]] = deque()
         self._groups: deque[int] = deque()
+        self._numels: dict[int, int] = {}  # of reductions whose sum over replicas is still to come
         self._is_sharded = stage.grads is Placement.SHARD and practice.trains_all
         self._is_replicated = stage.optimizer is Placement.REPLICATE
         self._num_shards = mesh.dp_shard * mesh.cp
@@ -190,6 +191,8 @@ class _Walk:
         in_place = practice.reduces_in_place or (self._is_replicated and is_same)
         self._copies = is_split and not is_same and not practice.reduces_in_place
         self._receives = is_split and (self._is_sharded or not in_place)
+        is_summed_again = mesh.dp_replicate > 1 and not self._is_replicated and practice.is_own
+        self._widens_sums = is_summed_again and self._rest_bytes != self._wire_bytes
         # What NCCL sums arrives as a slice; others copy all gradients of a group together before they send them.
         self._sums_on_arrival = practice.is_own and job.cluster.gpu.name != "cpu" and self._wire_bytes >= FP32_BYTES
         self._is_on_host = job.cluster.gpu.name == "cpu"
@@ -242,16 +245,27 @@ class _Walk:
             self._release(self._in_flight.popleft())
             self._groups.popleft()
         if self._in_flight:
-            self._release(self._in_flight[-2])
-            self._in_flight[-2] = []
+            self._advance(len(self._in_flight) - 2)
         self._in_flight += (held, kept)
+        self._numels[group] = numel
         self._groups.append(group)
+
+    def _advance(self, index: int) -> None:
+        """End what a reduction sends within the shard group; a sum over replicas that is wider than at rest begins."""
+        group = self._groups[index // 2]
+        self._release(self._in_flight[index])
+        self._in_flight[index] = []
+        if self._widens_sums and group in self._numels:
+            numel = self._numels.pop(group) // self._num_shards
+            self._in_flight[index + 1] += [self._take(numel, self._wire_bytes) for _ in ("sent", "received")]
 
     def finish(self) -> None:
         """End all reductions."""
         while self._in_flight:
+            self._advance(0)
             self._release(self._in_flight.popleft())
-        self._groups.clear()
+            self._release(self._in_flight.popleft())
+            self._groups.popleft()
 
     def pipelined(self, stages: Sequence[Sequence[tuple[int, int]]], summed_bytes: float, tied_bytes: float) -> Buffers:
         """Of a pipeline's second step: its pool keeps what the first has made."""

@@ -99,7 +99,7 @@ class Flights:
         if placement.stages_per_rank == 1 and not recipe_of(recipe_name).splits_backward:
             num = max_in_flight(recipe_name, num_ranks, num_micro_batches, virtual_stages, rank)
             num_sent = _at_most(num_micro_batches - num if rank else 0, most_sent)
-            return Flight(((Held((num,), (0,), min(1, num_ranks - 1), num_sent),),))
+            return Flight(((Held((num,), (0,), int(num_ranks > 1 and num_micro_batches > 1), num_sent),),))
         num = _as_telling(num_ranks, num_micro_batches) if recipe_name not in ("gpipe", "naive") else num_micro_batches
         key = (recipe_name, num_ranks, virtual_stages, num, most_sent)
         if key not in self._flights:

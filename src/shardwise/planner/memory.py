@@ -61,6 +61,7 @@ class StageBytes:
         again: that recomputation adds in the backward of each block.
         deferred: that it keeps for the gradients of the weights alone.
         head_deferred: of that, the head's.
+        sent: of its output, which is let go of when its gradient has come.
         has_experts: its last block.
         has_norm, has_head: the last norm, the head.
     """
@@ -70,6 +71,7 @@ class StageBytes:
     again: tuple[float, ...]
     deferred: float
     head_deferred: float
+    sent: float
     has_experts: bool
     has_norm: bool
     has_head: bool
@@ -190,7 +192,7 @@ class MemoryModel:
         """The moments of the backward of a stage, before which a rank keeps `base`."""
         s = strategy
         block, head = self._block(s, has_experts=stage.has_experts), self._head(s)
-        left = base
+        left = base - stage.sent
         if stage.has_head:
             of_loss = {"gathered": gathered.num_bytes(1), "buckets": buffers.resting}
             yield {"activations": left - head.kept, "logits": head.kept + head.loss, **of_loss}
@@ -329,6 +331,7 @@ class MemoryModel:
             again=tuple(again),
             deferred=deferred + head_deferred,
             head_deferred=head_deferred,
+            sent=stream * is_sent if self.job.practice.is_own else 0.0,
             has_experts=stages.kinds[stage][1] > 0,
             has_norm=has_norm,
             has_head=has_head,
