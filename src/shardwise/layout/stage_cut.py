@@ -260,20 +260,22 @@ def _fill_table(problem: _Problem, num_stages: int, limit: int | None) -> tuple[
     # By number of stages, then by where the last of them stops: the least score, and where that stage starts.
     table: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
     most = _largest_of_even(problem, num_stages) if limit is None else limit
+    # As `problem.weights`, which is too many calls for the planner, who cuts pipelines by the hundred.
+    compute, memory = problem.compute, problem.memory
     for num_left in range(num_stages - 1, -1, -1):
         row: dict[int, tuple[int, int]] = {}
         for stop in range(1, problem.num_units + 1):
-            if max(problem.weights(stop, problem.num_units)) > num_left * most:
+            if max(compute[-1] - compute[stop], memory[-1] - memory[stop]) > num_left * most:
                 continue  # the stages behind it could not hold the rest
             for start in range(stop - 1, -1, -1):
-                weights = problem.weights(start, stop)
+                time, held = compute[stop] - compute[start], memory[stop] - memory[start]
                 # Stages only grow from here.
-                if max(weights) > (row[stop][0] if limit is None and stop in row else most):
+                if (time if time > held else held) > (row[stop][0] if limit is None and stop in row else most):
                     break
                 if start not in table[-1] or not problem.is_stage(start, stop):
                     continue
                 before = table[-1][start][0]
-                score = max(before, *weights) if limit is None else before + sum(each * each for each in weights)
+                score = max(before, time, held) if limit is None else before + time * time + held * held
                 if stop not in row or score <= row[stop][0]:
                     row[stop] = score, start
         table.append(row)

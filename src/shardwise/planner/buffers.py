@@ -28,6 +28,9 @@ from shardwise.pool import BufferPool, size_class_bytes
 NUM_TELLING: Final = 4
 """Blocks of a stage behind which each reduction finds the same buffers as the one before."""
 
+NUM_ROUNDS_TELLING: Final = 3
+"""Micro-batches behind which reductions of each find the same buffers as those of the one before."""
+
 _MOST_GROUPS: Final = 1000
 """Of a stage, by which groups are numbered."""
 
@@ -198,7 +201,7 @@ class _Walk:
         self._is_on_host = job.cluster.gpu.name == "cpu"
         self._lands = s.grads_tier != "device"
         self._is_once = s.gather == "batch"
-        self._num_rounds = min(3, s.num_micro_batches)
+        self._num_rounds = min(NUM_ROUNDS_TELLING, s.num_micro_batches)
 
     @property
     def num_bytes(self) -> float:

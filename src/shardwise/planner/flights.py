@@ -12,12 +12,12 @@ does whether a backward runs: it makes tensors of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import ge
 
-from shardwise.schedule.actions import Action, Kind
+from shardwise.schedule.actions import Action, Kind, Schedule
 from shardwise.schedule.formulas import max_in_flight
 from shardwise.schedule.placement import StagePlacement
 from shardwise.schedule.recipes import pipeline_step, placement_of, recipe_of
@@ -74,7 +74,8 @@ class Flights:
     """The flights of schedules; keeps those that it was asked for."""
 
     def __init__(self) -> None:
-        self._flights: dict[tuple[object, ...], tuple[Flight, ...]] = {}
+        self._schedules: dict[tuple[object, ...], Schedule] = {}
+        self._flights: dict[tuple[object, ...], Flight] = {}
 
     def of(
         self,
@@ -101,14 +102,16 @@ class Flights:
             num_sent = _at_most(num_micro_batches - num if rank else 0, most_sent)
             return Flight(((Held((num,), (0,), int(num_ranks > 1 and num_micro_batches > 1), num_sent),),))
         num = _as_telling(num_ranks, num_micro_batches) if recipe_name not in ("gpipe", "naive") else num_micro_batches
-        key = (recipe_name, num_ranks, virtual_stages, num, most_sent)
-        if key not in self._flights:
-            rows = pipeline_step(recipe_name, num_ranks, num, virtual_stages).ranks
-            flights = (_flight(row, placement, each) for each, row in enumerate(rows))
-            self._flights[key] = tuple(_changed(each, lambda sent: _at_most(sent, most_sent)) for each in flights)
+        key = (recipe_name, num_ranks, virtual_stages, num)
+        if key not in self._schedules:
+            self._schedules[key] = pipeline_step(recipe_name, num_ranks, num, virtual_stages)
+        if (*key, rank, most_sent) not in self._flights:
+            flight = _flight(self._schedules[key].ranks[rank], placement, rank)
+            self._flights[*key, rank, most_sent] = _changed(flight, lambda sent: _at_most(sent, most_sent))
+        flight = self._flights[*key, rank, most_sent]
         if most_sent is not None:
-            return self._flights[key][rank]
-        return _with_rounds(self._flights[key][rank], (num_micro_batches - num) * _num_inlets(placement, rank))
+            return flight
+        return _with_rounds(flight, (num_micro_batches - num) * _num_inlets(placement, rank))
 
 
 def _as_telling(num_ranks: int, num_micro_batches: int) -> int:
@@ -149,26 +152,33 @@ def _num_inlets(placement: StagePlacement, rank: int) -> int:
 
 def _flight(row: Sequence[Action], placement: StagePlacement, rank: int) -> Flight:
     stages = placement.stages_of(rank)
-    found = list(_held(row, placement, stages))
-    backwards = tuple(_highest(held for index, held in found if index == of) for of in range(len(stages)))
+    found: dict[int | None, list[Held]] = {}
+    for index, held in _held(row, placement, stages):
+        found.setdefault(index, []).append(held)
+    backwards = tuple(_highest(_most(found.get(index, ()))) for index in range(len(stages)))
     known = [held for moments in backwards for held in moments]
-    others = [held for index, held in found if index is None and not any(each.covers(held) for each in known)]
-    return Flight(backwards, _highest(iter(others)))
+    others = [held for held in _most(found.get(None, ())) if not any(each.covers(held) for each in known)]
+    return Flight(backwards, _highest(others))
 
 
 def _held(row: Sequence[Action], placement: StagePlacement, stages: Sequence[int]) -> Iterator[tuple[int | None, Held]]:
     """What is held as each backward begins, with its stage's index, and at the ends of forwards and of backwards."""
     index_of = {stage: index for index, stage in enumerate(stages)}
+    has_inlet = {stage: _is_remote(placement, stage, stage - 1) for stage in stages}
+    has_outlet = {stage: _is_remote(placement, stage, stage + 1) for stage in stages}
     whole, deferred, num_sent = [0] * len(stages), [0] * len(stages), 0
     for action, following in zip(row, [*row[1:], None], strict=True):
-        index, num_arrived = index_of[action.stage], _num_arrived(following, placement)
+        index, num_arrived = index_of[action.stage], 0
+        if following is not None and following.kind is not Kind.BACKWARD_WEIGHT:
+            # What the next action needs of other ranks is received while the one before it runs.
+            num_arrived = int((has_inlet if following.kind is Kind.FORWARD else has_outlet)[following.stage])
         if action.kind is Kind.FORWARD:
             whole[index] += 1
             yield None, Held(tuple(whole), tuple(deferred), num_arrived, num_sent)
         elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             yield index, Held(tuple(whole), tuple(deferred), num_arrived, num_sent)
             whole[index] -= 1
-            num_sent += _is_remote(placement, action.stage, action.stage - 1)
+            num_sent += has_inlet[action.stage]
             if action.kind is Kind.BACKWARD_INPUT:
                 deferred[index] += 1
                 yield None, Held(tuple(whole), tuple(deferred), num_arrived, num_sent)
@@ -176,23 +186,23 @@ def _held(row: Sequence[Action], placement: StagePlacement, stages: Sequence[int
             deferred[index] -= 1
 
 
-def _num_arrived(action: Action | None, placement: StagePlacement) -> int:
-    """Tensors of other ranks that an action needs: they are received while the one before it runs."""
-    if action is None or action.kind is Kind.BACKWARD_WEIGHT:
-        return 0
-    source = action.stage - 1 if action.kind is Kind.FORWARD else action.stage + 1
-    return int(_is_remote(placement, action.stage, source))
-
-
-def _highest(moments: Iterator[Held]) -> tuple[Held, ...]:
-    """Those that no other one covers, the one with most first; of equal ones what comes and goes at most."""
+def _most(moments: Iterable[Held]) -> Iterable[Held]:
+    """One of those that keep the same, with what comes and goes at most."""
     most: dict[tuple[int, ...], Held] = {}
     for each in moments:
-        before = most.get(each.counts, each)
-        num_arrived, num_sent = max(each.num_arrived, before.num_arrived), max(each.num_sent, before.num_sent)
-        most[each.counts] = replace(each, num_arrived=num_arrived, num_sent=num_sent)
+        before = most.get(each.counts)
+        if before is None:
+            most[each.counts] = each
+        elif each.num_arrived > before.num_arrived or each.num_sent > before.num_sent:
+            num_arrived, num_sent = max(each.num_arrived, before.num_arrived), max(each.num_sent, before.num_sent)
+            most[each.counts] = replace(each, num_arrived=num_arrived, num_sent=num_sent)
+    return most.values()
+
+
+def _highest(moments: Iterable[Held]) -> tuple[Held, ...]:
+    """Those that no other one covers, the one with most first."""
     found: list[Held] = []
-    for each in most.values():
+    for each in moments:
         if not any(other.covers(each) for other in found):
             found = [other for other in found if not each.covers(other)] + [each]
     return tuple(sorted(found, key=lambda each: -sum(each.counts)))

@@ -27,7 +27,7 @@ from shardwise.layout.layout import TIERS
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.stages import Placement
 from shardwise.planner.block_memory import BlockBytes, HeadBytes, block_bytes, head_bytes, norm_bytes
-from shardwise.planner.buffers import NUM_TELLING, Buffers, Gathered, buffers_of
+from shardwise.planner.buffers import NUM_ROUNDS_TELLING, NUM_TELLING, Buffers, Gathered, buffers_of
 from shardwise.planner.flights import Flight, Flights, Held
 from shardwise.planner.folded import FoldedLayout
 from shardwise.planner.job import Job, Strategy
@@ -173,17 +173,19 @@ class MemoryModel:
             return kept + stream * (moment.num_arrived + moment.num_sent)
 
         flight = self._flight(s, rank)
+        # Whatever else a moment has is the same for all of its kind: the one before which most is kept is the highest.
         for index, moments in enumerate(flight.backwards):
-            for moment in moments:
-                yield from self._backward(s, each[index], base(moment), gathered, buffers, held[index] == 0)
-        for moment in flight.between:
-            weight = max(self._largest_weight(s, stage) for stage in each) if any(moment.deferred) else 0.0
-            yield {
-                "activations": base(moment) + stream,
-                "workspace": weight,
-                "gathered": gathered.num_bytes(2),
-                "buckets": buffers.filling[-1],
-            }
+            kept = max(map(base, moments))
+            yield from self._backward(s, each[index], kept, gathered, buffers, held[index] == 0)
+        for is_deferred in (False, True):
+            alike = [base(moment) for moment in flight.between if any(moment.deferred) is is_deferred]
+            if alike:
+                yield {
+                    "activations": max(alike) + stream,
+                    "workspace": max(self._largest_weight(s, stage) for stage in each) if is_deferred else 0.0,
+                    "gathered": gathered.num_bytes(2),
+                    "buckets": buffers.filling[-1],
+                }
         yield {"workspace": self._step_bytes(s, rank), "buckets": buffers.last if s.pp > 1 else 0.0}
 
     def _backward(
@@ -247,7 +249,7 @@ class MemoryModel:
         share = self._largest_share() if practice.moves_tensors else 1.0
         is_summed = s.tp > 1 and self.job.cluster.gpu.name == "cpu"
         summed_bytes = self._block(s, has_experts=False).stream if is_summed else 0.0
-        key = (id(folds), s.num_micro_batches, summed_bytes)
+        key = (id(folds), min(NUM_ROUNDS_TELLING, s.num_micro_batches), summed_bytes)
         if key not in self._known_buffers:
             self._known_buffers[key] = buffers_of(self.job, s, folds, summed_bytes, share)
         return self._known_buffers[key]

@@ -39,7 +39,7 @@ _MOST_STEPS: Final = 6
 _MOST_SIMULATED: Final = 20
 # What most runs do, and of the allowed prices how many more are spent on it.
 _USUAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType({"cp": (1,), "schedule": ("1f1b", "interleaved")})
-_USUAL_SHARE: Final = 0.5
+_USUAL_SHARE: Final = 0.25
 # A memory estimate takes about so much of what a price takes, and as much again for each further ranks of a pipeline.
 _MEMORY_COST: Final = 0.2
 _RANKS_OF_MEMORY_COST: Final = 6
@@ -57,7 +57,7 @@ class Limits:
 
     num_best: int = 10
     margin_share: float = 0.06
-    max_prices: int = 4000
+    max_prices: int = 800
 
 
 @dataclass(frozen=True, kw_only=True)
