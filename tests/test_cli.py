@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -114,7 +115,9 @@ def test_a_rank_that_diverges_says_so(settings, capfd):
 
 
 def test_ranks_of_another_launcher_join(settings):
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     process = start_train([*settings, "run.sample_tokens=0"], **place)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
@@ -204,6 +207,16 @@ def test_a_reader_that_has_seen_enough_ends_the_output_without_a_traceback():
     writer.stdout.close()
     _, err = writer.communicate(timeout=60)
     assert (writer.returncode, err) == (141, "")
+
+
+def test_a_full_disk_under_the_output_is_one_line():
+    script = "from shardwise.cli import main; raise SystemExit(main(['config']))"
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    line = "shardwise: cannot write the answer: No space left on device\n"
+    assert (ended.returncode, ended.stderr) == (1, line)
 
 
 def test_a_dry_run_of_split_layers_shows_what_crosses_the_tp_axis(settings, capsys):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import json
 import os
 import re
@@ -20,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from rich.console import Console
 
@@ -33,6 +34,7 @@ from shardwise.config import Config, ConfigError
 from shardwise.launch.environment import RankEnv, cache_folder, detect, lone_rank
 from shardwise.launch.local import default_num_ranks, launch_local
 from shardwise.launch.rank import StopFlag, exit_with_parent, install_stop_signal
+from shardwise.terminal import Terminal
 
 _BYTES_AT_REST = 2 + 4 + 12
 _TRAIN_EXAMPLES = """\
@@ -67,9 +69,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         exit_code: int = arguments.run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # who reads, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence(sys.stdout)
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _silence(sys.stdout)
+        print(f"shardwise: cannot write {error.filename or 'the answer'}: {error.strerror}", file=sys.stderr)
+        return 1
     return exit_code
+
+
+def _silence(stream: TextIO) -> None:
+    """Let what a stream could not write go nowhere, or Python tries once more when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class _Parser(argparse.ArgumentParser):
@@ -220,7 +233,7 @@ def _dry_run(arguments: argparse.Namespace) -> int:
     num_ranks = dry_run_size(config, arguments.world_size)
     if resume is not None:
         config = keep_global_batch(config, num_ranks)
-    Console().print(render(dry_run(config, num_ranks)))
+    Terminal().print(render(dry_run(config, num_ranks)))
     return 0
 
 
@@ -332,7 +345,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     else:
         from shardwise.doctor.show import render
 
-        Console(highlight=False).print(render(diagnosis))
+        Terminal(highlight=False).print(render(diagnosis))
     return diagnosis.exit_code
 
 
@@ -384,7 +397,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(profile.to_json(), end="")
         return 0
-    console = Console(highlight=False)
+    console = Terminal(highlight=False)
     console.print(render_profile(profile))
     if failure is not None:
         console.print(f"not all was measured: {failure}", style="yellow")

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from shardwise.config import Config, ConfigError
 from shardwise.report import layout_drawing
+from shardwise.terminal import Terminal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,7 +83,7 @@ def _show(arguments: argparse.Namespace, split: Split) -> int:
             return 1
         print(f"wrote {arguments.svg}")
         return 0
-    console = Console(highlight=False)
+    console = Terminal(highlight=False)
     console.print(title, style="bold", soft_wrap=True)
     if not is_dense:
         _draw(console, layout)

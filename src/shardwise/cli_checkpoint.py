@@ -20,6 +20,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from shardwise.config import Dtype
+from shardwise.terminal import Terminal
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.offline import Progress as Report
@@ -330,10 +331,10 @@ def _check_files(num_files: int) -> None:
 
 
 def _print(*blocks: RenderableType) -> None:
-    console = Console(highlight=False)
+    console = Terminal(highlight=False)
     if not console.is_terminal:
         # Whoever reads a pipe reads lines.
-        console = Console(highlight=False, width=_PIPE_WIDTH)
+        console = Terminal(highlight=False, width=_PIPE_WIDTH)
     for block in blocks:
         console.print(block)
 

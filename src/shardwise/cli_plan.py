@@ -9,14 +9,18 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
 
-from shardwise.config import ConfigError
+from shardwise.config import Config, ConfigError
+from shardwise.terminal import Terminal
 
 if TYPE_CHECKING:
     from shardwise.planner.hardware import Cluster
@@ -49,7 +53,6 @@ all, of more the first, the second, the middle and the last:
 exit code: 0, 1 where nothing fits, 2 where the question is wrong, 130 after Ctrl-C
 """
 _WRITTEN_BY: Final = "# Written by `shardwise plan`"
-_USUAL_MARGIN: Final = 0.06
 _MAX_MARGIN: Final = 0.9
 _USUAL_LENGTH: Final = 4096
 _LONG_NAME: Final = 80
@@ -57,12 +60,14 @@ _NO_BATCH: Final = "no batch is given; say how many sequences a step takes, such
 _NO_MODEL: Final = "no model is given; say which, such as --model llama-70b, or a config; see shardwise presets"
 # By question, what it heeds; a search heeds all but what is of a dry run.
 _OF_JOB: Final = frozenset({"--model", "--cluster", "--seq", "--margin", "--json"})
-_HEEDS: Final[Mapping[str, frozenset[str]]] = {
-    "--explain": _OF_JOB | {"--global-batch"},
-    "--fit": _OF_JOB,
-    "--refit": frozenset(),
-    "--dry-run": frozenset({"--world-size", "--ranks"}),
-}
+_HEEDS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
+    {
+        "--explain": _OF_JOB | {"--global-batch"},
+        "--fit": _OF_JOB,
+        "--refit": frozenset(),
+        "--dry-run": frozenset({"--world-size", "--ranks"}),
+    }
+)
 _OF_SEARCH: Final = frozenset({"--compare", "--write", "--top", "--more"})
 
 Split = Callable[[Sequence[str]], tuple[str | None, list[str]]]
@@ -113,8 +118,10 @@ def _positive(text: str | None, flag: str) -> int | None:
 
 
 def _share(text: str | None) -> float:
+    from shardwise.planner.capacity import USUAL_MARGIN
+
     if text is None:
-        return _USUAL_MARGIN
+        return USUAL_MARGIN
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -157,16 +164,23 @@ def _answer(
     from shardwise.planner.clusters import parse_cluster
 
     named = None if arguments.cluster is None else parse_cluster(arguments.cluster)
+    num_procs = None if named is not None else _num_procs(arguments.explain or model, assignments)
     if arguments.fit:
-        return _fit(arguments, named or _here(environ), model)
+        return _fit(arguments, named or _here(environ, num_procs), model)
     if arguments.explain is not None:
-        return _explain(arguments, named or _here(environ), model, assignments)
+        return _explain(arguments, named or _here(environ, num_procs), model, assignments)
     if model is None:
         raise ConfigError(_NO_MODEL)
     is_file = Path(model).suffix or "--" in model or Path(model).exists()
     if arguments.global_batch is None and arguments.compare is None and not is_file:
         raise ConfigError(_NO_BATCH)  # only a file may say it
-    return _search(arguments, named or _here(environ), model, assignments)
+    return _search(arguments, named or _here(environ, num_procs), model, assignments)
+
+
+def _num_procs(source: str | None, assignments: Sequence[str]) -> int | None:
+    """Ranks that the config or a setting wants on this machine; None where neither says it."""
+    config = Config.from_toml(source) if source is not None and source.endswith(".toml") else Config()
+    return config.override([each for each in assignments if each.startswith("run.num_procs=")]).run.num_procs
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:
@@ -232,23 +246,21 @@ def _refuse_taken(path: Path | None) -> None:
         raise ConfigError(f"--write {path} is there already, and not from a plan; give another path")
 
 
-def _here(environ: Mapping[str, str]) -> Cluster:
+def _here(environ: Mapping[str, str], num_procs: int | None) -> Cluster:
     with Console(stderr=True).status("starting torch"):
         from shardwise.launch.environment import cache_folder
         from shardwise.train.here import this_machine
 
-        return this_machine(cache_folder(environ))
+        return this_machine(cache_folder(environ), num_procs)
 
 
 def _search(arguments: argparse.Namespace, cluster: Cluster, model: str, assignments: Sequence[str]) -> int:
-    console = Console()
     with Console(stderr=True).status("starting torch") as status:
         from shardwise.planner.asked import ask, read_model
         from shardwise.planner.plan_view import plan_dict, plan_view
         from shardwise.planner.pricing import Pricer
         from shardwise.planner.reasons import reasons_of
         from shardwise.planner.search import Limits, search
-        from shardwise.planner.words import layout_words
         from shardwise.train.explained import named_batch
 
         known, own = read_model(model), arguments.compare
@@ -261,31 +273,35 @@ def _search(arguments: argparse.Namespace, cluster: Cluster, model: str, assignm
         plan = search(asked.job, asked.space, limits, pricer)
         status.update("looking at what else could be")
         reasons = reasons_of(plan, pricer, yours=yours)
-    if not _is_json_printed(arguments):
-        console.print(
-            plan_view(
-                plan,
-                reasons,
-                width=console.width,
-                is_coloured=_is_coloured(console),
-                num_shown=arguments.top,
-                is_whole=arguments.more,
-                yours=yours,
-                notes=(*asked.notes, *note),
-            )
-        )
-    _give_json(arguments, plan_dict(plan, reasons, yours))
-    if plan.winner is None:
-        return 1
-    if arguments.more and not _is_json_printed(arguments):
-        # Nearest to the prompt, below what may have scrolled away.
-        console.print(f" best  {layout_words(plan.winner.strategy)}", style="bold", highlight=False)
-    if arguments.write is not None:
+    console = Terminal()
+    view = plan_view(
+        plan,
+        reasons,
+        width=console.width,
+        is_coloured=_is_coloured(console),
+        num_shown=arguments.top,
+        is_whole=arguments.more,
+        yours=yours,
+        notes=(*asked.notes, *note),
+    )
+    try:
+        _give(arguments, Group(view, *_footer(arguments, plan.winner)), plan_dict(plan, reasons, yours))
+    finally:
         _write_config(arguments, plan, asked.base)
-    elif not _is_json_printed(arguments):
-        hint = " --write plan.toml makes it a config for shardwise train"
-        console.print(hint + ("" if arguments.more else "; --more tells more"), style="dim", highlight=False)
-    return 0
+    return 0 if plan.winner is not None else 1
+
+
+def _footer(arguments: argparse.Namespace, winner: Price | None) -> Iterator[Text]:
+    """What is to stand nearest to the prompt."""
+    from shardwise.planner.words import layout_words
+
+    if winner is None:
+        return
+    if arguments.more:
+        yield Text(f" best  {layout_words(winner.strategy)}", style="bold")
+    if arguments.write is None:
+        more = "" if arguments.more else "; --more tells more"
+        yield Text(f" --write plan.toml makes it a config for shardwise train{more}", style="dim")
 
 
 def _yours(pricer: Pricer, own: str | None, model: str | None) -> tuple[Price | None, tuple[str, ...]]:
@@ -305,8 +321,8 @@ def _yours(pricer: Pricer, own: str | None, model: str | None) -> tuple[Price | 
     except ConfigError as error:
         name = Path(source).name if len(source) < _LONG_NAME else "the layout of your flags"
         if own is not None:
-            raise ConfigError(f"{name} cannot be compared: {error}") from None
-        return None, (f"{name} itself has no price here: {error}",)
+            raise ConfigError(f"{name} cannot be compared: {str(error).removeprefix(f'{name}: ')}") from None
+        return None, (f"{name} itself has no price here: {str(error).removeprefix(f'{name}: ')}",)
 
 
 def _write_config(arguments: argparse.Namespace, plan: SearchResult, base: Any) -> None:
@@ -315,7 +331,7 @@ def _write_config(arguments: argparse.Namespace, plan: SearchResult, base: Any) 
     from shardwise.train.job import check_job
 
     price = plan.winner
-    if price is None:
+    if price is None or arguments.write is None:
         return
     job, cluster = plan.job, plan.job.cluster
     config = config_of(job, price.strategy, base)
@@ -356,13 +372,9 @@ def _explain(arguments: argparse.Namespace, cluster: Cluster, model: str | None,
         price = pricer.price(asked.strategy)
         missing = shortfall(price.memory, cluster, arguments.margin)
         found = () if missing is None else tuple(cures(price, missing, pricer, Pricer, arguments.margin))
-    if not _is_json_printed(arguments):
-        console = Console()
-        is_coloured = _is_coloured(console)
-        margin = arguments.margin
-        view = explain_view(price, is_coloured=is_coloured, margin_share=margin, notes=asked.notes, cures=found)
-        console.print(view)
-    _give_json(arguments, {"job": job_dict(price.job), **price_dict(price), "cures": list(found)})
+    is_coloured, margin = _is_coloured(Terminal()), arguments.margin
+    view = explain_view(price, is_coloured=is_coloured, margin_share=margin, notes=asked.notes, cures=found)
+    _give(arguments, view, {"job": job_dict(price.job), **price_dict(price), "cures": list(found)})
     return 0 if shortfall(price.memory, cluster, 0.0) is None else 1
 
 
@@ -381,9 +393,7 @@ def _fit(arguments: argparse.Namespace, cluster: Cluster, model: str | None) -> 
         for found in fit(cluster, seq_len=seq_len, shape=shape, margin_share=arguments.margin, param=dtype):
             fits.append(found)
             status.update(f"trying sizes: {found.setup.name}")
-    if not _is_json_printed(arguments):
-        Console().print(fit_view(fits, cluster, seq_len, shape))
-    _give_json(arguments, fit_dict(fits, cluster, seq_len, shape))
+    _give(arguments, fit_view(fits, cluster, seq_len, shape), fit_dict(fits, cluster, seq_len, shape))
     return 0
 
 
@@ -405,7 +415,7 @@ def _refit(runs_folder: Path, environ: Mapping[str, str]) -> int:
             words = f"wrote {write_profile(each.profile, folder)}" if each.is_changed else "nothing was written"
         except OSError as error:
             raise ConfigError(f"the profile cannot be kept: {error}; set XDG_CACHE_HOME to a writable folder") from None
-        Console().print(f"{each}\n{words}", markup=False, highlight=False, soft_wrap=True)
+        Terminal().print(f"{each}\n{words}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -414,19 +424,17 @@ def _is_coloured(console: Console) -> bool:
     return console.color_system is not None and not console.no_color
 
 
-def _is_json_printed(arguments: argparse.Namespace) -> bool:
-    return arguments.json is not None and str(arguments.json) == "-"
-
-
-def _give_json(arguments: argparse.Namespace, values: Mapping[str, Any]) -> None:
-    """Print it or write it, where that was asked for."""
-    if arguments.json is None:
-        return
-    text = json.dumps(values, indent=2) + "\n"
-    if _is_json_printed(arguments):
-        print(text, end="")
-    else:
-        _write_text(arguments.json, text, "--json")
+def _give(arguments: argparse.Namespace, view: RenderableType, values: Mapping[str, Any]) -> None:
+    """Show an answer, or print it as JSON; and write it where that was asked for, though who reads has seen enough."""
+    text, path = json.dumps(values, indent=2) + "\n", arguments.json
+    try:
+        if str(path) == "-":
+            print(text, end="")
+        else:
+            Terminal().print(view)
+    finally:
+        if path is not None and str(path) != "-":
+            _write_text(path, text, "--json")
 
 
 def _write_text(path: Path, text: str, flag: str) -> None:
@@ -439,7 +447,8 @@ def _write_text(path: Path, text: str, flag: str) -> None:
         raise ConfigError(f"{flag} {path} cannot be written: {error.strerror}; give another path") from None
     finally:
         if aside != path:
-            aside.unlink(missing_ok=True)
+            with suppress(OSError):
+                aside.unlink()
 
 
 def _dry_run(arguments: argparse.Namespace, path: str | None, assignments: Sequence[str]) -> int:
@@ -451,7 +460,7 @@ def _dry_run(arguments: argparse.Namespace, path: str | None, assignments: Seque
     config = job_config(path, assignments)
     with Console(stderr=True).status("reading the config") as status:
         run = dry_run(config, dry_run_size(config, arguments.world_size), ranks, status.update)
-    Console().print(render(run))
+    Terminal().print(render(run))
     return 0
 
 

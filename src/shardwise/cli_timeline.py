@@ -14,8 +14,6 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 from shardwise.config import Config, ConfigError, resolve_batch
 from shardwise.report import timeline_html, timeline_svg, timeline_text
 from shardwise.report.chrome_trace import chrome_trace, read_chrome_trace
@@ -30,6 +28,7 @@ from shardwise.schedule import (
     simulate,
 )
 from shardwise.schedule.op_times import OpTimes, mean_times
+from shardwise.terminal import Terminal
 
 _EXAMPLES = """\
 Times are those of one micro-batch on one rank, all its stages together; a backward that is not split takes those of
@@ -90,7 +89,7 @@ def _timeline(arguments: argparse.Namespace, split: Split) -> int:
         print(f"shardwise: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
     if arguments.text or not has_written:
-        console = Console(highlight=False)
+        console = Terminal(highlight=False)
         drawing = timeline_text.draw(panels, console.width, same_axis=not arguments.own_axes)
         # Whether there are colours is the console's to say: it knows terminals and NO_COLOR.
         console.print(drawing, soft_wrap=True, end="")

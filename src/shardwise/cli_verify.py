@@ -22,6 +22,7 @@ from shardwise.config import ConfigError
 from shardwise.launch.environment import detect, lone_rank
 from shardwise.launch.rank import exit_with_parent
 from shardwise.schedule import ScheduleError
+from shardwise.terminal import Terminal
 
 if TYPE_CHECKING:
     from shardwise.verify.compare import Difference
@@ -68,7 +69,7 @@ def _verify(arguments: argparse.Namespace, split: Split, environ: Mapping[str, s
     exit_with_parent(environ)
     if arguments.be_rank is not None:
         _be_rank(arguments.be_rank, environ)
-    console, progress = Console(highlight=False), Console(stderr=True)
+    console, progress = Terminal(highlight=False), Console(stderr=True)
     try:
         with progress.status("laying the run out at its own size"):
             job = _job(arguments, split)

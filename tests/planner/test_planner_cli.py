@@ -8,7 +8,9 @@ import pytest
 
 from shardwise import cli
 from shardwise.config import Config
+from shardwise.planner.capacity import USUAL_MARGIN
 from shardwise.planner.profile import CollectiveTime, MatmulTime, Profile, write_profile
+from shardwise.planner.search import Limits
 from shardwise.train.job import check_job
 
 SMALL = ["--model", "25m", "--cluster", "h100:4", "--global-batch", "16", "--seq", "512"]
@@ -110,6 +112,16 @@ def test_the_answer_is_shown_where_it_cannot_be_written(capsys):
         captured = capsys.readouterr()
         assert "4 x h100" in captured.out
         assert "cannot be written" in captured.err
+
+
+def test_files_are_written_though_who_reads_has_seen_enough(monkeypatch):
+    def refuse(self, *args, **kwargs):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("shardwise.terminal.Terminal.print", refuse)
+    monkeypatch.setattr("os.dup2", lambda *descriptors: None)
+    assert cli.main(["plan", *SMALL, "--write", "best.toml", "--json", "plan.json"]) == 141
+    assert sorted(each.name for each in Path().iterdir()) == ["best.toml", "plan.json"]
 
 
 def test_json_alone_goes_to_the_terminal(capsys):
@@ -263,6 +275,21 @@ def test_what_was_written_is_left_where_the_new_cannot_be(monkeypatch, capsys):
     assert [each.name for each in Path().iterdir()] == ["best.toml"]
 
 
+def test_files_that_say_not_how_a_job_is_split_are_refused(capsys):
+    Path("config.json").write_text(json.dumps({"hidden_size": 64}))
+    Path("notes.txt").write_text("what to buy")
+    for name, message in (("config.json", "is a model and says not how it is split"), ("notes.txt", "holds no flags")):
+        assert cli.main(["plan", "--explain", name, "--cluster", "h100:8"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_margin_that_help_names_is_the_one_that_is_kept(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--help"])
+    assert f"default: {USUAL_MARGIN}" in capsys.readouterr().out
+    assert Limits().margin_share == USUAL_MARGIN
+
+
 def test_this_machine_needs_a_profile(capsys):
     assert cli.main(["plan", "--model", "25m", "--global-batch", "8"]) == 2
     assert "shardwise doctor --calibrate" in capsys.readouterr().err
@@ -296,6 +323,10 @@ def test_a_measured_machine_needs_no_cluster(capsys, tmp_path, monkeypatch):
     assert "2 processes on this machine's CPU" in text
     config = Config.from_toml("best.toml")
     assert (config.run.num_procs, config.precision.param) == (2, "fp32")
+    for wanted in (["run.num_procs=4"], ["mine.toml"]):
+        Path("mine.toml").write_text("[run]\nnum_procs = 4\n")
+        model = SMALL[:2] if "mine.toml" not in wanted else []
+        assert "4 processes on this machine's CPU" in printed(capsys, *model, *wanted, "--global-batch", "8")
     # A run that took twice what was said slows the profile down.
     printed(capsys, "--explain", "best.toml", "--json", "said.json")
     said = json.loads(Path("said.json").read_text())
@@ -328,7 +359,9 @@ def test_the_written_config_is_toml_from_the_first_line(capsys):
         (["--model", "none.sh", "--cluster", "h100:8"], "cannot read none.sh"),
         (["--model", "25m", "--cluster", "h1000:8"], "h1000 is no device"),
         ([*SMALL, "mesh.tq=2"], "did you mean mesh.tp?"),
-        ([*SMALL, "mesh.tp=3"], "no layout of 4 GPUs goes with"),
+        ([*SMALL, "mesh.tp=3"], "no layout of 4 GPUs goes with mesh.tp=3; give another value"),
+        ([*SMALL, "optimizer.name=adm"], "optimizer.name='adm' is unknown; choose one of"),
+        ([*SMALL, "tiers.optimizer_on_device=0.5"], "tiers.optimizer_on_device is chosen last"),
         ([*SMALL, "--margin", "7"], "--margin 7 must be a share"),
         ([*SMALL, "--top", "none"], "--top none must be a whole number"),
         ([*SMALL, "mine.toml"], "are two models"),

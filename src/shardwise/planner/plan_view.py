@@ -10,13 +10,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.planner.capacity import USUAL_MARGIN
 from shardwise.planner.cautions import cautions
 from shardwise.planner.clusters import cluster_words
-from shardwise.planner.fit import CHUNK_TOKENS, Fit
+from shardwise.planner.fit import Fit
 from shardwise.planner.folded import FoldedLayout
-from shardwise.planner.hardware import Cluster
+from shardwise.planner.hardware import GIB, Cluster
 from shardwise.planner.job import Job
-from shardwise.planner.machine import CPU
+from shardwise.planner.neighbours import CHUNK_TOKENS
 from shardwise.planner.pareto import cost_per_step
 from shardwise.planner.reasons import Default, Reasons
 from shardwise.planner.render import (
@@ -32,7 +33,7 @@ from shardwise.planner.render import (
 from shardwise.planner.results import Price
 from shardwise.planner.search import SearchResult
 from shardwise.planner.shape import ModelShape
-from shardwise.planner.words import GIB, count_words, gib_words, layout_words, seconds_words
+from shardwise.planner.words import count_words, gib_words, layout_words, seconds_words
 
 _FEW_SHOWN: Final = 3
 _MANY_SHOWN: Final = 5
@@ -205,7 +206,7 @@ def explain_view(
     price: Price,
     *,
     is_coloured: bool,
-    margin_share: float = 0.06,
+    margin_share: float = USUAL_MARGIN,
     notes: Sequence[str] = (),
     cures: Sequence[str] = (),
 ) -> RenderableType:
@@ -239,7 +240,7 @@ def _sent_words(price: Price) -> str:
 def fit_view(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelShape | None = None) -> RenderableType:
     """The largest that a cluster holds, by setup."""
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
-    table.add_column("over all ranks" if cluster.gpu.name == CPU else "over all GPUs", no_wrap=True)
+    table.add_column("over all ranks" if cluster.gpu.is_cpu else "over all GPUs", no_wrap=True)
     table.add_column(f"largest at {seq_len:,} tokens", no_wrap=True)
     if shape is not None:
         table.add_column("micro-batch", justify="right")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from rich.columns import Columns
@@ -15,13 +16,11 @@ from shardwise.config import Tier
 from shardwise.planner.bars import MEMORY_MARKS, TIME_MARKS, legend, memory_bar, time_bar
 from shardwise.planner.capacity import held_on_node
 from shardwise.planner.clusters import cluster_words
-from shardwise.planner.hardware import Host
+from shardwise.planner.hardware import GIB, Host
 from shardwise.planner.job import Job
-from shardwise.planner.machine import CPU
 from shardwise.planner.pareto import cost_per_step
 from shardwise.planner.results import Price, RankMemory
 from shardwise.planner.words import (
-    GIB,
     batch_words,
     count_words,
     gib_words,
@@ -39,17 +38,19 @@ _MANY_TOKENS: Final = 1e12
 _MOST_STAGES: Final = 8
 _NARROW: Final = 100
 # As many as 80 columns have room for.
-_STAGE_COLUMNS: Final[Mapping[str, tuple[str, ...]]] = {
-    "params": ("params",),
-    "grads": ("grads",),
-    "optim": ("optimizer",),
-    "gathered": ("gathered",),
-    "buckets": ("buckets",),
-    "activ": ("activations",),
-    "logits": ("logits",),
-    "work": ("workspace",),
-    "other": ("overhead", "rounding"),
-}
+_STAGE_COLUMNS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "params": ("params",),
+        "grads": ("grads",),
+        "optim": ("optimizer",),
+        "gathered": ("gathered",),
+        "buckets": ("buckets",),
+        "activ": ("activations",),
+        "logits": ("logits",),
+        "work": ("workspace",),
+        "other": ("overhead", "rounding"),
+    }
+)
 
 
 def facts(rows: Sequence[tuple[str, RenderableType]]) -> Table:
@@ -91,7 +92,7 @@ def price_rows(price: Price, *, is_coloured: bool, label: str = "best") -> list[
 
 def device_word(job: Job) -> str:
     """What a rank computes on, in a word."""
-    return "rank" if job.cluster.gpu.name == CPU else "GPU"
+    return "rank" if job.cluster.gpu.is_cpu else "GPU"
 
 
 def speed_words(price: Price) -> str:
@@ -121,10 +122,8 @@ def memory_words(price: Price) -> str:
 def _elsewhere_words(price: Price, tier: Tier) -> str:
     """What a node's ranks hold of a memory that they share, and whether anybody said how large that is."""
     host = price.job.cluster.host
-    held, room = (
-        held_on_node(price.memory, price.job.cluster, tier),
-        {"host": host.memory_bytes, "nvme": host.nvme_bytes},
-    )
+    held = held_on_node(price.memory, price.job.cluster, tier)
+    room = {"host": host.memory_bytes, "nvme": host.nvme_bytes}
     is_assumed = host == Host() and tier == "host"
     words = f"{gib_words(held)} of {'an assumed ' if is_assumed else ''}{gib_words(room[tier])} on {tier}"
     if price.job.cluster.gpus_per_node > 1:

@@ -1,0 +1,158 @@
+"""The flags of `shardwise plan`: numbers as people write them, which of them go together, and what starts a config."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwise import cli, cli_plan
+from shardwise.cli_plan import _check_flags as check_flags
+from shardwise.cli_plan import _positive as positive
+from shardwise.cli_plan import _share as share
+from shardwise.cli_plan import _start_words as start_words
+from shardwise.cli_plan import add_command, parse_ranks
+from shardwise.config import ConfigError
+from shardwise.planner.clusters import parse_cluster
+
+QUESTIONS = {"": [], "--explain": ["--explain", "x"], "--fit": ["--fit"], "--refit": ["--refit", "x"]}
+QUESTIONS |= {"--dry-run": ["--dry-run"]}
+FLAGS = {
+    "--model": ["x"], "--cluster": ["x"], "--seq": ["1"], "--margin": ["0"], "--json": ["x"], "--global-batch": ["1"],
+    "--compare": ["x"], "--write": ["x"], "--top": ["1"], "--more": [], "--world-size": ["1"], "--ranks": ["0"],
+}  # fmt: skip
+OF_A_DRY_RUN = {"--world-size", "--ranks"}
+OF_A_SEARCH = {"--compare", "--write", "--top", "--more"}
+OF_SIZES = {"--model", "--cluster", "--seq", "--margin", "--json"}
+HEEDED = {
+    "": FLAGS.keys() - OF_A_DRY_RUN,
+    "--explain": OF_SIZES | {"--global-batch"},
+    "--fit": OF_SIZES,
+    "--refit": set(),
+    "--dry-run": OF_A_DRY_RUN,
+}
+
+
+def arguments_of(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_command(parser.add_subparsers(), lambda settings: (None, []), {})
+    return parser.parse_args(["plan", *words])
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_flag_that_would_change_nothing_is_refused(question: str, flag: str) -> None:
+    arguments = arguments_of(*QUESTIONS[question], flag, *FLAGS[flag])
+    if flag in HEEDED[question]:
+        check_flags(arguments)
+        return
+    words = f"{flag} says nothing to {question}; leave one of them out"
+    if flag in OF_A_DRY_RUN:
+        words = f"{flag} is of a dry run; add --dry-run, or say the GPUs by --cluster h100:512"
+    elif flag in OF_A_SEARCH:
+        words = f"{flag} is of a search, and {question} makes none; leave one of them out"
+    with pytest.raises(ConfigError) as error:
+        check_flags(arguments)
+    assert str(error.value) == words
+
+
+def test_two_questions_are_refused() -> None:
+    names = [name for name in QUESTIONS if name]
+    for name in names:
+        for other in names:
+            if name != other:
+                with pytest.raises(ConfigError, match=f"{min(name, other)} and .* are two questions"):
+                    check_flags(arguments_of(*QUESTIONS[name], *QUESTIONS[other]))
+
+
+def test_numbers_of_flags_are_read() -> None:
+    arguments = arguments_of("--global-batch", "1,024", "--seq", "1_000", "--top", "1", "--margin", "6%")
+    check_flags(arguments)
+    assert (arguments.global_batch, arguments.seq, arguments.top, arguments.margin) == (1024, 1000, 1, 0.06)
+    bare = arguments_of()
+    check_flags(bare)
+    assert (bare.global_batch, bare.seq, bare.top, bare.margin) == (None, None, None, 0.06)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "", "\u00b2", "\u0661", "1e3"])
+def test_what_is_no_count_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"must be a whole number >= 1, such as --seq 1024"):
+        positive(text, "--seq")
+
+
+def test_margins_are_shares() -> None:
+    assert [share(text) for text in ("0", "0%", "0.9", "90%", "0.06")] == [0, 0, 0.9, 0.9, 0.06]
+    for text in ("0.91", "91%", "-0.1", "nan", "x", "%", ""):
+        with pytest.raises(ConfigError, match=r"must be a share between 0 and 0.9, such as 0.06 or 6%"):
+            share(text)
+
+
+def test_ranks_are_numbers_or_words() -> None:
+    found = [parse_ranks(text) for text in (None, "worst", "stages", "0", "0,8, 16")]
+    assert found == [None, "worst", "stages", [0], [0, 8, 16]]
+    for text in ("", "0,", "0,-1", "\u00b2", "first"):
+        with pytest.raises(ConfigError, match="names no ranks"):
+            parse_ranks(text)
+
+
+def test_a_config_is_started_on_each_node() -> None:
+    path = Path("plan.toml")
+    two = parse_cluster("h100:2x8")
+    torchrun = "start it by torchrun"
+    launched = "-m shardwise.cli train plan.toml"
+    assert start_words(path, two, is_here=False) == f"{torchrun} --nnodes 2 --nproc-per-node 8 {launched}"
+    one = replace(two, num_gpus=8)
+    assert start_words(path, one, is_here=False) == f"{torchrun} --nproc-per-node 8 {launched}"
+    assert start_words(path, one, is_here=True) == "start it by shardwise train plan.toml"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    return tmp_path
+
+
+ASKED = ["plan", "--model", "25m", "--cluster", "h100:4", "--global-batch", "16"]
+
+
+def test_places_that_cannot_be_written_are_refused_before_the_search(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for content in (b"", b"\xff\xfe", b"# Written by hand"):
+        (folder / "mine.toml").write_bytes(content)
+        assert cli.main([*ASKED, "--write", "mine.toml"]) == 2
+        assert "--write mine.toml is there already, and not from a plan" in capsys.readouterr().err
+        assert (folder / "mine.toml").read_bytes() == content
+    asked = []
+    monkeypatch.setattr("os.access", lambda path, mode: asked.append(path))
+    for flag, name in (("--write", "new.toml"), ("--json", "mine.toml")):
+        assert cli.main([*ASKED, flag, name]) == 2
+        assert f"{flag} {name} may not be written" in capsys.readouterr().err
+    assert asked == [Path("."), Path("mine.toml")]  # the folder of what is not there yet
+
+
+def test_a_config_that_fits_with_less_free_is_explained_with_cures_and_no_error(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "ds.json").write_text(json.dumps({"train_batch_size": 16, "zero_optimization": {"stage": 1}}))
+    asked = ["plan", "--explain", "ds.json", "--model", "1b", "--cluster", "h100:4", "--seq", "512", "--json", "-"]
+    assert cli.main([*asked, "--margin", "0.9"]) == 0
+    crowded = json.loads(capsys.readouterr().out)
+    assert cli.main(asked) == 0
+    roomy = json.loads(capsys.readouterr().out)
+    assert crowded["step_s"] == roomy["step_s"]
+    assert bool(crowded["cures"]) is True
+    assert roomy["cures"] == []
+
+
+def test_ctrl_c_ends_the_command_quietly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_plan, "_answer", interrupted)
+    assert cli.main(ASKED) == 130
+    assert capsys.readouterr().err == "shardwise: stopped by Ctrl-C\n"

@@ -1,0 +1,40 @@
+"""How the program `shardwise` ends where somebody ends it: by Ctrl-C before it has begun, by a pipe that is closed."""
+
+import os
+import sys
+from contextlib import suppress
+from types import ModuleType
+
+import pytest
+
+from shardwise.__main__ import main
+from shardwise.terminal import Terminal
+
+
+class _Interrupted(ModuleType):
+    """A module during whose import Ctrl-C comes."""
+
+    def __getattr__(self, name: str) -> None:
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_during_imports_is_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "shardwise.cli", _Interrupted("shardwise.cli"))
+    assert main() == 130
+    assert capsys.readouterr().err == "shardwise: stopped by Ctrl-C\n"
+
+
+def test_the_program_returns_what_the_command_line_does(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["shardwise", "plan"])
+    assert main() == 2
+    assert "no model is given" in capsys.readouterr().err
+
+
+def test_a_closed_pipe_ends_no_program_by_itself():
+    reading, writing = os.pipe()
+    os.close(reading)
+    pipe = os.fdopen(writing, "w")
+    with pytest.raises(BrokenPipeError):
+        Terminal(file=pipe).print("what nobody reads")
+    with suppress(BrokenPipeError):  # what was not written is tried once more
+        pipe.close()
