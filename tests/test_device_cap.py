@@ -12,6 +12,8 @@ from shardwise import Simulation, simulate
 from shardwise.memory import Category, Ledger
 from shardwise.models import Decoder, DecoderConfig, lm_loss, num_params
 
+pytestmark = pytest.mark.begin
+
 # The ledger's limit
 
 

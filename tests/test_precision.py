@@ -13,7 +13,7 @@ from shardwise._torch_private import fake_tensors
 from shardwise.config import PrecisionConfig
 from shardwise.memory import Ledger
 from shardwise.precision import (
-    _BLOCK_NUMEL,
+    SCRATCH_NUMEL,
     TORCH_DTYPES,
     LossScaler,
     add_widened,
@@ -40,7 +40,7 @@ def test_names_of_dtypes() -> None:
 
 @pytest.mark.parametrize(("total_dtype", "addend_dtype"), [*WIDENINGS, *SAME])
 def test_add_widened_is_the_sum_in_the_wider_dtype(total_dtype: torch.dtype, addend_dtype: torch.dtype) -> None:
-    for numel in (0, 1, 7, _BLOCK_NUMEL - 1, _BLOCK_NUMEL, _BLOCK_NUMEL + 1, 2 * _BLOCK_NUMEL + 3):
+    for numel in (0, 1, 7, SCRATCH_NUMEL - 1, SCRATCH_NUMEL, SCRATCH_NUMEL + 1, 2 * SCRATCH_NUMEL + 3):
         total, addend = torch.randn(numel).to(total_dtype), torch.randn(numel).to(addend_dtype)
         expected = total + addend.to(total_dtype)
         unchanged = addend.clone()
@@ -57,7 +57,7 @@ def test_add_widened_writes_into_a_slice_and_nothing_beside_it() -> None:
 
 def test_add_widened_of_fake_tensors_has_the_scratch_of_real_ones() -> None:
     """A simulation's ledger counts it, and sees two ops rather than two for every block."""
-    numels = (7, _BLOCK_NUMEL, 64 * _BLOCK_NUMEL)
+    numels = (7, SCRATCH_NUMEL, 64 * SCRATCH_NUMEL)
     peaks: dict[bool, list[int]] = {}
     for is_simulated in (False, True):
         with fake_tensors() if is_simulated else nullcontext():
@@ -67,12 +67,12 @@ def test_add_widened_of_fake_tensors_has_the_scratch_of_real_ones() -> None:
                 with ledger.meter():
                     add_widened(total, addend)
                 peaks.setdefault(is_simulated, []).append(ledger.snapshot().peak_bytes)
-    assert peaks[True] == peaks[False] == [4 * min(numel, _BLOCK_NUMEL) for numel in numels]
+    assert peaks[True] == peaks[False] == [4 * min(numel, SCRATCH_NUMEL) for numel in numels]
 
 
 def test_add_widened_refuses_other_sizes() -> None:
     with pytest.raises((ValueError, RuntimeError)):
-        add_widened(torch.zeros(2 * _BLOCK_NUMEL), torch.ones(_BLOCK_NUMEL, dtype=torch.bfloat16))
+        add_widened(torch.zeros(2 * SCRATCH_NUMEL), torch.ones(SCRATCH_NUMEL, dtype=torch.bfloat16))
 
 
 def in_rank_order(rows: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -24,7 +24,7 @@ TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
 
 # On the CPU an addition of two dtypes is not vectorised: a cast and an addition of one dtype, through a scratch block
 # that fits the cache, take about half its time (`benchmarks/primitives.py`).
-_BLOCK_NUMEL: Final = 256 * 1024
+SCRATCH_NUMEL: Final = 256 * 1024
 
 # More rows are summed in one call: each of them alone would cost more than the sum.
 _MAX_ROWS: Final = 64
@@ -40,11 +40,11 @@ def add_widened(total: Tensor, addend: Tensor) -> None:
     if total.dtype == addend.dtype or total.device.type != "cpu":
         total.add_(addend)
         return
-    scratch = torch.empty(min(_BLOCK_NUMEL, total.numel()), dtype=total.dtype)
+    scratch = torch.empty(min(SCRATCH_NUMEL, total.numel()), dtype=total.dtype)
     if is_fake(total):
         total.add_(addend)  # beside the scratch that a ledger sees: thousands of blocks would be all of a simulation
         return
-    for total_block, addend_block in zip(total.split(_BLOCK_NUMEL), addend.split(_BLOCK_NUMEL), strict=True):
+    for total_block, addend_block in zip(total.split(SCRATCH_NUMEL), addend.split(SCRATCH_NUMEL), strict=True):
         widened = scratch[: total_block.numel()]
         widened.copy_(addend_block)
         total_block.add_(widened)
@@ -66,12 +66,12 @@ def sum_chunks(total: Tensor, chunks: Tensor, accumulate: bool) -> None:
         summed = chunks[0] if chunks.shape[0] == 1 else chunks.sum(0, dtype=wide)
         _put(summed, total, accumulate)
         return
-    scratch = torch.empty(min(_BLOCK_NUMEL, total.numel()), dtype=wide)
+    scratch = torch.empty(min(SCRATCH_NUMEL, total.numel()), dtype=wide)
     if is_fake(total):  # as in `add_widened`
         total.copy_(chunks[0])
         return
-    for start in range(0, total.numel(), _BLOCK_NUMEL):
-        block = total[start : start + _BLOCK_NUMEL]
+    for start in range(0, total.numel(), SCRATCH_NUMEL):
+        block = total[start : start + SCRATCH_NUMEL]
         rows = chunks[:, start : start + block.numel()].unbind(0)
         summed = block if total.dtype == wide and not accumulate else scratch[: block.numel()]
         summed.copy_(rows[0])

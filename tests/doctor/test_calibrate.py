@@ -20,10 +20,16 @@ from shardwise.doctor import kernels, stopwatch
 from shardwise.doctor.calibrate import OPS, SIZES_BYTES, calibrate, profile_of
 from shardwise.doctor.show_profile import render_profile
 from shardwise.doctor.stopwatch import Stopwatch
+from shardwise.models.decoder import Block, DecoderConfig
 from shardwise.planner.machine import cluster_of
 from shardwise.planner.profile import Profile
 
 SIZES = kernels.Sizes(shapes=((32, 96, 2), (64, 128, 4)), seq_lens=(8, 16), vocab_sizes=(128,), dtypes=(torch.float32,))
+
+
+DECODER = DecoderConfig(
+    vocab_size=8, num_layers=1, hidden_size=32, num_heads=2, num_kv_heads=2, head_dim=16, ffn_size=96, max_seq_len=8
+)
 
 
 def lone_watch(budget_s: float = 0.0, limit_s: float = float("inf")) -> Stopwatch:
@@ -38,6 +44,40 @@ def test_a_time_is_the_median_of_calls_made_in_turn(monkeypatch):
     watch = lone_watch()
     assert watch.times_s(lambda: calls.append("a"), lambda: calls.append("b")) == (1.0, 5.0)
     assert calls == ["a", "b"] * 4, "one round to warm up, three that count, of which the first says how many"
+
+
+def test_of_each_call_the_slowest_rank_counts(monkeypatch):
+    now_s = itertools.accumulate(itertools.chain([0.0, 0.0], itertools.cycle([1.0, 0.0])))
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: next(now_s))
+    neighbour = iter([[1.0], [3.0, 0.5, 2.0]])  # to agree how often to call, then call by call
+    comm: Any = SimpleNamespace(
+        world_size=2,
+        device=torch.device("cpu"),
+        max_scalars=lambda values, name: torch.maximum(values, values.new_tensor(next(neighbour))).tolist(),
+    )
+    assert Stopwatch(comm, budget_s=0.0).time_s(lambda: None) == 2.0, "the median of 3, 1 and 2"
+
+
+def test_of_blocks_in_a_row_one_counts():
+    found = []
+
+    def times_s(forward: Any, backward: Any) -> tuple[float, float]:
+        forward()
+        found.extend(backward())
+        return 3.0, 6.0
+
+    watch: Any = SimpleNamespace(comm=SimpleNamespace(device=torch.device("cpu")), times_s=times_s)
+    time = kernels._block_time(watch, torch.float32, 8, (32, 96, 2), num_chained=3)
+    assert (time.forward_s, time.backward_s) == (1.0, 2.0)
+    num_parameters = len(list(Block(DECODER).parameters()))
+    assert len(found) == 1 + 3 * num_parameters, "gradients of the input and of each block's weights"
+
+
+def test_as_many_blocks_are_in_a_row_as_one_call_may_take():
+    pace = kernels.Pace(lone_watch())
+    assert pace.num_within(1e18) == float("inf"), "nothing is known yet"
+    pace.note(1e9, seconds=1.0)
+    assert pace.num_within(0.1e9) == pytest.approx(3.0)
 
 
 def test_nothing_is_begun_when_the_time_is_over():
@@ -94,25 +134,29 @@ def test_rows_become_a_profile():
     assert Profile.from_json(profile.to_json()) == profile
 
 
-def test_of_several_rounds_the_fastest_counts():
+def test_of_several_rounds_the_median_counts():
     product = {"dtype": "fp32", "m": 1, "n": 2, "k": 3}
     head = {"dtype": "fp32", "num_tokens": 1, "hidden_size": 2, "vocab_size": 3}
-    rows = [
-        {"field": "stream_bytes_per_s", "value": 1.0},
-        {"field": "matmuls", "value": product | {"seconds": 0.5}},
-        {"field": "matmuls", "value": product | {"m": 9, "seconds": 0.1}},
-        {"field": "heads", "value": head | {"forward_s": 1.0, "backward_s": 4.0}},
-        {"field": "copies_bytes_per_s", "value": {"way": "host->host", "speed": 2.0}},
-        {"field": "stream_bytes_per_s", "value": 3.0},
-        {"field": "matmuls", "value": product | {"seconds": 0.25}},
-        {"field": "heads", "value": head | {"forward_s": 2.0, "backward_s": 3.0}},
-        {"field": "copies_bytes_per_s", "value": {"way": "host->host", "speed": 1.0}},
+    rounds = [
+        (1.0, 0.5, {"forward_s": 1.0, "backward_s": 4.0}, 2.0),
+        (3.0, 0.25, {"forward_s": 2.0, "backward_s": 3.0}, 1.0),
+        (2.0, 9.0, {"forward_s": 9.0, "backward_s": 9.0}, 3.0),
     ]
+    rows = [{"field": "matmuls", "value": product | {"m": 9, "seconds": 0.1}}]
+    for stream, product_s, head_s, copy in rounds:
+        rows += [
+            {"field": "stream_bytes_per_s", "value": stream},
+            {"field": "torch_version", "value": "2.13.0"},
+            {"field": "matmuls", "value": product | {"seconds": product_s}},
+            {"field": "heads", "value": head | head_s},
+            {"field": "copies_bytes_per_s", "value": {"way": "host->host", "speed": copy}},
+        ]
     profile = profile_of(rows, num_ranks=2)
-    assert [(each.m, each.seconds) for each in profile.matmuls] == [(1, 0.25), (9, 0.1)]
-    assert [(each.forward_s, each.backward_s) for each in profile.heads] == [(1.0, 3.0)]
-    assert profile.stream_bytes_per_s == 3.0
+    assert [(each.m, each.seconds) for each in profile.matmuls] == [(9, 0.1), (1, 0.5)]
+    assert [(each.forward_s, each.backward_s) for each in profile.heads] == [(2.0, 4.0)]
+    assert profile.stream_bytes_per_s == 2.0
     assert profile.copies_bytes_per_s == (("host->host", 2.0),)
+    assert profile.torch_version == "2.13.0"
 
 
 def test_a_launcher_that_fails_leaves_a_reason(tmp_path):
@@ -180,11 +224,41 @@ def test_a_profile_that_cannot_be_kept_is_not_measured(
 
 
 def test_what_computing_hides_is_a_share_of_the_shorter_of_both():
-    # A gather of 2 s; a product of 1 s, so two of them, which take 4 s here, and 5 s beside the gather.
-    seconds = iter((2.0, 1.0, 4.0, 5.0))
-    comm = SimpleNamespace(world_size=2, device=torch.device("cpu"))
-    watch: Any = SimpleNamespace(comm=comm, time_s=lambda call: next(seconds))
+    # A gather of 2 s and a product of 1 s, so two of them; in turn they take 4 s, the gather 2 s, and both at once 5 s.
+    seconds = iter((2.0, 1.0))
+    pending = SimpleNamespace(wait=lambda: order.append("waited"))
+    order: list[str] = []
+    comm = SimpleNamespace(
+        world_size=2, device=torch.device("cpu"), all_gather=lambda full, name: order.append(name) or pending
+    )
+
+    def times_s(compute: Any, gather: Any, both: Any, *, min_calls: int) -> tuple[float, float, float]:
+        assert compute.args[1] == 2, "as many products as take about as long"
+        gather()
+        both()
+        return 4.0, 2.0, 5.0
+
+    watch: Any = SimpleNamespace(comm=comm, time_s=lambda call: next(seconds), times_s=times_s)
     assert calibration._hidden_share(watch) == 0.5
+    assert order == ["alone", "waited", "beside", "waited"]
+
+
+def test_a_collective_is_timed_after_some_computing():
+    asked: list[tuple[int, int]] = []
+
+    def times_s(*calls: Any, min_calls: int) -> tuple[float, ...]:
+        asked.append((len(calls), min_calls))
+        return tuple(float(index) for index in range(1, len(calls) + 1))
+
+    for kind, num_calls in (("cpu", 2), ("cuda", 1)):
+        comm: Any = SimpleNamespace(world_size=2, rank=0, device=torch.device("meta"))
+        watch: Any = SimpleNamespace(comm=SimpleNamespace(device=SimpleNamespace(type=kind)), times_s=times_s)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(calibration, "_factor", lambda device: None)
+            found = list(calibration._collective_times(watch, [comm]))
+        assert {each.seconds for each in found} == {float(num_calls)}, "the collective's own time"
+        assert set(asked) == {(num_calls, calibration._MIN_COLLECTIVES)}
+        asked.clear()
 
 
 def test_an_odd_number_of_ranks_makes_no_pairs():

@@ -9,14 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.profiles import PROFILE as MEASURED
 from shardwise.config import ConfigError
 from shardwise.planner.catalogue import find_gpu
 from shardwise.planner.machine import cluster_of
 from shardwise.planner.profile import (
-    AttentionTime,
-    BlockTime,
     CollectiveTime,
-    HeadTime,
     MatmulTime,
     Profile,
     find_profile,
@@ -24,36 +22,13 @@ from shardwise.planner.profile import (
     write_profile,
 )
 
-PROFILE = Profile(
-    device="cpu",
-    num_ranks=2,
-    num_threads=1,
-    memory_bytes=8e9,
-    matmuls=(
-        MatmulTime(dtype="fp32", m=512, n=512, k=512, seconds=0.01),
-        MatmulTime(dtype="fp32", m=64, n=64, k=64, seconds=0.01),
-        MatmulTime(dtype="bf16", m=512, n=512, k=512, seconds=0.02),
-    ),
-    attentions=(AttentionTime(dtype="fp32", num_heads=4, head_dim=64, seq_len=256, forward_s=0.1, backward_s=0.2),),
-    blocks=(
-        BlockTime(
-            dtype="fp32",
-            seq_len=256,
-            hidden_size=256,
-            num_heads=4,
-            num_kv_heads=4,
-            head_dim=64,
-            ffn_size=768,
-            forward_s=0.1,
-            backward_s=0.2,
-        ),
-    ),
-    heads=(HeadTime(dtype="fp32", num_tokens=256, hidden_size=256, vocab_size=8192, forward_s=0.1, backward_s=0.2),),
+PROFILE = replace(
+    MEASURED,
+    matmuls=(*MEASURED.matmuls, MatmulTime(dtype="bf16", m=512, n=512, k=512, seconds=0.02)),
     collectives=(
         CollectiveTime(op="all_gather", num_ranks=2, num_bytes=2**20, seconds=1e-3),
         CollectiveTime(op="all_gather", num_ranks=2, num_bytes=2**10, seconds=1e-3),
     ),
-    stream_bytes_per_s=4e9,
     copies_bytes_per_s=(("host->host", 3e9),),
     hidden_share=0.25,
 )
@@ -135,7 +110,7 @@ def test_a_cpu_rank_is_a_device_with_its_share_of_the_host():
     cluster = cluster_of(PROFILE)
     assert (cluster.num_gpus, cluster.gpus_per_node) == (2, 2)
     assert cluster.gpu.memory_bytes == 4e9
-    assert cluster.gpu.peak_flops_per_s == {"fp32": 2 * 512**3 / 0.01, "bf16": 2 * 512**3 / 0.02}
+    assert cluster.gpu.peak_flops_per_s == {"fp32": 2 * 512**3 / 0.004, "bf16": 2 * 512**3 / 0.02}
     assert cluster.gpu.ceiling_flops_per_s == cluster.gpu.peak_flops_per_s
     assert cluster.gpu.link_bytes_per_s == pytest.approx(2**20 / 2 / 1e-3)
     assert cluster.gpu.host_bytes_per_s == 3e9
@@ -172,7 +147,7 @@ def test_what_ranks_share_is_told_of_all_of_them():
     assert host.memory_bytes_per_s == 2 * 3e9 * 2  # a copy reads and writes, on each of 2 ranks
     assert (host.nvme_read_bytes_per_s, host.nvme_write_bytes_per_s) == (4e9, 2e9)
     assert host.num_cores == 6
-    assert (cluster.gpu.memory_bytes_per_s, cluster.gpu.link_domain, cluster.gpu.num_cores) == (4e9, 2, 3)
+    assert (cluster.gpu.memory_bytes_per_s, cluster.gpu.link_domain, cluster.gpu.num_cores) == (2e9, 2, 3)
 
 
 def test_links_of_a_gpu_are_as_fast_as_they_were_measured():

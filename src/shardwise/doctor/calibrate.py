@@ -1,9 +1,9 @@
 """`shardwise doctor --calibrate`: measures this machine as training uses it, for the planner.
 
 As many ranks as a job has are at work at once, each with its threads, since neighbours contend. All is measured in a
-few rounds, and the fastest counts: what else runs on a machine for half a minute only ever makes it slower. Two sides,
-as in `peers`: `calibrate` starts a launcher as a child and makes a profile of what its ranks leave; each rank is
-`be_calibrator`.
+few rounds, and the median counts: what else runs on a machine for half a minute is left out, but not its usual unrest,
+which training meets too. Two sides, as in `peers`: `calibrate` starts a launcher as a child and makes a profile of what
+its ranks leave; each rank is `be_calibrator`.
 
     profile, failure = calibrate("cpu", num_ranks=2, environ=os.environ, folder=Path("runs"))
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
+from statistics import median_low
 from typing import Any, Final
 
 import torch
@@ -28,14 +29,7 @@ from shardwise.doctor.stopwatch import Stopwatch
 from shardwise.launch.environment import RankEnv
 from shardwise.memory import first_line
 from shardwise.planner.machine import CPU
-from shardwise.planner.profile import (
-    AttentionTime,
-    BlockTime,
-    CollectiveTime,
-    HeadTime,
-    MatmulTime,
-    Profile,
-)
+from shardwise.planner.profile import TABLES, CollectiveTime, Profile
 from shardwise.tiers.speed import measure_swap
 
 SIZES_BYTES: Final = (4 * 2**10, 64 * 2**10, 2**20, 8 * 2**20, 64 * 2**20)
@@ -47,25 +41,16 @@ _NUM_ROUNDS: Final = 3
 # For the ranks to import torch and meet, beside what they measure.
 _START_S: Final = 60.0
 _COLLECTIVE_TIMEOUT_S: Final = 60.0
-# Of what is computed and what is gathered to see how much one hides of the other.
-_HIDDEN_BYTES, _HIDDEN_SIZE = 16 * 2**20, 512
+# Of square matrices that are multiplied before a collective, or beside it.
+_PRODUCT_SIZE: Final = 512
+# When ranks meet in a collective differs more from call to call than what a kernel takes.
+_MIN_COLLECTIVES: Final = 9
+# Of what is gathered to see how much computing hides of it.
+_HIDDEN_BYTES: Final = 16 * 2**20
 _MAX_PRODUCTS: Final = 200
 _COPIES: Final = "copies_bytes_per_s"
-_BETTER: Final[Mapping[str, Callable[..., Any]]] = {
-    "seconds": min,
-    "forward_s": min,
-    "backward_s": min,
-    "call_s": min,
-    "speed": max,
-}
-"""The better one of two values; of what is not here, the larger."""
-_ROWS: Final[Mapping[str, Callable[..., Any]]] = {
-    "matmuls": MatmulTime,
-    "attentions": AttentionTime,
-    "blocks": BlockTime,
-    "heads": HeadTime,
-    "collectives": CollectiveTime,
-}
+_MEASURED: Final = frozenset({"seconds", "forward_s", "backward_s", "speed"})
+"""Columns that differ from round to round; the others say what was measured."""
 
 
 def calibrate(
@@ -96,18 +81,18 @@ def calibrate(
 def profile_of(rows: Iterable[Mapping[str, Any]], num_ranks: int) -> Profile:
     """Make a profile of what the ranks wrote: each row has the name of a field, and a row of a table or a value.
 
-    What was measured several times counts where it was fastest.
+    Of what was measured several times the median counts.
 
-    >>> profile_of([{"field": "call_s", "value": each} for each in (2.0, 9.0)], num_ranks=2).call_s
-    2.0
+    >>> profile_of([{"field": "call_s", "value": each} for each in (2.0, 9.0, 3.0)], num_ranks=2).call_s
+    3.0
     """
     memory = read_memory()
     total_bytes = min(memory.total_bytes, memory.limit_bytes or memory.total_bytes)
     values: dict[str, Any] = {"device": CPU, "num_threads": 1, "memory_bytes": float(total_bytes)}
-    tables: dict[str, list[Any]] = {name: [] for name in _ROWS}
-    for field, value in _fastest(rows):
+    tables: dict[str, list[Any]] = {name: [] for name in TABLES}
+    for field, value in _medians(rows):
         if field in tables:
-            tables[field].append(_ROWS[field](**value))
+            tables[field].append(TABLES[field](**value))
         elif field == _COPIES:
             values[field] = (*values.get(field, ()), tuple(value.values()))
         else:
@@ -116,20 +101,18 @@ def profile_of(rows: Iterable[Mapping[str, Any]], num_ranks: int) -> Profile:
     return Profile(num_ranks=num_ranks, host_memory_bytes=float(total_bytes), **values)
 
 
-def _fastest(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+def _medians(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
     """(field, value), once for each that was measured, in the order of the first time."""
-    found: dict[tuple[Any, ...], Any] = {}
+    found: dict[tuple[Any, ...], list[Any]] = {}
     for row in rows:
         field, value = row["field"], row["value"]
-        if isinstance(value, dict):
-            names = [name for name in _BETTER if name in value]
-            key = (field, *(each for each in value.items() if each[0] not in names))
-            kept = found.setdefault(key, value)
-            found[key] = value | {name: _BETTER[name](kept[name], value[name]) for name in names}
+        described = [each for each in value.items() if each[0] not in _MEASURED] if isinstance(value, dict) else []
+        found.setdefault((field, *described), []).append(value)
+    for (field, *_), values in found.items():
+        if isinstance(values[0], dict):
+            yield field, {name: median_low([value[name] for value in values]) for name in values[0]}
         else:
-            found[field,] = _BETTER.get(field, max)(found.get((field,), value), value)
-    for (field, *_), value in found.items():
-        yield field, value
+            yield field, median_low(values)
 
 
 def be_calibrator(env: RankEnv, folder: Path, device_kind: DeviceKind, disk: Path, *, quick: bool) -> None:
@@ -192,10 +175,16 @@ def _groups(comm: Comm, env: RankEnv) -> list[Comm]:
 
 
 def _collective_times(watch: Stopwatch, groups: Sequence[Comm]) -> Iterator[CollectiveTime]:
+    """Each after some computing, as in training: ranks come one after the other then, and caches are cold.
+
+    On CPUs two ranks then take two to three times as long for 2 MiB. A GPU's queue is filled ahead: there they follow
+    each other at once.
+    """
+    before = [] if watch.comm.device.type == "cuda" else [partial(_compute, _factor(watch.comm.device), 1)]
     for comm in groups:
         for num_bytes in SIZES_BYTES:
             for op in OPS:
-                seconds = watch.time_s(_caller(comm, op, num_bytes))
+                *_, seconds = watch.times_s(*before, _caller(comm, op, num_bytes), min_calls=_MIN_COLLECTIVES)
                 yield CollectiveTime(op=op, num_ranks=comm.world_size, num_bytes=num_bytes, seconds=seconds)
 
 
@@ -229,21 +218,29 @@ def _hidden_share(watch: Stopwatch) -> float:
     comm = watch.comm
     full = torch.zeros(_HIDDEN_BYTES // 4, device=comm.device)  # [n * s]
     full = full[: full.numel() // comm.world_size * comm.world_size]
-    left = torch.randn(_HIDDEN_SIZE, _HIDDEN_SIZE, device=comm.device)
+    factor = _factor(comm.device)
 
-    def compute(count: int) -> None:
-        for _ in range(count):
-            torch.mm(left, left)
+    def gather() -> None:
+        comm.all_gather(full, "alone").wait()
 
     def both(count: int) -> None:
         pending = comm.all_gather(full, "beside")
-        compute(count)
+        _compute(factor, count)
         pending.wait()
 
-    gather_s = watch.time_s(lambda: comm.all_gather(full, "alone").wait())
-    count = max(1, min(_MAX_PRODUCTS, round(gather_s / watch.time_s(partial(compute, 1)))))
-    compute_s, both_s = watch.time_s(partial(compute, count)), watch.time_s(partial(both, count))
+    count = max(1, min(_MAX_PRODUCTS, round(watch.time_s(gather) / watch.time_s(partial(_compute, factor, 1)))))
+    compute = partial(_compute, factor, count)
+    compute_s, gather_s, both_s = watch.times_s(compute, gather, partial(both, count), min_calls=_MIN_COLLECTIVES)
     return max(0.0, min(1.0, (gather_s + compute_s - both_s) / min(gather_s, compute_s)))
+
+
+def _factor(device: torch.device) -> torch.Tensor:
+    return torch.randn(_PRODUCT_SIZE, _PRODUCT_SIZE, device=device)  # [n, n]
+
+
+def _compute(factor: torch.Tensor, count: int) -> None:
+    for _ in range(count):
+        torch.mm(factor, factor)
 
 
 def _disk_speeds(rank: int, disk: Path) -> Iterator[tuple[str, float]]:

@@ -5,9 +5,10 @@ Each function yields rows of a profile's tables, or its fields by name; all rank
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import product
 from typing import Any, Final
 
@@ -22,6 +23,9 @@ from shardwise.planner.profile import AttentionTime, BlockTime, HeadTime, Matmul
 
 # Seconds that one call may be expected to take; larger shapes are left out.
 _MAX_CALL_S: Final = 0.3
+# Blocks in a row, as many as a call may take: a small one alone would find its weights in the caches, and in training
+# another one has used them since.
+_MAX_CHAINED: Final = 4
 _STREAM_NUMEL: Final = 4 * 2**20
 _STEP_NUMEL: Final = 4 * 2**20
 _STEP_BYTES: Final = 30
@@ -76,7 +80,11 @@ class Pace:
 
     def allows(self, flops: float) -> bool:
         """Whether a call of so many FLOPs is short enough, and there is time left."""
-        return not self.watch.is_late() and (not self._flops_per_s or flops / self._flops_per_s <= _MAX_CALL_S)
+        return not self.watch.is_late() and self.num_within(flops) >= 1
+
+    def num_within(self, flops: float) -> float:
+        """As many times so many FLOPs as one call may take; no limit is known at first."""
+        return _MAX_CALL_S * self._flops_per_s / flops if self._flops_per_s else math.inf
 
     def note(self, flops: float, seconds: float) -> None:
         """Keep the best rate: a slow moment of the machine must not end a table."""
@@ -135,7 +143,8 @@ def block_times(watch: Stopwatch, sizes: Sizes) -> Iterator[BlockTime]:
         for (hidden, ffn, heads), seq_len in product(sizes.shapes, sizes.seq_lens):
             flops = 4.0 * seq_len * (4 * hidden**2 + 3 * hidden * ffn + hidden * seq_len)
             if pace.allows(flops):
-                times = _block_time(watch, dtype, seq_len, (hidden, ffn, heads))
+                num_chained = int(min(_MAX_CHAINED, pace.num_within(flops)))
+                times = _block_time(watch, dtype, seq_len, (hidden, ffn, heads), num_chained)
                 pace.note(flops, times.backward_s)
                 yield times
 
@@ -220,7 +229,9 @@ def _product_s(watch: Stopwatch, dtype: torch.dtype, m: int, n: int, k: int, *, 
     return sum(watch.times_s(lambda: torch.mm(left, turned_right), lambda: torch.mm(left, right))) / 2
 
 
-def _block_time(watch: Stopwatch, dtype: torch.dtype, seq_len: int, shape: tuple[int, int, int]) -> BlockTime:
+def _block_time(
+    watch: Stopwatch, dtype: torch.dtype, seq_len: int, shape: tuple[int, int, int], num_chained: int
+) -> BlockTime:
     hidden, ffn, heads = shape
     config = DecoderConfig(
         vocab_size=8,
@@ -233,11 +244,11 @@ def _block_time(watch: Stopwatch, dtype: torch.dtype, seq_len: int, shape: tuple
         max_seq_len=seq_len,
     )
     device = watch.comm.device
-    block = Block(config, device=device, dtype=dtype)
+    blocks = [Block(config, device=device, dtype=dtype) for _ in range(num_chained)]
     x = torch.randn(1, seq_len, hidden, device=device, dtype=dtype, requires_grad=True)  # [1, S, E]
     rope = rope_tables(seq_len, config.head_dim, config.rope_theta, x)
-    inputs = (x, *block.parameters())
-    forward_s, backward_s = _pass_times(watch, lambda *_: block(x, rope), inputs)
+    inputs = (x, *(parameter for block in blocks for parameter in block.parameters()))
+    forward_s, backward_s = _pass_times(watch, lambda x, *_: reduce(lambda x, block: block(x, rope), blocks, x), inputs)
     return BlockTime(
         dtype=name_of(dtype),
         seq_len=seq_len,
@@ -246,8 +257,8 @@ def _block_time(watch: Stopwatch, dtype: torch.dtype, seq_len: int, shape: tuple
         num_kv_heads=heads,
         head_dim=config.head_dim,
         ffn_size=ffn,
-        forward_s=forward_s,
-        backward_s=backward_s,
+        forward_s=forward_s / num_chained,
+        backward_s=backward_s / num_chained,
     )
 
 

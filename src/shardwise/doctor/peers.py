@@ -156,8 +156,12 @@ def _median_s(call: Callable[[], None], num_calls: int) -> float:
 
 def slowest(comm: Comm, call_s: float) -> float:
     """The largest of what each rank says; all ranks call it."""
-    values = torch.tensor([call_s], dtype=torch.float64, device=comm.device)
-    return float(comm.max_scalars(values, "doctor")[0])
+    return slowest_of_each(comm, [call_s])[0]
+
+
+def slowest_of_each(comm: Comm, calls_s: Sequence[float]) -> list[float]:
+    """The same of several values, one by one."""
+    return comm.max_scalars(torch.tensor(calls_s, dtype=torch.float64, device=comm.device), "doctor")
 
 
 def _caller(comm: Comm, op: str, num_bytes: int) -> Callable[[], None]:

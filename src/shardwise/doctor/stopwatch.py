@@ -1,7 +1,7 @@
 """Times of calls that all ranks make together, as often and at the same time, as they do when they train.
 
-Neighbours contend for memory, caches and links: what one process alone can do says little. A time is the median of a
-rank's calls, and of the ranks the slowest one's.
+Neighbours contend for memory, caches and links: what one process alone can do says little. Of each call the slowest
+rank's time counts, since ranks that train wait for one another, and of the calls the median.
 
     watch = Stopwatch(comm, budget_s=0.1)
     seconds = watch.time_s(lambda: torch.mm(left, right))
@@ -17,7 +17,7 @@ from typing import Final
 import torch
 
 from shardwise.comm import Comm
-from shardwise.doctor.peers import slowest
+from shardwise.doctor.peers import slowest_of_each
 
 _MIN_CALLS: Final = 3
 _MAX_CALLS: Final = 200
@@ -46,20 +46,24 @@ class Stopwatch:
 
     def slowest(self, value: float) -> float:
         """The largest of the ranks' values."""
-        return slowest(self.comm, value) if self.comm.world_size > 1 else value
+        return self._slowest_of_each([value])[0]
+
+    def _slowest_of_each(self, values: list[float]) -> list[float]:
+        return slowest_of_each(self.comm, values) if self.comm.world_size > 1 else values
 
     def time_s(self, call: Callable[[], object]) -> float:
         """Seconds of one call."""
         return self.times_s(call)[0]
 
-    def times_s(self, *calls: Callable[[], object]) -> tuple[float, ...]:
+    def times_s(self, *calls: Callable[[], object], min_calls: int = _MIN_CALLS) -> tuple[float, ...]:
         """Seconds of each of some calls that are made in turn: the second may use what the first left."""
         group = _CALLS_A_SYNC if self._is_cuda and len(calls) == 1 else 1
         self._round(calls, group)
         rounds = [self._round(calls, group)]
         num_rounds = int(self._budget_s / max(1e-9, self.slowest(sum(rounds[0]))))
-        rounds += [self._round(calls, group) for _ in range(max(_MIN_CALLS, min(_MAX_CALLS, num_rounds)) - 1)]
-        return tuple(self.slowest(statistics.median(times) / group) for times in zip(*rounds, strict=True))
+        rounds += [self._round(calls, group) for _ in range(max(min_calls, min(_MAX_CALLS, num_rounds)) - 1)]
+        slowest = self._slowest_of_each([seconds for each in rounds for seconds in each])
+        return tuple(statistics.median(slowest[index :: len(calls)]) / group for index in range(len(calls)))
 
     def _round(self, calls: tuple[Callable[[], object], ...], group: int) -> list[float]:
         times = []

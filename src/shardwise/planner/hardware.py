@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from shardwise.planner.profile import Profile
+
+CPU: Final = "cpu"
+"""The name of a rank's share of a host, where that is what it computes on."""
+GIB: Final = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +66,11 @@ class Gpu:
     num_cores: int = 0
     price_per_hour: float = 0.0
     fitted: Fitted = Fitted()
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is no device of its own but a rank's share of the host."""
+        return self.name == CPU
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,9 @@ from typing import Final
 
 from shardwise.config import ConfigError
 from shardwise.planner.catalogue import known_gpu
-from shardwise.planner.hardware import Cluster, Fitted, Gpu, Host
+from shardwise.planner.hardware import CPU, Cluster, Fitted, Gpu, Host
 from shardwise.planner.profile import Profile
 
-CPU: Final = "cpu"
 _UNKNOWN_BYTES_PER_S: Final = 1e9
 
 

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from shardwise.config import ConfigError
@@ -147,7 +148,7 @@ class Profile:
         if schema != SCHEMA:
             raise ConfigError(f"the profile has schema {schema} and must have {SCHEMA}; {_CURE}")
         try:
-            for key, kind in _TABLES.items():
+            for key, kind in TABLES.items():
                 values[key] = tuple(kind(**row) for row in values.get(key, ()))
             values["copies_bytes_per_s"] = tuple((name, speed) for name, speed in values.get("copies_bytes_per_s", ()))
             return cls(**values)
@@ -159,13 +160,16 @@ class Profile:
         return dict(self.copies_bytes_per_s).get(f"{source}->{target}", 0.0)
 
 
-_TABLES: Final[Mapping[str, Callable[..., Any]]] = {
-    "matmuls": MatmulTime,
-    "attentions": AttentionTime,
-    "blocks": BlockTime,
-    "heads": HeadTime,
-    "collectives": CollectiveTime,
-}
+TABLES: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
+    {
+        "matmuls": MatmulTime,
+        "attentions": AttentionTime,
+        "blocks": BlockTime,
+        "heads": HeadTime,
+        "collectives": CollectiveTime,
+    }
+)
+"""Of a profile, by the field's name: what a row is."""
 
 
 def profile_path(folder: Path, device: str, num_ranks: int) -> Path:
