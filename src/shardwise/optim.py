@@ -44,17 +44,27 @@ def refuse_unless_element_wise(optimizer: Optimizer) -> None:
         )
 
 
+def optimizer_kind(name: str) -> type[Optimizer]:
+    """The optimizer of a name, in whatever case it is written.
+
+    Raises:
+        ConfigError: no element-wise optimizer has that name.
+    """
+    kinds = optimizer_names()
+    kind = kinds.get(name.lower())
+    if kind is None:
+        rule = "is not element-wise" if name.lower() in _NOT_ELEMENT_WISE else "is unknown"
+        raise ConfigError(f"optimizer.name={name!r} {rule}; choose one of {', '.join(sorted(kinds))}")
+    return kind
+
+
 def build_optimizer(config: OptimizerConfig, groups: ParamGroups) -> Optimizer:
     """Construct the optimizer that `config.name` names over parameter groups, fused where torch has a fused kernel.
 
     Raises:
         ConfigError: no element-wise optimizer has that name.
     """
-    kinds = optimizer_names()
-    kind = kinds.get(config.name.lower())
-    if kind is None:
-        rule = "is not element-wise" if config.name.lower() in _NOT_ELEMENT_WISE else "is unknown"
-        raise ConfigError(f"optimizer.name={config.name!r} {rule}; choose one of {', '.join(sorted(kinds))}")
+    kind = optimizer_kind(config.name)
     accepted = inspect.signature(kind).parameters
     wanted: dict[str, Any] = {
         "lr": config.lr,

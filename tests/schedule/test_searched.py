@@ -51,6 +51,13 @@ def test_with_little_left_for_later_it_has_less_bubble_than_the_recipe_in_as_muc
     assert longest_span_s(recipe, times) > 1.04 * work_s
 
 
+def test_a_gap_that_is_too_short_is_filled_where_waiting_takes_longer() -> None:
+    # 35 s of work on each of two ranks; where a rank waits in short gaps, or counts its wait before the first backward,
+    # a step takes 38 s.
+    times = OpTimes(1.0, 2.0, 2.0)
+    assert longest_span_s(zero_bubble_searched(2, 7, times, max_held=2), times) == 37
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "num_micro_batches", "max_held", "what"),
     [(0, 1, 1, "num_ranks=0"), (1, 0, 1, "num_micro_batches=0"), (1, 1, 0.5, "max_held=0.5")],

@@ -264,10 +264,13 @@ def _fill_table(problem: _Problem, num_stages: int, limit: int | None) -> tuple[
     compute, memory = problem.compute, problem.memory
     for num_left in range(num_stages - 1, -1, -1):
         row: dict[int, tuple[int, int]] = {}
+        last_start = max(table[-1], default=-1)
         for stop in range(1, problem.num_units + 1):
             if max(compute[-1] - compute[stop], memory[-1] - memory[stop]) > num_left * most:
                 continue  # the stages behind it could not hold the rest
-            for start in range(stop - 1, -1, -1):
+            if max(compute[stop] - compute[last_start], memory[stop] - memory[last_start]) > most:
+                break  # no stage reaches as far
+            for start in range(min(stop - 1, last_start), -1, -1):
                 time, held = compute[stop] - compute[start], memory[stop] - memory[start]
                 # Stages only grow from here.
                 if (time if time > held else held) > (row[stop][0] if limit is None and stop in row else most):

@@ -38,7 +38,7 @@ from shardwise.schedule.pipelines import (
     zero_bubble_v,
 )
 from shardwise.schedule.placement import StagePlacement
-from shardwise.schedule.recipes import RECIPES, Recipe, pipeline_step, placement_of
+from shardwise.schedule.recipes import RECIPES, Recipe, pipeline_rows, pipeline_step, placement_of
 from shardwise.schedule.searched import zero_bubble_searched
 from shardwise.schedule.simulator import Cost, bubble_fraction, makespan_s, rank_bubble_s, rank_span_s, simulate
 from shardwise.schedule.verifier import verify
@@ -79,6 +79,7 @@ __all__ = [
     "one_f_one_b",
     "peak_held_bytes",
     "pipeline_evaluation",
+    "pipeline_rows",
     "pipeline_step",
     "placement_of",
     "rank_bubble_s",

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import starmap
 
 from shardwise.schedule.actions import Action, Kind, Schedule, ScheduleError
 from shardwise.schedule.placement import StagePlacement
@@ -33,18 +35,56 @@ _Pattern = Iterable[tuple[Kind, int]]
 """A row without micro-batches: kinds and stages."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The computations of a pipeline's ranks, each written when it is asked for.
+
+    `pattern` gives a rank's row without micro-batches. Raises ScheduleError on a count below 1.
+
+    >>> [(kind.value, stage, micro_batch) for kind, stage, micro_batch in one_f_one_b_rows(2, 2).of(1)]
+    [('F', 1, 0), ('B', 1, 0), ('F', 1, 1), ('B', 1, 1)]
+    """
+
+    placement: StagePlacement
+    num_micro_batches: int
+    pattern: Callable[[int], _Pattern]
+
+    def __post_init__(self) -> None:
+        _check_micro_batches(self.num_micro_batches)
+
+    def of(self, rank: int) -> list[tuple[Kind, int, int]]:
+        """Kind, stage and micro-batch of each: the pattern, numbered, without what is beyond the last micro-batch."""
+        num_before: Counter[tuple[Kind, int]] = Counter()
+        row = []
+        for key in self.pattern(rank):
+            number = num_before[key]
+            if number < self.num_micro_batches:
+                row.append((*key, number))
+                num_before[key] = number + 1
+        return row
+
+    def schedule(self) -> Schedule:
+        """The actions of all ranks."""
+        return Schedule(tuple(tuple(starmap(Action, self.of(rank))) for rank in range(self.placement.num_ranks)))
+
+
 def naive(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is_v_shaped: bool = False) -> Schedule:
     """Each micro-batch forward through all stages, then backward, one after another: one rank computes at a time.
 
     With one micro-batch this is classic model parallelism. Raises ScheduleError on counts below 1.
     """
+    return naive_rows(num_ranks, num_micro_batches, virtual_stages, is_v_shaped=is_v_shaped).schedule()
+
+
+def naive_rows(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is_v_shaped: bool = False) -> Rows:
+    """The rows of `naive`."""
     placement = StagePlacement(num_ranks, virtual_stages, is_v_shaped)
 
     def pattern(rank: int) -> _Pattern:
         stages = placement.stages_of(rank)
         return [*_each(_F, stages), *_each(_B, reversed(stages))] * num_micro_batches
 
-    return _schedule(placement, num_micro_batches, pattern)
+    return Rows(placement, num_micro_batches, pattern)
 
 
 def gpipe(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is_v_shaped: bool = False) -> Schedule:
@@ -52,6 +92,11 @@ def gpipe(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is
 
     Raises ScheduleError on counts below 1.
     """
+    return gpipe_rows(num_ranks, num_micro_batches, virtual_stages, is_v_shaped=is_v_shaped).schedule()
+
+
+def gpipe_rows(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is_v_shaped: bool = False) -> Rows:
+    """The rows of `gpipe`."""
     placement = StagePlacement(num_ranks, virtual_stages, is_v_shaped)
 
     def pattern(rank: int) -> _Pattern:
@@ -59,7 +104,7 @@ def gpipe(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is
         forwards = [(_F, stage) for stage in stages for _ in range(num_micro_batches)]
         return forwards + [(_B, stage) for stage in reversed(stages) for _ in range(num_micro_batches)]
 
-    return _schedule(placement, num_micro_batches, pattern)
+    return Rows(placement, num_micro_batches, pattern)
 
 
 def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
@@ -68,11 +113,16 @@ def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
     Rank i runs p - i forwards, then a backward and a forward in turn, so at most p - i micro-batches are in
     flight. Raises ScheduleError on counts below 1.
     """
+    return one_f_one_b_rows(num_ranks, num_micro_batches).schedule()
+
+
+def one_f_one_b_rows(num_ranks: int, num_micro_batches: int) -> Rows:
+    """The rows of `one_f_one_b`."""
 
     def pattern(rank: int) -> _Pattern:
         return [(_F, rank)] * (num_ranks - rank) + [(_B, rank), (_F, rank)] * num_micro_batches
 
-    return _schedule(StagePlacement(num_ranks), num_micro_batches, pattern)
+    return Rows(StagePlacement(num_ranks), num_micro_batches, pattern)
 
 
 def interleaved(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> Schedule:
@@ -84,6 +134,11 @@ def interleaved(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> 
     `interleaved_rounds` says how long they are. With one stage a rank this is a 1F1B with more in flight than
     `one_f_one_b`. Raises ScheduleError on counts below 1.
     """
+    return interleaved_rows(num_ranks, num_micro_batches, virtual_stages).schedule()
+
+
+def interleaved_rows(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> Rows:
+    """The rows of `interleaved`."""
     placement = StagePlacement(num_ranks, virtual_stages)
     rounds = interleaved_rounds(num_ranks, num_micro_batches)
 
@@ -98,7 +153,7 @@ def interleaved(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> 
             yield backward
         yield from backwards[len(forwards) - num_warm_up :]
 
-    return _schedule(placement, num_micro_batches, pattern)
+    return Rows(placement, num_micro_batches, pattern)
 
 
 def interleaved_rounds(num_ranks: int, num_micro_batches: int) -> tuple[int, ...]:
@@ -123,11 +178,16 @@ def zero_bubble_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
     weights of i micro-batches for later, so every rank holds at most p micro-batches. Raises ScheduleError on
     counts below 1.
     """
+    return zero_bubble_h1_rows(num_ranks, num_micro_batches).schedule()
+
+
+def zero_bubble_h1_rows(num_ranks: int, num_micro_batches: int) -> Rows:
+    """The rows of `zero_bubble_h1`."""
 
     def pattern(rank: int) -> _Pattern:
         return _split_one_f_one_b(rank, num_micro_batches, num_warm_up=num_ranks - rank, num_deferred=rank)
 
-    return _schedule(StagePlacement(num_ranks), num_micro_batches, pattern)
+    return Rows(StagePlacement(num_ranks), num_micro_batches, pattern)
 
 
 def zero_bubble_h2(num_ranks: int, num_micro_batches: int) -> Schedule:
@@ -137,12 +197,17 @@ def zero_bubble_h2(num_ranks: int, num_micro_batches: int) -> Schedule:
     every rank holds at most 2p - 1 micro-batches. Ranks end as they began, one after another: the bubble is gone
     only where the optimizer's step does not wait for all. Raises ScheduleError on counts below 1.
     """
+    return zero_bubble_h2_rows(num_ranks, num_micro_batches).schedule()
+
+
+def zero_bubble_h2_rows(num_ranks: int, num_micro_batches: int) -> Rows:
+    """The rows of `zero_bubble_h2`."""
 
     def pattern(rank: int) -> _Pattern:
         num_warm_up = 2 * (num_ranks - rank) - 1
         return _split_one_f_one_b(rank, num_micro_batches, num_warm_up=num_warm_up, num_deferred=2 * rank)
 
-    return _schedule(StagePlacement(num_ranks), num_micro_batches, pattern)
+    return Rows(StagePlacement(num_ranks), num_micro_batches, pattern)
 
 
 def zero_bubble_v(num_ranks: int, num_micro_batches: int) -> Schedule:
@@ -152,6 +217,11 @@ def zero_bubble_v(num_ranks: int, num_micro_batches: int) -> Schedule:
     2405.15362). A rank's `down` is its stage on the way to the last rank, `up` that on the way back. At most 2p
     stage activations are in flight on a rank. Raises ScheduleError on counts below 1.
     """
+    return zero_bubble_v_rows(num_ranks, num_micro_batches).schedule()
+
+
+def zero_bubble_v_rows(num_ranks: int, num_micro_batches: int) -> Rows:
+    """The rows of `zero_bubble_v`."""
     placement = StagePlacement(num_ranks, stages_per_rank=2, is_v_shaped=True)
     num_steady = max(num_micro_batches - num_ranks, num_ranks - 1)
 
@@ -172,7 +242,7 @@ def zero_bubble_v(num_ranks: int, num_micro_batches: int) -> Schedule:
             *[(_W, down)] * rank,
         ]
 
-    return _schedule(placement, num_micro_batches, pattern)
+    return Rows(placement, num_micro_batches, pattern)
 
 
 def pipeline_evaluation(placement: StagePlacement, num_micro_batches: int) -> Schedule:
@@ -190,7 +260,7 @@ def pipeline_evaluation(placement: StagePlacement, num_micro_batches: int) -> Sc
             return ahead + [*_each(_F, reversed(stages))] * num_micro_batches
         return [(_F, stage) for length in rounds for stage in stages for _ in range(length)]
 
-    return _schedule(placement, num_micro_batches, pattern)
+    return Rows(placement, num_micro_batches, pattern).schedule()
 
 
 def _split_one_f_one_b(stage: int, num_micro_batches: int, *, num_warm_up: int, num_deferred: int) -> _Pattern:
@@ -206,21 +276,6 @@ def _split_one_f_one_b(stage: int, num_micro_batches: int, *, num_warm_up: int, 
 
 def _each(kind: Kind, stages: Iterable[int]) -> _Pattern:
     return ((kind, stage) for stage in stages)
-
-
-def _schedule(placement: StagePlacement, num_micro_batches: int, pattern: Callable[[int], _Pattern]) -> Schedule:
-    """Number each rank's pattern, and drop what is beyond the last micro-batch."""
-    _check_micro_batches(num_micro_batches)
-    rows = []
-    for rank in range(placement.num_ranks):
-        num_before: Counter[tuple[Kind, int]] = Counter()
-        row = []
-        for key in pattern(rank):
-            if num_before[key] < num_micro_batches:
-                row.append(Action(*key, num_before[key]))
-                num_before[key] += 1
-        rows.append(tuple(row))
-    return Schedule(tuple(rows))
 
 
 def _check_micro_batches(num_micro_batches: int) -> None:

@@ -16,13 +16,14 @@ from types import MappingProxyType
 from shardwise.config import ConfigError
 from shardwise.schedule.actions import Schedule
 from shardwise.schedule.pipelines import (
-    gpipe,
-    interleaved,
-    naive,
-    one_f_one_b,
-    zero_bubble_h1,
-    zero_bubble_h2,
-    zero_bubble_v,
+    Rows,
+    gpipe_rows,
+    interleaved_rows,
+    naive_rows,
+    one_f_one_b_rows,
+    zero_bubble_h1_rows,
+    zero_bubble_h2_rows,
+    zero_bubble_v_rows,
 )
 from shardwise.schedule.placement import StagePlacement
 
@@ -31,13 +32,13 @@ from shardwise.schedule.placement import StagePlacement
 class Recipe:
     """A pipeline schedule by name.
 
-    `generate` takes the numbers of ranks, micro-batches and virtual stages. `splits_backward` says that it
+    `rows` takes the numbers of ranks, micro-batches and virtual stages. `splits_backward` says that it
     writes BACKWARD_INPUT and BACKWARD_WEIGHT for BACKWARD. A rank has `min_virtual_stages` to
     `max_virtual_stages` stages (None: any number); `rule` says so, and what else the user may write.
     """
 
     name: str
-    generate: Callable[[int, int, int], Schedule]
+    rows: Callable[[int, int, int], Rows]
     splits_backward: bool = False
     is_v_shaped: bool = False
     min_virtual_stages: int = 1
@@ -64,27 +65,27 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         recipe.name: recipe
         for recipe in (
-            Recipe("naive", naive),
-            Recipe("gpipe", gpipe),
-            Recipe("1f1b", lambda p, m, v: one_f_one_b(p, m), max_virtual_stages=1, rule=_ONE_STAGE),
-            Recipe("interleaved", interleaved, min_virtual_stages=2, rule=_SEVERAL_STAGES),
+            Recipe("naive", naive_rows),
+            Recipe("gpipe", gpipe_rows),
+            Recipe("1f1b", lambda p, m, v: one_f_one_b_rows(p, m), max_virtual_stages=1, rule=_ONE_STAGE),
+            Recipe("interleaved", interleaved_rows, min_virtual_stages=2, rule=_SEVERAL_STAGES),
             Recipe(
                 "zb-h1",
-                lambda p, m, v: zero_bubble_h1(p, m),
+                lambda p, m, v: zero_bubble_h1_rows(p, m),
                 splits_backward=True,
                 max_virtual_stages=1,
                 rule=_ONE_STAGE,
             ),
             Recipe(
                 "zb-h2",
-                lambda p, m, v: zero_bubble_h2(p, m),
+                lambda p, m, v: zero_bubble_h2_rows(p, m),
                 splits_backward=True,
                 max_virtual_stages=1,
                 rule=_ONE_STAGE,
             ),
             Recipe(
                 "zb-v",
-                lambda p, m, v: zero_bubble_v(p, m),
+                lambda p, m, v: zero_bubble_v_rows(p, m),
                 splits_backward=True,
                 is_v_shaped=True,
                 min_virtual_stages=2,
@@ -115,6 +116,15 @@ def pipeline_step(recipe_name: str, num_ranks: int, num_micro_batches: int, virt
     Raises ConfigError where the schedule is unknown or has no such number of virtual stages, and ScheduleError
     on counts below 1.
     """
+    return pipeline_rows(recipe_name, num_ranks, num_micro_batches, virtual_stages).schedule()
+
+
+def pipeline_rows(recipe_name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int = 1) -> Rows:
+    """`pipeline_step` without its actions, rank by rank; raises what that does.
+
+    >>> [stage for _, stage, _ in pipeline_rows("zb-v", num_ranks=4, num_micro_batches=1).of(1)]
+    [1, 6, 6, 6, 1, 1]
+    """
     recipe = recipe_of(recipe_name)
     placement = recipe.placement(num_ranks, virtual_stages)
-    return recipe.generate(num_ranks, num_micro_batches, placement.stages_per_rank)
+    return recipe.rows(num_ranks, num_micro_batches, placement.stages_per_rank)
