@@ -3,12 +3,14 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Two processes take the tests file by file: many of them wait, and no two of a file meet. ARGS="-n0" runs all in one.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help train test test-full lint types imports check lock clean
 
 help:
 	@echo "make train      set up and train the default model on this machine (ARGS=\"zero.stage=3\" to change it)"
-	@echo "make test       set up and run the tests"
+	@echo "make test       set up and run the tests, in two processes (ARGS=\"-n0\" for one)"
 	@echo "make test-full  the tests, with every combination"
 	@echo "make check      lint, types, import rules"
 
@@ -16,10 +18,10 @@ train: $(READY)
 	@$(BIN)/shardwise train $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-full: $(READY)
-	$(BIN)/python -m pytest --full $(ARGS)
+	$(PYTEST) --full $(ARGS)
 
 check: lint types imports
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
+from collections import Counter
 from collections.abc import Iterator
 
 import hypothesis
@@ -28,11 +30,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--full"):
-        return
-    full = [item for item in items if item.get_closest_marker("full")]
-    config.hook.pytest_deselected(items=full)
-    items[:] = [item for item in items if not item.get_closest_marker("full")]
+    if not config.getoption("--full"):
+        full = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=full)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    if hasattr(config, "workerinput"):
+        put_long_files_first(items)
+
+
+def put_long_files_first(items: list[pytest.Item]) -> None:
+    """Where processes share the files, none shall be left with a long one while the others have nothing more to do."""
+    num_tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.get_closest_marker("begin") is None, -num_tests[item.path], str(item.path)))
 
 
 def pytest_collection_finish() -> None:
@@ -50,6 +59,15 @@ def _seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _as_talkative_as_before() -> Iterator[None]:
+    """A rank of `shardwise train` in the tests' own process makes the library say more, for all tests behind it."""
+    log = logging.getLogger("shardwise")
+    level = log.level
+    yield
+    log.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.begin
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 OPERATIONS = ["save", "load warm", "load cold", "save aside"]
 

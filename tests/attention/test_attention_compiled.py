@@ -20,6 +20,8 @@ from shardwise.attention.structures import FixedSparsityConfig, LocalSlidingWind
 from shardwise.config import AttentionConfig
 from shardwise.models import Decoder, DecoderConfig
 
+pytestmark = pytest.mark.begin
+
 ALL = BlockLayout.from_blocks(torch.ones(2, 2), block=16)
 OWN = BlockLayout.from_blocks(torch.eye(2), block=16)
 SHORT, LONG = FixedSparsityConfig(2, block=8, num_local_blocks=1), FixedSparsityConfig(2, block=8)

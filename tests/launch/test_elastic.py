@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+pytestmark = pytest.mark.begin
+
 TEXT = "".join(f"def double_{number}(x):\n    return {2 * number} * x\n\n" for number in range(400))
 
 # Arguments: how rank VICTIM dies, and in how many attempts.

@@ -29,6 +29,8 @@ from shardwise.train.loop import build_trainer
 from shardwise.train.metrics import MetricsWriter
 from shardwise.train.prepare import open_data, prepare_data
 
+pytestmark = pytest.mark.begin
+
 NUM_STEPS = 8
 TEXT = "".join(f"def double_{number}(x):\n    return {2 * number} * x\n\n" for number in range(400))
 TIED_BF16 = {"model": {"tie_embeddings": True}, "precision": {"param": "bf16"}}
