@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.begin
+
 ROOT = Path(__file__).parents[2]
 CASES = ROOT / "tests/data/planner_cases.json"
 RECORDED = ROOT / "tests/data/planner_accuracy.json"

@@ -16,9 +16,9 @@ from shardwise.planner.asked import Model, ask, read_model, usual_dtype
 from shardwise.planner.capacity import shortfall
 from shardwise.planner.catalogue import find_gpu
 from shardwise.planner.clusters import parse_cluster
-from shardwise.planner.fit import fit, largest, setups
+from shardwise.planner.fit import CHUNK_TOKENS, family_shape, fit, largest, setups
 from shardwise.planner.hardware import Fitted, Host
-from shardwise.planner.interval import interval_s, kind_of
+from shardwise.planner.interval import SHARES, interval_s, kind_of
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.profile import Profile
@@ -85,6 +85,43 @@ def test_the_largest_is_found(limit: int, low: int, high: int) -> None:
     assert largest(lambda size: size <= limit, low, high) == expected
 
 
+def test_setups_are_split_as_their_names_say() -> None:
+    whole = Strategy(dp_shard=16)
+    saving = replace(whole, zero_stage=3, recompute="full")
+    host = replace(saving, optimizer_tier="host")
+    away = replace(host, params_tier="host", grads_tier="host", activations_tier="host", chunk_tokens=1024)
+    cluster = replace(parse_cluster("h100:16"), host=Host(nvme_bytes=1.0))
+    assert CHUNK_TOKENS == 1024
+    assert {each.name: each.strategy for each in setups(cluster)} == {
+        "DDP": whole,
+        "ZeRO-1": replace(whole, zero_stage=1),
+        "ZeRO-2": replace(whole, zero_stage=2),
+        "ZeRO-3": replace(whole, zero_stage=3),
+        "... recompute full": saving,
+        "... TP 8+SP": replace(saving, tp=8, dp_shard=2, sequence_parallel=True),
+        "... CP 8": replace(saving, cp=8, dp_shard=2),
+        "... in chunks": replace(saving, chunk_tokens=1024),
+        "... optimizer on host": host,
+        "... chunks, all on host": away,
+        "... chunks, states on NVMe": replace(away, params_tier="nvme", grads_tier="nvme", optimizer_tier="nvme"),
+    }
+    alone = [each.name for each in setups(parse_cluster("h100:1"))]
+    assert alone == [
+        "on the device", "recompute full", "... in chunks", "... optimizer on host", "... chunks, all on host",
+    ]  # fmt: skip
+    racks = [each.name for each in setups(parse_cluster("gb200:72"))]
+    assert "... TP 4+SP" in racks  # of a node
+    wide = [each.name for each in setups(parse_cluster("h100:2x16"))]
+    assert "... TP 8+SP" in wide
+
+
+def test_a_family_is_as_deep_as_it_has_heads() -> None:
+    assert family_shape(12) == ModelShape(
+        num_layers=12, hidden_size=1536, num_heads=12, num_kv_heads=4, head_dim=128, ffn_size=5376, vocab_size=128_256,
+        name="12 layers of 1,536",
+    )  # fmt: skip
+
+
 def test_setups_are_those_that_a_cluster_can_run() -> None:
     def names(gpus: str, **facts: Any) -> list[str]:
         return [each.name for each in setups(replace(parse_cluster(gpus), **facts))]
@@ -113,10 +150,27 @@ def test_one_more_of_what_fits_does_not() -> None:
         job = Job(shape=narrow, seq_len=seq_len, global_batch=strategy.global_batch, cluster=cluster)
         return shortfall(MemoryModel(job).estimate(strategy), cluster, 0.25) is None
 
+    assert stage_3.shape is not None
+    heads = stage_3.shape.num_heads
+    assert heads % 4 == 0
+    job = Job(shape=stage_3.shape, seq_len=512, global_batch=8, cluster=cluster)
+    assert shortfall(MemoryModel(job).estimate(stage_3.setup.strategy), cluster, 0.25) is None
+    larger = replace(job, shape=family_shape(heads + 4))
+    assert shortfall(MemoryModel(larger).estimate(stage_3.setup.strategy), cluster, 0.25) is not None
+    assert next(fit(cluster, seq_len=512)).micro_size is None
     assert fits(512, stage_3.micro_size)
     assert not fits(512, stage_3.micro_size + 1)
     assert fits(stage_3.seq_len, 1)
     assert not fits(stage_3.seq_len + 1024, 1)
+
+
+def test_sizes_end_where_nobody_goes() -> None:
+    endless = replace(NODE, gpu=replace(NODE.gpu, memory_bytes=1e24))
+    found = next(fit(endless, seq_len=512, shape=SHAPE))
+    assert found.shape is not None
+    assert (found.shape.num_heads, found.micro_size, found.seq_len) == (512, 4096, 2**24)
+    nothing = next(fit(replace(NODE, gpu=replace(NODE.gpu, memory_bytes=1.0)), seq_len=512, shape=SHAPE))
+    assert (nothing.shape, nothing.micro_size, nothing.seq_len) == (None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -135,5 +189,13 @@ def test_how_well_a_time_is_known(strategy: Strategy, facts: dict[str, Any], kin
     assert kind_of(job, strategy) == kind
     profile = Profile(device="cpu", num_ranks=1, num_threads=1, memory_bytes=1.0)
     assert kind_of(replace(job, cluster=replace(job.cluster, profile=profile)), strategy) == "measured"
-    low_s, high_s = interval_s(job, strategy, 10.0)
-    assert 10 - low_s == pytest.approx(high_s - 10)
+    share = SHARES[kind_of(job, strategy)]
+    assert interval_s(job, strategy, 10.0) == pytest.approx((10 - 10 * share, 10 + 10 * share))
+
+
+def test_what_is_known_better_is_told_more_closely() -> None:
+    kinds = ("measured", "usual", "narrow", "gathered", "unfitted")
+    assert sorted(SHARES, key=lambda kind: SHARES[kind]) == list(kinds)
+    fitted = replace(NODE.gpu, fitted=Fitted())
+    job = Job(shape=SHAPE, seq_len=512, global_batch=8, cluster=replace(NODE, gpu=fitted))
+    assert kind_of(job, Strategy()) == "unfitted"

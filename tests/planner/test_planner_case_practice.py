@@ -36,6 +36,11 @@ def known(row: dict[str, Any]) -> tuple[Strategy, Practice]:
         ({"zero_stage": 3, "attention_kernel": "flash"}, 2 + 2, False),
         ({"zero_stage": 3, "attention_kernel": "FA3", "liger": True}, 0, False),
         ({"zero_stage": 2, "attention_kernel": "FA3", "liger": False}, 4 + 4 + 4, False),
+        ({"zero_stage": 2, "attention_kernel": "flash"}, 2 + 2, False),
+        ({"zero_stage": 2, "attention_kernel": "flash", "liger": False}, 4 + 4 + 4, False),
+        ({"zero_stage": 1, "attention_kernel": "flash"}, 4 + 4 + 4, False),
+        ({"cp": 2, "zero_stage": 1, "attention_kernel": "flash"}, 4 + 4 + 4, True),
+        ({"zero_stage": 1, "compile": True}, 2 + 2, True),
         ({"tp": 4, "zero_stage": 1}, 2 + 4 + 4, True),  # the gradient is written over the softmax
         ({"tp": 4, "zero_stage": 1, "attention_kernel": "flash"}, 2 + 4 + 4 + 4 + 2, False),
         ({"tp": 4, "zero_stage": 1, "attention_kernel": "cudnn", "precision": "fp8"}, 2 + 4 + 4, True),
@@ -47,6 +52,84 @@ def test_copies_of_a_logit_are_those_of_its_loss(parallel: dict[str, Any], num_b
     _, practice = known(row(LLAMA, **parallel))
     assert (practice.logits_bytes, practice.splits_logits) == (num_bytes, is_split)
     assert practice.cached_logits_share == (2 / 12 if num_bytes == 12 else 0)
+
+
+def test_losses_are_compiled_with_blocks_on_what_came_after_h100() -> None:
+    assert [known(row(LLAMA, gpu, zero_stage=3, compile=True))[1].logits_bytes for gpu in ("H100", "B200")] == [12, 4]
+
+
+OLD_GPT = {"model": GPT, "gpu": "V100-32GB", "precision": "fp16"}
+SPLIT = {"tp": 2, "sequence_parallel": True, "zero_stage": 1}
+STAGES = {"pp": 4, "vpp": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "value"),
+    [
+        ("overlaps_tensor", SPLIT | STAGES, True),
+        ("overlaps_tensor", SPLIT, False),
+        ("overlaps_tensor", SPLIT | {"vpp": 0, "precision": "fp8"}, True),
+        ("overlaps_tensor", SPLIT | {"sequence_parallel": False, "precision": "fp8"}, False),
+        ("overlaps_tensor", SPLIT | {"vpp": 0, "precision": "fp8", "zero_stage": 3}, False),
+        ("overlaps_tensor", SPLIT | {"vpp": 0, "precision": "fp8", "async_tp": False}, False),
+        ("overlaps_tensor", SPLIT | STAGES | {"gpu": "A100"}, False),
+        ("overlaps_tensor", {"tp": 2, "async_tp": True, "gpu": "A100"}, True),
+        ("is_compiled", {"liger": True, "attention_kernel": "flash"}, True),
+        ("is_compiled", {"compile": True, "attention_kernel": "flash"}, True),
+        ("is_compiled", {"tp": 2}, True),
+        ("is_compiled", {"pp": 2}, True),
+        ("is_compiled", {}, False),
+        ("is_compiled", {"tp": 2, "attention_kernel": "flash"}, False),
+        ("fuses_gate", {"liger": True}, True),
+        ("fuses_gate", {"compile": True}, True),
+        ("fuses_gate", {"tp": 2}, False),
+        ("saves_norm_in_fp32", {"attention_kernel": "flash"}, True),
+        ("saves_norm_in_fp32", {"attention_kernel": "flash + RMS kernel"}, False),
+        ("saves_norm_in_fp32", {"attention_kernel": "flash", "liger": True}, False),
+        ("saves_norm_in_fp32", {"attention_kernel": "flash", "compile": True}, False),
+        ("saves_norm_in_fp32", {"attention_kernel": "flash", "model": GPT}, False),
+        ("saves_norm_in_fp32", {}, False),
+        ("optimizer_shards", {"zero_stage": 1, "zero_group": 4}, 4),
+        ("optimizer_shards", {"zero_stage": 2, "zero_group": 4}, 4),
+        ("optimizer_shards", {"zero_stage": 3, "zero_group": 4}, None),
+        ("optimizer_shards", {"zero_stage": 0, "zero_group": 4}, None),
+        ("optimizer_shards", {"zero_stage": 1, "zero_group": "a node"}, None),
+        ("overlaps_data", {"tp": 2, "zero_stage": 1, "gpu": "A100"}, False),
+        ("overlaps_data", {"pp": 2, "zero_stage": 0, "gpu": "A100"}, False),
+        ("overlaps_data", {"tp": 2, "zero_stage": 2, "gpu": "A100"}, True),
+        ("overlaps_data", {"zero_stage": 1, "gpu": "A100"}, True),
+        ("overlaps_data", {"tp": 2, "zero_stage": 1}, True),
+        ("overlaps_data", OLD_GPT | {"zero_stage": 2}, False),
+        ("overlaps_data", OLD_GPT | {"zero_stage": 2, "attention_kernel": "fused"}, True),
+        ("has_dropout", OLD_GPT, True),
+        ("has_dropout", OLD_GPT | {"attention_kernel": "fused"}, False),
+        ("has_dropout", {"model": GPT}, False),
+        ("has_tuned_attention", {"attention_kernel": "flash", "gpu": "B200"}, True),
+        ("has_tuned_attention", {"attention_kernel": "flash"}, False),
+        ("selective", {"zero_stage": 1, "compile": True}, "all-but-scores"),
+        ("selective", {"zero_stage": 3, "compile": True, "recompute": "selective"}, "all-but-scores"),
+        ("selective", {"zero_stage": 3, "recompute": "selective (op)"}, "half"),
+        ("selective", {"zero_stage": 3}, "all-but-scores"),
+        ("moves_tensors", OLD_GPT | {"zero_stage": 3}, True),
+        ("moves_tensors", OLD_GPT | {"zero_stage": 2}, False),
+        ("moves_tensors", {"zero_stage": 3}, False),
+        ("params_share", {"zero_stage": 1, "precision": "fp8", "gpu": "B200"}, 0.5),
+        ("params_share", {"zero_stage": 1, "gpu": "B200"}, 1.0),
+        ("attention", {"model": GPT | {"seq": 8192}, "precision": "fp32"}, "flash"),
+        ("attention", {"model": GPT | {"seq": 8191}, "precision": "fp32"}, "unfused"),
+        ("attention", {"model": LLAMA | {"seq": 2048}, "precision": "fp32"}, "flash"),
+        ("attention", OLD_GPT | {"precision": None}, "fused-softmax"),
+        ("attention", OLD_GPT | {"gpu": "A100"}, "fused-softmax"),
+        ("attention", OLD_GPT | {"gpu": "A100", "attention_kernel": "flash"}, "flash"),
+        ("attention", OLD_GPT | {"gpu": "H100"}, "flash"),
+        ("attention", {"model": GPT, "gpu": "A100", "recompute": "full"}, "fused-softmax"),
+        ("attention", {"model": GPT, "gpu": "A100", "recompute": "full", "tp": 2, "sequence_parallel": True}, "flash"),
+        ("attention", {"model": GPT, "gpu": "A100", "recompute": "none"}, "flash"),
+        ("attention", {"model": GPT, "recompute": "full"}, "flash"),
+    ],
+)
+def test_how_code_of_its_time_worked(name: str, given: dict[str, Any], value: Any) -> None:
+    assert getattr(known(row(**({"model": LLAMA} | given)))[1], name) == value
 
 
 @pytest.mark.parametrize(

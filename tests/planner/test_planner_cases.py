@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.planner.case_prices import convention_of, flops_per_token, memory_kind_of, predict
-from shardwise.planner.case_words import attention_of, gpu_of, matmul_dtype, nic_bytes_per_s, recompute_of, schedule_of
+from shardwise.planner.case_prices import convention_of, flops_per_token, predict
 from shardwise.planner.cases import Case, read_case
 
 ROWS: list[dict[str, Any]] = json.loads(
@@ -69,69 +68,6 @@ def test_any_key_may_be_missing_or_null(data: st.DataObject) -> None:
         assert case.strategy.num_ranks >= 1
 
 
-@pytest.mark.parametrize(
-    ("written", "name"),
-    [
-        ("A100-SXM4-80GB", "a100-80"),
-        ("A100-40GB", "a100-40"),
-        ("H100-96GB-HBM2e(2.4TB/s,500W)", "h100-96"),
-        ("GB200-NVL72", "gb200"),
-        ("H800", "h800"),
-        ("NVIDIA RTX 4090", "rtx-4090"),
-        ("MI300X", "mi300x"),
-        ("any", None),
-        (None, None),
-    ],
-)
-def test_devices_by_what_people_write(written: str | None, name: str | None) -> None:
-    gpu = gpu_of(written)
-    assert (gpu and gpu.name) == name
-
-
-@pytest.mark.parametrize(
-    ("written", "gigabits"),
-    [
-        ("8x200Gb HDR IB", 200),
-        ("NVLink + 4x100Gb Omni-Path per node", 50),
-        ("800Gbps per node", 100),
-        ("1600Gb/s RoCE", 200),
-        ("NVSwitch + 400Gb/s per GPU RDMA", 400),
-        ("NVLink + InfiniBand", None),
-    ],
-)
-def test_networks_by_what_people_write(written: str, gigabits: float | None) -> None:
-    found = nic_bytes_per_s(written, 8)
-    assert found is None if gigabits is None else found == pytest.approx(gigabits * 1e9 / 8)
-
-
-def test_words() -> None:
-    assert [matmul_dtype(text) for text in ("nvfp4", "mxfp8", "amp_bf16", "fp16", None)] == [
-        "fp4",
-        "fp8",
-        "bf16",
-        "fp16",
-        "bf16",
-    ]
-    assert [recompute_of(text) for text in ("full", "none", "selective(op)", None)] == [
-        ("full", 1),
-        ("none", 1),
-        ("selective", 1),
-        None,
-    ]
-    assert [attention_of(text) for text in ("flash_attention2 + RMS kernel", "fused", "torch", None)] == [
-        "flash",
-        "fused-softmax",
-        "unfused",
-        None,
-    ]
-    assert [schedule_of(*each) for each in (("1f1b", 4, 1), ("zb-2p", 4, 1), ("1f1b", 4, 2), ("zb-v", 1, 1))] == [
-        "1f1b",
-        "zb-h2",
-        "interleaved",
-        "1f1b",
-    ]
-
-
 def test_what_counts_embedding_and_head_as_layers_has_fewer_blocks_at_the_ends() -> None:
     case = read_case(row_of("sailor-clariden-GPT-NEO-N32-N32_D8"))
     assert case.strategy is not None
@@ -163,13 +99,6 @@ def test_flops_that_are_reported_count_what_their_convention_says() -> None:
 )
 def test_conventions_by_what_people_write(written: str, convention: str) -> None:
     assert convention_of(written, Case(id="", group="", tier="", quantity="")) == convention
-
-
-def test_kinds_of_memory_by_what_people_write() -> None:
-    kinds = [
-        memory_kind_of(text) for text in ("model states only", "torch peak reserved", 'nvidia-smi used, "GB"', None)
-    ]
-    assert kinds == ["states", "reserved", "device", "allocated"]
 
 
 def test_the_states_of_a_model_of_which_only_the_size_is_known() -> None:

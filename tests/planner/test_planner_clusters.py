@@ -1,10 +1,13 @@
 """Clusters as users write them, and one line for each mistake."""
 
+from dataclasses import replace
+
 import pytest
 
 from shardwise.config import ConfigError
 from shardwise.planner.catalogue import find_gpu
-from shardwise.planner.clusters import cluster_words, parse_cluster
+from shardwise.planner.clusters import KEYS, cluster_words, parse_cluster, usual_node
+from shardwise.planner.hardware import Cluster, Host
 
 
 @pytest.mark.parametrize(
@@ -16,6 +19,8 @@ from shardwise.planner.clusters import cluster_words, parse_cluster
         ("a100-80:2x6", 12, 6, "a100-80"),
         ("A100-SXM4-80GB:16", 16, 8, "a100-80"),
         ("gb200:72", 72, 4, "gb200"),
+        ("gb200:2", 2, 2, "gb200"),
+        ("h100:1x1", 1, 1, "h100"),
     ],
 )
 def test_names_and_counts(text, num_gpus, gpus_per_node, name):
@@ -39,12 +44,81 @@ def test_a_file_says_what_differs(tmp_path):
     assert cluster_words(cluster).startswith("32 x h100 in 4 nodes of 8, 94 GiB each")
 
 
+def test_every_key_of_a_file_has_its_field_in_its_unit(tmp_path):
+    values = {key: number for number, key in enumerate(KEYS, 2) if key not in ("gpu", "num_gpus", "num_nodes")}
+    path = tmp_path / "mine.toml"
+    path.write_text('gpu = "h100"\nnum_nodes = 3\n' + "".join(f"{key} = {value}\n" for key, value in values.items()))
+    gpu = replace(
+        find_gpu("h100"),
+        memory_bytes=values["memory_gib"] * 2**30,
+        memory_bytes_per_s=values["memory_gb_per_s"] * 1e9,
+        link_bytes_per_s=values["link_gb_per_s"] * 1e9,
+        link_domain=values["link_domain"],
+        host_bytes_per_s=values["host_link_gb_per_s"] * 1e9,
+        price_per_hour=values["price_per_hour"],
+    )
+    host = Host(
+        memory_bytes=values["host_memory_gib"] * 2**30,
+        memory_bytes_per_s=values["host_memory_gb_per_s"] * 1e9,
+        num_cores=values["host_cores"],
+        nvme_bytes=values["nvme_gib"] * 2**30,
+        nvme_read_bytes_per_s=values["nvme_read_gb_per_s"] * 1e9,
+        nvme_write_bytes_per_s=values["nvme_write_gb_per_s"] * 1e9,
+    )
+    each = values["gpus_per_node"]
+    nic = values["nic_gbps"] * 1e9 / 8
+    assert parse_cluster(str(path)) == Cluster(
+        gpu=gpu, num_gpus=3 * each, gpus_per_node=each, nic_bytes_per_s=nic, host=host
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "num_gpus", "gpus_per_node"),
+    [
+        ("num_gpus = 3", 3, 3),
+        ("num_gpus = 16", 16, 8),
+        ("num_nodes = 2", 16, 8),
+        ("num_nodes = 2\nnum_gpus = 16", 16, 8),
+        ("num_nodes = 3\ngpus_per_node = 5", 15, 5),
+    ],
+)
+def test_a_node_is_the_usual_one_where_a_file_does_not_say(text, num_gpus, gpus_per_node, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(f'gpu = "h100"\n{text}\n')
+    cluster = parse_cluster(str(path))
+    assert (cluster.num_gpus, cluster.gpus_per_node, cluster.host) == (num_gpus, gpus_per_node, Host())
+    assert cluster.nic_bytes_per_s == cluster.gpu.nic_bytes_per_s
+
+
+def test_a_usual_node_has_half_as_many_where_links_leave_it():
+    h100 = find_gpu("h100")
+    assert [usual_node(replace(h100, link_domain=each)) for each in (1, 8, 9, 72)] == [8, 8, 4, 4]
+
+
+def test_words_of_a_cluster_leave_out_what_it_has_not():
+    h100 = parse_cluster("h100:1024x8")
+    assert cluster_words(h100) == (
+        "8,192 x h100 in 1,024 nodes of 8, 79 GiB each, links 450 GB/s, network 400 Gb/s a GPU"
+    )
+    assert cluster_words(parse_cluster("h100:8")) == "8 x h100 in 1 node, 79 GiB each, links 450 GB/s"
+    bare = replace(h100, gpu=replace(h100.gpu, link_bytes_per_s=0.0), nic_bytes_per_s=0.0)
+    assert cluster_words(bare) == "8,192 x h100 in 1,024 nodes of 8, 79 GiB each"
+    cpu = replace(h100, gpu=replace(h100.gpu, name="cpu", memory_bytes=1.5 * 2**30), num_gpus=2, gpus_per_node=2)
+    assert cluster_words(cpu) == "2 processes on this machine's CPU, 1.5 GiB each"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("h10:8", "did you mean h100"),
         ("h100", "h100 names no number of GPUs; write h100:512"),
         ("h100:many", "names no number of GPUs"),
+        ("NVIDIA H100:", "names no number of GPUs; write h100:512, or h100:64x8 for 64 nodes of 8"),
+        ("h100-96:8y", "write h100-96:512"),
+        ("h100:8x", "names no number of GPUs"),
+        ("h100:0x8", "h100:0x8 holds no GPU; give at least 1"),
+        ("h100:2x0", "h100:2x0 holds no GPU; give at least 1"),
+        ("gb200:6", "6 GPUs do not fill nodes of 4; nearest: 4, 8, or say nodes x GPUs, as in gb200:2x3"),
         ("h100:0", "holds no GPU; give at least 1"),
         ("h100:12", "12 GPUs do not fill nodes of 8; nearest: 8, 16, or say nodes x GPUs, as in h100:2x6"),
         ("none.toml", "cannot read config none.toml"),
@@ -66,6 +140,13 @@ def test_what_is_no_cluster_is_named(text, message):
         ('gpu = "h100"\nnum_gpus = 8.5', "num_gpus=8.5 must be a whole number"),
         ('gpu = "h100"\nnum_gpus = 8\nnum_nodes = 2', "num_gpus=8 is not num_nodes 2 x gpus_per_node 8 = 16"),
         ('gpu = "h100', "not valid TOML"),
+        ("gpu = 100\nnum_gpus = 8", "names no device; add gpu"),
+        ('gpu = "h10"\nnum_gpus = 8', "did you mean h100?"),
+        ('gpu = "h100"\nxyz = 8', "xyz is no key of a cluster; keys are gpu, num_gpus"),
+        ('gpu = "h100"\nnum_gpus = -8', "num_gpus=-8 must be a number >= 0"),
+        ('gpu = "h100"\nnum_gpus = true', "num_gpus=True must be a number >= 0"),
+        ('gpu = "h100"\nnum_gpus = 5\ngpus_per_node = 8', "mine.toml: 5 GPUs do not fill nodes of 8; nearest: 8, or"),
+        ('gpu = "h100"\nnum_gpus = 8\ngpus_per_node = 0', "mine.toml holds no GPU; give at least 1"),
     ],
 )
 def test_what_a_file_cannot_say_is_named(text, message, tmp_path):

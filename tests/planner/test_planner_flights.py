@@ -45,11 +45,12 @@ def test_most_is_that_of_the_whole_schedule(name: str, num_ranks: int, num_micro
 
 
 def held_as_backwards_begin(name: str, num_ranks: int, num_micro_batches: int, rank: int) -> Iterator[tuple[int, Held]]:
-    """By brute force over the whole schedule: the stage's index, what is held, and what was sent before."""
+    """By brute force over the whole schedule: the stage's index, what is held, what arrives and what was sent."""
     placement = placement_of(name, num_ranks, VIRTUAL[name])
     stages = placement.stages_of(rank)
     begun, half, ended, num_sent = set[tuple[int, int]](), set[tuple[int, int]](), set[tuple[int, int]](), 0
-    for action in pipeline_step(name, num_ranks, num_micro_batches, VIRTUAL[name]).ranks[rank]:
+    row = pipeline_step(name, num_ranks, num_micro_batches, VIRTUAL[name]).ranks[rank]
+    for action, following in zip(row, [*row[1:], None], strict=True):
         place = action.stage, action.micro_batch or 0
         if action.kind is Kind.FORWARD:
             begun.add(place)
@@ -60,7 +61,11 @@ def held_as_backwards_begin(name: str, num_ranks: int, num_micro_batches: int, r
         counts = [
             tuple(sum(stage == own for stage, _ in places) for own in stages) for places in (begun - half, half - ended)
         ]
-        yield stages.index(action.stage), Held(counts[0], counts[1], 0, num_sent)
+        num_arrived = 0
+        if following is not None and following.kind is not Kind.BACKWARD_WEIGHT:
+            source = following.stage + (-1 if following.kind is Kind.FORWARD else 1)
+            num_arrived = int(0 <= source < placement.num_stages and placement.rank_of(source) != rank)
+        yield stages.index(action.stage), Held(counts[0], counts[1], num_arrived, num_sent)
         half.add(place)
         if action.kind is Kind.BACKWARD:
             ended.add(place)
@@ -79,7 +84,8 @@ def test_each_backward_begins_with_no_more_than_a_moment_says(
         assert all(any(moment.covers(each) for moment in moments) for each in begun)
         for moment in moments:
             same = [each for each in begun if each.counts == moment.counts]
-            assert moment.num_sent == max(each.num_sent for each in same)
+            most = max(each.num_arrived + each.num_sent for each in same)
+            assert moment.num_arrived + moment.num_sent == most
 
 
 def test_a_stage_that_runs_later_is_held_less_often() -> None:
@@ -92,7 +98,7 @@ def test_a_stage_that_runs_later_is_held_less_often() -> None:
 def test_what_comes_next_has_arrived() -> None:
     first, last = (flight_of("1f1b", 2, 4, rank).backwards[0][0] for rank in (0, 1))
     assert (first.num_arrived, first.num_sent) == (1, 0)  # nothing is sent back by the first stage
-    assert (last.num_arrived, last.num_sent) == (1, 3)
+    assert (last.num_arrived, last.num_sent) == (1, 2)  # before the last forward; behind it nothing arrives
     assert flight_of("1f1b", 1, 4, 0).backwards[0][0].num_arrived == 0
     (end,) = flight_of("zb-h1", 2, 4, 1).between
     assert end.deferred == (2,)

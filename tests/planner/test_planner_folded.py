@@ -49,6 +49,10 @@ def decoders(draw: st.DrawFn) -> DecoderConfig:
 def strategies(draw: st.DrawFn) -> Strategy:
     schedule, virtual = draw(st.sampled_from(SCHEDULES))
     params, grads, optimizer = draw(st.sampled_from(TIERS))
+
+    def share(tier: str) -> float:
+        return 0.0 if tier == "device" else draw(st.sampled_from((0.0, 0.3, 0.5, 0.8)))
+
     return Strategy(
         pp=draw(st.sampled_from((1, 2, 3))),
         dp_replicate=draw(st.sampled_from((1, 2))),
@@ -64,6 +68,9 @@ def strategies(draw: st.DrawFn) -> Strategy:
         params_tier=params,
         grads_tier=grads,
         optimizer_tier=optimizer,
+        params_on_device=share(params),
+        grads_on_device=share(grads),
+        optimizer_on_device=share(optimizer),
         param=draw(st.sampled_from(("fp32", "bf16"))),
         reduce=draw(st.sampled_from(("param", "fp32"))),
         accumulate=draw(st.sampled_from(("param", "fp32"))),
@@ -72,7 +79,8 @@ def strategies(draw: st.DrawFn) -> Strategy:
 
 def config_of(s: Strategy) -> Config:
     mesh = {"pp": s.pp, "dp_replicate": s.dp_replicate, "dp_shard": s.dp_shard, "cp": s.cp, "tp": s.tp}
-    tiers = {"params": s.params_tier, "grads": s.grads_tier, "optimizer": s.optimizer_tier}
+    tiers: dict[str, object] = {"params": s.params_tier, "grads": s.grads_tier, "optimizer": s.optimizer_tier}
+    tiers |= {f"{state}_on_device": getattr(s, f"{state}_on_device") for state in ("params", "grads", "optimizer")}
     if "nvme" in tiers.values():
         tiers["nvme_path"] = "/nvme"
     sections = {

@@ -7,21 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise import simulate
-from shardwise.config import Config
+from harness.engine_memory import Sample, job_of
 from shardwise.layout.activations import FP32_BYTES
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.models import Decoder, DecoderConfig, lm_loss
+from shardwise.models import DecoderConfig
 from shardwise.planner.block_memory import block_bytes
-from shardwise.planner.hardware import Cluster, Gpu
 from shardwise.planner.job import Job, Practice, Strategy
 from shardwise.planner.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, MemoryModel
 from shardwise.planner.results import RankMemory
-from shardwise.planner.shape import ModelShape
 
 SHAPE = DecoderConfig(
     vocab_size=1024, num_layers=4, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=704,
@@ -30,46 +26,9 @@ SHAPE = DecoderConfig(
 SEQ_LEN = 256
 
 
-def cluster(name: str) -> Cluster:
-    gpu = Gpu(name=name, memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 1e15})
-    return Cluster(gpu=gpu, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=5e10)
-
-
 def job(name: str = "cpu", **changes: Any) -> Job:
-    shape = replace(ModelShape.of_decoder(SHAPE), **changes)
-    return Job(shape=shape, seq_len=SEQ_LEN, global_batch=8, cluster=cluster(name))
-
-
-def simulated_peak(s: Strategy, pipeline_rank: int) -> int:
-    config = Config.from_dict(
-        {
-            "mesh": {"pp": s.pp, "dp_replicate": s.dp_replicate, "dp_shard": s.dp_shard, "cp": s.cp, "tp": s.tp},
-            "zero": {"stage": s.zero_stage},
-            "context": {"chunk_tokens": s.chunk_tokens},
-            "tiers": {
-                "params": s.params_tier,
-                "grads": s.grads_tier,
-                "optimizer": s.optimizer_tier,
-                "activations": s.activations_tier,
-            },
-            "tensor": {"sequence_parallel": s.sequence_parallel},
-            "batch": {"accumulation": s.num_micro_batches, "micro_size": s.micro_size},
-            "precision": {"param": s.param, "reduce": s.reduce, "accumulate": s.accumulate},
-            "pipeline": {"schedule": s.schedule, "virtual_stages": s.virtual_stages, "gather": s.gather},
-            "recompute": {"mode": s.recompute, "every": s.recompute_every},
-            "run": {"device": "cpu"},
-        }
-    )
-    tokens = torch.zeros(s.micro_size, SEQ_LEN, dtype=torch.int64)
-    simulation = simulate(
-        lambda: Decoder(SHAPE),
-        config,
-        lambda: (tokens, tokens),
-        rank=pipeline_rank * s.num_ranks // s.pp,
-        world_size=s.num_ranks,
-        loss_fn=lambda logits, batch: lm_loss(logits, batch[1]),
-    )
-    return simulation.peak.peak_bytes
+    plain = job_of(SHAPE, SEQ_LEN, name)
+    return replace(plain, shape=replace(plain.shape, **changes))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +59,7 @@ def simulated_peak(s: Strategy, pipeline_rank: int) -> int:
 )
 def test_peak_is_that_of_the_engine(strategy: Strategy, pipeline_rank: int) -> None:
     estimated = MemoryModel(job()).estimate(strategy).ranks[pipeline_rank]
-    measured = simulated_peak(strategy, pipeline_rank)
+    measured = Sample(SHAPE, SEQ_LEN, strategy).simulated(pipeline_rank).peak.peak_bytes
     print(f"estimated {estimated.peak_bytes:,.0f}, simulated {measured:,}: {dict(estimated.peak)}")
     assert estimated.peak_bytes == pytest.approx(measured, rel=0.05)
 

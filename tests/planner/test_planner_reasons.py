@@ -201,8 +201,8 @@ PLAIN, SPLIT = Strategy(dp_shard=16), Strategy(tp=2, dp_shard=8)
     ("other_s", "faster", "slower"),
     [
         (9.9, "simpler than TP 2, DDP over 8, micro-batch 1, which is 1.0 % faster", "1.0 % faster, but less simple: "),
-        (10.001, "as fast as TP 2, DDP over 8, micro-batch 1, which comes next", "as fast"),
-        (9.999, "as fast as TP 2, DDP over 8, micro-batch 1, which comes next", "as fast"),
+        (10.001, "as fast as TP 2, DDP over 8, micro-batch 1, which comes next", "as fast, but less simple: "),
+        (9.999, "as fast as TP 2, DDP over 8, micro-batch 1, which comes next", "as fast, but less simple: "),
         (11.0, "1.00 s faster than TP 2, DDP over 8, micro-batch 1: 1.00 s less compute", "1.00 s (10.0 %) slower: "),
     ],
 )

@@ -181,7 +181,14 @@ def check_best(num_gpus: int, batches: int, memory_gib: float, seed: int) -> Non
         assert plan.winner.time.step_s == pytest.approx(expected.time.step_s, rel=0.002)
         others = [each.time.step_s for each in plan.best[1:]]
         assert others == sorted(others)
+        assert len({each.strategy for each in plan.best}) == len(plan.best)
+        kinds = [kind_of(each.strategy) for each in (plan.winner, *plan.runners_up)]
+        assert len(set(kinds)) == len(kinds)
     assert plan.num_priced <= 100_000
+
+
+def kind_of(s: Strategy) -> tuple[object, ...]:
+    return s.pp, s.cp, s.tp, s.zero_stage if s.num_data_ranks * s.cp > 1 else 0, s.schedule
 
 
 def test_fewer_prices_than_strategies_find_it_too() -> None:
@@ -300,9 +307,33 @@ def test_what_the_engine_refuses_is_not_legal() -> None:
         assert not is_legal(job, replace(legal, **changes)), changes
 
 
+def test_as_much_stays_on_the_device_as_fits_and_helps() -> None:
+    job = job_of(1, 4, 5.0)
+    pins = {"optimizer_tier": ("host",), "grads_tier": ("device",), "params_tier": ("device",), "micro_size": (1,)}
+    pricer = Pricer(job)
+    winner = search(job, Space(pins={**pins, "recompute": ("none",)}), pricer=pricer).winner
+    assert winner is not None
+    share = winner.strategy.optimizer_on_device
+    assert 0 < share < 1
+    assert config_of(job, winner.strategy).tiers.optimizer_on_device == share
+    less, more = (pricer.price(replace(winner.strategy, optimizer_on_device=each)) for each in (0.0, share + 0.05))
+    assert winner.time.step_s < less.time.step_s
+    assert sum(winner.memory.worst.elsewhere.values()) < sum(less.memory.worst.elsewhere.values())
+    assert shortfall(more.memory, job.cluster, Limits().margin_share) is not None
+
+
 def test_the_front_has_what_none_beats() -> None:
     points = [(float(x), float(y)) for x, y in [(3, 3), (1, 1), (2, 2), (2, 3), (4, 3), (1, 0), (5, 9)]]
     assert [points[index] for index in pareto(points)] == [(1, 1), (2, 3), (5, 9)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5).map(float), st.integers(0, 5).map(float)), max_size=12))
+def test_of_points_on_the_front_none_beats_another_and_all_others_are_beaten(points: list[tuple[float, float]]) -> None:
+    kept = [points[index] for index in pareto(points)]
+    assert kept == sorted(set(kept))
+    for time_s, free in points:
+        is_beaten = any(a <= time_s and b >= free and (a, b) != (time_s, free) for a, b in points)
+        assert ((time_s, free) in kept) is not is_beaten
 
 
 @pytest.mark.parametrize(("num_gpus", "global_batch"), [(8, 64), (64, 256)])
@@ -418,3 +449,24 @@ def test_what_a_strategy_is_known_to_hold_is_no_more_than_it_holds() -> None:
             kept = run._least_activation_bytes(outline) if rest.activations_tier == "device" else 0.0
             held = memory.estimate(strategy_at(outline, rest, space.base))
             assert states + kept <= held.worst.peak_bytes, (outline, rest)
+
+
+def test_a_neighbour_is_taken_only_from_the_space() -> None:
+    job = job_of(8, 16, 80.0)
+    plain, on_host = Strategy(dp_shard=8, zero_stage=1), Strategy(dp_shard=8, zero_stage=1, optimizer_tier="host")
+    space = Space(pins={"tp": (1,)}, offloads=False)
+    run = Run(job, space, Limits(), fake_pricer(job, 0))
+    assert run._is_in_space(plain)
+    assert not run._is_in_space(replace(plain, tp=2, dp_shard=4))
+    assert not run._is_in_space(replace(plain, chunk_tokens=1024))
+    assert not run._is_in_space(on_host)
+    assert Run(job, replace(space, offloads=True), Limits(), fake_pricer(job, 0))._is_in_space(on_host)
+    assert not Run(job, replace(space, offloads=None), Limits(), fake_pricer(job, 0))._is_in_space(on_host)
+
+
+def test_nothing_is_computed_twice_that_fits_kept() -> None:
+    job = job_of(4, 8, 800.0)
+    space = Space(pins={"pp": (1,), "cp": (1,), "micro_size": (1,)})
+    plan = search(job, space, Limits(num_best=1000), fake_pricer(job, 0))
+    assert {price.strategy.recompute for price in plan.best} == {"none"}
+    assert plan.rejected["that compute twice what fits kept"] > 0

@@ -134,16 +134,54 @@ def test_too_little_room_is_cautioned(peak: float, margin_share: float, words: s
 
 
 def test_the_rank_that_lacks_is_named_in_a_pipeline_alone() -> None:
-    (said,) = cautions(price_of({"params": 1.0}, {"params": 90.0}, strategy=Strategy(pp=2), compute=1.0), 0.0)
-    assert "pipeline rank 1" in said
+    (said,) = cautions(price_of({"params": 1.0}, {"params": 90.0}, strategy=Strategy(pp=2), compute=1.0), 0.05)
+    assert said == "device memory lacks 14.0 GiB on pipeline rank 1, where 5 % is to stay free"
+    (said,) = cautions(price_of({"params": 90.0}, compute=1.0), 0.05)
+    assert said == "device memory lacks 14.0 GiB, where 5 % is to stay free"
+    (said,) = cautions(price_of({"params": 80.0}, compute=1.0), 0.05)
+    assert said == "only 0 MiB (0.0 %) of device memory are left; try less"
+    (said,) = cautions(price_of({"params": 70.0}, compute=1.0, elsewhere={"nvme": 1000.0}), 0.05)
+    assert said == f"nvme memory lacks {gib_words(8000 * GIB - 1e12)}, where 5 % is to stay free"
 
 
-def test_large_parts_and_axes_beyond_a_node_are_cautioned() -> None:
-    assert list(cautions(price_of({}, strategy=Strategy(tp=8), compute=0.86, tensor=0.14), 0.0)) == []
-    (large,) = cautions(price_of({}, strategy=Strategy(tp=8), compute=0.8, tensor=0.2), 0.0)
-    assert large.startswith("20 % of a step is collectives of tensor parallelism")
-    (far,) = cautions(price_of({}, strategy=Strategy(tp=16), compute=1.0), 0.0)
-    assert "mesh.tp=16" in far
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("tensor", "collectives of tensor parallelism that nothing hides; try a smaller mesh.tp, or"),
+        ("context", "exchange of keys and values that nothing hides; try a smaller mesh.cp, or"),
+        ("experts", "exchange of tokens between experts; keep the ranks"),
+        ("bubble", "waiting in the pipeline; try more micro-batches"),
+        ("data", "gathers and reductions that nothing hides; try a smaller mesh.dp_shard"),
+        ("offload", "moves between memories that nothing hides; try to keep"),
+        ("recompute", "computing activations again; try recompute.mode=selective"),
+    ],
+)
+def test_a_large_part_of_a_step_is_cautioned(part: str, words: str) -> None:
+    assert list(cautions(price_of({}, compute=861.0, **{part: 139.0}), 0.0)) == []
+    (said,) = cautions(price_of({}, compute=3.0, **{part: 1.0}), 0.0)
+    assert said.startswith(f"25 % of a step is {words}")
+    assert len(list(cautions(price_of({}, compute=17.0, **{part: 3.0}), 0.0))) == 1  # 15 %
+
+
+def test_an_axis_beyond_a_node_and_its_links_is_cautioned() -> None:
+    def said(tp: int, link_domain: int) -> list[str]:
+        price = price_of({}, strategy=Strategy(tp=tp), compute=1.0)
+        cluster = replace(CLUSTER, gpu=replace(GPU, link_domain=link_domain))
+        return list(cautions(replace(price, job=replace(JOB, cluster=cluster)), 0.0))
+
+    assert said(8, 1) == said(16, 16) == []
+    assert said(16, 8) == ["mesh.tp=16 reaches beyond a node of 8, over the network"]
+    assert len(said(32, 16)) == 1
+
+
+def test_kernels_that_are_shorter_than_their_launches_are_cautioned() -> None:
+    fast = replace(CLUSTER, gpu=replace(GPU, peak_flops_per_s={"bf16": 1e15}, memory_bytes_per_s=1e13))
+    price = price_of({}, compute=1.0)
+    short = replace(JOB, seq_len=64, cluster=fast)
+    graphed = replace(short, practice=replace(short.practice, is_graphed=True))
+    for job, is_said in ((JOB, False), (short, True), (graphed, False)):
+        said = "".join(cautions(replace(price, job=job), 0.0))
+        assert ("shorter than the host takes to launch them" in said) is is_said
 
 
 def test_a_default_that_does_not_fit_names_what_takes_most() -> None:

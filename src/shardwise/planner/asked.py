@@ -21,6 +21,7 @@ from typing import Any, Final
 from shardwise.config import Config, ConfigError, Dtype, read_toml
 from shardwise.models.decoder import DecoderConfig
 from shardwise.models.presets import PRESETS, decoder_config, preset
+from shardwise.optim import optimizer_kind
 from shardwise.planner.candidates import Space
 from shardwise.planner.configs import KEYS, job_of, pins_of
 from shardwise.planner.hardware import Cluster
@@ -212,6 +213,7 @@ def ask(
     pinned = [each for each in settings if _key(each) in KEYS and _key(each) not in _OF_ALL]
     # Refuses a key that is neither with a suggestion.
     base = model.config.override([each for each in settings if each not in pinned])
+    optimizer_kind(base.optimizer.name)
     given = model.given | {_key(each) for each in settings}
     if "precision.param" not in given:
         base = base.override([f"precision.param={usual_dtype(cluster)}"])

@@ -62,7 +62,7 @@ class HeadBytes:
     """Bytes of one micro-batch in the head and its loss, on a rank of the last stage.
 
     Attributes:
-        given: the head's input.
+        given: the head's input, where it is kept.
         kept: between the loss's forward and its backward, beside that.
         loss: made by the loss besides, at its highest.
         behind: when the loss's backward is over, what that leaves and what the head's makes.
@@ -108,10 +108,12 @@ def block_bytes(job: Job, strategy: Strategy, *, has_experts: bool) -> BlockByte
     drops_scores = s.recompute == "selective" and practice.selective == "all-but-scores"
     at_rest = kept("none", replace(kept_shape, score_bytes=0.0)) if drops_scores else kept(s.recompute)
     making = _making_bytes(job, s, shape, is_chunked=is_chunked)
+    # Whole sequences that a recomputation gathers, for attention and feed-forward; one in parts gathers parts.
+    num_gathered = 2 - is_chunked if s.sequence_parallel and s.recompute != "none" else 0
     return BlockBytes(
         kept=at_rest + feature * (sent + (mixed if s.recompute != "full" else 0.0)),
         whole=kept("none") + feature * (mixed + sent),
-        again=feature * 2 * shape.hidden_size if s.sequence_parallel and s.recompute != "none" else 0.0,
+        again=feature * num_gathered * shape.hidden_size,
         working=feature * _stream_size(s, shape) + making,
         deferred=feature * _deferred_size(s, shape, 0.0 if is_chunked else ffn),
         stream=feature * _stream_size(s, shape),
@@ -121,39 +123,95 @@ def block_bytes(job: Job, strategy: Strategy, *, has_experts: bool) -> BlockByte
 def _making_bytes(job: Job, strategy: Strategy, shape: LayerShape, *, is_chunked: bool) -> float:
     """What the backward of a block has at its highest, beside all that was kept and the gradient of the stream.
 
-    Of the feed-forward's last matrix the gradient, and that of its input; behind it the gradients of two inner tensors
-    more than what is let go; of attention with scores, their gradients; of a norm that is not fused some wide copies,
-    where the inner tensors of the feed-forward are gone. Gradients of weights that come later leave inner tensors and
-    their gradients. A feed-forward in parts makes the inner tensors of a part again, and sums the gradients of its
-    weights over the parts.
+    In the feed-forward; behind it, where its inner tensors are gone unless gradients of weights come later, in
+    attention: with scores, their gradients; of a norm that is not fused, some wide copies.
     """
     s, element_bytes = strategy, DTYPE_BYTES[strategy.param]
     feature, hidden = job.seq_len / s.cp * s.micro_size * element_bytes, shape.hidden_size
-    ffn, num_inner = shape.ffn_size / s.tp, (4 if shape.is_gated else 2) - shape.fuses_gate
-    stream = _stream_size(s, shape)
-    gathered = hidden if s.sequence_parallel else 0.0  # the gradient of the stream, for the last matrix
-    num_left = num_inner - 1 if _defers(s) else 0
-    weight = 0.0 if job.practice.reduces_in_place else element_bytes * hidden * ffn
-    is_over = 0.0
+    stream, later = _stream_size(s, shape), hidden if _defers(s) else 0.0  # the gradient that rows wait with
     if is_chunked:
-        part = min(1.0, (s.chunk_tokens or 1) * s.cp / job.seq_len)
-        num_sums = (3 if shape.is_gated else 2) if part < 1 else 0
-        # All sums wait while the last matrix of the last part gives its own; behind it, those of the others.
-        with_last = feature * (num_inner + 1) * part * ffn + (num_sums + 1) * weight
-        behind_last = feature * (num_inner + 2) * part * ffn + max(0, num_sums - 1) * weight
-        in_ffn = feature * (hidden + gathered) + max(with_last, behind_last)
+        in_ffn, is_over = feature * stream + _part_bytes(job, s, shape), 0.0
     else:
-        inner = (1 if shape.fuses_gate else 2) * ffn + (ffn + gathered if num_left else 0.0)
-        in_ffn = max(feature * (ffn + gathered) + weight, feature * inner)
-        is_over = (num_left - num_inner) * ffn
-    if s.sequence_parallel and s.recompute != "none":
-        is_over -= hidden  # what the recomputation has gathered for the feed-forward
+        in_ffn, is_over = _ffn_bytes(job, s, shape), (_num_left(s, shape) - _num_inner(shape)) * shape.ffn_size / s.tp
+        if s.sequence_parallel and s.recompute != "none":
+            is_over -= hidden  # what the recomputation has gathered for the feed-forward
     scores = shape.num_heads / s.tp * job.seq_len if shape.score_bytes else 0.0
     in_attention = feature * (is_over + 2 * scores - stream)
-    in_norm = feature * (is_over + (hidden if num_left else 0.0))
-    if job.cluster.gpu.name == "cpu":
+    in_norm = feature * (is_over + later)
+    if job.cluster.gpu.is_cpu:
         in_norm += feature / element_bytes * stream * norm_bytes(element_bytes)
-    return max(in_ffn, in_attention, in_norm)
+    if not job.practice.is_own or s.tp == 1:
+        return max(in_ffn, in_attention, in_norm)
+    mixed, keys = shape.num_heads * shape.head_dim / s.tp, max(shape.num_kv_heads / s.tp, 1) * shape.head_dim
+    weight = element_bytes * hidden * mixed
+    gone = mixed + 2 * keys if not later else 2 * keys * s.sequence_parallel
+    in_row = feature * (is_over + later + _gathered_size(s, shape) + mixed) + weight
+    in_columns = feature * (is_over + 2 * later - gone + _gathered_again_size(s, shape) + 2 * hidden) + weight
+    return max(in_ffn, in_attention, in_norm, in_row, in_columns)
+
+
+def _ffn_bytes(job: Job, strategy: Strategy, shape: LayerShape) -> float:
+    """What the backward of a feed-forward has at its highest, beside what was kept.
+
+    Of its last matrix the gradient, and that of its input; behind it the gradients of two inner tensors more than what
+    is let go; of the first matrices, where ranks split them, the gradients of their input, one by one and in sum.
+    """
+    s, hidden, ffn = strategy, shape.hidden_size, shape.ffn_size / strategy.tp
+    element_bytes = DTYPE_BYTES[s.param]
+    feature, num_inner = job.seq_len / s.cp * s.micro_size * element_bytes, _num_inner(shape)
+    gathered = _gathered_size(s, shape)
+    weight = 0.0 if job.practice.reduces_in_place else element_bytes * hidden * ffn
+    inner = (1 if shape.fuses_gate else 2) * ffn + (ffn + gathered if _defers(s) else 0.0)
+    in_last = max(feature * (ffn + gathered) + weight, feature * inner)
+    if not job.practice.is_own or s.tp == 1:
+        return in_last
+    num_gone = num_inner - (1 + s.sequence_parallel if _defers(s) else 1)
+    left = (hidden if _defers(s) else 0.0) - (num_gone if s.sequence_parallel or not _defers(s) else 1) * ffn
+    in_first = feature * (left + _gathered_again_size(s, shape) + 2 * hidden) + weight
+    return max(in_last, in_first)
+
+
+def _part_bytes(job: Job, strategy: Strategy, shape: LayerShape) -> float:
+    """What the backward of a feed-forward in parts has at its highest, beside its gradient.
+
+    The inner tensors of a part are made again, and with split sequences what it gathers; gradients of weights are
+    summed over the parts. All sums wait while the last matrix of the last part gives its own; behind it, those of the
+    others; while the first matrices of a part in the middle give theirs, all of them.
+    """
+    s, hidden, ffn = strategy, shape.hidden_size, shape.ffn_size / strategy.tp
+    element_bytes = DTYPE_BYTES[s.param]
+    part = min(1.0, (s.chunk_tokens or 1) * s.cp / job.seq_len)
+    feature, num_inner = job.seq_len / s.cp * s.micro_size * element_bytes * part, _num_inner(shape)
+    gathered = _gathered_size(s, shape)
+    weight = 0.0 if job.practice.reduces_in_place else element_bytes * hidden * ffn
+    num_sums = (3 if shape.is_gated else 2) if part < 1 else 0
+    with_last = feature * ((num_inner + 1) * ffn + 2 * gathered) + (num_sums + 1) * weight
+    behind_last = feature * ((num_inner + 2) * ffn + gathered) + max(0, num_sums - 1) * weight
+    num_waiting = num_sums + (2 * part < 1) if num_sums else 1
+    in_first = feature * (ffn + gathered + 2 * hidden) + num_waiting * weight
+    return max(with_last, behind_last, in_first)
+
+
+def _num_inner(shape: LayerShape) -> int:
+    """Inner tensors that a feed-forward keeps."""
+    return (4 if shape.is_gated else 2) - shape.fuses_gate
+
+
+def _num_left(strategy: Strategy, shape: LayerShape) -> int:
+    """Of them those that wait for gradients of weights, with as many gradients: columns that gather do not wait."""
+    if not _defers(strategy):
+        return 0
+    return 1 if strategy.sequence_parallel else _num_inner(shape) - 1
+
+
+def _gathered_size(strategy: Strategy, shape: LayerShape) -> float:
+    """Features of a token in the gradient that a row layer gathers."""
+    return shape.hidden_size if strategy.sequence_parallel else 0.0
+
+
+def _gathered_again_size(strategy: Strategy, shape: LayerShape) -> float:
+    """Features of a token in the input that column layers gather again, where no recomputation has."""
+    return shape.hidden_size if strategy.sequence_parallel and strategy.recompute == "none" else 0.0
 
 
 def _stream_size(strategy: Strategy, shape: LayerShape) -> float:
@@ -212,7 +270,7 @@ def head_bytes(job: Job, strategy: Strategy) -> HeadBytes:
     s, practice, element_bytes = strategy, job.practice, DTYPE_BYTES[strategy.param]
     hidden, tokens = job.shape.hidden_size, job.seq_len / s.cp * s.micro_size
     vocab = math.ceil(job.shape.vocab_size / (s.tp if practice.splits_logits else 1))
-    kind = "cpu" if job.cluster.gpu.name == "cpu" else "gpu"
+    kind = "cpu" if job.cluster.gpu.is_cpu else "gpu"
     stream = tokens * element_bytes * hidden
     weight = 0.0 if practice.reduces_in_place else element_bytes * vocab * hidden
     logits = tokens * element_bytes * vocab
@@ -232,11 +290,11 @@ def head_bytes(job: Job, strategy: Strategy) -> HeadBytes:
     is_wide, is_parted = element_bytes >= FP32_BYTES, at_a_time < tokens
     widened = (0 if is_wide else element_bytes) + FP32_BYTES * (1 + is_parted)
     summed = FP32_BYTES * at_a_time * vocab + (0.0 if is_wide else element_bytes * at_a_time * vocab + weight)
-    # The gradients of input and weight, the latter in fp32, wait for that of the loss.
+    # The gradients of input and weight, the latter in fp32, wait for that of the loss; the input itself is let go of.
     return HeadBytes(
-        given=stream,
+        given=0.0,
         kept=stream + FP32_BYTES * vocab * hidden,
-        loss=max(widened * at_a_time * vocab, summed),
+        loss=stream + max(widened * at_a_time * vocab, summed),
         behind=stream,
         weight=weight,
         deferred=0.0,

@@ -39,8 +39,3 @@ def bubble_share(schedule: str, pp: int, num_micro_batches: int, virtual_stages:
 
 def pipeline_of(outline: Outline) -> tuple[str, int, int, int]:
     return outline.schedule, outline.pp, outline.num_micro_batches, outline.virtual_stages
-
-
-def busy_share(outline: Outline) -> float:
-    """At least, of what computing everything once without waiting takes."""
-    return (1 + outline.recomputed_share / 3) * (1 + bubble_share(*pipeline_of(outline)))

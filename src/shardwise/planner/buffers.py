@@ -8,10 +8,9 @@ idle count too: a walk through a step's reductions with tensors that have no mem
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -21,21 +20,19 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.skeleton import ROOT
 from shardwise.layout.stages import Placement
-from shardwise.planner.folded import RankFolds
+from shardwise.planner.folded import Fold, RankFolds
 from shardwise.planner.job import Job, Strategy
 from shardwise.pool import BufferPool, size_class_bytes
+from shardwise.precision import SCRATCH_NUMEL
 
 NUM_TELLING: Final = 4
 """Blocks of a stage behind which each reduction finds the same buffers as the one before."""
-
-NUM_ROUNDS_TELLING: Final = 3
-"""Micro-batches behind which reductions of each find the same buffers as those of the one before."""
 
 _MOST_GROUPS: Final = 1000
 """Of a stage, by which groups are numbered."""
 
 RING_BYTES: Final = 2**20
-"""Of a sum over two ranks, from which on it needs no buffer on a CPU: `shardwise.comm`."""
+"""Of a sum in fp32 over two ranks, from which on it needs no buffer on a CPU: `shardwise.comm`."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +45,7 @@ class Buffers:
         filling: while a block's gradients come; by the blocks behind it that are done, the last entry for all further.
         reducing: as its reduction starts; likewise.
         last: as that of what is in no block starts, behind all others.
+        scratch: beside the pool, in which a reduction sums.
     """
 
     resting: float
@@ -55,6 +53,7 @@ class Buffers:
     filling: tuple[float, ...]
     reducing: tuple[float, ...]
     last: float
+    scratch: int
 
 
 @dataclass(frozen=True)
@@ -62,61 +61,155 @@ class Gathered:
     """Parameters that are unsharded for use.
 
     Attributes:
-        root, block, rank: elements of what is in no block, of the largest block, of all.
+        root, block, whole: elements of what is in no block, of the largest block, of all.
         param_bytes: of an element; 0 where parameters rest whole.
-        is_whole: all of the rank is unsharded for a batch.
+        is_whole: all is unsharded for a batch.
     """
 
     root: int
     block: int
-    rank: int
+    whole: int
     param_bytes: int
     is_whole: bool
 
     @classmethod
-    def of(cls, strategy: Strategy, folds: RankFolds) -> Gathered:
-        """Of a rank's folded groups."""
+    def of(cls, strategy: Strategy, folds: RankFolds, index: int = 0) -> Gathered:
+        """Of a rank's folded groups, while the stage of this index among its own computes."""
         is_gathered = folds.layout.stage.params is Placement.SHARD
         is_gathered &= not all(fold.group.rests_whole for fold in folds.folds)
+        is_whole = strategy.pp > 1 and strategy.gather == "batch"
+        used: Sequence[Fold] = folds.folds
+        if folds.layout.pipeline is not None and not is_whole:
+            stage = folds.layout.pipeline.placement.stages_of(folds.layout.pipeline.index)[index]
+            used = [fold for fold in used if stage in fold.group.stages]
         return cls(
-            root=sum(fold.group.padded_numel for fold in folds.folds if fold.group.unit == ROOT),
-            block=max(block_numels(folds), default=0),
-            rank=folds.numel,
+            root=sum(fold.group.padded_numel for fold in used if fold.group.unit == ROOT),
+            block=max(block_numels(used), default=0),
+            whole=sum(fold.count * fold.group.padded_numel for fold in used),
             param_bytes=DTYPE_BYTES[strategy.param] if is_gathered else 0,
-            is_whole=strategy.pp > 1 and strategy.gather == "batch",
+            is_whole=is_whole,
         )
 
     def num_bytes(self, num_blocks: int) -> float:
         """Of the unsharded root and of so many blocks."""
-        return self.param_bytes * (self.rank if self.is_whole else min(self.rank, self.root + num_blocks * self.block))
+        return self.param_bytes * (
+            self.whole if self.is_whole else min(self.whole, self.root + num_blocks * self.block)
+        )
 
 
-def block_numels(folds: RankFolds) -> list[int]:
+def sums_of(strategy: Strategy, whole_bytes: float, folds: RankFolds) -> tuple[float, ...]:
+    """Bytes of the buffers that tensor-parallel sums on a CPU have at once: `shardwise.comm` and `tensor.collectives`.
+
+    Two ranks exchange what they have: what is summed where it stands is received beside it, a large tensor in fp32
+    goes round in a ring. More ranks widen narrow tensors, send them as they were, and receive all parts of a slice.
+
+    Args:
+        whole_bytes: of the residual stream, its sequences unsplit.
+        folds: of the rank: blocks sum where it stands, embedding and head do not, and they sum whole sequences.
+    """
+    s, size = strategy, DTYPE_BYTES[strategy.param]
+    has_blocks = any(fold.group.unit != ROOT for fold in folds.folds)
+    has_ends = any(fold.group.unit == ROOT for fold in folds.folds)
+    if s.tp == 2:
+        is_exchanged = has_blocks and not s.sequence_parallel and (whole_bytes < RING_BYTES or size < FP32_BYTES)
+        return (whole_bytes,) if is_exchanged else ()
+    if s.tp > 1 and size < FP32_BYTES and (has_ends or not s.sequence_parallel):
+        return (whole_bytes / size * FP32_BYTES, whole_bytes, whole_bytes)
+    return (whole_bytes,) if s.tp > 1 and s.sequence_parallel and has_blocks else ()
+
+
+def tied_bytes(folds: RankFolds) -> int:
+    """Of the table in which a step sums gradients of what two ranks of a pipeline share: `shardwise.zero.sharers`.
+
+    A small one has a buffer too, in which the other's arrives; a large one is summed where it is.
+    """
+    shared = [fold.group for fold in folds.folds if len(folds.layout.holders(fold.group)) == 2]
+    is_replicated = folds.layout.stage.optimizer is Placement.REPLICATE
+    return FP32_BYTES * sum(group.padded_numel if is_replicated else group.shard_numel for group in shared)
+
+
+def shared_bytes(strategy: Strategy, folds: RankFolds) -> int:
+    """Of the table in which a step sums gradients of norms that saw parts of sequences: `shardwise.zero.sharers`."""
+    if not strategy.sequence_parallel:
+        return 0
+    is_replicated = folds.layout.stage.optimizer is Placement.REPLICATE
+    numels = [
+        fold.count * param.numel // (1 if is_replicated else fold.group.num_shards)
+        for fold in folds.folds
+        for param in fold.group.params
+        if len(param.shape) == 1
+    ]
+    return FP32_BYTES * sum(numels)
+
+
+def block_numels(folds: Iterable[Fold]) -> list[int]:
     """Elements of each kind of block, its experts included."""
     blocks: dict[str, int] = {}
-    for fold in folds.folds:
+    for fold in folds:
         if fold.group.unit != ROOT:
             blocks[fold.group.unit] = blocks.get(fold.group.unit, 0) + fold.group.padded_numel
     return list(blocks.values())
 
 
-def buffers_of(job: Job, strategy: Strategy, folds: RankFolds, summed_bytes: float, share: float = 1.0) -> Buffers:
-    """Of a rank's folded groups.
+class BufferTable:
+    """The buffers of a job's strategies; keeps those that it was asked for."""
 
-    Args:
-        summed_bytes: of the buffer in which a tensor-parallel sum arrives; 0 where there is none.
-        share: of a block's elements that one reduction moves.
-    """
-    walk = _Walk(job, strategy, folds.layout)
-    walk.touch(summed_bytes)
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._known: dict[tuple[object, ...], list[Buffers]] = {}
+
+    def of(
+        self,
+        strategy: Strategy,
+        folds: RankFolds,
+        sums_bytes: Sequence[float] = (),
+        reductions: Sequence[tuple[int, bool]] = (),
+        share: float = 1.0,
+    ) -> list[Buffers]:
+        """Of each stage of a rank, the last first.
+
+        Args:
+            sums_bytes: of the buffers that a tensor-parallel sum needs at once.
+            reductions: where each micro-batch is reduced, as `Flights.reductions`.
+            share: of a block's elements that one reduction moves.
+        """
+        rules = _Rules.of(self.job, strategy, folds.layout)
+        if strategy.pp == 1:
+            return [_unpipelined(rules, folds, sums_bytes, share)]
+        stages, ahead = _by_stage(folds), tuple(sums_bytes) if _sums_ahead(folds) else ()
+        tables = _table_buffers(strategy, folds) if rules.is_on_host else ()
+        if not rules.is_sharded or rules.is_once:
+            reductions = ()
+        key = (rules, stages, sums_bytes, ahead, tables, reductions, rules.scratch_bytes(folds))
+        if key not in self._known:
+            walk = _Walk(rules)
+            walk.touch(sums_bytes)
+            each = walk.pipelined(stages, ahead, tables, reductions)
+            self._known[key] = [replace(one, scratch=rules.scratch_bytes(folds)) for one in each]
+        return self._known[key]
+
+
+def _sums_ahead(folds: RankFolds) -> bool:
+    """Whether forwards of a rank of a pipeline sum over the tensor-parallel group: a head alone does not."""
+    pipeline, has_blocks = folds.layout.pipeline, any(fold.group.unit != ROOT for fold in folds.folds)
+    return has_blocks or (pipeline is not None and 0 in pipeline.held)
+
+
+def _table_buffers(strategy: Strategy, folds: RankFolds) -> tuple[int, ...]:
+    """Bytes of the buffers in which small sums of a step arrive from another rank, one behind the other."""
+    shared = shared_bytes(strategy, folds) if strategy.tp == 2 else 0
+    return tuple(num_bytes for num_bytes in (shared, tied_bytes(folds)) if 0 < num_bytes < RING_BYTES)
+
+
+def _unpipelined(rules: _Rules, folds: RankFolds, sums_bytes: Sequence[float], share: float) -> Buffers:
+    walk = _Walk(rules)
+    walk.touch(sums_bytes)
     resting = walk.num_bytes
-    if strategy.pp > 1:
-        return walk.pipelined(_by_stage(folds), summed_bytes, walk.tied_bytes(folds))
     root = sum(fold.group.padded_numel for fold in folds.folds if fold.group.unit == ROOT)
     num_blocks = sum(
         fold.count for fold in folds.folds if fold.group.unit != ROOT and fold.group.name == fold.group.unit
     )
-    block = int(share * max(block_numels(folds), default=0))
+    block = int(share * max(block_numels(folds.folds), default=0))
     of_root = walk.bucket(root)
     with_root = walk.num_bytes
     filling, reducing = [], []
@@ -127,10 +220,11 @@ def buffers_of(job: Job, strategy: Strategy, folds: RankFolds, summed_bytes: flo
         reducing.append(walk.num_bytes)
     walk.reduce(root, of_root, 0)
     last = max(walk.num_bytes, reducing[-1] if reducing else 0.0)
-    return Buffers(resting, with_root, tuple(filling) or (with_root,), tuple(reducing) or (with_root,), last)
+    filled, reduced = tuple(filling) or (with_root,), tuple(reducing) or (with_root,)
+    return Buffers(resting, with_root, filled, reduced, last, rules.scratch_bytes(folds))
 
 
-def _by_stage(folds: RankFolds) -> list[list[tuple[int, int]]]:
+def _by_stage(folds: RankFolds) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Elements of each group and how many there are of it, in the order of their reductions; by stage, the last first.
 
     What several stages hold is reduced with the last of them.
@@ -146,7 +240,7 @@ def _by_stage(folds: RankFolds) -> list[list[tuple[int, int]]]:
             place.append(entry)
         else:
             place.insert(0, entry)
-    return found
+    return tuple(map(tuple, found))
 
 
 class _Counted:
@@ -160,62 +254,129 @@ class _Counted:
         """Lease `numel` elements."""
         self._leased_bytes += numel * dtype.itemsize
         self.reserved_bytes = max(self.reserved_bytes, self._leased_bytes)
-        return torch.empty(numel, dtype=dtype, device="meta")
+        return cast(Tensor, _Bytes(numel * dtype.itemsize))
 
     def release(self, tensor: Tensor) -> None:
         """Give them back."""
         self._leased_bytes -= tensor.numel() * tensor.element_size()
 
 
+class _Bytes:
+    """So much of a tensor as a pool asks for: how many bytes it has, and what it is a part of."""
+
+    __slots__ = ("_num_bytes", "_whole")
+
+    def __init__(self, num_bytes: int, whole: _Bytes | None = None) -> None:
+        self._num_bytes, self._whole = num_bytes, whole
+
+    def __getitem__(self, part: slice) -> _Bytes:
+        return _Bytes(part.stop, self)
+
+    def view(self, dtype: torch.dtype) -> _Bytes:
+        """Of bytes."""
+        return self
+
+    def untyped_storage(self) -> _Bytes:
+        """What it is a part of."""
+        return self._whole or self
+
+    def numel(self) -> int:
+        """Bytes."""
+        return self._num_bytes
+
+    def element_size(self) -> int:
+        """Of a byte."""
+        return 1
+
+
 def _own_pool() -> BufferPool:
     """The engine's, of memory that is not there."""
-    return BufferPool("meta", allocate=partial(torch.empty, dtype=torch.uint8, device="meta"))
+    return BufferPool("meta", allocate=cast(Callable[[int], Tensor], _Bytes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rules:
+    """What decides which buffers a reduction takes, beside the sizes of gradients."""
+
+    has_own_pool: bool
+    is_sharded: bool
+    is_replicated: bool
+    num_shards: int
+    wire_bytes: int
+    rest_bytes: int
+    bucket_bytes: int
+    copies: bool
+    receives: bool
+    widens_sums: bool
+    sums_on_arrival: bool
+    is_on_host: bool
+    lands: bool
+    is_once: bool
+
+    @classmethod
+    def of(cls, job: Job, strategy: Strategy, layout: Layout) -> _Rules:
+        """Of a rank's layout."""
+        s, stage, precision, mesh = strategy, layout.stage, layout.precision, layout.mesh
+        practice = job.practice
+        is_sharded = stage.grads is Placement.SHARD and practice.trains_all
+        is_replicated = stage.optimizer is Placement.REPLICATE
+        num_shards = mesh.dp_shard * mesh.cp
+        num_ranks = num_shards * (mesh.dp_replicate if is_replicated else 1)
+        is_split = num_ranks > 1 and practice.trains_all
+        wire_bytes, rest_bytes = DTYPE_BYTES[precision.reduce], DTYPE_BYTES[precision.accumulate]
+        bucket_bytes = rest_bytes if s.pp > 1 else wire_bytes
+        is_same = (bucket_bytes if is_sharded else rest_bytes) == wire_bytes
+        in_place = practice.reduces_in_place or (is_replicated and is_same)
+        is_summed_again = mesh.dp_replicate > 1 and not is_replicated and practice.is_own
+        is_once = s.gather == "batch"
+        return cls(
+            has_own_pool=practice.is_own,
+            is_sharded=is_sharded,
+            is_replicated=is_replicated,
+            num_shards=num_shards,
+            wire_bytes=wire_bytes,
+            rest_bytes=rest_bytes,
+            bucket_bytes=bucket_bytes,
+            copies=is_split and not is_same and not practice.reduces_in_place,
+            receives=is_split and (is_sharded or not in_place),
+            widens_sums=is_summed_again and rest_bytes != wire_bytes,
+            # What NCCL sums arrives as a slice; others copy all gradients of a group together before they send them.
+            sums_on_arrival=practice.is_own and not job.cluster.gpu.is_cpu and wire_bytes >= FP32_BYTES,
+            is_on_host=job.cluster.gpu.is_cpu,
+            lands=s.grads_tier != "device",
+            is_once=is_once,
+        )
+
+    def scratch_bytes(self, folds: RankFolds) -> int:
+        """In which a CPU sums what a reduction has received."""
+        if not self.receives or not self.is_on_host or not self.has_own_pool:
+            return 0
+        return FP32_BYTES * min(SCRATCH_NUMEL, max(fold.group.shard_numel for fold in folds.folds))
 
 
 class _Walk:
     """Takes and gives back buffers as the engine does."""
 
-    def __init__(self, job: Job, strategy: Strategy, layout: Layout) -> None:
-        s, stage, precision, mesh = strategy, layout.stage, layout.precision, layout.mesh
-        practice = job.practice
-        self._pool: BufferPool | _Counted = _own_pool() if practice.is_own else _Counted()
-        self._in_flight: deque[list[Tensor]] = deque()
-        self._groups: deque[int] = deque()
+    def __init__(self, rules: _Rules) -> None:
+        self._rules = rules
+        self._pool: BufferPool | _Counted = _own_pool() if rules.has_own_pool else _Counted()
+        self._under_way: deque[int] = deque()  # groups, in the order of their reductions
+        self._sent: dict[int, list[Tensor]] = {}  # what a group's reduction holds within the shard group
+        self._kept: dict[int, list[Tensor]] = {}  # and until its end
         self._numels: dict[int, int] = {}  # of reductions whose sum over replicas is still to come
-        self._is_sharded = stage.grads is Placement.SHARD and practice.trains_all
-        self._is_replicated = stage.optimizer is Placement.REPLICATE
-        self._num_shards = mesh.dp_shard * mesh.cp
-        num_ranks = self._num_shards * (mesh.dp_replicate if self._is_replicated else 1)
-        is_split = num_ranks > 1 and practice.trains_all
-        self._wire_bytes = DTYPE_BYTES[precision.reduce]
-        self._rest_bytes = DTYPE_BYTES[precision.accumulate]
-        self._bucket_bytes = self._rest_bytes if s.pp > 1 else self._wire_bytes
-        is_same = (self._bucket_bytes if self._is_sharded else self._rest_bytes) == self._wire_bytes
-        in_place = practice.reduces_in_place or (self._is_replicated and is_same)
-        self._copies = is_split and not is_same and not practice.reduces_in_place
-        self._receives = is_split and (self._is_sharded or not in_place)
-        is_summed_again = mesh.dp_replicate > 1 and not self._is_replicated and practice.is_own
-        self._widens_sums = is_summed_again and self._rest_bytes != self._wire_bytes
-        # What NCCL sums arrives as a slice; others copy all gradients of a group together before they send them.
-        self._sums_on_arrival = practice.is_own and job.cluster.gpu.name != "cpu" and self._wire_bytes >= FP32_BYTES
-        self._is_on_host = job.cluster.gpu.name == "cpu"
-        self._lands = s.grads_tier != "device"
-        self._is_once = s.gather == "batch"
-        self._num_rounds = min(NUM_ROUNDS_TELLING, s.num_micro_batches)
 
     @property
     def num_bytes(self) -> float:
         """That the pool holds now."""
         return float(self._pool.reserved_bytes)
 
-    def touch(self, num_bytes: float) -> None:
-        """A buffer that comes and goes at once."""
-        if num_bytes:
-            self._pool.release(self._take(int(num_bytes), 1))
+    def touch(self, buffers_bytes: Sequence[float]) -> None:
+        """Buffers that come and go together, at once."""
+        self._release([self._take(int(num_bytes), 1) for num_bytes in buffers_bytes if num_bytes])
 
     def bucket(self, numel: int) -> Tensor | None:
         """What a backward puts gradients in, where these rest as shards."""
-        return self._take(numel, self._bucket_bytes) if self._is_sharded and numel else None
+        return self._take(numel, self._rules.bucket_bytes) if self._rules.is_sharded and numel else None
 
     def reduce(self, numel: int, bucket: Tensor | None, group: int) -> None:
         """Start a reduction: the one before ends what it sends, and the one before that ends; so does the group's last.
@@ -223,102 +384,104 @@ class _Walk:
         Args:
             group: its number.
         """
-        if group in self._groups:
-            index = 2 * self._groups.index(group)
-            self._release(self._in_flight[index])
-            self._release(self._in_flight[index + 1])
-            self._in_flight[index], self._in_flight[index + 1] = [], []
+        self._end(group)
         held = [] if bucket is None else [bucket]
         kept = []
-        if self._copies:
-            held.append(self._take(numel, self._wire_bytes))
-            if self._is_replicated:
+        if self._rules.copies:
+            held.append(self._take(numel, self._rules.wire_bytes))
+            if self._rules.is_replicated:
                 kept.append(held.pop())
-        if self._lands:
-            kept.append(self._take(numel // self._num_shards, self._rest_bytes))
-        if self._receives:
-            is_slice = self._sums_on_arrival
-            received = self._take(numel // self._num_shards if is_slice else numel, self._wire_bytes)
-            if self._is_on_host:
-                held.append(received)
+        if self._rules.lands:
+            kept.append(self._take(numel // self._rules.num_shards, self._rules.rest_bytes))
+        if self._rules.receives:
+            is_slice = self._rules.sums_on_arrival
+            received = self._take(numel // self._rules.num_shards if is_slice else numel, self._rules.wire_bytes)
+            if self._rules.is_on_host:
+                held.insert(0, received)  # the first to be given back
             else:
                 self._pool.release(received)
-        while len(self._in_flight) > 2:
-            self._release(self._in_flight.popleft())
-            self._release(self._in_flight.popleft())
-            self._groups.popleft()
-        if self._in_flight:
-            self._advance(len(self._in_flight) - 2)
-        self._in_flight += (held, kept)
-        self._numels[group] = numel
-        self._groups.append(group)
+        self._sent[group], self._kept[group], self._numels[group] = held, kept, numel
+        while len(self._under_way) > 1:
+            self._end(self._under_way.popleft())
+        for other in self._under_way:  # the group itself, where it is reduced twice on end
+            self._advance(other)
+        self._under_way.append(group)
 
-    def _advance(self, index: int) -> None:
+    def _advance(self, group: int) -> None:
         """End what a reduction sends within the shard group; a sum over replicas that is wider than at rest begins."""
-        group = self._groups[index // 2]
-        self._release(self._in_flight[index])
-        self._in_flight[index] = []
-        if self._widens_sums and group in self._numels:
-            numel = self._numels.pop(group) // self._num_shards
-            self._in_flight[index + 1] += [self._take(numel, self._wire_bytes) for _ in ("sent", "received")]
+        self._release(self._sent.pop(group, ()))
+        if self._rules.widens_sums and group in self._numels:
+            numel = self._numels.pop(group) // self._rules.num_shards
+            self._kept[group] += [self._take(numel, self._rules.wire_bytes) for _ in ("sent", "received")]
+
+    def _end(self, group: int) -> None:
+        self._advance(group)
+        self._release(self._kept.pop(group, ()))
+        self._numels.pop(group, None)
 
     def finish(self) -> None:
         """End all reductions."""
-        while self._in_flight:
-            self._advance(0)
-            self._release(self._in_flight.popleft())
-            self._release(self._in_flight.popleft())
-            self._groups.popleft()
+        while self._under_way:
+            self._end(self._under_way.popleft())
 
-    def pipelined(self, stages: Sequence[Sequence[tuple[int, int]]], summed_bytes: float, tied_bytes: float) -> Buffers:
-        """Of a pipeline's second step: its pool keeps what the first has made."""
-        for _ in self._step(stages):
+    def pipelined(
+        self,
+        stages: Sequence[Sequence[tuple[int, int]]],
+        sums_bytes: Sequence[float],
+        tables_bytes: Sequence[float],
+        reductions: Sequence[tuple[int, bool]],
+    ) -> list[Buffers]:
+        """Of each stage, in a pipeline's second step: its pool keeps what the first has made.
+
+        Args:
+            sums_bytes: of the buffers that a sum in forwards needs at once.
+            tables_bytes: of the buffers that sums of the step need, one behind the other.
+            reductions: in which order stages get gradients and are reduced, where that is not once.
+        """
+        order = reductions or [(stage, is_reduced) for is_reduced in (False, True) for stage in range(len(stages))]
+        for _ in self._step(stages, order):
             pass
         self.finish()
-        self.touch(tied_bytes)
-        self.touch(summed_bytes)
+        for num_bytes in tables_bytes:
+            self.touch((num_bytes,))
+        self.touch(sums_bytes)
         resting = self.num_bytes
-        peaks = list(self._step(stages))
+        before, last = [resting] * len(stages), resting
+        for stage, filled, reduced in self._step(stages, order):
+            before[stage], last = max(before[stage], filled), max(last, filled, reduced)
         more = self._unseen(stages)
-        filled, last = max(peaks[::2], default=resting) + more, max(peaks, default=resting) + more
-        return Buffers(resting + more, filled, (filled,), (last,), last)
+        return [
+            Buffers(resting + more, filled + more, (filled + more,), (last + more,), last + more, 0)
+            for filled in before
+        ]
 
-    def tied_bytes(self, folds: RankFolds) -> int:
-        """Of the buffer in which the sum of what two stages share arrives; a large one is summed where it is."""
-        shared = [fold.group for fold in folds.folds if len(folds.layout.holders(fold.group)) == 2]
-        slices = [group.padded_numel if self._is_replicated else group.shard_numel for group in shared]
-        num_bytes = sum(slices) * FP32_BYTES
-        return num_bytes if num_bytes < RING_BYTES else 0
-
-    def _step(self, stages: Sequence[Sequence[tuple[int, int]]]) -> Iterator[float]:
-        """Bytes when all gradients of a reduction have come and behind it, in turn."""
+    def _step(
+        self, stages: Sequence[Sequence[tuple[int, int]]], order: Sequence[tuple[int, bool]]
+    ) -> Iterator[tuple[int, float, float]]:
+        """Stages as they are reduced, with bytes when all their gradients have come, and at the highest behind it."""
         groups = [[numel for numel, count in stage for _ in range(min(count, NUM_TELLING))] for stage in stages]
-        if self._is_sharded and not self._is_once:
-            for _ in range(self._num_rounds):
-                for number, stage in enumerate(groups):
-                    yield from self._reduced(stage, [self.bucket(numel) for numel in stage], number)
-            return
-        buckets = [[self.bucket(numel) for numel in stage] for stage in groups]
-        for number, (stage, own) in enumerate(zip(groups, buckets, strict=True)):
-            yield from self._reduced(stage, own, number)
-
-    def _reduced(self, numels: Sequence[int], buckets: Sequence[Tensor | None], stage: int) -> Iterator[float]:
-        yield self.num_bytes
-        highest = self.num_bytes
-        for number, (numel, bucket) in enumerate(zip(numels, buckets, strict=True)):
-            self.reduce(numel, bucket, _MOST_GROUPS * stage + number)
-            highest = max(highest, self.num_bytes)
-        yield highest
+        buckets: dict[int, list[Tensor | None]] = {}
+        for stage, is_reduced in order:
+            if not is_reduced:
+                if stage not in buckets:
+                    buckets[stage] = [self.bucket(numel) for numel in groups[stage]]
+                continue
+            own = buckets.pop(stage, None) or [self.bucket(numel) for numel in groups[stage]]
+            filled = highest = self.num_bytes
+            for number, (numel, bucket) in enumerate(zip(groups[stage], own, strict=True)):
+                self.reduce(numel, bucket, _MOST_GROUPS * stage + number)
+                highest = max(highest, self.num_bytes)
+            yield stage, filled, highest
 
     def _unseen(self, stages: Sequence[Sequence[tuple[int, int]]]) -> float:
         """Buckets of the blocks that were left out."""
-        if not self._is_sharded:
+        if not self._rules.is_sharded:
             return 0.0
         each = [
-            sum(max(0, count - NUM_TELLING) * self._size(numel * self._bucket_bytes) for numel, count in stage)
+            sum(max(0, count - NUM_TELLING) * self._size(numel * self._rules.bucket_bytes) for numel, count in stage)
             for stage in stages
         ]
-        return float(sum(each) if self._is_once else max(each))
+        return float(sum(each) if self._rules.is_once else max(each))
 
     def _size(self, num_bytes: int) -> int:
         return num_bytes if isinstance(self._pool, _Counted) else size_class_bytes(num_bytes)
@@ -326,6 +489,6 @@ class _Walk:
     def _take(self, numel: int, element_bytes: int) -> Tensor:
         return self._pool.acquire(numel * element_bytes, torch.uint8)
 
-    def _release(self, buffers: Sequence[Tensor]) -> None:
+    def _release(self, buffers: Iterable[Tensor]) -> None:
         for buffer in buffers:
             self._pool.release(buffer)

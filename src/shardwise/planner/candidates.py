@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
@@ -69,11 +69,6 @@ class Outline(NamedTuple):
         """What decides how long a rank computes and exchanges inside blocks, however the blocks lie on stages."""
         split = (self.cp, self.tp, self.sequence_parallel, self.transport, self.heads_over)
         return *split, self.micro_size, self.recompute, self.recompute_every
-
-    @property
-    def recomputed_share(self) -> float:
-        """Of the blocks' forwards that run twice."""
-        return 1 / self.recompute_every if self.recompute == "full" else 0.0
 
 
 class Rest(NamedTuple):
@@ -164,6 +159,21 @@ def outlines(job: Job, space: Space) -> Iterator[Outline]:
                                 recompute,
                                 every,
                             )
+
+
+def why_none(job: Job, space: Space) -> str:
+    """What leaves a job without an outline: a pin without which there is one, else batch and cluster."""
+    none = f"no layout of {job.cluster.num_gpus} GPUs goes with"
+    for key, name in KEYS.items():
+        if name not in space.pins:
+            continue
+        fewer = replace(space, pins={other: values for other, values in space.pins.items() if other != name})
+        if next(outlines(job, fewer), None) is not None:
+            values = ",".join(str(each).lower() for each in space.pins[name])
+            beside = " beside what else is pinned" if len(space.pins) > 1 else ""
+            return f"{none} {key}={values}{beside}; give another value, or leave it out"
+    cure = "give a batch that more numbers divide, or pin less"
+    return f"{none} a global batch of {job.global_batch} and what is pinned; {cure}"
 
 
 def rests(job: Job, space: Space, outline: Outline) -> tuple[Rest, ...]:

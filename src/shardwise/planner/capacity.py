@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from shardwise.config import Tier
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.results import MemoryEstimate
+
+USUAL_MARGIN: Final = 0.06
+"""Share of a device's memory that is kept free: what no estimate sees, such as fragments and other processes."""
 
 
 @dataclass(frozen=True)

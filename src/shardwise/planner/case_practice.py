@@ -4,7 +4,8 @@
 >>> shape = ModelShape(
 ...     num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=4, head_dim=16, ffn_size=256, vocab_size=512
 ... )
->>> practice = practice_of({"parallel": {"attention_kernel": "FA2"}}, shape, Strategy(tp=2), gpu_of("A100"))
+>>> row = {"model": {"seq": 2048}, "parallel": {"attention_kernel": "FA2"}}
+>>> practice = practice_of(row, shape, Strategy(tp=2), gpu_of("A100"))
 >>> practice.attention, practice.splits_logits
 ('flash', False)
 """
@@ -33,10 +34,9 @@ def practice_of(row: Mapping[str, Any], shape: ModelShape, strategy: Strategy, g
     """How the code of the run worked, by what it says of its kernels and by what code of its time did."""
     p = row.get("parallel") or {}
     kernel = str(p.get("attention_kernel") or "").lower()
-    seq_len = int((row.get("model") or {}).get("seq") or 0)
+    seq_len = int(row["model"]["seq"])
     attention = words.attention_of(p.get("attention_kernel")) or _attention(strategy, shape, gpu, seq_len)
     is_early = attention != "flash" and not kernel
-    is_model_split = strategy.tp > 1 or strategy.pp > 1
     is_compiled = bool(p.get("compile"))
     is_liger = bool(p.get("liger"))
     group = p.get("zero_group")
@@ -54,7 +54,7 @@ def practice_of(row: Mapping[str, Any], shape: ModelShape, strategy: Strategy, g
         optimizer_shards=group if isinstance(group, int) and strategy.zero_stage in (1, 2) else None,
         # Gradients come in the parameters' dtype, and stay beside those that they are added to.
         unsharded_grad_bytes=4.0 if p.get("fp32_grad_accum_unsharded") else 2.0 if p.get("fp32_grad_accum") else 0.0,
-        is_compiled=is_compiled or is_liger or is_new or (is_model_split and not kernel),
+        is_compiled=is_compiled or is_liger or is_new or (_splits_model(strategy) and not kernel),
         is_graphed=bool(p.get("cuda_graphs")),
         defers_gathers=not is_before_h100(gpu),
         reduces_in_place=True,
@@ -65,7 +65,7 @@ def practice_of(row: Mapping[str, Any], shape: ModelShape, strategy: Strategy, g
         overlaps_data=_overlaps_data(strategy, gpu) and not is_early,
         overlaps_tensor=bool(p.get("async_tp", overlaps_tensor)),
         saves_norm_in_fp32=shape.ffn == "gated" and bool(kernel) and not has_fused_norm,
-        has_dropout=is_early and shape.ffn == "plain" and strategy.param != "fp32",
+        has_dropout=is_early and strategy.param != "fp32",
         splits_logits=splits_logits,
         selective=_selective(p, strategy.zero_stage),
         fuses_gate=is_compiled or is_liger or is_new,
@@ -73,7 +73,7 @@ def practice_of(row: Mapping[str, Any], shape: ModelShape, strategy: Strategy, g
         # What sharded parameters in fp16 hooked into each layer of the model; who came later, in bf16, wraps blocks.
         moves_tensors=strategy.zero_stage == 3 and strategy.param == "fp16",
         trains_all=not words.is_adapter(p),
-        has_tuned_attention=words.is_tuned_attention(p.get("attention_kernel")) or "fp4" in gpu.peak_flops_per_s,
+        has_tuned_attention=words.is_tuned_attention(p.get("attention_kernel")) or is_after_h100(gpu),
         has_first_flash=words.is_first_flash(p.get("attention_kernel")),
     )
 
@@ -108,14 +108,13 @@ def _logits_bytes(p: Mapping[str, Any], strategy: Strategy, gpu: Gpu, *, splits_
     narrow = DTYPE_BYTES["bf16"]
     if p.get("liger"):
         return 0.0
-    is_model_split = strategy.tp > 1 or strategy.pp > 1
+    is_model_split = _splits_model(strategy)
     kernel = str(p.get("attention_kernel") or "").lower()
     # FlashAttention comes with a fused loss; codes that can split the model do not take it.
     is_data_alone = strategy.zero_stage >= 2 and not is_model_split
     has_fused_loss = is_data_alone and "flash" in kernel and p.get("liger") is None
     # Where blocks are gathered one by one they are compiled one by one; the loss came in with the next devices.
-    is_late = "fp4" in gpu.peak_flops_per_s
-    compiles_loss = bool(p.get("compile")) and (is_late or not compiles_blocks(p, strategy.zero_stage))
+    compiles_loss = bool(p.get("compile")) and (is_after_h100(gpu) or not compiles_blocks(p, strategy.zero_stage))
     if has_fused_loss or compiles_loss:
         return 2.0 * narrow
     if is_model_split and splits_logits:
@@ -130,19 +129,27 @@ def _params_share(precision: str, strategy: Strategy, gpu: Gpu) -> float:
     blocks that have scales of their own it does so there too (Transformer Engine, "FP8 primary weights").
     """
     is_of_blocks = "mx" in precision.lower()
-    takes_any_layout = "fp4" in gpu.peak_flops_per_s and not is_of_blocks
+    takes_any_layout = is_after_h100(gpu) and not is_of_blocks
     return 0.5 if strategy.matmul == "fp8" and strategy.zero_stage == 1 and takes_any_layout else 1.0
 
 
 def _overlaps_data(strategy: Strategy, gpu: Gpu) -> bool:
     """Codes that split models beside stages 0 and 1 learned to only with the devices that came after A100."""
-    is_model_split = strategy.tp > 1 or strategy.pp > 1
-    return not (is_before_h100(gpu) and is_model_split and strategy.zero_stage < 2)
+    return not (is_before_h100(gpu) and _splits_model(strategy) and strategy.zero_stage < 2)
+
+
+def _splits_model(strategy: Strategy) -> bool:
+    return strategy.tp > 1 or strategy.pp > 1
 
 
 def is_before_h100(gpu: Gpu) -> bool:
     """Whether a device is as slow as those that H100 came after."""
     return max(gpu.peak_flops_per_s.get(dtype, 0.0) for dtype in ("bf16", "fp16")) < 500e12
+
+
+def is_after_h100(gpu: Gpu) -> bool:
+    """Whether a device multiplies in fp4, as those do that came after H100 and its like."""
+    return "fp4" in gpu.peak_flops_per_s
 
 
 def _attention(strategy: Strategy, shape: ModelShape, gpu: Gpu, seq_len: int) -> Attention:

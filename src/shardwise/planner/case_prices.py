@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 
 from shardwise.planner.bubbles import bubble_rate, deferred_share
 from shardwise.planner.candidates import RECOMPUTES
+from shardwise.planner.case_practice import is_after_h100
 from shardwise.planner.case_rows import tidied
 from shardwise.planner.cases import Case, KnownStates
 from shardwise.planner.estimators import estimate_model_states
@@ -72,7 +73,7 @@ def convention_of(written: str | None, case: Case) -> Convention:
     if not text:
         if case.strategy is not None and case.strategy.recompute == "full" and case.strategy.param == "fp16":
             return "hardware"
-        is_late = case.job is not None and "fp4" in case.job.cluster.gpu.peak_flops_per_s
+        is_late = case.job is not None and is_after_h100(case.job.cluster.gpu)
         return "causal" if is_late else "all-keys"
     if "causal" in text and "non-causal" not in text:
         return "causal"
@@ -124,7 +125,7 @@ def memory_gib(rank: RankMemory, kind: MemoryKind) -> float:
     """Of one rank, of a kind, in GiB."""
     states = ("params", "grads", "optimizer")
     if kind == "states":
-        return sum(rank.at_rest.get(role, 0) for role in rank.at_rest) / GIB
+        return sum(rank.at_rest.values()) / GIB
     if kind in ("activations", "states+activations"):
         return rank.bytes_of("activations", *(states if kind == "states+activations" else ())) / GIB
     left_out = {"allocated": ("overhead", "rounding"), "reserved": ("overhead",), "device": ()}[kind]

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from shardwise.config import ConfigError
-from shardwise.planner.case_words import gpu_of
-from shardwise.planner.catalogue import find_gpu
+from shardwise.planner.case_words import find_written_gpu
 
 NEEDED: Final = (
     ("model", "layers", 2048, "the number of its layers"),
@@ -40,11 +39,10 @@ def refusal(row: Mapping[str, Any]) -> str | None:
     gpu = _get(row, "hardware", "gpu")
     if not gpu:
         return f"hardware.gpu={gpu} names no device; write one, such as H100-SXM5-80GB"
-    if gpu_of(gpu) is None:
-        try:
-            find_gpu(gpu)
-        except ConfigError as error:
-            return f"hardware.gpu: {error}"
+    try:
+        find_written_gpu(gpu)
+    except ConfigError as error:
+        return f"hardware.gpu: {error}"
     split = {key: _get(row, "parallel", key) or 1 for key in ("tp", "pp", "cp")}
     num_ranks, num_gpus = split["tp"] * split["pp"] * split["cp"], _get(row, "hardware", "num_gpus")
     if num_ranks > num_gpus:

@@ -150,8 +150,7 @@ def flag(value: Any) -> bool | None:
     """
     if not isinstance(value, str):
         return bool(value)
-    first = re.match(r"\s*([a-z0-9/]*)", value.lower())
-    word = first.group(1) if first else ""
+    word = re.split(r"[^a-z0-9/]", value.lower().strip(), maxsplit=1)[0]
     if word in ("", "unknown", "n/a", "na", "null"):
         return None
     return word not in ("false", "no", "off", "none", "never", "disabled", "0", "f", "n")
@@ -163,6 +162,6 @@ def _count(value: Any) -> int | None:
 
 
 def _word(value: Any) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
+    if value is None:
+        return None
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 from shardwise.planner.bubbles import SEARCHED
-from shardwise.planner.catalogue import known_gpu
+from shardwise.planner.catalogue import find_gpu, known_gpu
 from shardwise.planner.hardware import Gpu
 from shardwise.planner.job import Attention, MatmulDtype
 
@@ -33,6 +33,15 @@ def gpu_of(written: str | None) -> Gpu | None:
     """
     found = [each for part in re.split(r"[+/,](?![^(]*\))", written or "") if (each := _one_gpu(part)) is not None]
     return min(found, key=lambda each: max(each.peak_flops_per_s.values()), default=None)
+
+
+def find_written_gpu(written: str) -> Gpu:
+    """The same of a name that must mean a device.
+
+    Raises:
+        ConfigError: no such device is known.
+    """
+    return gpu_of(written) or find_gpu(written)
 
 
 def _one_gpu(written: str) -> Gpu | None:

@@ -26,7 +26,7 @@ from shardwise.planner import case_words as words
 from shardwise.planner.case_practice import compiles_blocks, is_before_h100, practice_of
 from shardwise.planner.case_refusals import refusal, stages_refusal
 from shardwise.planner.case_rows import tidied
-from shardwise.planner.catalogue import find_gpu
+from shardwise.planner.clusters import usual_node
 from shardwise.planner.hardware import Cluster, Gpu
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.shape import Experts, ModelShape
@@ -161,7 +161,7 @@ def _shape(model: Mapping[str, Any]) -> ModelShape:
     is_gated = any(mark in written for mark in ("swiglu", "geglu", "gated", "silu")) or not written
     ffn: Literal["gated", "plain"] = "gated" if is_gated else "plain"
     attention = str(model.get("attention") or "").lower()
-    seq_len = int(model.get("seq") or 0)
+    seq_len = int(model["seq"])
     is_tied = model.get("tied_embeddings")
     ffn_size = int(model.get("ffn") or (8 * hidden // 3 if is_gated else 4 * hidden))
     # The latent attention of DeepSeek has about as many parameters as queries and outputs have without keys.
@@ -220,9 +220,10 @@ def _experts(moe: Mapping[str, Any] | None, dense_ffn_size: int) -> Experts | No
 
 
 def _cluster(hardware: Mapping[str, Any]) -> Cluster:
-    gpu, num_gpus = words.gpu_of(hardware["gpu"]) or find_gpu(hardware["gpu"]), int(hardware["num_gpus"])
-    gpus_per_node = int(hardware.get("gpus_per_node") or min(8, gpu.link_domain))
-    domain = int(hardware.get("nvlink_domain") or max(gpu.link_domain, gpus_per_node if gpu.link_bytes_per_s else 0))
+    gpu, num_gpus = words.find_written_gpu(hardware["gpu"]), int(hardware["num_gpus"])
+    written = int(hardware.get("gpus_per_node") or 0)
+    gpus_per_node = written or usual_node(gpu)
+    domain = int(hardware.get("nvlink_domain") or max(gpu.link_domain, written if gpu.link_bytes_per_s else 0))
     nic = words.nic_bytes_per_s(hardware.get("interconnect"), gpus_per_node)
     return Cluster(
         gpu=dataclasses.replace(gpu, link_domain=domain),
@@ -261,7 +262,7 @@ def _strategy(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[Strategy, 
     if recompute is None:
         guesses.append("recompute")
     mode, every = recompute or ("none", 1)
-    if mode == "selective" and tp == 1 and stage == 3 and p.get("recompute") == "selective":
+    if tp == 1 and stage == 3 and p.get("recompute") == "selective":
         mode = "full"  # sharded data parallelism selects blocks, not what is in them
     if "possibly" in str(p.get("offload")):
         guesses.append("offload")
@@ -304,10 +305,8 @@ def _batch(p: Mapping[str, Any], dp: int, pp: int) -> tuple[int, int, int]:
     micro_size = int(p.get("micro_batch") or 0)
     global_batch = int(p.get("global_batch") or 0)
     written = int(p.get("num_microbatches") or p.get("grad_accum") or 0)
-    if not micro_size and global_batch:
-        each = max(1, global_batch // dp)
-        micro_size = max(1, each // written) if written else 1
-    micro_size = micro_size or 1
+    if not micro_size:
+        micro_size = max(1, global_batch // dp // written) if written else 1
     if not global_batch:
         # Enough to fill a pipeline; else one, since what several cost beyond one is the same for each.
         global_batch = micro_size * dp * (written or (8 * pp if pp > 1 else 1))
@@ -317,8 +316,6 @@ def _batch(p: Mapping[str, Any], dp: int, pp: int) -> tuple[int, int, int]:
 
 def _virtual_stages(p: Mapping[str, Any], num_layers: int, pp: int) -> int:
     """As written; where it only says interleaved, each stage a block or few: the most of 2 to 8 that divides."""
-    if pp == 1:
-        return 1
     if p.get("vpp"):
         return int(p["vpp"])
     # The code that splits sequences interleaves too, where it is not told otherwise.
@@ -335,14 +332,14 @@ def _stage_layers(row: Row, num_layers: int, num_stages: int) -> tuple[int, ...]
     Where the embedding and the head count as a block each, be it said or be it that the division is even only then,
     the first stage and the last have one less.
     """
-    if num_stages == 1 or num_stages > num_layers + 2:
+    if num_stages == 1:
         return None
     written: Sequence[int] | None = _section(row, "parallel").get("layers_per_stage")
     if written and len(written) == num_stages and sum(written) in (num_layers, num_layers + 2):
         layers, counts_ends = [int(each) for each in written], sum(written) == num_layers + 2
     else:
         is_said = bool(_section(row, "model").get("first_last_stage_one_layer_less"))
-        counts_ends = is_said or (num_layers % num_stages != 0 and (num_layers + 2) % num_stages == 0)
+        counts_ends = is_said or (num_layers + 2) % num_stages == 0  # of two stages it is the same either way
         each, left = divmod(num_layers + 2 * counts_ends, num_stages)
         layers = [each + (stage < left) for stage in range(num_stages)]
     if counts_ends:

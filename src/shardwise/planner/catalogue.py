@@ -18,9 +18,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from shardwise.config import ConfigError
-from shardwise.planner.hardware import Fitted, Gpu
+from shardwise.planner.hardware import GIB, Fitted, Gpu
 
-GIB: Final = 2**30
 # Words of a device's name that say nothing of which it is.
 _NOISE: Final = frozenset(
     {"nvidia", "amd", "instinct", "geforce", "tesla", "quadro", "rtx", "gpu", "generation", "gb", "superchip", "nvl72"}

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 from shardwise.planner.capacity import shortfall
+from shardwise.planner.compute import ComputeModel
 from shardwise.planner.results import Price
 from shardwise.planner.words import gib_words
 
@@ -54,6 +55,9 @@ def cautions(price: Price, margin_share: float) -> Iterator[str]:
         yield f"{missing.tier} memory lacks {gib_words(missing.missing_bytes)}{where}, where {free}"
     if strategy.tp > max(job.cluster.gpus_per_node, job.cluster.gpu.link_domain):
         yield f"mesh.tp={strategy.tp} reaches beyond a node of {job.cluster.gpus_per_node}, over the network"
+    if ComputeModel(job).waits_for_launches(strategy):
+        cure = "fewer GPUs or larger micro-batches take as long; try compile.enabled=true"
+        yield f"kernels are shorter than the host takes to launch them, so {cure}"
     for part, cure in _CURES.items():
         share = price.time.parts.get(part, 0.0) / price.time.step_s
         if share >= _LARGE_SHARE:

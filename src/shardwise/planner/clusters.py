@@ -20,10 +20,8 @@ from typing import Any, Final
 
 from shardwise.config import ConfigError, read_toml
 from shardwise.planner.catalogue import GPUS, find_gpu
-from shardwise.planner.hardware import Cluster, Gpu, Host
-from shardwise.planner.machine import CPU
+from shardwise.planner.hardware import GIB, Cluster, Gpu, Host
 
-_GIB: Final = 2**30
 _COUNT: Final = re.compile(r"(?:(\d+)x)?(\d+)")
 # Of a device whose links join more than a node has.
 _NODE_OF_RACKS: Final = 4
@@ -31,7 +29,7 @@ _USUAL_NODE: Final = 8
 
 # By key of a cluster's file: the field, and what its unit is in the field's.
 _GPU_KEYS: Final = (
-    ("memory_gib", "memory_bytes", _GIB),
+    ("memory_gib", "memory_bytes", GIB),
     ("memory_gb_per_s", "memory_bytes_per_s", 1e9),
     ("link_gb_per_s", "link_bytes_per_s", 1e9),
     ("link_domain", "link_domain", 1),
@@ -39,10 +37,10 @@ _GPU_KEYS: Final = (
     ("price_per_hour", "price_per_hour", 1),
 )
 _HOST_KEYS: Final = (
-    ("host_memory_gib", "memory_bytes", _GIB),
+    ("host_memory_gib", "memory_bytes", GIB),
     ("host_memory_gb_per_s", "memory_bytes_per_s", 1e9),
     ("host_cores", "num_cores", 1),
-    ("nvme_gib", "nvme_bytes", _GIB),
+    ("nvme_gib", "nvme_bytes", GIB),
     ("nvme_read_gb_per_s", "nvme_read_bytes_per_s", 1e9),
     ("nvme_write_gb_per_s", "nvme_write_bytes_per_s", 1e9),
 )
@@ -62,12 +60,12 @@ def parse_cluster(text: str) -> Cluster:
     """
     if text.endswith(".toml"):
         return _read_cluster(Path(text))
-    name, separator, count = text.partition(":")
+    name, _, count = text.partition(":")
     device = find_gpu(name)
     found = _COUNT.fullmatch(count)
-    if not separator or found is None:
-        example = name if name in GPUS else device.name
-        raise ConfigError(f"{text} names no number of GPUs; write {example}:512, or {example}:64x8 for 64 nodes of 8")
+    if found is None:
+        usual = f"{device.name}:512, or {device.name}:64x8 for 64 nodes of 8"
+        raise ConfigError(f"{text} names no number of GPUs; write {usual}")
     last = int(found[2])
     if found[1] is not None:
         return _cluster(device, int(found[1]) * last, last, text)
@@ -145,10 +143,11 @@ def cluster_words(cluster: Cluster) -> str:
     '512 x h100 in 64 nodes of 8, 79 GiB each, links 450 GB/s, network 400 Gb/s a GPU'
     """
     gpu, num_nodes = cluster.gpu, cluster.num_gpus // cluster.gpus_per_node
-    if gpu.name == CPU:
-        return f"{cluster.num_gpus} processes on this machine's CPU, {gpu.memory_bytes / _GIB:.1f} GiB each"
+    if gpu.is_cpu:
+        ranks = "1 process" if cluster.num_gpus == 1 else f"{cluster.num_gpus} processes"
+        return f"{ranks} on this machine's CPU, {gpu.memory_bytes / GIB:.1f} GiB each"
     nodes = "1 node" if num_nodes == 1 else f"{num_nodes:,} nodes of {cluster.gpus_per_node}"
-    words = [f"{cluster.num_gpus:,} x {gpu.name} in {nodes}", f"{gpu.memory_bytes / _GIB:.0f} GiB each"]
+    words = [f"{cluster.num_gpus:,} x {gpu.name} in {nodes}", f"{gpu.memory_bytes / GIB:.0f} GiB each"]
     if gpu.link_bytes_per_s:
         words.append(f"links {gpu.link_bytes_per_s / 1e9:.0f} GB/s")
     if num_nodes > 1 and cluster.nic_bytes_per_s:

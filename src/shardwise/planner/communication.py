@@ -298,8 +298,8 @@ class CommunicationModel:
         param_bytes, grad_bytes = (group.padded_numel * DTYPE_BYTES[each] for each in (widths.param, widths.reduce))
 
         def call(op: Op, num_bytes: int, num_ranks: int, stride: int, moment: Moment, times: int = 1) -> Call:
-            is_gather_for_use = is_first and (op != "all_gather" or moment != "backward")
-            return Call(op, num_bytes, num_ranks, stride, moment, times * fold.count, is_alone=is_gather_for_use)
+            is_alone = is_first and (op != "all_gather" or moment != "backward")
+            return Call(op, num_bytes, num_ranks, stride, moment, times * fold.count, is_alone=is_alone)
 
         uses = layout.num_unshards(group, s.num_micro_batches)
         if (uses == 1 and s.num_micro_batches > 1) or stage.unshard_after_step:
@@ -328,7 +328,7 @@ class CommunicationModel:
         return replace(group, num_shards=min(shards, group.num_ranks))
 
     def _block(self, s: Strategy) -> BlockCommunication:
-        forward_s, backward_s, again_s = self._tensor_passes(s)
+        pass_s = self._tensor_pass_s(s)
         hidden = (TENSOR_CHUNKS - 1) / TENSOR_CHUNKS if self.job.practice.overlaps_tensor else 0.0
         context = self._context_passes(s)
         hidden_context = 1.0 if s.transport == "ring" and (s.heads_over or 1) < s.cp else 0.0
@@ -336,25 +336,25 @@ class CommunicationModel:
         repeats = 1.0 / s.recompute_every if s.recompute == "full" else 0.0
         # Beside the gradients of inputs, in every code; what runs again gathers anyway.
         regathered_s = (1 - repeats) * 2 * self._tensor_s("all_gather", s) if s.sequence_parallel else 0.0
-        backward_all_s = backward_s + regathered_s
-        hidden_back = (hidden * backward_s + regathered_s) / backward_all_s if backward_all_s else 0.0
+        backward_s = pass_s + regathered_s
+        hidden_back = (hidden * pass_s + regathered_s) / backward_s if backward_s else 0.0
         return BlockCommunication(
             forward=Exchange(
-                tensor_s=forward_s,
+                tensor_s=pass_s,
                 context_s=context[0],
                 experts_s=experts_s,
                 hidden_tensor=hidden,
                 hidden_context=hidden_context,
             ),
             backward=Exchange(
-                tensor_s=backward_all_s,
+                tensor_s=backward_s,
                 context_s=context[1],
                 experts_s=experts_s,
                 hidden_tensor=hidden_back,
                 hidden_context=hidden_context,
             ),
             recompute=Exchange(
-                tensor_s=repeats * again_s,
+                tensor_s=repeats * pass_s,
                 context_s=repeats * context[0],
                 experts_s=repeats * experts_s,
                 hidden_tensor=hidden,
@@ -362,15 +362,13 @@ class CommunicationModel:
             ),
         )
 
-    def _tensor_passes(self, s: Strategy) -> tuple[float, float, float]:
-        """Seconds forward, backward without what is gathered again, and of the forward's run again."""
+    def _tensor_pass_s(self, s: Strategy) -> float:
+        """Of a forward, of a backward but for what it gathers again, and of a forward that runs again."""
         if s.tp == 1:
-            return 0.0, 0.0, 0.0
+            return 0.0
         if s.sequence_parallel:
-            pair_s = 2 * (self._tensor_s("all_gather", s) + self._tensor_s("reduce_scatter", s))
-        else:
-            pair_s = 2 * self._tensor_s("all_reduce", s)
-        return pair_s, pair_s, pair_s
+            return 2 * (self._tensor_s("all_gather", s) + self._tensor_s("reduce_scatter", s))
+        return 2 * self._tensor_s("all_reduce", s)
 
     def _tensor_s(self, op: Op, s: Strategy) -> float:
         return self.network.collective_s(op, self._activation_bytes(s), s.tp)

@@ -127,7 +127,7 @@ class ComputeModel:
         self._rates: dict[str, Surface | None] = {}
         self._blocks: dict[tuple[object, ...], PassTimes] = {}
         gpu = job.cluster.gpu
-        self._is_cpu = gpu.name == "cpu"  # one thread runs one kernel after the other
+        self._is_cpu = gpu.is_cpu  # one thread runs one kernel after the other
         self._corrections = Corrections(
             job, lambda job, s: ComputeModel(job).block(s), lambda job, s: ComputeModel(job).head(s)
         )
@@ -143,6 +143,10 @@ class ComputeModel:
         if key not in self._blocks:
             self._blocks[key] = self._block(s)
         return self._blocks[key]
+
+    def waits_for_launches(self, strategy: Strategy) -> bool:
+        """Whether the kernels of a block's forward are shorter than the host takes to launch them."""
+        return self.block(strategy).forward_s <= self._launches_s
 
     def head(self, strategy: Strategy) -> PassTimes:
         """The last norm, the head and the loss, in `param` even where the blocks' products are narrower."""
@@ -214,20 +218,23 @@ class ComputeModel:
 
     def _launched(self, times: PassTimes) -> PassTimes:
         """At least what the host takes to launch the kernels."""
-        if self.job.cluster.profile is not None and self.job.cluster.profile.call_s:
-            return times
-        practice = self.job.practice
-        if practice.is_graphed:
-            return times
-        kernels = passes.NUM_COMPILED_KERNELS if practice.is_compiled else passes.NUM_KERNELS
-        kernels += 0.0 if practice.attention == "flash" else passes.NUM_SOFTMAX_KERNELS
-        least_s = kernels * _DISPATCH_S
+        least_s = self._launches_s
         return PassTimes(
             max(times.forward_s, least_s),
             max(times.backward_input_s, least_s),
             max(times.backward_weight_s, least_s * passes.WEIGHT_KERNELS_SHARE),
             times.recompute_s,
         )
+
+    @property
+    def _launches_s(self) -> float:
+        """Of the kernels of a block's forward; 0 where they were measured with them, or are launched as one."""
+        profile, practice = self.job.cluster.profile, self.job.practice
+        if (profile is not None and profile.call_s) or practice.is_graphed:
+            return 0.0
+        kernels = passes.NUM_COMPILED_KERNELS if practice.is_compiled else passes.NUM_KERNELS
+        kernels += 0.0 if practice.attention == "flash" else passes.NUM_SOFTMAX_KERNELS
+        return kernels * _DISPATCH_S
 
     # --- matrix products -------------------------------------------------------------------------------------------
 

@@ -50,6 +50,9 @@ KEYS: Final[Mapping[str, str]] = MappingProxyType(
         "tiers.grads": "grads_tier",
         "tiers.optimizer": "optimizer_tier",
         "tiers.activations": "activations_tier",
+        "tiers.params_on_device": "params_on_device",
+        "tiers.grads_on_device": "grads_on_device",
+        "tiers.optimizer_on_device": "optimizer_on_device",
         "precision.param": "param",
         "precision.reduce": "reduce",
         "precision.accumulate": "accumulate",
@@ -159,9 +162,6 @@ def config_of(job: Job, strategy: Strategy, base: Config | None = None) -> Confi
         values["context"] = {**Config().context.model_dump(), "chunk_tokens": strategy.chunk_tokens}
     is_on_nvme = "nvme" in (strategy.params_tier, strategy.grads_tier, strategy.optimizer_tier)
     values["tiers"]["nvme_path"] = (base.tiers.nvme_path or "nvme") if is_on_nvme else None
-    for state in ("params", "grads", "optimizer"):
-        if values["tiers"][state] == "device":
-            values["tiers"][f"{state}_on_device"] = 0.0
     return Config.from_dict(values)
 
 
@@ -213,6 +213,8 @@ def pins_of(assignments: Sequence[str]) -> dict[str, tuple[Any, ...]]:
             close = difflib.get_close_matches(key, KEYS, n=1)
             cure = f"did you mean {close[0]}?" if close else f"it chooses {', '.join(KEYS)}"
             raise ConfigError(f"{key} is nothing that the planner chooses; {cure}")
+        if key.endswith("_on_device"):
+            raise ConfigError(f"{key} is chosen last, as large as fits; leave it out, or price yours by --explain")
         section, _, leaf = key.partition(".")
         configs = [Config().override([f"{key}={each.strip()}"]) for each in text.split(",")]
         pins[KEYS[key]] = tuple(getattr(getattr(config, section), leaf) for config in configs)

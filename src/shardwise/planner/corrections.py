@@ -43,8 +43,7 @@ class Corrections:
             return times
         if dtype not in self._blocks:
             self._blocks[dtype] = _surface(self._block_points(self._profile, dtype))
-        width = shape.attention_params + shape.num_ffn_matrices * shape.hidden_size * shape.ffn_size
-        return _scaled(times, self._blocks[dtype], tokens, width / strategy.tp)
+        return _scaled(times, self._blocks[dtype], tokens, _num_weights(shape) / strategy.tp)
 
     def head(self, times: PassTimes, strategy: Strategy, tokens: float) -> PassTimes:
         """Priced times of the last norm, the head and the loss, corrected."""
@@ -60,16 +59,17 @@ class Corrections:
         points = []
         for each in profile.blocks:
             if each.dtype == dtype:
-                priced = self._price_block(self._reference(profile, _block_shape(each), each.seq_len), _plain(dtype))
-                width = 4 * each.hidden_size * each.num_heads * each.head_dim + 3 * each.hidden_size * each.ffn_size
-                points.append(_point(each, priced, each.seq_len, width))
+                shape = _block_shape(each)
+                priced = self._price_block(self._reference(profile, shape, each.seq_len), Strategy(param=dtype))
+                points.append(_point(each, priced, each.seq_len, _num_weights(shape)))
         return points
 
     def _head_points(self, profile: Profile, dtype: Dtype) -> list[Point]:
         points = []
         for each in profile.heads:
             if each.dtype == dtype:
-                priced = self._price_head(self._reference(profile, _head_shape(each), each.num_tokens), _plain(dtype))
+                reference = self._reference(profile, _head_shape(each), each.num_tokens)
+                priced = self._price_head(reference, Strategy(param=dtype))
                 points.append(_point(each, priced, each.num_tokens, each.hidden_size * each.vocab_size))
         return points
 
@@ -100,8 +100,9 @@ def _scaled(times: PassTimes, factors: Surface | None, tokens: float, width: flo
     )
 
 
-def _plain(dtype: Dtype) -> Strategy:
-    return Strategy(param=dtype)
+def _num_weights(shape: ModelShape) -> int:
+    """Of the matrices of a dense block."""
+    return shape.attention_params + shape.num_ffn_matrices * shape.hidden_size * shape.ffn_size
 
 
 def _block_shape(each: BlockTime) -> ModelShape:

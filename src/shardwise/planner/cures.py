@@ -53,6 +53,11 @@ def smallest_cure(job: Job, strategy: Strategy, pricing: Pricing, margin_share: 
     return made_to_fit(job, strategy, pricing, margin_share)
 
 
+def would_fit(change: Change) -> str:
+    """What a change does that makes a strategy fit."""
+    return f"{change.words} would fit, at {seconds_words(change.price.time.step_s)}"
+
+
 def made_to_fit(job: Job, strategy: Strategy, pricing: Pricing, margin_share: float) -> Change | None:
     """A strategy with what must be saved of it to fit, the cheapest first; None where all that can be is not enough."""
 
@@ -88,7 +93,7 @@ def cures(
     job, strategy = price.job, price.strategy
     change = smallest_cure(job, strategy, pricing, margin_share)
     if change is not None:
-        yield f"{change.words} would fit, at {seconds_words(change.price.time.step_s)}"
+        yield would_fit(change)
     seq_len = shorter(job, strategy, pricing_of, margin_share)
     if seq_len is not None:
         yield f"sequences of {seq_len:,} tokens would fit (--seq {seq_len})"

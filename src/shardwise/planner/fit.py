@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from shardwise.config import Dtype
-from shardwise.planner.capacity import shortfall
+from shardwise.planner.capacity import USUAL_MARGIN, shortfall
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.memory import MemoryModel
+from shardwise.planner.neighbours import CHUNK_TOKENS
 from shardwise.planner.shape import ModelShape
 
-CHUNK_TOKENS: Final = 1024
 _HEAD_DIM: Final = 128
 _VOCAB_SIZE: Final = 128_256
 _HEADS_STEP: Final = 4
@@ -120,7 +120,7 @@ def fit(
     *,
     seq_len: int,
     shape: ModelShape | None = None,
-    margin_share: float = 0.06,
+    margin_share: float = USUAL_MARGIN,
     param: Dtype = "bf16",
 ) -> Iterator[Fit]:
     """The largest that each setup holds, one setup after the other.

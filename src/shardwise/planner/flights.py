@@ -12,15 +12,28 @@ does whether a backward runs: it makes tensors of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import ge
+from types import MappingProxyType
+from typing import Final
 
-from shardwise.schedule.actions import Action, Kind, Schedule
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.schedule.actions import Kind
 from shardwise.schedule.formulas import max_in_flight
 from shardwise.schedule.placement import StagePlacement
-from shardwise.schedule.recipes import pipeline_step, placement_of, recipe_of
+from shardwise.schedule.recipes import pipeline_rows, placement_of, recipe_of
+
+_Numbers = NDArray[np.int64]
+_CODES: Final[Mapping[Kind, int]] = MappingProxyType(
+    {Kind.FORWARD: 0, Kind.BACKWARD_WEIGHT: 1, Kind.BACKWARD: -1, Kind.BACKWARD_INPUT: -2}
+)
+"""Those of backwards, which a gradient of the output begins, are below 0."""
+
+_MOST_CODE: Final = 2**62
 
 _NUM_ROUNDS = 3
 """Rounds of p micro-batches behind which a schedule that alternates forwards and backwards repeats itself."""
@@ -64,6 +77,13 @@ class Flight:
     backwards: tuple[tuple[Held, ...], ...]
     between: tuple[Held, ...] = ()
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.backwards, self.between))
+
+    def __hash__(self) -> int:
+        return self._hash  # flights are looked up much more often than they are made
+
     @property
     def moments(self) -> tuple[Held, ...]:
         """All of them."""
@@ -74,8 +94,9 @@ class Flights:
     """The flights of schedules; keeps those that it was asked for."""
 
     def __init__(self) -> None:
-        self._schedules: dict[tuple[object, ...], Schedule] = {}
-        self._flights: dict[tuple[object, ...], Flight] = {}
+        self._known: dict[tuple[object, ...], Flight] = {}
+        self._reductions: dict[tuple[object, ...], tuple[tuple[int, bool], ...]] = {}
+        self._same: dict[Flight, Flight] = {}
 
     def of(
         self,
@@ -87,7 +108,7 @@ class Flights:
         rank: int,
         most_sent: int | None = None,
     ) -> Flight:
-        """Of one rank.
+        """Of one rank; flights that are equal are one.
 
         Args:
             most_sent: of gradients that have gone, more are not counted.
@@ -96,22 +117,67 @@ class Flights:
             ConfigError: no such schedule.
             ScheduleError: a count below 1, or no such rank.
         """
+        key = (recipe_name, num_ranks, virtual_stages, num_micro_batches, rank, most_sent)
+        if key not in self._known:
+            flight = self._counted(*key)
+            self._known[key] = self._same.setdefault(flight, flight)
+        return self._known[key]
+
+    def _counted(
+        self,
+        recipe_name: str,
+        num_ranks: int,
+        virtual_stages: int,
+        num_micro_batches: int,
+        rank: int,
+        most_sent: int | None,
+    ) -> Flight:
         placement = placement_of(recipe_name, num_ranks, virtual_stages)
         if placement.stages_per_rank == 1 and not recipe_of(recipe_name).splits_backward:
             num = max_in_flight(recipe_name, num_ranks, num_micro_batches, virtual_stages, rank)
-            num_sent = _at_most(num_micro_batches - num if rank else 0, most_sent)
-            return Flight(((Held((num,), (0,), int(num_ranks > 1 and num_micro_batches > 1), num_sent),),))
+            awaits_gradient, awaits_input = num > 1 and rank < num_ranks - 1, num < num_micro_batches and rank > 0
+            # Where gradients do not arrive, nothing does as the last is sent: one less was sent as the last input does.
+            num_sent = num_micro_batches - num - (awaits_input and not awaits_gradient) if rank else 0
+            num_arrived = int(awaits_gradient or awaits_input)
+            return Flight(((Held((num,), (0,), num_arrived, _at_most(num_sent, most_sent)),),))
         num = _as_telling(num_ranks, num_micro_batches) if recipe_name not in ("gpipe", "naive") else num_micro_batches
-        key = (recipe_name, num_ranks, virtual_stages, num)
-        if key not in self._schedules:
-            self._schedules[key] = pipeline_step(recipe_name, num_ranks, num, virtual_stages)
-        if (*key, rank, most_sent) not in self._flights:
-            flight = _flight(self._schedules[key].ranks[rank], placement, rank)
-            self._flights[*key, rank, most_sent] = _changed(flight, lambda sent: _at_most(sent, most_sent))
-        flight = self._flights[*key, rank, most_sent]
-        if most_sent is not None:
-            return flight
-        return _with_rounds(flight, (num_micro_batches - num) * _num_inlets(placement, rank))
+        if num < num_micro_batches and most_sent is not None:
+            return self.of(recipe_name, num_ranks, virtual_stages, num, rank=rank, most_sent=most_sent)
+        row = pipeline_rows(recipe_name, num_ranks, num, virtual_stages).of(rank)
+        return _with_rounds(
+            _flight(row, placement, rank, most_sent), (num_micro_batches - num) * _num_inlets(placement, rank)
+        )
+
+    def reductions(
+        self, recipe_name: str, num_ranks: int, virtual_stages: int, num_micro_batches: int, *, rank: int
+    ) -> tuple[tuple[int, bool], ...]:
+        """In which order a rank's stages get gradients and are reduced, where each micro-batch is by itself.
+
+        Returns:
+            The stage's number among those of the rank, the last one first, and whether it is reduced. Of what repeats
+            itself, and of micro-batches behind those that fill the pipeline, some are left out.
+        """
+        placement = placement_of(recipe_name, num_ranks, virtual_stages)
+        if placement.stages_per_rank == 1 and not recipe_of(recipe_name).splits_backward:
+            return ((0, False), (0, True)) * min(num_micro_batches, _NUM_ROUNDS)
+        num = min(num_micro_batches, num_ranks + 1)
+        key = (recipe_name, num_ranks, virtual_stages, num, rank)
+        if key not in self._reductions:
+            row = pipeline_rows(recipe_name, num_ranks, num, virtual_stages).of(rank)
+            self._reductions[key] = tuple(_reductions(row, sorted(placement.stages_of(rank), reverse=True)))
+        return self._reductions[key]
+
+
+def _reductions(row: Sequence[tuple[Kind, int, int]], stages: Sequence[int]) -> list[tuple[int, bool]]:
+    found: list[tuple[int, bool]] = []
+    for kind, stage, _ in row:
+        if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            found.append((stages.index(stage), False))
+        if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            found.append((stages.index(stage), True))
+        if found[-2:] * (_NUM_ROUNDS + 1) == found[-2 * (_NUM_ROUNDS + 1) :]:
+            del found[-2:]
+    return found
 
 
 def _as_telling(num_ranks: int, num_micro_batches: int) -> int:
@@ -129,80 +195,122 @@ def _at_most(number: int, most: int | None) -> int:
 
 def _with_rounds(flight: Flight, num_more: int) -> Flight:
     """A flight with the gradients that were sent in rounds that were left out."""
-    return _changed(flight, lambda num_sent: num_sent + num_more * (num_sent > 0)) if num_more else flight
+    if not num_more:
+        return flight
+
+    def with_more(moments: tuple[Held, ...]) -> tuple[Held, ...]:
+        return tuple(replace(each, num_sent=each.num_sent + num_more * (each.num_sent > 0)) for each in moments)
+
+    return Flight(tuple(map(with_more, flight.backwards)), with_more(flight.between))
 
 
-def _changed(flight: Flight, change: Callable[[int], int]) -> Flight:
-    """A flight with other numbers of gradients sent."""
-
-    def changed(moments: tuple[Held, ...]) -> tuple[Held, ...]:
-        return tuple(replace(each, num_sent=change(each.num_sent)) for each in moments)
-
-    return Flight(tuple(map(changed, flight.backwards)), changed(flight.between))
-
-
-def _is_remote(placement: StagePlacement, stage: int, neighbour: int) -> bool:
+def is_remote(placement: StagePlacement, stage: int, neighbour: int) -> bool:
+    """Whether there is a neighbour of a stage, and on another rank."""
     return 0 <= neighbour < placement.num_stages and placement.rank_of(stage) != placement.rank_of(neighbour)
 
 
 def _num_inlets(placement: StagePlacement, rank: int) -> int:
     """Stages of a rank that are given what another rank has computed."""
-    return sum(_is_remote(placement, stage, stage - 1) for stage in placement.stages_of(rank))
+    return sum(is_remote(placement, stage, stage - 1) for stage in placement.stages_of(rank))
 
 
-def _flight(row: Sequence[Action], placement: StagePlacement, rank: int) -> Flight:
-    stages = placement.stages_of(rank)
-    found: dict[int | None, list[Held]] = {}
-    for index, held in _held(row, placement, stages):
-        found.setdefault(index, []).append(held)
-    backwards = tuple(_highest(_most(found.get(index, ()))) for index in range(len(stages)))
-    known = [held for moments in backwards for held in moments]
-    others = [held for held in _most(found.get(None, ())) if not any(each.covers(held) for each in known)]
-    return Flight(backwards, _highest(others))
+def _flight(
+    row: Sequence[tuple[Kind, int, int]], placement: StagePlacement, rank: int, most_sent: int | None
+) -> Flight:
+    moments = _Moments.of(row, placement, placement.stages_of(rank), most_sent)
+    backwards = tuple(moments.highest(moments.backward == index) for index in range(moments.num_stages))
+    known = [held for highest in backwards for held in highest]
+    return Flight(backwards, moments.highest(moments.backward < 0, known))
 
 
-def _held(row: Sequence[Action], placement: StagePlacement, stages: Sequence[int]) -> Iterator[tuple[int | None, Held]]:
-    """What is held as each backward begins, with its stage's index, and at the ends of forwards and of backwards."""
-    index_of = {stage: index for index, stage in enumerate(stages)}
-    has_inlet = {stage: _is_remote(placement, stage, stage - 1) for stage in stages}
-    has_outlet = {stage: _is_remote(placement, stage, stage + 1) for stage in stages}
-    whole, deferred, num_sent = [0] * len(stages), [0] * len(stages), 0
-    for action, following in zip(row, [*row[1:], None], strict=True):
-        index, num_arrived = index_of[action.stage], 0
-        if following is not None and following.kind is not Kind.BACKWARD_WEIGHT:
-            # What the next action needs of other ranks is received while the one before it runs.
-            num_arrived = int((has_inlet if following.kind is Kind.FORWARD else has_outlet)[following.stage])
-        if action.kind is Kind.FORWARD:
-            whole[index] += 1
-            yield None, Held(tuple(whole), tuple(deferred), num_arrived, num_sent)
-        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-            yield index, Held(tuple(whole), tuple(deferred), num_arrived, num_sent)
-            whole[index] -= 1
-            num_sent += has_inlet[action.stage]
-            if action.kind is Kind.BACKWARD_INPUT:
-                deferred[index] += 1
-                yield None, Held(tuple(whole), tuple(deferred), num_arrived, num_sent)
-        elif action.kind is Kind.BACKWARD_WEIGHT:
-            deferred[index] -= 1
+@dataclass(frozen=True)
+class _Moments:
+    """What is held as each backward begins, and at the ends of forwards and of backwards of the input.
+
+    Attributes:
+        backward: the index of the stage whose backward begins, or -1; [moments]
+        counts: as `Held.counts`; [moments, 2 x stages]
+        num_arrived, num_sent: as those of `Held`; [moments]
+    """
+
+    backward: _Numbers
+    counts: _Numbers
+    num_arrived: _Numbers
+    num_sent: _Numbers
+
+    @classmethod
+    def of(
+        cls,
+        row: Sequence[tuple[Kind, int, int]],
+        placement: StagePlacement,
+        stages: Sequence[int],
+        most_sent: int | None,
+    ) -> _Moments:
+        """Of a rank's computations."""
+        index_of = {stage: index for index, stage in enumerate(stages)}
+        kinds = np.array([_CODES[kind] for kind, _, _ in row])
+        where = np.array([index_of[stage] for _, stage, _ in row])
+        has_inlet = np.array([is_remote(placement, stage, stage - 1) for stage in stages], np.int64)
+        has_outlet = np.array([is_remote(placement, stage, stage + 1) for stage in stages], np.int64)
+        is_forward, is_backward = kinds == _CODES[Kind.FORWARD], kinds < 0
+        is_input = kinds == _CODES[Kind.BACKWARD_INPUT]
+        is_weight = kinds == _CODES[Kind.BACKWARD_WEIGHT]
+        change = np.zeros((len(row), 2 * len(stages)), np.int64)
+        computation = np.arange(len(row))
+        change[computation, where] = is_forward.astype(np.int64) - is_backward
+        change[computation, len(stages) + where] = is_input.astype(np.int64) - is_weight
+        held = change.cumsum(axis=0)
+        # What the next action needs of other ranks is received while the one before it runs.
+        needed = np.where(is_forward, has_inlet[where], has_outlet[where]) * ~is_weight
+        num_arrived = np.append(needed[1:], 0)
+        sent = has_inlet[where] * is_backward
+        num_sent = sent.cumsum()
+        before = num_sent - sent
+        if most_sent is not None:
+            num_sent, before = np.minimum(num_sent, most_sent), np.minimum(before, most_sent)
+        begins, ends = is_backward, is_forward | is_input
+        return cls(
+            np.concatenate((where[begins], np.full(ends.sum(), -1))),
+            np.concatenate(((held - change)[begins], held[ends])),
+            np.concatenate((num_arrived[begins], num_arrived[ends])),
+            np.concatenate((before[begins], num_sent[ends])),
+        )
+
+    @property
+    def num_stages(self) -> int:
+        """Of the rank."""
+        return self.counts.shape[1] // 2
+
+    def highest(self, chosen: NDArray[np.bool_], known: Sequence[Held] = ()) -> tuple[Held, ...]:
+        """Of some moments those that keep no less than others or known ones, with most on its way."""
+        _, first, same = np.unique(_codes(self.counts[chosen]), return_index=True, return_inverse=True)
+        counts = self.counts[chosen][first]
+        num_arrived, num_sent = self.num_arrived[chosen], self.num_sent[chosen]
+        ascending, most = np.argsort(num_arrived + num_sent, kind="stable"), np.zeros(len(counts), np.int64)
+        most[same.reshape(-1)[ascending]] = ascending  # the last one stays
+        num_arrived, num_sent = num_arrived[most], num_sent[most]
+        is_left = np.ones(len(counts), np.bool_)
+        for each in known:
+            is_left &= (counts > each.counts).any(axis=1)
+        found = []
+        for index in np.lexsort((first, -counts.sum(axis=1))):
+            if is_left[index]:
+                is_left &= (counts > counts[index]).any(axis=1)
+                kept = counts[index].tolist()
+                whole, deferred = tuple(kept[: self.num_stages]), tuple(kept[self.num_stages :])
+                found.append(Held(whole, deferred, int(num_arrived[index]), int(num_sent[index])))
+        return tuple(found)
 
 
-def _most(moments: Iterable[Held]) -> Iterable[Held]:
-    """One of those that keep the same, with what comes and goes at most."""
-    most: dict[tuple[int, ...], Held] = {}
-    for each in moments:
-        before = most.get(each.counts)
-        if before is None:
-            most[each.counts] = each
-        elif each.num_arrived > before.num_arrived or each.num_sent > before.num_sent:
-            num_arrived, num_sent = max(each.num_arrived, before.num_arrived), max(each.num_sent, before.num_sent)
-            most[each.counts] = replace(each, num_arrived=num_arrived, num_sent=num_sent)
-    return most.values()
-
-
-def _highest(moments: Iterable[Held]) -> tuple[Held, ...]:
-    """Those that no other one covers, the one with most first."""
-    found: list[Held] = []
-    for each in moments:
-        if not any(other.covers(each) for other in found):
-            found = [other for other in found if not each.covers(other)] + [each]
-    return tuple(sorted(found, key=lambda each: -sum(each.counts)))
+def _codes(counts: _Numbers) -> _Numbers:
+    """One number for each row of counts, the same for equal rows alone; [rows, counts] -> [rows]."""
+    codes = np.zeros(len(counts), np.int64)
+    most = 0
+    for column in counts.T:
+        radix = int(column.max(initial=0)) + 1
+        if most * radix + radix > _MOST_CODE:
+            _, codes = np.unique(codes, return_inverse=True)
+            most = len(counts)
+        codes = codes * radix + column
+        most = most * radix + radix - 1
+    return codes

@@ -17,9 +17,11 @@ layers nor that of data-parallel ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 from shardwise.config import OptimizerConfig, PrecisionConfig, Tier, TiersConfig
@@ -80,7 +82,7 @@ class FoldedLayout:
 
     def at_rest(self, strategy: Strategy, pipeline_rank: int = 0) -> dict[str, int]:
         """Bytes by role of the first rank of the shard group, as `Layout.bytes_at_rest`."""
-        key = self._key(strategy, pipeline_rank)
+        key = self.key(strategy, pipeline_rank)
         if key not in self._at_rest:
             self._at_rest[key] = self._bytes_at_rest(strategy, pipeline_rank, None)
         return self._at_rest[key]
@@ -104,16 +106,17 @@ class FoldedLayout:
 
     def rank(self, strategy: Strategy, pipeline_rank: int = 0) -> RankFolds:
         """The folded groups of one rank of the pipeline."""
-        key = self._key(strategy, pipeline_rank)
+        key = self.key(strategy, pipeline_rank)
         if key not in self._ranks:
             self._ranks[key] = self._fold(strategy, pipeline_rank)
         return self._ranks[key]
 
-    def _key(self, strategy: Strategy, pipeline_rank: int) -> tuple[Any, ...]:
+    def key(self, strategy: Strategy, pipeline_rank: int) -> tuple[Any, ...]:
         """All that the groups depend on; ranks of a pipeline that hold the same share one."""
         s, held = strategy, self.stages.of(strategy).held_by(pipeline_rank)
         axes = (s.pp > 1, s.dp_replicate, s.dp_shard, s.cp, s.tp, s.ep, s.zero_stage, s.gather)
-        return (*axes, held, s.params_tier, s.grads_tier, s.optimizer_tier, s.param, s.reduce, s.accumulate)
+        shares = (s.params_on_device, s.grads_on_device, s.optimizer_on_device)
+        return (*axes, held, s.params_tier, s.grads_tier, s.optimizer_tier, *shares, s.param, s.reduce, s.accumulate)
 
     def _bytes_at_rest(self, strategy: Strategy, pipeline_rank: int, tier: Tier | None) -> dict[str, int]:
         rank = self.rank(strategy, pipeline_rank)
@@ -129,14 +132,12 @@ class FoldedLayout:
     def _fold(self, strategy: Strategy, pipeline_rank: int) -> RankFolds:
         s, stages = strategy, self.stages.of(strategy)
         mesh = _mesh_of(s)
-        tiers = TiersConfig(params=s.params_tier, grads=s.grads_tier, optimizer=s.optimizer_tier)
+        tiers = _tiers_of(s)
         num_shards = mesh.size_along(SHARD_AXES)
         stage = effective_stage(s.zero_stage, num_shards, tiers, is_scheduled=s.pp > 1)
         policy = precision_policy(PrecisionConfig(param=s.param, reduce=s.reduce, accumulate=s.accumulate))
-        folds = tuple(
-            Fold(self._placed(fold.group, mesh, tiers, s.ep), fold.count)
-            for fold in self._held(s, stages, pipeline_rank)
-        )
+        held = [Fold(self._placed(fold.group, mesh, s.ep), fold.count) for fold in self._held(s, stages, pipeline_rank)]
+        folds = tuple(self._rested(s, tiers, held, pipeline_rank))
         groups = tuple(fold.group for fold in folds)
         states = states_of(stage, policy, OptimizerConfig(name=self.job.optimizer), groups)
         pipeline = None
@@ -146,13 +147,37 @@ class FoldedLayout:
         units = tuple(dict.fromkeys(group.unit for group in groups if group.unit != ROOT))
         return RankFolds(Layout(mesh, units, groups, stage, policy, states, None, pipeline), folds)
 
-    def _placed(self, group: GroupSpec, mesh: MeshShape, tiers: TiersConfig, ep: int) -> GroupSpec:
+    def _placed(self, group: GroupSpec, mesh: MeshShape, ep: int) -> GroupSpec:
         """A template with the ranks of a mesh; experts are on `ep` times fewer."""
         share = ep if is_of_experts(group) else 1
         num_ranks = max(1, mesh.size_along(GRADIENT_AXES) // share)
         num_shards = max(1, mesh.size_along(SHARD_AXES) // share)
-        placed = replace(group, num_ranks=num_ranks, num_shards=num_shards)
-        return assign_tiers((placed,), tiers)[0] if _is_away(tiers) else placed
+        return replace(group, num_ranks=num_ranks, num_shards=num_shards)
+
+    def _rested(
+        self, strategy: Strategy, tiers: TiersConfig, held: Sequence[Fold], pipeline_rank: int
+    ) -> Iterator[Fold]:
+        """The folds with the memories of their states; a fold of which a share stays on the device becomes several.
+
+        What several ranks of the pipeline hold rests where it does on the first of them.
+        """
+        if (tiers.params, tiers.grads, tiers.optimizer) == ("device",) * 3:
+            yield from held
+            return
+        if not (tiers.params_on_device or tiers.grads_on_device or tiers.optimizer_on_device):
+            yield from (Fold(assign_tiers((fold.group,), tiers)[0], fold.count) for fold in held)
+            return
+        rank_of = self.stages.of(strategy).placement.rank_of
+        holders = [min(map(rank_of, fold.group.stages)) if strategy.pp > 1 else pipeline_rank for fold in held]
+        own = [fold for fold, holder in zip(held, holders, strict=True) if holder == pipeline_rank]
+        assigned = iter(assign_tiers(_unfolded(own), tiers))
+        for fold, holder in zip(held, holders, strict=True):
+            if holder != pipeline_rank:
+                first = next(each for each in self.rank(strategy, holder).folds if each.group.name == fold.group.name)
+                yield Fold(replace(fold.group, tiers=first.group.tiers), fold.count)
+                continue
+            counts = Counter(group.tiers for group in islice(assigned, fold.count))
+            yield from (Fold(replace(fold.group, tiers=rested), count) for rested, count in counts.items())
 
     def _held(self, strategy: Strategy, stages: Stages, pipeline_rank: int) -> Iterable[Fold]:
         """The templates of what a rank of the pipeline holds: the root's first, the last block of all in the end."""
@@ -213,12 +238,25 @@ def is_of_experts(group: GroupSpec) -> bool:
     return group.name.endswith(_EXPERTS)
 
 
+def _unfolded(folds: Iterable[Fold]) -> list[GroupSpec]:
+    """Every group by itself, each with a name of its own."""
+    return [replace(fold.group, name=f"{fold.group.name}.{index}") for fold in folds for index in range(fold.count)]
+
+
 def _mesh_of(strategy: Strategy) -> MeshShape:
     return MeshShape(strategy.pp, strategy.dp_replicate, strategy.dp_shard, strategy.cp, strategy.tp)
 
 
-def _is_away(tiers: TiersConfig) -> bool:
-    return (tiers.params, tiers.grads, tiers.optimizer) != ("device", "device", "device")
+def _tiers_of(strategy: Strategy) -> TiersConfig:
+    s = strategy
+    return TiersConfig(
+        params=s.params_tier,
+        grads=s.grads_tier,
+        optimizer=s.optimizer_tier,
+        params_on_device=s.params_on_device,
+        grads_on_device=s.grads_on_device,
+        optimizer_on_device=s.optimizer_on_device,
+    )
 
 
 def _template(params: Sequence[SkeletonParam], tp: int, unit: str) -> GroupSpec:

@@ -28,9 +28,9 @@ SHARES: Final[Mapping[Kind, float]] = MappingProxyType(
 )
 """Of the predicted time, to each side: the 80th percentile of |measured / predicted - 1| on all published rows, those
 that were held out of the fit too, where a source counts by the root of its rows, as `benchmarks/planner_accuracy.py
---spread` prints it. `measured` holds what the twelve runs of `benchmarks/planner_machine.py` do. `unfitted` has rows of
-two sources alone, too few: by default constants those of the fitted devices lie within 0.18, and besides that a new
-device is as far off as `gathered`; both together, as independent errors add up."""
+--spread` prints it. `measured` holds the twelve runs of `benchmarks/planner_machine.py` (docs/benchmarks.md).
+`unfitted` has rows of two sources alone, too few: by default constants those of the fitted devices lie within 0.18, and
+besides that a new device is as far off as `gathered`; both together, as independent errors add up."""
 
 
 def kind_of(job: Job, strategy: Strategy) -> Kind:

@@ -59,6 +59,9 @@ class Strategy:
     grads_tier: Tier = "device"
     optimizer_tier: Tier = "device"
     activations_tier: Literal["device", "host"] = "device"
+    params_on_device: float = 0.0
+    grads_on_device: float = 0.0
+    optimizer_on_device: float = 0.0
     param: Dtype = "bf16"
     reduce: Literal["param", "fp32"] = "param"
     accumulate: Literal["param", "fp32"] = "fp32"

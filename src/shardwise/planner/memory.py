@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import mul
 from typing import Final
 
 from shardwise.layout.activations import FP32_BYTES
@@ -27,12 +28,20 @@ from shardwise.layout.layout import TIERS
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.stages import Placement
 from shardwise.planner.block_memory import BlockBytes, HeadBytes, block_bytes, head_bytes, norm_bytes
-from shardwise.planner.buffers import NUM_ROUNDS_TELLING, NUM_TELLING, Buffers, Gathered, buffers_of
-from shardwise.planner.flights import Flight, Flights, Held
-from shardwise.planner.folded import FoldedLayout
+from shardwise.planner.buffers import (
+    NUM_TELLING,
+    Buffers,
+    BufferTable,
+    Gathered,
+    sums_of,
+    tied_bytes,
+)
+from shardwise.planner.flights import Flight, Flights, Held, is_remote
+from shardwise.planner.folded import FoldedLayout, RankFolds
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.results import MemoryEstimate, RankMemory
 from shardwise.planner.stages import Stages
+from shardwise.precision import SCRATCH_NUMEL
 
 CONTEXT_BYTES: Final = 1.0 * 2**30
 """Of a process's context on a GPU with its kernels: 0.5 to 2 GiB (stas00/ml-engineering, training/performance)."""
@@ -62,6 +71,8 @@ class StageBytes:
         deferred: that it keeps for the gradients of the weights alone.
         head_deferred: of that, the head's.
         sent: of its output, which is let go of when its gradient has come.
+        taken: of that gradient, where it is not that of the blocks' stream.
+        inlet, outlet: of what it is given by the stage before, and gives the next.
         has_experts: its last block.
         has_norm, has_head: the last norm, the head.
     """
@@ -72,6 +83,9 @@ class StageBytes:
     deferred: float
     head_deferred: float
     sent: float
+    taken: float
+    inlet: float
+    outlet: float
     has_experts: bool
     has_norm: bool
     has_head: bool
@@ -91,7 +105,8 @@ class MemoryModel:
         self._flights = Flights()
         self._blocks: dict[tuple[object, ...], BlockBytes] = {}
         self._heads: dict[tuple[object, ...], HeadBytes] = {}
-        self._known_buffers: dict[tuple[object, ...], Buffers] = {}
+        self._buffer_table = BufferTable(job)
+        self._known_buffers: dict[tuple[object, ...], list[Buffers]] = {}
 
     def estimate(self, strategy: Strategy, *, too_much_bytes: float = math.inf) -> MemoryEstimate:
         """Of one rank at each place of the pipeline.
@@ -105,8 +120,9 @@ class MemoryModel:
         found: dict[tuple[object, ...], RankMemory] = {}
         ranks = []
         for rank in dict.fromkeys((0, last, *range(last))):  # the first and the last hold most, mostly
-            starts = (sum(stages.layers[:stage]) for stage in stages.placement.stages_of(rank))
-            firsts = tuple(start % strategy.recompute_every for start in starts)
+            firsts = tuple(
+                stages.starts[stage] % strategy.recompute_every for stage in stages.placement.stages_of(rank)
+            )
             key = (*stages.held_by(rank), firsts, self._flight(strategy, rank))
             if key not in found:
                 found[key] = self._of_rank(strategy, stages, rank)
@@ -145,7 +161,7 @@ class MemoryModel:
 
     def _of_device(self, strategy: Strategy, peak: Mapping[str, float]) -> dict[str, float]:
         """What the device and its allocator hold beyond tensors."""
-        if self.job.cluster.gpu.name == "cpu":
+        if self.job.cluster.gpu.is_cpu:
             return {"overhead": 0.0, "rounding": 0.0}
         axes = (strategy.tp, strategy.cp, strategy.pp, strategy.num_data_ranks)
         num_split = sum(size > 1 for size in axes)
@@ -160,33 +176,37 @@ class MemoryModel:
         held = stages.placement.stages_of(rank)
         each = [self._stage(s, stages, stage) for stage in held]
         folds = self.folded.rank(s, rank)
-        gathered, buffers = Gathered.of(s, folds), self._buffers(s, rank)
-        if self.job.practice.moves_tensors:
-            gathered = replace(gathered, block=int(gathered.block * self._largest_share()))
+        gathered, buffers = self._gathered(s, folds, len(held)), self._buffers(s, rank)
         stream = self._block(s, has_experts=False).stream
+        inlets = [one.inlet if stage else 0.0 for stage, one in zip(held, each, strict=True)]
+        outlets = [one.outlet if stage < stages.head_stage else 0.0 for stage, one in zip(held, each, strict=True)]
+        passing = max(*inlets, *outlets)
 
-        def base(moment: Held) -> float:
-            kept = sum(count * stage.whole for count, stage in zip(moment.whole, each, strict=True))
-            kept += sum(count * stage.deferred for count, stage in zip(moment.deferred, each, strict=True))
+        wholes, deferreds = [stage.whole for stage in each], [stage.deferred for stage in each]
+
+        def base(moment: Held, sent: float = max(inlets)) -> float:
+            kept = sum(map(mul, moment.whole, wholes)) + sum(map(mul, moment.deferred, deferreds))
             if not self.job.practice.is_own:
                 return kept + stream * (min(NUM_ON_THE_WAY, s.num_micro_batches) if s.pp > 1 else 0)
-            return kept + stream * (moment.num_arrived + moment.num_sent)
+            return kept + moment.num_arrived * passing + moment.num_sent * sent
 
         flight = self._flight(s, rank)
         # Whatever else a moment has is the same for all of its kind: the one before which most is kept is the highest.
         for index, moments in enumerate(flight.backwards):
-            kept = max(map(base, moments))
-            yield from self._backward(s, each[index], kept, gathered, buffers, held[index] == 0)
+            kept = max(base(moment, inlets[index] or max(inlets)) for moment in moments)
+            yield from self._backward(s, each[index], kept, gathered[index], buffers[index], held[index] == 0)
         for is_deferred in (False, True):
             alike = [base(moment) for moment in flight.between if any(moment.deferred) is is_deferred]
             if alike:
                 yield {
                     "activations": max(alike) + stream,
                     "workspace": max(self._largest_weight(s, stage) for stage in each) if is_deferred else 0.0,
-                    "gathered": gathered.num_bytes(2),
-                    "buckets": buffers.filling[-1],
+                    "gathered": max(one.num_bytes(2) for one in gathered),
+                    "buckets": max(one.filling[-1] for one in buffers),
                 }
-        yield {"workspace": self._step_bytes(s, rank), "buckets": buffers.last if s.pp > 1 else 0.0}
+        tied = tied_bytes(folds) if s.pp > 1 and self.job.practice.is_own else 0
+        workspace = max(self._step_bytes(s, rank) + tied, buffers[0].scratch)
+        yield {"workspace": workspace, "buckets": buffers[0].last if s.pp > 1 else 0.0}
 
     def _backward(
         self, strategy: Strategy, stage: StageBytes, base: float, gathered: Gathered, buffers: Buffers, has_table: bool
@@ -194,20 +214,21 @@ class MemoryModel:
         """The moments of the backward of a stage, before which a rank keeps `base`."""
         s = strategy
         block, head = self._block(s, has_experts=stage.has_experts), self._head(s)
-        left = base - stage.sent
+        left, widened = base - stage.sent + stage.taken, self._widened_bytes(s, head)
         if stage.has_head:
-            of_loss = {"gathered": gathered.num_bytes(1), "buckets": buffers.resting}
+            num_gathered = int(s.pp == 1)  # what the forward was gathered for; in a pipeline none stays
+            of_loss = {"gathered": gathered.num_bytes(num_gathered), "buckets": buffers.resting}
             yield {"activations": left - head.kept, "logits": head.kept + head.loss, **of_loss}
             yield {"activations": left + head.behind, "workspace": head.weight, **of_loss}
             left += stage.head_deferred - head.given - head.kept
             if s.pp == 1 and self.job.shape.is_tied:
                 left += head.weight  # it waits for what the embedding adds to it
-            of_root = {"gathered": gathered.num_bytes(1), "buckets": buffers.with_root}
-            yield {"activations": left + head.behind, "workspace": head.weight, **of_root}
+            of_root = {"gathered": gathered.num_bytes(num_gathered), "buckets": buffers.with_root}
+            yield {"activations": left + head.behind, "workspace": head.weight + widened, **of_root}
         if stage.has_norm:
-            if self.job.cluster.gpu.name == "cpu":
+            if self.job.cluster.gpu.is_cpu:
                 wide = norm_bytes(DTYPE_BYTES[s.param]) / DTYPE_BYTES[s.param]
-                of_root = {"gathered": gathered.num_bytes(1), "buckets": buffers.with_root}
+                of_root = {"gathered": gathered.num_bytes(int(s.pp == 1)), "buckets": buffers.with_root}
                 yield {"activations": left + block.stream, "workspace": wide * block.stream, **of_root}
             left -= block.stream
         num_blocks, blocks = stage.num_blocks, stage.blocks
@@ -225,33 +246,58 @@ class MemoryModel:
             yield {
                 "activations": left + blocks[here - 1] + (done + 1) * deferred + block.stream,
                 "buckets": buffers.reducing[min(done, len(buffers.reducing) - 1)],
+                "workspace": float(buffers.scratch),
                 **of_block,
             }
         if has_table:
+            whole = block.stream * (s.tp if s.sequence_parallel and self.job.practice.is_own else 1)
             is_tied = s.pp == 1 and self.job.shape.is_tied
             yield {
-                "activations": left + num_blocks * deferred + block.stream,
-                "workspace": head.weight * (2 if is_tied else 1),
+                "activations": left + num_blocks * deferred + whole,
+                "workspace": max(head.weight * (2 if is_tied else 1), head.weight + widened),
                 "gathered": gathered.num_bytes(0),
                 "buckets": buffers.reducing[-1] if s.pp == 1 else buffers.filling[-1],
             }
             yield {
-                "activations": left - (head.weight if is_tied else 0.0) + num_blocks * deferred + block.stream,
-                "workspace": head.weight,
+                "activations": left - (head.weight if is_tied else 0.0) + num_blocks * deferred + whole,
+                "workspace": max(head.weight + widened, buffers.scratch),
                 "gathered": gathered.num_bytes(0),
-                "buckets": buffers.last,
+                "buckets": buffers.last if s.pp == 1 else buffers.filling[-1],
             }
 
-    def _buffers(self, strategy: Strategy, rank: int) -> Buffers:
-        """Of a rank of the pipeline, one of those that hold the same."""
+    def _widened_bytes(self, strategy: Strategy, head: HeadBytes) -> float:
+        """In which a CPU widens a gradient of a table that it adds to those of other micro-batches."""
+        s, size = strategy, DTYPE_BYTES[strategy.param]
+        is_reduced_each = s.zero_stage >= 2 if s.pp == 1 else s.zero_stage == 3 and s.gather == "micro-batch"
+        is_added = s.num_micro_batches > 1 and not is_reduced_each and s.accumulate == "fp32" and size < FP32_BYTES
+        if not is_added or not self.job.cluster.gpu.is_cpu:
+            return 0.0
+        return FP32_BYTES * min(SCRATCH_NUMEL, head.weight / size)
+
+    def _gathered(self, strategy: Strategy, folds: RankFolds, num_stages: int) -> list[Gathered]:
+        """Of each stage of a rank, while it computes."""
+        first = Gathered.of(strategy, folds)
+        if first.is_whole or not first.param_bytes:
+            return [first] * num_stages
+        each = [first, *(Gathered.of(strategy, folds, index) for index in range(1, num_stages))]
+        if not self.job.practice.moves_tensors:
+            return each
+        return [replace(one, block=int(one.block * self._largest_share())) for one in each]
+
+    def _buffers(self, strategy: Strategy, rank: int) -> list[Buffers]:
+        """Of each stage of a rank of the pipeline, in their order; one of those that hold the same."""
         s, practice = strategy, self.job.practice
-        folds = self.folded.rank(s, rank)
-        share = self._largest_share() if practice.moves_tensors else 1.0
-        is_summed = s.tp > 1 and self.job.cluster.gpu.name == "cpu"
-        summed_bytes = self._block(s, has_experts=False).stream if is_summed else 0.0
-        key = (id(folds), min(NUM_ROUNDS_TELLING, s.num_micro_batches), summed_bytes)
+        whole_bytes = 0.0
+        if s.tp > 1 and self.job.cluster.gpu.is_cpu:
+            whole_bytes = self._block(s, has_experts=False).stream * (s.tp if s.sequence_parallel else 1)
+        reductions: tuple[tuple[int, bool], ...] = ()
+        if s.pp > 1 and s.gather == "micro-batch":
+            reductions = self._flights.reductions(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, rank=rank)
+        key = (*self.folded.key(s, rank), whole_bytes, s.sequence_parallel, reductions)
         if key not in self._known_buffers:
-            self._known_buffers[key] = buffers_of(self.job, s, folds, summed_bytes, share)
+            folds, share = self.folded.rank(s, rank), self._largest_share() if practice.moves_tensors else 1.0
+            sums = sums_of(s, whole_bytes, folds) if whole_bytes else ()
+            self._known_buffers[key] = self._buffer_table.of(s, folds, sums, reductions, share)[::-1]
         return self._known_buffers[key]
 
     def _largest_weight(self, strategy: Strategy, stage: StageBytes) -> float:
@@ -293,18 +339,20 @@ class MemoryModel:
         if s.pp == 1:
             return Flight(((Held((1,), (0,)),),))
         # On a GPU a gradient that was sent is let go of when the next is; on a CPU when all are waited for.
-        most_sent = None if self.job.cluster.gpu.name == "cpu" else 1
+        most_sent = None if self.job.cluster.gpu.is_cpu else 1
         return self._flights.of(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, rank=rank, most_sent=most_sent)
 
     def _stage(self, strategy: Strategy, stages: Stages, stage: int) -> StageBytes:
         """What one stage keeps of one micro-batch."""
         s, head = strategy, self._head(strategy)
-        # The first block is given a whole sequence, which its recomputation splits.
-        is_split_again = s.sequence_parallel and s.recompute != "none" and stage == 0
-        is_split_again &= self.job.practice.is_own
-        deferred, blocks, again = 0.0, [(s.tp - 1) * self._block(s, has_experts=False).stream * is_split_again], []
+        stream = self._block(s, has_experts=False).stream
+        inlet, outlet = self._passing(s, stages, stage), self._passing(s, stages, stage + 1)
+        # The first block is given a whole sequence, which its recomputation splits; what is received is kept at all.
+        is_whole = s.sequence_parallel and self.job.practice.is_own and stages.starts[stage] == 0
+        num_whole = s.tp - 1 if s.recompute != "none" else s.tp if stage else 0
+        deferred, blocks, again = 0.0, [is_whole * num_whole * stream], []
         num_again = 0
-        index = sum(stages.layers[:stage])
+        index = stages.starts[stage]
         for num_blocks, has_experts in zip(stages.kinds[stage], (False, True), strict=True):
             if not num_blocks:
                 continue
@@ -318,14 +366,12 @@ class MemoryModel:
                 blocks.append(blocks[-1] + kept)
                 again.append(block.whole - block.kept + block.again if is_again else 0.0)
                 index += 1
-        stream = self._block(s, has_experts=False).stream
         has_norm, has_head = stage == stages.norm_stage, stage == stages.head_stage
-        placement = stages.placement
-        is_sent = not has_head and placement.rank_of(stage) != placement.rank_of(stage + 1)
-        is_sent &= not self.job.practice.frees_outputs
+        is_sent = is_remote(stages.placement, stage, stage + 1) and not self.job.practice.frees_outputs
         has_angles = self.job.practice.is_own and not self.job.shape.num_positions and bool(again)
         angles = 2 * FP32_BYTES * self.job.seq_len / s.cp * self.job.shape.head_dim if has_angles else 0.0
-        whole = blocks[-1] + stream * (has_norm + is_sent) + has_head * (head.given + head.kept) + angles
+        given = head.given or inlet * (not has_norm and self.job.practice.is_own)
+        whole = blocks[-1] + stream * has_norm + outlet * is_sent + has_head * (given + head.kept) + angles
         head_deferred = has_head * head.deferred
         return StageBytes(
             whole=whole,
@@ -333,11 +379,20 @@ class MemoryModel:
             again=tuple(again),
             deferred=deferred + head_deferred,
             head_deferred=head_deferred,
-            sent=stream * is_sent if self.job.practice.is_own else 0.0,
+            sent=outlet * is_sent if self.job.practice.is_own else 0.0,
+            taken=outlet * (outlet > stream) * is_sent,
+            inlet=inlet,
+            outlet=outlet,
             has_experts=stages.kinds[stage][1] > 0,
             has_norm=has_norm,
             has_head=has_head,
         )
+
+    def _passing(self, strategy: Strategy, stages: Stages, stage: int) -> float:
+        """Bytes of what a stage is given by the one before: before the blocks and behind the norm whole sequences."""
+        s, stream = strategy, self._block(strategy, has_experts=False).stream
+        is_whole = stage > stages.norm_stage or stages.starts[stage] == 0
+        return stream * s.tp if is_whole and s.sequence_parallel and self.job.practice.is_own else stream
 
     def _head(self, strategy: Strategy) -> HeadBytes:
         s = strategy

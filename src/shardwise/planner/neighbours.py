@@ -13,8 +13,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Final
 
 from shardwise.planner.candidates import RECOMPUTES, is_legal
@@ -25,6 +26,10 @@ from shardwise.planner.results import Price
 
 CHUNK_TOKENS: Final = 1024
 _TIERS: Final = (("host", "device", "device"), ("host", "host", "device"), ("host", "host", "host"))
+_SHARES: Final = (0.75, 0.5, 0.25)
+# In which the share of a state that stays on the device is told.
+_NUM_STEPS: Final = 20
+_NO_SHARES: Final = MappingProxyType({"params_on_device": 0.0, "grads_on_device": 0.0, "optimizer_on_device": 0.0})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +83,34 @@ def _changed(job: Job, s: Strategy) -> Iterator[tuple[str, Strategy]]:
     for optimizer, grads, params in _TIERS:
         words = " ".join(f"tiers.{name}=host" for name in ("optimizer", *["grads"] * (grads == "host")))
         words += " tiers.params=host" if params == "host" else ""
-        yield words, replace(s, optimizer_tier=optimizer, grads_tier=grads, params_tier=params)  # type: ignore[arg-type]
+        tiers = {"optimizer_tier": optimizer, "grads_tier": grads, "params_tier": params}
+        yield words, replace(s, **tiers, **_NO_SHARES)  # type: ignore[arg-type]
+    yield from _shares(s, _SHARES)
     yield "tiers.activations=host", replace(s, activations_tier="host")
     if s.chunk_tokens is None and s.schedule in ("1f1b", "interleaved") and not job.practice.is_compiled:
         yield f"context.chunk_tokens={CHUNK_TOKENS}", replace(s, chunk_tokens=CHUNK_TOKENS)
+
+
+def more_on_device(price: Price, usable_bytes: float) -> Iterator[Strategy]:
+    """The same with as large a share of its states on the device as may fit there, and a little less.
+
+    Args:
+        price: of a strategy whose states rest elsewhere; else there is none.
+        usable_bytes: of a device.
+    """
+    worst = price.memory.worst
+    if away_bytes := sum(worst.elsewhere.values()):
+        most = int(_NUM_STEPS * min(1.0, (usable_bytes - worst.peak_bytes) / away_bytes))
+        tried = [step / _NUM_STEPS for step in (most, most - 1) if 0 < step < _NUM_STEPS]
+        yield from (strategy for _, strategy in _shares(price.strategy, tried))
+
+
+def _shares(s: Strategy, of: Iterable[float]) -> Iterator[tuple[str, Strategy]]:
+    """With a share of all states that rest elsewhere kept on the device."""
+    away = [state for state in ("params", "grads", "optimizer") if getattr(s, f"{state}_tier") != "device"]
+    for share in of if away else ():
+        words = " ".join(f"tiers.{state}_on_device={share}" for state in away)
+        yield words, replace(s, **{f"{state}_on_device": share for state in away})  # type: ignore[arg-type]
 
 
 def _with_micro(s: Strategy, micro_size: int) -> Strategy:

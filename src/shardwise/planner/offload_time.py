@@ -25,17 +25,18 @@ from typing import Final, Literal
 from shardwise.config import Tier
 from shardwise.layout.layout import TIERS, Layout
 from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.planner.collectives import PLAIN_HOST_BYTES_PER_S
 from shardwise.planner.communication import HIDDEN_SHARE, exposed_s
 from shardwise.planner.folded import Fold, FoldedLayout
+from shardwise.planner.hardware import CPU
 from shardwise.planner.job import Job, Strategy
 
 HOST_STEP_SHARE: Final = 0.4
 """Of the host's memory bandwidth that a vectorised optimizer's step reaches: tens of GB/s of a socket's 100 to 200 in
 what DeepSpeed publishes of its CPU Adam (blog deepspeed-zenflow: 4 s for 7 B parameters)."""
-PLAIN_HOST_BYTES_PER_S: Final = 16e9
 PLAIN_DISK_READ_BYTES_PER_S: Final = 3e9
 PLAIN_DISK_WRITE_BYTES_PER_S: Final = 1.5e9
-"""Where none are named: PCIe 3 of 16 lanes, one NVMe disk."""
+"""Where none are named: one NVMe disk."""
 
 Moment = Literal["forward", "backward", "first forward", "last backward", "step"]
 
@@ -198,7 +199,7 @@ class OffloadModel:
             self._bytes_per_s["nvme", "host"] = profile.disk_read_bytes_per_s
         if profile.disk_write_bytes_per_s:
             self._bytes_per_s["host", "nvme"] = profile.disk_write_bytes_per_s
-        if profile.device == "cpu":  # what copies there takes the cores that compute, as a gather does
+        if profile.device == CPU:  # what copies there takes the cores that compute, as a gather does
             self._host_step_bytes_per_s = profile.step_bytes_per_s or self._host_step_bytes_per_s
             self._hidden_share = HIDDEN_SHARE if profile.hidden_share is None else profile.hidden_share
 

@@ -22,9 +22,8 @@ from shardwise.config import ConfigError
 from shardwise.schedule.actions import Action, Kind, Schedule
 from shardwise.schedule.pipelines import interleaved_rounds
 from shardwise.schedule.placement import StagePlacement
-from shardwise.schedule.recipes import pipeline_step, placement_of
+from shardwise.schedule.recipes import pipeline_rows, placement_of
 
-_BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 _KIND_INDEX: Final[Mapping[Kind, int]] = MappingProxyType(
     {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 2, Kind.BACKWARD_WEIGHT: 3}
 )
@@ -175,7 +174,8 @@ class PipelineTimes:
     def _program(self, recipe_name: str, num_ranks: int, virtual_stages: int, num_micro_batches: int) -> _Program:
         key = (recipe_name, num_ranks, virtual_stages, num_micro_batches)
         if key not in self._programs:
-            self._programs[key] = _program_of(pipeline_step(recipe_name, num_ranks, num_micro_batches, virtual_stages))
+            rows = pipeline_rows(recipe_name, num_ranks, num_micro_batches, virtual_stages)
+            self._programs[key] = _program_of([rows.of(rank) for rank in range(num_ranks)])
         return self._programs[key]
 
 
@@ -206,7 +206,8 @@ def _counted(
 
 def span_of(schedule: Schedule, stages: Sequence[StageTimes], transfer_s: float = 0.0) -> PipelineSpan:
     """Time any schedule of computations of whole stages, all of it simulated."""
-    first, last = _program_of(schedule).ends(_seconds(stages), transfer_s)
+    rows = [[(each.kind, each.stage, each.micro_batch or 0) for each in row] for row in schedule.ranks]
+    first, last = _program_of(rows).ends(_seconds(stages), transfer_s)
     busy = [sum(_duration(stages[action.stage], action) for action in row) for row in schedule.ranks]
     return PipelineSpan(
         step_s=max(last) - min(first),
@@ -228,38 +229,39 @@ def _duration(stage: StageTimes, action: Action) -> float:
     return _forward_and_backward(stage)[_KIND_INDEX[action.kind]]
 
 
-def _program_of(schedule: Schedule) -> _Program:
+def _program_of(rows: Sequence[Sequence[tuple[Kind, int, int]]]) -> _Program:
     """Walk all rows at once, each as far as what it waits for has been written down."""
-    num_ranks = len(schedule.ranks)
+    num_ranks = len(rows)
     program = _Program(num_ranks, [], [], [], [])
-    made: dict[tuple[bool, int, int | None], tuple[int, int]] = {}  # what was made -> index and rank
-    num_stages = 1 + max(action.stage for row in schedule.ranks for action in row)
+    last_stage = max(stage for row in rows for _, stage, _ in row)
+    # Of each stage's forwards and of its backwards: what was made of a micro-batch, as its index and its rank.
+    made: list[tuple[dict[int, tuple[int, int]], ...]] = [({}, {}) for _ in range(last_stage + 1)]
     next_of = [0] * num_ranks
-    waiting: dict[tuple[bool, int, int | None], int] = {}
+    waiting: dict[tuple[bool, int, int], int] = {}
     ready = list(range(num_ranks))
     while ready:
         rank = ready.pop()
-        row = schedule.ranks[rank]
+        row = rows[rank]
         for position in range(next_of[rank], len(row)):
-            action = row[position]
-            is_forward = action.kind is Kind.FORWARD
-            source = (-1, rank)
-            if is_forward or action.kind in _BACKWARDS:
-                stage = action.stage + (-1 if is_forward else 1)
-                if 0 <= stage < num_stages:
-                    needed = (is_forward, stage, action.micro_batch)
-                    if needed not in made:
+            kind, stage, micro_batch = row[position]
+            index, source = len(program.ranks), (-1, rank)
+            if kind is not Kind.BACKWARD_WEIGHT:
+                is_forward = kind is Kind.FORWARD
+                neighbour = stage - 1 if is_forward else stage + 1
+                if 0 <= neighbour <= last_stage:
+                    known = made[neighbour][is_forward].get(micro_batch)
+                    if known is None:
                         next_of[rank] = position
-                        waiting[needed] = rank
+                        waiting[is_forward, neighbour, micro_batch] = rank
                         break
-                    source = made[needed]
-                key = (is_forward, action.stage, action.micro_batch)
-                made[key] = (len(program.ranks), rank)
-                if key in waiting:
-                    ready.append(waiting.pop(key))
+                    source = known
+                made[stage][is_forward][micro_batch] = index, rank
+                waits = waiting.pop((is_forward, stage, micro_batch), None)
+                if waits is not None:
+                    ready.append(waits)
             program.ranks.append(rank)
             program.before.append(source[0])
-            program.durations.append(action.stage * _NUM_KINDS + _KIND_INDEX[action.kind])
+            program.durations.append(stage * _NUM_KINDS + _KIND_INDEX[kind])
             program.is_sent.append(source[1] != rank)
         else:
             next_of[rank] = len(row)

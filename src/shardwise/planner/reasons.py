@@ -13,7 +13,7 @@ from typing import Final
 
 from shardwise.planner.candidates import divisors, is_legal
 from shardwise.planner.capacity import Shortfall, shortfall
-from shardwise.planner.cures import cures, smallest_cure
+from shardwise.planner.cures import cures, smallest_cure, would_fit
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.neighbours import Change, price_changes
 from shardwise.planner.pricing import Pricer, Pricing
@@ -133,10 +133,11 @@ def why_slower(other: Price, winner: Price) -> str:
     """What another has more and less of than the winner."""
     lost = other.time.step_s - winner.time.step_s
     share = 100 * lost / winner.time.step_s
-    if -share >= _EQUAL_PERCENT and num_extras(other.strategy) > num_extras(winner.strategy):
-        return f"{-share:.1f} % faster, but less simple: {extras_words(other.strategy, winner.strategy)}"
     if share < _EQUAL_PERCENT:
-        return "as fast"
+        if num_extras(other.strategy) <= num_extras(winner.strategy):
+            return "as fast"
+        gained = f"{-share:.1f} % faster" if -share >= _EQUAL_PERCENT else "as fast"
+        return f"{gained}, but less simple: {extras_words(other.strategy, winner.strategy)}"
     return f"{seconds_words(lost)} ({share:.1f} %) slower: {parts_words(_differences(other, winner))}"
 
 
@@ -170,7 +171,7 @@ def why_not(price: Price, missing: Shortfall, cure: Change | None) -> str:
     words = lacks(price, missing)
     if cure is None:
         return f"{words}; nothing less of it fits"
-    return f"{words}; {cure.words} would fit, at {seconds_words(cure.price.time.step_s)}"
+    return f"{words}; {would_fit(cure)}"
 
 
 def defaults(plan: SearchResult, pricing: Pricing) -> Iterator[Default]:
@@ -179,7 +180,8 @@ def defaults(plan: SearchResult, pricing: Pricing) -> Iterator[Default]:
     for name, strategies in _default_strategies(job, plan):
         legal = [each for each in strategies if is_legal(job, each)]
         if not legal:
-            sentence = "cannot be run: batch, heads or layers do not divide by its ranks"
+            what = "heads, layers or tokens" if strategies else f"{job.global_batch:,} sequences"
+            sentence = f"cannot be run: {what} do not divide by its ranks"
             yield Default(name=name, price=None, missing=None, sentence=sentence)
             continue
         yield _default(name, legal, plan, pricing)

@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeVar
 
 from shardwise.config import Config, ConfigError
 from shardwise.planner.configs import job_of, strategy_of
 from shardwise.planner.machine import cluster_of
-from shardwise.planner.profile import Profile
+from shardwise.planner.profile import AttentionTime, BlockTime, HeadTime, Profile
 from shardwise.planner.step_time import TimeModel
 
 PREDICTION_NAME: Final = "prediction.json"
@@ -51,6 +51,8 @@ _MOST: Final = math.log(3.0)
 # Of a step; of a part that takes less, the timeline's own cost is too large a share.
 _LEAST_SHARE: Final = 0.01
 _NUM_ROUNDS: Final = 3
+
+_Passes = TypeVar("_Passes", AttentionTime, BlockTime, HeadTime)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,18 +195,9 @@ def _scaled(profile: Profile, logs: Mapping[str, float]) -> Profile:
     return replace(
         profile,
         matmuls=tuple(replace(each, seconds=compute * each.seconds) for each in profile.matmuls),
-        attentions=tuple(
-            replace(each, forward_s=compute * each.forward_s, backward_s=compute * each.backward_s)
-            for each in profile.attentions
-        ),
-        blocks=tuple(
-            replace(each, forward_s=compute * each.forward_s, backward_s=compute * each.backward_s)
-            for each in profile.blocks
-        ),
-        heads=tuple(
-            replace(each, forward_s=compute * each.forward_s, backward_s=compute * each.backward_s)
-            for each in profile.heads
-        ),
+        attentions=tuple(_longer(each, compute) for each in profile.attentions),
+        blocks=tuple(_longer(each, compute) for each in profile.blocks),
+        heads=tuple(_longer(each, compute) for each in profile.heads),
         collectives=tuple(replace(each, seconds=data * each.seconds) for each in profile.collectives),
         stream_bytes_per_s=profile.stream_bytes_per_s / compute,
         call_s=profile.call_s * compute,
@@ -213,3 +206,7 @@ def _scaled(profile: Profile, logs: Mapping[str, float]) -> Profile:
         disk_read_bytes_per_s=profile.disk_read_bytes_per_s / offload,
         disk_write_bytes_per_s=profile.disk_write_bytes_per_s / offload,
     )
+
+
+def _longer(each: _Passes, factor: float) -> _Passes:
+    return replace(each, forward_s=factor * each.forward_s, backward_s=factor * each.backward_s)

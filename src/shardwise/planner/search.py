@@ -22,12 +22,21 @@ from typing import Any, Final
 
 from shardwise.config import ConfigError
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.planner.bounds import bubble_share, busy_share, pipeline_of
-from shardwise.planner.candidates import Outline, Rest, Space, are_states_crowded, outlines, rests, strategy_at
-from shardwise.planner.capacity import Shortfall, missing_on_node, shortfall, usable_bytes
+from shardwise.planner.bounds import bubble_share, pipeline_of
+from shardwise.planner.candidates import (
+    Outline,
+    Rest,
+    Space,
+    are_states_crowded,
+    outlines,
+    rests,
+    strategy_at,
+    why_none,
+)
+from shardwise.planner.capacity import USUAL_MARGIN, Shortfall, missing_on_node, shortfall, usable_bytes
 from shardwise.planner.configs import KEYS
 from shardwise.planner.job import Job, Strategy
-from shardwise.planner.neighbours import neighbours
+from shardwise.planner.neighbours import more_on_device, neighbours
 from shardwise.planner.pareto import front
 from shardwise.planner.pricing import Pricer, Pricing
 from shardwise.planner.results import MemoryEstimate, Price
@@ -56,7 +65,7 @@ class Limits:
     """
 
     num_best: int = 10
-    margin_share: float = 0.06
+    margin_share: float = USUAL_MARGIN
     max_prices: int = 800
 
 
@@ -111,10 +120,7 @@ def search(
     run = _Search(job, space or Space(), limits or Limits(), pricer or Pricer(job))
     run.work()
     if not run.num_outlines:
-        raise ConfigError(
-            f"no layout of {job.cluster.num_gpus} GPUs goes with a global batch of {job.global_batch} "
-            "and what is pinned; give a batch that more numbers divide, or pin less"
-        )
+        raise ConfigError(why_none(job, run.space))
     if not run.is_proven:
         run.look_at_usual_ones()
     fitting = run.finish()
@@ -155,10 +161,6 @@ class _Search:
         self.num_outlines = self.num_prices = 0
         self._memory_cost = 0.0
         self.is_proven = True
-        gpu = job.cluster.gpu
-        peak = gpu.peak_flops_per_s.get(space.base.product_dtype) or max(gpu.peak_flops_per_s.values())
-        flops = job.shape.flops_per_token(job.seq_len, is_causal_halved=True) * job.tokens
-        self._ideal_s = flops / (job.cluster.num_gpus * peak)
         self._usable_bytes = usable_bytes(job.cluster, limits.margin_share)
         self._times: list[float] = []
         self._inner_s: dict[tuple[Any, ...], float] = {}
@@ -168,6 +170,7 @@ class _Search:
         self._missed: tuple[float, Strategy] | None = None
         self._least_missed: tuple[float, Strategy] | None = None
         self._beyond_s: dict[tuple[int, int, int], float] = {}
+        self._num_params = job.shape.num_params
 
     def work(self) -> None:
         """Until the bounds pass what was found, or the prices are spent."""
@@ -193,7 +196,7 @@ class _Search:
         for index, outline in enumerate(outlines(self.job, self.space)):
             self.num_outlines += 1
             if self._has_room(outline):
-                heap.append((self._ideal_s * busy_share(outline), index, outline))
+                heap.append((self._bound_s(outline), index, outline))
             else:
                 self.rejected["out of memory even at best"] += 1
                 self._miss(outline)
@@ -240,7 +243,7 @@ class _Search:
 
     def _params_of_rank(self, outline: Outline) -> float:
         """In the mean of the pipeline, so no more than the fullest rank has."""
-        return self.job.shape.num_params / (outline.tp * outline.pp * self.space.base.ep)
+        return self._num_params / (outline.tp * outline.pp * self.space.base.ep)
 
     def _param_bytes(self, outline: Outline, rest: Rest) -> float:
         """Of one parameter's states at rest on the device, at least."""
@@ -335,15 +338,17 @@ class _Search:
         kept.append(outline)
         return True
 
-    def _add(self, strategy: Strategy) -> bool:
-        """Price a strategy, where it fits."""
+    def _add(self, strategy: Strategy, below_s: float = math.inf) -> bool:
+        """Price a strategy, where it fits and takes less than others."""
         memory = self._memory_of(strategy)
         if shortfall(memory, self.job.cluster, self.limits.margin_share) is not None:
             self.rejected["out of memory"] += 1
             return False
         quick = self.pricer.time.estimate(strategy, is_quick=True)
-        price = Price(job=self.job, strategy=strategy, memory=memory, time=quick)
         self.num_prices += 1
+        if quick.step_s >= below_s:
+            return False
+        price = Price(job=self.job, strategy=strategy, memory=memory, time=quick)
         self.fitting.append(price)
         insort(self._times, price.time.step_s)
         del self._times[self.limits.num_best :]
@@ -382,6 +387,7 @@ class _Search:
         """
         if not self.is_proven:
             self._climb()
+        self._keep_shares()
         found = {each.strategy: each for each in self.fitting}
         known = {strategy for strategy in found if strategy.pp == 1}
         left = _MOST_SIMULATED * self.limits.num_best
@@ -413,6 +419,11 @@ class _Search:
                         self._add(strategy)
             if sorted(self.fitting, key=lambda each: each.time.step_s)[:2] == best:
                 return
+
+    def _keep_shares(self) -> None:
+        """Of the fastest that move states, leave as large a share on the device as fits and helps."""
+        for price in sorted(self.fitting, key=lambda each: each.time.step_s)[: self.limits.num_best]:
+            any(self._add(each, price.time.step_s) for each in more_on_device(price, self._usable_bytes))
 
     def _is_in_space(self, strategy: Strategy) -> bool:
         tiers = (strategy.params_tier, strategy.grads_tier, strategy.optimizer_tier, strategy.activations_tier)

@@ -49,6 +49,7 @@ def _extras(s: Strategy) -> dict[str, int]:
         "virtual stages": max(0, (s.virtual_stages - 1).bit_length() - 1),
         "recomputation of some blocks": int(s.recompute_every > 1),
         "offload": sum(tier != "device" for tier in tiers) + tiers.count("nvme"),
+        "shares of states": int(max(s.params_on_device, s.grads_on_device, s.optimizer_on_device) > 0),
     }
 
 

@@ -7,7 +7,7 @@ of `shardwise.models.Decoder`, so that a shape of ours has the groups of ours.
 >>> shape = ModelShape.of_decoder(preset("llama-3-8b"))
 >>> [(param.name, param.shape) for param in block_params(shape)][1:3]
 [('attention.query.weight', (4096, 4096)), ('attention.key.weight', (1024, 4096))]
->>> [param.local_shape(tp=8) for param in block_params(shape)][1:3]
+>>> [param.split(tp=8).local_shape for param in block_params(shape)][1:3]
 [(512, 4096), (128, 4096)]
 """
 
@@ -40,10 +40,6 @@ class SkeletonParam:
     def split(self, tp: int) -> ParamSplit:
         """Over the tensor-parallel group."""
         return ParamSplit(self.shape, tp, self.dim, () if self.part is None else (self.part,))
-
-    def local_shape(self, tp: int) -> tuple[int, ...]:
-        """Of each rank's tensor."""
-        return self.split(tp).local_shape
 
     def entry(self, unit: str) -> ParamEntry:
         """As the Layout reads it from a module."""

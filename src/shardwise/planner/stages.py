@@ -49,6 +49,11 @@ class Stages:
         return len(self.layers) - 1
 
     @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The first block of each stage."""
+        return tuple(accumulate(self.layers[:-1], initial=0))
+
+    @cached_property
     def kinds(self) -> tuple[tuple[int, int], ...]:
         """For each stage, how many of its blocks are dense and how many have experts."""
         ends = tuple(accumulate(self.layers))

@@ -165,10 +165,14 @@ class TimeModel:
 
     def _step_s(self, s: Strategy, pipeline_rank: int) -> float:
         """Of the optimizer where its states are on the device; elsewhere it is part of the offload."""
+        rank = self.folded.rank(s, pipeline_rank)
+        numel = rank.numel
         if s.optimizer_tier != "device":
-            return 0.0
+            numel = sum(
+                each.count * each.group.padded_numel for each in rank.folds if each.group.tiers.optimizer == "device"
+            )
         shards = 1 if s.zero_stage == 0 else self.job.practice.optimizer_shards or s.dp_shard * s.cp
-        return self.compute.step_s(s, self.folded.rank(s, pipeline_rank).numel / shards)
+        return self.compute.step_s(s, numel / shards)
 
     def _straggling_s(self, step_s: float) -> float:
         """The largest of n normal deviates is about sqrt(2 ln n) from the mean."""

@@ -4,6 +4,8 @@
 TP 8+SP, PP 4 1f1b, ZeRO-1 over 16, micro-batch 1 x 16
 >>> print(layout_words(Strategy(dp_shard=8, dp_replicate=4, zero_stage=3, recompute="full", optimizer_tier="host")))
 ZeRO-3 over 8 x 4 replicas, micro-batch 1, recompute full, optimizer on host
+>>> print(layout_words(Strategy(dp_shard=8, zero_stage=1, optimizer_tier="host", optimizer_on_device=0.5)))
+ZeRO-1 over 8, micro-batch 1, optimizer but 50 % on host
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from shardwise.planner.hardware import GIB
 from shardwise.planner.job import Job, Strategy
 
-GIB: Final = 2**30
 _COUNTS: Final = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
@@ -37,9 +39,14 @@ def _layout_parts(s: Strategy) -> Iterator[str]:
     if s.recompute != "none":
         every = f" every {s.recompute_every}" if s.recompute_every > 1 else ""
         yield f"recompute {s.recompute}{every}"
-    tiers = {"params": s.params_tier, "grads": s.grads_tier, "optimizer": s.optimizer_tier}
+    rests = (
+        ("params", s.params_tier, s.params_on_device),
+        ("grads", s.grads_tier, s.grads_on_device),
+        ("optimizer", s.optimizer_tier, s.optimizer_on_device),
+        ("activations", s.activations_tier, 0.0),
+    )
     for tier in ("host", "nvme"):
-        states = [name for name, of in (*tiers.items(), ("activations", s.activations_tier)) if of == tier]
+        states = [f"{name} but {100 * share:.0f} %" if share else name for name, of, share in rests if of == tier]
         if states:
             yield f"{' and '.join(states)} on {tier}"
 

@@ -11,10 +11,10 @@ from shardwise.planner.asked import Asked, Model, ask, of_imported, read_model
 from shardwise.planner.configs import job_of, strategy_of
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.imports.deepspeed import read_deepspeed
+from shardwise.planner.imports.huggingface import is_huggingface, read_json
 from shardwise.planner.imports.imported import Imported
 from shardwise.planner.imports.megatron import read_megatron
 from shardwise.planner.job import Job, Strategy
-from shardwise.planner.machine import CPU
 from shardwise.train.job import check_job, job_config
 
 
@@ -65,7 +65,7 @@ def _given(seq_len: int | None, global_batch: int | None) -> list[str]:
 def _of_toml(path: str, model: str | None, cluster: Cluster, settings: Sequence[str]) -> Explained:
     if model is not None:
         settings = [f"model.preset={model}", *settings]
-    device = "cpu" if cluster.gpu.name == CPU else "cuda"
+    device = "cpu" if cluster.gpu.is_cpu else "cuda"
     config = job_config(path, [f"run.device={device}", *settings])
     check_job(config, cluster.num_gpus)
     return Explained(job=job_of(config, cluster), strategy=strategy_of(config, cluster.num_gpus))
@@ -122,7 +122,7 @@ def strategy_for(source: str, job: Job) -> Strategy:
         ConfigError: the file is wrong, or cannot be split so over the job's cluster.
     """
     if Path(source).suffix == ".toml":
-        device = "cpu" if job.cluster.gpu.name == CPU else "cuda"
+        device = "cpu" if job.cluster.gpu.is_cpu else "cuda"
         config = job_config(source, [f"run.device={device}", *_given(job.seq_len, job.global_batch)])
         strategy = strategy_of(config, job.cluster.num_gpus)
     else:
@@ -141,4 +141,8 @@ def strategy_for(source: str, job: Job) -> Strategy:
 
 
 def _imported(source: str) -> Imported:
-    return read_deepspeed(source) if Path(source).suffix == ".json" else read_megatron(source)
+    if Path(source).suffix != ".json":
+        return read_megatron(source)
+    if is_huggingface(read_json(source)):
+        raise ConfigError(f"{Path(source).name} is a model and says not how it is split; give it behind --model")
+    return read_deepspeed(source)

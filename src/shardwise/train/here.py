@@ -9,8 +9,8 @@ import torch
 from shardwise.config import ConfigError
 from shardwise.launch.local import default_num_ranks
 from shardwise.planner.catalogue import known_gpu
-from shardwise.planner.hardware import Cluster
-from shardwise.planner.machine import CPU, cluster_of
+from shardwise.planner.hardware import CPU, Cluster
+from shardwise.planner.machine import cluster_of
 from shardwise.planner.profile import find_profile
 
 

@@ -30,7 +30,7 @@ from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.splits import check_length
 from shardwise.memory import format_bytes
 from shardwise.models import Decoder, decoder_config
-from shardwise.optim import build_optimizer, optimizer_names
+from shardwise.optim import optimizer_kind
 from shardwise.start import check_nvme_path
 from shardwise.tensor.layout import plan_layout
 from shardwise.tiers.files import SwapError, SwapFolder
@@ -120,8 +120,7 @@ def check_job(config: Config, world_size: int) -> tuple[Config, Layout]:
     name = config.run.name
     if name is not None and Path(name).name != name:
         raise ConfigError(f"run.name={name} is not the name of a folder; leave out the slashes")
-    if config.optimizer.name.lower() not in optimizer_names():
-        build_optimizer(config.optimizer, [])  # says why not; a real one is not built here, since that takes a second
+    optimizer_kind(config.optimizer.name)  # says why not; none is built here, which takes a second
     shape = decoder_config(config.model, max_seq_len=config.data.seq_len, attention=config.attention)
     if resolved.tensor.sequence_parallel:
         cure = "or set tensor.sequence_parallel=false"

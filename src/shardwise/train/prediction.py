@@ -22,8 +22,8 @@ import torch
 from shardwise.memory import Category
 from shardwise.planner.catalogue import known_gpu
 from shardwise.planner.configs import job_of, strategy_of
-from shardwise.planner.hardware import Cluster, Gpu
-from shardwise.planner.machine import CPU, cluster_of
+from shardwise.planner.hardware import CPU, Cluster, Gpu
+from shardwise.planner.machine import cluster_of
 from shardwise.planner.pricing import Pricer
 from shardwise.planner.profile import find_profile
 from shardwise.planner.refit import PARTS, PREDICTION_NAME, by_part
@@ -198,7 +198,7 @@ def _priced(trainer: Trainer, cluster: Cluster, note: str) -> Prediction:
     price = Pricer(job).price(strategy_of(config, cluster.num_gpus))
     memory, layout = price.memory.ranks[0], trainer.engine.layout
     at_rest = layout.bytes_at_rest()
-    is_known = cluster.profile is not None or cluster.gpu.name != CPU
+    is_known = cluster.profile is not None or not cluster.gpu.is_cpu
     return Prediction(
         at_rest={
             Category.PARAMETERS.value: at_rest["param"],

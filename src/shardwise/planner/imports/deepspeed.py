@@ -110,7 +110,7 @@ def _section(values: Mapping[str, Any], key: str, source: str) -> Mapping[str, A
 def _refuse_typos(values: Mapping[str, Any], known: tuple[str, ...], source: str) -> None:
     for key in values:
         close = difflib.get_close_matches(key, known, n=1, cutoff=0.9)
-        if key not in known and close and close[0] not in values:
+        if close and close[0] not in values:
             raise ConfigError(f"{source}: {key} is not a key of DeepSpeed's; did you mean {close[0]}?")
 
 
@@ -134,7 +134,8 @@ def _tiers(zero: Mapping[str, Any], source: str) -> dict[str, object]:
         if device != "none":
             settings[f"tiers.{state}"] = "host" if device == "cpu" else "nvme"
         if device == "nvme":
-            settings["tiers.nvme_path"] = str(section.get("nvme_path", "/local_nvme"))
+            known = settings.get("tiers.nvme_path", "/local_nvme")  # of the other state, or what DeepSpeed takes
+            settings["tiers.nvme_path"] = str(section.get("nvme_path", known))
     return settings
 
 

@@ -97,6 +97,15 @@ def imported_of(values: Mapping[str, Any], source: str) -> Imported:
     return Imported(shape=shape_of(values, source), seq_len=_num_positions(_text_part(values)), notes=_notes(values))
 
 
+def is_huggingface(values: Mapping[str, Any]) -> bool:
+    """Whether a parsed JSON file says the sizes of a model.
+
+    >>> is_huggingface({"n_embd": 768}), is_huggingface({"zero_optimization": {"stage": 3}})
+    (True, False)
+    """
+    return any(name in _text_part(values) for name in _HIDDEN)
+
+
 def read_json(path: str | Path) -> Mapping[str, Any]:
     """Parse a JSON file that holds one object.
 

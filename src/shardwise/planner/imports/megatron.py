@@ -77,6 +77,7 @@ _READ: Final = (
 _SHARDING: Final = MappingProxyType({"no-shard": 0, "optim": 1, "optim-grads": 2, "optim-grads-params": 3})
 _TRANSPORTS: Final = MappingProxyType({"p2p": "ring", "all-gather": "all-gather", "a2a": "ulysses"})
 _PADDED: Final = 128
+_CURE: Final = "give our TOML, another tool's JSON, or a script or YAML file of Megatron's flags"
 _FLAG_SHARE: Final = 0.93
 
 
@@ -96,10 +97,12 @@ def read_megatron(source: str | Path) -> Imported:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give a script of Megatron's flags") from None
+        raise ConfigError(f"cannot read {path}: {error.strerror}; {_CURE}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text; give a script of Megatron's flags") from None
+        raise ConfigError(f"{path} is not UTF-8 text; {_CURE}") from None
     flags = yaml_flags(text) if path.suffix in (".yaml", ".yml") else flags_in(text)
+    if not flags:
+        raise ConfigError(f"{path} holds no flags of Megatron's; {_CURE}")
     return job_of_flags(flags, path.name)
 
 
@@ -149,7 +152,7 @@ def _number(flags: Flags, name: str, source: str, default: int | None = None) ->
 def _refuse_typos(flags: Flags, source: str) -> None:
     for name in flags:
         close = difflib.get_close_matches(name, _READ, n=1, cutoff=_FLAG_SHARE)
-        if name not in _READ and close and close[0] not in flags:
+        if close and close[0] not in flags:
             raise ConfigError(f"{source}: --{name} is not a flag of Megatron's; did you mean --{close[0]}?")
 
 

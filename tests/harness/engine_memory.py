@@ -1,0 +1,159 @@
+"""What a rank of the real engine holds under a strategy of the planner's, simulated; and strategies drawn at random.
+
+>>> sample = drawn(seed=0, num_samples=1)[0]
+>>> simulation = sample.simulated(pipeline_rank=0)
+>>> simulation.states_bytes == sample.estimated().ranks[0].at_rest
+True
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+import torch
+
+from shardwise import Simulation, simulate
+from shardwise.config import Config, ConfigError
+from shardwise.models import Decoder, DecoderConfig, lm_loss
+from shardwise.planner.hardware import Cluster, Gpu
+from shardwise.planner.job import Job, Strategy
+from shardwise.planner.memory import MemoryModel
+from shardwise.planner.results import MemoryEstimate
+from shardwise.planner.shape import ModelShape
+
+SCHEDULES: Final = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "naive")
+_TIERS: Final = (
+    *({}, {}, {}, {}),
+    {"optimizer_tier": "host"},
+    {"optimizer_tier": "nvme"},
+    {"optimizer_tier": "host", "grads_tier": "host"},
+    {"optimizer_tier": "nvme", "grads_tier": "host", "params_tier": "host"},
+    {"activations_tier": "host"},
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A strategy of a small decoder."""
+
+    shape: DecoderConfig
+    seq_len: int
+    strategy: Strategy
+
+    def estimated(self) -> MemoryEstimate:
+        """What the planner says of a CPU's ranks."""
+        return MemoryModel(job_of(self.shape, self.seq_len)).estimate(self.strategy)
+
+    def simulated(self, pipeline_rank: int) -> Simulation:
+        """The first rank at a place of the pipeline."""
+        s, tokens = self.strategy, torch.zeros(self.strategy.micro_size, self.seq_len, dtype=torch.int64)
+        return simulate(
+            lambda: Decoder(self.shape),
+            config_of(s),
+            lambda: (tokens, tokens),
+            rank=pipeline_rank * s.num_ranks // s.pp,
+            world_size=s.num_ranks,
+            loss_fn=lambda logits, batch: lm_loss(logits, batch[1]),
+        )
+
+    def __str__(self) -> str:
+        """The shape, and what of the strategy is not as by default."""
+        shape, default = self.shape, Strategy()
+        given = {field.name: getattr(self.strategy, field.name) for field in fields(Strategy)}
+        changed = [f"{name}={value}" for name, value in given.items() if value != getattr(default, name)]
+        sizes = f"{shape.num_layers}x{shape.hidden_size}x{shape.ffn_size}, vocab {shape.vocab_size}"
+        tied = ", tied" if shape.tie_embeddings else ""
+        return f"{sizes}{tied}, seq {self.seq_len}: {', '.join(changed)}"
+
+
+def job_of(shape: DecoderConfig, seq_len: int, device: str = "cpu") -> Job:
+    """A job of eight devices without figures of any real one."""
+    gpu = Gpu(name=device, memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 1e15})
+    cluster = Cluster(gpu=gpu, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=5e10)
+    return Job(shape=ModelShape.of_decoder(shape), seq_len=seq_len, global_batch=8, cluster=cluster)
+
+
+def config_of(s: Strategy) -> Config:
+    """The engine's config of a strategy, on a CPU."""
+    tiers = {
+        "params": s.params_tier,
+        "grads": s.grads_tier,
+        "optimizer": s.optimizer_tier,
+        "activations": s.activations_tier,
+    }
+    return Config.from_dict(
+        {
+            "mesh": {"pp": s.pp, "dp_replicate": s.dp_replicate, "dp_shard": s.dp_shard, "cp": s.cp, "tp": s.tp},
+            "zero": {"stage": s.zero_stage},
+            "context": {"chunk_tokens": s.chunk_tokens, "transport": s.transport, "heads_over": s.heads_over},
+            "tiers": tiers | ({"nvme_path": "nvme"} if "nvme" in tiers.values() else {}),
+            "tensor": {"sequence_parallel": s.sequence_parallel},
+            "batch": {"accumulation": s.num_micro_batches, "micro_size": s.micro_size},
+            "precision": {"param": s.param, "reduce": s.reduce, "accumulate": s.accumulate},
+            "pipeline": {"schedule": s.schedule, "virtual_stages": s.virtual_stages, "gather": s.gather},
+            "recompute": {"mode": s.recompute, "every": s.recompute_every},
+            "run": {"device": "cpu"},
+        }
+    )
+
+
+def drawn(seed: int, num_samples: int) -> list[Sample]:
+    """Samples that the engine runs, the same ones for a seed."""
+    source, samples = random.Random(seed), list[Sample]()
+    while len(samples) < num_samples:
+        sample = _draw(source)
+        try:
+            config_of(sample.strategy).resolve(sample.strategy.num_ranks)
+            sample.estimated()
+        except ConfigError:
+            continue  # such as more stages than the model has units
+        samples.append(sample)
+    return samples
+
+
+def _draw(source: random.Random) -> Sample:
+    def one_of(values: Sequence[Any]) -> Any:
+        return source.choice(values)
+
+    hidden, seq_len, tp, cp = one_of((128, 192, 256)), one_of((64, 128)), one_of((1, 1, 2, 4)), one_of((1, 1, 2))
+    heads, pp, zero_stage = one_of((4, 8)), one_of((1, 1, 2, 2, 3)), one_of((0, 1, 2, 3))
+    schedule = one_of(SCHEDULES) if pp > 1 else "1f1b"
+    recompute = one_of(("none", "none", "selective", "full"))
+    tiers = one_of(_TIERS)
+    shape = DecoderConfig(
+        vocab_size=one_of((64, 1000, 4096)),
+        num_layers=one_of((2, 3, 4)),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=one_of((4, heads)),
+        head_dim=32,
+        ffn_size=one_of((hidden, hidden * 11 // 32 * 8, 4 * hidden)),
+        max_seq_len=seq_len,
+        tie_embeddings=one_of((True, False)),
+    )
+    strategy = Strategy(
+        pp=pp,
+        tp=tp,
+        cp=cp,
+        dp_shard=one_of((1, 2, 4)),
+        dp_replicate=one_of((1, 1, 1, 2)),
+        zero_stage=zero_stage,
+        micro_size=one_of((1, 2, 4)),
+        num_micro_batches=one_of((1, 2, 3, 5)),
+        schedule=schedule,
+        virtual_stages=2 if schedule in ("interleaved", "zb-v") else one_of((1, 1, 2)) if schedule == "gpipe" else 1,
+        gather=one_of(("batch", "micro-batch")) if pp > 1 and zero_stage == 3 else "batch",
+        sequence_parallel=tp > 1 and one_of((True, False)),
+        transport=one_of(("ring", "all-gather", "ulysses")) if cp > 1 else "ring",
+        chunk_tokens=one_of((None, None, None, seq_len // 2, seq_len // 4)),
+        recompute=recompute,
+        recompute_every=one_of((1, 1, 2)) if recompute != "none" else 1,
+        param=one_of(("bf16", "bf16", "fp32")),
+        reduce=one_of(("param", "fp32")),
+        accumulate=one_of(("fp32", "param")),
+        **tiers,
+    )
+    return Sample(shape, seq_len, strategy)

@@ -1,0 +1,160 @@
+"""What the search may choose from against what the engine itself takes, and its bounds where they are exact."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from shardwise.config import ConfigError
+from shardwise.layout.stages import Placement
+from shardwise.planner.bounds import bubble_share
+from shardwise.planner.candidates import Outline, Rest, Space, divisors, outlines, rests, strategy_at
+from shardwise.planner.catalogue import find_gpu
+from shardwise.planner.configs import config_of
+from shardwise.planner.folded import FoldedLayout
+from shardwise.planner.hardware import Cluster
+from shardwise.planner.job import Job, Strategy
+from shardwise.planner.pipeline_time import PipelineTimes, StageTimes
+from shardwise.planner.shape import ModelShape
+from shardwise.train.job import check_job
+
+SHAPE = ModelShape(
+    num_layers=4,
+    hidden_size=256,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    ffn_size=768,
+    vocab_size=1024,
+    name="small",
+)
+PLAIN: dict[str, tuple[Any, ...]] = {"recompute": ("none",), "schedule": ("1f1b",), "transport": ("ring",)}
+
+
+def job_of(num_gpus: int, global_batch: int) -> Job:
+    cluster = Cluster(gpu=find_gpu("h100"), num_gpus=num_gpus, gpus_per_node=4, nic_bytes_per_s=50e9)
+    return Job(shape=SHAPE, seq_len=2048, global_batch=global_batch, cluster=cluster)
+
+
+def is_run(job: Job, strategy: Strategy) -> bool:
+    """Whether the engine takes it."""
+    try:
+        check_job(config_of(job, strategy), strategy.num_ranks)
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("num_gpus", "global_batch"), [(4, 4), (6, 12), (8, 8)])
+def test_every_mesh_that_the_engine_runs_is_an_outline(num_gpus: int, global_batch: int) -> None:
+    job = job_of(num_gpus, global_batch)
+    expected = set()
+    for tp, cp, pp in product(divisors(num_gpus), repeat=3):
+        num_data_ranks, rest = divmod(num_gpus, tp * cp * pp)
+        if rest or num_data_ranks == 0 or global_batch % num_data_ranks:
+            continue
+        each_batch = global_batch // num_data_ranks
+        split = Strategy(pp=pp, dp_shard=num_data_ranks, cp=cp, tp=tp, sequence_parallel=tp > 1)
+        if is_run(job, replace(split, num_micro_batches=each_batch)):
+            expected |= {
+                (pp, num_data_ranks, cp, tp, tp > 1, size, each_batch // size) for size in divisors(each_batch)
+            }
+    found = [
+        (
+            each.pp,
+            each.num_data_ranks,
+            each.cp,
+            each.tp,
+            each.sequence_parallel,
+            each.micro_size,
+            each.num_micro_batches,
+        )
+        for each in outlines(job, Space(pins={**PLAIN, "heads_over": (None,)}))
+    ]
+    assert len(found) == len(set(found))
+    assert set(found) == expected
+
+
+def test_every_way_to_split_sequences_that_the_engine_runs_is_an_outline() -> None:
+    job = job_of(4, 4)
+    ways = product(("ring", "all-gather", "ulysses"), (None, 2, 4))
+    base = Strategy(cp=4, num_micro_batches=4)
+    expected = {(how, team) for how, team in ways if is_run(job, replace(base, transport=how, heads_over=team))}
+    pins = {"cp": (4,), "recompute": ("none",), "micro_size": (1,)}
+    every = set()
+    for teams in ({}, {"heads_over": (None, 2, 4)}):
+        space = Space(pins={**pins, **teams})
+        every |= {(each.transport, each.heads_over) for each in outlines(job, space) if each.tp == 1}
+    # A team of all is Ulysses, which has a name of its own.
+    assert every == {(how, team) for how, team in expected if team != 4}
+
+
+def test_every_schedule_that_the_engine_runs_is_an_outline() -> None:
+    job = job_of(2, 4)
+    names = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
+    base = Strategy(pp=2, num_micro_batches=4)
+    expected = {
+        (name, num)
+        for name, num in product(names, (1, 2, 3))
+        if is_run(job, replace(base, schedule=name, virtual_stages=num))
+    }
+    expected -= {("zb-v", 1)}  # 2, by its other name
+    space = Space(pins={"pp": (2,), "micro_size": (1,), "recompute": ("none",)})
+    assert {(each.schedule, each.virtual_stages) for each in outlines(job, space)} == expected
+
+
+def kind_of(folded: FoldedLayout, outline: Outline, rest: Rest, base: Strategy) -> tuple[object, ...]:
+    """What makes the engine's layout another one."""
+    strategy = strategy_at(outline, rest, base)
+    layout = folded.rank(strategy).layout
+    roles = (layout.stage.params, layout.stage.grads, layout.stage.optimizer)
+    gathers_once = layout.pipeline is None or roles[0] is not Placement.SHARD or layout.pipeline.gathers_once
+    is_split = Placement.SHARD in roles and rest.dp_shard * outline.cp > 1
+    return (roles if is_split else None), (rest.dp_shard if is_split else 0), gathers_once or not is_split
+
+
+@pytest.mark.parametrize(("pp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_every_way_to_rest_that_is_another_layout_is_tried_once(pp: int, cp: int) -> None:
+    job = job_of(4 * pp * cp, 4)
+    pins: dict[str, tuple[Any, ...]] = {"pp": (pp,), "cp": (cp,), "tp": (1,), "micro_size": (1,), **PLAIN}
+    (outline, *_) = outlines(job, Space(pins={**pins, "heads_over": (None,)}))
+    space, folded = Space(offloads=False), FoldedLayout(job)
+    every = {
+        kind_of(folded, outline, Rest(stage, dp_shard, gather, *["device"] * 4), space.base)
+        for stage, dp_shard, gather in product(range(4), (1, 2, 4), ("batch", "micro-batch"))
+    }
+    found = [kind_of(folded, outline, rest, space.base) for rest in rests(job, space, outline)]
+    assert set(found) == every
+    assert len(found) == len(every)
+
+
+@pytest.mark.parametrize("virtual_stages", [1, 2, 4])
+@pytest.mark.parametrize(("pp", "num_micro_batches"), [(2, 2), (4, 4), (4, 8), (3, 12)])
+def test_the_bound_of_1f1b_and_of_interleaved_is_what_they_wait(
+    pp: int, num_micro_batches: int, virtual_stages: int
+) -> None:
+    name = "1f1b" if virtual_stages == 1 else "interleaved"
+    stages = [StageTimes(forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)] * (pp * virtual_stages)
+    span = PipelineTimes().span(name, pp, virtual_stages, num_micro_batches, stages)
+    waits = span.step_s / span.busy_s[0] - 1
+    assert bubble_share(name, pp, num_micro_batches, virtual_stages) == pytest.approx(waits)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_micro_batches"),
+    [
+        *(("zb-h1", each) for each in (1, 2, 3, 4)),
+        *(("zb-h2", each) for each in (1, 2, 3, 4)),
+        ("zb-v", 1),
+        ("zb-v", 2),
+    ],
+)
+def test_the_bound_of_zero_bubble_schedules_is_most_of_what_they_wait(name: str, num_micro_batches: int) -> None:
+    pp, virtual_stages = 4, 2 if name == "zb-v" else 1
+    stages = [StageTimes(forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)] * (pp * virtual_stages)
+    span = PipelineTimes().span(name, pp, virtual_stages, num_micro_batches, stages)
+    waits = span.step_s / span.busy_s[0] - 1
+    assert bubble_share(name, pp, num_micro_batches, virtual_stages) > 0.5 * waits

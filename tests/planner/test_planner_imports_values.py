@@ -1,0 +1,371 @@
+"""Files of other tools, read whole: every field that is not the default, and what is noted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwise.config import ConfigError
+from shardwise.planner.imports.deepspeed import is_deepspeed, settings_of
+from shardwise.planner.imports.huggingface import imported_of
+from shardwise.planner.imports.imported import Imported
+from shardwise.planner.imports.megatron import read_megatron
+from shardwise.planner.imports.megatron_text import flags_in, yaml_flags
+from shardwise.planner.shape import Experts, ModelShape
+
+SIZES = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 1000}
+FLAGS = "--num-layers 8 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 32000"
+FLAGS_SHAPE: dict[str, Any] = {
+    "num_layers": 8, "hidden_size": 768, "num_heads": 12, "num_kv_heads": 12, "head_dim": 64, "ffn_size": 3072,
+    "vocab_size": 32000, "name": "the flags",
+}  # fmt: skip
+
+
+def test_a_model_of_latent_attention_and_experts() -> None:
+    values = SIZES | {
+        "model_type": "deepseek_v3", "kv_lora_rank": 64, "v_head_dim": 96, "num_key_value_heads": 8,
+        "intermediate_size": 2048, "moe_intermediate_size": 256, "n_routed_experts": 16, "n_shared_experts": 2,
+        "num_experts_per_tok": 4, "first_k_dense_replace": 3, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    experts = Experts(num_experts=16, num_chosen=4, ffn_size=256, num_shared=2, num_dense_layers=3)
+    shape = ModelShape(
+        num_layers=4, hidden_size=512, num_heads=8, num_kv_heads=1, head_dim=96, ffn_size=2048, vocab_size=1000,
+        experts=experts, name="deepseek_v3",
+    )  # fmt: skip
+    notes = ("latent attention is priced as attention with one head of keys and values",)
+    assert imported_of(values, "c") == Imported(shape=shape, seq_len=4096, notes=notes)
+
+
+def test_a_model_of_learned_positions_in_parts() -> None:
+    text = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 100, "n_positions": 32}
+    shape = ModelShape(
+        num_layers=3, hidden_size=64, num_heads=4, num_kv_heads=4, head_dim=16, ffn_size=256, vocab_size=100,
+        ffn="plain", is_tied=True, has_biases=True, num_positions=32, name="a-model",
+    )  # fmt: skip
+    whole = {"model_type": "seeing", "text_config": text, "_name_or_path": "someone/a-model"}
+    notes = ("of a model with several parts, that of text alone is planned",)
+    assert imported_of(whole, "c") == Imported(shape=shape, seq_len=32, notes=notes)
+    assert imported_of(text | {"text_config": {}}, "c").notes == ()
+
+
+def test_a_model_that_nobody_knows() -> None:
+    values = {
+        "d_model": 96, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 128, "vocab_size": 10,
+        "hidden_act": "GELU", "max_seq_len": 0, "seq_length": 64, "tie_word_embeddings": True,
+    }  # fmt: skip
+    shape = ModelShape(
+        num_layers=2, hidden_size=96, num_heads=6, num_kv_heads=2, head_dim=16, ffn_size=128, vocab_size=10,
+        ffn="plain", is_tied=True,
+    )  # fmt: skip
+    notes = ("model_type none is read by its fields' names: check the number of parameters",)
+    assert imported_of(values, "c") == Imported(shape=shape, seq_len=64, notes=notes)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "is_gated", "has_biases", "is_tied", "num_positions", "has_usual_ffn"),
+    [
+        ("llama mistral mixtral qwen2 qwen3 qwen2_moe qwen3_moe phi3 olmo olmo2", True, False, False, 0, False),
+        ("deepseek_v2 deepseek_v3 stablelm granite internlm2 smollm3 gpt_oss", True, False, False, 0, False),
+        ("gemma gemma2 gemma3 gemma3_text cohere cohere2", True, False, True, 0, False),
+        ("gpt2 gpt_bigcode gpt_neo", False, True, True, 16, True),
+        ("opt", False, True, True, 18, True),
+        ("gptj", False, True, False, 0, True),
+        ("phi gpt_neox", False, True, False, 0, False),
+        ("bloom", False, True, True, 0, True),
+        ("falcon mpt", False, False, True, 0, True),
+        ("starcoder2", False, True, True, 0, False),
+    ],
+)
+def test_what_families_leave_unsaid(
+    kinds: str, is_gated: bool, has_biases: bool, is_tied: bool, num_positions: int, has_usual_ffn: bool
+) -> None:
+    for kind in kinds.split():
+        values = SIZES | {"model_type": kind, "max_position_embeddings": 16}
+        if not has_usual_ffn:
+            with pytest.raises(ConfigError, match="misses intermediate_size"):
+                imported_of(values, "c")
+            values |= {"intermediate_size": 2048}
+        imported = imported_of(values, "c")
+        assert imported.notes == ()
+        assert imported.shape == ModelShape(
+            num_layers=4, hidden_size=512, num_heads=8, num_kv_heads=8, head_dim=64, ffn_size=2048, vocab_size=1000,
+            ffn="gated" if is_gated else "plain", is_tied=is_tied, has_biases=has_biases, num_positions=num_positions,
+            name=kind,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"hidden_act": "SwiGLU"}, {"ffn": "gated"}),
+        ({"hidden_activation": "gelu"}, {"ffn": "plain"}),
+        ({"activation_function": "relu"}, {"ffn": "plain"}),
+        ({}, {"ffn": "gated", "is_tied": False, "has_biases": False}),
+        ({"model_type": "falcon", "multi_query": True}, {"num_kv_heads": 1, "has_biases": False, "ffn": "plain"}),
+        ({"model_type": "falcon", "multi_query": False}, {"num_kv_heads": 8}),
+        ({"model_type": "mpt", "attn_config": "flash"}, {"num_kv_heads": 8}),
+        ({"model_type": "mpt", "attn_config": {"num_kv_heads": 2}, "num_kv_heads": 4}, {"num_kv_heads": 4}),
+        ({"head_dim": 128}, {"head_dim": 128}),
+        ({"head_dim": 64, "num_attention_heads": 7}, {"head_dim": 64, "num_heads": 7}),
+        ({"text_config": "none"}, {"hidden_size": 512}),
+        (
+            {"num_experts": 4, "moe_topk": 1, "moe_intermediate_size": 100, "shared_expert_intermediate_size": 180},
+            {"experts": Experts(num_experts=4, num_chosen=1, ffn_size=100, num_shared=2)},
+        ),
+        (
+            {"num_experts": 4, "moe_topk": 1, "n_shared_experts": 1, "shared_expert_intermediate_size": 640},
+            {"experts": Experts(num_experts=4, num_chosen=1, ffn_size=64, num_shared=1)},
+        ),
+        ({"sliding_window": 32, "sliding_window_pattern": 6}, {"window": None}),
+        ({"sliding_window": 0}, {"window": None}),
+        ({"sliding_window": "32"}, {"window": None}),
+        ({"sliding_window": 32, "model_type": "gpt_oss"}, {"window": None}),
+        ({"sliding_window": 32, "model_type": "gemma"}, {"window": 32}),
+        ({"num_experts": 1}, {"experts": None}),
+        ({"num_local_experts": 4, "moe_top_k": 2}, {"experts": Experts(num_experts=4, num_chosen=2, ffn_size=64)}),
+        (
+            {"num_experts": 4, "moe_topk": 1, "moe_intermediate_size": 100, "shared_expert_intermediate_size": 40},
+            {"experts": Experts(num_experts=4, num_chosen=1, ffn_size=100, num_shared=1)},
+        ),
+        ({"_name_or_path": ""}, {"name": "model"}),
+        ({"model_type": "opt"}, {"num_positions": 0}),  # no length is given
+    ],
+)
+def test_fields_of_models(values: dict[str, Any], expected: dict[str, Any]) -> None:
+    shape = imported_of(SIZES | {"intermediate_size": 64} | values, "c").shape
+    assert {name: getattr(shape, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, {}),
+        ({"stage": 1}, {"zero.stage": 1}),
+        ({"stage": "auto"}, {}),
+        ({"cpu_offload_params": True}, {"tiers.params": "host"}),
+        ({"cpu_offload": False}, {}),
+        ({"cpu_offload": True, "offload_optimizer": {"device": "none"}}, {}),
+        ({"offload_optimizer": {"device": "cpu"}}, {"tiers.optimizer": "host"}),
+        ({"offload_optimizer": {}}, {}),
+        (
+            {"offload_param": {"device": "nvme"}},
+            {"tiers.params": "nvme", "tiers.nvme_path": "/local_nvme"},
+        ),
+        (
+            {"offload_optimizer": {"device": "nvme", "nvme_path": "/a"}, "offload_param": {"device": "nvme"}},
+            {"tiers.optimizer": "nvme", "tiers.params": "nvme", "tiers.nvme_path": "/a"},
+        ),
+        ({"mics_shard_size": 0}, {}),
+        ({"mics_shard_size": 8}, {"mesh.dp_shard": 8}),
+    ],
+)
+def test_sections_of_zero(values: dict[str, Any], expected: dict[str, Any]) -> None:
+    settings = settings_of({"zero_optimization": values}, "ds.json").settings
+    assert settings == {"zero.stage": 0, "precision.param": "fp32"} | expected
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"sequence_parallel_size": 1}, {}),
+        ({"sequence_parallel_size": 2}, {"mesh.cp": 2, "context.transport": "ulysses"}),
+        ({"tensor_parallel": {"autotp_size": 0}}, {}),
+        ({"activation_checkpointing": {"partition_activations": False}}, {"recompute.mode": "full"}),
+        ({"activation_checkpointing": {}}, {}),
+        ({"bfloat16": {"enabled": True}}, {"precision.param": "bf16"}),
+        ({"bf16": True}, {}),
+        ({"communication_data_type": "fp16"}, {}),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto"}, {"batch.micro_size": 2}),
+        ({"gradient_accumulation_steps": 3}, {"batch.accumulation": 3}),
+        ({"gradient_clipping": 0}, {}),
+        ({"gradient_clipping": 2}, {"optimizer.clip_norm": 2.0}),
+        ({"optimizer": {"params": {"lr": "auto", "eps": 1}}}, {"optimizer.eps": 1.0}),
+    ],
+)
+def test_keys_of_deepspeed(values: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert settings_of(values, "ds.json").settings == {"zero.stage": 0, "precision.param": "fp32"} | expected
+
+
+def test_what_deepspeed_says_that_has_no_counterpart_is_noted() -> None:
+    zero = {"reduce_bucket_size": 5, "overlap_comm": True, "zero_hpz_partition_size": 1}
+    values = {"steps_per_print": 1, "zero_optimization": zero, "wall_clock_breakdown": "auto", "train_batch_size": 8}
+    imported = settings_of(values, "ds.json")
+    assert imported.notes == (
+        "not needed here, and left out: steps_per_print, zero_optimization.reduce_bucket_size",
+    )  # fmt: skip
+    assert imported.global_batch == 8
+    assert settings_of({"train_batch_size": None}, "ds.json").global_batch is None
+    alike = settings_of({"train_batch": 1, "zero_optimization": {"zero_hpz_partition_size": 0}}, "ds.json")
+    assert alike.notes == ("not needed here, and left out: train_batch",)
+    assert settings_of({}, "ds.json") == Imported(settings={"zero.stage": 0, "precision.param": "fp32"})
+    for stage in (True, 4, "2", 1.5):
+        with pytest.raises(ConfigError, match=r"zero_optimization.stage=.* must be 0, 1, 2 or 3"):
+            settings_of({"zero_optimization": {"stage": stage}}, "ds.json")
+    # A key that is like one that is there, too, is another's.
+    assert settings_of({"zero_optimization": {"offload_params": 1, "offload_param": {}}}, "x").notes != ()
+    with pytest.raises(ConfigError, match=r"offload_params is not a key of DeepSpeed's; did you mean offload_param\?"):
+        settings_of({"zero_optimization": {"offload_params": {}}}, "x")
+
+
+@pytest.mark.parametrize("key", ["zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"])
+def test_each_of_these_keys_is_deepspeeds(key: str) -> None:
+    assert is_deepspeed({key: None})
+    assert not is_deepspeed({"gradient_clipping": 1})
+
+
+def test_flags_alone_are_a_job() -> None:
+    imported = read_megatron(f"{FLAGS} --micro-batch-size 2 --nproc-per-node 8 --nnodes 4 --bf16")
+    shape = ModelShape(**FLAGS_SHAPE, ffn="plain", is_tied=True, has_biases=True, num_positions=1024)
+    settings = {"zero.stage": 0, "precision.param": "bf16", "precision.reduce": "fp32", "batch.micro_size": 2}
+    assert imported == Imported(shape=shape, settings=settings, seq_len=1024, num_gpus=32)
+    assert read_megatron(f"{FLAGS} --nproc-per-node 8 --world-size 16").num_gpus == 16
+    assert read_megatron(f"{FLAGS} --nproc-per-node 8").num_gpus == 8
+    assert read_megatron(FLAGS).num_gpus is None
+    # A flag that is like one that is there, too, is another's.
+    both = read_megatron(f"{FLAGS} --tensor-model-parallel-sizes 4 --tensor-model-parallel-size 2")
+    assert both.settings["mesh.tp"] == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--num-layers 2", "the flags misses --hidden-size; add --hidden-size N"),
+        ("--num-attention-heads --hidden-size 64", "the flags: --num-attention-heads must be a whole number; write"),
+        ("--hidden-size \u00b2", "the flags: --hidden-size \u00b2 must be a whole number; write --hidden-size N"),
+        (f"{FLAGS} --data-parallel-sharding-strategy most", "must be one of no-shard, optim, optim-grads, optim-grads"),
+    ],
+)
+def test_flags_that_cannot_be_are_named(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_megatron(flags)
+    assert message in str(error.value)
+    assert read_megatron(f"{FLAGS} --global-batch-size 64").global_batch == 64
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("--tensor-model-parallel-size 2", {"mesh.tp": 2}),
+        ("--tensor-model-parallel-size 1 --sequence-parallel", {}),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", {"mesh.tp": 2, "tensor.sequence_parallel": True}),
+        ("--num-layers-per-virtual-pipeline-stage 3", {}),
+        ("--pipeline-model-parallel-size 4", {"mesh.pp": 4}),
+        ("--num-virtual-stages-per-pipeline-rank 2", {}),
+        (
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+            {"mesh.pp": 2, "pipeline.schedule": "interleaved", "pipeline.virtual_stages": 2},
+        ),
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4", {"mesh.pp": 2}),
+        ("--context-parallel-size 2", {"mesh.cp": 2, "context.transport": "ring"}),
+        ("--context-parallel-size 2 --cp-comm-type all_gather", {"mesh.cp": 2, "context.transport": "all-gather"}),
+        ("--context-parallel-size 2 --cp-comm-type a2a+p2p", {"mesh.cp": 2, "context.transport": "ring"}),
+        ("--context-parallel-size 1 --cp-comm-type a2a", {}),
+        ("--use-distributed-optimizer", {"zero.stage": 1}),
+        ("--data-parallel-sharding-strategy no_shard --use-torch-fsdp2", {}),
+        ("--data-parallel-sharding-strategy optim", {"zero.stage": 1}),
+        ("--fp16", {"precision.param": "fp16", "precision.reduce": "param"}),
+        ("--recompute-activations", {"recompute.mode": "selective"}),
+        (
+            "--recompute-granularity selective --recompute-method block --recompute-num-layers 2",
+            {"recompute.mode": "selective"},
+        ),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+            {"recompute.mode": "full"},
+        ),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 8", {"recompute.mode": "full"}),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
+            {"recompute.mode": "full", "recompute.every": 3},
+        ),
+        ("--recompute-granularity full --recompute-method uniform", {"recompute.mode": "full"}),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
+            {"recompute.mode": "full", "recompute.every": 4},
+        ),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 7",
+            {"recompute.mode": "full", "recompute.every": 1},
+        ),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 0", {"recompute.mode": "full"}),
+    ],
+)
+def test_each_flag_of_a_layout_has_its_keys(more: str, expected: dict[str, Any]) -> None:
+    assert read_megatron(f"{FLAGS} {more}").settings == {"zero.stage": 0, "precision.param": "fp32"} | expected
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("--swiglu", {"ffn": "gated", "ffn_size": 2048}),
+        ("--swiglu --ffn-hidden-size 100", {"ffn_size": 100}),
+        ("--untie-embeddings-and-output-weights", {"is_tied": False}),
+        ("--disable-bias-linear", {"has_biases": False}),
+        ("--position-embedding-type rope", {"num_positions": 0}),
+        ("--position-embedding-type none", {"num_positions": 0}),
+        ("--use-rotary-position-embeddings", {"num_positions": 0}),
+        ("--position-embedding-type learned_absolute --max-position-embeddings 2048", {"num_positions": 2048}),
+        ("--kv-channels 96", {"head_dim": 96}),
+        ("--group-query-attention", {"num_kv_heads": 12}),
+        ("--padded-vocab-size 777", {"vocab_size": 777}),
+        ("--vocab-size 32001", {"vocab_size": 32128}),
+        ("--make-vocab-size-divisible-by 1000 --tensor-model-parallel-size 3", {"vocab_size": 33000}),
+        ("--num-experts 4", {"experts": Experts(num_experts=4, num_chosen=2, ffn_size=3072)}),
+        (
+            "--num-experts 4 --moe-router-topk 1 --ffn-hidden-size 500 --moe-shared-expert-intermediate-size 900",
+            {"experts": Experts(num_experts=4, num_chosen=1, ffn_size=500, num_shared=2)},
+        ),
+    ],
+)
+def test_each_flag_of_a_shape_has_its_field(more: str, expected: dict[str, Any]) -> None:
+    shape = read_megatron(f"{FLAGS} {more}").shape
+    assert {name: getattr(shape, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("--recompute-activations", "selective recomputation here repeats"),
+        ("--recompute-granularity selective", "selective recomputation here repeats"),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", "every block's input"),
+        ("--fp8-format hybrid", "fp8 products have no counterpart"),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", None),
+        ("--recompute-granularity full --recompute-method uniform", None),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", None),
+    ],
+)
+def test_what_megatron_does_otherwise_is_noted(more: str, words: str | None) -> None:
+    notes = read_megatron(f"{FLAGS} {more}").notes
+    assert len(notes) == (words is not None)
+    assert words is None or notes[0].startswith(words)
+    bare = FLAGS.replace("--vocab-size 32000", "")
+    assert read_megatron(bare).notes == ("the flags name no vocabulary; GPT-2's 50,257 tokens are taken",)
+    assert read_megatron(f"{bare} --padded-vocab-size 128").notes == ()
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("run --a=1 --b = --c x --a 2", {"a": "2", "b": "=", "c": "x"}),
+        ("run -- --a --b-c_d 'x y'", {"a": True, "b-c-d": "x y"}),
+        ("run --a \\\n 3 # --b", {"a": "3"}),
+        (
+            "N=2\nexport M='4'\nlocal K=\"5\"; # five\nrun --n $N --m ${M} --k ${K} --z ${Z}",
+            {"n": "2", "m": "4", "k": "5", "z": "${Z}"},
+        ),
+        ("run --a ${A:-7} --b ${B-8} --c ${C:-}", {"a": "7", "b": "8", "c": True}),
+        ("A=9\nrun --a ${A:-7}", {"a": "9"}),
+        ("run --a $((2 * 3 / 4)) --b $((7)) --c $((8 - 1))", {"a": "1", "b": "7", "c": "$((8"}),  # no differences
+        ("run --a $((8 * 0)) --b $((8 / 0))", {"a": "0", "b": "$((8"}),
+        ("run --a $((-8)) --b $((8 / (2))) --c $(( ))", {"a": "$((-8", "b": "$((8", "c": "$"}),
+        ('ARGS="\n  --a 1\n  --b # no\n"', {"a": "1", "b": True}),
+    ],
+)
+def test_scripts_say_flags(script: str, flags: dict[str, Any]) -> None:
+    assert flags_in(script) == flags
+
+
+def test_yaml_says_flags() -> None:
+    text = "- --a: 1 # one\n'b_c': \"x\"\nsection:\n  d: True\n  e: ~\n  f: False\n  g: None\nno line\n# h: 1\n"
+    assert yaml_flags(text) == {"a": "1", "b-c": "x", "d": True}
