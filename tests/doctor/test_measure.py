@@ -53,8 +53,31 @@ def test_a_matmuls_speed_follows_from_its_time(monkeypatch, dtype) -> None:
     assert matmul.num_threads == torch.get_num_threads()
 
 
-def test_a_fast_device_gets_larger_matrices() -> None:
-    assert measure_matmul(torch.device("cpu"), torch.float32, budget_s=0.2).size > 256
+@pytest.mark.parametrize(
+    ("first_s", "speed_flops_per_s", "size"),
+    [
+        (0.0, 2 * 256**3 / 1.0, 256),
+        (0.0, 2 * 512**3 / 0.4, 512),
+        (9.0, 2 * 512**3 / 0.4, 512),
+        (0.0, 2 * 1024**3 / 0.2, 1024),
+        (0.0, 1e18, 8192),
+    ],
+    ids=["slow", "two-of-512-fit", "libraries-start-slowly", "two-of-1024-fit", "very-fast"],
+)
+def test_the_faster_a_device_the_larger_its_matrices(monkeypatch, first_s, speed_flops_per_s, size) -> None:
+    """Of the next size two products must fit into what is left of the second."""
+    clock = Clock()
+    starting_s = iter([first_s])
+
+    def multiply(_device, _dtype, size, _budget_s) -> float:
+        product_s = 2 * size**3 / speed_flops_per_s
+        clock.work(product_s + next(starting_s, 0.0))
+        return product_s
+
+    monkeypatch.setattr(probes, "_time_matmul", multiply)
+    matmul = measure_matmul(torch.device("cpu"), torch.float32, budget_s=1.0, clock=clock)
+    assert matmul.size == size
+    assert matmul.flops_per_s == pytest.approx(speed_flops_per_s)
 
 
 def test_a_copys_speed_follows_from_its_time(monkeypatch) -> None:

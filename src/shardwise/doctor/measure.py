@@ -127,21 +127,27 @@ def call_times_s(
     return times_s[1:] or times_s
 
 
-def measure_matmul(device: torch.device, dtype: torch.dtype, budget_s: float = 0.5) -> Matmul:
+def measure_matmul(
+    device: torch.device,
+    dtype: torch.dtype,
+    budget_s: float = 0.5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Matmul:
     """Multiply random matrices, the larger the faster the device is, in `dtype` without TF32.
 
     Args:
         device: the CPU, with the threads that torch has, or a GPU.
         dtype: of both factors.
-        budget_s: of all products, those that find the size too.
+        budget_s: of all products but the smallest, which start threads and libraries.
+        clock: in seconds.
     """
-    deadline_s = time.perf_counter() + budget_s
     size, product_s = _MIN_MATMUL, _time_matmul(device, dtype, _MIN_MATMUL, _GLANCE_S)
+    deadline_s = clock() + budget_s
     # Two products of the next size must fit into what is left.
-    while size < _MAX_MATMUL and 2 * 8 * product_s < deadline_s - time.perf_counter():
+    while size < _MAX_MATMUL and 2 * 8 * product_s < deadline_s - clock():
         size *= 2
         product_s = _time_matmul(device, dtype, size, _GLANCE_S)
-    product_s = _time_matmul(device, dtype, size, deadline_s - time.perf_counter())
+    product_s = _time_matmul(device, dtype, size, deadline_s - clock())
     is_cuda = device.type == "cuda"
     return Matmul(
         device=str(device),
