@@ -452,7 +452,8 @@ def test_experts_that_are_hardly_written_are_as_large_as_the_dense_ones() -> Non
     ("gpu", "more", "expected"),
     [
         ("H100", {}, (8, 8, 1.0)),
-        ("H100", {"gpus_per_node": 4}, (4, 8, 1.0)),
+        ("H100", {"gpus_per_node": 4}, (4, 4, 1.0)),
+        ("H100 PCIe", {"gpus_per_node": 1}, (1, 1, 1.0)),
         ("V100-32GB", {"gpus_per_node": 16}, (16, 16, 1.0)),
         ("GB200", {"gpus_per_node": 4}, (4, 72, 1.0)),
         ("GB200", {"nvlink_domain": 8}, (4, 8, 1.0)),

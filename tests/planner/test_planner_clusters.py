@@ -95,6 +95,24 @@ def test_a_usual_node_has_half_as_many_where_links_leave_it():
     assert [usual_node(replace(h100, link_domain=each)) for each in (1, 8, 9, 72)] == [8, 8, 4, 4]
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("h200:8x4", 4), ("h200:8x8", 8), ("h200:4x16", 8), ("gb200:18x4", 72), ("a40:4x8", 2), ("h200:8x1", 1)],
+)
+def test_links_end_with_the_node_unless_they_join_racks(text, expected):
+    assert parse_cluster(text).gpu.link_domain == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("gpus_per_node = 4", 4), ("gpus_per_node = 4\nlink_domain = 8", 8), ("", 8)],
+)
+def test_links_are_as_a_file_says_where_it_says(text, expected, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(f'gpu = "h200"\nnum_gpus = 16\n{text}\n')
+    assert parse_cluster(str(path)).gpu.link_domain == expected
+
+
 def test_words_of_a_cluster_leave_out_what_it_has_not():
     h100 = parse_cluster("h100:1024x8")
     assert cluster_words(h100) == (

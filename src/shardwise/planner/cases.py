@@ -26,7 +26,7 @@ from shardwise.planner import case_words as words
 from shardwise.planner.case_practice import compiles_blocks, is_before_h100, practice_of
 from shardwise.planner.case_refusals import refusal, stages_refusal
 from shardwise.planner.case_rows import tidied
-from shardwise.planner.clusters import usual_node
+from shardwise.planner.clusters import in_nodes_of, usual_node
 from shardwise.planner.hardware import Cluster, Gpu
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.shape import Experts, ModelShape
@@ -223,7 +223,8 @@ def _cluster(hardware: Mapping[str, Any]) -> Cluster:
     gpu, num_gpus = words.find_written_gpu(hardware["gpu"]), int(hardware["num_gpus"])
     written = int(hardware.get("gpus_per_node") or 0)
     gpus_per_node = written or usual_node(gpu)
-    domain = int(hardware.get("nvlink_domain") or max(gpu.link_domain, written if gpu.link_bytes_per_s else 0))
+    within = in_nodes_of(written, gpu).link_domain if written else gpu.link_domain
+    domain = int(hardware.get("nvlink_domain") or max(within, written if gpu.link_bytes_per_s else 0))
     nic = words.nic_bytes_per_s(hardware.get("interconnect"), gpus_per_node)
     return Cluster(
         gpu=dataclasses.replace(gpu, link_domain=domain),

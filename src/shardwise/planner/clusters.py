@@ -68,7 +68,7 @@ def parse_cluster(text: str) -> Cluster:
         raise ConfigError(f"{text} names no number of GPUs; write {usual}")
     last = int(found[2])
     if found[1] is not None:
-        return _cluster(device, int(found[1]) * last, last, text)
+        return _cluster(in_nodes_of(last, device), int(found[1]) * last, last, text)
     return _cluster(device, last, min(last, usual_node(device)), text)
 
 
@@ -79,6 +79,17 @@ def usual_node(gpu: Gpu) -> int:
     (8, 4)
     """
     return _NODE_OF_RACKS if gpu.link_domain > _USUAL_NODE else _USUAL_NODE
+
+
+def in_nodes_of(gpus_per_node: int, gpu: Gpu) -> Gpu:
+    """The device, its links joining no more than its node, unless they are of those that leave it.
+
+    >>> [in_nodes_of(4, find_gpu(name)).link_domain for name in ("h200", "gb200", "a40")]
+    [4, 72, 2]
+    """
+    if gpu.link_domain > _USUAL_NODE:
+        return gpu
+    return replace(gpu, link_domain=min(gpu.link_domain, max(1, gpus_per_node)))
 
 
 def _cluster(device: Gpu, num_gpus: int, gpus_per_node: int, source: str) -> Cluster:
@@ -120,6 +131,8 @@ def _read_cluster(path: Path) -> Cluster:
         )
     if "gpus_per_node" not in values:
         per_node = min(per_node, num_gpus)
+    elif "link_domain" not in values:
+        device = in_nodes_of(per_node, device)
     cluster = _cluster(replace(device, **_fields(values, _GPU_KEYS)), num_gpus, per_node, path.name)
     nic = values["nic_gbps"] * 1e9 / 8 if "nic_gbps" in values else cluster.nic_bytes_per_s
     return replace(cluster, nic_bytes_per_s=nic, host=replace(Host(), **_fields(values, _HOST_KEYS)))
