@@ -6,6 +6,7 @@ Every engine registers its own, whose kernels know its ranks, and takes them bac
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +24,14 @@ class OpRegistry:
 
     def __init__(self, runs_on_fakes: bool) -> None:
         self._library: Any = torch.library.Library("shardwise", "FRAGMENT")
+        self._kernels: list[Op] = []
         self.is_open = True
         self._runs_on_fakes = runs_on_fakes
 
     def close(self) -> None:
         """Take the ops back."""
         self.is_open, self._library = False, None
+        self._kernels.clear()
 
     def __call__(self, schema: str, kernel: Op, shape_only: Op) -> Op:
         """Register an op.
@@ -44,10 +47,10 @@ class OpRegistry:
         plain, _, signature = schema.partition("(")
         name = f"{plain}_{id(self._library):x}"
         self._library.define(f"{name}({signature}")
-        self._library.impl(name, kernel, "CompositeExplicitAutograd")
+        self._library.impl(name, self._lend(kernel), "CompositeExplicitAutograd")
         # A simulated rank's tensors are fake, and its collectives are counted by running them.
         fake = kernel if self._runs_on_fakes else shape_only
-        torch.library.register_fake(f"shardwise::{name}", fake, lib=self._library)
+        torch.library.register_fake(f"shardwise::{name}", self._lend(fake), lib=self._library)
         op = getattr(torch.ops.shardwise, name).default
 
         def call(*args: Any) -> Any:
@@ -57,3 +60,19 @@ class OpRegistry:
             return op(*args)
 
         return call
+
+    def _lend(self, kernel: Op) -> Op:
+        """What calls the kernel without holding it.
+
+        torch keeps for ever what it was given for an op, and a kernel leads to its engine's process groups, of which
+        each has threads that never rest.
+        """
+        self._kernels.append(kernel)
+        lent = weakref.ref(kernel)
+
+        def call_lent(*args: Any) -> Any:
+            kernel = lent()
+            assert kernel is not None, "the registry outlives the ops of its library"
+            return kernel(*args)
+
+        return call_lent
