@@ -68,9 +68,11 @@ def memory_table(options: argparse.Namespace) -> tuple[Table, list[dict[str, Any
         table.add_column(heading, justify="right")
     rows = []
     for seq_len in map(int, options.memory_lengths):
+        whole = activation_bytes(seq_len, options.attention, 1, transport="none")
         for transport in ("ring", "all-gather", "ulysses"):
             # Ulysses shares KV heads where the ranks are more; 8 heads are no more than 8 ranks.
-            found = [activation_bytes(seq_len, options.attention, degree, transport) for degree in DEGREES]
+            parts = [activation_bytes(seq_len, options.attention, degree, transport) for degree in DEGREES[1:]]
+            found = [whole, *parts]
             off = [num_bytes * degree / found[0] - 1 for num_bytes, degree in zip(found, DEGREES, strict=True)]
             cells = [f"{format_bytes(num_bytes)} ({each:+.1%})" for num_bytes, each in zip(found, off, strict=True)]
             table.add_row(f"{seq_len:,}", transport, *cells)
