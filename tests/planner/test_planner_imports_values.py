@@ -157,6 +157,7 @@ def test_fields_of_models(values: dict[str, Any], expected: dict[str, Any]) -> N
             {"tiers.optimizer": "nvme", "tiers.params": "nvme", "tiers.nvme_path": "/a"},
         ),
         ({"mics_shard_size": 0}, {}),
+        ({"mics_shard_size": -1}, {}),
         ({"mics_shard_size": 8}, {"mesh.dp_shard": 8}),
     ],
 )
@@ -174,7 +175,6 @@ def test_sections_of_zero(values: dict[str, Any], expected: dict[str, Any]) -> N
         ({"activation_checkpointing": {"partition_activations": False}}, {"recompute.mode": "full"}),
         ({"activation_checkpointing": {}}, {}),
         ({"bfloat16": {"enabled": True}}, {"precision.param": "bf16"}),
-        ({"bf16": True}, {}),
         ({"communication_data_type": "fp16"}, {}),
         ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto"}, {"batch.micro_size": 2}),
         ({"gradient_accumulation_steps": 3}, {"batch.accumulation": 3}),
@@ -231,8 +231,11 @@ def test_flags_alone_are_a_job() -> None:
     ("flags", "message"),
     [
         ("--num-layers 2", "the flags misses --hidden-size; add --hidden-size N"),
-        ("--num-attention-heads --hidden-size 64", "the flags: --num-attention-heads must be a whole number; write"),
-        ("--hidden-size \u00b2", "the flags: --hidden-size \u00b2 must be a whole number; write --hidden-size N"),
+        (
+            "--num-attention-heads --hidden-size 64",
+            "--num-attention-heads must be a whole number >= 1; write --num-att",
+        ),
+        ("--hidden-size \u00b2", "the flags: --hidden-size \u00b2 must be a whole number >= 1; write --hidden-size N"),
         (f"{FLAGS} --data-parallel-sharding-strategy most", "must be one of no-shard, optim, optim-grads, optim-grads"),
     ],
 )
@@ -369,3 +372,77 @@ def test_scripts_say_flags(script: str, flags: dict[str, Any]) -> None:
 def test_yaml_says_flags() -> None:
     text = "- --a: 1 # one\n'b_c': \"x\"\nsection:\n  d: True\n  e: ~\n  f: False\n  g: None\nno line\n# h: 1\n"
     assert yaml_flags(text) == {"a": "1", "b-c": "x", "d": True}
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups", "kv-channels",
+        "seq-length", "max-position-embeddings", "vocab-size", "make-vocab-size-divisible-by", "micro-batch-size",
+        "global-batch-size", "tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size",
+        "num-virtual-stages-per-pipeline-rank", "expert-model-parallel-size", "num-experts", "moe-router-topk",
+        "moe-ffn-hidden-size", "world-size", "nproc-per-node", "nnodes",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("value", ["0", "-1", "1.5"])
+def test_a_flag_that_counts_nothing_is_refused(flag: str, value: str) -> None:
+    experts = "--num-experts 4 " if flag.startswith("moe") else ""
+    with pytest.raises(ConfigError) as error:
+        read_megatron(f"{FLAGS} --group-query-attention {experts}--{flag} {value}")
+    assert str(error.value) == f"the flags: --{flag} {value} must be a whole number >= 1; write --{flag} N"
+
+
+def test_padding_and_experts_of_flags_count_something() -> None:
+    with pytest.raises(ConfigError, match=r"--padded-vocab-size 0 must be a whole number >= 1; write"):
+        read_megatron(f"{FLAGS} --padded-vocab-size 0")
+    none = "--num-layers-per-virtual-pipeline-stage 0 --recompute-num-layers 0 --recompute-granularity full"
+    imported = read_megatron(f"{FLAGS} {none} --num-experts 4 --moe-shared-expert-intermediate-size 0")
+    assert imported.shape is not None
+    assert imported.shape.experts == Experts(num_experts=4, num_chosen=2, ffn_size=3072)
+    assert "pipeline.virtual_stages" not in imported.settings
+
+
+def test_heads_of_flags_divide_the_hidden_size_or_say_theirs() -> None:
+    with pytest.raises(ConfigError, match=r"^the flags: 7 heads do not divide the hidden size 768; add --kv-channels"):
+        read_megatron(f"{FLAGS} --num-attention-heads 7")
+    shape = read_megatron(f"{FLAGS} --num-attention-heads 7 --kv-channels 64").shape
+    assert shape is not None
+    assert (shape.num_heads, shape.head_dim) == (7, 64)
+
+
+@pytest.mark.parametrize("value", [-1, 0.5, "x", True, [1], {"of": 1}])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+        "intermediate_size", "max_position_embeddings", "num_local_experts", "num_experts_per_tok",
+        "moe_intermediate_size", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace",
+    ],
+)  # fmt: skip
+def test_a_size_of_a_model_that_is_none_is_refused(key: str, value: object) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    with pytest.raises(ConfigError) as error:
+        imported_of(SIZES | {"intermediate_size": 2048} | experts | {key: value}, "c.json")
+    may_be_none = key.startswith(("n_shared", "shared", "first"))
+    least = 0 if may_be_none else 1
+    assert str(error.value) == f"c.json: {key}={value!r} must be an integer >= {least}; mend it there"
+
+
+def test_layers_without_experts_are_a_list_and_a_ratio_a_number() -> None:
+    experts = {"intermediate_size": 2048, "num_local_experts": 4, "num_experts_per_tok": 2}
+    with pytest.raises(ConfigError, match=r"^c: mlp_only_layers=3 must be a list of layers; mend it there$"):
+        imported_of(SIZES | experts | {"mlp_only_layers": 3}, "c")
+    with pytest.raises(ConfigError, match=r"^c: expansion_ratio='four' must be an integer >= 1; mend it there$"):
+        imported_of(SIZES | {"expansion_ratio": "four"}, "c")
+
+
+@pytest.mark.parametrize("value", [-1, "x", True, [1], float("inf"), float("nan")])
+def test_a_norm_to_clip_at_is_a_number(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"^ds: gradient_clipping=.* must be a finite number >= 0; mend it there$"):
+        settings_of({"gradient_clipping": value}, "ds")
+
+
+@pytest.mark.parametrize("key", ["bf16", "bfloat16", "fp16"])
+def test_precision_without_a_section_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^ds: {key}=True is not a section; give an object of keys and values$"):
+        settings_of({key: True}, "ds")

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -43,6 +44,8 @@ _READ_OF_ZERO: Final = (
     "overlap_comm",
 )
 _TIERS: Final = ("none", "cpu", "nvme")
+_NO_SHARDS: Final = (None, 0, -1)
+"""What `mics_shard_size` is where there is no such group."""
 
 
 def read_deepspeed(path: str | Path) -> Imported:
@@ -70,7 +73,7 @@ def settings_of(values: Mapping[str, Any], source: str) -> Imported:
     _refuse_typos(zero, _READ_OF_ZERO, f"{source}: zero_optimization")
     settings: dict[str, object] = {"zero.stage": _stage(zero, source)}
     settings |= _tiers(zero, source) | _precision(given, source) | _batch(given, source) | _optimizer(given, source)
-    if zero.get("mics_shard_size"):
+    if zero.get("mics_shard_size") not in _NO_SHARDS:
         settings["mesh.dp_shard"] = whole_number(zero, ("mics_shard_size",), source)
     if given.get("sequence_parallel_size", 1) != 1:
         settings["mesh.cp"] = whole_number(given, ("sequence_parallel_size",), source)
@@ -140,8 +143,8 @@ def _tiers(zero: Mapping[str, Any], source: str) -> dict[str, object]:
 
 
 def _precision(given: Mapping[str, Any], source: str) -> dict[str, object]:
-    halves = {"bf16": given.get("bf16", given.get("bfloat16", {})), "fp16": given.get("fp16", {})}
-    said = {name: section.get("enabled") for name, section in halves.items() if isinstance(section, Mapping)}
+    names = {"bf16": "bf16" if "bf16" in given else "bfloat16", "fp16": "fp16"}
+    said = {name: _section(given, key, source).get("enabled") for name, key in names.items()}
     enabled = [name for name, value in said.items() if value and value != "auto"]
     if len(enabled) > 1:
         raise ConfigError(f"{source} enables bf16 and fp16; leave one of them out")
@@ -162,8 +165,11 @@ def _batch(given: Mapping[str, Any], source: str) -> dict[str, object]:
 
 def _optimizer(given: Mapping[str, Any], source: str) -> dict[str, object]:
     settings: dict[str, object] = {}
-    if given.get("gradient_clipping"):
-        settings["optimizer.clip_norm"] = float(given["gradient_clipping"])
+    clip_norm = given.get("gradient_clipping", 0)
+    if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not 0 <= clip_norm < math.inf:
+        raise ConfigError(f"{source}: gradient_clipping={clip_norm!r} must be a finite number >= 0; mend it there")
+    if clip_norm:
+        settings["optimizer.clip_norm"] = float(clip_norm)
     params = _given(_section(_given(_section(given, "optimizer", source)), "params", source))
     for key in ("lr", "eps", "weight_decay"):
         if isinstance(params.get(key), int | float):

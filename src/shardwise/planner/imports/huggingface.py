@@ -94,7 +94,9 @@ def imported_of(values: Mapping[str, Any], source: str) -> Imported:
     Raises:
         ConfigError: a size is missing or is none.
     """
-    return Imported(shape=shape_of(values, source), seq_len=_num_positions(_text_part(values)), notes=_notes(values))
+    return Imported(
+        shape=shape_of(values, source), seq_len=_num_positions(_text_part(values), source), notes=_notes(values)
+    )
 
 
 def is_huggingface(values: Mapping[str, Any]) -> bool:
@@ -138,8 +140,8 @@ def shape_of(values: Mapping[str, Any], source: str) -> ModelShape:
     family = _FAMILIES.get(kind) or _guessed_family(text)
     hidden = whole_number(text, _HIDDEN, source)
     num_heads = whole_number(text, _HEADS, source)
-    positions = _num_positions(text) if family.learns_positions else 0
-    ffn = family.ffn_factor or int(text.get("expansion_ratio", 0))
+    positions = _num_positions(text, source) if family.learns_positions else 0
+    ffn = family.ffn_factor or whole_number(text, ("expansion_ratio",), source, default=0)
     vocab_size = whole_number(text, ("vocab_size",), source)
     return ModelShape(
         num_layers=whole_number(text, _LAYERS, source),
@@ -170,9 +172,9 @@ def _guessed_family(text: Mapping[str, Any]) -> _Family:
     return _Family(is_gated=activation.lower() in _GATED_ACTIVATIONS)
 
 
-def _num_positions(text: Mapping[str, Any]) -> int | None:
-    found = [text[name] for name in _POSITIONS if isinstance(text.get(name), int) and text[name] > 0]
-    return found[0] if found else None
+def _num_positions(text: Mapping[str, Any], source: str) -> int | None:
+    said = {name: text[name] for name in _POSITIONS if text.get(name)}
+    return whole_number(said, _POSITIONS, source, default=0) or None
 
 
 def _num_kv_heads(text: Mapping[str, Any], num_heads: int, source: str) -> int:
@@ -208,16 +210,20 @@ def _experts(text: Mapping[str, Any], source: str) -> Experts | None:
     if num_experts == 1:
         return None
     ffn_size = whole_number(text, ("moe_intermediate_size", *_FFN), source)
-    shared = text.get("n_shared_experts") or 0
-    if not shared and text.get("shared_expert_intermediate_size"):
-        shared = max(1, round(text["shared_expert_intermediate_size"] / ffn_size))
-    dense = text.get("first_k_dense_replace") or len(text.get("mlp_only_layers") or ())
+    shared = whole_number(text, ("n_shared_experts",), source, default=0, least=0)
+    if not shared:
+        shared_size = whole_number(text, ("shared_expert_intermediate_size",), source, default=0, least=0)
+        shared = max(1, round(shared_size / ffn_size)) if shared_size else 0
+    dense_layers = text.get("mlp_only_layers") or ()
+    if not isinstance(dense_layers, list | tuple):
+        raise ConfigError(f"{source}: mlp_only_layers={dense_layers!r} must be a list of layers; mend it there")
+    dense = whole_number(text, ("first_k_dense_replace",), source, default=0, least=0) or len(dense_layers)
     return Experts(
         num_experts=num_experts,
         num_chosen=whole_number(text, _CHOSEN, source),
         ffn_size=ffn_size,
-        num_shared=int(shared),
-        num_dense_layers=int(dense),
+        num_shared=shared,
+        num_dense_layers=dense,
     )
 
 

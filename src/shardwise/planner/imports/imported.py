@@ -43,17 +43,20 @@ class Imported:
         return [f"{key}={json.dumps(value)}" for key, value in self.settings.items()]
 
 
-def whole_number(values: Mapping[str, object], names: Iterable[str], source: str, default: int | None = None) -> int:
-    """The first of some fields that is there, as a positive integer.
+def whole_number(
+    values: Mapping[str, object], names: Iterable[str], source: str, default: int | None = None, *, least: int = 1
+) -> int:
+    """The first of some fields that is there, as an integer.
 
     Args:
         values: of the file.
         names: under which the field is known, the usual one first.
         source: the file's name, for messages.
         default: where none is there; None to refuse that.
+        least: that it may be.
 
     Raises:
-        ConfigError: none is there, or it is no positive integer.
+        ConfigError: none is there, or it is no integer, or less than that.
 
     >>> whole_number({"n_embd": 768}, ("hidden_size", "n_embd"), "config.json")
     768
@@ -67,8 +70,8 @@ def whole_number(values: Mapping[str, object], names: Iterable[str], source: str
         value = values.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{source}: {name}={value!r} must be an integer >= 1; mend it there")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{source}: {name}={value!r} must be an integer >= {least}; mend it there")
         return value
     if default is not None:
         return default

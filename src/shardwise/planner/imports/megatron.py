@@ -74,6 +74,9 @@ _READ: Final = (
     "nproc-per-node",
     "nnodes",
 )
+_MAY_BE_NONE: Final = frozenset(
+    {"num-layers-per-virtual-pipeline-stage", "moe-shared-expert-intermediate-size", "recompute-num-layers"}
+)
 _SHARDING: Final = MappingProxyType({"no-shard": 0, "optim": 1, "optim-grads": 2, "optim-grads-params": 3})
 _TRANSPORTS: Final = MappingProxyType({"p2p": "ring", "all-gather": "all-gather", "a2a": "ulysses"})
 _PADDED: Final = 128
@@ -120,8 +123,8 @@ def job_of_flags(flags: Flags, source: str) -> Imported:
     settings: dict[str, object] = {}
     settings |= _mesh(flags, source) | _pipeline(flags, source) | _zero(flags, source)
     settings |= _precision(flags) | _recompute(flags, source)
-    if micro := _number(flags, "micro-batch-size", source, 0):
-        settings["batch.micro_size"] = micro
+    if "micro-batch-size" in flags:
+        settings["batch.micro_size"] = _number(flags, "micro-batch-size", source)
     ranks_per_node, num_nodes = _number(flags, "nproc-per-node", source, 0), _number(flags, "nnodes", source, 1)
     return Imported(
         shape=_shape(flags, source),
@@ -135,6 +138,7 @@ def job_of_flags(flags: Flags, source: str) -> Imported:
 
 
 def _number(flags: Flags, name: str, source: str, default: int | None = None) -> int:
+    """A flag's count, of which there is one at least but where 0 says that there is none of it."""
     value = flags.get(name)
     if value is None:
         if default is not None:
@@ -143,9 +147,10 @@ def _number(flags: Flags, name: str, source: str, default: int | None = None) ->
         cure = f"did you mean it by --{close[0]}?" if close else f"add --{name} N"
         raise ConfigError(f"{source} misses --{name}; {cure}")
     refuse_unset(name, value)
-    if isinstance(value, bool) or not value.isascii() or not value.isdigit():
+    least = 0 if name in _MAY_BE_NONE else 1
+    if isinstance(value, bool) or not value.isascii() or not value.isdigit() or int(value) < least:
         written = f"--{name}" if isinstance(value, bool) else f"--{name} {value}"
-        raise ConfigError(f"{source}: {written} must be a whole number; write --{name} N")
+        raise ConfigError(f"{source}: {written} must be a whole number >= {least}; write --{name} N")
     return int(value)
 
 
@@ -159,6 +164,8 @@ def _refuse_typos(flags: Flags, source: str) -> None:
 def _shape(flags: Flags, source: str) -> ModelShape:
     hidden = _number(flags, "hidden-size", source)
     num_heads = _number(flags, "num-attention-heads", source)
+    if "kv-channels" not in flags and hidden % num_heads:
+        raise ConfigError(f"{source}: {num_heads} heads do not divide the hidden size {hidden}; add --kv-channels N")
     is_gated = "swiglu" in flags
     # What Megatron itself takes where the size is not given.
     usual_ffn = int(4 * hidden * 2 / 3) // 64 * 64 if is_gated else 4 * hidden
@@ -171,7 +178,7 @@ def _shape(flags: Flags, source: str) -> ModelShape:
         num_kv_heads=_number(flags, "num-query-groups", source, num_heads)
         if "group-query-attention" in flags
         else num_heads,
-        head_dim=_number(flags, "kv-channels", source, hidden // max(1, num_heads)),
+        head_dim=_number(flags, "kv-channels", source, hidden // num_heads),
         ffn_size=_number(flags, "ffn-hidden-size", source, usual_ffn),
         vocab_size=_vocab_size(flags, source),
         ffn="gated" if is_gated else "plain",
