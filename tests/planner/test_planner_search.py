@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -197,6 +198,33 @@ def test_fewer_prices_than_strategies_find_it_too() -> None:
     plan = search(job, limits=Limits(num_best=1, max_prices=10**6), pricer=pricer)
     num_strategies = sum(len(rests(job, Space(), outline)) for outline in outlines(job, Space()))
     assert plan.num_priced < num_strategies / 5
+
+
+@dataclass(frozen=True)
+class RecordedTime(FakeTime):
+    """Keeps what is priced, in its order."""
+
+    priced: list[Strategy]
+
+    def estimate(self, s: Strategy, *, is_quick: bool = False) -> TimeEstimate:
+        if is_quick:
+            self.priced.append(s)
+        return super().estimate(s, is_quick=is_quick)
+
+
+def test_what_a_mesh_is_known_to_take_is_priced_in_its_order() -> None:
+    job = job_of(8, 48, 64.0)
+    weights = dict.fromkeys(("small", "split", "data", "offload", "tensor", "context"), 0.01)
+    time = RecordedTime(job, weights | {"transfer": 0.05, "shards": 0.0}, [])
+    pins: dict[str, tuple[Any, ...]] = {"schedule": ("1f1b",), "zero_stage": (1,), "dp_replicate": (1,)}
+    search(job, Space(pins=pins), Limits(num_best=10**6, max_prices=10**6), FakePricer(FakeMemory(job, 1.0), time))
+    seen, known_s = set[tuple[int, ...]](), list[float]()
+    for s in time.priced:
+        mesh = (s.pp, s.tp, s.num_micro_batches)
+        known_s += [time.estimate(s).step_s] if mesh in seen else []
+        seen.add(mesh)
+    assert len(known_s) > 20
+    assert all(later_s > (1 - 1e-6) * one_s for one_s, later_s in pairwise(known_s))
 
 
 def test_prices_are_bounded_and_that_is_said() -> None:
