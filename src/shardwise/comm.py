@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,15 +32,12 @@ from shardwise.layout.mesh_shape import (
     TENSOR_AXES,
     MeshShape,
 )
-from shardwise.links import Links, Network, check_exchange
+from shardwise.links import RING_BYTES, Links, Network, check_exchange
 from shardwise.mesh import DOWN, HOST, UP, Mesh
 from shardwise.pending import Pending
 from shardwise.pool import BufferPool
 from shardwise.precision import sum_chunks
 from shardwise.streams import Event, LaneName, Streams
-
-# From here on gloo's own all-reduce of fp32 among two ranks is as fast as sending all and adding.
-_RING_BYTES: Final = 2**20
 
 
 class MeshNetwork:
@@ -190,7 +187,7 @@ class Comm:
             name: for counts and messages.
             lane: as for `all_gather`.
         """
-        is_small = out.numel() * out.element_size() < _RING_BYTES or out.dtype.itemsize < 4
+        is_small = out.numel() * out.element_size() < RING_BYTES or out.dtype.itemsize < 4
         if is_small and self.world_size == 2 and self._links.waits_on_host:
             return self._start_sum_of_two(source, out, name)
         if out is not source:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
+
+# From here on gloo's own all-reduce of fp32 among two ranks is as fast as sending all and adding.
+RING_BYTES: Final = 2**20
 
 
 class Links(Protocol):
