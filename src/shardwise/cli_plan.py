@@ -373,7 +373,7 @@ def _explain(arguments: argparse.Namespace, cluster: Cluster, model: str | None,
         missing = shortfall(price.memory, cluster, arguments.margin)
         found = () if missing is None else tuple(cures(price, missing, pricer, Pricer, arguments.margin))
     is_coloured, margin = _is_coloured(Terminal()), arguments.margin
-    view = explain_view(price, is_coloured=is_coloured, margin_share=margin, notes=asked.notes, cures=found)
+    view = explain_view(price, pricer, is_coloured=is_coloured, margin_share=margin, notes=asked.notes, cures=found)
     _give(arguments, view, {"job": job_dict(price.job), **price_dict(price), "cures": list(found)})
     return 0 if shortfall(price.memory, cluster, 0.0) is None else 1
 

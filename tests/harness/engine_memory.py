@@ -18,6 +18,8 @@ import torch
 from shardwise import Simulation, simulate
 from shardwise.config import Config, ConfigError
 from shardwise.models import Decoder, DecoderConfig, lm_loss
+from shardwise.models.presets import preset
+from shardwise.planner.configs import config_of
 from shardwise.planner.hardware import Cluster, Gpu
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.memory import MemoryModel
@@ -52,7 +54,7 @@ class Sample:
         s, tokens = self.strategy, torch.zeros(self.strategy.micro_size, self.seq_len, dtype=torch.int64)
         return simulate(
             lambda: Decoder(self.shape),
-            config_of(s),
+            engine_config(s),
             lambda: (tokens, tokens),
             rank=pipeline_rank * s.num_ranks // s.pp,
             world_size=s.num_ranks,
@@ -76,28 +78,10 @@ def job_of(shape: DecoderConfig, seq_len: int, device: str = "cpu") -> Job:
     return Job(shape=ModelShape.of_decoder(shape), seq_len=seq_len, global_batch=8, cluster=cluster)
 
 
-def config_of(s: Strategy) -> Config:
-    """The engine's config of a strategy, on a CPU."""
-    tiers = {
-        "params": s.params_tier,
-        "grads": s.grads_tier,
-        "optimizer": s.optimizer_tier,
-        "activations": s.activations_tier,
-    }
-    return Config.from_dict(
-        {
-            "mesh": {"pp": s.pp, "dp_replicate": s.dp_replicate, "dp_shard": s.dp_shard, "cp": s.cp, "tp": s.tp},
-            "zero": {"stage": s.zero_stage},
-            "context": {"chunk_tokens": s.chunk_tokens, "transport": s.transport, "heads_over": s.heads_over},
-            "tiers": tiers | ({"nvme_path": "nvme"} if "nvme" in tiers.values() else {}),
-            "tensor": {"sequence_parallel": s.sequence_parallel},
-            "batch": {"accumulation": s.num_micro_batches, "micro_size": s.micro_size},
-            "precision": {"param": s.param, "reduce": s.reduce, "accumulate": s.accumulate},
-            "pipeline": {"schedule": s.schedule, "virtual_stages": s.virtual_stages, "gather": s.gather},
-            "recompute": {"mode": s.recompute, "every": s.recompute_every},
-            "run": {"device": "cpu"},
-        }
-    )
+def engine_config(strategy: Strategy) -> Config:
+    """The engine's config of a strategy, on a CPU, for a model that is made elsewhere."""
+    any_model = job_of(preset("tiny"), seq_len=8)
+    return config_of(any_model, strategy, Config.from_dict({"run": {"device": "cpu"}}))
 
 
 def drawn(seed: int, num_samples: int) -> list[Sample]:
@@ -106,7 +90,7 @@ def drawn(seed: int, num_samples: int) -> list[Sample]:
     while len(samples) < num_samples:
         sample = _draw(source)
         try:
-            config_of(sample.strategy).resolve(sample.strategy.num_ranks)
+            engine_config(sample.strategy).resolve(sample.strategy.num_ranks)
             sample.estimated()
         except ConfigError:
             continue  # such as more stages than the model has units

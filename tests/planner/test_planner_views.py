@@ -12,6 +12,7 @@ from rich.console import Console, RenderableType
 from shardwise.planner.bars import memory_bar, time_bar
 from shardwise.planner.capacity import Shortfall, shortfall
 from shardwise.planner.cautions import cautions
+from shardwise.planner.compute import ComputeModel
 from shardwise.planner.hardware import Cluster, Gpu, Host
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.neighbours import Change
@@ -60,6 +61,10 @@ def price_of(
     step_s = sum(parts.values()) or 4.0
     time = TimeEstimate(step_s=step_s, low_s=0.75 * step_s, high_s=1.5 * step_s, parts=parts, bubble_rate=0.125)
     return Price(job=JOB, strategy=strategy or Strategy(), memory=MemoryEstimate(ranks=ranks), time=time)
+
+
+def cautions_of(price: Price, margin_share: float) -> list[str]:
+    return list(cautions(price, ComputeModel(price.job), margin_share))
 
 
 def printed(view: RenderableType, width: int = 120) -> str:
@@ -128,19 +133,19 @@ def test_rows_of_a_table_have_their_own_figures() -> None:
     ],
 )
 def test_too_little_room_is_cautioned(peak: float, margin_share: float, words: str | None) -> None:
-    said = list(cautions(price_of({"params": peak}, compute=1.0), margin_share))
+    said = cautions_of(price_of({"params": peak}, compute=1.0), margin_share)
     assert len(said) == (words is not None)
     assert words is None or words in said[0]
 
 
 def test_the_rank_that_lacks_is_named_in_a_pipeline_alone() -> None:
-    (said,) = cautions(price_of({"params": 1.0}, {"params": 90.0}, strategy=Strategy(pp=2), compute=1.0), 0.05)
+    (said,) = cautions_of(price_of({"params": 1.0}, {"params": 90.0}, strategy=Strategy(pp=2), compute=1.0), 0.05)
     assert said == "device memory lacks 14.0 GiB on pipeline rank 1, where 5 % is to stay free"
-    (said,) = cautions(price_of({"params": 90.0}, compute=1.0), 0.05)
+    (said,) = cautions_of(price_of({"params": 90.0}, compute=1.0), 0.05)
     assert said == "device memory lacks 14.0 GiB, where 5 % is to stay free"
-    (said,) = cautions(price_of({"params": 80.0}, compute=1.0), 0.05)
+    (said,) = cautions_of(price_of({"params": 80.0}, compute=1.0), 0.05)
     assert said == "only 0 MiB (0.0 %) of device memory are left; try less"
-    (said,) = cautions(price_of({"params": 70.0}, compute=1.0, elsewhere={"nvme": 1000.0}), 0.05)
+    (said,) = cautions_of(price_of({"params": 70.0}, compute=1.0, elsewhere={"nvme": 1000.0}), 0.05)
     assert said == f"nvme memory lacks {gib_words(8000 * GIB - 1e12)}, where 5 % is to stay free"
 
 
@@ -157,17 +162,17 @@ def test_the_rank_that_lacks_is_named_in_a_pipeline_alone() -> None:
     ],
 )
 def test_a_large_part_of_a_step_is_cautioned(part: str, words: str) -> None:
-    assert list(cautions(price_of({}, compute=861.0, **{part: 139.0}), 0.0)) == []
-    (said,) = cautions(price_of({}, compute=3.0, **{part: 1.0}), 0.0)
+    assert cautions_of(price_of({}, compute=861.0, **{part: 139.0}), 0.0) == []
+    (said,) = cautions_of(price_of({}, compute=3.0, **{part: 1.0}), 0.0)
     assert said.startswith(f"25 % of a step is {words}")
-    assert len(list(cautions(price_of({}, compute=17.0, **{part: 3.0}), 0.0))) == 1  # 15 %
+    assert len(cautions_of(price_of({}, compute=17.0, **{part: 3.0}), 0.0)) == 1  # 15 %
 
 
 def test_an_axis_beyond_a_node_and_its_links_is_cautioned() -> None:
     def said(tp: int, link_domain: int) -> list[str]:
         price = price_of({}, strategy=Strategy(tp=tp), compute=1.0)
         cluster = replace(CLUSTER, gpu=replace(GPU, link_domain=link_domain))
-        return list(cautions(replace(price, job=replace(JOB, cluster=cluster)), 0.0))
+        return cautions_of(replace(price, job=replace(JOB, cluster=cluster)), 0.0)
 
     assert said(8, 1) == said(16, 16) == []
     assert said(16, 8) == ["mesh.tp=16 reaches beyond a node of 8, over the network"]
@@ -180,7 +185,7 @@ def test_kernels_that_are_shorter_than_their_launches_are_cautioned() -> None:
     short = replace(JOB, seq_len=64, cluster=fast)
     graphed = replace(short, practice=replace(short.practice, is_graphed=True))
     for job, is_said in ((JOB, False), (short, True), (graphed, False)):
-        said = "".join(cautions(replace(price, job=job), 0.0))
+        said = "".join(cautions_of(replace(price, job=job), 0.0))
         assert ("shorter than the host takes to launch them" in said) is is_said
 
 

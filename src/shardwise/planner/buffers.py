@@ -20,6 +20,7 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.skeleton import ROOT
 from shardwise.layout.stages import Placement
+from shardwise.links import RING_BYTES
 from shardwise.planner.folded import Fold, RankFolds
 from shardwise.planner.job import Job, Strategy
 from shardwise.pool import BufferPool, size_class_bytes
@@ -30,9 +31,6 @@ NUM_TELLING: Final = 4
 
 _MOST_GROUPS: Final = 1000
 """Of a stage, by which groups are numbered."""
-
-RING_BYTES: Final = 2**20
-"""Of a sum in fp32 over two ranks, from which on it needs no buffer on a CPU: `shardwise.comm`."""
 
 
 @dataclass(frozen=True)
@@ -174,18 +172,23 @@ class BufferTable:
             share: of a block's elements that one reduction moves.
         """
         rules = _Rules.of(self.job, strategy, folds.layout)
+        scratch_bytes = rules.scratch_bytes(folds)
         if strategy.pp == 1:
-            return [_unpipelined(rules, folds, sums_bytes, share)]
-        stages, ahead = _by_stage(folds), tuple(sums_bytes) if _sums_ahead(folds) else ()
+            units = _Units.of(folds, share)
+            key: tuple[object, ...] = (rules, sums_bytes, scratch_bytes, units)
+            if key not in self._known:
+                self._known[key] = [_unpipelined(rules, units, sums_bytes, scratch_bytes)]
+            return self._known[key]
+        stages, ahead = folds.reduced_numels, tuple(sums_bytes) if _sums_ahead(folds) else ()
         tables = _table_buffers(strategy, folds) if rules.is_on_host else ()
         if not rules.is_sharded or rules.is_once:
             reductions = ()
-        key = (rules, stages, sums_bytes, ahead, tables, reductions, rules.scratch_bytes(folds))
+        key = (rules, sums_bytes, scratch_bytes, stages, ahead, tables, reductions)
         if key not in self._known:
             walk = _Walk(rules)
             walk.touch(sums_bytes)
             each = walk.pipelined(stages, ahead, tables, reductions)
-            self._known[key] = [replace(one, scratch=rules.scratch_bytes(folds)) for one in each]
+            self._known[key] = [replace(one, scratch=scratch_bytes) for one in each]
         return self._known[key]
 
 
@@ -201,46 +204,42 @@ def _table_buffers(strategy: Strategy, folds: RankFolds) -> tuple[int, ...]:
     return tuple(num_bytes for num_bytes in (shared, tied_bytes(folds)) if 0 < num_bytes < RING_BYTES)
 
 
-def _unpipelined(rules: _Rules, folds: RankFolds, sums_bytes: Sequence[float], share: float) -> Buffers:
+@dataclass(frozen=True)
+class _Units:
+    """What is reduced where no pipeline splits the model: elements of what is in no block, and of each block."""
+
+    root: int
+    block: int
+    num_blocks: int
+
+    @classmethod
+    def of(cls, folds: RankFolds, share: float) -> _Units:
+        """Of the one rank's groups; `share` of a block's elements is moved at once."""
+        return cls(
+            root=sum(fold.group.padded_numel for fold in folds.folds if fold.group.unit == ROOT),
+            block=int(share * max(block_numels(folds.folds), default=0)),
+            num_blocks=sum(
+                fold.count for fold in folds.folds if fold.group.unit != ROOT and fold.group.name == fold.group.unit
+            ),
+        )
+
+
+def _unpipelined(rules: _Rules, units: _Units, sums_bytes: Sequence[float], scratch_bytes: int) -> Buffers:
     walk = _Walk(rules)
     walk.touch(sums_bytes)
     resting = walk.num_bytes
-    root = sum(fold.group.padded_numel for fold in folds.folds if fold.group.unit == ROOT)
-    num_blocks = sum(
-        fold.count for fold in folds.folds if fold.group.unit != ROOT and fold.group.name == fold.group.unit
-    )
-    block = int(share * max(block_numels(folds.folds), default=0))
-    of_root = walk.bucket(root)
+    of_root = walk.bucket(units.root)
     with_root = walk.num_bytes
     filling, reducing = [], []
-    for _ in range(min(num_blocks, NUM_TELLING)):
-        bucket = walk.bucket(block)
+    for _ in range(min(units.num_blocks, NUM_TELLING)):
+        bucket = walk.bucket(units.block)
         filling.append(walk.num_bytes)
-        walk.reduce(block, bucket, len(filling))
+        walk.reduce(units.block, bucket, len(filling))
         reducing.append(walk.num_bytes)
-    walk.reduce(root, of_root, 0)
+    walk.reduce(units.root, of_root, 0)
     last = max(walk.num_bytes, reducing[-1] if reducing else 0.0)
     filled, reduced = tuple(filling) or (with_root,), tuple(reducing) or (with_root,)
-    return Buffers(resting, with_root, filled, reduced, last, rules.scratch_bytes(folds))
-
-
-def _by_stage(folds: RankFolds) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Elements of each group and how many there are of it, in the order of their reductions; by stage, the last first.
-
-    What several stages hold is reduced with the last of them.
-    """
-    pipeline = folds.layout.pipeline
-    held = sorted(pipeline.held, reverse=True) if pipeline is not None else [0]
-    found: list[list[tuple[int, int]]] = [[] for _ in held]
-    for fold in folds.folds:
-        own = [held.index(stage) for stage in fold.group.stages if stage in held]
-        place = found[max(own, default=0)]
-        entry = (fold.group.padded_numel, fold.count)
-        if fold.group.unit == ROOT:
-            place.append(entry)
-        else:
-            place.insert(0, entry)
-    return tuple(map(tuple, found))
+    return Buffers(resting, with_root, filled, reduced, last, scratch_bytes)
 
 
 class _Counted:

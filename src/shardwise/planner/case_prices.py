@@ -22,6 +22,7 @@ from shardwise.planner.case_practice import is_after_h100
 from shardwise.planner.case_rows import tidied
 from shardwise.planner.cases import Case, KnownStates
 from shardwise.planner.estimators import estimate_model_states
+from shardwise.planner.hardware import GIB
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.pipeline_time import PipelineTimes
 from shardwise.planner.pricing import Pricer
@@ -32,7 +33,6 @@ MemoryKind = Literal["states", "activations", "states+activations", "allocated",
 """What a figure of memory counts: states at rest, activations or both, tensors of the peak, what the allocator holds
 for them, or all that the device has given out."""
 
-GIB: Final = 2.0**30
 PARTS_OF_A_STEP: Final = ("single_layer_time", "activation_memory_ratio")
 """Quantities of which no whole run is told."""
 

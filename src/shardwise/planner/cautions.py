@@ -37,11 +37,12 @@ _WHAT: Mapping[str, str] = MappingProxyType(
 )
 
 
-def cautions(price: Price, margin_share: float) -> Iterator[str]:
+def cautions(price: Price, compute: ComputeModel, margin_share: float) -> Iterator[str]:
     """What may go wrong or is slow, on one line each.
 
     Args:
         price: of one strategy.
+        compute: of its job.
         margin_share: of a device's memory that should stay free.
     """
     job, strategy = price.job, price.strategy
@@ -55,7 +56,7 @@ def cautions(price: Price, margin_share: float) -> Iterator[str]:
         yield f"{missing.tier} memory lacks {gib_words(missing.missing_bytes)}{where}, where {free}"
     if strategy.tp > max(job.cluster.gpus_per_node, job.cluster.gpu.link_domain):
         yield f"mesh.tp={strategy.tp} reaches beyond a node of {job.cluster.gpus_per_node}, over the network"
-    if ComputeModel(job).waits_for_launches(strategy):
+    if compute.waits_for_launches(strategy):
         cure = "fewer GPUs or larger micro-batches take as long; try compile.enabled=true"
         yield f"kernels are shorter than the host takes to launch them, so {cure}"
     for part, cure in _CURES.items():

@@ -24,6 +24,7 @@ from shardwise.config import Config, ConfigError, Tier
 from shardwise.layout.layout import Layout, build_layout
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.skeleton import ROOT
+from shardwise.planner.hardware import GIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,4 +159,4 @@ def _vector(numel: int) -> nn.Module:
 
 
 def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / GIB:.2f} GiB"

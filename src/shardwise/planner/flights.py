@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import ge
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,12 +90,22 @@ class Flight:
         return (*(held for moments in self.backwards for held in moments), *self.between)
 
 
+class _Row(NamedTuple):
+    """Which rank of which schedule."""
+
+    recipe_name: str
+    num_ranks: int
+    virtual_stages: int
+    num_micro_batches: int
+    rank: int
+
+
 class Flights:
     """The flights of schedules; keeps those that it was asked for."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], Flight] = {}
-        self._reductions: dict[tuple[object, ...], tuple[tuple[int, bool], ...]] = {}
+        self._known: dict[tuple[_Row, int | None], Flight] = {}
+        self._reductions: dict[_Row, tuple[tuple[int, bool], ...]] = {}
         self._same: dict[Flight, Flight] = {}
 
     def of(
@@ -117,35 +127,31 @@ class Flights:
             ConfigError: no such schedule.
             ScheduleError: a count below 1, or no such rank.
         """
-        key = (recipe_name, num_ranks, virtual_stages, num_micro_batches, rank, most_sent)
+        return self._of(_Row(recipe_name, num_ranks, virtual_stages, num_micro_batches, rank), most_sent)
+
+    def _of(self, row: _Row, most_sent: int | None) -> Flight:
+        key = (row, most_sent)
         if key not in self._known:
-            flight = self._counted(*key)
+            flight = self._counted(row, most_sent)
             self._known[key] = self._same.setdefault(flight, flight)
         return self._known[key]
 
-    def _counted(
-        self,
-        recipe_name: str,
-        num_ranks: int,
-        virtual_stages: int,
-        num_micro_batches: int,
-        rank: int,
-        most_sent: int | None,
-    ) -> Flight:
-        placement = placement_of(recipe_name, num_ranks, virtual_stages)
-        if placement.stages_per_rank == 1 and not recipe_of(recipe_name).splits_backward:
-            num = max_in_flight(recipe_name, num_ranks, num_micro_batches, virtual_stages, rank)
+    def _counted(self, row: _Row, most_sent: int | None) -> Flight:
+        name, num_ranks, virtual_stages, num_micro_batches, rank = row
+        placement = placement_of(name, num_ranks, virtual_stages)
+        if placement.stages_per_rank == 1 and not recipe_of(name).splits_backward:
+            num = max_in_flight(name, num_ranks, num_micro_batches, virtual_stages, rank)
             awaits_gradient, awaits_input = num > 1 and rank < num_ranks - 1, num < num_micro_batches and rank > 0
             # Where gradients do not arrive, nothing does as the last is sent: one less was sent as the last input does.
             num_sent = num_micro_batches - num - (awaits_input and not awaits_gradient) if rank else 0
             num_arrived = int(awaits_gradient or awaits_input)
             return Flight(((Held((num,), (0,), num_arrived, _at_most(num_sent, most_sent)),),))
-        num = _as_telling(num_ranks, num_micro_batches) if recipe_name not in ("gpipe", "naive") else num_micro_batches
+        num = _as_telling(num_ranks, num_micro_batches) if name not in ("gpipe", "naive") else num_micro_batches
         if num < num_micro_batches and most_sent is not None:
-            return self.of(recipe_name, num_ranks, virtual_stages, num, rank=rank, most_sent=most_sent)
-        row = pipeline_rows(recipe_name, num_ranks, num, virtual_stages).of(rank)
+            return self._of(row._replace(num_micro_batches=num), most_sent)
+        actions = pipeline_rows(name, num_ranks, num, virtual_stages).of(rank)
         return _with_rounds(
-            _flight(row, placement, rank, most_sent), (num_micro_batches - num) * _num_inlets(placement, rank)
+            _flight(actions, placement, rank, most_sent), (num_micro_batches - num) * _num_inlets(placement, rank)
         )
 
     def reductions(
@@ -161,11 +167,11 @@ class Flights:
         if placement.stages_per_rank == 1 and not recipe_of(recipe_name).splits_backward:
             return ((0, False), (0, True)) * min(num_micro_batches, _NUM_ROUNDS)
         num = min(num_micro_batches, num_ranks + 1)
-        key = (recipe_name, num_ranks, virtual_stages, num, rank)
-        if key not in self._reductions:
-            row = pipeline_rows(recipe_name, num_ranks, num, virtual_stages).of(rank)
-            self._reductions[key] = tuple(_reductions(row, sorted(placement.stages_of(rank), reverse=True)))
-        return self._reductions[key]
+        row = _Row(recipe_name, num_ranks, virtual_stages, num, rank)
+        if row not in self._reductions:
+            actions = pipeline_rows(recipe_name, num_ranks, num, virtual_stages).of(rank)
+            self._reductions[row] = tuple(_reductions(actions, sorted(placement.stages_of(rank), reverse=True)))
+        return self._reductions[row]
 
 
 def _reductions(row: Sequence[tuple[Kind, int, int]], stages: Sequence[int]) -> list[tuple[int, bool]]:

@@ -69,6 +69,25 @@ class RankFolds:
         """Elements of the flat buffers of all groups, unsharded, padding included."""
         return sum(fold.count * fold.group.padded_numel for fold in self.folds)
 
+    @cached_property
+    def reduced_numels(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Elements of each group and how many there are of it, in the order of their reductions; the last stage first.
+
+        What several stages hold is reduced with the last of them.
+        """
+        pipeline = self.layout.pipeline
+        held = sorted(pipeline.held, reverse=True) if pipeline is not None else [0]
+        found: list[list[tuple[int, int]]] = [[] for _ in held]
+        for fold in self.folds:
+            own = [held.index(stage) for stage in fold.group.stages if stage in held]
+            place = found[max(own, default=0)]
+            entry = (fold.group.padded_numel, fold.count)
+            if fold.group.unit == ROOT:
+                place.append(entry)
+            else:
+                place.insert(0, entry)
+        return tuple(map(tuple, found))
+
 
 class FoldedLayout:
     """The Layouts of a job's strategies; keeps what several of them share."""

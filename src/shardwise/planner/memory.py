@@ -106,7 +106,6 @@ class MemoryModel:
         self._blocks: dict[tuple[object, ...], BlockBytes] = {}
         self._heads: dict[tuple[object, ...], HeadBytes] = {}
         self._buffer_table = BufferTable(job)
-        self._known_buffers: dict[tuple[object, ...], list[Buffers]] = {}
 
     def estimate(self, strategy: Strategy, *, too_much_bytes: float = math.inf) -> MemoryEstimate:
         """Of one rank at each place of the pipeline.
@@ -293,12 +292,9 @@ class MemoryModel:
         reductions: tuple[tuple[int, bool], ...] = ()
         if s.pp > 1 and s.gather == "micro-batch":
             reductions = self._flights.reductions(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, rank=rank)
-        key = (*self.folded.key(s, rank), whole_bytes, s.sequence_parallel, reductions)
-        if key not in self._known_buffers:
-            folds, share = self.folded.rank(s, rank), self._largest_share() if practice.moves_tensors else 1.0
-            sums = sums_of(s, whole_bytes, folds) if whole_bytes else ()
-            self._known_buffers[key] = self._buffer_table.of(s, folds, sums, reductions, share)[::-1]
-        return self._known_buffers[key]
+        folds, share = self.folded.rank(s, rank), self._largest_share() if practice.moves_tensors else 1.0
+        sums = sums_of(s, whole_bytes, folds) if whole_bytes else ()
+        return self._buffer_table.of(s, folds, sums, reductions, share)[::-1]
 
     def _largest_weight(self, strategy: Strategy, stage: StageBytes) -> float:
         """Bytes of the gradient of a stage's largest weight, on its way to where it rests."""

@@ -19,6 +19,7 @@ from shardwise.planner.hardware import GIB, Cluster
 from shardwise.planner.job import Job
 from shardwise.planner.neighbours import CHUNK_TOKENS
 from shardwise.planner.pareto import cost_per_step
+from shardwise.planner.pricing import Pricer
 from shardwise.planner.reasons import Default, Reasons
 from shardwise.planner.render import (
     YOURS,
@@ -204,6 +205,7 @@ def _counts(plan: SearchResult) -> Iterator[str]:
 
 def explain_view(
     price: Price,
+    pricer: Pricer,
     *,
     is_coloured: bool,
     margin_share: float = USUAL_MARGIN,
@@ -214,6 +216,7 @@ def explain_view(
 
     Args:
         price: of it.
+        pricer: that made it.
         is_coloured: whether the terminal shows colours.
         margin_share: of a device's memory that should stay free.
         notes: on how the config was read.
@@ -221,18 +224,18 @@ def explain_view(
     """
     rows = price_rows(price, is_coloured=is_coloured, label="layout")
     rows += time_rows(price, is_coloured=is_coloured)
-    if sent := _sent_words(price):
+    if sent := _sent_words(price, pricer.time.folded):
         rows.append(("sent", sent))
-    rows += [("look at", Text(line, style="yellow")) for line in cautions(price, margin_share)]
+    rows += [("look at", Text(line, style="yellow")) for line in cautions(price, pricer.time.compute, margin_share)]
     rows += [("cure", line) for line in cures]
     stages = [stage_table(price, is_coloured=is_coloured)] if price.strategy.pp > 1 else []
     return blocks(facts(job_rows(price.job, notes)), facts(rows), *stages)
 
 
-def _sent_words(price: Price) -> str:
+def _sent_words(price: Price, folded: FoldedLayout) -> str:
     """What the layout gathers and reduces in a step, on the fullest rank."""
     rank = price.memory.worst.pipeline_rank
-    sent = FoldedLayout(price.job).on_wire(price.strategy, rank)
+    sent = folded.on_wire(price.strategy, rank)
     parts = [f"{gib_words(size)} by {op.replace('_', '-')}" for op, size in sent.items() if size]
     return f"{', '.join(parts)} of parameters and gradients, a rank and step" if parts else ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
+from shardwise.planner.folded import FoldedLayout
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.results import MemoryEstimate, Price, TimeEstimate
@@ -36,8 +37,9 @@ class Pricer:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.memory = MemoryModel(job)
-        self.time = TimeModel(job)
+        folded = FoldedLayout(job)
+        self.memory = MemoryModel(job, folded)
+        self.time = TimeModel(job, folded)
 
     def price(self, strategy: Strategy) -> Price:
         """Memory and time of one strategy."""
