@@ -15,7 +15,7 @@ from shardwise.launch.binding import with_own_cores
 from shardwise.launch.cores import usable_cores
 from shardwise.mesh import open_store
 
-BIND = Config.from_dict({"tiers": {"bind_cores": True}, "run": {"timeout_s": 20.0}})
+BIND = Config.from_dict({"tiers": {"bind_cores": True}, "run": {"timeout_s": 60.0}})
 UNKNOWN = range(1000, 1008)  # no system says where they lie
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from harness.waiting import PATIENCE_S, num_lines, wait_until
+
 pytestmark = pytest.mark.begin
 
 TEXT = "".join(f"def double_{number}(x):\n    return {2 * number} * x\n\n" for number in range(400))
@@ -29,7 +31,7 @@ import shardwise
 
 torch.set_num_threads(1)
 how, num_deaths, victim = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-run = {"device": "cpu", "timeout_s": 60.0 if how == "kill" else 8.0}
+run = {"device": "cpu", "timeout_s": 60.0 if how == "kill" else 20.0}
 config = {"zero": {"stage": 3}, "optimizer": {"name": "sgd"}, "run": run}
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 rank = os.environ["RANK"]
@@ -100,14 +102,14 @@ def torchrun(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def finish(agents: list[subprocess.Popen[str]], timeout_s: float = 90.0) -> list[str]:
+def finish(agents: list[subprocess.Popen[str]]) -> list[str]:
     """What the agents wrote, once all have come to a good end."""
     try:
-        written = [agent.communicate(timeout=timeout_s)[0] for agent in agents]
+        written = [agent.communicate(timeout=2 * PATIENCE_S)[0] for agent in agents]
     except subprocess.TimeoutExpired:
         for agent in agents:
             agent.terminate()  # its ranks end with it
-        pytest.fail(f"after {timeout_s} s still running:\n" + "\n".join(agent.communicate()[0] for agent in agents))
+        pytest.fail("still running:\n" + "\n".join(agent.communicate()[0] for agent in agents))
     assert [agent.returncode for agent in agents] == [0] * len(agents), "\n".join(written)
     return written
 
@@ -175,13 +177,8 @@ def train_settings(num_steps: int) -> list[str]:
     ]
 
 
-def wait_for_step(number: int, timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s:
-        if any(len(path.read_text().splitlines()) >= number for path in Path("runs").glob("2*/metrics.jsonl")):
-            return
-        time.sleep(0.05)
-    pytest.fail(f"no step {number} within {timeout_s} s")
+def wait_for_step(number: int) -> None:
+    assert wait_until(lambda: num_lines("runs/2*/metrics.jsonl") >= number), f"no step {number}"
 
 
 def taken_steps() -> list[tuple[int, float]]:
@@ -237,11 +234,11 @@ def test_a_run_that_is_killed_three_times_ends_like_one_that_is_not(victim: str,
 @pytest.mark.full
 def test_a_hung_rank_costs_the_time_out_and_the_steps_since_the_last_save() -> None:
     start_s = time.monotonic()
-    patience = ["run.timeout_s=8", "run.watchdog_s=2"]
+    patience = ["run.timeout_s=20", "run.watchdog_s=5"]
     written = run_mortal("sleep", "1", "1", "8", num_steps=12, more=[*saving(5), *patience])
     assert "resumed from step 5 of ck" in written
     assert [step for step, _ in taken_steps()] == [*range(1, 9), *range(6, 13)]
-    assert time.monotonic() - start_s < 80, "no save that cannot finish is waited for"
+    assert time.monotonic() - start_s < 180, "no save that cannot finish is waited for"
 
 
 @pytest.mark.full
@@ -254,7 +251,7 @@ def test_fewer_ranks_go_on_with_the_same_global_batch() -> None:
         *("--standalone", "--nproc-per-node=2", "--max-restarts=0", "mortal_train.py", "kill", "1", "1", "8"),
         *(*train_settings(12), *saving(5), *fp64),
     )
-    agent.communicate(timeout=90)
+    agent.communicate(timeout=2 * PATIENCE_S)
     assert agent.returncode == 1
     written = run_mortal("kill", "1", "1", "8", num_steps=12, more=[*saving(5), *fp64], nproc=1)
     assert "resumed from step 5 of ck" in written
@@ -270,7 +267,7 @@ def test_sigterm_to_the_agent_ends_all_ranks_after_the_same_step() -> None:
         wait_for_step(3)
     finally:
         agent.send_signal(signal.SIGTERM)
-        written, _ = agent.communicate(timeout=60)
+        written, _ = agent.communicate(timeout=PATIENCE_S)
     assert [Path(f"exit-{rank}").read_text() for rank in range(2)] == ["143", "143"], written
     assert re.search(r"stopped +at step \d+ of 100000 by SIGTERM", written)
     (folder,) = Path("runs").glob("2*")
@@ -288,8 +285,8 @@ def test_sigterm_ends_a_rank_that_waits_for_one_that_never_comes() -> None:
         env=os.environ | place | {"MASTER_PORT": str(store.port)},
     )
     try:
-        store.wait(["hello/1"], timedelta(seconds=60))
+        store.wait(["hello/1"], timedelta(seconds=PATIENCE_S))
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=20) == -signal.SIGTERM
+        assert process.wait(timeout=PATIENCE_S) == -signal.SIGTERM
     finally:
         process.kill()

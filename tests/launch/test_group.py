@@ -10,13 +10,14 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from harness.waiting import PATIENCE_S, wait_until
 from shardwise.config import ConfigError
 from shardwise.launch.environment import RankEnv
 from shardwise.launch.group import LaunchError, gpu_index, meet, start_process_group
 from shardwise.launch.local import launch_local
 
 RANK_SCRIPT = """
-import atexit, os, sys, time
+import atexit, contextlib, os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from shardwise.launch.environment import detect, lone_rank
@@ -35,7 +36,7 @@ def rank_env(rank: int, world_size: int = 3, **changes) -> RankEnv:
     return dataclasses.replace(env, **changes)
 
 
-def meet_all(store: dist.Store, envs: list[RankEnv], timeout_s: float = 10.0) -> list:
+def meet_all(store: dist.Store, envs: list[RankEnv], timeout_s: float = PATIENCE_S) -> list:
     """What `meet` returns or raises on each of the ranks, which are threads here."""
 
     def one(env: RankEnv):
@@ -46,6 +47,20 @@ def meet_all(store: dist.Store, envs: list[RankEnv], timeout_s: float = 10.0) ->
 
     with ThreadPoolExecutor(len(envs)) as pool:
         return list(pool.map(one, envs))
+
+
+def end_once_come(monkeypatch: pytest.MonkeyPatch, store: dist.Store, rank: int) -> None:
+    """The next meeting's time is over when the rank has come and been answered, however long that takes."""
+    hello = store.get(f"hello/{rank}") if store.check([f"hello/{rank}"]) else b""
+
+    def has_come() -> bool:
+        if not store.check([f"hello/{rank}"]) or (number := store.get(f"hello/{rank}")) == hello:
+            return False
+        answer = f"answer/{number.decode()}"
+        return store.check([answer]) and store.check([f"{store.get(answer).decode()}/arrived/{rank}"])
+
+    monkeypatch.setattr("shardwise.launch.group._VERDICT_S", PATIENCE_S)
+    monkeypatch.setattr("shardwise.launch.group.time.monotonic", lambda: 1.0 if has_come() else 0.0)
 
 
 def test_all_ranks_share_a_part_of_the_store_that_is_new_in_each_attempt():
@@ -60,8 +75,10 @@ def test_all_ranks_share_a_part_of_the_store_that_is_new_in_each_attempt():
     assert second[2].get("address") == b"of the second"
 
 
-def test_missing_ranks_are_named_to_all_that_came():
-    errors = meet_all(dist.HashStore(), [rank_env(0, 4), rank_env(2, 4)], timeout_s=0.3)
+def test_missing_ranks_are_named_to_all_that_came(monkeypatch):
+    store = dist.HashStore()
+    end_once_come(monkeypatch, store, 2)
+    errors = meet_all(store, [rank_env(0, 4), rank_env(2, 4)], timeout_s=0.3)
     assert len({str(error) for error in errors}) == 1
     assert "ranks 1, 3 of 4 did not come to 127.0.0.1:29500 within 0.3 s" in str(errors[0])
     assert f"there are: 0 on {socket.gethostname()} (process {os.getpid()}), 2 on " in str(errors[0])
@@ -74,8 +91,11 @@ def test_a_list_of_very_many_missing_ranks_is_cut():
 
 def test_ranks_that_came_in_vain_do_not_count_in_the_next_attempt():
     store = dist.HashStore()
-    meet_all(store, [rank_env(0), rank_env(2)], timeout_s=0.1)
-    errors = meet_all(store, [rank_env(0), rank_env(1)], timeout_s=0.3)
+    with pytest.MonkeyPatch.context() as patch:
+        end_once_come(patch, store, 2)
+        meet_all(store, [rank_env(0), rank_env(2)], timeout_s=0.1)
+        end_once_come(patch, store, 1)
+        errors = meet_all(store, [rank_env(0), rank_env(1)], timeout_s=0.3)
     assert "ranks 2 of 3 did not come" in str(errors[0])
     assert all(isinstance(part, dist.Store) for part in meet_all(store, [rank_env(rank) for rank in range(3)]))
 
@@ -84,17 +104,16 @@ def test_a_rank_restarted_while_the_others_meet_is_answered_again():
     """Under torchrun's static rendezvous each machine restarts its own ranks, whatever the others wait for."""
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as pool:
-        rank_0 = pool.submit(meet, rank_env(0), store, 10.0)
-        dead = pool.submit(meet, rank_env(1), store, 10.0)
+        rank_0 = pool.submit(meet, rank_env(0), store, PATIENCE_S)
+        dead = pool.submit(meet, rank_env(1), store, PATIENCE_S)
         hello = store.get("hello/1")
         store.wait([f"{store.get(f'answer/{hello.decode()}').decode()}/arrived/1"])
         time.sleep(0.1)  # several polls: rank 0 knows that rank 1 has come
-        restarted = pool.submit(meet, rank_env(1), store, 10.0)
-        while store.get("hello/1") == hello:
-            time.sleep(0.01)
+        restarted = pool.submit(meet, rank_env(1), store, PATIENCE_S)
+        assert wait_until(lambda: store.get("hello/1") != hello)
         second = store.get("hello/1").decode()
-        store.wait([f"answer/{second}"], timedelta(seconds=5))
-        meet(rank_env(2), store, 10.0).set("address", "of the second")
+        store.wait([f"answer/{second}"], timedelta(seconds=PATIENCE_S))
+        meet(rank_env(2), store, PATIENCE_S).set("address", "of the second")
         assert {part.result().get("address") for part in (rank_0, dead, restarted)} == {b"of the second"}
 
 
@@ -133,17 +152,22 @@ def test_real_ranks_meet_reduce_wait_for_each_other_and_leave(tmp_path, capfd):
         RANK_SCRIPT
         + """
 dist.all_reduce(total)
+if env.rank == 0:
+    (folder / "pid").write_text(str(os.getpid()))
 if env.rank == 1:
     time.sleep(0.3)
     (folder / "came").touch()
 stop_process_group()
 waited = (folder / "came").exists()
-start_process_group(lone_rank(), "cpu", timeout_s=10.0)
+start_process_group(lone_rank(), "cpu", timeout_s=60.0)
 atexit.register(print, "the interpreter's own end")
 print(total.item(), waited, dist.get_world_size(), end="")  # neither newline nor flush
 if env.rank == 0:
     leave(0)
-time.sleep(0.3)  # rank 0 is fetched first, and does not fail
+with contextlib.suppress(ProcessLookupError):  # rank 0 is fetched first, and does not fail
+    while True:
+        os.kill(int((folder / "pid").read_text()), 0)
+        time.sleep(0.01)
 leave(7)
 """
     )

@@ -173,7 +173,10 @@ def _await_ranks(env: RankEnv, store: dist.Store, attempt: str, timeout_s: float
     missing = list(range(1, env.world_size))
     answered: set[str] = set()
     store.set(f"{attempt}/arrived/0", _own_name())
-    while missing and time.monotonic() < deadline_s:
+    is_over = False
+    while missing and not is_over:
+        # Before the look: who came while this process slept, or the machine did, has come in time.
+        is_over = time.monotonic() >= deadline_s
         # A rank that has come may have been restarted since, where each machine restarts by itself. The hello of an
         # earlier attempt may still stand there; answering it does no harm, its asker is gone.
         for rank in range(1, env.world_size):
