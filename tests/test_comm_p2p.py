@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from harness.pool import WorkerPool
+from harness.time_outs import answers_may_be_late, fail_after
 from shardwise.agreement import divergence
 from shardwise.comm import MeshNetwork
 from shardwise.comm_books import RECEIVE, SEND, CommBooks, CommError
@@ -83,7 +85,7 @@ def hold_until_done(rank: int, world_size: int) -> tuple[bool, ...]:
     pipes, _ = make_pipes(MeshShape(pp=2))
     pipe = pipes.open((0, 1), "pipe", 0)
     if rank == 1:
-        time.sleep(0.2)
+        dist.barrier()  # to which the other comes once it has seen that nothing is through
         first, second = torch.zeros(1000), torch.zeros(1000)
         pipe.receive([first], "kept").wait()
         dropped = pipe.receive([second], "dropped")
@@ -94,6 +96,7 @@ def hold_until_done(rank: int, world_size: int) -> tuple[bool, ...]:
     transfer = pipe.send([tensor], "kept")
     del tensor
     was_held, was_done = gone() is not None, transfer.is_done()
+    dist.barrier()
     transfer.wait()
     transfer.wait()
     pipe.send([torch.full((1000,), 8.0)], "dropped")
@@ -108,25 +111,29 @@ def wait_for_the_late(rank: int, world_size: int) -> str:
     """Rank 1 of a pair is busy elsewhere; the other's error says where."""
     store = open_store()
     books = CommBooks(rank)
-    pipes, _ = make_pipes(MeshShape(pp=2), timeout_s=1.5, books=books)
+    pipes, _ = make_pipes(MeshShape(pp=2), books=books)
     pipe = pipes.open((0, 1), "pipe", 0)
-    watchdog = watch(store, books, Timeline(rank), RunConfig(watchdog_s=0.5, timeout_s=1.5))
+    watchdog = watch(store, books, Timeline(rank), RunConfig(watchdog_s=0.5, timeout_s=20.0))
+    assert store is not None
     assert watchdog is not None
     try:
         if rank == 0:
             pipe.send([torch.ones(4)], "first").wait()
-            idle_while_the_other_waits()
+            idle_while_the_other_waits(store)
             return ""
         pipe.receive([torch.ones(4)], "first").wait()
-        with pytest.raises(CommError) as caught:
+        fail_after(books, 1.5)
+        with answers_may_be_late(), pytest.raises(CommError) as caught:
             pipe.receive([torch.ones(4)], "second").wait()
+        store.set("told", "")
         return str(caught.value)
     finally:
         watchdog.close()
 
 
-def idle_while_the_other_waits() -> None:
-    time.sleep(4.5)
+def idle_while_the_other_waits(store: dist.Store) -> None:
+    while not store.check(["told"]):
+        time.sleep(0.01)
 
 
 def test_watchdog_knows_messages(ranks: WorkerPool) -> None:

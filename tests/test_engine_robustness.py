@@ -118,7 +118,7 @@ class Viewing(nn.Module):
 
 def train(rank: int, world_size: int, kind: type[nn.Module], stage: int) -> list[float]:
     model = build(kind)
-    engine = make(model, stage, run={"device": "cpu", "timeout_s": 10.0})
+    engine = make(model, stage, run={"device": "cpu", "timeout_s": 60.0})
     losses = [engine.train_step([inputs(step, rank)]).loss for step in range(3)]
     engine.close()
     return losses

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness import split_model
-from harness.live_bytes import LiveBytes, storage_bytes
+from harness.live_bytes import LiveBytes, settled_bytes, storage_bytes
 from harness.models import CASES, make_batches
 from harness.pool import WorkerPool
 from harness.tier_bytes import HostPages
 from harness.training import make_config
+from harness.waiting import wait_until
 from shardwise import Engine, initialize
 from shardwise.memory import Category
 
@@ -54,14 +54,10 @@ def batches_of(rank: int, world_size: int) -> list[Any]:
     return make_batches(CASE, num_steps=1, world_size=world_size, num_micro_batches=2)[0][rank]
 
 
-def settled(live: LiveBytes) -> int:
-    """Live bytes once they stand still: gloo's threads let go of a buffer some time after its wait has returned."""
+def collected_bytes(live: LiveBytes) -> int:
+    """Live bytes once they stand still, and garbage is gone."""
     gc.collect()
-    readings = [live.live_bytes()]
-    while len(readings) < 5 or len(set(readings[-5:])) > 1:
-        time.sleep(0.01)
-        readings.append(live.live_bytes())
-    return readings[-1]
+    return settled_bytes(live)
 
 
 def fail_in_forward(engine: Engine, batches: list[Any]) -> None:
@@ -114,7 +110,7 @@ def close(
     overrides |= {"tiers": tiers} if tiers else {}
     with LiveBytes() as live, HostPages() as pages:
         live.mark(tensor for batch in batches for tensor in batch.values())
-        baseline = settled(live)
+        baseline = collected_bytes(live)
         others = registered_products()  # of engines that other tests have dropped and nobody has collected
         engine = make_engine(stage, **overrides)
         model = engine.model
@@ -129,7 +125,7 @@ def close(
         found = {
             "host": engine.tiers.memory.snapshot().total_bytes + pages.live_bytes,
             "threads": [each.name for each in threading.enumerate() if "shardwise" in each.name],
-            "closed": settled(live) - baseline - storage_bytes(model.parameters()),
+            "closed": collected_bytes(live) - baseline - storage_bytes(model.parameters()),
             "own": [parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in model.parameters()],
             "plain": all(type(parameter) is nn.Parameter for parameter in model.parameters()),
             "ledger": engine.memory.snapshot().live_bytes,
@@ -144,7 +140,7 @@ def close(
         gc.collect()
         found["driver"] = driver()
         del model
-        found["gone"] = settled(live) - baseline
+        found["gone"] = collected_bytes(live) - baseline
         found["full"] = [reference() for reference in full]
     return found
 
@@ -333,7 +329,7 @@ def test_all_ranks_raise_where_one_fails_to_start(ranks: WorkerPool, num_ranks: 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_engine_may_be_closed_without_its_values(stage: int) -> None:
     with LiveBytes() as live:
-        baseline = settled(live)
+        baseline = collected_bytes(live)
         engine = make_engine(stage, tiers={"optimizer": "host"})
         engine.train_step(batches_of(0, 1))
         model, shapes = engine.model, [parameter.shape for parameter in engine.model.parameters()]
@@ -341,7 +337,7 @@ def test_an_engine_may_be_closed_without_its_values(stage: int) -> None:
         assert all(parameter.is_meta and type(parameter) is nn.Parameter for parameter in model.parameters())
         assert [parameter.shape for parameter in model.parameters()] == shapes
         assert num_hooks(model) == 0
-        assert settled(live) == baseline
+        assert collected_bytes(live) == baseline
 
 
 def test_engines_with_tiers_live_beside_each_other_and_one_that_is_dropped_leaves_nothing(tmp_path: Path) -> None:
@@ -365,9 +361,9 @@ def test_engines_with_tiers_live_beside_each_other_and_one_that_is_dropped_leave
 
 def await_true(check: Callable[[], bool]) -> None:
     """Threads of a dropped engine end what is under way first."""
-    for _ in range(500):
+
+    def is_true() -> bool:
         gc.collect()
-        if check():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it has not come true within 5 s")
+        return check()
+
+    assert wait_until(is_true)

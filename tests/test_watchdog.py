@@ -12,12 +12,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,7 +26,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.pool import WorkerPool
+from harness.time_outs import answers_may_be_late, fail_after
 from harness.training import make_config
+from harness.waiting import PATIENCE_S, wait_until
 from shardwise import ConfigError, Engine, initialize
 from shardwise.comm import CommError, Comms, MeshNetwork, connect
 from shardwise.comm_books import Call, CallNote, CommBooks
@@ -38,22 +41,25 @@ from shardwise.streams import Event, Streams
 from shardwise.timeline import Timeline
 from shardwise.watchdog import Watchdog, watch
 
-PATIENCE_S, TIMEOUT_S, SHORT_S = 1.0, 10.0, 2.5
+# How long others are silently waited for: longer than a machine may stall; and for ranks that come.
+SILENT_S, TIMEOUT_S = 3.0, 60.0
+# In which a call times out: after it has been reported.
+SHORT_S = 3 * SILENT_S
 CPU = torch.device("cpu")
-RUN = {"device": "cpu", "timeout_s": TIMEOUT_S, "watchdog_s": PATIENCE_S}
+RUN = {"device": "cpu", "timeout_s": TIMEOUT_S, "watchdog_s": SILENT_S}
 
 
 class Stack(nn.Module):
-    """Blocks of equal size; `skipped` is passed over, and `pause_s` is slept in each block but the first."""
+    """Blocks of equal size; `skipped` is passed over, and each block first does `pause`."""
 
     class Block(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
             self.up = nn.Linear(width, width)
-            self.pause_s = 0.0
+            self.pause: Callable[[], object] = lambda: None
 
         def forward(self, x: Tensor) -> Tensor:
-            time.sleep(self.pause_s)
+            self.pause()
             return torch.tanh(self.up(x))
 
     def __init__(self, width: int = 8) -> None:
@@ -83,25 +89,27 @@ def batch() -> Tensor:
     return torch.ones(2, 8, dtype=torch.float64)
 
 
-def make_comms(timeout_s: float = TIMEOUT_S) -> Comms:
+def make_comms() -> Comms:
     """The groups of an engine that checks its collectives, without the engine."""
-    run = {**RUN, "check_collectives": True, "timeout_s": timeout_s}
+    run = {**RUN, "check_collectives": True}
     config = make_config(1, {"run": run}).resolve(dist.get_world_size())
     layout = build_layout(nn.Linear(1, 1), config)
-    network = MeshNetwork(Mesh(layout.mesh, timeout_s), CPU, open_store())
+    network = MeshNetwork(Mesh(layout.mesh, TIMEOUT_S), CPU, open_store())
     return connect(network, layout.mesh, config, CPU, Streams(CPU), BufferPool(CPU))
 
 
 class Records(logging.Handler):
-    """What the library logs, from warnings on."""
+    """What the library logs, from warnings on; `on_message` is called after each."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_message: Callable[[], object]) -> None:
         super().__init__(logging.WARNING)
         self.messages: list[str] = []
+        self._on_message = on_message
         logging.getLogger("shardwise").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
+        self._on_message()
 
 
 def error_of(run: Any) -> str:
@@ -147,10 +155,17 @@ def test_a_divergence_is_named_before_the_collective_starts(ranks: WorkerPool, k
 
 def skip_a_block(rank: int, world_size: int, check: bool) -> str:
     model = Stack().double()
-    engine = make(model, check_collectives=check, timeout_s=SHORT_S)
+    engine = make(model, check_collectives=check)
     engine.train_step([batch()])
     model.skipped = 2 if rank == 1 else None
-    return error_of(lambda: engine.train_step([batch()]))
+    fail_after(engine.comm.books, SHORT_S)
+    store = open_store()
+    assert store is not None
+    with answers_may_be_late():
+        said = error_of(lambda: engine.train_step([batch()]))
+        store.set(f"said/{rank}", "")  # until then the other may ask this rank's watchdog
+        store.wait([f"said/{other}" for other in range(world_size)])
+        return said
 
 
 def test_check_mode_names_the_block_that_one_rank_skips(ranks: WorkerPool) -> None:
@@ -180,9 +195,10 @@ def test_checked_training_is_the_same_and_leaves_nothing_in_the_store(ranks: Wor
 
 
 def come_late(rank: int, world_size: int) -> str:
-    shards = make_comms(timeout_s=1.0).shards
+    shards = make_comms().shards
     if rank == 1:
         return ""
+    fail_after(shards.books, 1.0)
     return error_of(lambda: shards.all_gather(torch.zeros(4), "blocks.0"))
 
 
@@ -233,37 +249,55 @@ def test_ranks_that_built_differently_are_told_what_differs(ranks: WorkerPool, k
 # While it hangs
 
 
-def hang(rank: int, world_size: int, pause_s: float, timeout_s: float) -> tuple[str, list[str], int]:
-    """Rank 1 sleeps in a block's forward; others wait for it."""
-    records = Records()
+def stay_away(store: dist.Store) -> None:
+    while not store.check(["told"]):
+        time.sleep(0.01)
+
+
+def hang(rank: int, world_size: int, times_out: bool) -> tuple[str, list[str]]:
+    """Rank 1 stays in a block's forward until another has reported that, or has failed; others wait for it."""
+    store = open_store()
+    assert store is not None
+    records = Records(lambda: times_out or store.set("told", ""))
     model = Stack().double()
-    engine = make(model, timeout_s=timeout_s)
+    engine = make(model)
     engine.train_step([batch()])
     if rank == 1:
-        model.blocks[2].pause_s = pause_s
-    message = error_of(lambda: engine.train_step([batch()]))
-    return message, records.messages, Stack.Block.forward.__code__.co_firstlineno + 1
+
+        def pause() -> None:
+            stay_away(store)
+            time.sleep(0.0 if times_out else SILENT_S / 2)  # in which it could be reported again
+            fail_after(engine.comm.books, 0.1 if times_out else TIMEOUT_S)
+
+        model.blocks[2].pause = pause
+        return error_of(lambda: engine.train_step([batch()])), records.messages
+    fail_after(engine.comm.books, SHORT_S if times_out else TIMEOUT_S)
+    with answers_may_be_late():
+        message = error_of(lambda: engine.train_step([batch()]))
+    store.set("told", "")
+    return message, [each for each in records.messages if "in stay_away" in each.splitlines()[0]]
 
 
 def test_a_rank_that_hangs_in_user_code_is_reported_once_with_its_line(ranks: WorkerPool) -> None:
-    answers = ranks(3).run(hang, 2.5, TIMEOUT_S)
-    assert [message for message, _, _ in answers] == ["no error"] * 3
-    reports = [reports for _, reports, _ in answers]
+    answers = ranks(3).run(hang, False)
+    assert [message for message, _ in answers] == ["no error"] * 3
+    reports = [reports for _, reports in answers]
     assert [len(each) for each in reports] == [1, 0, 0]
     headline, *lines = reports[0][0].splitlines()
-    line = answers[0][2]
+    first_line, pausing_line = (each.__code__.co_firstlineno for each in (stay_away, Stack.Block.forward))
     assert headline.startswith("shardwise: rank 0 is in all_gather #")
-    assert re.search(rf"it is at test_watchdog.py:{line} in forward, \d+ s after all_gather #", headline)
-    assert any(re.match(r"  ranks 0, 2: in all_gather #\d+ .* for \d s", each) for each in lines)
-    assert any(f"test_watchdog.py:{line} in forward" in each for each in lines if each.startswith("      "))
+    place = rf"test_watchdog.py:({first_line + 1}|{first_line + 2}) in stay_away"
+    assert re.search(rf"it is at {place}, \d+ s after all_gather #", headline)
+    assert any(re.match(r"  ranks 0, 2: in all_gather #\d+ .* for \d+ s", each) for each in lines)
+    assert any(f"test_watchdog.py:{pausing_line + 1} in forward" in each for each in lines if each.startswith("      "))
     assert any("last actions: " in each and "0UNSHARD[blocks.1]" in each for each in lines)
 
 
 def test_a_collective_that_times_out_says_who_is_behind(ranks: WorkerPool) -> None:
-    (message, reports, line), *_ = ranks(2).run(hang, SHORT_S + 1.0, SHORT_S)
+    (message, reports), _ = ranks(2).run(hang, True)
     assert message.startswith("CommError: rank 0 failed in all_gather #")
     assert "rank 1 has not started all_gather #" in message
-    assert f"it is at test_watchdog.py:{line} in forward" in message
+    assert re.search(r"it is at test_watchdog.py:\d+ in stay_away", message)
     assert "\n" not in message
     assert len(reports) == 1
 
@@ -276,13 +310,14 @@ def test_without_checks_the_watchdog_names_the_first_divergence(ranks: WorkerPoo
 def die(rank: int, port: int, answers: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=PATIENCE_S))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=PATIENCE_S))
     engine = make(Stack().double())
     engine.train_step([batch()])
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    answers.send(error_of(lambda: engine.train_step([batch()])))
+    with patch("shardwise.watchdog._ANSWER_S", SILENT_S):  # in which the one that lives must answer itself
+        answers.send(error_of(lambda: engine.train_step([batch()])))
     os._exit(0)
 
 
@@ -293,10 +328,10 @@ def test_a_killed_rank_is_named_by_those_that_live() -> None:
     processes = [context.Process(target=die, args=(rank, store.port, theirs)) for rank in range(2)]
     for process in processes:
         process.start()
-    assert ours.poll(30)
+    assert ours.poll(PATIENCE_S)
     message = ours.recv()
     for process in processes:
-        process.join(10)
+        process.join(PATIENCE_S)
     assert message.startswith("CommError: rank 0 failed in ")
     assert "rank 1 does not answer: it died, was stopped or hangs in native code; rank 0 waits for it in " in message
 
@@ -319,15 +354,14 @@ def test_two_watchdogs_meet_over_any_store(kind: str, tmp_path: Path, caplog: py
     store = dist.FileStore(str(tmp_path / "store"), 2) if kind == "file" else dist.HashStore()
     store = dist.PrefixStore("part", store) if kind == "prefix" else store
     (books, own), (others, other) = watched(store, 0), watched(store, 1)
-    with entered(books, gather(books)):
-        while not caplog.messages:
-            time.sleep(0.05)
+    with answers_may_be_late(), entered(books, gather(books)):
+        assert wait_until(lambda: bool(caplog.messages))
     assert len(caplog.messages) == 1
     assert "rank 1 has not started all_gather #1 of blocks.0: it is at " in caplog.messages[0]
     own.close()
     other.close()
     assert others.num_calls == 0
-    assert not any(each.name == "shardwise-watchdog" for each in threading.enumerate())
+    assert wait_until(lambda: not any(each.name == "shardwise-watchdog" for each in threading.enumerate()))
 
 
 def test_a_rank_that_closed_its_engine_is_not_taken_for_dead() -> None:
@@ -335,7 +369,7 @@ def test_a_rank_that_closed_its_engine_is_not_taken_for_dead() -> None:
     (books, own), (_others, other) = watched(store, 0), watched(store, 1)
     other.close()
     call = gather(books)
-    with entered(books, call):
+    with entered(books, call), patch("shardwise.watchdog._ANSWER_S", SILENT_S):
         assert own.explain(call) == "rank 1 has closed its engine; rank 0 waits for it in all_gather #1 of blocks.0"
     own.close()
 
@@ -344,7 +378,7 @@ def test_the_thread_ends_with_books_that_nobody_holds() -> None:
     books, watchdog = watched(dist.HashStore(), 0)
     del books
     gc.collect()
-    assert not watchdog._thread.is_alive()
+    assert wait_until(lambda: not watchdog._thread.is_alive())
 
 
 def test_no_watchdog_where_it_has_no_use() -> None:
@@ -367,7 +401,7 @@ time.sleep(0.2)
 
 
 def test_the_interpreter_ends_cleanly_with_a_live_thread() -> None:
-    done = subprocess.run([sys.executable, "-c", LIVE_THREAD], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", LIVE_THREAD], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -28,22 +28,26 @@ from harness.faults import (
     watching,
 )
 from harness.pool import WorkerPool
+from harness.time_outs import give_up_after
+from harness.waiting import PATIENCE_S
 from shardwise.checkpoint.folder import read_manifest, step_folders, step_of
 from shardwise.checkpoint.manifest import CheckpointError
 
 FILE = "rank-*"
 ROOT = "checkpoints"
+SHORT_S = 4.0  # longer than a machine may stall
 
 
 def stop_in_save(rank: int, world_size: int, root: Path, stopped: int, place: Path) -> tuple[str, float]:
     """A rank is stopped as a debugger or a hanging mount would, until the other has given it up."""
-    engine = make_engine(timeout_s=2.0)
+    engine = make_engine(PATIENCE_S)
     take_step(engine, rank)
     engine.save(root)
     take_step(engine, rank)
     if rank == stopped:
         place.write_text(str(os.getpid()))
     dist.barrier()
+    give_up_after(engine, SHORT_S)
     at = once_at(Moment("writev", FILE, nth=2), lambda: os.kill(os.getpid(), signal.SIGSTOP))
     with watching(at if rank == stopped else lambda *_: None):
         said = ""
@@ -55,6 +59,7 @@ def stop_in_save(rank: int, world_size: int, root: Path, stopped: int, place: Pa
             if rank != stopped:
                 os.kill(int(place.read_text()), signal.SIGCONT)
     dist.barrier()
+    give_up_after(engine, PATIENCE_S)
     loss = 0.0
     while engine.num_steps < NUM_STEPS:
         loss = take_step(engine, rank)
@@ -68,7 +73,7 @@ def test_a_rank_that_hangs_in_a_save_is_given_up_and_named(
 ) -> None:
     root = tmp_path / ROOT
     results = ranks(NUM_RANKS).run(stop_in_save, root, stopped, tmp_path / "pid")
-    said = f"checkpoint of step 2 failed on rank {stopped}: it has shown no progress for 2 s; see its log"
+    said = f"checkpoint of step 2 failed on rank {stopped}: it has shown no progress for {SHORT_S:g} s; see its log"
     assert results[1 - stopped] == (said, whole_run.end.loss)
     # Rank 0 decides what is a checkpoint: where it wakes up, and all have written, this one is.
     assert results[stopped] == ("" if stopped == 0 else said, whole_run.end.loss)
@@ -216,7 +221,7 @@ def test_programs_that_end_have_their_checkpoint(tmp_path: Path) -> None:
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
     for program in programs:
-        out, err = program.communicate(timeout=60)
+        out, err = program.communicate(timeout=PATIENCE_S)
         assert (program.returncode, out) == (0, "end of the main thread True\n"), err
         assert "Traceback" not in err
     assert [read_manifest(each).step for each in step_folders(root)] == [1]

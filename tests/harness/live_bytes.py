@@ -19,7 +19,6 @@ scratch).
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.waiting import settled
 
 # Kernels of these are C++ and call no Python; an op of any other may run further ops that a mode must see.
 _CLOSED_NAMESPACES = frozenset({"aten", "prims", "c10d"})
@@ -68,12 +69,8 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def settled_bytes(live: LiveBytes) -> int:
-    """Live bytes once they stand still: gloo's threads let go of a buffer some time after its wait has returned."""
-    readings = [live.live_bytes()]
-    while len(readings) < 5 or len(set(readings[-5:])) > 1:
-        time.sleep(0.01)
-        readings.append(live.live_bytes())
-    return readings[-1]
+    """Live bytes once they stand still."""
+    return settled(live.live_bytes)
 
 
 @dataclass

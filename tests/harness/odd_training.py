@@ -15,7 +15,7 @@ from harness.training import make_config, own_gradients
 from shardwise import Engine, initialize
 
 NUM_STEPS = 3
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 SGD: Final = {"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}
 
 VARIANTS: Final[Mapping[str, Any]] = {

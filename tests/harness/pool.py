@@ -44,11 +44,12 @@ import torch
 import torch.distributed as dist
 
 MAX_RANKS = 8
-CALL_TIMEOUT_S = 60.0
-GROUP_TIMEOUT_S = 30.0
-START_TIMEOUT_S = 60.0
-GRACE_S = 2.0  # how long the other ranks may take to notice that one has failed
-END_TIMEOUT_S = 20.0  # how long faulthandler may take to write the stacks on a busy machine
+# Bounds of a hang: on a machine that is slow, busy or asleep for a while nothing comes near them.
+CALL_TIMEOUT_S = 180.0
+GROUP_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 120.0
+END_TIMEOUT_S = 60.0  # for faulthandler to write the stacks, or for a dead rank's exit code to come
+GRACE_S = 2.0  # how long the other ranks may take to notice that one has failed, where a test needs no word of theirs
 LOG_LINES = 40
 
 # The template process imports these once; the first optimizer imports torch._dynamo, which takes a second, and a
@@ -138,7 +139,9 @@ class WorkerPool:
             raise ValueError(f"num_ranks={num_ranks}: the pool has 1 to {MAX_RANKS} ranks")
         return Ranks(self, num_ranks)
 
-    def run(self, num_ranks: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+    def run(
+        self, num_ranks: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float, grace_s: float
+    ) -> list[Any]:
         """See `Ranks.run`."""
         payload = _pickle_call(fn, args)
         workers = self._ready_workers(num_ranks)
@@ -147,7 +150,7 @@ class WorkerPool:
         try:
             for rank, worker in workers.items():
                 worker.connection.send(_Call(group, rank, num_ranks, list(sys.path), payload))
-            results, failures = _collect(workers, timeout_s)
+            results, failures = _collect(workers, timeout_s, grace_s)
         except BaseException:  # a test's own timeout, Ctrl-C: the workers are in the middle of something
             self._end(workers)
             raise
@@ -212,14 +215,16 @@ class Ranks:
     pool: WorkerPool
     num_ranks: int
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> list[Any]:
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout_s: float = CALL_TIMEOUT_S, grace_s: float = GRACE_S
+    ) -> list[Any]:
         """Run `fn(rank, world_size, *args)` on every rank and return the results by rank.
 
         `fn` is a module-level function. Each call has its own default process group, seed 0, one thread and
         default dtype float32. RankError is raised when a rank raises, dies, or has not answered after
-        `timeout_s`.
+        `timeout_s`; the others then have `grace_s` to say what they meet in its wake.
         """
-        return self.pool.run(self.num_ranks, fn, args, timeout_s)
+        return self.pool.run(self.num_ranks, fn, args, timeout_s, grace_s)
 
 
 def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -246,7 +251,7 @@ def _one_thread() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _collect(workers: dict[int, _Worker], timeout_s: float) -> tuple[dict[int, bytes], list[_Failure]]:
+def _collect(workers: dict[int, _Worker], timeout_s: float, grace_s: float) -> tuple[dict[int, bytes], list[_Failure]]:
     """The results by rank, the failures in order of arrival; when it returns, no rank is running."""
     results: dict[int, bytes] = {}
     failures: list[_Failure] = []
@@ -260,7 +265,7 @@ def _collect(workers: dict[int, _Worker], timeout_s: float) -> tuple[dict[int, b
                 results[rank] = answer.payload
                 continue
             if not failures:
-                deadline_s = min(deadline_s, time.monotonic() + GRACE_S)
+                deadline_s = min(deadline_s, time.monotonic() + grace_s)
             failures.append(answer)
             workers[rank].end()  # closes its sockets, so that ranks waiting for it fail at once
     kind = "stopped" if failures else "hung"
@@ -277,7 +282,7 @@ def _receive(worker: _Worker, rank: int) -> _Result | _Failure:
     try:
         answer = worker.connection.recv()
     except (EOFError, OSError):
-        worker.process.join(GRACE_S)
+        worker.process.join(END_TIMEOUT_S)
         return _Failure(rank, "died", f"died with exit code {worker.process.exitcode}", worker.log_tail())
     if isinstance(answer, _Failure):
         return replace(answer, details=answer.details + worker.log_tail())

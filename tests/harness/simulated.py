@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from harness.waiting import settled
 from shardwise import Engine, Simulation
 from shardwise.comm import Call
 from shardwise.memory import Category
@@ -65,8 +65,4 @@ def simulated(simulation: Simulation) -> Measured:
 
 
 def _settled(engine: Engine) -> dict[Category, int]:
-    readings = [dict(engine.memory.snapshot().live_bytes)]
-    while len(readings) < 3 or readings[-1] != readings[-3]:
-        time.sleep(0.002)
-        readings.append(dict(engine.memory.snapshot().live_bytes))
-    return readings[-1]
+    return settled(lambda: dict(engine.memory.snapshot().live_bytes))

@@ -88,7 +88,7 @@ def test_ranks_may_skip_different_blocks(ranks: WorkerPool, options: dict[str, A
     overrides = {
         "zero": {"stage": options["stage"], "lockstep": True, "overlap": options["overlap"]},
         "recompute": {"mode": options["recompute"]},
-        "run": {"timeout_s": 10.0},
+        "run": {"timeout_s": 60.0},
     }
     actual = merge_ranks(ranks(num_ranks).run(train, accumulation, overrides))
     batches = [
@@ -100,7 +100,7 @@ def test_ranks_may_skip_different_blocks(ranks: WorkerPool, options: dict[str, A
 
 
 def train_in_reverse(rank: int, world_size: int) -> None:
-    config = make_config(1, {"zero": {"stage": 3, "lockstep": True}, "run": {"timeout_s": 10.0}})
+    config = make_config(1, {"zero": {"stage": 3, "lockstep": True}, "run": {"timeout_s": 60.0}})
     engine = initialize(Skipping(in_reverse=True).double(), config, loss_fn=loss)
     engine.train_step([batch(0, 0, 2)])
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from harness.odd_models import OddCase, Stack
-from harness.odd_training import SGD, all_ranks, batch_of, engine_of, plain_losses, sgd_engine
+from harness.odd_training import SGD, TIMEOUT_S, all_ranks, batch_of, engine_of, plain_losses, sgd_engine
 from harness.pool import RankError, WorkerPool
+from harness.time_outs import fail_after
 from shardwise import Engine
 
 Misuse = Callable[[Engine, int], None]
@@ -229,7 +230,7 @@ def misuse(rank: int, world_size: int, use: Misuse, stage: int) -> str:
 
 
 def check(ranks: WorkerPool, use: Misuse, stage: int, message: str) -> None:
-    for text in ranks(2).run(misuse, use, stage, timeout_s=20.0):
+    for text in ranks(2).run(misuse, use, stage):
         assert re.search(message, text), text
 
 
@@ -285,7 +286,8 @@ class SkippedByRank(Stack):
 
 
 def differ(rank: int, world_size: int, kind: type[nn.Module], stage: int) -> list[float] | str:
-    engine = sgd_engine(stage, kind=kind, run={"device": "cpu", "timeout_s": 1.0})
+    engine = sgd_engine(stage, kind=kind, run={"device": "cpu", "timeout_s": TIMEOUT_S})
+    fail_after(engine.comm.books, 5.0 if stage == 3 else TIMEOUT_S)
     try:
         return [engine.train_step([batch_of(step, rank)]).loss for step in range(3)]
     except Exception as error:
@@ -305,7 +307,7 @@ def test_rank_that_skips_a_block_names_where_it_waits(ranks: WorkerPool) -> None
 
 def differ_checked(rank: int, world_size: int) -> str:
     """Blocks of one size, gathered in another order, are mixed silently by gloo."""
-    run = {"device": "cpu", "timeout_s": 5.0, "check_collectives": True}
+    run = {"device": "cpu", "timeout_s": TIMEOUT_S, "check_collectives": True}
     engine = sgd_engine(3, kind=OrderByRank, run=run)
     try:
         engine.train_step([batch_of(0, rank)])

@@ -20,7 +20,6 @@ from harness.odd_models import CASES, Block, Buffers, LossFn, OddCase, Stack, ma
 from harness.odd_training import (
     NUM_STEPS,
     SGD,
-    TIMEOUT_S,
     VARIANTS,
     all_ranks,
     batch_of,
@@ -63,7 +62,7 @@ def check(ranks: WorkerPool, name: str, variants: list[str]) -> None:
     model = case.build()
     batches = every_rank(make_batches(NUM_STEPS, case.num_ranks))
     expected = train_reference(model, batches, case.make_loss(model), make_optimizer)
-    results = ranks(case.num_ranks).run(train_odd, name, variants, timeout_s=3 * TIMEOUT_S)
+    results = ranks(case.num_ranks).run(train_odd, name, variants)
     for variant, traces in zip(variants, zip(*results, strict=True), strict=True):
         try:
             check_parity(merge_ranks(traces, num_holders=1 if variant == "0" else None), expected)
@@ -380,6 +379,6 @@ def use_all_stages(rank: int, world_size: int, use: Callable[[int, int, int], Pa
 
 @pytest.mark.parametrize("use", USES)
 def test_odd_use_changes_no_number(ranks: WorkerPool, use: Callable[[int, int, int], Pair]) -> None:
-    for results in ranks(2).run(use_all_stages, use, timeout_s=3 * TIMEOUT_S):
+    for results in ranks(2).run(use_all_stages, use):
         for stage, (actual, expected) in zip(STAGES, results, strict=True):
             assert actual == pytest.approx(expected, rel=1e-9), f"stage {stage}"

@@ -12,6 +12,7 @@ from harness.combinations import cover
 from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity
 from harness.tensor import DEEP_MODELS, make_case, train_split, train_whole
+from harness.time_outs import fail_after
 from harness.training import make_config, merge_ranks
 from shardwise import CommError, ConfigError, initialize
 from shardwise.schedule import RECIPES
@@ -53,9 +54,10 @@ def test_a_schedule_equals_one_process(ranks: WorkerPool, options: dict[str, Any
 def evaluate_odd_length(rank: int, world_size: int) -> str:
     """What an evaluation says of a sequence that does not divide, in a pipeline of sequence-parallel ranks."""
     case = make_case("decoder")
-    settings = {"mesh": {"pp": 2, "tp": 2}, "tensor": {"sequence_parallel": True}, "run": {"timeout_s": 3.0}}
+    settings = {"mesh": {"pp": 2, "tp": 2}, "tensor": {"sequence_parallel": True}, "run": {"timeout_s": 60.0}}
     engine = initialize(case.build(torch.float64), make_config(1, settings), loss_fn=case.loss)
     tokens = torch.ones(1, 7, dtype=torch.int64)
+    fail_after(engine.comm.books, 5.0)
     try:
         engine.eval_step([(tokens, tokens)])
     except (ConfigError, CommError) as error:

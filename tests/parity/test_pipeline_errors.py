@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harness.pool import RankError, WorkerPool
+from harness.waiting import PATIENCE_S
 from shardwise import initialize
 
 WIDTH = 6
-TIMEOUT_S = 8.0
+TIMEOUT_S = 60.0
 
 
 class Block(nn.Module):
@@ -328,7 +329,7 @@ def test_calls_that_need_all_layers_say_what_to_call(ranks: WorkerPool) -> None:
 def die_in_a_step(rank: int, world_size: int, told: Path) -> None:
     """Rank 1 is killed in its second forward; the other writes down what it says."""
     model = Chain()
-    run = {"device": "cpu", "timeout_s": TIMEOUT_S, "watchdog_s": 0.4}
+    run = {"device": "cpu", "timeout_s": TIMEOUT_S, "watchdog_s": 2.0}
     engine = initialize(model, config_of(run=run), loss_fn=mean_square)
     num_forwards = 0
 
@@ -345,6 +346,6 @@ def die_in_a_step(rank: int, world_size: int, told: Path) -> None:
 def test_a_rank_that_dies_in_a_step_is_named(ranks: WorkerPool, tmp_path: Path) -> None:
     told = tmp_path / "told"
     with pytest.raises(RankError, match="rank 1 of 2 died"):
-        ranks(2).run(die_in_a_step, told)
+        ranks(2).run(die_in_a_step, told, grace_s=PATIENCE_S)
     assert told.read_text().startswith("rank 0 failed in receive #")
     assert "rank 1" in told.read_text()

@@ -21,6 +21,7 @@ from harness.pool import WorkerPool
 from harness.reference import PARITY, Trace, call_model, check_parity, max_error
 from harness.tensor import make_case, step_batches, train_split, train_whole
 from harness.tier_bytes import HostPages
+from harness.time_outs import fail_after
 from harness.training import make_config, make_optimizer, merge_ranks
 from shardwise import ConfigError, Engine, NonFiniteLossError, initialize
 from shardwise.memory import Category
@@ -331,8 +332,9 @@ def fail_in_loss(rank: int, world_size: int) -> list[str]:
             raise ZeroDivisionError("in the loss")
         return case.loss(output, batch)
 
-    engine = make_engine(rank, {"run": {"timeout_s": 2.0, "watchdog_s": 0.0}}, loss_fn=loss_fn)
+    engine = make_engine(rank, {"run": {"timeout_s": 60.0, "watchdog_s": 0.0}}, loss_fn=loss_fn)
     engine.train_step(batches_of(rank, world_size, 0))
+    fail_after(engine.comm.books, 5.0)
     messages = [error_of(lambda: engine.train_step(batches_of(rank, world_size, 1)), Exception)]
     engine.zero_grad()
     messages.append(error_of(lambda: engine.train_step(batches_of(rank, world_size, 1)), RuntimeError))
@@ -350,7 +352,7 @@ def test_behind_an_exception_amid_a_schedule_no_stage_takes_an_old_message_for_a
 
 def fail_before_messages(rank: int, world_size: int) -> tuple[list[str], float]:
     """Mistakes that every rank is told of, each followed by `zero_grad`; then a good step."""
-    with float64_throughout(), make_engine(rank, {"run": {"timeout_s": 10.0, "seed": 5}}) as engine:
+    with float64_throughout(), make_engine(rank, {"run": {"timeout_s": 60.0, "seed": 5}}) as engine:
         engine.model.extra = nn.Linear(2, 2)
         messages = [error_of(lambda: engine.train_step(batches_of(rank, world_size, 0)), ValueError)]
         del engine.model.extra

@@ -42,7 +42,7 @@ def train(rank: int, world_size: int, stages: tuple[int, int, int]) -> list[dict
     """Two backwards a step: one of the encoder's own loss, one in common; the decoder steps with both."""
     models = [build(seed) for seed in range(3)]
     models[2].requires_grad_(False)
-    overrides = [{"zero": {"stage": stage}, "run": {"device": "cpu", "timeout_s": 10.0}} for stage in stages]
+    overrides = [{"zero": {"stage": stage}, "run": {"device": "cpu", "timeout_s": 60.0}} for stage in stages]
     engines = [
         initialize(model, make_config(1, override), loss_fn=own_loss)
         for model, override in zip(models, overrides, strict=True)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from harness.pool import RankError, WorkerPool
+from harness.time_outs import fail_after
+from harness.waiting import PATIENCE_S
 from shardwise._torch_private import fake_tensors
 from shardwise.comm import MeshNetwork
 from shardwise.comm_books import CommBooks, CommError
@@ -307,13 +309,14 @@ def test_packings_are_forgotten_alike(ranks: WorkerPool) -> None:
 
 
 def lose_a_neighbour(rank: int, world_size: int, how: str) -> str:
-    pipes, _ = make_pipes(world_size, timeout_s=0.5 if how == "hangs" else 15.0)
+    pipes, books = make_pipes(world_size)
     channel = Channel(pipes, Boundary(0, (0, 1), "cut"))
     channel.send(torch.ones(2)).wait() if rank == 0 else channel.post_receive().wait()
     if rank == 0:
         if how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         return "gone"
+    fail_after(books, 0.5 if how == "hangs" else PATIENCE_S)
     try:
         channel.post_receive().wait()
     except CommError as error:
@@ -326,13 +329,13 @@ def lose_a_neighbour(rank: int, world_size: int, how: str) -> str:
 def test_neighbour_that_dies_or_hangs_is_named(ranks: WorkerPool) -> None:
     words = "rank 1 failed in receive #5 of cut values header over pp (2 ranks): another rank died, hangs or runs other"
     with pytest.raises(RankError, match="rank 0 of 2 died") as caught:
-        ranks(2).run(lose_a_neighbour, "dies")
+        ranks(2).run(lose_a_neighbour, "dies", grace_s=PATIENCE_S)
     assert words in str(caught.value)
     assert words in ranks(2).run(lose_a_neighbour, "hangs")[1]
 
 
 def receive_unknown(rank: int, world_size: int) -> str:
-    pipes, _ = make_pipes(world_size, timeout_s=2.0)
+    pipes, _ = make_pipes(world_size)
     channel = Channel(pipes, Boundary(0, (0, 1), "cut"))
     if rank == 0:
         channel.send(Pair(torch.ones(1), None)).wait()

@@ -31,7 +31,7 @@ class Ranks:
     """Threads that meet, in forward and in backward."""
 
     def __init__(self, degree: int) -> None:
-        self.barrier = threading.Barrier(degree, timeout=20)
+        self.barrier = threading.Barrier(degree, timeout=100)
         self.slots: list[Tensor] = [torch.zeros(0)] * degree
 
     def all(self, rank: int, value: Tensor) -> list[Tensor]:

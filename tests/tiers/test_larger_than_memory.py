@@ -72,7 +72,7 @@ def run_all(runs: list[dict[str, Any]], hidden_size: int, num_layers: int) -> li
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     order = json.dumps({"runs": runs, "hidden_size": hidden_size, "num_layers": num_layers})
     done = subprocess.run(
-        [*program, order], env=environment, capture_output=True, text=True, timeout=200, preexec_fn=_small_stacks
+        [*program, order], env=environment, capture_output=True, text=True, timeout=500, preexec_fn=_small_stacks
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

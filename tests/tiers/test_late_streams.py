@@ -148,7 +148,7 @@ def test_the_norm_is_there_before_the_gradients_are_where_they_rest(tmp_path: Pa
         with ThreadPoolExecutor(1) as pool:
             squares = pool.submit(engine._sharded.square_sums)
             try:
-                assert len(squares.result(timeout=20)) == len(engine.layout.groups)
+                assert len(squares.result(timeout=100)) == len(engine.layout.groups)
             finally:
                 gate.set()
         engine.step()

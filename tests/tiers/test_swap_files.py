@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from harness.small_disk import small_disk
+from harness.waiting import PATIENCE_S, wait_until
 from shardwise.host_memory import ALIGNMENT_BYTES, host_pages
 from shardwise.tiers import files, io_threads
 from shardwise.tiers.files import SwapError, SwapFile, SwapFolder
@@ -259,13 +260,13 @@ def test_the_future_ends_when_no_block_runs_any_more(folder: SwapFolder, monkeyp
 
     monkeypatch.setattr(os, "pwritev", write)
     future = file.write(0, buffer(4 * ALIGNMENT_BYTES))
-    assert has_failed.wait(10)
+    assert has_failed.wait(PATIENCE_S)
     time.sleep(0.02)
     assert not future.done()
     assert not future.cancel()
     go_on.set()
     with pytest.raises(SwapError, match="broken"):
-        future.result(10)
+        future.result(PATIENCE_S)
 
 
 @pytest.mark.parametrize("most_bytes", [ALIGNMENT_BYTES, 5000])
@@ -365,20 +366,17 @@ def test_the_kinds_of_a_file_take_turns_in_the_order_they_come() -> None:
     def run(name: str) -> None:
         with turns.turn(kinds[name]):
             entered.append(name)
-            leave[name].wait(10)
+            leave[name].wait(PATIENCE_S)
 
     def wait_for(names: list[str]) -> None:
-        deadline_s = time.monotonic() + 10
-        while entered != names and time.monotonic() < deadline_s:
-            time.sleep(0.001)
+        wait_until(lambda: entered == names)
         time.sleep(0.02)  # for one too many to come
         assert entered == names
 
     threads = [threading.Thread(target=run, args=(name,)) for name in kinds]
     for index, thread in enumerate(threads):
         thread.start()
-        while turns._num_come <= index:
-            time.sleep(0.001)
+        assert wait_until(lambda index=index: turns._num_come > index)
     wait_for(["direct 1", "direct 2"])
     leave["direct 1"].set()
     wait_for(["direct 1", "direct 2"])
@@ -387,5 +385,5 @@ def test_the_kinds_of_a_file_take_turns_in_the_order_they_come() -> None:
         wait_for(["direct 1", "direct 2", *others])
     leave["direct 3"].set()
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE_S)
     assert turns._num_running == 0

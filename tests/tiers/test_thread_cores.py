@@ -64,7 +64,7 @@ def run(cores: list[int] | None, process_threads: int | None = None, main_first:
         env=os.environ | {"OMP_NUM_THREADS": "2"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
     )
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout)

@@ -20,6 +20,7 @@ from torch import Tensor
 from harness.models import CASES, make_batches
 from harness.pool import RankError, WorkerPool
 from harness.small_disk import small_disk
+from harness.time_outs import give_up_after
 from harness.training import make_config
 from shardwise import Engine, initialize
 from shardwise.tiers.files import SwapError
@@ -33,7 +34,7 @@ Fault = Literal["ENOSPC", "EIO", "short"]
 States = dict[tuple[str, str], Tensor | None]
 
 
-def make_engine(folder: Path, timeout_s: float = 20.0, **tiers: Any) -> Engine:
+def make_engine(folder: Path, timeout_s: float = 60.0, **tiers: Any) -> Engine:
     overrides: dict[str, Any] = {
         "zero": {"stage": 3},
         "optimizer": {"clip_norm": 0.5},
@@ -162,9 +163,10 @@ def run_whole(rank: int, world_size: int, root: Path) -> States:
 
 def fail_on_one_rank(rank: int, world_size: int, root: Path, call: str, nth: int) -> tuple[str, str]:
     """The error of the step, and that of a load into the same engine."""
-    engine = make_engine(root / "swap", timeout_s=2.0)
+    engine = make_engine(root / "swap")
     go_on(engine, rank, world_size, SAVED_AT)
     engine.save(root / "saved")
+    give_up_after(engine, 5.0)
     with failing(call, nth if rank == 1 else -1, "EIO"):
         error = error_of(lambda: go_on(engine, rank, world_size))
     again = error_of(lambda: engine.load(root / "saved"))
@@ -233,7 +235,7 @@ def test_a_file_in_the_folders_place_is_named(tmp_path: Path) -> None:
 
 
 def die_midway(rank: int, world_size: int, root: Path) -> None:
-    engine = make_engine(root / "swap", timeout_s=5.0)
+    engine = make_engine(root / "swap")
     go_on(engine, rank, world_size, SAVED_AT)
     engine.save(root / "saved")
     engine.train_step(batches_of(rank, world_size)[SAVED_AT])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import resource
 import sys
-import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -20,6 +19,7 @@ from harness.live_bytes import LiveBytes, storage_bytes
 from harness.models import CASES, make_batches
 from harness.pool import WorkerPool
 from harness.training import make_config
+from harness.waiting import settled
 from shardwise import ConfigError, Engine, ReleasedParameterError, initialize
 from shardwise.comm import CommError
 from shardwise.memory import Category, Ledger
@@ -47,12 +47,12 @@ def batches_of(world_size: int, num_steps: int = 4) -> list[list[list[Any]]]:
 
 def device_bytes(engine: Engine) -> int:
     """What the ledger knows of beside the model's buffers, once gloo's threads have let go of theirs."""
-    readings: list[int] = []
-    while len(readings) < 5 or len(set(readings[-5:])) > 1:
-        time.sleep(0.01)
+
+    def read() -> int:
         live = engine.memory.snapshot().live_bytes
-        readings.append(sum(num_bytes for category, num_bytes in live.items() if category is not Category.OTHER))
-    return readings[-1]
+        return sum(num_bytes for category, num_bytes in live.items() if category is not Category.OTHER)
+
+    return settled(read)
 
 
 def tensors_of(engine: Engine) -> list[torch.Tensor]:
