@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.waiting import PATIENCE_S, num_lines, wait_until
 from shardwise import cli
 from shardwise.config import Config, all_keys
 from shardwise.train import job
@@ -82,21 +83,15 @@ def start_train(arguments: list[str], **environ: str) -> subprocess.Popen:
     )
 
 
-def wait_for_step(number: int, timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s:
-        for path in Path("runs").glob("2*/metrics.jsonl"):
-            if len(path.read_text().splitlines()) >= number:
-                return
-        time.sleep(0.05)
-    pytest.fail(f"no step {number} within {timeout_s} s")
+def wait_for_step(number: int) -> None:
+    assert wait_until(lambda: num_lines("runs/2*/metrics.jsonl") >= number), f"no step {number}"
 
 
 def test_ctrl_c_ends_the_run_after_a_step(settings):
     process = start_train([*settings, "run.num_procs=1", "run.steps=100000"])
     wait_for_step(2)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, err
     records = read_metrics(run_folder())
     assert f"at step {len(records)} of 100000" in out
@@ -119,7 +114,7 @@ def test_ranks_of_another_launcher_join(settings):
         port = str(free.getsockname()[1])
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     process = start_train([*settings, "run.sample_tokens=0"], **place)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
     assert "1 rank, so nothing is sharded" in out
     assert "held-out loss" in out
@@ -205,7 +200,7 @@ def test_a_reader_that_has_seen_enough_ends_the_output_without_a_traceback():
     writer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert writer.stdout is not None
     writer.stdout.close()
-    _, err = writer.communicate(timeout=60)
+    _, err = writer.communicate(timeout=PATIENCE_S)
     assert (writer.returncode, err) == (141, "")
 
 
@@ -213,7 +208,7 @@ def test_a_full_disk_under_the_output_is_one_line():
     script = "from shardwise.cli import main; raise SystemExit(main(['config']))"
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
-            [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+            [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S
         )
     line = "shardwise: cannot write the answer: No space left on device\n"
     assert (ended.returncode, ended.stderr) == (1, line)

@@ -35,7 +35,7 @@ def test_predictions_are_compared_with_real_runs(tmp_path: Path) -> None:
     options = ["--model", "tiny", "--rounds", "1", "--steps", "1", "--warmup", "1", "--profiles", str(tmp_path)]
     command = [sys.executable, str(BENCHMARKS / "planner_machine.py"), *options]
     finished = subprocess.run(
-        [*command, "--json", str(kept), "--markdown", str(table)], capture_output=True, text=True, timeout=400
+        [*command, "--json", str(kept), "--markdown", str(table)], capture_output=True, text=True, timeout=500
     )
     assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-2000:]
     rows = json.loads(kept.read_text())["results"]

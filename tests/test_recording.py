@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardwise
@@ -18,7 +19,8 @@ from shardwise.recording import gather_timeline
 from shardwise.report.chrome_trace import read_chrome_trace
 from shardwise.schedule import Kind
 
-CLOCK_OFFSET_S = 1000.0
+# Of rank 1's clock; and what each layer's forward takes, by all clocks. No machine stalls for as long.
+CLOCK_OFFSET_S, LAYER_S = 1e6, 1000.0
 
 
 def record(rank: int, world_size: int, mesh: dict[str, int], folder: Path) -> tuple[list[list[str]], Any]:
@@ -30,13 +32,21 @@ def record(rank: int, world_size: int, mesh: dict[str, int], folder: Path) -> tu
         "run": {"device": "cpu", "timeout_s": 30.0},
     }
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    own_clock = time.perf_counter
+    assert dist.group.WORLD is not None
+    store, own_clock = dist.group.WORLD.get_group_store(), time.perf_counter
+
+    def clock() -> float:
+        return own_clock() + CLOCK_OFFSET_S * rank + LAYER_S * store.add("num_layers_run", 0)
+
+    for layer in model:
+        layer.register_forward_hook(lambda *_: store.add("num_layers_run", 1) and None)
     with (
-        mock.patch.object(time, "perf_counter", side_effect=lambda: own_clock() + CLOCK_OFFSET_S * rank),
+        mock.patch.object(time, "perf_counter", side_effect=clock),
         shardwise.initialize(model, config, loss_fn=lambda output, batch: output.square().mean()) as engine,
     ):
         for _ in range(2):
             engine.train_step([torch.ones(2, 4)] * 4)
+        dist.barrier()  # of the pipelines: now the clocks stand
         actions = gather_timeline(engine)
         shardwise.save_timeline(engine, folder / f"{rank}.json")
         schedule = getattr(engine._run, "schedule", None)

@@ -37,6 +37,10 @@ config = {"zero": {"stage": 3}, "precision": {"param": "bf16"}, "recompute": {"m
 tokens = torch.zeros(1, 4096, dtype=torch.int64)
 simulation = simulate(lambda: Decoder(shape), config, lambda: (tokens, tokens), rank=17, world_size=4096,
                       loss_fn=lambda logits, batch: lm_loss(logits, batch[1]))
+cpu_s = time.process_time()
+total = 0
+for number in range(10**7):
+    total += number
 print(json.dumps({
     "num_params": num_params(shape),
     "states": simulation.states_bytes,
@@ -46,14 +50,15 @@ print(json.dumps({
     "num_calls": len(simulation.calls),
     "wire": {op: num_bytes for (axis, op), num_bytes in simulation.wire_bytes.items()},
     "layout_wire": simulation.layout.bytes_on_wire(1),
-    "cpu_s": time.process_time(),
+    "cpu_s": cpu_s,
+    "loop_s": time.process_time() - cpu_s,
     "rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
 }))
 """
 
 
 def test_a_rank_of_4096_with_66_billion_parameters() -> None:
-    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True, timeout=500)
     found = json.loads(done.stdout)
     print(found)
     assert 66e9 < found["num_params"] < 67e9
@@ -66,9 +71,9 @@ def test_a_rank_of_4096_with_66_billion_parameters() -> None:
     assert found["peak"]["gathered"] <= 3 * found["gathered_bytes"]
     # 80 inputs of blocks, [1, 4096, 8192] in bf16, are what recomputation keeps.
     assert found["peak"]["activations"] > 80 * 4096 * 8192 * 2
-    # It costs what was promised; of the process alone, since other work shares the machine.
+    # It costs what was promised: as many additions of Python's, however fast the machine; about 20 of these loops.
     assert found["rss_bytes"] <= 2 * 2**30
-    assert found["cpu_s"] <= 30
+    assert found["cpu_s"] <= 80 * found["loop_s"]
 
 
 def measure(rank: int, world_size: int, case_name: str, num_micro_batches: int, overrides: dict[str, Any]) -> Measured:

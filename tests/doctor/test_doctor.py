@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from harness.machines import FAST, GPU, ON_GPUS, SOUND, changed
+from harness.waiting import PATIENCE_S, is_running, wait_until
 from shardwise import cli
 from shardwise.doctor import Diagnosis
 from shardwise.doctor.advice import list_findings
@@ -180,17 +180,19 @@ def test_ctrl_c_in_the_middle_leaves_no_trace_and_no_process(tmp_path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline_s = time.monotonic() + 60
     children: list[int] = []
-    while len(children) < 3 and process.poll() is None and time.monotonic() < deadline_s:
-        children = descendants(process.pid)
-        time.sleep(0.02)
+
+    def has_started() -> bool:
+        children[:] = descendants(process.pid)
+        return len(children) == 3 or process.poll() is not None
+
+    wait_until(has_started)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert len(children) == 3, "the launcher and two ranks"
     assert process.returncode == 130
     assert (out, err) == ("", "shardwise: stopped by Ctrl-C\n")
-    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    assert wait_until(lambda: not any(map(is_running, children)))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -85,7 +85,7 @@ def test_cache_inside_the_data_is_not_read(config):
 
 def test_two_builders_at_once(config, tmp_path, monkeypatch):
     """Both have built before either publishes: one wins, both read a whole shard, nothing is left."""
-    barrier = threading.Barrier(2, timeout=60)
+    barrier = threading.Barrier(2, timeout=100)
     publish = prepare._publish
 
     def publish_together(folder, path):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from harness.waiting import PATIENCE_S, num_lines, wait_until
 from shardwise.checkpoint import saver
 from shardwise.checkpoint.folder import step_folders
 from shardwise.comm import CommError
@@ -463,7 +464,7 @@ def command_line(*arguments: str) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str]:
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=PATIENCE_S)
     return process.returncode, out + err
 
 
@@ -476,13 +477,8 @@ def all_metrics() -> dict[int, float]:
     return found
 
 
-def wait_for_step(number: int, timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s:
-        if any(len(path.read_text().splitlines()) >= number for path in Path("runs").glob("2*/metrics.jsonl")):
-            return
-        time.sleep(0.02)
-    pytest.fail(f"no step {number} within {timeout_s} s")
+def wait_for_step(number: int) -> None:
+    assert wait_until(lambda: num_lines("runs/2*/metrics.jsonl") >= number), f"no step {number}"
 
 
 @pytest.fixture
