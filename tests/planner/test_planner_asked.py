@@ -120,6 +120,7 @@ def test_a_family_is_as_deep_as_it_has_heads() -> None:
         num_layers=12, hidden_size=1536, num_heads=12, num_kv_heads=4, head_dim=128, ffn_size=5376, vocab_size=128_256,
         name="12 layers of 1,536",
     )  # fmt: skip
+    assert family_shape(32).num_kv_heads == 8
 
 
 def test_setups_are_those_that_a_cluster_can_run() -> None:

@@ -59,6 +59,25 @@ def test_a_gap_that_is_too_short_is_filled_where_waiting_takes_longer() -> None:
 
 
 @pytest.mark.parametrize(
+    ("sizes", "seconds", "max_held", "deferred_share", "most_s"),
+    [
+        ((2, 2), (1.0, 1.0, 1.0, 1.0), 4.0, 0.25, 7.0),  # what is sent is on its way for a while
+        ((2, 5), (3.0, 4.0, 2.0, 0.0), 4.0, 0.5, 45.0),  # a forward that delays the first backward pays
+        ((2, 3), (1.0, 1.0, 3.0, 0.5), 2.0, 0.25, 16.0),  # room for a forward is made by gradients of weights
+        ((3, 3), (2.0, 2.0, 4.0, 0.0), 2.0, 0.5, 32.0),  # two backwards on end where no forward is on its way
+        ((4, 6), (2.0, 3.0, 2.0, 1.0), 5.0, 0.5, 50.0),  # a short gap is filled where the rank has waited longest
+        ((4, 8), (2.0, 1.0, 3.0, 0.5), 4.0, 1.0, 53.0),  # nobody waits for a forward that there is no room for
+    ],
+)
+def test_each_thing_that_a_free_rank_weighs_shortens_some_step(
+    sizes: tuple[int, int], seconds: tuple[float, ...], max_held: float, deferred_share: float, most_s: float
+) -> None:
+    times = OpTimes(*seconds)
+    schedule = zero_bubble_searched(*sizes, times, max_held=max_held, deferred_share=deferred_share)
+    assert longest_span_s(schedule, times) <= most_s
+
+
+@pytest.mark.parametrize(
     ("num_ranks", "num_micro_batches", "max_held", "what"),
     [(0, 1, 1, "num_ranks=0"), (1, 0, 1, "num_micro_batches=0"), (1, 1, 0.5, "max_held=0.5")],
 )
