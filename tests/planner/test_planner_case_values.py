@@ -156,6 +156,7 @@ def test_a_run_of_long_sequences_in_chunks_with_adapters() -> None:
     }  # fmt: skip
     assert told(job.practice) == OTHERS | {
         "logits_bytes": 10.0, "optimizer_shards": 2, "unsharded_grad_bytes": 4.0, "defers_gathers": False,
+        "reduces_once": True,
         "saves_norm_in_fp32": True, "trains_all": False, "has_first_flash": True,
     }  # fmt: skip
 
@@ -307,6 +308,8 @@ def test_what_cannot_be_is_refused() -> None:
         ({"precision": "bf16", "zero_stage": 2, "fp32_grad_accum": True}, ("bf16", "fp32", "param", None)),
         ({"precision": "bf16", "zero_stage": 3, "tp": 2, "fp32_grad_accum": True}, ("bf16", "fp32", "param", None)),
         ({"precision": "bf16", "zero_stage": 3, "pp": 2}, ("bf16", "fp32", "fp32", None)),
+        ({"precision": "bf16", "zero_stage": 3, "fp32_grad_reduce": True}, ("bf16", "param", "fp32", None)),
+        ({"precision": "bf16", "zero_stage": 3, "pp": 2, "fp32_grad_reduce": "no"}, ("bf16", "fp32", "param", None)),
         ({"precision": "fp16", "zero_stage": 3, "pp": 2}, ("fp16", "param", "param", None)),
         ({"precision": "fp16", "zero_stage": 1, "tp": 2}, ("fp16", "fp32", "param", None)),
         ({"precision": "fp8", "zero_stage": 1, "tp": 2}, ("bf16", "param", "param", "fp8")),

@@ -311,6 +311,16 @@ def test_the_first_gathers_and_the_last_reductions_run_alone() -> None:
     assert stage_2.first_forward_s == 0
 
 
+def test_gradients_that_stay_whole_are_reduced_once() -> None:
+    strategy = Strategy(dp_shard=8, zero_stage=3, num_micro_batches=4)
+    each_time, once = (with_practice(reduces_once=each).data_calls(strategy) for each in (False, True))
+    assert {call.moment for call in each_time if call.op == "reduce_scatter"} == {"backward"}
+    assert {call.moment for call in once if call.op == "reduce_scatter"} == {"last backward"}
+    assert [call for call in each_time if call.op != "reduce_scatter"] == [
+        call for call in once if call.op != "reduce_scatter"
+    ]
+
+
 def test_no_more_micro_batches_hide_what_is_needed_once_than_there_are() -> None:
     few = Strategy(pp=4, dp_shard=4, zero_stage=1, num_micro_batches=2, schedule="interleaved", virtual_stages=4)
     assert MODEL.data(few).num_hiding == 2

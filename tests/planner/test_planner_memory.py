@@ -118,6 +118,12 @@ def test_parameters_may_rest_in_a_share_of_their_bytes() -> None:
     assert whole == 2 * half > 0
 
 
+def test_states_without_a_master_rest_in_a_share_of_their_bytes() -> None:
+    full, third = (of_practice(Practice(optimizer_share=each), Strategy()).peak for each in (1.0, 1 / 3))
+    assert full["optimizer"] == pytest.approx(3 * third["optimizer"])
+    assert third["optimizer"] == pytest.approx(2 * third["params"])  # two moments in bf16
+
+
 def test_a_step_that_reads_narrow_gradients_widens_none() -> None:
     strategy = Strategy(accumulate="param", recompute="full")
     wide, narrow = (of_practice(Practice(widens_grads=each), strategy, "cpu") for each in (True, False))

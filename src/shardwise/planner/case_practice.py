@@ -54,13 +54,15 @@ def practice_of(row: Mapping[str, Any], shape: ModelShape, strategy: Strategy, g
         optimizer_shards=group if isinstance(group, int) and strategy.zero_stage in (1, 2) else None,
         # Gradients come in the parameters' dtype, and stay beside those that they are added to.
         unsharded_grad_bytes=4.0 if p.get("fp32_grad_accum_unsharded") else 2.0 if p.get("fp32_grad_accum") else 0.0,
+        reduces_once=bool(p.get("fp32_grad_accum_unsharded")),
         is_compiled=is_compiled or is_liger or is_new or (_splits_model(strategy) and not kernel),
         is_graphed=bool(p.get("cuda_graphs")),
         defers_gathers=not is_before_h100(gpu),
         reduces_in_place=True,
         is_own=False,
         frees_outputs=strategy.schedule == "interleaved",
-        widens_grads=not is_new,
+        widens_grads=not is_new and _keeps_master(p),
+        optimizer_share=1.0 if _keeps_master(p) else 2.0 * DTYPE_BYTES[strategy.param] / (3.0 * FP32_BYTES),
         params_share=_params_share(str(p.get("precision")), strategy, gpu),
         overlaps_data=_overlaps_data(strategy, gpu) and not is_early,
         overlaps_tensor=bool(p.get("async_tp", overlaps_tensor)),
@@ -120,6 +122,11 @@ def _logits_bytes(p: Mapping[str, Any], strategy: Strategy, gpu: Gpu, *, splits_
     if is_model_split and splits_logits:
         return narrow + 2.0 * FP32_BYTES
     return TORCHS_LOSS_BYTES + (2.0 * narrow if is_model_split else 0.0)
+
+
+def _keeps_master(p: Mapping[str, Any]) -> bool:
+    """Whether Adam steps a copy of the parameters in fp32, with moments so; else it has two moments in their dtype."""
+    return p.get("fp32_master") is not False
 
 
 def _params_share(precision: str, strategy: Strategy, gpu: Gpu) -> float:

@@ -71,6 +71,8 @@ _FLAGS: Final = frozenset(
         "async_tp",
         "fp32_grad_accum",
         "fp32_grad_accum_unsharded",
+        "fp32_grad_reduce",
+        "fp32_master",
     }
 )
 _FIGURES: Final = frozenset(

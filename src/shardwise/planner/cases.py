@@ -372,11 +372,12 @@ def _dtypes(p: Mapping[str, Any], stage: int, tp: int, pp: int, gpu: Gpu) -> dic
     is_wide = usual if says_wide is None else bool(says_wide)
     # Of the codes that shard parameters only torch's own has pipelines too; it adds gradients as it reduces them, wide.
     is_torchs = stage == 3 and pp > 1 and param == "bf16"
-    is_reduced_wide = is_wide and stage < 3 and param == "bf16" and (tp > 1 or pp > 1)
+    is_reduced_wide = is_torchs or (is_wide and stage < 3 and param == "bf16" and (tp > 1 or pp > 1))
+    says_reduced_wide = p.get("fp32_grad_reduce")
     return {
         "param": param,
         "accumulate": "fp32" if is_wide or is_torchs else "param",
-        "reduce": "fp32" if is_reduced_wide or is_torchs else "param",
+        "reduce": "fp32" if (is_reduced_wide if says_reduced_wide is None else says_reduced_wide) else "param",
         "matmul": matmul if is_narrow else None,
     }
 

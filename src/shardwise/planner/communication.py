@@ -317,6 +317,7 @@ class CommunicationModel:
             yield call("all_reduce", grad_bytes, group.num_ranks, near, "last backward")
             return
         each_time = layout.num_reduces(s.num_micro_batches) == s.num_micro_batches > 1
+        each_time &= not self.job.practice.reduces_once
         yield call("reduce_scatter", grad_bytes, group.num_shards, near, "backward" if each_time else "last backward")
         yield call("all_reduce", grad_bytes // group.num_shards, replicas, far, "last backward")
 

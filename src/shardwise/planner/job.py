@@ -101,6 +101,7 @@ class Practice:
         splits_logits: whether each tp rank has its part of the vocabulary's logits alone.
         optimizer_shards: ranks over which the optimizer's states are sharded, where that is not the shard group.
         unsharded_grad_bytes: a parameter, kept whole on every rank besides what the stage says.
+        reduces_once: whether they, being whole, are reduced after the last micro-batch alone, whatever the stage.
         is_compiled: whether element-wise kernels are fused.
         is_graphed: whether kernels are launched as one graph.
         overlaps_data: whether gradients are reduced and parameters gathered while others compute.
@@ -123,6 +124,7 @@ class Practice:
         widens_grads: whether the step widens gradients that rest narrower than the master; not where its kernel reads
             them as they are.
         params_share: of the bytes of parameters in their dtype, that they rest in.
+        optimizer_share: of the bytes of the optimizer's states, the master among them, that they rest in.
         is_own: whether it is this library's: its loss, where `logits_bytes` is None, its pool of buffers, its tables of
             angles for each micro-batch, its first block that splits sequences.
         cuts_evenly: whether stages have as many blocks each; otherwise they are cut by cost, as ours are.
@@ -134,6 +136,7 @@ class Practice:
     splits_logits: bool = True
     optimizer_shards: int | None = None
     unsharded_grad_bytes: float = 0.0
+    reduces_once: bool = False
     is_compiled: bool = False
     is_graphed: bool = False
     overlaps_data: bool = True
@@ -153,6 +156,7 @@ class Practice:
     frees_outputs: bool = False
     widens_grads: bool = True
     params_share: float = 1.0
+    optimizer_share: float = 1.0
     is_own: bool = True
 
 

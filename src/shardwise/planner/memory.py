@@ -137,7 +137,7 @@ class MemoryModel:
         rest = {"params": here["param"] * self.job.practice.params_share, "grads": 0.0, "optimizer": 0.0}
         if self.job.practice.trains_all:
             rest["grads"] = here["grad"] + self._extra_grads(strategy, rank)
-            rest["optimizer"] = float(here["optimizer"])
+            rest["optimizer"] = here["optimizer"] * self.job.practice.optimizer_share
         else:  # the adapters' own are too few to count
             at_rest = {**at_rest, "grad": 0, "optimizer": 0}
         moments = self._moments(strategy, stages, rank)
