@@ -7,7 +7,7 @@ missing or odd: a row that cannot be priced is answered by nulls, and a line on 
     python benchmarks/planner_accuracy.py tests/data/planner_cases.json --json predictions.json
     python benchmarks/planner_accuracy.py CASES.json --json OUT --tier core --by source --worst 20
     python benchmarks/planner_accuracy.py tests/data/planner_cases.json --markdown docs/planner-accuracy.md \\
-        --leave-out tests/data/planner_leave_one_out.json
+        --leave-out tests/data/planner_leave_one_out.json --unseen tests/data/planner_cases_unseen.json
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from planner_document import document
 from planner_scores import Scored, by, scores
 from planner_spread import spread_lines
+from planner_unseen import unseen_section
 from shardwise.config import ConfigError
 from shardwise.planner.case_prices import PARTS_OF_A_STEP, Prediction, predict_row
 from shardwise.planner.case_rows import tidied
@@ -47,6 +48,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if not isinstance(rows, list) or (rows and not any(isinstance(row, dict) for row in rows)):
         raise ConfigError(f'{path} holds no list of rows; write {{"cases": [...]}} or [...], each row an object')
     return [row if isinstance(row, dict) else {"id": f"row {number}"} for number, row in enumerate(rows, 1)]
+
+
+def read_first_priced(path: Path) -> dict[str, float | None]:
+    """The figures of a file's rows when they were priced for the first time, which it may hold beside them."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return dict(found.get("first_priced") or {}) if isinstance(found, dict) else {}
 
 
 def read_left_out(path: Path | None) -> dict[str, Any]:
@@ -177,15 +184,19 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--by", choices=("source", "gpu"), help="score by source or by device, too")
     parser.add_argument("--worst", type=int, default=0, help="print so many rows, the most wrong first")
     parser.add_argument("--residuals", type=Path, help="where to write all of those lines")
-    parser.add_argument("--record", type=Path, help="where to write the figures that tests hold, of core rows")
+    parser.add_argument(
+        "--record", type=Path, help="where to write the figures that tests hold, of core or --tier rows"
+    )
     parser.add_argument("--spread", action="store_true", help="print how far four of five runs are off, by kind")
     parser.add_argument("--markdown", type=Path, help="where to write the document about all of this")
     parser.add_argument("--leave-out", type=Path, help="what planner_fit.py --leave-out wrote, for the document")
+    parser.add_argument("--unseen", type=Path, help="rows of sources that no constant or rule was made by, for it")
     options = parser.parse_args(arguments)
     start = time.perf_counter()
     try:
         rows = scored_rows(read_rows(options.cases))
         left_out = read_left_out(options.leave_out)
+        unseen = scored_rows(read_rows(options.unseen)) if options.unseen else []
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -197,8 +208,8 @@ def main(arguments: Sequence[str]) -> None:
         predictions = {each.case.id: each.prediction.as_row() for each in rows}
         options.json.write_text(json.dumps(predictions, indent=1) + "\n", encoding="utf-8")
     if options.record:
-        core = figures([each for each in rows if each.case.tier == "core"])
-        options.record.write_text(json.dumps(core, indent=1) + "\n", encoding="utf-8")
+        held = figures([each for each in rows if each.case.tier == (options.tier or "core")])
+        options.record.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
     chosen = [each for each in rows if options.tier in (None, each.case.tier)]
     print(table(chosen))
     if options.by:
@@ -207,7 +218,9 @@ def main(arguments: Sequence[str]) -> None:
     if options.spread:
         print("\n".join(spread_lines(chosen)))
     if options.markdown:
-        options.markdown.write_text(document(rows, table, left_out), encoding="utf-8")
+        first = read_first_priced(options.unseen) if options.unseen else {}
+        section = unseen_section(unseen, first, figures(unseen)) if unseen else ""
+        options.markdown.write_text(document(rows, table, left_out, section), encoding="utf-8")
     lines = residual_lines(chosen)
     if options.residuals:
         options.residuals.write_text("\n".join(lines) + "\n", encoding="utf-8")

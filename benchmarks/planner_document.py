@@ -20,7 +20,7 @@ HEAD = """# How right the planner is
 This file is written by
 
     python benchmarks/planner_accuracy.py tests/data/planner_cases.json --markdown docs/planner-accuracy.md \\
-        --leave-out tests/data/planner_leave_one_out.json
+        --leave-out tests/data/planner_leave_one_out.json --unseen tests/data/planner_cases_unseen.json
 
 and the errors of sources left out, which take two minutes, by
 
@@ -58,12 +58,15 @@ which early codes overlap nothing.
 """
 
 
-def document(rows: Sequence[Scored], table: Callable[[Sequence[Scored]], str], left_out: Mapping[str, Any]) -> str:
+def document(
+    rows: Sequence[Scored], table: Callable[[Sequence[Scored]], str], left_out: Mapping[str, Any], unseen: str = ""
+) -> str:
     """All of it.
 
     Args:
         table: scores as lines of text.
         left_out: of each source, errors with and without it in the fit; empty where that was not run.
+        unseen: the section about sources that were never seen; empty where they were not priced.
     """
     core = [each for each in rows if each.case.tier == "core"]
     bulk = [each for each in rows if each.case.tier != "core"]
@@ -73,7 +76,7 @@ def document(rows: Sequence[Scored], table: Callable[[Sequence[Scored]], str], l
         f"{FITS}\n{_fits()}\n",
         GLOBALS.format(straggling=straggling),
         "## Core rows, by source\n\nThe constants of `left out` were fitted to all core rows but the source's own.\n\n"
-        + _sources(core, left_out)
+        + sources_table(core, left_out)
         + "\n",
         _fenced(
             "## Core rows: all, and each sweep of layouts",
@@ -97,10 +100,11 @@ def document(rows: Sequence[Scored], table: Callable[[Sequence[Scored]], str], l
             "run, so that more is guessed.",
             table(bulk),
         ),
-        "### By source\n\n" + _sources(bulk, {}) + "\n",
+        "### By source\n\n" + sources_table(bulk, {}) + "\n",
+        *([unseen] if unseen else []),
         f"## What is far off, and why\n\nCore rows whose time is off by more than {FAR_OFF:.0%}. Where it says "
-        "hypothesis, nobody has checked.\n\n" + _far_off(core, "time") + "\n",
-        f"Core rows whose memory is off by more than {FAR_OFF:.0%}.\n\n" + _far_off(core, "memory"),
+        "hypothesis, nobody has checked.\n\n" + far_off_table(core, "time") + "\n",
+        f"Core rows whose memory is off by more than {FAR_OFF:.0%}.\n\n" + far_off_table(core, "memory"),
     ]
     return "\n".join(sections).rstrip() + "\n"
 
@@ -116,7 +120,8 @@ def _fits() -> str:
     return "\n".join(lines)
 
 
-def _sources(rows: Sequence[Scored], left_out: Mapping[str, Any]) -> str:
+def sources_table(rows: Sequence[Scored], left_out: Mapping[str, Any]) -> str:
+    """Errors of each source, and of all."""
     lines = [
         "| source | rows | step time: mean | median | p90 | left out | memory: rows | mean | fits: rows | right |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -162,7 +167,8 @@ def _held(groups: Mapping[str, Sequence[Scored]]) -> list[str]:
     return [f"of these, {name}: {within_interval(rows):.1%}" for name, rows in groups.items()]
 
 
-def _far_off(rows: Sequence[Scored], of: Literal["time", "memory"]) -> str:
+def far_off_table(rows: Sequence[Scored], of: Literal["time", "memory"]) -> str:
+    """Rows that are off by more than `FAR_OFF`, and why."""
     ratios = [(each.time_ratio if of == "time" else each.memory_ratio, each) for each in rows]
     far = [(ratio, each) for ratio, each in ratios if ratio and abs(ratio - 1) > FAR_OFF]
     lines = ["| row | predicted / measured | explanation |", "|---|---|---|"]

@@ -123,6 +123,48 @@ OUTLIERS = (
         "llm_foundry", "13b-s2048-n16", "Without recomputation the caching allocator is presumably near its limit, and "
         "retries."
     ),
+    Outlier(
+        "kempnerforge", "weak-70b-8",
+        "Its source says that memory bounds it, at 128.5 of 141 GB, and takes it for no baseline.",
+        is_checked=True,
+    ),
+    Outlier(
+        "kempnerforge", "mfu-01",
+        "One H200 presumably holds more of its clock than the H100 of which most of the family's rows are: at the "
+        "speed that is fitted, matrix products alone would take as long as the whole step did.",
+    ),
+    Outlier(
+        "kempnerforge", "175b-360",
+        "Collectives of tensor ranks presumably hide beside products this large.",
+    ),
+    Outlier(
+        "kempnerforge", "",
+        "Its code gathers the head's output over tensor ranks, and takes the loss of it in bf16, which a row cannot "
+        "say: more than the planner supposes on several tensor ranks, less on one.",
+        of="memory", is_checked=True,
+    ),
+    Outlier(
+        "xtuner", "8k-sp1",
+        "Stage 3 over nodes whose network is not described, with one sequence of 8,192 tokens to hide each gather.",
+    ),
+    Outlier(
+        "xtuner", "k-sp",
+        "Presumably near the device's memory, where the allocator retries; from 16 ranks on sequences are split over "
+        "nodes whose network is not described.",
+    ),
+    Outlier(
+        "olmo_core", "",
+        "Norms of queries and keys, and a second loss over logits in fp32, are not priced.",
+    ),
+    Outlier(
+        "bloomberggpt", "",
+        "Presumably scores that pass through memory several times: its attention is fused in the softmax alone, and "
+        "adds biases of positions.",
+    ),
+    Outlier(
+        "nemotron4_15b", "",
+        "Presumably tensor-parallel collectives run beside products, and gradients travel in bf16; neither is said.",
+    ),
 )  # fmt: skip
 
 

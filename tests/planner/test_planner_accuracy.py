@@ -17,6 +17,8 @@ pytestmark = pytest.mark.begin
 ROOT = Path(__file__).parents[2]
 CASES = ROOT / "tests/data/planner_cases.json"
 RECORDED = ROOT / "tests/data/planner_accuracy.json"
+UNSEEN = ROOT / "tests/data/planner_cases_unseen.json"
+UNSEEN_RECORDED = ROOT / "tests/data/planner_accuracy_unseen.json"
 SCRIPT = ROOT / "benchmarks/planner_accuracy.py"
 SLACK = 0.003
 WAYS_OF_COUNTING = ("flops_convention", "memory_kind")
@@ -39,18 +41,43 @@ def core(accuracy: Any) -> list[Any]:
     return found
 
 
+@pytest.fixture(scope="module")
+def unseen(accuracy: Any) -> list[Any]:
+    found: list[Any] = accuracy.scored_rows(accuracy.read_rows(UNSEEN))
+    return found
+
+
+def worse_than(recorded: dict[str, float | None], found: dict[str, float | None]) -> dict[str, str]:
+    assert set(found) == set(recorded)
+    worse = {}
+    for name, value in found.items():
+        was = recorded[name]
+        assert (was is None) == (value is None), name
+        if was is not None and value is not None and (value - was if "error" in name else was - value) > SLACK:
+            worse[name] = f"{value:.4f} was {was:.4f}"
+    return worse
+
+
 @pytest.mark.timeout(900)
 def test_no_figure_is_worse_than_recorded(accuracy: Any, core: list[Any]) -> None:
     """To record better ones: python benchmarks/planner_accuracy.py tests/data/planner_cases.json --record FILE"""
-    recorded, found = json.loads(RECORDED.read_text(encoding="utf-8")), accuracy.figures(core)
     print(accuracy.table(core))
-    assert set(found) == set(recorded)
-    worse = {
-        name: f"{value:.4f} was {recorded[name]:.4f}"
-        for name, value in found.items()
-        if (value - recorded[name] if "error" in name else recorded[name] - value) > SLACK
-    }
-    assert not worse
+    assert not worse_than(json.loads(RECORDED.read_text(encoding="utf-8")), accuracy.figures(core))
+
+
+def test_no_figure_of_unseen_sources_is_worse_than_recorded(accuracy: Any, unseen: list[Any]) -> None:
+    """To record better ones: the same with tests/data/planner_cases_unseen.json --tier unseen."""
+    print(accuracy.table(unseen))
+    assert not [each.problem for each in unseen if each.problem]
+    assert not worse_than(json.loads(UNSEEN_RECORDED.read_text(encoding="utf-8")), accuracy.figures(unseen))
+
+
+def test_unseen_sources_are_none_that_the_models_were_made_by(accuracy: Any, unseen: list[Any]) -> None:
+    seen = {row["group"] for row in accuracy.read_rows(CASES)}
+    groups = {each.case.group for each in unseen}
+    assert len(groups) >= 4
+    assert not groups & seen
+    assert all(each.case.tier == "unseen" and each.row["source"]["ref"] for each in unseen)
 
 
 @pytest.mark.timeout(900)
@@ -76,6 +103,7 @@ def test_files_with_little_in_them_are_scored(written: str, accuracy: Any, tmp_p
     cases, predictions, document = (tmp_path / name for name in ("cases.json", "out.json", "out.md"))
     cases.write_text(written)
     arguments = [str(cases), "--json", str(predictions), "--by", "source", "--spread", "--worst", "3"]
+    arguments += ["--unseen", str(cases)]
     accuracy.main([*arguments, "--markdown", str(document), "--record", str(tmp_path / "record.json")])
     assert "x" in json.loads(predictions.read_text()) or "x" not in written
     assert document.read_text().startswith("# ")
