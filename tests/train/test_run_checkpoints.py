@@ -517,7 +517,10 @@ def test_a_second_ctrl_c_leaves_what_was_saved_before_whole():
     process = command_line(*settings(100_000), *large, "run.num_procs=2", "checkpoint.every=2")
     wait_for_step(6)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.6)
+    assert process.stderr is not None
+    while "once more kills them" not in process.stderr.readline():
+        assert process.poll() is None, "it has ended at the first"
+    time.sleep(0.6)  # else it is taken for the first
     process.send_signal(signal.SIGINT)
     returncode, said = finish(process)
     assert returncode == 130, said
