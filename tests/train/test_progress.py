@@ -21,6 +21,14 @@ HEADER = Header(
 ALL_CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "buckets", "activations", "other")
 
 
+@pytest.fixture(autouse=True)
+def _terminal(monkeypatch) -> None:
+    """That draws, whatever these tests are started from."""
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+
 def after(num_steps: int, total_steps: int = 400, **changes) -> Progress:
     state = Progress(HEADER, total_steps)
     for step in range(1, num_steps + 1):
