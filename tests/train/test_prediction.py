@@ -78,6 +78,7 @@ def test_on_a_machine_that_was_not_measured_memory_alone_is_predicted(trainer: T
     assert prediction is not None
     assert prediction.parts == {}
     assert prediction.step_s is None
+    assert (prediction.low_s, prediction.high_s) == (0.0, 0.0)
     assert "shardwise doctor --calibrate" in prediction.note
     assert prediction.at_rest == trainer_at_rest(trainer)
     assert kept(tmp_path)["measured"] is None
