@@ -9,9 +9,10 @@ import torch
 
 from harness.engine_memory import job_of
 from shardwise.models import DecoderConfig
-from shardwise.planner.buffers import BufferTable, Gathered, sums_of, tied_bytes
+from shardwise.planner.buffers import BufferTable, Gathered
 from shardwise.planner.folded import FoldedLayout, RankFolds
 from shardwise.planner.job import Strategy
+from shardwise.planner.sums import sums_of, tied_bytes
 from shardwise.pool import BufferPool
 
 SHAPE = DecoderConfig(

@@ -45,6 +45,7 @@ class BlockBytes:
         whole: kept by a block that recomputes nothing.
         again: made by a recomputation, beyond that.
         working: made by the backward besides, at its highest.
+        early: likewise, before the first gradient of a weight has come; 0 where it is no more than that.
         deferred: kept for the gradients of the weights, where these come later than that of the input.
         stream: of the residual stream, as it passes from block to block.
     """
@@ -53,6 +54,7 @@ class BlockBytes:
     whole: float
     again: float
     working: float
+    early: float
     deferred: float
     stream: float
 
@@ -107,30 +109,36 @@ def block_bytes(job: Job, strategy: Strategy, *, has_experts: bool) -> BlockByte
     )
     drops_scores = s.recompute == "selective" and practice.selective == "all-but-scores"
     at_rest = kept("none", replace(kept_shape, score_bytes=0.0)) if drops_scores else kept(s.recompute)
-    making = _making_bytes(job, s, shape, is_chunked=is_chunked)
+    in_ffn, behind_ffn = _making_bytes(job, s, shape, is_chunked=is_chunked)
+    # Sums over parts go on when the last part has its own; with gradients of weights that come later, norms' are first.
+    is_early = (is_chunked and _part(job, s) < 1) or (_defers(s) and not s.sequence_parallel)
+    given = feature * _stream_size(s, shape)
     # Whole sequences that a recomputation gathers, for attention and feed-forward; one in parts gathers parts.
     num_gathered = 2 - is_chunked if s.sequence_parallel and s.recompute != "none" else 0
     return BlockBytes(
         kept=at_rest + feature * (sent + (mixed if s.recompute != "full" else 0.0)),
-        whole=kept("none") + feature * (mixed + sent),
-        again=feature * num_gathered * shape.hidden_size,
-        working=feature * _stream_size(s, shape) + making,
+        whole=kept("none") + feature * mixed,
+        again=feature * (num_gathered * shape.hidden_size + sent),
+        working=given + (behind_ffn if is_early else max(in_ffn, behind_ffn)),
+        early=given + in_ffn if is_early else 0.0,
         deferred=feature * _deferred_size(s, shape, 0.0 if is_chunked else ffn),
-        stream=feature * _stream_size(s, shape),
+        stream=given,
     )
 
 
-def _making_bytes(job: Job, strategy: Strategy, shape: LayerShape, *, is_chunked: bool) -> float:
+def _making_bytes(job: Job, strategy: Strategy, shape: LayerShape, *, is_chunked: bool) -> tuple[float, float]:
     """What the backward of a block has at its highest, beside all that was kept and the gradient of the stream.
 
-    In the feed-forward; behind it, where its inner tensors are gone unless gradients of weights come later, in
-    attention: with scores, their gradients; of a norm that is not fused, some wide copies.
+    In the feed-forward, whose parts' gradients of its input wait for each other; behind it, where its inner tensors
+    are gone unless gradients of weights come later, in attention: with scores, their gradients; of a norm that is not
+    fused, some wide copies.
     """
     s, element_bytes = strategy, DTYPE_BYTES[strategy.param]
     feature, hidden = job.seq_len / s.cp * s.micro_size * element_bytes, shape.hidden_size
     stream, later = _stream_size(s, shape), hidden if _defers(s) else 0.0  # the gradient that rows wait with
     if is_chunked:
-        in_ffn, is_over = feature * stream + _part_bytes(job, s, shape), 0.0
+        num_waiting = stream if _part(job, s) < 1 else 0.0
+        in_ffn, is_over = feature * num_waiting + _part_bytes(job, s, shape), 0.0
     else:
         in_ffn, is_over = _ffn_bytes(job, s, shape), (_num_left(s, shape) - _num_inner(shape)) * shape.ffn_size / s.tp
         if s.sequence_parallel and s.recompute != "none":
@@ -141,13 +149,14 @@ def _making_bytes(job: Job, strategy: Strategy, shape: LayerShape, *, is_chunked
     if job.cluster.gpu.is_cpu:
         in_norm += feature / element_bytes * stream * norm_bytes(element_bytes)
     if not job.practice.is_own or s.tp == 1:
-        return max(in_ffn, in_attention, in_norm)
+        return in_ffn, max(in_attention, in_norm)
     mixed, keys = shape.num_heads * shape.head_dim / s.tp, max(shape.num_kv_heads / s.tp, 1) * shape.head_dim
     weight = element_bytes * hidden * mixed
     gone = mixed + 2 * keys if not later else 2 * keys * s.sequence_parallel
     in_row = feature * (is_over + later + _gathered_size(s, shape) + mixed) + weight
-    in_columns = feature * (is_over + 2 * later - gone + _gathered_again_size(s, shape) + 2 * hidden) + weight
-    return max(in_ffn, in_attention, in_norm, in_row, in_columns)
+    num_given = 2 * hidden + _more_in_sum(job, s, hidden, mixed)
+    in_columns = feature * (is_over + 2 * later - gone + _gathered_again_size(s, shape) + num_given) + weight
+    return in_ffn, max(in_attention, in_norm, in_row, in_columns)
 
 
 def _ffn_bytes(job: Job, strategy: Strategy, shape: LayerShape) -> float:
@@ -167,7 +176,8 @@ def _ffn_bytes(job: Job, strategy: Strategy, shape: LayerShape) -> float:
         return in_last
     num_gone = num_inner - (1 + s.sequence_parallel if _defers(s) else 1)
     left = (hidden if _defers(s) else 0.0) - (num_gone if s.sequence_parallel or not _defers(s) else 1) * ffn
-    in_first = feature * (left + _gathered_again_size(s, shape) + 2 * hidden) + weight
+    num_given = 2 * hidden + _more_in_sum(job, s, hidden, ffn)
+    in_first = feature * (left + _gathered_again_size(s, shape) + num_given) + weight
     return max(in_last, in_first)
 
 
@@ -180,7 +190,7 @@ def _part_bytes(job: Job, strategy: Strategy, shape: LayerShape) -> float:
     """
     s, hidden, ffn = strategy, shape.hidden_size, shape.ffn_size / strategy.tp
     element_bytes = DTYPE_BYTES[s.param]
-    part = min(1.0, (s.chunk_tokens or 1) * s.cp / job.seq_len)
+    part = _part(job, s)
     feature, num_inner = job.seq_len / s.cp * s.micro_size * element_bytes * part, _num_inner(shape)
     gathered = _gathered_size(s, shape)
     weight = 0.0 if job.practice.reduces_in_place else element_bytes * hidden * ffn
@@ -188,8 +198,26 @@ def _part_bytes(job: Job, strategy: Strategy, shape: LayerShape) -> float:
     with_last = feature * ((num_inner + 1) * ffn + 2 * gathered) + (num_sums + 1) * weight
     behind_last = feature * ((num_inner + 2) * ffn + gathered) + max(0, num_sums - 1) * weight
     num_waiting = num_sums + (2 * part < 1) if num_sums else 1
-    in_first = feature * (ffn + gathered + 2 * hidden) + num_waiting * weight
+    num_given = 2 * hidden + _more_in_sum(job, s, hidden, ffn)
+    in_first = feature * (ffn + gathered + num_given) + num_waiting * weight
     return max(with_last, behind_last, in_first)
+
+
+def _part(job: Job, strategy: Strategy) -> float:
+    """Of a rank's tokens, the share that a feed-forward in parts takes at a time."""
+    return min(1.0, (strategy.chunk_tokens or 1) * strategy.cp / job.seq_len)
+
+
+def _more_in_sum(job: Job, strategy: Strategy, hidden: float, out: float) -> float:
+    """Features of a token by which the sum of two gradients of an input is larger than what the second is made from.
+
+    Autograd adds in place, but not where each op is watched, as the ledger does on a CPU. The gradient of the second
+    layer's output, of `out` features, is let go of by then, unless it waits for that of a weight.
+    """
+    if not job.cluster.gpu.is_cpu:
+        return 0.0
+    waits = _defers(strategy) and not strategy.sequence_parallel
+    return max(0.0, hidden - (0.0 if waits else out))
 
 
 def _num_inner(shape: LayerShape) -> int:

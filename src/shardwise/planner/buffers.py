@@ -23,6 +23,7 @@ from shardwise.layout.stages import Placement
 from shardwise.links import RING_BYTES
 from shardwise.planner.folded import Fold, RankFolds
 from shardwise.planner.job import Job, Strategy
+from shardwise.planner.sums import shared_bytes, tied_bytes
 from shardwise.pool import BufferPool, size_class_bytes
 from shardwise.precision import SCRATCH_NUMEL
 
@@ -40,17 +41,21 @@ class Buffers:
     Attributes:
         resting: of those that are there when no gradient has come.
         with_root: when gradients of what is in no block have come.
-        filling: while a block's gradients come; by the blocks behind it that are done, the last entry for all further.
+        opening: before a block's gradients come; by the blocks behind it that are done, the last entry for all further.
+        filling: while they come; likewise.
         reducing: as its reduction starts; likewise.
         last: as that of what is in no block starts, behind all others.
+        stepping: when all reductions have ended.
         scratch: beside the pool, in which a reduction sums.
     """
 
     resting: float
     with_root: float
+    opening: tuple[float, ...]
     filling: tuple[float, ...]
     reducing: tuple[float, ...]
     last: float
+    stepping: float
     scratch: int
 
 
@@ -95,51 +100,6 @@ class Gathered:
         )
 
 
-def sums_of(strategy: Strategy, whole_bytes: float, folds: RankFolds) -> tuple[float, ...]:
-    """Bytes of the buffers that tensor-parallel sums on a CPU have at once: `shardwise.comm` and `tensor.collectives`.
-
-    Two ranks exchange what they have: what is summed where it stands is received beside it, a large tensor in fp32
-    goes round in a ring. More ranks widen narrow tensors, send them as they were, and receive all parts of a slice.
-
-    Args:
-        whole_bytes: of the residual stream, its sequences unsplit.
-        folds: of the rank: blocks sum where it stands, embedding and head do not, and they sum whole sequences.
-    """
-    s, size = strategy, DTYPE_BYTES[strategy.param]
-    has_blocks = any(fold.group.unit != ROOT for fold in folds.folds)
-    has_ends = any(fold.group.unit == ROOT for fold in folds.folds)
-    if s.tp == 2:
-        is_exchanged = has_blocks and not s.sequence_parallel and (whole_bytes < RING_BYTES or size < FP32_BYTES)
-        return (whole_bytes,) if is_exchanged else ()
-    if s.tp > 1 and size < FP32_BYTES and (has_ends or not s.sequence_parallel):
-        return (whole_bytes / size * FP32_BYTES, whole_bytes, whole_bytes)
-    return (whole_bytes,) if s.tp > 1 and s.sequence_parallel and has_blocks else ()
-
-
-def tied_bytes(folds: RankFolds) -> int:
-    """Of the table in which a step sums gradients of what two ranks of a pipeline share: `shardwise.zero.sharers`.
-
-    A small one has a buffer too, in which the other's arrives; a large one is summed where it is.
-    """
-    shared = [fold.group for fold in folds.folds if len(folds.layout.holders(fold.group)) == 2]
-    is_replicated = folds.layout.stage.optimizer is Placement.REPLICATE
-    return FP32_BYTES * sum(group.padded_numel if is_replicated else group.shard_numel for group in shared)
-
-
-def shared_bytes(strategy: Strategy, folds: RankFolds) -> int:
-    """Of the table in which a step sums gradients of norms that saw parts of sequences: `shardwise.zero.sharers`."""
-    if not strategy.sequence_parallel:
-        return 0
-    is_replicated = folds.layout.stage.optimizer is Placement.REPLICATE
-    numels = [
-        fold.count * param.numel // (1 if is_replicated else fold.group.num_shards)
-        for fold in folds.folds
-        for param in fold.group.params
-        if len(param.shape) == 1
-    ]
-    return FP32_BYTES * sum(numels)
-
-
 def block_numels(folds: Iterable[Fold]) -> list[int]:
     """Elements of each kind of block, its experts included."""
     blocks: dict[str, int] = {}
@@ -163,6 +123,7 @@ class BufferTable:
         sums_bytes: Sequence[float] = (),
         reductions: Sequence[tuple[int, bool]] = (),
         share: float = 1.0,
+        backward_bytes: Sequence[float] = (),
     ) -> list[Buffers]:
         """Of each stage of a rank, the last first.
 
@@ -170,22 +131,23 @@ class BufferTable:
             sums_bytes: of the buffers that a tensor-parallel sum needs at once.
             reductions: where each micro-batch is reduced, as `Flights.reductions`.
             share: of a block's elements that one reduction moves.
+            backward_bytes: of the buffers that such a sum needs while gradients come.
         """
         rules = _Rules.of(self.job, strategy, folds.layout)
         scratch_bytes = rules.scratch_bytes(folds)
         if strategy.pp == 1:
             units = _Units.of(folds, share)
-            key: tuple[object, ...] = (rules, sums_bytes, scratch_bytes, units)
+            key: tuple[object, ...] = (rules, sums_bytes, scratch_bytes, backward_bytes, units)
             if key not in self._known:
-                self._known[key] = [_unpipelined(rules, units, sums_bytes, scratch_bytes)]
+                self._known[key] = [_unpipelined(rules, units, sums_bytes, backward_bytes, scratch_bytes)]
             return self._known[key]
         stages, ahead = folds.reduced_numels, tuple(sums_bytes) if _sums_ahead(folds) else ()
         tables = _table_buffers(strategy, folds) if rules.is_on_host else ()
         if not rules.is_sharded or rules.is_once:
             reductions = ()
-        key = (rules, sums_bytes, scratch_bytes, stages, ahead, tables, reductions)
+        key = (rules, sums_bytes, scratch_bytes, stages, ahead, tables, reductions, backward_bytes)
         if key not in self._known:
-            walk = _Walk(rules)
+            walk = _Walk(rules, backward_bytes)
             walk.touch(sums_bytes)
             each = walk.pipelined(stages, ahead, tables, reductions)
             self._known[key] = [replace(one, scratch=scratch_bytes) for one in each]
@@ -224,22 +186,27 @@ class _Units:
         )
 
 
-def _unpipelined(rules: _Rules, units: _Units, sums_bytes: Sequence[float], scratch_bytes: int) -> Buffers:
-    walk = _Walk(rules)
+def _unpipelined(
+    rules: _Rules, units: _Units, sums_bytes: Sequence[float], backward_bytes: Sequence[float], scratch_bytes: int
+) -> Buffers:
+    walk = _Walk(rules, backward_bytes)
     walk.touch(sums_bytes)
     resting = walk.num_bytes
     of_root = walk.bucket(units.root)
     with_root = walk.num_bytes
-    filling, reducing = [], []
+    opening, filling, reducing = [], [], []
     for _ in range(min(units.num_blocks, NUM_TELLING)):
+        opening.append(walk.num_bytes)
         bucket = walk.bucket(units.block)
+        walk.run_backward()
         filling.append(walk.num_bytes)
         walk.reduce(units.block, bucket, len(filling))
         reducing.append(walk.num_bytes)
     walk.reduce(units.root, of_root, 0)
     last = max(walk.num_bytes, reducing[-1] if reducing else 0.0)
-    filled, reduced = tuple(filling) or (with_root,), tuple(reducing) or (with_root,)
-    return Buffers(resting, with_root, filled, reduced, last, scratch_bytes)
+    opened, filled, reduced = (tuple(each) or (with_root,) for each in (opening, filling, reducing))
+    # Behind a backward that reduces, the engine's pool lets go of what is idle.
+    return Buffers(resting, with_root, opened, filled, reduced, last, 0.0, scratch_bytes)
 
 
 class _Counted:
@@ -356,8 +323,9 @@ class _Rules:
 class _Walk:
     """Takes and gives back buffers as the engine does."""
 
-    def __init__(self, rules: _Rules) -> None:
+    def __init__(self, rules: _Rules, backward_bytes: Sequence[float]) -> None:
         self._rules = rules
+        self._backward_bytes = backward_bytes
         self._pool: BufferPool | _Counted = _own_pool() if rules.has_own_pool else _Counted()
         self._under_way: deque[int] = deque()  # groups, in the order of their reductions
         self._sent: dict[int, list[Tensor]] = {}  # what a group's reduction holds within the shard group
@@ -372,6 +340,10 @@ class _Walk:
     def touch(self, buffers_bytes: Sequence[float]) -> None:
         """Buffers that come and go together, at once."""
         self._release([self._take(int(num_bytes), 1) for num_bytes in buffers_bytes if num_bytes])
+
+    def run_backward(self) -> None:
+        """Sum as backwards of blocks do, beside the buckets that they fill."""
+        self.touch(self._backward_bytes)
 
     def bucket(self, numel: int) -> Tensor | None:
         """What a backward puts gradients in, where these rest as shards."""
@@ -445,32 +417,46 @@ class _Walk:
             self.touch((num_bytes,))
         self.touch(sums_bytes)
         resting = self.num_bytes
-        before, last = [resting] * len(stages), resting
-        for stage, filled, reduced in self._step(stages, order):
-            before[stage], last = max(before[stage], filled), max(last, filled, reduced)
-        more = self._unseen(stages)
+        before, full, last = [resting] * len(stages), [resting] * len(stages), resting
+        for stage, opened, filled, reduced in self._step(stages, order):
+            before[stage], full[stage] = max(before[stage], opened), max(full[stage], filled)
+            last = max(last, filled, reduced)
+        self.finish()
+        stepping, more = self.num_bytes, self._unseen(stages)
         return [
-            Buffers(resting + more, filled + more, (filled + more,), (last + more,), last + more, 0)
-            for filled in before
+            Buffers(
+                resting=resting + more,
+                with_root=filled + more,
+                opening=(opened + more, filled + more),
+                filling=(filled + more,),
+                reducing=(last + more,),
+                last=last + more,
+                stepping=stepping + more,
+                scratch=0,
+            )
+            for opened, filled in zip(before, full, strict=True)
         ]
 
     def _step(
         self, stages: Sequence[Sequence[tuple[int, int]]], order: Sequence[tuple[int, bool]]
-    ) -> Iterator[tuple[int, float, float]]:
-        """Stages as they are reduced, with bytes when all their gradients have come, and at the highest behind it."""
+    ) -> Iterator[tuple[int, float, float, float]]:
+        """Stages as they are reduced; bytes before their gradients come, with all of them, and at most behind that."""
         groups = [[numel for numel, count in stage for _ in range(min(count, NUM_TELLING))] for stage in stages]
         buckets: dict[int, list[Tensor | None]] = {}
+        opened = dict.fromkeys(range(len(stages)), self.num_bytes)
         for stage, is_reduced in order:
             if not is_reduced:
                 if stage not in buckets:
+                    opened[stage] = self.num_bytes
                     buckets[stage] = [self.bucket(numel) for numel in groups[stage]]
+                self.run_backward()
                 continue
             own = buckets.pop(stage, None) or [self.bucket(numel) for numel in groups[stage]]
             filled = highest = self.num_bytes
             for number, (numel, bucket) in enumerate(zip(groups[stage], own, strict=True)):
                 self.reduce(numel, bucket, _MOST_GROUPS * stage + number)
                 highest = max(highest, self.num_bytes)
-            yield stage, filled, highest
+            yield stage, opened[stage], filled, highest
 
     def _unseen(self, stages: Sequence[Sequence[tuple[int, int]]]) -> float:
         """Buckets of the blocks that were left out."""

@@ -18,9 +18,9 @@ grads 0.5, optimizer 1.4, activations 3.1, workspace 0.5, buckets 3.3, gathered 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import mul
+from operator import itemgetter, mul
 from typing import Final
 
 from shardwise.layout.activations import FP32_BYTES
@@ -33,14 +33,13 @@ from shardwise.planner.buffers import (
     Buffers,
     BufferTable,
     Gathered,
-    sums_of,
-    tied_bytes,
 )
 from shardwise.planner.flights import Flight, Flights, Held, is_remote
 from shardwise.planner.folded import FoldedLayout, RankFolds
 from shardwise.planner.job import Job, Strategy
 from shardwise.planner.results import MemoryEstimate, RankMemory
 from shardwise.planner.stages import Stages
+from shardwise.planner.sums import sums_in_backward, sums_of, tied_bytes
 from shardwise.precision import SCRATCH_NUMEL
 
 CONTEXT_BYTES: Final = 1.0 * 2**30
@@ -71,7 +70,7 @@ class StageBytes:
         deferred: that it keeps for the gradients of the weights alone.
         head_deferred: of that, the head's.
         sent: of its output, which is let go of when its gradient has come.
-        taken: of that gradient, where it is not that of the blocks' stream.
+        taken: of that gradient, which autograd holds to the end of the backward.
         inlet, outlet: of what it is given by the stage before, and gives the next.
         has_experts: its last block.
         has_norm, has_head: the last norm, the head.
@@ -183,17 +182,31 @@ class MemoryModel:
 
         wholes, deferreds = [stage.whole for stage in each], [stage.deferred for stage in each]
 
-        def base(moment: Held, sent: float = max(inlets)) -> float:
+        def base(moment: Held) -> float:
             kept = sum(map(mul, moment.whole, wholes)) + sum(map(mul, moment.deferred, deferreds))
             if not self.job.practice.is_own:
                 return kept + stream * (min(NUM_ON_THE_WAY, s.num_micro_batches) if s.pp > 1 else 0)
-            return kept + moment.num_arrived * passing + moment.num_sent * sent
+            return kept + moment.num_arrived * passing + _sent_bytes(moment, inlets, s.num_micro_batches)
 
         flight = self._flight(s, rank)
         # Whatever else a moment has is the same for all of its kind: the one before which most is kept is the highest.
         for index, moments in enumerate(flight.backwards):
-            kept = max(base(moment, inlets[index] or max(inlets)) for moment in moments)
-            yield from self._backward(s, each[index], kept, gathered[index], buffers[index], held[index] == 0)
+            bases = [base(moment) for moment in moments]
+            kept, stage = max(bases), each[index]
+            # Of a stage that still holds all micro-batches no backward has been, whose gradients would wait in buckets.
+            is_again = [
+                s.pp > 1 and s.gather == "batch" and moment.whole[index] < s.num_micro_batches for moment in moments
+            ]
+            again = max((one - kept for one, is_one in zip(bases, is_again, strict=True) if is_one), default=-math.inf)
+            yield from self._backward(s, stage, kept, gathered[index], buffers[index], held[index] == 0, again)
+            if self._reduces_behind(s):
+                left = [one - self._own(s, stage, moment, index) for one, moment in zip(bases, moments, strict=True)]
+                yield {
+                    "activations": max(left) + stage.inlet,
+                    "workspace": float(buffers[index].scratch),
+                    "gathered": gathered[index].num_bytes(0),
+                    "buckets": buffers[index].last,
+                }
         for is_deferred in (False, True):
             alike = [base(moment) for moment in flight.between if any(moment.deferred) is is_deferred]
             if alike:
@@ -204,13 +217,28 @@ class MemoryModel:
                     "buckets": max(one.filling[-1] for one in buffers),
                 }
         tied = tied_bytes(folds) if s.pp > 1 and self.job.practice.is_own else 0
-        workspace = max(self._step_bytes(s, rank) + tied, buffers[0].scratch)
-        yield {"workspace": workspace, "buckets": buffers[0].last if s.pp > 1 else 0.0}
+        yield {"workspace": self._step_bytes(s, rank) + tied, "buckets": buffers[0].stepping}
+
+    def _own(self, strategy: Strategy, stage: StageBytes, moment: Held, index: int) -> float:
+        """What a stage has let go of when it is reduced: what it holds of one micro-batch, or of a whole batch."""
+        if strategy.gather == "micro-batch":
+            return stage.whole
+        return moment.whole[index] * stage.whole + moment.deferred[index] * stage.deferred
 
     def _backward(
-        self, strategy: Strategy, stage: StageBytes, base: float, gathered: Gathered, buffers: Buffers, has_table: bool
+        self,
+        strategy: Strategy,
+        stage: StageBytes,
+        base: float,
+        gathered: Gathered,
+        buffers: Buffers,
+        has_table: bool,
+        again: float,
     ) -> Iterator[dict[str, float]]:
-        """The moments of the backward of a stage, before which a rank keeps `base`."""
+        """The moments of the backward of a stage, before which a rank keeps `base`.
+
+        With `again` added, where gradients of other micro-batches wait in buckets; minus infinity where none ever do.
+        """
         s = strategy
         block, head = self._block(s, has_experts=stage.has_experts), self._head(s)
         left, widened = base - stage.sent + stage.taken, self._widened_bytes(s, head)
@@ -230,24 +258,9 @@ class MemoryModel:
                 of_root = {"gathered": gathered.num_bytes(int(s.pp == 1)), "buckets": buffers.with_root}
                 yield {"activations": left + block.stream, "workspace": wide * block.stream, **of_root}
             left -= block.stream
-        num_blocks, blocks = stage.num_blocks, stage.blocks
-        left -= blocks[-1]
+        num_blocks, left = stage.num_blocks, left - stage.blocks[-1]
         deferred = (stage.deferred - stage.head_deferred) / max(1, num_blocks)
-        for done in _telling(num_blocks, NUM_TELLING if s.pp == 1 else s.recompute_every, is_last=deferred > 0):
-            here = num_blocks - done
-            of_block = {"gathered": gathered.num_bytes(min(2, here))}
-            yield {
-                "activations": left + blocks[here] + done * deferred + stage.again[here - 1],
-                "workspace": block.working,
-                "buckets": buffers.filling[min(done, len(buffers.filling) - 1)],
-                **of_block,
-            }
-            yield {
-                "activations": left + blocks[here - 1] + (done + 1) * deferred + block.stream,
-                "buckets": buffers.reducing[min(done, len(buffers.reducing) - 1)],
-                "workspace": float(buffers.scratch),
-                **of_block,
-            }
+        yield from self._blocks_backward(s, stage, left, deferred, gathered, buffers, again)
         if has_table:
             whole = block.stream * (s.tp if s.sequence_parallel and self.job.practice.is_own else 1)
             is_tied = s.pp == 1 and self.job.shape.is_tied
@@ -259,10 +272,45 @@ class MemoryModel:
             }
             yield {
                 "activations": left - (head.weight if is_tied else 0.0) + num_blocks * deferred + whole,
-                "workspace": max(head.weight + widened, buffers.scratch),
+                "workspace": max(head.weight + widened, 0 if self._reduces_behind(s) else buffers.scratch),
                 "gathered": gathered.num_bytes(0),
                 "buckets": buffers.last if s.pp == 1 else buffers.filling[-1],
             }
+
+    def _blocks_backward(
+        self,
+        strategy: Strategy,
+        stage: StageBytes,
+        left: float,
+        deferred: float,
+        gathered: Gathered,
+        buffers: Buffers,
+        again: float,
+    ) -> Iterator[dict[str, float]]:
+        """The moments of the backward of a stage's blocks, beside which a rank has `left`."""
+        s, block = strategy, self._block(strategy, has_experts=stage.has_experts)
+        num_blocks, blocks = stage.num_blocks, stage.blocks
+        behind = self._reduces_behind(s)
+        for done in _telling(num_blocks, NUM_TELLING if s.pp == 1 else s.recompute_every, is_last=deferred > 0):
+            here = num_blocks - done
+            of_block = {"gathered": gathered.num_bytes(min(2, here))}
+            is_same = not done and stage.taken == block.stream  # as the gradient of the blocks' stream
+            kept = left + blocks[here] + done * deferred + stage.again[here - 1] - is_same * block.stream
+            filling = _at(buffers.filling, done)
+            yield {"activations": kept, "workspace": block.working, "buckets": filling, **of_block}
+            if block.early:
+                for more, buckets in _with_again(_at(buffers.opening, done), filling, again):
+                    yield {"activations": kept + more, "workspace": block.early, "buckets": buckets, **of_block}
+            yield {
+                "activations": left + blocks[here - 1] + (done + 1) * deferred + block.stream,
+                "buckets": filling if behind else _at(buffers.reducing, done),
+                "workspace": 0.0 if behind else float(buffers.scratch),
+                **of_block,
+            }
+
+    def _reduces_behind(self, strategy: Strategy) -> bool:
+        """Whether a stage is reduced when its backward is over."""
+        return strategy.pp > 1 and self.job.practice.is_own
 
     def _widened_bytes(self, strategy: Strategy, head: HeadBytes) -> float:
         """In which a CPU widens a gradient of a table that it adds to those of other micro-batches."""
@@ -294,7 +342,8 @@ class MemoryModel:
             reductions = self._flights.reductions(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, rank=rank)
         folds, share = self.folded.rank(s, rank), self._largest_share() if practice.moves_tensors else 1.0
         sums = sums_of(s, whole_bytes, folds) if whole_bytes else ()
-        return self._buffer_table.of(s, folds, sums, reductions, share)[::-1]
+        again = sums_in_backward(s, whole_bytes, folds) if whole_bytes else ()
+        return self._buffer_table.of(s, folds, sums, reductions, share, again)[::-1]
 
     def _largest_weight(self, strategy: Strategy, stage: StageBytes) -> float:
         """Bytes of the gradient of a stage's largest weight, on its way to where it rests."""
@@ -376,7 +425,7 @@ class MemoryModel:
             deferred=deferred + head_deferred,
             head_deferred=head_deferred,
             sent=outlet * is_sent if self.job.practice.is_own else 0.0,
-            taken=outlet * (outlet > stream) * is_sent,
+            taken=outlet * is_sent if self.job.practice.is_own else 0.0,
             inlet=inlet,
             outlet=outlet,
             has_experts=stages.kinds[stage][1] > 0,
@@ -421,6 +470,25 @@ def _telling(num_blocks: int, num_first: int, *, is_last: bool) -> list[int]:
     """How many blocks are behind the ones whose backward may be the highest: the first, and perhaps the last."""
     found = list(range(min(num_blocks, num_first)))
     return [*found, num_blocks - 1] if is_last and num_blocks > num_first else found
+
+
+def _sent_bytes(moment: Held, inlets: Sequence[float], num_micro_batches: int) -> float:
+    """Of gradients that have gone: none of micro-batches that their stage still holds; else of the largest."""
+    num_left, sent_bytes = moment.num_sent, 0.0
+    for num_held, inlet in sorted(zip(moment.whole, inlets, strict=True), key=itemgetter(1), reverse=True):
+        num = min(num_left, num_micro_batches - num_held) if inlet else 0
+        num_left, sent_bytes = num_left - num, sent_bytes + num * inlet
+    return sent_bytes
+
+
+def _with_again(first: float, filled: float, again: float) -> tuple[tuple[float, float], ...]:
+    """Buckets before a first gradient, and where others wait in them; with what is to be added to what is kept."""
+    return ((0.0, first),) if again == -math.inf else ((0.0, first), (again, filled))
+
+
+def _at(by_done: tuple[float, ...], done: int) -> float:
+    """Of values by blocks that are done, of which the last is that of all further ones."""
+    return by_done[min(done, len(by_done) - 1)]
 
 
 def _input_bytes(strategy: Strategy, block: BlockBytes) -> float:
