@@ -343,7 +343,8 @@ class _Walk:
 
     def run_backward(self) -> None:
         """Sum as backwards of blocks do, beside the buckets that they fill."""
-        self.touch(self._backward_bytes)
+        if self._backward_bytes:
+            self.touch(self._backward_bytes)
 
     def bucket(self, numel: int) -> Tensor | None:
         """What a backward puts gradients in, where these rest as shards."""

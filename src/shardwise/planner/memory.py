@@ -193,11 +193,10 @@ class MemoryModel:
         for index, moments in enumerate(flight.backwards):
             bases = [base(moment) for moment in moments]
             kept, stage = max(bases), each[index]
-            # Of a stage that still holds all micro-batches no backward has been, whose gradients would wait in buckets.
-            is_again = [
-                s.pp > 1 and s.gather == "batch" and moment.whole[index] < s.num_micro_batches for moment in moments
-            ]
-            again = max((one - kept for one, is_one in zip(bases, is_again, strict=True) if is_one), default=-math.inf)
+            # Of a stage that holds all micro-batches no backward has been, whose gradients would wait in buckets.
+            rest = zip(bases, moments, strict=True) if s.pp > 1 and s.gather == "batch" else ()
+            waiting = [one for one, moment in rest if moment.whole[index] < s.num_micro_batches]
+            again = max(waiting, default=-math.inf) - kept
             yield from self._backward(s, stage, kept, gathered[index], buffers[index], held[index] == 0, again)
             if self._reduces_behind(s):
                 left = [one - self._own(s, stage, moment, index) for one, moment in zip(bases, moments, strict=True)]
@@ -474,6 +473,11 @@ def _telling(num_blocks: int, num_first: int, *, is_last: bool) -> list[int]:
 
 def _sent_bytes(moment: Held, inlets: Sequence[float], num_micro_batches: int) -> float:
     """Of gradients that have gone: none of micro-batches that their stage still holds; else of the largest."""
+    largest = max(inlets)
+    if inlets.count(largest) + inlets.count(0.0) >= len(
+        inlets
+    ):  # as most pipelines are: quick, since it is asked often
+        return moment.num_sent * largest
     num_left, sent_bytes = moment.num_sent, 0.0
     for num_held, inlet in sorted(zip(moment.whole, inlets, strict=True), key=itemgetter(1), reverse=True):
         num = min(num_left, num_micro_batches - num_held) if inlet else 0
