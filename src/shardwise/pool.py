@@ -82,6 +82,7 @@ class BufferPool:
     ) -> None:
         self._spared = spared
         self.device = torch.device(device)
+        self._has_streams = self.device.type == "cuda"
         self._empty = allocate or partial(torch.empty, dtype=torch.uint8, device=self.device)
         self._ledger = ledger
         self._home = self._current_stream() if home is None else home
@@ -139,13 +140,14 @@ class BufferPool:
         Raises:
             ValueError: the tensor is not leased from this pool, or no longer.
         """
-        buffer = self._leased.get(tensor.untyped_storage())
+        storage = tensor.untyped_storage()
+        buffer = self._leased.get(storage)
         if buffer is None or buffer.tensor is not tensor:
             raise ValueError(
                 f"a tensor of {tensor.numel()} {tensor.dtype} is not on lease from this pool: it was "
                 "released already, is a view, or comes from elsewhere; release what acquire returned, once"
             )
-        del self._leased[tensor.untyped_storage()]
+        del self._leased[storage]
         buffer.tensor = None
         buffer.last_stream = self._current_stream() if stream is None else stream
         buffer.last_use = _record(buffer.last_stream)
@@ -160,11 +162,12 @@ class BufferPool:
 
     def _take_idle(self, num_bytes: int) -> _Buffer | None:
         most_bytes = max(_MIN_CLASS_BYTES, num_bytes + num_bytes // _CLASSES_PER_DOUBLING)
-        fitting = [buffer for buffer in self._idle if num_bytes <= buffer.capacity_bytes <= most_bytes]
-        if not fitting:
-            return None
-        best = min(fitting, key=lambda buffer: buffer.capacity_bytes)
-        self._idle.remove(best)
+        best = None
+        for buffer in self._idle:
+            if num_bytes <= buffer.capacity_bytes <= most_bytes:
+                most_bytes, best = buffer.capacity_bytes - 1, buffer  # the first of the smallest
+        if best is not None:
+            self._idle.remove(best)
         return best
 
     def _allocate(self, num_bytes: int) -> _Buffer:
@@ -187,10 +190,10 @@ class BufferPool:
             self.reserved_bytes -= buffer.capacity_bytes
 
     def _on_home(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(cast(torch.cuda.Stream, self._home)) if self.device.type == "cuda" else nullcontext()
+        return torch.cuda.stream(cast(torch.cuda.Stream, self._home)) if self._has_streams else nullcontext()
 
     def _current_stream(self) -> Stream | None:
-        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        return torch.cuda.current_stream(self.device) if self._has_streams else None
 
 
 def size_class_bytes(num_bytes: int) -> int:
