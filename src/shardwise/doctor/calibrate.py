@@ -28,7 +28,7 @@ from shardwise.doctor.peers import RESULTS, DeviceKind, comm_over, join_peers, m
 from shardwise.doctor.stopwatch import Stopwatch
 from shardwise.launch.environment import RankEnv
 from shardwise.memory import first_line
-from shardwise.planner.machine import CPU
+from shardwise.planner.hardware import CPU
 from shardwise.planner.profile import TABLES, CollectiveTime, Profile
 from shardwise.tiers.speed import measure_swap
 
