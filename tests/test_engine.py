@@ -436,8 +436,37 @@ def test_step_without_backward_is_refused() -> None:
         single(nn.Linear(2, 1), mean_square).step()
 
 
+@pytest.mark.parametrize("batch", [{"x": torch.ones(2, 4).double(), "y": torch.ones(2, 1).double()}, torch.ones(1, 4)])
+def test_a_batch_that_is_no_list_is_one_micro_batch(batch: Any) -> None:
+    class Model(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor | float = 1.0) -> Tensor:
+            return (super().forward(x) - y).square().mean()
+
+    in_list, bare = (single(Model(4, 1).double()) for _ in range(2))
+    bare.write("weight", in_list.read("weight"))
+    bare.write("bias", in_list.read("bias"))
+    assert bare.train_step(batch) == in_list.train_step([batch])
+    assert bare.eval_step(batch) == in_list.eval_step([batch])
+    several = initialize(Model(4, 1), make_config(2, {}))
+    with pytest.raises(ConfigError, match=r"takes a list of batch\.accumulation=2 micro-batches and got 1"):
+        several.train_step(batch)
+
+
+def test_step_before_the_last_micro_batch_is_refused() -> None:
+    """DeepSpeed's idiom, a step behind each backward, would take a step for each micro-batch."""
+    engine = initialize(nn.Linear(4, 1), make_config(2, {}), loss_fn=mean_square)
+    batches = [torch.ones(1, 4, dtype=torch.float64), torch.zeros(1, 4, dtype=torch.float64)]
+    engine.backward(engine(batches[0]))
+    with pytest.raises(RuntimeError, match=r"after 1 of batch\.accumulation=2 backwards"):
+        engine.step()
+    engine.backward(engine(batches[1]))
+    assert engine.step().count == 2, "the gradients stayed"
+    engine.backward(engine(batches[0]))
+    assert engine.step(partial=True).count == 1
+
+
 def test_number_of_micro_batches_must_fit() -> None:
-    with pytest.raises(ConfigError, match=r"got 2 micro-batches but batch\.accumulation=1"):
+    with pytest.raises(ConfigError, match=r"batch\.accumulation=1 micro-batches and got 2"):
         single(nn.Linear(2, 1), mean_square).train_step([torch.ones(1, 2)] * 2)
 
 

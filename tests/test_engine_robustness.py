@@ -310,7 +310,7 @@ def test_evaluation_keeps_each_modules_mode() -> None:
 def test_given_optimizer_keeps_its_learning_rate() -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = make_config(1, {"scheduler": {"name": "cosine"}, "run": {"device": "cpu", "steps": 2}})
+    config = make_config(1, {"scheduler": {"name": None}, "run": {"device": "cpu", "steps": 2}})
     engine = initialize(model, config, loss_fn=lambda output, _: output.mean(), optimizer=optimizer)
     assert [engine.train_step([torch.ones(1, 4)]).lr for _ in range(4)] == [0.1] * 4
 

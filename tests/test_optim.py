@@ -12,15 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.config import ConfigError, OptimizerConfig, SchedulerConfig
+from shardwise import initialize
+from shardwise.config import Config, ConfigError, OptimizerConfig, SchedulerConfig
 from shardwise.layout.layout import optimizer_states
 from shardwise.lion import Lion
 from shardwise.optim import (
     build_optimizer,
-    build_scheduler,
     learning_rate_factor,
     optimizer_names,
+    own_scheduler,
     refuse_unless_element_wise,
+    schedule_of,
 )
 
 ALL_OF_TORCH = {
@@ -137,16 +139,40 @@ def test_shapes_half_way_down() -> None:
     assert at("cosine", 2) == pytest.approx(0.2 + 0.8 * (1 + math.sqrt(0.5)) / 2)
 
 
+def rates(config: dict[str, Any]) -> list[float]:
+    return [schedule_of(Config.from_dict(config))(step) for step in (2, 4, 10_000)]
+
+
 def test_total_steps_of_the_config_go_before_the_runs() -> None:
-    config = SchedulerConfig(name="linear", total_steps=4, final_ratio=0.0)
-    assert [learning_rate_factor(config, total_steps=100)(step) for step in (2, 4, 50)] == [0.5, 0.0, 0.0]
+    linear = {"name": "linear", "final_ratio": 0.0}
+    assert rates({"scheduler": {**linear, "total_steps": 4}, "run": {"steps": 100}}) == [0.5, 0.0, 0.0]
+    assert rates({"scheduler": linear, "run": {"steps": 8}}) == [0.75, 0.5, 0.0]
+
+
+def test_a_script_that_names_no_schedule_keeps_its_rate() -> None:
+    assert rates({}) == rates({"run": {"steps": 8}}) == [1.0, 1.0, 1.0]
+    assert rates({"scheduler": {"warmup_steps": 4}}) == [0.75, 1.0, 1.0]
+    assert rates({"scheduler": {"total_steps": 4}})[1:] == pytest.approx([0.1, 0.1]), "cosine, where a length is named"
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_decay_without_a_length_is_refused(is_given: bool) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if is_given else None
+    config: dict[str, Any] = {"scheduler": {"name": "cosine"}, "optimizer": {"lr": 0.1}, "run": {"device": "cpu"}}
+    with pytest.raises(ConfigError, match=r"set scheduler\.total_steps"):
+        initialize(model, config, optimizer=optimizer)
+    with initialize(
+        model, {**config, "scheduler": {"name": "cosine", "total_steps": 1}}, optimizer=optimizer
+    ) as engine:
+        assert [engine.train_step([torch.ones(1, 2)]).lr for _ in range(2)] == pytest.approx([0.1, 0.01])
 
 
 def test_the_schedule_drives_every_parameter_group() -> None:
     groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": lr} for lr in (1.0, 10.0)]
     optimizer = torch.optim.SGD(groups, lr=1.0)
-    config = SchedulerConfig(name="linear", warmup_steps=2, final_ratio=0.5)
-    scheduler = build_scheduler(config, optimizer, total_steps=4)
+    section = SchedulerConfig(name="linear", warmup_steps=2, total_steps=4, final_ratio=0.5)
+    scheduler = own_scheduler(Config(scheduler=section), optimizer)
     rates = []
     for _ in range(6):
         rates.append([group["lr"] for group in optimizer.param_groups])

@@ -219,9 +219,13 @@ class OptimizerConfig(Section):
 
 
 class SchedulerConfig(Section):
-    """The learning rate over steps: linear warm-up, then the named decay to `final_ratio` of the peak."""
+    """The learning rate over steps: linear warm-up, then the named decay to `final_ratio` of the peak.
 
-    name: Literal["constant", "linear", "cosine"] = "cosine"
+    A decay is over `total_steps`, or `run.steps` if that is given. Without a name it is cosine in `shardwise train` and
+    where `total_steps` is given; in other scripts the rate stays constant.
+    """
+
+    name: Literal["constant", "linear", "cosine"] | None = None
     warmup_steps: NotNegative = 0
     total_steps: Positive | None = None
     final_ratio: Fraction = 0.1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import TracebackType
@@ -127,8 +127,7 @@ class Engine(EngineWeights):
                 factory = self._optimizer_plan.factory
                 self._sharded = ShardedOptimizer(self._driver.groups, named_groups, factory, resources)
                 self.optimizer = self._sharded.optimizer
-                is_given = isinstance(optimizer, Optimizer)
-                self.scheduler = scheduler or own_scheduler(config, self.optimizer, is_given)
+                self.scheduler = scheduler or own_scheduler(config, self.optimizer)
         except Exception:
             self.close()
             raise
@@ -239,15 +238,25 @@ class Engine(EngineWeights):
         backpropagate([self], loss, self._books.close(loss) * self._scaler.scale)
 
     @_explained
-    def step(self) -> StepResult:
+    def step(self, *, partial: bool = False) -> StepResult:
         """Update the parameters by the clipped mean gradient since the last step, and advance the schedule.
 
+        Args:
+            partial: step after fewer backwards than `batch.accumulation` too, such as at the end of an epoch.
+
         Raises:
+            RuntimeError: there were fewer backwards than `batch.accumulation`; the gradients stay.
             NonFiniteLossError: loss or gradients are not finite; parameters and optimizer stay as they were.
             CheckpointError: a save in the background has failed; call it again to take the step.
         """
         self._run.check_direct("engine.step")
         self._check_usable()
+        expected = self.config.batch.accumulation or 1
+        if 0 < self._num_backwards < expected and not partial:
+            raise RuntimeError(
+                f"engine.step() after {self._num_backwards} of batch.accumulation={expected} backwards; call it after "
+                "the last one, or engine.step(partial=True) to step with fewer"
+            )
         self._saver.poll()
         return self._step()
 
@@ -298,28 +307,32 @@ class Engine(EngineWeights):
         self._end_step(is_taken=False)
 
     @_explained
-    def train_step(self, batches: Sequence[Any]) -> StepResult:
+    def train_step(self, batches: Sequence[Any] | Mapping[str, Any] | Tensor) -> StepResult:
         """Take one optimizer step over this data rank's micro-batches.
 
         Args:
-            batches: as many as `batch.accumulation`, each as for `engine(batch)`.
+            batches: as many as `batch.accumulation`, each as for `engine(batch)`; a dict or a tensor is one.
 
         Raises:
+            ConfigError: they are more or fewer.
             CheckpointError: a save in the background has failed; nothing was done, call it again to take the step.
         """
         self._check_usable()
         self._saver.poll()
         expected = self.config.batch.accumulation
+        if isinstance(batches, Mapping | Tensor):
+            batches = [batches]
         if len(batches) != expected:
             raise ConfigError(
-                f"train_step got {len(batches)} micro-batches but batch.accumulation={expected}; "
+                f"train_step takes a list of batch.accumulation={expected} micro-batches and got {len(batches)}; "
                 f"give {expected} or set batch.accumulation={len(batches)}"
             )
         return self._run.train(self, batches)
 
     @_explained
-    def eval_step(self, batches: Sequence[Any]) -> EvalResult:
+    def eval_step(self, batches: Sequence[Any] | Mapping[str, Any] | Tensor) -> EvalResult:
         """The mean loss over `batches` of all data ranks, forward only, in the model's eval mode."""
+        batches = [batches] if isinstance(batches, Mapping | Tensor) else batches
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         books = LossBooks(self._comms)

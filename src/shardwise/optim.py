@@ -84,26 +84,39 @@ def learning_rate_factor(config: SchedulerConfig, total_steps: int) -> Callable[
     >>> [round(factor(step), 2) for step in range(7)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
-    total = config.total_steps or total_steps
+    name = config.name or "constant"
 
     def factor(step: int) -> float:
         if step < config.warmup_steps:
             return (step + 1) / config.warmup_steps
-        progress = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
+        progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
         shape = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
-        return config.final_ratio + (1.0 - config.final_ratio) * shape[config.name]
+        return config.final_ratio + (1.0 - config.final_ratio) * shape[name]
 
     return factor
 
 
-def build_scheduler(config: SchedulerConfig, optimizer: Optimizer, total_steps: int) -> LambdaLR:
-    """The schedule over all of the optimizer's parameter groups."""
-    return LambdaLR(optimizer, learning_rate_factor(config, total_steps))
+def schedule_of(config: Config) -> Callable[[int], float]:
+    """The schedule that the config names: constant where it names none, and never over a length that nobody gave.
+
+    >>> schedule_of(Config())(10_000)
+    1.0
+
+    Raises:
+        ConfigError: it names a decay and no length.
+    """
+    section, run = config.scheduler, config.run
+    total_steps = section.total_steps or (run.steps if "steps" in run.model_fields_set else None)
+    if section.name is None and section.total_steps is not None:
+        section = section.model_copy(update={"name": "cosine"})
+    if total_steps is None and section.name in ("linear", "cosine"):
+        raise ConfigError(
+            f"scheduler.name={section.name} decays over a length that is not given; set scheduler.total_steps to the "
+            "number of steps, or leave scheduler.name out for a constant rate"
+        )
+    return learning_rate_factor(section, total_steps or 1)
 
 
-def own_scheduler(config: Config, optimizer: Optimizer, is_given: bool) -> LambdaLR:
-    """The schedule that the config names; an optimizer of the user's keeps its rates unless a length is named."""
-    section = config.scheduler
-    if is_given and section.total_steps is None:
-        section = SchedulerConfig(name="constant", warmup_steps=section.warmup_steps)
-    return build_scheduler(section, optimizer, config.run.steps)
+def own_scheduler(config: Config, optimizer: Optimizer) -> LambdaLR:
+    """The config's schedule over all of the optimizer's parameter groups."""
+    return LambdaLR(optimizer, schedule_of(config))

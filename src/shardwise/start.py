@@ -35,6 +35,7 @@ from shardwise.layout.tensor_plan import TensorPlan
 from shardwise.loss import LossFn
 from shardwise.memory import Ledger, explain_out_of_memory
 from shardwise.mesh import Mesh, open_store
+from shardwise.optim import schedule_of
 from shardwise.results import Scheduler
 from shardwise.tensor.layout import plan_layout
 from shardwise.zero.optimizer_plan import OptimizerFactory
@@ -62,7 +63,7 @@ def initialize(
             is of this rank's tokens, and all ranks weigh alike: give sum and count where not every token counts.
         optimizer: None for the one the config names; a torch optimizer over the model's parameters, whose groups keep
             their meaning; or a function from parameter groups to an optimizer. Element-wise ones only.
-        scheduler: None for the one the config names, or a torch scheduler on the given optimizer.
+        scheduler: None for the config's, constant where it names none; or a torch scheduler on the given optimizer.
         plan: how layers are split where `mesh.tp` is more than 1: a table of name patterns and styles, or what
             `shardwise.propose_plan` returned; None for the plan that the model brings, or its family has.
         weights: a Hugging Face folder that the values come from: none are drawn first, and none of the model are used.
@@ -76,6 +77,8 @@ def initialize(
         CheckpointError: the folder of `weights` does not fit the model, or cannot be read.
     """
     config = config if isinstance(config, Config) else Config.from_dict(config or {})
+    if scheduler is None:
+        schedule_of(config)  # refused before ranks meet
     device_kind = _device_kind(config)
     config = config.resolve(ensure_process_group(device_kind, config.run.timeout_s))
     _check_tiers(config.tiers)

@@ -322,7 +322,9 @@ def test_calls_that_need_all_layers_say_what_to_call(ranks: WorkerPool) -> None:
     )
     expected = [f"{call} {cannot}" for call in ("engine(batch)", "engine.backward", "engine.step")]
     expected += [whole_model, whole_model]
-    expected.append("train_step got 1 micro-batches but batch.accumulation=2; give 2 or set batch.accumulation=1")
+    expected.append(
+        "train_step takes a list of batch.accumulation=2 micro-batches and got 1; give 2 or set batch.accumulation=1"
+    )
     assert ranks(2).run(use_directly) == [expected] * 2
 
 

@@ -367,7 +367,7 @@ def test_mistakes_are_told_on_all_stages_before_they_exchange_anything(ranks: Wo
     for (added, other_batch, few), loss in ranks(2).run(fail_before_messages):
         assert "parameter extra.weight was added" in added
         assert "rank 1 has another batch than rank 0 in one forward, whose layers they share" in other_batch
-        assert "train_step got 1 micro-batches but batch.accumulation=3" in few
+        assert "train_step takes a list of batch.accumulation=3 micro-batches and got 1" in few
         assert max_error([loss], [expected]) <= PARITY
 
 

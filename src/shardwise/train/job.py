@@ -42,7 +42,9 @@ CACHE_NAME = "cache"
 DeviceKind = Literal["cpu", "cuda"]
 
 # What `shardwise train` uses where the user says nothing and the library's own defaults are not those of a job.
-_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType({"batch.micro_size": 8, "optimizer.lr": 6e-4})
+_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
+    {"batch.micro_size": 8, "optimizer.lr": 6e-4, "scheduler.name": "cosine"}
+)
 # The same for the preset that a bare `shardwise train` trains. Small batches learn most from few tokens.
 _TINY_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
     {"batch.micro_size": 2, "optimizer.lr": 1e-3, "run.eval_batches": 32}

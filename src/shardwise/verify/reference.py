@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwise.config import Config
 from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.layout.mesh_shape import MeshShape
-from shardwise.optim import build_optimizer, build_scheduler
+from shardwise.optim import build_optimizer, own_scheduler
 from shardwise.verify.compare import Trace
 from shardwise.verify.job import VerifyJob
 from shardwise.verify.model import build_whole, loss_of, make_batch
@@ -28,7 +28,7 @@ def train_reference(job: VerifyJob) -> Trace:
     draws = KeyedDraws(seed)
     key_dropouts(model, draws, {})
     optimizer = build_optimizer(config.optimizer, _param_groups(model, config))
-    scheduler = build_scheduler(config.scheduler, optimizer, config.run.steps)
+    scheduler = own_scheduler(config, optimizer)
     trace = Trace()
     for step in range(job.num_steps):
         optimizer.zero_grad()
