@@ -326,7 +326,7 @@ def test_export_says_what_is_wrong_and_leaves_nothing(root, capsys):
     for arguments, parts in {
         ("runs/a", "hf"): ("is of Decoder, and does not say how", "--hf-config"),
         ("runs/b", "hf"): ("has the trainable parameters alone", "engine.export_weights"),
-        ("runs/c", "hf", "--hf-config", "torn.json"): ("torn.json is no JSON",),
+        ("runs/c", "hf", "--hf-config", "torn.json"): ("torn.json is not valid JSON",),
         ("runs/c", "taken"): ("taken is there already, and is not overwritten",),
         ("runs/nowhere", "hf"): ("runs/nowhere",),
     }.items():

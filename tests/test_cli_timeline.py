@@ -119,8 +119,8 @@ def test_micro_batches_that_depend_on_the_run_are_asked_for():
     [
         (["pipeline.shedule=gpipe"], "did you mean pipeline.schedule?"),
         (["--forward-s", "-1"], "--forward-s -1 is no duration"),
-        (["--recorded", "nowhere.json"], "cannot read --recorded nowhere.json"),
-        (["--recorded", "text.json"], "--recorded text.json is not JSON"),
+        (["--recorded", "nowhere.json"], "--recorded nowhere.json: cannot read nowhere.json"),
+        (["--recorded", "text.json"], "--recorded text.json: text.json is not valid JSON"),
         (["--recorded", "other.json"], "--recorded other.json: none of the 1 events"),
         (["pipeline.schedule=interleaved"], "pipeline.virtual_stages=1"),
     ],

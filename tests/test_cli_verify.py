@@ -49,7 +49,7 @@ def test_a_run_of_64_ranks_is_proved_on_two(capfd, tmp_path):
         (["mesh.tp=3"], "tp=3 does not divide num_heads=4; nearest legal: 2, 4"),
         (["mesh.pp=2", "--world-size", "7"], "world size 7 is not a multiple of pp 2"),
         (["zero.stege=3"], "zero.stege is not a config key; did you mean zero.stage?"),
-        (["--model", "nowhere"], "cannot read --model nowhere: No such file"),
+        (["--model", "nowhere"], "--model: cannot read nowhere: No such file"),
         (["--steps", "0"], "--steps 0 trains nothing"),
         (["mesh.pp=2", "mesh.tp=2", "--processes", "4"], "4 processes do not hold pp 2 x dp_shard 2 x tp 2 = 8"),
     ],

@@ -336,8 +336,8 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     broken.write_text("[zero]\nstage = ", encoding="utf-8")
     binary.write_bytes(b"\xff\xfe")
     for path, rule in (
-        (missing, f"cannot read config {missing}: No such file or directory; give the path of a TOML file"),
-        (tmp_path, f"cannot read config {tmp_path}: Is a directory; give"),
+        (missing, f"cannot read {missing}: No such file or directory; give the path of a TOML file"),
+        (tmp_path, f"cannot read {tmp_path}: Is a directory; give"),
         (broken, f"{broken} is not valid TOML: Invalid value (at "),
         (binary, f"{binary} is not UTF-8 text; give the path of a TOML file"),
     ):

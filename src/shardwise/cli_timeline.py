@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from shardwise.config import Config, ConfigError, resolve_batch
+from shardwise.foreign import ForeignError, read_json
 from shardwise.report import timeline_html, timeline_svg, timeline_text
 from shardwise.report.chrome_trace import chrome_trace, read_chrome_trace
 from shardwise.report.panel import Panel
@@ -41,6 +42,9 @@ examples:
   shardwise timeline my.toml --recorded trace.json --html both.html
   shardwise timeline my.toml --chrome-trace plan.json       for ui.perfetto.dev
 """
+
+# Of a quarter of a million actions.
+_MAX_TRACE_BYTES = 64 * 2**20
 
 Split = Callable[[Sequence[str]], tuple[str | None, list[str]]]
 """From a command's settings to its config file, if there is one, and the assignments."""
@@ -154,13 +158,9 @@ def _count(number: int, noun: str) -> str:
 
 def _read_recorded(path: Path) -> tuple[TimedAction, ...]:
     try:
-        return read_chrome_trace(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise ConfigError(f"cannot read --recorded {path}: {error.strerror}; give the trace that a run wrote") from None
-    except ValueError as error:
-        if isinstance(error, ScheduleError):
-            raise ConfigError(f"--recorded {path}: {error}") from None
-        raise ConfigError(f"--recorded {path} is not JSON: {error}; give the trace that a run wrote") from None
+        return read_chrome_trace(read_json(path, "give the trace that a run wrote", max_bytes=_MAX_TRACE_BYTES))
+    except (ForeignError, ScheduleError) as error:
+        raise ConfigError(f"--recorded {path}: {error}") from None
 
 
 def _write(arguments: argparse.Namespace, panels: Sequence[Panel]) -> bool:

@@ -7,7 +7,6 @@ that does not train as one process does, 128 + n for signal n.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.config import ConfigError
+from shardwise.foreign import ForeignError, read_json
 from shardwise.launch.environment import detect, lone_rank
 from shardwise.launch.rank import exit_with_parent
 from shardwise.schedule import ScheduleError
@@ -126,11 +126,9 @@ def read_model(path: Path) -> dict[str, Any]:
     """
     file = path / "config.json" if path.is_dir() else path
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read --model {file}: {error.strerror}; give a Hugging Face config.json") from None
-    except ValueError as error:
-        raise ConfigError(f"--model {file} is not JSON: {error}; give a Hugging Face config.json") from None
+        values = read_json(file, "give a Hugging Face config.json")
+    except ForeignError as error:
+        raise ConfigError(f"--model: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"--model {file} is no table of keys; give a Hugging Face config.json")
     return values

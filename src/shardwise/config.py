@@ -18,7 +18,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, get_args
@@ -48,6 +47,8 @@ from shardwise._config_sections import (
     TiersConfig,
     ZeroConfig,
 )
+from shardwise.foreign import ForeignError, OneLineError, parse_json, parse_toml
+from shardwise.foreign import read_toml as read_foreign_toml
 
 __all__ = [
     "AttentionConfig",
@@ -79,7 +80,7 @@ __all__ = [
 ]
 
 
-class ConfigError(ValueError):
+class ConfigError(OneLineError):
     """A config that cannot be run; the message states value, rule and cure on one line."""
 
 
@@ -130,9 +131,9 @@ class Config(Section):
     def from_json(cls, text: str) -> Self:
         """Read what `to_json` wrote."""
         try:
-            return cls.from_dict(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"the config is not valid JSON: {error}; give what to_json wrote") from None
+            return cls.from_dict(parse_json(text, "the config", "give what to_json wrote"))
+        except ForeignError as error:
+            raise ConfigError(error) from None
 
     def to_json(self) -> str:
         """Write every field, defaults included, as indented JSON."""
@@ -173,13 +174,9 @@ class Config(Section):
 def read_toml(path: str | Path) -> dict[str, Any]:
     """Parse a TOML file; a missing file or a syntax error is a ConfigError that names it."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read config {path}: {error.strerror}; give the path of a TOML file") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}; mend it there") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text; give the path of a TOML file") from None
+        return read_foreign_toml(path, "give the path of a TOML file")
+    except ForeignError as error:
+        raise ConfigError(error) from None
 
 
 def set_key(values: dict[str, Any], key: str, value: Any) -> None:
@@ -344,8 +341,8 @@ def _parse_value(key: str, text: str) -> Any:
     if text.lower() in ("none", "null"):
         return None
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = parse_toml(f"value = {text}", key, "write it as TOML does")["value"]
+    except ForeignError:
         return text
     asks_for_text = field is not None and field.annotation in (str, str | None)
     return text if asks_for_text and not isinstance(value, str) else value

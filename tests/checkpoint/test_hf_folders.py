@@ -243,7 +243,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"names the file '../one.safetensors' of another folder"):
         open_folder(tmp_path, names)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": ')
-    with pytest.raises(DamagedError, match=r"index.json is no JSON"):
+    with pytest.raises(DamagedError, match=r"index.json is not valid JSON"):
         open_folder(tmp_path, names)
 
 

@@ -371,7 +371,7 @@ def test_the_written_config_is_toml_from_the_first_line(capsys):
         ([*SMALL, "--compare", "x.json"], "cannot read x.json"),
         ([*SMALL, "--explain", "x.toml", "--write", "y.toml"], "--write is of a search"),
         (["--refit", "none"], "none holds no run that was timed"),
-        (["--explain", "none.toml", "--cluster", "h100:8"], "cannot read config none.toml"),
+        (["--explain", "none.toml", "--cluster", "h100:8"], "cannot read none.toml"),
         ([*SMALL, "--json", "none/plan.json"], "--json none/plan.json: there is no folder none; make it"),
         ([*SMALL, "--write", "none/plan.toml"], "--write none/plan.toml: there is no folder none; make it"),
         ([*SMALL, "--write", "."], "--write . is a folder; give a file, such as plan.toml"),

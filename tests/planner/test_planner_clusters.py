@@ -139,7 +139,7 @@ def test_words_of_a_cluster_leave_out_what_it_has_not():
         ("gb200:6", "6 GPUs do not fill nodes of 4; nearest: 4, 8, or say nodes x GPUs, as in gb200:2x3"),
         ("h100:0", "holds no GPU; give at least 1"),
         ("h100:12", "12 GPUs do not fill nodes of 8; nearest: 8, 16, or say nodes x GPUs, as in h100:2x6"),
-        ("none.toml", "cannot read config none.toml"),
+        ("none.toml", "cannot read none.toml"),
     ],
 )
 def test_what_is_no_cluster_is_named(text, message):

@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -55,6 +54,7 @@ from shardwise.checkpoint.saver import library_version
 from shardwise.checkpoint.tensor_files import dtype_name
 from shardwise.config import Dtype
 from shardwise.flats import MemoryFlat
+from shardwise.foreign import ForeignError, read_json
 from shardwise.holdings import PARAM, Holding
 from shardwise.layout.pieces import Rect
 from shardwise.models import Decoder
@@ -170,9 +170,9 @@ def _described(
 
 def _read_config_file(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON ({error}); give a config.json of transformers") from error
+        values = read_json(path, "give a config.json of transformers")
+    except ForeignError as error:
+        raise CheckpointError(error) from None
     if not isinstance(values, dict) or "model_type" not in values:
         raise CheckpointError(f"{path} has no model_type; give a config.json of transformers")
     return values

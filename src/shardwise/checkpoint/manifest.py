@@ -34,6 +34,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal, Self
 
+from shardwise.foreign import OneLineError
 from shardwise.holdings import PARAM, Kind
 from shardwise.layout.pieces import Rect, Shape
 
@@ -54,7 +55,7 @@ ITEM_BYTES: Final[Mapping[str, int]] = MappingProxyType(
 )  # fmt: skip
 
 
-class CheckpointError(ValueError):
+class CheckpointError(OneLineError):
     """A checkpoint cannot be saved, or loaded into this engine; the message says what, where, and what would help."""
 
 

@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from shardwise.config import ConfigError
+from shardwise.foreign import ForeignError, parse_json, read_text
 
 SCHEMA: Final = 1
 """Changes when a key goes or changes its meaning."""
@@ -141,7 +142,7 @@ class Profile:
             ConfigError: it is no profile, or one of another schema.
         """
         try:
-            values = json.loads(text)
+            values = parse_json(text, "the profile", _CURE)
             schema = values.pop("schema", None)
         except (ValueError, AttributeError, TypeError) as error:
             raise ConfigError(f"a profile must be a JSON object; {_CURE}") from error
@@ -216,8 +217,8 @@ def find_profile(folder: Path, device: str, num_ranks: int) -> Profile | None:
     nearest = min(counts, key=lambda count: (abs(count - num_ranks), count))
     found = profile_path(folder, device, nearest)
     try:
-        return Profile.from_json(found.read_text(encoding="utf-8"))
-    except ConfigError as error:
+        return Profile.from_json(read_text(found, _CURE))
+    except (ConfigError, ForeignError) as error:
         raise ConfigError(f"{found}: {error}") from error
 
 

@@ -11,7 +11,6 @@ factor is not beyond belief.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from types import MappingProxyType
 from typing import Final, TypeVar
 
 from shardwise.config import Config, ConfigError
+from shardwise.foreign import read_json
 from shardwise.planner.configs import job_of, strategy_of
 from shardwise.planner.machine import cluster_of
 from shardwise.planner.profile import AttentionTime, BlockTime, HeadTime, Profile
@@ -150,7 +150,7 @@ def refit(profile: Profile, runs: Sequence[StoredRun]) -> Refit:
 
 def _read_run(path: Path) -> StoredRun | None:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path, "")
         measured = values["measured"]
         if not measured or not measured["step_s"]:
             return None

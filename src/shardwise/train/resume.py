@@ -16,7 +16,6 @@ batch.global_size
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from shardwise.checkpoint.finding import newest_whole
 from shardwise.checkpoint.folder import step_folders, step_of
 from shardwise.checkpoint.manifest import CheckpointError, DamagedError, Manifest
 from shardwise.config import BatchConfig, Config, ConfigError, TiersConfig, read_toml
+from shardwise.foreign import ForeignError, read_json
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.splits import nearest_legal
 from shardwise.models import decoder_config
@@ -209,8 +209,8 @@ def _saved_to(run: Path) -> Path:
 def _config_of(run: Path) -> Any:
     """What a run's folder says of its config; nothing where that cannot be read."""
     try:
-        return json.loads((run / CONFIG_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(run / CONFIG_NAME, "")
+    except ForeignError:
         return {}
 
 

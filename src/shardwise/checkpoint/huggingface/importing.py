@@ -8,7 +8,6 @@ whoever loads can say that it is left over.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
@@ -21,6 +20,7 @@ from shardwise.checkpoint.huggingface.families import family_names
 from shardwise.checkpoint.huggingface.names import NameMap, Part
 from shardwise.checkpoint.manifest import CheckpointError, DamagedError, StoredPiece, StoredState, StoredTensor
 from shardwise.checkpoint.tensor_files import FileTensor, read_header
+from shardwise.foreign import ForeignError, open_regular, read_json
 from shardwise.holdings import PARAM
 from shardwise.layout.pieces import Rect, Shape
 
@@ -29,6 +29,7 @@ INDEX_NAME: Final = "model.safetensors.index.json"
 CONFIG_NAME: Final = "config.json"
 _PICKLES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _SAMPLE_BYTES: Final = 64 * 1024
+_MAX_INDEX_BYTES: Final = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,9 @@ def _no_weights(folder: Path) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DamagedError(f"{path} is no JSON ({error}); fetch the file again") from error
+        values = read_json(path, "fetch the file again", max_bytes=_MAX_INDEX_BYTES, folder=path.parent)
+    except ForeignError as error:
+        raise DamagedError(error) from error.__cause__
     if not isinstance(values, dict):
         raise DamagedError(f"{path} has no table of values; fetch the file again")
     return values
@@ -229,7 +230,7 @@ def _sample(folder: Path, entry: _Entry) -> Iterator[bytes]:
     """The first, middle and last bytes of a tensor."""
     first, stop = entry.tensor.start, entry.tensor.stop
     last = max(first, stop - _SAMPLE_BYTES)
-    handle = os.open(folder / entry.file, os.O_RDONLY)
+    handle = open_regular(folder / entry.file, folder)
     try:
         for start in (first, (first + last) // 2, last):
             yield os.pread(handle, min(_SAMPLE_BYTES, stop - start), start)

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from shardwise.config import ConfigError
+from shardwise.foreign import ForeignError
+from shardwise.foreign import read_json as read_foreign_json
 from shardwise.planner.imports.imported import Imported, whole_number
 from shardwise.planner.shape import Experts, ModelShape
 
@@ -115,11 +116,9 @@ def read_json(path: str | Path) -> Mapping[str, Any]:
         ConfigError: the file cannot be read, or is no such.
     """
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a JSON file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}; mend it there") from None
+        values = read_foreign_json(path, "give the path of a JSON file")
+    except ForeignError as error:
+        raise ConfigError(error) from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no JSON object; give a file of keys and values")
     return values

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Final
 
 from shardwise.config import ConfigError
+from shardwise.foreign import ForeignError, read_text
 from shardwise.planner.imports.imported import Imported
 from shardwise.planner.imports.megatron_text import Flags, flags_in, refuse_unset, yaml_flags
 from shardwise.planner.shape import Experts, ModelShape
@@ -98,11 +99,9 @@ def read_megatron(source: str | Path) -> Imported:
         return job_of_flags(flags_in(text), "the flags")
     path = Path(source)
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; {_CURE}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text; {_CURE}") from None
+        text = read_text(path, _CURE)
+    except ForeignError as error:
+        raise ConfigError(error) from None
     flags = yaml_flags(text) if path.suffix in (".yaml", ".yml") else flags_in(text)
     if not flags:
         raise ConfigError(f"{path} holds no flags of Megatron's; {_CURE}")
