@@ -6,7 +6,7 @@ import re
 import pytest
 
 from shardwise.config import ConfigError
-from shardwise.launch.environment import LAUNCHER_FD, STORE_FD, RankEnv, detect, first_host, lone_rank
+from shardwise.launch.environment import LAUNCHER_FD, RankEnv, detect, first_host, lone_rank
 
 TORCHRUN = {
     "RANK": "5",
@@ -66,8 +66,8 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
             RankEnv(5, 1, 8, 8, "node0", 29500, attempt=0, launcher="torchrun"),
         ),
         (
-            {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", LAUNCHER_FD: "3", STORE_FD: "4"},
-            RankEnv(0, 0, 8, 4, "node0", 29500, attempt=2, launcher="local", store_fd=4),
+            {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", LAUNCHER_FD: "3"},
+            RankEnv(0, 0, 8, 4, "node0", 29500, attempt=2, launcher="local", agent_store=True),
         ),
         (SRUN, SRUN_ENV),
         ({**SRUN, "SLURM_RESTART_COUNT": "3"}, dataclasses.replace(SRUN_ENV, attempt=3)),

@@ -146,6 +146,25 @@ def test_a_rank_without_a_gpu_is_refused(launcher, num_gpus):
         gpu_index(rank_env(2, launcher=launcher), num_gpus)
 
 
+LISTENING = """
+own = {os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()}
+rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+addresses = [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
+(folder / f"listening-{env.rank}").write_text(" ".join(addresses))
+leave(0)
+"""
+
+
+def test_ranks_of_one_machine_listen_on_loopback_alone(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(RANK_SCRIPT + LISTENING)
+    environ = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    assert launch_local([str(script), str(tmp_path)], 2, tmp_path / "logs", environ=environ) == 0
+    found = [(tmp_path / f"listening-{rank}").read_text().split() for rank in range(2)]
+    assert all(found)
+    assert {address[-8:] for addresses in found for address in addresses} == {"0100007F"}  # 127.0.0.1, in hexadecimal
+
+
 def test_real_ranks_meet_reduce_wait_for_each_other_and_leave(tmp_path, capfd):
     script = tmp_path / "script.py"
     script.write_text(

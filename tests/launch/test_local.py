@@ -5,6 +5,7 @@ Ranks sleep for longer than a test may take: one that passes has not waited for 
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -66,10 +67,8 @@ def test_ranks_get_torchruns_environment_and_their_logs(launch, tmp_path, capfd)
 note(f"env-{rank}", dict(os.environ))
 note(f"session-{rank}", os.getsid(0))
 print("out of", rank); print("err of", rank, file=sys.stderr)
-if "SHARDWISE_STORE_FD" in os.environ:
-    import socket
-    listening = socket.socket(fileno=int(os.environ["SHARDWISE_STORE_FD"]))
-    note("port", [listening.getsockname()[1], listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)])
+import socket
+socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))).close()
 """
     environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     assert launch(code, 3, environ=environ) == 0
@@ -80,8 +79,6 @@ if "SHARDWISE_STORE_FD" in os.environ:
         (str(rank), str(rank), "3", "3", "127.0.0.1", num_threads) for rank in range(3)
     ]
     assert len({env["MASTER_PORT"] for env in envs}) == 1
-    assert json.loads((tmp_path / "port").read_text()) == [int(envs[0]["MASTER_PORT"]), 1]
-    assert ["SHARDWISE_STORE_FD" in env for env in envs] == [True, False, False]
     sessions = {(tmp_path / f"session-{rank}").read_text() for rank in range(3)} | {str(os.getsid(0))}
     assert len(sessions) == 4
     assert capfd.readouterr() == ("out of 0\n", "")
@@ -96,6 +93,13 @@ def test_threads_per_rank(launch, tmp_path, monkeypatch, threads_per_rank, envir
     monkeypatch.setattr(local, "num_cores", lambda: 2)
     launch('note("threads", os.environ["OMP_NUM_THREADS"])', 1, threads_per_rank=threads_per_rank, environ=environ)
     assert json.loads((tmp_path / "threads").read_text()) == expected
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, "lo"), ({"GLOO_SOCKET_IFNAME": "eth0"}, "eth0")])
+def test_gloo_is_told_to_listen_on_loopback_unless_the_user_says_where(launch, tmp_path, monkeypatch, given, expected):
+    monkeypatch.setattr(local.sys, "platform", "linux")
+    launch('note("where", os.environ["GLOO_SOCKET_IFNAME"])', 1, environ=given)
+    assert json.loads((tmp_path / "where").read_text()) == expected
 
 
 @pytest.mark.parametrize(
@@ -330,6 +334,64 @@ def test_in_a_terminal_rank_0_sees_it_and_ctrl_c_reaches_the_launcher_only(tmp_p
             os.close(ours)
     assert [json.loads((tmp_path / f"tty-{rank}").read_text()) for rank in range(2)] == [True, False]
     assert [log(tmp_path, rank) for rank in range(2)] == ["stopped by SIGTERM\n"] * 2
+
+
+def test_ranks_do_not_wait_for_ever_for_a_launcher_that_is_stopped(tmp_path):
+    code = """
+from shardwise.launch.rank import exit_with_parent
+exit_with_parent(os.environ)
+meet()
+time.sleep(600)
+"""
+    program = launcher_script(tmp_path, code).replace("grace_s", "timeout_s=0.5, grace_s")
+    with subprocess.Popen([sys.executable, "-c", program]) as launcher:
+        try:
+            assert wait_until(lambda: len(list(tmp_path.glob("pid-?"))) == 2)
+            launcher.send_signal(signal.SIGSTOP)
+            pids = noted_pids(tmp_path)
+            assert wait_until(lambda: not any(map(is_running, pids)))
+        finally:
+            launcher.kill()
+    said = r"shardwise: the launcher has been stopped for \d+ s; this rank ends with it\n"
+    assert re.fullmatch(said, log(tmp_path, 1))
+
+
+def test_a_rank_that_stays_stopped_ends_the_run_and_is_named(launch, capfd, monkeypatch):
+    monkeypatch.setattr(local, "_NOTICE_S", 0.0)
+    code = DEAF + "os.kill(os.getpid(), signal.SIGSTOP if rank == 1 else 0); time.sleep(600)"
+    assert launch(code, timeout_s=0.5, failure_grace_s=0.3) == 1
+    message = capfd.readouterr().err
+    assert re.search(r"rank 1 was stopped \(SIGSTOP or Ctrl-Z\) for \d+ s when the run ended", message)
+    assert "rank 0 was" not in message
+
+
+def test_a_rank_that_is_stopped_hears_the_request_to_stop(launch, tmp_path, capfd):
+    code = (
+        STOPPABLE
+        + """
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+else:
+    other = json.loads((folder / "pid-1").read_text())
+    while Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+    os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(600)
+"""
+    )
+    assert launch(code, grace_s=PATIENCE_S) == 128 + signal.SIGTERM
+    assert [log(tmp_path, rank) for rank in range(2)] == ["stopped by SIGTERM\n"] * 2
+
+
+def test_a_rank_that_a_request_to_stop_kills_leaves_the_others_little_time(launch, capfd):
+    code = """
+signal.signal(signal.SIGTERM, signal.SIG_DFL if rank else signal.SIG_IGN); meet()
+if rank == 0:
+    os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(600)
+"""
+    assert launch(code, grace_s=600, failure_grace_s=0.3) == 128 + signal.SIGTERM
+    assert "killed, not having stopped in time: ranks 0\n" in capfd.readouterr().err
 
 
 def test_no_ranks_are_refused(tmp_path):

@@ -36,7 +36,7 @@ def train(tmp_path):
         shard_path = prepare_data(config, tmp_path / "cache").path
         shown = io.StringIO()
         console = Console(file=shown, width=100)
-        stop = stop or StopFlag()
+        stop = StopFlag() if stop is None else stop  # a flag that nobody has set is false
         code = run.run_rank(config, tmp_path / "run", shard_path, env=lone_rank(), stop=stop, console=console)
         return code, shown.getvalue()
 
@@ -104,6 +104,20 @@ def test_a_signal_ends_it_after_the_step(train):
     assert "at step 1 of 3 by SIGTERM" in shown
     assert "held-out loss" not in shown
     assert "train loss" in shown
+
+
+def test_sigterm_kills_in_the_first_step_and_asks_to_stop_in_the_next(train, monkeypatch):
+    """A first step may take minutes, and there is nothing yet that a save would keep."""
+    take_step, found = run.Trainer._take_step, []
+
+    def noted(trainer):
+        found.append(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+        return take_step(trainer)
+
+    monkeypatch.setattr(run.Trainer, "_take_step", noted)
+    train(StopFlag(in_steps=(signal.SIGTERM,)))
+    assert found == [True, False, False]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_full_disk_is_one_line(train, tmp_path, monkeypatch, capsys):

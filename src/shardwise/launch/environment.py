@@ -26,9 +26,9 @@ from shardwise.config import ConfigError
 
 Launcher = Literal["local", "torchrun", "slurm", "none"]
 
-# Set by `shardwise.launch.local`: a pipe that ends when the launcher dies, and rank 0's socket that listens already.
+# Set by `shardwise.launch.local`: a pipe that ends when the launcher dies, and for how long it may be stopped.
 LAUNCHER_FD = "SHARDWISE_LAUNCHER_FD"
-STORE_FD = "SHARDWISE_STORE_FD"
+LAUNCHER_PATIENCE_S = "SHARDWISE_LAUNCHER_PATIENCE_S"
 
 # Below the range from which Linux takes the ports of outgoing connections.
 _FIRST_PORT, _NUM_PORTS = 10_000, 20_000
@@ -38,9 +38,8 @@ _FIRST_PORT, _NUM_PORTS = 10_000, 20_000
 class RankEnv:
     """One rank's place in the world and where the ranks meet.
 
-    `attempt` counts a launcher's restarts on this machine only. `store_fd` is a socket that listens on the master port
-    already; `agent_store` says that the launcher itself answers there. `cache` is where what was measured of this
-    machine is kept; None where nobody has said.
+    `attempt` counts a launcher's restarts on this machine only. `agent_store` says that the launcher holds the store,
+    and not rank 0. `cache` is where what was measured of this machine is kept; None where nobody has said.
     """
 
     rank: int
@@ -51,7 +50,6 @@ class RankEnv:
     master_port: int
     attempt: int
     launcher: Launcher
-    store_fd: int | None = None
     agent_store: bool = False
     cache: Path | None = None
 
@@ -119,8 +117,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankEnv:
         master_port=_port(environ),
         attempt=_integer(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
         launcher="local" if is_local else "torchrun",
-        store_fd=_integer(environ, STORE_FD) if STORE_FD in environ else None,
-        agent_store=not is_local and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        agent_store=is_local or environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 

@@ -94,6 +94,16 @@ def report(rank_exit: RankExit) -> str:
     return "\n".join([heading, f"the end of its log, {rank_exit.log_path}:", *(f"  | {line}" for line in shown)])
 
 
+def stopped_note(stopped: Mapping[int, float]) -> str:
+    """Say which ranks were stopped when the run ended, and for how long.
+
+    >>> stopped_note({1: 12.3})
+    'shardwise: rank 1 was stopped (SIGSTOP or Ctrl-Z) for 12 s when the run ended; the others waited for it'
+    """
+    texts = [f"rank {rank} was stopped (SIGSTOP or Ctrl-Z) for {for_s:.0f} s" for rank, for_s in stopped.items()]
+    return f"shardwise: {', '.join(texts)} when the run ended; the others waited for it"
+
+
 def exit_code(returncode: int) -> int:
     """A process's return code as a shell shows it: 128 + the signal's number for a death by signal."""
     return 128 - returncode if returncode < 0 else returncode

@@ -153,7 +153,6 @@ def _open_store(env: RankEnv, timeout_s: float) -> dist.Store:
             is_master=hosts,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
-            master_listen_fd=env.store_fd if hosts else None,
         )
     except RuntimeError as error:
         address = f"{env.master_addr}:{env.master_port}"

@@ -2,7 +2,8 @@
 
 Each rank is a session of its own, so that the terminal's Ctrl-C reaches only the launcher, which then asks all ranks to
 stop (SIGTERM), waits, and in the end kills. Rank 0's stdout is the launcher's; all else goes to a log per rank. A rank
-that dies takes the others with it, and the launcher says which one it was and why.
+that dies takes the others with it, and so does one that stays stopped (SIGSTOP); the launcher says which one it was and
+why. The launcher holds the store through which the ranks meet, so that no rank can freeze it.
 
     exit_code = launch_local(["-m", "shardwise.cli", "train"], 2, Path("runs/1"))
 """
@@ -22,17 +23,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from types import FrameType
-from typing import Literal
+from types import FrameType, MappingProxyType
+from typing import Any, Literal
 
+from shardwise.awake import StopWatch
 from shardwise.config import ConfigError
 from shardwise.launch.cores import num_cores
-from shardwise.launch.environment import LAUNCHER_FD, STORE_FD
-from shardwise.launch.failure import RankExit, exit_code, first_cause, lost_peer, report
+from shardwise.launch.environment import LAUNCHER_FD, LAUNCHER_PATIENCE_S
+from shardwise.launch.failure import RankExit, exit_code, first_cause, lost_peer, report, stopped_note
 
 # What CUDA's allocator is told; torch reads one of these variables, and this is its name in torch >= 2.9.
 ALLOC_CONF_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
+_LOOPBACK: Mapping[str, str] = MappingProxyType({"linux": "lo", "darwin": "lo0"})
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Within this time a signal repeats the first: a shell and its terminal, or a wrapper, may each send one.
@@ -40,6 +43,9 @@ _REPEAT_S = 0.5
 # A rank that lost its peer may be seen to end before the peer does: so long is the peer waited for.
 _SETTLE_S = 0.5
 _POLL_S = 0.05
+_LOOK_S = 1.0
+# The others notice by themselves that a rank is stopped, and know more about it: so much longer are they waited for.
+_NOTICE_S = 4.0
 _SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -89,6 +95,7 @@ def launch_local(
     *,
     threads_per_rank: int | None = None,
     environ: Mapping[str, str] | None = None,
+    timeout_s: float = 300.0,
     grace_s: float = 15.0,
     failure_grace_s: float = 3.0,
 ) -> int:
@@ -103,6 +110,8 @@ def launch_local(
         log_dir: gets `rank-N.log`, stdout and stderr; of rank 0 only stderr, since its stdout is this process's.
         threads_per_rank: OMP_NUM_THREADS; by default what `environ` says, else an equal share of the cores.
         environ: what the ranks inherit, by default this process's environment.
+        timeout_s: how long the ranks wait for each other. A rank that is stopped for longer ends the run, and so does
+            this process.
         grace_s: from the request to stop to the kill.
         failure_grace_s: the same for the ranks that are left when one died.
 
@@ -113,10 +122,11 @@ def launch_local(
         raise ConfigError(f"num_ranks={num_ranks} starts nothing; give at least 1")
     inherited = os.environ if environ is None else environ
     rank_environ = _common_environ(inherited, num_ranks, threads_per_rank)
+    rank_environ[LAUNCHER_PATIENCE_S] = str(timeout_s)
     log_dir.mkdir(parents=True, exist_ok=True)
     with _stop_signals() as received, _Ranks(log_dir) as ranks:
         ranks.start([sys.executable, *argv], num_ranks, rank_environ)
-        watch = _Watch(ranks, received, grace_s, failure_grace_s)
+        watch = _Watch(ranks, received, (grace_s, failure_grace_s), timeout_s + _NOTICE_S)
         watch.run()
     return _conclude(watch)
 
@@ -133,6 +143,9 @@ def _common_environ(inherited: Mapping[str, str], num_ranks: int, threads_per_ra
     # Blocks of changing sizes come and go: segments of a fixed size would be left half empty. On CPU it means nothing.
     if not any(name in environ for name in ALLOC_CONF_NAMES):
         environ[ALLOC_CONF_NAMES[0]] = EXPANDABLE_SEGMENTS
+    # All ranks are here: gloo, which asks nobody who he is, need not listen where other machines can reach it.
+    if sys.platform in _LOOPBACK:
+        environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK[sys.platform])
     environ.update(WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1")
     return environ
 
@@ -144,6 +157,8 @@ class _Ranks:
         self.log_dir = log_dir
         self.alive: set[int] = set()
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._watches: list[StopWatch] = []
+        self._store: Any = None
         # Ranks hold the reading end: it ends when this process does, even by kill -9 (`rank.exit_with_parent`).
         self._read_fd, self._write_fd = os.pipe()
 
@@ -156,6 +171,7 @@ class _Ranks:
             self.kill()
         for process in self._processes:
             process.wait()
+        self._store = None
         os.close(self._read_fd)
         os.close(self._write_fd)
 
@@ -163,18 +179,21 @@ class _Ranks:
         return self.log_dir / f"rank-{rank}.log"
 
     def start(self, command: Sequence[str], num_ranks: int, environ: Mapping[str, str]) -> None:
-        """Start all ranks; rank 0 gets the socket on which the ranks will meet, so that nobody can take its port."""
+        """Start all ranks, and hold the store in which they will meet; it listens here alone."""
         with socket.create_server(("127.0.0.1", 0), backlog=max(128, num_ranks)) as meeting:
             common = {**environ, "MASTER_PORT": str(meeting.getsockname()[1]), LAUNCHER_FD: str(self._read_fd)}
             for rank in range(num_ranks):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                fds = [self._read_fd]
-                if rank == 0:
-                    own[STORE_FD] = str(meeting.fileno())
-                    fds.append(meeting.fileno())
-                self._start_rank(rank, command, {**common, **own}, fds)
+                self._start_rank(rank, command, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            if num_ranks > 1:
+                # The ranks are importing it too, and wait at the socket meanwhile.
+                from torch.distributed import TCPStore
 
-    def _start_rank(self, rank: int, command: Sequence[str], environ: Mapping[str, str], fds: Sequence[int]) -> None:
+                port = meeting.getsockname()[1]
+                self._store = TCPStore(
+                    "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=meeting.detach()
+                )
+
+    def _start_rank(self, rank: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
         with self.log_path(rank).open("wb") as log:
             process = subprocess.Popen(
                 command,
@@ -182,10 +201,11 @@ class _Ranks:
                 stdin=subprocess.DEVNULL,
                 stdout=None if rank == 0 else log,
                 stderr=log,
-                pass_fds=fds,
+                pass_fds=[self._read_fd],
                 start_new_session=True,
             )
         self._processes.append(process)
+        self._watches.append(StopWatch(process.pid, gap_s=2 * _LOOK_S))
         self.alive.add(rank)
 
     def fetch_ended(self) -> list[tuple[int, int]]:
@@ -194,10 +214,19 @@ class _Ranks:
         self.alive.difference_update(rank for rank, _ in ended)
         return ended
 
+    def stopped(self) -> dict[int, float]:
+        """For how many seconds each of the living ranks that are stopped has been seen so."""
+        seen = {rank: self._watches[rank].stopped_s() for rank in sorted(self.alive)}
+        return {rank: stopped_s for rank, stopped_s in seen.items() if stopped_s is not None}
+
     def terminate(self) -> None:
-        """Send SIGTERM to the living ranks, not to what they started: that is theirs to end."""
+        """Send SIGTERM to the living ranks, not to what they started: that is theirs to end.
+
+        One that is stopped would not hear of it, so it goes on.
+        """
         for rank in self.alive:
             self._processes[rank].terminate()
+            self._processes[rank].send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """Send SIGKILL to the ranks and all that they started."""
@@ -209,16 +238,21 @@ class _Ranks:
 class _Watch:
     """Follows the ranks to their end, and decides when they are asked to stop and when they are killed."""
 
-    def __init__(self, ranks: _Ranks, received: deque[_Signalled], grace_s: float, failure_grace_s: float) -> None:
+    def __init__(
+        self, ranks: _Ranks, received: deque[_Signalled], graces_s: tuple[float, float], stopped_limit_s: float
+    ) -> None:
         self.exits: list[RankExit] = []
         self.signalled: _Signalled | None = None
+        self.stopped: dict[int, float] = {}
+        self.has_given_up = False
         self.killed_ranks: list[int] = []
         self._ranks = ranks
         self._received = received
-        self._grace_s = grace_s
-        self._failure_grace_s = failure_grace_s
+        self._grace_s, self._failure_grace_s = graces_s
+        self._stopped_limit_s = stopped_limit_s
         self._phase = _Phase.RUNNING
         self._deadline_s = math.inf
+        self._next_look_s = 0.0
 
     def run(self) -> None:
         """Return when every rank has ended."""
@@ -230,16 +264,28 @@ class _Watch:
                 self._on_end(RankExit(rank, returncode, self._ranks.log_path(rank), _SENT[self._phase]))
             while self._received:
                 self._on_signal(self._received.popleft())
-            if time.monotonic() >= self._deadline_s:
+            now_s = time.monotonic()
+            if now_s >= self._next_look_s:
+                self._next_look_s = now_s + _LOOK_S
+                self._look_for_stopped()
+            if now_s >= self._deadline_s:
                 self._on_deadline()
+
+    def _look_for_stopped(self) -> None:
+        stopped = self._ranks.stopped()
+        if stopped or self._phase in (_Phase.RUNNING, _Phase.SETTLING):  # later it may be this process that woke them
+            self.stopped = stopped
+        if max(stopped.values(), default=0.0) > self._stopped_limit_s and not self.has_given_up:
+            self.has_given_up = True
+            self._stop(self._failure_grace_s)
 
     def _on_end(self, rank_exit: RankExit) -> None:
         self.exits.append(rank_exit)
-        if not rank_exit.failed:
-            return
-        if self._phase is _Phase.STOPPING:
+        if self._phase is _Phase.STOPPING and (rank_exit.failed or rank_exit.returncode < 0):
             # The others may wait for the dead one: no use in the long grace.
             self._deadline_s = min(self._deadline_s, time.monotonic() + self._failure_grace_s)
+        elif not rank_exit.failed:
+            return
         elif self._phase is _Phase.RUNNING and lost_peer(rank_exit):
             self._phase = _Phase.SETTLING
             self._deadline_s = time.monotonic() + _SETTLE_S
@@ -277,14 +323,18 @@ class _Watch:
 def _conclude(watch: _Watch) -> int:
     """Say what went wrong, if anything did, and give the launcher's exit code."""
     cause = first_cause(watch.exits)
-    if cause is not None or watch.killed_ranks:
+    if cause is not None or watch.killed_ranks or watch.signalled is not None:
         _restore_terminal()
+    if watch.stopped and (cause is not None or watch.signalled is not None or watch.has_given_up):
+        _say(stopped_note(watch.stopped))
     if watch.signalled is not None and watch.killed_ranks:
         _say(f"shardwise: killed, not having stopped in time: ranks {', '.join(map(str, watch.killed_ranks))}")
     if cause is not None:
         _say(report(cause))
         return exit_code(cause.returncode)
-    return 0 if watch.signalled is None else 128 + watch.signalled.signum
+    if watch.signalled is None:
+        return int(watch.has_given_up)
+    return 128 + watch.signalled.signum
 
 
 def _restore_terminal() -> None:

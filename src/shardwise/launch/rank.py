@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 
-from shardwise.launch.environment import LAUNCHER_FD
+from shardwise.awake import StopWatch
+from shardwise.launch.environment import LAUNCHER_FD, LAUNCHER_PATIENCE_S
 
 # One Ctrl-C reaches a rank under torchrun twice, from the terminal and from the agent.
 _REPEAT_S = 2.0
+_LOOK_S = 1.0
 
 
 class StopFlag:
@@ -90,18 +93,24 @@ def install_stop_signal() -> StopFlag:
 def exit_with_parent(environ: Mapping[str, str]) -> None:
     """Kill this rank and its own children when the local launcher dies, however it dies; call it first of all.
 
+    The same where the launcher has been stopped for longer than it has said: it holds the store, and hears no signal.
     Does nothing under any other launcher.
     """
     if LAUNCHER_FD in environ:
-        launcher_fd = int(environ[LAUNCHER_FD])
-        threading.Thread(target=_kill_at_end_of, args=(launcher_fd,), name="exit-with-parent", daemon=True).start()
+        watched = int(environ[LAUNCHER_FD]), float(environ.get(LAUNCHER_PATIENCE_S, "inf"))
+        threading.Thread(target=_kill_without_launcher, args=watched, name="exit-with-parent", daemon=True).start()
 
 
-def _kill_at_end_of(launcher_fd: int) -> None:
-    # The launcher holds the only writing end and never writes: reading ends when the launcher does.
-    os.read(launcher_fd, 1)
+def _kill_without_launcher(launcher_fd: int, patience_s: float) -> None:
+    launcher = StopWatch(os.getppid(), gap_s=2 * _LOOK_S)
+    why = "died"
+    # The launcher holds the only writing end and never writes: there is something to read when it has ended.
+    while not select.select([launcher_fd], [], [], _LOOK_S)[0]:
+        if (stopped_s := launcher.stopped_s()) is not None and stopped_s > patience_s:
+            why = f"has been stopped for {stopped_s:.0f} s"
+            break
     with contextlib.suppress(OSError):
-        os.write(2, b"shardwise: the launcher died; this rank ends with it\n")
+        os.write(2, f"shardwise: the launcher {why}; this rank ends with it\n".encode())
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -102,6 +102,7 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
         num_ranks,
         folder,
         threads_per_rank=config.run.num_threads,
+        timeout_s=config.run.timeout_s,
         grace_s=STOP_GRACE_S,
     )
     if exit_code in _STOPPED_BY:
@@ -179,8 +180,7 @@ def run_rank(
             for note in filter(None, [*notes, plan_note(trainer)]):
                 _say(console, note)
             observer = Observer(trainer, folder, console, stop, resumed, predict(trainer, folder, env.cache))
-        with stop.armed():
-            ending = _train(trainer, checkpoints, folder, observer, stop, console)
+        ending = _train(trainer, checkpoints, folder, observer, stop, console)
         write_timeline(folder / f"timeline-{env.rank}.jsonl", trainer.engine.timeline)
         if observer is not None:
             stopped_by = _stopped_by(stop, env) if trainer.was_stopped else None
@@ -213,9 +213,13 @@ def _train(
     """Take the steps, save, and write the sample; on every rank alike."""
     announce = observer.announce if observer is not None else log.info
     failure: CheckpointError | None = None
+    armed = ExitStack()
 
     def save(step: int) -> None:
         nonlocal failure
+        if step == trainer.first_step + 1:
+            # Until then there is nothing to save, and a first step may take as long as it likes.
+            armed.enter_context(stop.armed())
         if step == trainer.config.run.record_timeline:
             save_timeline(trainer.engine, folder / "timeline.json")
         if not checkpoints.is_due(step):
@@ -232,7 +236,7 @@ def _train(
                 raise
             failure = error  # what was learned is still to be evaluated and told
 
-    with closing(observer) if observer is not None else nullcontext():
+    with armed, closing(observer) if observer is not None else nullcontext():
         for record in trainer.steps(stop.__bool__, announce, save):
             if observer is not None:
                 observer.see(record)
