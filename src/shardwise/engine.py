@@ -268,8 +268,8 @@ class Engine(EngineWeights):
                 "gradients came from a backward outside engine.backward(loss), so how much counts in them is unknown; "
                 "use engine.backward or shardwise.backward, or drop them with engine.zero_grad()"
             )
-        if not self._driver.is_as_trainable:
-            raise ValueError("requires_grad changed between a step's backwards; freeze and unfreeze between steps")
+        if not self._driver.is_as_trainable(may_pause=True):
+            raise ValueError("requires_grad was set between a step's backwards; unfreeze between steps")
         if self._num_backwards == 0:
             raise RuntimeError("engine.step() without a backward since the last step; call engine.backward(loss) first")
         self._driver.finish()
@@ -433,14 +433,18 @@ class Engine(EngineWeights):
         self._follow_freezing()
 
     def _follow_freezing(self) -> None:
-        """Regroup where `requires_grad` has changed since the last step; all ranks do so alike."""
-        if self._driver.is_as_trainable:
+        """Regroup where `requires_grad` has changed since the last step; all ranks do so alike.
+
+        What has taken a step and is frozen stays where it is, with its states, for it may be so for a while only.
+        """
+        if self._driver.is_as_trainable(may_pause=self.num_steps > 0):
             return
         if self._books.has_open:
             raise ValueError(
                 "requires_grad changed between a forward and its backward; freeze and unfreeze between steps"
             )
-        layout = build_layout(self.model, self.config, self.layout.tensor, self.layout.pipeline)
+        trained = frozenset(self.layout.trained_names if self.num_steps > 0 else ())
+        layout = build_layout(self.model, self.config, self.layout.tensor, self.layout.pipeline, trained)
         regroup(self._states(), layout, self._optimizer_plan.groups_of(layout))
         self.layout = layout
 

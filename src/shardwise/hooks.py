@@ -108,7 +108,11 @@ def hook_gradient(parameter: nn.Parameter, on_gradient: Callable[[Tensor], None]
         if gradient is not None:
             on_gradient(gradient)
 
-    return parameter.register_post_accumulate_grad_hook(take)
+    trains = parameter.requires_grad
+    try:
+        return parameter.requires_grad_(True).register_post_accumulate_grad_hook(take)  # torch takes it of no other
+    finally:
+        parameter.requires_grad_(trains)
 
 
 def claim(module: nn.Module) -> Callable[[], None]:

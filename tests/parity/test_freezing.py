@@ -1,8 +1,9 @@
-"""Parameters frozen and unfrozen between steps train as in one plain process, and their states go and come."""
+"""Parameters frozen and unfrozen between steps train as in one plain process, which keeps what a frozen one has."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from harness.models import CASES, every_rank, make_batches
 from harness.pool import WorkerPool
 from harness.reference import call_model, max_error
 from harness.training import LR, make_config
-from shardwise import ConfigError, Engine, initialize
+from shardwise import ConfigError, Engine, backward, initialize
 from shardwise.memory import Category
 
 CASE = CASES["odd-shapes"]
@@ -80,9 +81,6 @@ def train_plainly(world_size: int, is_own: bool) -> tuple[list[float], dict[str,
     for prefixes, step in zip(FROZEN, every_rank(batches), strict=True):
         freeze(model, prefixes)
         optimizer.zero_grad()
-        for parameter in model.parameters():
-            if not parameter.requires_grad:
-                optimizer.state.pop(parameter, None)
         total, count = 0.0, 0
         for batch in step:
             loss, num = CASE.loss(call_model(model, batch, CASE.loss), batch)
@@ -119,19 +117,20 @@ def test_states_go_and_come(ranks: WorkerPool) -> None:
 
 
 def bf16_masters(rank: int, world_size: int) -> list[bool]:
-    """Freeze one parameter of a unit: the master of its other ones must not be rounded to bf16 on the way."""
+    """Unfreeze one parameter of a unit: the master of its other ones must not be rounded to bf16 on the way."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].bias.requires_grad_(False)
     engine = initialize(
         model, make_config(1, {"precision": {"param": "bf16"}}), loss_fn=lambda output, _: output.square().mean()
     )
     engine.train_step([torch.ones(2, 8)])
     before = masters(engine)
-    model[0].bias.requires_grad_(False)
+    model[0].bias.requires_grad_(True)
     engine(torch.ones(2, 8))
     after = masters(engine)
-    assert set(before) - set(after) == ({"0.bias"} if rank == 1 else set())
-    return [torch.equal(before[name], after[name]) for name in after if before[name].shape == after[name].shape]
+    assert set(after) - set(before) == ({"0.bias"} if rank == 1 else set())
+    return [torch.equal(before[name], after[name]) for name in before if before[name].shape == after[name].shape]
 
 
 def masters(engine: Engine) -> dict[str, Tensor]:
@@ -158,10 +157,95 @@ def test_unfreezing_what_the_optimizer_does_not_know_is_refused() -> None:
         engine(torch.ones(1, 4, dtype=torch.float64))
 
 
-def test_freezing_within_a_step_is_refused() -> None:
+def test_unfreezing_within_a_step_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
+    model[0].requires_grad_(False)
     engine = initialize(model, make_config(1, {}), loss_fn=lambda y, _: y.mean())
     engine.backward(engine(torch.ones(1, 4, dtype=torch.float64)))
-    model[0].requires_grad_(False)
-    with pytest.raises(ValueError, match="freeze and unfreeze between steps"):
+    model[0].requires_grad_(True)
+    with pytest.raises(ValueError, match="unfreeze between steps"):
         engine.step()
+
+
+# A generator and a discriminator, which is frozen around the other's step.
+
+Networks = tuple[nn.Module, nn.Module]
+NUM_DUELS = 4
+
+
+def networks() -> Networks:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6)).double(), nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)
+    ).double()
+
+
+def noise(step: int, num_ranks: int) -> Tensor:
+    return torch.randn(num_ranks, 3, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def telling(discriminator: nn.Module, made: Tensor) -> Tensor:
+    return (discriminator(made.detach()) + 1).square().mean() + (
+        discriminator(torch.ones_like(made)) - 1
+    ).square().mean()
+
+
+def fooling(discriminator: nn.Module, made: Tensor) -> Tensor:
+    return (discriminator(made) - 1).square().mean()
+
+
+def duel(rank: int, world_size: int, stage: int, folder: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Saved, loaded into new engines and gone on with while the discriminator is frozen."""
+    losses = []
+
+    def engines() -> tuple[Networks, tuple[Engine, Engine]]:
+        models = networks()
+        config = make_config(1, {"zero": {"stage": stage}})
+        made = initialize(models[0], config, loss_fn=lambda output, _: fooling(models[1], output))
+        return models, (made, initialize(models[1], config, loss_fn=lambda output, _: output))
+
+    (generator, discriminator), (g, d) = engines()
+    for step in range(NUM_DUELS):
+        z = noise(step, world_size)[rank]
+        loss = telling(discriminator, generator(z).detach())
+        backward(loss, [d])
+        losses.append(d.step().loss)
+        discriminator.requires_grad_(False)
+        losses.append(g.train_step([z]).loss)
+        if step == 1:
+            g.save(f"{folder}/g")
+            d.save(f"{folder}/d")
+            (generator, discriminator), (g, d) = engines()
+            g.load(f"{folder}/g")
+            d.load(f"{folder}/d")
+        discriminator.requires_grad_(True)
+    found = {}
+    for name, engine in (("g", g), ("d", d)):
+        with engine.gathered() as model:
+            found |= {f"{name}.{key}": each.detach().clone() for key, each in model.named_parameters()}
+    return losses, found
+
+
+def duel_plainly(num_ranks: int) -> tuple[list[float], dict[str, Tensor]]:
+    generator, discriminator = networks()
+    optimizers = [plain_optimizer(each) for each in (generator, discriminator)]
+    losses = []
+    for step in range(NUM_DUELS):
+        for which in (1, 0):
+            discriminator.requires_grad_(which == 1)
+            loss_of = (fooling, telling)[which]
+            loss = torch.stack([loss_of(discriminator, generator(z)) for z in noise(step, num_ranks)]).mean()
+            optimizers[which].zero_grad()
+            loss.backward()
+            optimizers[which].step()
+            losses.append(loss.item())
+    both = (("g", generator), ("d", discriminator))
+    return losses, {f"{name}.{key}": each.detach() for name, model in both for key, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_frozen_for_a_while_keeps_its_states(ranks: WorkerPool, stage: int, tmp_path: Path) -> None:
+    losses, parameters = duel_plainly(2)
+    for actual, found in ranks(2).run(duel, stage, str(tmp_path)):
+        assert max_error(actual, losses) <= 1e-9
+        assert max_error(found, parameters) <= 1e-9

@@ -234,9 +234,6 @@ def train_frozen_plainly(name: str, num_data_ranks: int) -> tuple[list[float], l
         for step, frozen in enumerate(FREEZINGS[name]):
             freeze(model, frozen)
             optimizer.zero_grad()
-            for parameter in model.parameters():
-                if not parameter.requires_grad:
-                    optimizer.state.pop(parameter, None)
             batches = step_batches(make_case("deep"), step, num_data_ranks, NUM_MICRO_BATCHES)
             losses.append(plain_loss(model, batches, backward=True))
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), math.inf).item())

@@ -22,7 +22,7 @@ The engine executes it, the planner prices it, a checkpoint records it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -312,6 +312,7 @@ def build_layout(
     config: Config,
     tensor: TensorLayout | None = None,
     pipeline: PipelineLayout | None = None,
+    trained: Collection[str] = (),
 ) -> Layout:
     """Compute the layout of `model` under a resolved config.
 
@@ -320,6 +321,7 @@ def build_layout(
         config: as `Config.resolve` returns it.
         tensor: how parameters lie over the tensor-parallel group; None for one rank.
         pipeline: the stages; None without a pipeline. The layout is that of its rank.
+        trained: parameters that keep gradients and states whether or not they are frozen now.
 
     Raises:
         ConfigError: the model has no parameters, or `zero.blocks` does not fit it.
@@ -328,7 +330,9 @@ def build_layout(
     if mesh.tp != (1 if tensor is None else tensor.degree):
         raise ConfigError(f"mesh.tp={mesh.tp} needs a plan of how layers are split; use shardwise.plan_layout")
     units = find_units(model, config.zero.blocks)
-    entries = read_parameters(model, units)
+    entries = tuple(
+        replace(each, requires_grad=True) if each.name in trained else each for each in read_parameters(model, units)
+    )
     if not entries:
         raise ConfigError(f"{type(model).__name__} has no parameters; there is nothing to train or shard")
     num_ranks, num_shards = mesh.size_along(GRADIENT_AXES), mesh.size_along(SHARD_AXES)

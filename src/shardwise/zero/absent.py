@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -48,10 +48,9 @@ class AbsentParams:
         """The parameters' names by their identities."""
         return {key: place.name for key, (_, place) in self._specs.items()}
 
-    @property
-    def is_as_trainable(self) -> bool:
-        """Whether no parameter has been frozen or unfrozen since."""
-        return all(parameter.requires_grad == self._specs[id(parameter)][0].trainable for parameter in self._parameters)
+    def trains(self) -> Iterator[tuple[GroupSpec, bool]]:
+        """Of each parameter, its group, and what `requires_grad` says now."""
+        return ((self._specs[id(parameter)][0], parameter.requires_grad) for parameter in self._parameters)
 
     def follow(self, specs: Sequence[GroupSpec]) -> None:
         """Take over new groups of the same parameters."""

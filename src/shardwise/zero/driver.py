@@ -54,7 +54,7 @@ class ZeroDriver:
         self._model = model
         self._resources = resources
         self._place_of: dict[int, tuple[ParamGroup, str]] = {}
-        self._in_backward = self._is_inner = False
+        self._in_backward = self._is_inner = self._has_gradients = False
         self._is_forwarding = False
         this = weakref.ref(self)
         present = next((parameter_class(parameter) for parameter in model.parameters()), nn.Parameter)
@@ -130,10 +130,12 @@ class ZeroDriver:
         for group in self.groups:
             group.params.check_unchanged()
 
-    @property
-    def is_as_trainable(self) -> bool:
-        """Whether no parameter has been frozen or unfrozen since its group was made."""
-        return self.absent.is_as_trainable and all(group.params.is_as_trainable for group in self.groups)
+    def is_as_trainable(self, may_pause: bool) -> bool:
+        """Whether groups are as `requires_grad` says; with `may_pause` a frozen parameter may be of a trained group."""
+        own = ((group.spec, trains) for group in self.groups for trains in group.params.trains())
+        return all(
+            trains == spec.trainable or (may_pause and spec.trainable) for spec, trains in (*own, *self.absent.trains())
+        )
 
     def enter_forward(self, unit: Unit) -> None:
         """A unit's forward is about to begin; pass the units that it skips."""
@@ -355,6 +357,10 @@ class ZeroDriver:
             self._in_backward = True
             # One that a forward or a loss runs, or through which another is to run: not the one that gives gradients.
             self._is_inner = self._is_forwarding or self.is_serving or torch.is_grad_enabled()
+            # What is frozen around another engine's step has no gradients to reduce.
+            self._has_gradients = self.is_expecting_gradients or any(
+                any(group.params.trains()) for group in self._reduce_order
+            )
             self._num_reduced = 0
             self._done.clear()
             self.order.start_backward()
@@ -390,16 +396,21 @@ class ZeroDriver:
             self._done.add(id(group))
             self._reduce_done()
 
+    @property
+    def _reduces(self) -> bool:
+        """Whether the backward that has begun reduces gradients."""
+        return self.will_reduce and self._has_gradients and not self._is_inner
+
     def _reduce_behind(self, unit: Unit) -> None:
         """In lockstep, reduce what lies behind a unit when its backward begins, so that all ranks do so in one order.
 
         Elsewhere each reduction starts as soon as its gradients are there.
         """
-        if self._resources.lockstep and self.will_reduce and not self._is_inner and unit is not self.units[0]:
+        if self._resources.lockstep and self._reduces and unit is not self.units[0]:
             self._reduce_until(min((self._reduce_position[each] for each in unit.groups if each.grads), default=0))
 
     def _reduce_done(self) -> None:
-        if not self.will_reduce or self._is_inner or self._resources.lockstep:
+        if not self._reduces or self._resources.lockstep:
             return
         position = self._num_reduced
         while position < len(self._reduce_order) and id(self._reduce_order[position]) in self._done:
@@ -446,7 +457,7 @@ class ZeroDriver:
         self._pass(self.order.end_backward())
         self._in_backward = False
         self._holds_unreduced = any(group not in self._final for group in self._reduce_order)
-        if self.will_reduce and not self._is_inner:
+        if self._reduces:
             self._reduce_all()
         self._end_units()
         if not self._is_inner:

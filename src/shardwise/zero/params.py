@@ -162,11 +162,10 @@ class GroupParams:
                         "own; write before initialize, or inside `with engine.gathered(write=True):`"
                     )
 
-    @property
-    def is_as_trainable(self) -> bool:
-        """Whether no parameter has been frozen or unfrozen since the group was made."""
+    def trains(self) -> list[bool]:
+        """What `requires_grad` says of each parameter now."""
         with plain_torch_functions():
-            return all(parameter.requires_grad == self.spec.trainable for parameter in self.parameters)
+            return [parameter.requires_grad for parameter in self.parameters]
 
     def accept_written(self, index: int) -> None:
         """Take one parameter's values as they are: somebody has written it, and the master with it."""

@@ -1,8 +1,9 @@
-"""Freezing and unfreezing between steps: parameters change their group, and their states go with them, or go.
+"""Unfreezing between steps, and freezing before the first: parameters change their group, and states go with them.
 
-A unit's trainable and its frozen parameters lie in two groups. Where a parameter's `requires_grad` has changed, the
-unit's groups are made anew, one unit at a time: masters and optimizer states of what stays trainable are kept bit for
-bit, a newly trainable parameter starts without states, as in plain torch, and a newly frozen one loses its.
+A unit's trainable and its frozen parameters lie in two groups. Where a parameter is to change its group, the unit's
+groups are made anew, one unit at a time: masters and optimizer states of what stays trainable are kept bit for bit, and
+a newly trainable parameter starts without states, as in plain torch. What has been trained and is frozen stays where it
+is, and a step leaves it alone, as in plain torch too.
 """
 
 from __future__ import annotations
