@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import shardwise
 from harness.waiting import PATIENCE_S, num_lines, wait_until
 from shardwise import cli
 from shardwise.config import Config, all_keys
@@ -287,6 +288,19 @@ def test_help_needs_no_torch():
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert "key=value" in out
     assert out.splitlines()[-1] == "False"
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as exited:
+        cli.main(["--version"])
+    assert exited.value.code == 0
+    assert capsys.readouterr().out == f"shardwise {shardwise.__version__}\n"
+
+
+def test_no_extra_is_needed_to_import_the_engine_and_the_trainer():
+    missing = "sys.modules.update(dict.fromkeys(['transformers', 'tensorboard', 'triton', 'deepspeed']))"
+    script = f"import sys; {missing}; import shardwise.start, shardwise.train.run, shardwise.planner.plan"
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_the_config_printed_is_the_config_used(tmp_path, capsys):

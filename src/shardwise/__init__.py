@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from shardwise.tensor.propose import propose_plan
     from shardwise.wearing import ReleasedParameterError
 
+__version__: Final = "0.1.0"
+
 __all__ = [
     "CheckpointError",
     "CommError",

@@ -25,6 +25,7 @@ from typing import NoReturn, TextIO
 
 from rich.console import Console
 
+from shardwise import __version__
 from shardwise.cli_attention import add_command as add_attention_command
 from shardwise.cli_checkpoint import add_commands as add_checkpoint_commands
 from shardwise.cli_plan import add_command as add_plan_command
@@ -118,6 +119,7 @@ def _nearest(word: str, words: Sequence[str]) -> str:
 def _parser() -> argparse.ArgumentParser:
     description = "Train PyTorch models too large for the machines at hand."
     parser: argparse.ArgumentParser = _Parser(prog="shardwise", description=description)
+    parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     train = commands.add_parser(
         "train",
