@@ -1,54 +1,72 @@
-# make train | make test: both set up .venv from the lock first, and need nothing but Python >= 3.11.
+# make train | make test: both set up .venv from a lock first, and need nothing but Python >= 3.11.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+READY_DEV := $(VENV)/.ready-dev
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+# What `make lock` does not take the newest of: torch is what the project is tested with.
+HOLD ?= torch==2.13.0
+INDEX ?= https://pypi.org/simple
 # Two processes take the tests file by file: many of them wait, and no two of a file meet. ARGS="-n0" runs all in one.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help train test test-full lint types imports check lock clean
+.PHONY: help train test test-full lint types imports check check-locks check-wheel lock clean
 
 help:
 	@echo "make train      set up and train the default model on this machine (ARGS=\"zero.stage=3\" to change it)"
 	@echo "make test       set up and run the tests, in two processes (ARGS=\"-n0\" for one)"
 	@echo "make test-full  the tests, with every combination"
 	@echo "make check      lint, types, import rules"
+	@echo "make check-locks  the locks resolve on each platform and Python, from the public index alone"
+	@echo "make check-wheel      the wheel builds, installs in an empty environment, and trains there"
+	@echo "make lock       resolve both locks anew from the public index"
 
 train: $(READY)
 	@$(BIN)/shardwise train $(ARGS)
 
-test: $(READY)
+test: $(READY_DEV)
 	$(PYTEST) $(ARGS)
 
-test-full: $(READY)
+test-full: $(READY_DEV)
 	$(PYTEST) --full $(ARGS)
 
 check: lint types imports
 
-lint: $(READY)
+lint: $(READY_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(READY)
+types: $(READY_DEV)
 	$(BIN)/mypy
 
-imports: $(READY)
+imports: $(READY_DEV)
 	$(BIN)/lint-imports
+
+check-locks: $(READY_DEV)
+	$(BIN)/python .ci/locks.py --uv $(BIN)/uv --index $(INDEX) check
+
+check-wheel: $(READY_DEV)
+	bash .ci/wheel $(BIN)
 
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Shardwise needs Python >= 3.11; set PYTHON=python3.11 or newer")'
 	@echo "setting up $(VENV) from requirements.lock (once, a minute or two)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@$(PIP) -r requirements.lock
+	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# Resolve the newest versions that pyproject.toml allows, with torch held where the project is tested.
+$(READY_DEV): requirements-dev.lock $(READY)
+	@echo "adding what development needs, from requirements-dev.lock"
+	@$(PIP) -r requirements-dev.lock
+	@touch $@
+
+# uv comes from an environment of its own: the locks may be what is wrong.
 lock:
-	rm -rf .venv-lock && $(PYTHON) -m venv .venv-lock
-	.venv-lock/bin/pip install --quiet torch==2.13.0 "setuptools>=77" && .venv-lock/bin/pip install --quiet --editable '.[dev]'
-	(head -2 requirements.lock; .venv-lock/bin/pip freeze --all --exclude-editable | grep -v '^pip==' | sed 's/+cpu//') > requirements.lock.new
-	mv requirements.lock.new requirements.lock && rm -rf .venv-lock
+	rm -rf .venv-lock && $(PYTHON) -m venv .venv-lock && .venv-lock/bin/pip install --quiet uv
+	.venv-lock/bin/python .ci/locks.py --uv .venv-lock/bin/uv --index $(INDEX) write $(addprefix --hold ,$(HOLD))
+	rm -rf .venv-lock
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-lock .pytest_cache .mypy_cache .ruff_cache .hypothesis
