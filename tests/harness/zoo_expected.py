@@ -1,0 +1,164 @@
+"""What is expected of every cell of the zoo, as data: a change for the worse fails, and one for the better too.
+
+A row has one sign for each of `CELLS`:
+
+    =   equal to one plain process, to 1e-9 in float64
+    -   refused in one line; another layout trains the model, as its stage 3 shows
+    p   refused in one line that names `propose_plan`; the proposal is equal
+    c   refused in one line; what it names, in `CURES`, is equal
+    !   a defect that is known: wrong, or an error of somebody else's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from harness.zoo import ZOO
+from harness.zoo_cells import CELLS, Cell
+
+EXPECTED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "llama": "======",
+        "llama/tied": "======",
+        "mistral": "====c=",
+        "qwen2": "======",
+        "qwen3": "======",
+        "gemma": "=!====",
+        "gemma2": "=!==c=",
+        "gemma3_text": "=!==c=",
+        "phi": "======",
+        "phi3": "====c=",
+        "olmo2": "=!====",
+        "olmo3": "=!==c=",
+        "granite": "======",
+        "starcoder2": "====c=",
+        "cohere": "==!===",
+        "stablelm": "=p====",
+        "smollm3": "======",
+        "glm4": "==!===",
+        "gpt2": "======",
+        "gptj": "=-!=-=",
+        "gpt_neo": "=p==-=",
+        "gpt_neox": "======",
+        "codegen": "=-!=-=",
+        "opt": "======",
+        "bloom": "=p==-=",
+        "falcon": "=p==-=",
+        "falcon/new": "=p==-=",
+        "mpt": "=p==-=",
+        "mamba": "=-!=-=",
+        "falcon_mamba": "=-!=-=",
+        "recurrent_gemma": "=p==-=",
+        "lfm2": "=p=!-=",
+        "jamba": "=--!-=",
+        "mixtral": "=--=c=",
+        "qwen2_moe": "=--===",
+        "qwen3_moe": "=--===",
+        "deepseek_v2": "=--=!=",
+        "deepseek_v3": "=--=!=",
+        "bert": "======",
+        "roberta": "======",
+        "electra": "=p====",
+        "distilbert": "=p====",
+        "albert": "=p=!==",
+        "roformer": "=-!!-=",
+        "mobilebert": "=p==!=",
+        "ibert": "=--!-=",
+        "modernbert": "=p==c=",
+        "deberta-v2": "=p=!-=",
+        "t5": "====-=",
+        "bart": "=-!=-=",
+        "pegasus": "=-!=-=",
+        "mbart": "=-!=-=",
+        "m2m_100": "=-!=-=",
+        "marian": "=-!=-=",
+        "blenderbot": "=-!=-=",
+        "vit": "=p==-=",
+        "dinov2": "=p==-=",
+        "whisper": "=-!=-=",
+        "wav2vec2": "=--=-=",
+        "blip": "=-!!-=",
+        "llava": "==-!-=",
+        "qwen2_vl": "==-!-=",
+        "clip": "=p=!-=",
+        "siglip": "=p=!-=",
+        "patchtst": "=p==-!",
+        "residual net": "=p=!-=",
+        "torch encoder": "=p==-=",
+        "torch encoder, norm first": "=p==-=",
+        "torch pair": "=p=!-=",
+        "nano gpt": "=p==-=",
+        "experts": "=--=-=",
+        "rotary decoder": "=p==-=",
+        "cross decoder": "=p=!-=",
+        "conv net": "=p==-!",
+        "unet": "=--!-=",
+        "lstm": "=p=!-=",
+        "adversaries": "=p==-=",
+        "patches": "=p=!-=",
+        "adapters": "=--=-=",
+    }
+)
+CURES: Final[Mapping[tuple[str, str], Mapping[str, Any]]] = MappingProxyType(
+    {
+        **{
+            (each, "context"): {"options": {"sliding_window": None}}
+            for each in ("mistral", "mixtral", "phi3", "starcoder2")
+        },
+        **{
+            (each, "context"): {"options": {"layer_types": ["full_attention"] * 2}}
+            for each in ("gemma3_text", "olmo3", "modernbert")
+        },
+        ("gemma2", "context"): {"options": {"layer_types": ["full_attention"] * 2, "attn_logit_softcapping": None}},
+    }
+)
+# Where statistics run along, a plan that splits is to load them.
+_TARGETS: Final[Mapping[str, str]] = MappingProxyType({"conv net": "proposal", "patchtst": "proposal"})
+# What was wrong once, or no line at all.
+_ONCE_WRONG: Final = frozenset(
+    {
+        *((each, "own plan") for each in ("gemma", "gemma2", "gemma3_text", "olmo2")),
+        *((each, "proposal") for each in ("bart", "gptj", "falcon", "adapters")),
+        *((each, "context") for each in ("mobilebert", "deepseek_v3")),
+        *((each, "pipeline") for each in ("ibert", "llava", "deberta-v2", "experts")),
+        *((each, "reload") for each in ("conv net", "patchtst")),
+    }
+)
+
+
+def sign(family: str, cell: str) -> str:
+    """What is expected of a cell."""
+    return EXPECTED[family][CELLS.index(cell)]
+
+
+def make_cell(family: str, name: str) -> Cell:
+    """A cell; a reload goes on in the first layout that splits the model and is equal."""
+    found = (each for each in ("own plan", "context", "pipeline", "proposal") if sign(family, each) == "=")
+    return Cell(name, target=_TARGETS.get(family) or next(found, "stage 3"))
+
+
+def cure(family: str, name: str) -> Cell:
+    """What the error of a cell names instead."""
+    cell = make_cell(family, name)
+    return Cell(name, target=cell.target, **CURES[family, name])
+
+
+def quick_cells(family: str) -> list[str]:
+    """One that trains and one more, so that every layout meets many families; and what was wrong once."""
+    number = list(ZOO).index(family)
+    # Tracing for a proposal takes as long as five other cells.
+    names = [each for each in CELLS if each != "proposal" or number % 4 == 0]
+    trains = [each for each in names if sign(family, each) == "="]
+    chosen = {trains[number % len(trains)], names[(number // 2) % len(names)]}
+    return [each for each in CELLS if each in chosen or (family, each) in _ONCE_WRONG]
+
+
+def table() -> str:
+    """All cells as a table of Markdown."""
+    words = {"=": "equal", "!": "**not right yet**"}
+    rows = [
+        f"| {name} | " + " | ".join(words.get(each, "refused") for each in row) + " |" for name, row in EXPECTED.items()
+    ]
+    return "\n".join(["| | " + " | ".join(CELLS) + " |", "|---" * (len(CELLS) + 1) + "|", *rows])
