@@ -29,14 +29,17 @@ from harness.pool import WorkerPool
 from harness.time_outs import answers_may_be_late, fail_after
 from harness.training import make_config
 from harness.waiting import PATIENCE_S, wait_until
-from shardwise import ConfigError, Engine, initialize
+from shardwise import CheckpointError, ConfigError, Engine, initialize
+from shardwise.agreement import Meeting
+from shardwise.checkpoint.rounds import Rounds
 from shardwise.comm import CommError, Comms, MeshNetwork, connect
-from shardwise.comm_books import Call, CallNote, CommBooks
+from shardwise.comm_books import AbsentError, Call, CallNote, CommBooks
 from shardwise.config import RunConfig
 from shardwise.diagnosis import RankReport, diagnose, render
 from shardwise.layout.layout import build_layout
 from shardwise.mesh import Mesh, open_store
 from shardwise.pool import BufferPool
+from shardwise.store import PatientStore, StoreSilentError
 from shardwise.streams import Event, Streams
 from shardwise.timeline import Timeline
 from shardwise.watchdog import Watchdog, watch
@@ -362,6 +365,92 @@ def test_two_watchdogs_meet_over_any_store(kind: str, tmp_path: Path, caplog: py
     other.close()
     assert others.num_calls == 0
     assert wait_until(lambda: not any(each.name == "shardwise-watchdog" for each in threading.enumerate()))
+
+
+@contextmanager
+def held_store() -> Iterator[tuple[dist.Store, subprocess.Popen[str]]]:
+    """A store that another process holds."""
+    with subprocess.Popen([sys.executable, "-c", STORE_HOST], stdout=subprocess.PIPE, text=True) as host:
+        try:
+            assert host.stdout is not None
+            yield dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False), host
+        finally:
+            host.kill()
+
+
+STORE_HOST = """
+import time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_silent_store_hides_neither_where_a_rank_waits_nor_the_failure(caplog: pytest.LogCaptureFixture) -> None:
+    """Its host is stopped, as when rank 0's process is: torch's own requests would never return."""
+    with held_store() as (store, host):
+        books, watchdog = watched(store, 0)
+        call = gather(books)
+        host.send_signal(signal.SIGSTOP)
+        with entered(books, call):
+            assert wait_until(lambda: bool(caplog.messages))
+            assert "rank 0 is in all_gather #1 of blocks.0" in caplog.messages[0]
+            assert "the store has not answered" in caplog.messages[0]
+            assert "the store has not answered" in str(watchdog.explain(call))
+        host.send_signal(signal.SIGCONT)
+        assert wait_until(lambda: store.check(["num_alarms"]))
+        watchdog.close()
+
+
+def test_requests_to_a_silent_store_end_and_a_store_that_comes_back_is_heard() -> None:
+    with held_store() as (store, host):
+        patient = PatientStore(store, 1.0, "part")
+        patient.set("key", "value")
+        host.send_signal(signal.SIGSTOP)
+        with pytest.raises(StoreSilentError, match="has not answered for 1 s"):
+            patient.get("key")
+        meeting = Meeting(patient, (0, 1), 0, timeout_s=1.0)
+        with pytest.raises(AbsentError, match="ranks 0, 1 were to come to the door"):
+            meeting.verdict("door", "", lambda notes: "", "the door")
+        rounds = Rounds(patient, 0, 1, 2, timeout_s=1.0, subject="checkpoint of step 1")
+        with pytest.raises(CheckpointError, match="the store does not answer"):
+            rounds.run("write", lambda: "", lambda said: "")
+        host.send_signal(signal.SIGCONT)
+        assert wait_until(lambda: is_answered(patient))
+
+
+def is_answered(store: PatientStore) -> bool:
+    try:
+        return store.get("key") == b"value"
+    except StoreSilentError:
+        return False
+
+
+def test_a_rank_that_was_stopped_itself_has_not_waited_meanwhile() -> None:
+    """It comes back to a collective that is old by the clock, but was not held up."""
+    books, watchdog = watched(dist.HashStore(), 0, patience_s=100.0)
+    with entered(books, gather(books)):
+        assert watchdog._waited_s(books.inside) == 0.0
+        later_s = time.monotonic() + 1000.0
+        with patch("shardwise.awake.time.monotonic", lambda: later_s):
+            assert 0.0 < watchdog._waited_s(books.inside) <= 2.0
+    watchdog.close()
+
+
+def test_a_report_whose_wait_is_over_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    store = dist.HashStore()
+    books, watchdog = watched(store, 0, patience_s=100.0)
+    with entered(books, gather(books)):
+        watchdog._answer(1, books, books.inside, waited_s=101.0)
+        watchdog._report(1, is_over=True)
+        assert not caplog.messages
+        watchdog._answer(2, books, books.inside, waited_s=101.0)
+        watchdog._report(2, is_over=False)
+        assert len(caplog.messages) == 1
+        watchdog._pending.clear()
+        watchdog._answer(3, books, books.inside, waited_s=1.0)  # it has but entered, and waits for nobody yet
+        assert not watchdog._pending
+    watchdog.close()
 
 
 def test_a_rank_that_closed_its_engine_is_not_taken_for_dead() -> None:

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -44,6 +43,8 @@ from shardwise.checkpoint.saver import Saver, SaveRequest
 from shardwise.comm import Network
 from shardwise.holdings import PARAM, HeldNumber, Holding
 from shardwise.layout.pieces import LocalTensor
+from shardwise.store import PatientStore
+from shardwise.watchdog import watch_patience_s
 from shardwise.zero import held
 
 log = logging.getLogger("shardwise")
@@ -73,8 +74,10 @@ class EngineCheckpoints(EngineStates):
     _has_warned: bool
 
     def _prepare_checkpoints(self, follows_config: bool) -> None:
-        network, timeout_s = self._network, self.config.run.timeout_s
-        self._saver = Saver(network.store, network.rank, self.comm.world_size, timeout_s, self.device)
+        network, run = self._network, self.config.run
+        self._saver = Saver(
+            network.store, network.rank, self.comm.world_size, run.timeout_s, self.device, watch_patience_s(run)
+        )
         self._follows_config = follows_config
         self._num_agreements = 0
         self._is_half_loaded = self._has_mixed_states = False
@@ -315,9 +318,12 @@ class EngineCheckpoints(EngineStates):
     def _new_rounds(self, subject: str) -> Rounds:
         """For something that all ranks do now, and that is no save."""
         self._num_agreements += 1
-        store, world_size, timeout_s = self._network.store, self.comm.world_size, self.config.run.timeout_s
-        own_store = None if store is None else dist.PrefixStore("agreement", store)
-        return Rounds(own_store, self._num_agreements, self.comm.rank, world_size, timeout_s, subject)
+        store, run = self._network.store, self.config.run
+        own_store = None if store is None else PatientStore(store, run.timeout_s, "agreement")
+        timeouts = {"timeout_s": run.timeout_s, "patience_s": watch_patience_s(run)}
+        return Rounds(
+            own_store, self._num_agreements, self.comm.rank, self.comm.world_size, subject=subject, **timeouts
+        )
 
     def _check_can_save(self) -> None:
         self._check_usable()

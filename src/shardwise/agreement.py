@@ -27,9 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise._torch_private import pytree
+from shardwise.awake import AwakeClock
 from shardwise.comm_books import AbsentError, Call, CallNote, CommError
 from shardwise.config import Config, ConfigError, RunConfig
 from shardwise.layout.layout import Layout
+from shardwise.store import StoreSilentError
 
 # Each rank may name its own folders and threads.
 _OWN_KEYS: Final = frozenset(
@@ -51,6 +53,8 @@ _DIFFERENT: Final = "different"
 # A verdict's first letter: so it is never empty, which some stores take for missing.
 _COMPLETE, _ABSENT = "c", "a"
 _MIN_SLEEP_S, _MAX_SLEEP_S = 5e-5, 5e-3
+# From one look to the next; what lies beyond was sleep of this process.
+_MAX_GAP_S: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,14 @@ class Meeting:
             subject: what the ranks come to.
 
         Raises:
-            AbsentError: not all have come in time.
+            AbsentError: not all have come in time, or the store is silent.
         """
+        try:
+            return self._verdict(key, note, judge, subject)
+        except StoreSilentError as error:
+            raise AbsentError(f"{error}; {listed(self.ranks)} were to come to {subject}") from None
+
+    def _verdict(self, key: str, note: str, judge: Callable[[Mapping[int, str]], str], subject: str) -> str:
         first, verdict_key = self.ranks[0], f"{key}/verdict"
         self.store.set(f"{key}/{self.rank}", note)
         if self.rank == first:
@@ -97,9 +107,9 @@ class Meeting:
 
     def _await(self, keys: list[str], timeout_s: float) -> bool:
         """Whether all keys are there in time. A store's own wait prints warnings when its time is up."""
-        start_s = time.monotonic()
+        clock = AwakeClock(gap_s=_MAX_GAP_S)
         while not self.store.check(keys):
-            waited_s = time.monotonic() - start_s
+            waited_s = clock.now_s()
             if waited_s > timeout_s:
                 return False
             time.sleep(min(_MAX_SLEEP_S, max(_MIN_SLEEP_S, waited_s / 4)))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from shardwise.config import ConfigError
 from shardwise.layout.mesh_shape import MeshShape
+from shardwise.store import PatientStore
 
 # Uses of groups of a pipeline's ranks: for what lies on the host, also where the others are of NCCL; for messages to
 # higher ranks; and to lower ones.
@@ -83,16 +84,19 @@ class Mesh:
         self._groups.clear()
 
 
-def open_store() -> dist.Store | None:
+def open_store(timeout_s: float = 300.0) -> dist.Store | None:
     """A part of the default group's store for one more engine; None for one rank.
 
     Every rank opens as many, in the same order. It shares torch's connection: one of its own would be free while torch
     itself waits in the store, as when it makes a communicator, but opening it holds the interpreter's lock, and takes
     seconds where a name server does not answer.
+
+    Args:
+        timeout_s: for the store's answer to one request.
     """
     group = dist.group.WORLD
     if group is None or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
-    store = group.get_group_store()
+    store = PatientStore(group.get_group_store(), timeout_s)
     number = store.add(f"shardwise/{dist.get_rank()}/num_engines", 1)
-    return dist.PrefixStore(f"shardwise/engine{number}", store)
+    return PatientStore(store, timeout_s, f"shardwise/engine{number}")

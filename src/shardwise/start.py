@@ -86,7 +86,7 @@ def initialize(
     layout = plan_layout(model, config, plan, rank=dist.get_rank())
     if weights is not None:
         check_folder(model, Path(weights), names)
-    store = open_store()
+    store = open_store(config.run.timeout_s)
     agree_on_setup(store, dist.get_rank(), Setup.of(layout, config, model.named_buffers()), config.run.timeout_s)
     config = with_own_cores(config, store, dist.get_rank(), usable_cores(), quota_cores())
     network = MeshNetwork(Mesh(layout.mesh, config.run.timeout_s), device, store)

@@ -5,13 +5,15 @@ through the store; the threads of all ranks answer with what their main thread d
 and the lowest rank that waits puts the answers together (`shardwise.diagnosis`) and logs one report. A rank whose
 collective fails asks in the same way, so that its error names the cause.
 
-The thread reaches the engine's books and timeline through weak references only, and has a connection to the store of
-its own. It ends with the engine, with the interpreter, or quietly with the store.
+The thread reaches the engine's books and timeline through weak references only, and never waits long for the store:
+where that is silent it says what it knows of its own rank. It ends with the engine, with the interpreter, or quietly
+with the store.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import sys
@@ -27,9 +29,11 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from shardwise.awake import AwakeClock
 from shardwise.comm_books import Call, CommBooks, Moment
 from shardwise.config import RunConfig
 from shardwise.diagnosis import RankReport, details, diagnose, render
+from shardwise.store import PatientStore, StoreSilentError
 from shardwise.timeline import Timeline
 
 _POLL_S: Final = 1.0
@@ -56,7 +60,7 @@ class Watchdog:
     def __init__(
         self, store: dist.Store, books: CommBooks, timeline: Timeline, world_size: int, patience_s: float
     ) -> None:
-        self._store = store
+        self._store = PatientStore(store, _ANSWER_S)
         self._rank = books.rank
         self._world_size = world_size
         self._patience_s = patience_s
@@ -66,10 +70,13 @@ class Watchdog:
         self._main_thread = threading.get_ident()
         self._start_s = time.monotonic()
         self._head: tuple[Call, float] | None = None
+        self._clock = AwakeClock(gap_s=2 * self._poll_s)
+        self._seen: tuple[Moment, float] | None = None
         self._failed: Call | None = None
         self._raised: set[str] = set()
+        self._told: set[str] = set()
         self._num_alarms = 0
-        self._pending: dict[int, float] = {}
+        self._pending: dict[int, tuple[float, Moment]] = {}
         self._wake = threading.Event()
         self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="shardwise-watchdog", daemon=True)
@@ -107,18 +114,24 @@ class Watchdog:
         deadline_s = time.monotonic() + 2 * self._answer_s + 2 * self._poll_s
         self._failed = call
         key = f"diagnosis/{_key(call)}"
-        try:
-            if (failure := self._noted_failure()) is not None:
-                return failure
-            # The state at the failure counts, not what was reported while the rank waited.
-            self._raise_alarm(f"{_key(call)}/failed")
-            while time.monotonic() < deadline_s and self._thread.is_alive():
-                if self._store.check([key]):
-                    return self._store.get(key).decode()
-                time.sleep(_QUICK_POLL_S / 2)
-        except RuntimeError:
-            return "the store does not answer: the process that holds it, mostly rank 0's or the launcher's, has died"
-        return None
+        while True:
+            try:
+                if (failure := self._noted_failure()) is not None:
+                    return failure
+                # The state at the failure counts, not what was reported while the rank waited.
+                self._raise_alarm(f"{_key(call)}/failed")
+                while time.monotonic() < deadline_s and self._thread.is_alive():
+                    if self._store.check([key]):
+                        return self._store.get(key).decode()
+                    time.sleep(_QUICK_POLL_S / 2)
+                return None
+            except StoreSilentError as error:
+                if time.monotonic() > deadline_s:
+                    return str(error)
+            except RuntimeError:
+                return (
+                    "the store does not answer: the process that holds it, mostly rank 0's or the launcher's, has died"
+                )
 
     @property
     def _answer_s(self) -> float:
@@ -146,18 +159,35 @@ class Watchdog:
         if books is None:
             return
         moment = self._moment(books)
-        if moment is not None and time.monotonic() - moment.at_s > self._patience_s:
-            self._raise_alarm(_key(moment.call))
-        number = self._store.add("num_alarms", 0)
-        if number > self._num_alarms:
-            self._num_alarms = number
-            self._answer(number, books, moment)
-        for number, deadline_s in list(self._pending.items()):
-            has_all = self._store.add(f"num_answers/{number}", 0) >= self._world_size
-            if has_all or time.monotonic() > deadline_s:
-                del self._pending[number]
-                if self._store.get(f"lowest/{number}").decode() == str(self._rank):
-                    self._report(number)
+        waited_s = self._waited_s(moment)
+        try:
+            if moment is not None and waited_s > self._patience_s:
+                self._raise_alarm(_key(moment.call))
+            number = self._store.add("num_alarms", 0)
+            if number > self._num_alarms:
+                self._num_alarms = number
+                self._answer(number, books, moment, waited_s)
+            for number, (deadline_s, answered) in list(self._pending.items()):
+                has_all = self._store.add(f"num_answers/{number}", 0) >= self._world_size
+                if has_all or time.monotonic() > deadline_s:
+                    del self._pending[number]
+                    if self._store.get(f"lowest/{number}").decode() == str(self._rank):
+                        self._report(number, is_over=self._moment(books) != answered)
+        except StoreSilentError as error:
+            if moment is not None and waited_s > self._patience_s and (key := _key(moment.call)) not in self._told:
+                self._told.add(key)
+                own = self._own_report(books, moment)
+                log.error("shardwise: rank %d is %s: %s\n%s", self._rank, own.state(), error, "\n".join(details(own)))
+
+    def _waited_s(self, moment: Moment | None) -> float:
+        """For how long this rank has been seen in a collective while this thread was awake.
+
+        A rank that was stopped itself comes back to a collective that is old by the clock, and well.
+        """
+        now_s = self._clock.now_s()
+        if moment is None or self._seen is None or self._seen[0] != moment:
+            self._seen = None if moment is None else (moment, now_s)
+        return 0.0 if self._seen is None else now_s - self._seen[1]
 
     def _moment(self, books: CommBooks) -> Moment | None:
         """The collective that holds this rank up, and since when.
@@ -179,18 +209,19 @@ class Watchdog:
         """Raise the alarm, once for each key, whichever rank comes first."""
         if key in self._raised:
             return
-        self._raised.add(key)
         if self._store.compare_set(f"stuck/{key}", "", str(self._rank)).decode() == str(self._rank):
             self._store.add("num_alarms", 1)
+        self._raised.add(key)
         self._wake.set()
 
-    def _answer(self, number: int, books: CommBooks, moment: Moment | None) -> None:
+    def _answer(self, number: int, books: CommBooks, moment: Moment | None, waited_s: float) -> None:
         report = self._own_report(books, moment)
         log.info("alarm %d: rank %d is %s\n%s", number, self._rank, report.state(), "\n".join(details(report)))
         self._store.set(f"answer/{number}/{self._rank}", report.to_json())
-        if moment is not None:
+        # A rank that has but entered its collective is not held up, and has nothing to report.
+        if moment is not None and (report.has_failed or waited_s > self._patience_s / 2):
             self._raised.add(_key(moment.call))
-            self._pending[number] = time.monotonic() + self._answer_s
+            self._pending[number] = time.monotonic() + self._answer_s, moment
             self._lower(f"lowest/{number}")
         self._store.add(f"num_answers/{number}", 1)
 
@@ -200,8 +231,8 @@ class Watchdog:
         while known == "" or int(known) > self._rank:
             known = self._store.compare_set(key, known, str(self._rank)).decode()
 
-    def _report(self, number: int) -> None:
-        """On one rank: gather the answers, publish the diagnosis and log the report."""
+    def _report(self, number: int, is_over: bool) -> None:
+        """On one rank: gather the answers, publish the diagnosis and log the report, unless the wait is over."""
         reports: dict[int, RankReport | None] = {}
         for rank in range(self._world_size):
             key = f"answer/{number}/{rank}"
@@ -215,8 +246,9 @@ class Watchdog:
         for call in failed:
             if call is not None:
                 self._store.set(f"diagnosis/{call.group}/{call.position}", diagnose(reports))
-        # Ranks that fail say so themselves.
-        log.log(logging.INFO if failed else logging.ERROR, "%s", render(reports, self._rank))
+        # Ranks that fail say so themselves; where the wait is over, the answers are of different moments.
+        level = logging.INFO if failed else logging.DEBUG if is_over else logging.ERROR
+        log.log(level, "%s", render(reports, self._rank))
 
     def _own_report(self, books: CommBooks, moment: Moment | None) -> RankReport:
         now_s = time.monotonic()
@@ -252,7 +284,12 @@ def watch(store: dist.Store | None, books: CommBooks, timeline: Timeline, run: R
     """
     if store is None or run.watchdog_s == 0:
         return None
-    return Watchdog(store, books, timeline, dist.get_world_size(), min(run.watchdog_s, run.timeout_s / 2))
+    return Watchdog(store, books, timeline, dist.get_world_size(), watch_patience_s(run))
+
+
+def watch_patience_s(run: RunConfig) -> float:
+    """Return for how long a rank waits for others before it says so; no end where the watchdog is off."""
+    return min(run.watchdog_s, run.timeout_s / 2) if run.watchdog_s else math.inf
 
 
 def _key(call: Call) -> str:

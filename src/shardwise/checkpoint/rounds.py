@@ -17,6 +17,8 @@ division or modulo by zero
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
@@ -24,7 +26,9 @@ from typing import Final
 import torch.distributed as dist
 
 from shardwise.agreement import listed
+from shardwise.awake import AwakeClock
 from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.store import PatientStore
 
 _PROGRESS_S: Final = 1.0
 _MIN_SLEEP_S, _MAX_SLEEP_S = 1e-3, 5e-2
@@ -34,6 +38,8 @@ _READ_S: Final = 5.0
 _CHUNK: Final = 2**20
 # The first letter of what is said: so it is never empty, which some stores take for missing.
 _DONE, _FAILED = "d", "f"
+
+log = logging.getLogger("shardwise")
 
 
 class Rounds:
@@ -46,14 +52,23 @@ class Rounds:
         world_size: how many ranks save.
         timeout_s: for how long a rank may show no progress.
         subject: what is saved, for messages.
+        patience_s: a rank that shows no progress for so long is named in the log.
     """
 
     def __init__(
-        self, store: dist.Store | None, number: int, rank: int, world_size: int, timeout_s: float, subject: str
+        self,
+        store: dist.Store | None,
+        number: int,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        subject: str,
+        patience_s: float = math.inf,
     ) -> None:
-        self._store = None if store is None else dist.PrefixStore(f"save/{number}", store)
+        self._store = None if store is None else PatientStore(store, timeout_s, f"save/{number}")
         self._rank, self._ranks = rank, range(world_size)
-        self._timeout_s = timeout_s
+        self._timeout_s, self._patience_s = timeout_s, patience_s
+        self._told: set[int] = set()
         self._subject = subject
         self._progress_s = min(_PROGRESS_S, timeout_s / 4)
         self._next_progress_s = 0.0
@@ -83,7 +98,7 @@ class Rounds:
         except RuntimeError as error:
             raise CheckpointError(
                 f"{self._subject} failed: the store does not answer ({_one_line(error)}); the process that holds it, "
-                "mostly rank 0's or the launcher's, has died"
+                "mostly rank 0's or the launcher's, has died or is stopped"
             ) from error
         self._verdicts.append(f"{name}/verdict")
         if verdict[0] == _FAILED:
@@ -147,17 +162,18 @@ class Rounds:
         """Wait until each rank has put its key; returns early, with the ranks that have shown no progress."""
         if self._store is None:
             return []
-        start_s = next_look_s = time.monotonic()
-        seen = dict.fromkeys(keys, (-1, start_s))
+        clock = AwakeClock(gap_s=2 * self._progress_s)
+        next_look_s = 0.0
+        seen = dict.fromkeys(keys, (-1, 0.0))
         while not self._store.check(list(keys.values())):
-            now_s = time.monotonic()
+            now_s = clock.now_s()
             if now_s >= next_look_s:
                 next_look_s = now_s + self._progress_s
                 # The others may be waiting for this one, which only waits for a third.
                 self.show_progress()
                 if absent := [rank for rank, key in keys.items() if self._is_absent(rank, key, seen, now_s)]:
                     return absent
-            time.sleep(min(_MAX_SLEEP_S, max(_MIN_SLEEP_S, (now_s - start_s) / 16)))
+            time.sleep(min(_MAX_SLEEP_S, max(_MIN_SLEEP_S, now_s / 16)))
         return []
 
     def _is_absent(self, rank: int, key: str, seen: dict[int, tuple[int, float]], now_s: float) -> bool:
@@ -166,7 +182,17 @@ class Rounds:
         count = self._store.add(f"progress/{rank}", 0)
         if count != seen[rank][0]:
             seen[rank] = count, now_s
-        return now_s - seen[rank][1] > self._timeout_s
+        silent_s = now_s - seen[rank][1]
+        if silent_s > self._patience_s and rank not in self._told:
+            self._told.add(rank)
+            log.error(
+                "%s: rank %d waits for rank %d, which has shown no progress for %.0f s; see its log",
+                self._subject,
+                self._rank,
+                rank,
+                silent_s,
+            )
+        return silent_s > self._timeout_s
 
     def _attempt(self, work: Callable[[], str]) -> tuple[str, Exception | None]:
         """What this rank says of its work: the outcome, or that it failed, and why."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 import weakref
@@ -102,6 +103,7 @@ class Saver:
         world_size: how many ranks save.
         timeout_s: for how long a rank may show no progress before the others give it up.
         device: on which the states rest.
+        patience_s: a rank that shows no progress for so long is named in the log.
 
     Attributes:
         blocked_s: for how long the last `start` has held its caller, with the wait for a save before it.
@@ -109,9 +111,16 @@ class Saver:
     """
 
     def __init__(
-        self, store: dist.Store | None, rank: int, world_size: int, timeout_s: float, device: torch.device
+        self,
+        store: dist.Store | None,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        device: torch.device,
+        patience_s: float = math.inf,
     ) -> None:
         self._store = store
+        self._patience_s = patience_s
         self._rank, self._world_size = rank, world_size
         self._timeout_s = timeout_s
         self._staging = Staging(device)
@@ -230,7 +239,8 @@ class Saver:
             self._background.failure = unforeseen
 
     def _save(self, number: int, request: SaveRequest, failure: Exception | None) -> None:
-        rounds = Rounds(self._store, number, self._rank, self._world_size, self._timeout_s, _subject(request))
+        timeouts = {"timeout_s": self._timeout_s, "patience_s": self._patience_s}
+        rounds = Rounds(self._store, number, self._rank, self._world_size, subject=_subject(request), **timeouts)
         try:
             self.last_committed = _Save(request, self._rank, self._world_size, rounds, self._timeout_s).run(failure)
             if self._rank == 0:

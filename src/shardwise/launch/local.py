@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any, Literal
 
-from shardwise.awake import StopWatch
+from shardwise.awake import StopWatch, is_stopped
 from shardwise.config import ConfigError
 from shardwise.launch.cores import num_cores
 from shardwise.launch.environment import LAUNCHER_FD, LAUNCHER_PATIENCE_S
@@ -68,7 +68,7 @@ _SENT: Mapping[_Phase, tuple[signal.Signals, ...]] = {
     _Phase.RUNNING: (),
     _Phase.SETTLING: (),
     _Phase.STOPPING: (signal.SIGTERM,),
-    _Phase.KILLED: (signal.SIGTERM, signal.SIGKILL),
+    _Phase.KILLED: (signal.SIGTERM,),
 }
 
 
@@ -156,6 +156,7 @@ class _Ranks:
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
         self.alive: set[int] = set()
+        self.killed: set[int] = set()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._watches: list[StopWatch] = []
         self._store: Any = None
@@ -219,20 +220,28 @@ class _Ranks:
         seen = {rank: self._watches[rank].stopped_s() for rank in sorted(self.alive)}
         return {rank: stopped_s for rank, stopped_s in seen.items() if stopped_s is not None}
 
-    def terminate(self) -> None:
+    def terminate(self, wakes: bool) -> None:
         """Send SIGTERM to the living ranks, not to what they started: that is theirs to end.
 
-        One that is stopped would not hear of it, so it goes on.
+        Args:
+            wakes: a rank that is stopped hears of it and goes on; or else, the others being gone, it is killed.
         """
         for rank in self.alive:
-            self._processes[rank].terminate()
-            self._processes[rank].send_signal(signal.SIGCONT)
+            process = self._processes[rank]
+            if not wakes and is_stopped(process.pid):
+                self._kill(rank)
+            process.terminate()
+            process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """Send SIGKILL to the ranks and all that they started."""
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+        for rank in range(len(self._processes)):
+            self._kill(rank)
+
+    def _kill(self, rank: int) -> None:
+        self.killed.add(rank)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._processes[rank].pid, signal.SIGKILL)
 
 
 class _Watch:
@@ -261,7 +270,8 @@ class _Watch:
             # handlers run, asleep.
             time.sleep(_POLL_S)
             for rank, returncode in self._ranks.fetch_ended():
-                self._on_end(RankExit(rank, returncode, self._ranks.log_path(rank), _SENT[self._phase]))
+                sent = (*_SENT[self._phase], *([signal.SIGKILL] if rank in self._ranks.killed else []))
+                self._on_end(RankExit(rank, returncode, self._ranks.log_path(rank), sent))
             while self._received:
                 self._on_signal(self._received.popleft())
             now_s = time.monotonic()
@@ -297,7 +307,7 @@ class _Watch:
             self.signalled = event
             if self._phase in (_Phase.RUNNING, _Phase.SETTLING):
                 _say(f"shardwise: {event.signum.name}: the ranks stop after this step; once more kills them")
-                self._stop(self._grace_s)
+                self._stop(self._grace_s, wakes=True)
         # A closing terminal sends SIGHUP more than once and means no haste by it.
         elif event.signum is not signal.SIGHUP and event.at_s - self.signalled.at_s > _REPEAT_S:
             self._kill()
@@ -308,10 +318,10 @@ class _Watch:
         else:
             self._kill()
 
-    def _stop(self, grace_s: float) -> None:
+    def _stop(self, grace_s: float, wakes: bool = False) -> None:
         self._phase = _Phase.STOPPING
         self._deadline_s = time.monotonic() + grace_s
-        self._ranks.terminate()
+        self._ranks.terminate(wakes)
 
     def _kill(self) -> None:
         self._phase = _Phase.KILLED
