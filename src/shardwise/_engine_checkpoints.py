@@ -41,6 +41,7 @@ from shardwise.checkpoint.reading import PieceReader
 from shardwise.checkpoint.rounds import Rounds
 from shardwise.checkpoint.saver import Saver, SaveRequest
 from shardwise.comm import Network
+from shardwise.foreign import check_nesting
 from shardwise.holdings import PARAM, HeldNumber, Holding
 from shardwise.layout.pieces import LocalTensor
 from shardwise.store import PatientStore
@@ -465,8 +466,10 @@ def _check_choices(contents: str, keep_last: int | None, keep_every: int | None)
 
 def _checked(extra: Any) -> Any:
     try:
-        return json.loads(json.dumps(extra))
-    except (TypeError, ValueError) as error:
+        text = json.dumps(extra)
+        check_nesting(f"[{text}]", "it", "keep it flatter")
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"extra must be what JSON keeps: {error}; give numbers, text, lists and dicts") from None
 
 

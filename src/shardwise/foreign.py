@@ -99,10 +99,9 @@ def read_bytes(path: str | Path, max_bytes: int = MAX_BYTES, folder: str | Path 
         OSError: as `open_regular`; or it is larger.
     """
     with open(open_regular(path, folder), "rb") as file:
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(path))
-    return data
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(path))
+        return file.read()
 
 
 def read_text(path: str | Path, cure: str, *, max_bytes: int = MAX_BYTES, folder: str | Path | None = None) -> str:

@@ -22,6 +22,7 @@ from harness.checkpoint_folders import (
     steps_of,
     write_files,
 )
+from shardwise.checkpoint import folder
 from shardwise.checkpoint.disk import sync_folder
 from shardwise.checkpoint.folder import (
     begin,
@@ -164,12 +165,12 @@ def test_a_torn_or_changed_manifest_is_damage(tmp_path: Path) -> None:
 def test_a_manifest_that_leads_out_of_its_folder_is_refused(tmp_path: Path, name: str) -> None:
     manifest = Manifest(step=1, tensors=(), files={name: 1})
     (tmp_path / "manifest.json").write_text(manifest.to_text())
-    with pytest.raises(DamagedError, match=f"lists {name!r}, which is not the name of a file in its folder"):
+    with pytest.raises(DamagedError, match=f"{name!r} is not the name of a file in its folder"):
         read_manifest(tmp_path)
     piece = StoredPiece(Rect((0,), (4,)), name, 0)
     tensor = StoredTensor("up.weight", (), (4,), {"param": StoredState("F32", (piece,))})
     (tmp_path / "manifest.json").write_text(Manifest(step=1, tensors=(tensor,), files={}).to_text())
-    with pytest.raises(DamagedError, match=f"says up.weight is in {name!r}, and lists no such file"):
+    with pytest.raises(DamagedError, match=f"up.weight: it is in {name!r}, and no such file is listed"):
         read_manifest(tmp_path)
 
 
@@ -179,10 +180,10 @@ def test_only_what_the_disk_lost_is_damage(
 ) -> None:
     step_folder = save(tmp_path, 100)
 
-    def refuse(path: Path) -> bytes:
+    def refuse(path: Path, *arguments: object) -> bytes:
         raise OSError(number, os.strerror(number), str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(folder, "read_bytes", refuse)
     with pytest.raises(CheckpointError, match=f"step-00000100/manifest.json: {os.strerror(number)}; ") as caught:
         read_manifest(step_folder)
     assert isinstance(caught.value, DamagedError) == is_damage

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.checkpoint.folder import LATEST_NAME, candidates, read_manifest, step_folders, step_of
+from shardwise.checkpoint.folder import candidates, read_latest, read_manifest, step_folders, step_of
 from shardwise.checkpoint.manifest import MANIFEST_NAME, CheckpointError, DamagedError, Manifest
 from shardwise.checkpoint.matching import listed_names
 
@@ -88,8 +88,7 @@ def newest_whole(path: Path, step: int | None = None) -> tuple[Path, Manifest]:
 
 def survey(root: Path) -> list[Found]:
     """Every step folder in a root, newest first."""
-    latest_path = root / LATEST_NAME
-    latest = latest_path.read_text(encoding="utf-8", errors="replace").strip() if latest_path.is_file() else ""
+    latest = read_latest(root)
     found = []
     for folder in step_folders(root):
         try:

@@ -27,14 +27,21 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
+from operator import gt
 from types import MappingProxyType
-from typing import Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from shardwise.foreign import OneLineError
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from shardwise.foreign import ForeignError, OneLineError, check_nesting
 from shardwise.holdings import PARAM, Kind
 from shardwise.layout.pieces import Rect, Shape
 
@@ -42,6 +49,8 @@ FORMAT: Final = "shardwise-checkpoint"
 VERSION: Final = 1
 MANIFEST_NAME: Final = "manifest.json"
 BLOCK_BYTES: Final = 2**20
+# No state is cut along more: five of a convolution, at most.
+_MAX_CUT_DIMS: Final = 6
 
 # What a checkpoint is of: everything a run needs to go on; the trainable parameters with theirs; parameters alone.
 Contents = Literal["all", "trainable", "weights"]
@@ -158,27 +167,33 @@ class Manifest:
         return f"{_PREFIX}{_crc_text(body)}{_MIDDLE}{body}{_SUFFIX}"
 
     @classmethod
-    def from_text(cls, text: str, where: str) -> Self:
-        """Read what `to_text` wrote.
+    def from_text(cls, text: str | bytes, where: str) -> Self:
+        """Read what `to_text` wrote, and check that it can be a checkpoint: whoever reads it may rely on that.
 
         Args:
             text: of the file.
             where: its path, for messages.
 
         Raises:
-            DamagedError: it is not what was written.
+            DamagedError: it is not what was written; or not what this version would write: a value of another type, a
+                file of another folder, pieces that do not cover their tensor once.
             CheckpointError: a newer version has written it.
         """
+        data = text.encode() if isinstance(text, str) else text
         cure = "use an older checkpoint"
         head = len(_PREFIX) + 8 + len(_MIDDLE)
-        body = text[head : len(text) - len(_SUFFIX)]
-        if text[:head] != f"{_PREFIX}{_crc_text(body)}{_MIDDLE}" or not text.endswith(_SUFFIX):
+        body = memoryview(data)[head : len(data) - len(_SUFFIX)]
+        if data[:head] != f"{_PREFIX}{zlib.crc32(body):08x}{_MIDDLE}".encode() or not data.endswith(_SUFFIX.encode()):
             raise DamagedError(f"{where} does not match its checksum; {cure}")
         try:
             with _without_collection():
-                values = json.loads(body)
+                content = str(body, "utf-8")
+                check_nesting(content, where, cure)
+                values = json.loads(content)
             written_by = values["format"], int(values["version"])
-        except (ValueError, KeyError, TypeError):
+        except ForeignError as error:
+            raise DamagedError(error) from None
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise DamagedError(f"{where} is no manifest of a {FORMAT}; {cure}") from None
         if written_by[0] != FORMAT or written_by[1] > VERSION:
             raise CheckpointError(
@@ -186,11 +201,18 @@ class Manifest:
                 "install a newer shardwise"
             )
         try:
-            return _manifest_from_json(cls, values)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedError(
-                f"{where} lacks what version {VERSION} has: {type(error).__name__} {error}; {cure}"
-            ) from None
+            with _without_collection():
+                _MANIFEST.validate_python(values, strict=True)
+                manifest = _manifest_from_json(cls, values)
+                _check(manifest)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            what = f"{'.'.join(map(str, first['loc']))[:200]}: {first['msg']}"
+        except ValueError as error:
+            what = str(error)
+        else:
+            return manifest
+        raise DamagedError(f"{where} is not what version {VERSION} writes: {what}; {cure}")
 
 
 @dataclass(frozen=True)
@@ -307,9 +329,147 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 
 def _manifest_from_json(cls: type[Manifest], values: Mapping[str, Any]) -> Any:
     keys = ("step", "contents", "files", "model", "config", "layout", "trajectory", "extra", "saved_at", "library")
-    with _without_collection():
-        tensors = tuple(map(_tensor_from_json, values["tensors"]))
-    return cls(tensors=tensors, **{key: values[key] for key in keys})
+    return cls(tensors=tuple(map(_tensor_from_json, values["tensors"])), **{key: values[key] for key in keys})
+
+
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
+_Table = dict[str, Any]
+
+
+class _PieceJson(TypedDict):
+    start: list[_Count]
+    stop: list[_Count]
+    file: str
+    offset: _Count
+    crc32: Annotated[str, Field(pattern="^([0-9a-f]{8})*$")]
+
+
+class _PiecesJson(TypedDict):
+    dtype: Literal[*ITEM_BYTES]  # type: ignore[valid-type]
+    codec: str
+    pieces: list[_PieceJson]
+
+
+class _NumberJson(TypedDict):
+    dtype: Literal[*ITEM_BYTES, "int", "float"]  # type: ignore[valid-type]
+    value: float
+
+
+class _TensorJson(TypedDict):
+    name: str
+    aliases: list[str]
+    kind: Kind
+    trainable: bool
+    shape: Annotated[list[_Count], Field(max_length=64)]
+    states: dict[str, _PiecesJson | _NumberJson]
+
+
+# Of what describes a run, that which the library itself reads.
+_ModelJson = TypedDict("_ModelJson", {"class": str, "config": _Table, "generation_config": _Table}, total=False)
+
+
+class _PipelineJson(TypedDict):
+    schedule: str
+    starts: list[str]
+
+
+class _LayoutJson(TypedDict, total=False):
+    mesh: dict[str, _Count] | None
+    pipeline: _PipelineJson | None
+    precision: dict[str, str] | None
+    tiers: dict[str, str] | None
+
+
+class _OptimizerJson(TypedDict, total=False):
+    kind: str
+    groups: list[_Table]
+
+
+class _SchedulerJson(TypedDict, total=False):
+    kind: str
+    state: _Table
+
+
+class _TrajectoryJson(TypedDict, total=False):
+    world_size: _Count
+    normaliser: float | None
+    scaler: dict[str, float]
+    optimizer: _OptimizerJson
+    scheduler: _SchedulerJson | None
+
+
+class _ManifestJson(TypedDict):
+    step: _Count
+    contents: Contents
+    files: dict[str, _Count]
+    model: _ModelJson
+    config: dict[str, _Table]
+    layout: _LayoutJson
+    trajectory: _TrajectoryJson
+    extra: Any
+    saved_at: str
+    library: str
+    tensors: list[_TensorJson]
+
+
+_MANIFEST: Final = TypeAdapter(_ManifestJson)
+
+
+def _check(manifest: Manifest) -> None:
+    """Raise a ValueError where a manifest contradicts itself, or reaches out of its folder."""
+    for file in manifest.files:
+        if not file or file in (".", "..") or "/" in file or "\\" in file or not file.isprintable():
+            raise ValueError(f"{file!r} is not the name of a file in its folder")
+    names = [name for tensor in manifest.tensors for name in (tensor.name, *tensor.aliases)]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{Counter(names).most_common(1)[0][0]} stands there twice")
+    extents: dict[str, list[tuple[int, int]]] = {file: [] for file in manifest.files}
+    for tensor in manifest.tensors:
+        for name, state in tensor.states.items():
+            if isinstance(state.value, int) and not -(2**63) <= state.value < 2**63:
+                raise ValueError(f"{tensor.name}/{name}: its number does not fit into 64 bits")
+            if state.value is None and (wrong := _wrong_pieces(tensor.shape, state, extents)):
+                raise ValueError(f"{entry_key(tensor.name, (), name, Rect((), ()))}: {wrong}")
+    for file, found in extents.items():
+        found.sort()
+        stops = [0, *(stop for _, stop in found)]
+        if stops[-1] > manifest.files[file] or any(start < end for end, (start, _) in zip(stops, found, strict=False)):
+            raise ValueError(f"its pieces lie over one another, or over the end of {file}")
+
+
+def _wrong_pieces(shape: Shape, state: StoredState, extents: Mapping[str, list[tuple[int, int]]]) -> str:
+    """What is wrong with the pieces of a state; nothing if they cover the tensor once. Adds their bytes to `extents`.
+
+    They cover it once if and only if their corners, counted up at an even number of `stop` and else down, come to the
+    corners of the whole: that takes one pass, however the pieces lie.
+    """
+    if state.codec != "identity":
+        return f"its codec {state.codec!r} is none that this version knows"
+    for piece in state.pieces:
+        if len(piece.rect.start) != len(shape) or any(map(gt, piece.rect.stop, shape)):
+            return f"its piece {piece.rect} is not within shape {shape}"
+        num_bytes = piece.rect.numel * ITEM_BYTES[state.dtype]
+        if piece.file not in extents:
+            return f"it is in {piece.file!r}, and no such file is listed"
+        if piece.crcs and len(piece.crcs) != -(-num_bytes // BLOCK_BYTES):
+            return f"its piece {piece.rect} has {len(piece.crcs)} checksums for {num_bytes} bytes"
+        if num_bytes:
+            extents[piece.file].append((piece.offset, piece.offset + num_bytes))
+    numel, whole_numel = sum(piece.rect.numel for piece in state.pieces), math.prod(shape)
+    if numel != whole_numel or math.prod(max(size, 1) for size in shape) >= 2**60:
+        return f"its pieces have {numel} of {whole_numel} elements"
+    if not numel:
+        return ""
+    rects = [piece.rect for piece in state.pieces]
+    dims = [dim for dim, size in enumerate(shape) if any(rect.shape[dim] < size for rect in rects)]
+    if len(dims) > _MAX_CUT_DIMS:
+        return f"its pieces are cut along {len(dims)} dims, more than {_MAX_CUT_DIMS}"
+    corners: Counter[Shape] = Counter()
+    signs = [math.prod(each) for each in product((1, -1), repeat=len(dims))]
+    for rect, of_whole in [*((rect, 1) for rect in rects), (Rect.whole(shape), -1)]:
+        for sign, corner in zip(signs, product(*((rect.start[dim], rect.stop[dim]) for dim in dims)), strict=True):
+            corners[corner] += of_whole * sign
+    return "its pieces lie over one another, and leave out as many elements" if any(corners.values()) else ""
 
 
 def tensor_to_json(tensor: StoredTensor, state_to_json: Callable[[StoredState], dict[str, Any]]) -> dict[str, Any]:

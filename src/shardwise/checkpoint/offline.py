@@ -2,10 +2,6 @@
 
 Both read file after file in small buffers, so that a checkpoint of any size needs the memory of a few blocks.
 
->>> weight = StoredState("F32", (StoredPiece(Rect((0, 0), (2, 3)), "a.safetensors", 80),))
->>> manifest = Manifest(3, (StoredTensor("up.weight", (), (4, 3), {"param": weight}),), {"a.safetensors": 104})
->>> [str(damage) for damage in check_cover(manifest)]
-['manifest.json: up.weight: its pieces have 6 of 12 elements']
 >>> [[str(rect) for _, rect in entries] for entries in cut([((4, 3), 4), ((2,), 4)], num_files=2)]
 [['[0:2, 0:3]'], ['[2:4, 0:3]', '[0:2]']]
 """
@@ -24,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.disk import check_room, named_errors
-from shardwise.checkpoint.folder import begin, commit, discard, read_manifest, step_of
+from shardwise.checkpoint.folder import MAX_MANIFEST_BYTES, begin, commit, discard, read_manifest, step_of
 from shardwise.checkpoint.manifest import (
     BLOCK_BYTES,
     ITEM_BYTES,
@@ -33,14 +29,14 @@ from shardwise.checkpoint.manifest import (
     DamagedError,
     Manifest,
     StoredPiece,
-    StoredState,
     StoredTensor,
     entry_key,
 )
 from shardwise.checkpoint.reading import PieceReader
 from shardwise.checkpoint.tensor_files import Entry, FileTensor, encode_header, named_dtype, read_header
+from shardwise.foreign import open_regular, read_bytes
 from shardwise.host_memory import memory_of
-from shardwise.layout.pieces import Piece, Rect, Shape, flat_range_to_rects, overlap
+from shardwise.layout.pieces import Piece, Rect, Shape, flat_range_to_rects
 
 # Elements in memory at once: whole blocks of any dtype, and enough of them that what is done to each costs little.
 CHUNK_NUMEL: Final = 2 * BLOCK_BYTES
@@ -98,8 +94,8 @@ class NamedPiece:
 
     @property
     def num_bytes(self) -> int:
-        """In the file; 0 of an unknown dtype."""
-        return self.piece.rect.numel * ITEM_BYTES.get(self.dtype, 0)
+        """In the file."""
+        return self.piece.rect.numel * ITEM_BYTES[self.dtype]
 
     @property
     def stop(self) -> int:
@@ -135,15 +131,16 @@ def verify(folder: Path, progress: Progress | None = None) -> Verification:
     """
     path = folder / MANIFEST_NAME
     try:
-        manifest = Manifest.from_text(path.read_bytes().decode(errors="replace"), str(path))
+        manifest = Manifest.from_text(read_bytes(path, MAX_MANIFEST_BYTES, folder), str(path))
     except FileNotFoundError:
         return Verification(None, (Damage(MANIFEST_NAME, "is missing"),))
-    except DamagedError:
-        return Verification(None, (Damage(MANIFEST_NAME, "does not match its checksum"),))
+    except DamagedError as error:
+        what = str(error).removeprefix(f"{path} ").removesuffix("; use an older checkpoint")
+        return Verification(None, (Damage(MANIFEST_NAME, what),))
     except OSError as error:
         return Verification(None, (Damage(MANIFEST_NAME, f"cannot be read: {error.strerror}"),))
     meter = _Meter(sum(manifest.files.values()), progress)
-    damages = list(check_cover(manifest))
+    damages: list[Damage] = []
     if step_of(folder) not in (None, manifest.step):
         damages.append(Damage(MANIFEST_NAME, f"is of step {manifest.step}, which is not what its folder's name says"))
     num_unchecked_bytes = 0
@@ -151,31 +148,6 @@ def verify(folder: Path, progress: Progress | None = None) -> Verification:
         damages += _check_file(folder / file, manifest.files.get(file, 0), entries, meter)
         num_unchecked_bytes += sum(entry.num_bytes for entry in entries if not entry.piece.crcs)
     return Verification(manifest, tuple(damages), meter.num_done_bytes, num_unchecked_bytes)
-
-
-def check_cover(manifest: Manifest) -> Iterator[Damage]:
-    """Where the pieces do not cover a tensor exactly once; nothing is read."""
-    for tensor in manifest.tensors:
-        for name, state in tensor.states.items():
-            if state.value is None and (what := _uncovered(tensor.shape, state)):
-                yield Damage(MANIFEST_NAME, what, entry_key(tensor.name, tensor.shape, name, Rect.whole(tensor.shape)))
-
-
-def _uncovered(shape: Shape, state: StoredState) -> str:
-    """What is wrong with the rectangles of a state; nothing, if they cover the tensor once."""
-    if state.dtype not in ITEM_BYTES:
-        return f"its dtype {state.dtype} is none of {', '.join(ITEM_BYTES)}"
-    if state.codec != "identity":
-        return f"its codec {state.codec} is unknown to this version"
-    whole, pieces = Rect.whole(shape), [Piece(piece.rect, 0) for piece in state.pieces if piece.rect.numel]
-    for piece in pieces:
-        if len(piece.rect.start) != len(shape) or whole.intersect(piece.rect) != piece.rect:
-            return f"its piece {piece.rect} is not within shape {shape}"
-    doubled = [copy for copy in overlap(pieces, pieces) if copy.source is not copy.destination]
-    if doubled:
-        return f"its pieces {doubled[0].source.rect} and {doubled[0].destination.rect} have {doubled[0].rect} both"
-    numel = sum(piece.rect.numel for piece in pieces)
-    return "" if numel == whole.numel else f"its pieces have {numel} of {whole.numel} elements"
 
 
 @dataclass
@@ -195,7 +167,7 @@ class _Meter:
 
 def _check_file(path: Path, num_bytes: int, entries: Sequence[NamedPiece], meter: _Meter) -> Iterator[Damage]:
     try:
-        with path.open("rb") as stream:
+        with open(open_regular(path, path.parent), "rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             there = [entry for entry in entries if entry.stop <= size]
             if size != num_bytes:
