@@ -82,12 +82,13 @@ class PrecisionConfig(Section):
     """Dtypes of the states and of what travels; sums never run in less than fp32.
 
     `reduce` is the dtype of gradients on the wire, `accumulate` of the gradients at rest ("param" halves both under
-    bf16).
+    bf16). `buffers`: "keep" never rounds a buffer, "param" casts the floating ones as `Module.to` would.
     """
 
     param: Dtype = "fp32"
     reduce: Literal["param", "fp32"] = "param"
     accumulate: Literal["param", "fp32"] = "fp32"
+    buffers: Literal["keep", "param"] = "keep"
     loss_scale: PositiveFloat | Literal["dynamic"] = "dynamic"
     initial_loss_scale: PositiveFloat = 65536.0
     loss_scale_window: Positive = 1000

@@ -43,6 +43,7 @@ from shardwise.checkpoint.saver import Saver, SaveRequest
 from shardwise.comm import Network
 from shardwise.foreign import check_nesting
 from shardwise.holdings import PARAM, HeldNumber, Holding
+from shardwise.layout.mesh_shape import DATA_AXES, PIPELINE_AXES, MeshShape
 from shardwise.layout.pieces import LocalTensor
 from shardwise.store import PatientStore
 from shardwise.watchdog import watch_patience_s
@@ -387,15 +388,25 @@ class EngineCheckpoints(EngineStates):
             yield whole(rank_name(rank, _BUFFER + each.holding.name), each.buffer, kind="rank", is_written=True)
 
     def _read_own(self, folder: Path, plan: LoadPlan, buffers: Sequence[HeldBuffer]) -> None:
-        """Take over what was this rank's alone, where the ranks are as many as then."""
-        if not plan.with_states or plan.manifest.trajectory.get("world_size") != self.comm.world_size:
+        """Take over generators where the ranks are as many as then, and the buffers of this rank's data rank.
+
+        Ranks that compute one sample together take the same ones, and so does a data rank that was not there: those
+        that every rank has read, the first's.
+        """
+        if not plan.with_states:
             return
-        saved_mesh = plan.manifest.layout.get("mesh") or {}
-        own = buffers if saved_mesh.get("pp", 1) == self.layout.mesh.pp else ()  # otherwise it ran other modules
-        by_name = {name: each for each in own for name in (each.holding.name, *each.holding.aliases)}
+        rank, mesh, saved = self.comm.rank, self.layout.mesh, MeshShape(**plan.manifest.layout["mesh"])
+        is_own = plan.manifest.trajectory.get("world_size") == self.comm.world_size
+        own = own_tensors(plan.manifest, rank) if is_own else {}
+        found = {name: each for name, each in own.items() if name.startswith(_GENERATOR)}
+        firsts = saved.ranks_along(DATA_AXES, 0)[mesh.data_index(rank) :][:1]
+        for source in (each for first in firsts for each in saved.ranks_along(PIPELINE_AXES, first)):
+            theirs = own_tensors(plan.manifest, source)
+            found |= {name: each for name, each in theirs.items() if name.startswith(_BUFFER)}
+        by_name = {name: each for each in buffers for name in (each.holding.name, *each.holding.aliases)}
         generators: dict[str, Tensor] = {}
         with PieceReader(folder) as reader:
-            for name, stored in own_tensors(plan.manifest, self.comm.rank).items():
+            for name, stored in found.items():
                 pieces = LocalTensor.whole(stored.shape).pieces
                 buffer = by_name.get(name.removeprefix(_BUFFER))
                 if name.startswith(_GENERATOR):
@@ -450,6 +461,7 @@ class EngineCheckpoints(EngineStates):
             "pipeline": {"schedule": self.config.pipeline.schedule, "starts": starts} if starts else None,
             "stage": self.config.zero.stage,
             "precision": asdict(layout.precision),
+            "wide": layout.wide_names,
             "states": [{"name": state.name, "dtype": state.dtype, "codec": state.codec} for state in layout.states],
             "tiers": {role: getattr(self.config.tiers, role) for role in ("params", "grads", "optimizer")},
             "num_params": sum(

@@ -27,6 +27,7 @@ from shardwise.pipeline.ports import open_ports
 from shardwise.pipeline.recorded import Recorded
 from shardwise.pipeline.stages import StageCompute
 from shardwise.pipeline.weight_queue import WeightQueue
+from shardwise.precision import torch_dtype
 from shardwise.results import StepResult
 from shardwise.schedule.actions import Action, Kind
 from shardwise.schedule.recipes import recipe_of
@@ -46,7 +47,12 @@ def make_stages(model: nn.Module, layout: Layout, device: torch.device, is_simul
     pipeline = layout.pipeline
     if pipeline is None:
         return None
-    return StageForward(model, pipeline.units, sorted(pipeline.held), device, is_simulated)
+    dtypes = {
+        id(model.get_parameter(place.name)): torch_dtype(layout.precision_of(group).param)
+        for group in layout.model_groups
+        for place in group.params
+    }
+    return StageForward(model, pipeline.units, sorted(pipeline.held), device, is_simulated, dtypes)
 
 
 class PipelineRun:

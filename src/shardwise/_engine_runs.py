@@ -17,7 +17,7 @@ from shardwise._torch_private import pytree
 from shardwise.context.sequences import Share
 from shardwise.forwards import call_model
 from shardwise.loss import LossBooks, Total, read_loss
-from shardwise.precision import to_device, torch_dtype
+from shardwise.precision import explain_dtypes, to_device, torch_dtype
 from shardwise.results import StepResult
 from shardwise.tensor.explain import explain_shapes
 
@@ -71,7 +71,7 @@ class Taken:
         engine._check_batch(batch, is_first_step=engine.num_steps == 0)
         has_more = engine._loss_fn is not None and isinstance(batch, list | tuple)
         share = engine._sequences.share(to_device(batch, engine.device), has_more)
-        inputs = to_device(share.inputs, engine.device, torch_dtype(engine.config.precision.param))
+        inputs = to_device(share.inputs, engine.device, torch_dtype(engine.layout.precision.param))
         sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0]
         return cls(replace(share, inputs=inputs), sizes[0] if sizes else 0, first_sample, number)
 
@@ -91,6 +91,7 @@ def run_model(engine: Engine, taken: Taken, read: Callable[[Any], Result]) -> Re
     except BaseException as error:
         driver.abandon_forward()
         explain_shapes(error, engine.model, engine.layout.tensor)
+        explain_dtypes(error, engine.model, torch_dtype(engine.layout.precision.param))
         raise
     finally:
         driver.is_serving = False

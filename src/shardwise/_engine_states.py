@@ -16,10 +16,11 @@ from shardwise._torch_private import num_recorded
 from shardwise.comm import Comm, CommError, Comms
 from shardwise.config import Config
 from shardwise.layout.layout import Layout
+from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.loss import LossBooks
 from shardwise.memory import Ledger, explain_out_of_memory
 from shardwise.pool import BufferPool
-from shardwise.precision import LossScaler, torch_dtype
+from shardwise.precision import LossScaler
 from shardwise.tiers.files import SwapError
 from shardwise.tiers.lane import LaneError
 from shardwise.tiers.tiers import Tiers
@@ -220,8 +221,9 @@ class EngineStates:
     def _check_room_to_gather(self) -> None:
         if self.device.type != "cuda" or not self.layout.stage.unshard_for_use:
             return
-        missing_bytes = (
-            sum(group.padded_numel for group in self.layout.groups) * torch_dtype(self.layout.precision.param).itemsize
+        layout = self.layout
+        missing_bytes = sum(
+            group.padded_numel * DTYPE_BYTES[layout.precision_of(group).param] for group in layout.groups
         )
         free_bytes, _ = torch.cuda.mem_get_info(self.device)
         free_bytes += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)

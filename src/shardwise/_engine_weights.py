@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from shardwise._engine_checkpoints import EngineCheckpoints
+from shardwise._torch_private import persistent_buffers
 from shardwise.checkpoint.huggingface import (
     ExportRequest,
     NameMap,
@@ -88,7 +89,7 @@ class EngineWeights(EngineCheckpoints):
 
         Args:
             folder: that all ranks share; not there yet, or empty.
-            dtype: of the weights; None for that of the parameters, `precision.param`.
+            dtype: of the parameters; None for that in which each is computed with. Buffers keep theirs.
             names: as in `import_weights`.
             files: to be copied beside the weights, such as a tokenizer's; rank 0's. Those called as one that the
                 engine writes, such as config.json, take its place.
@@ -101,11 +102,14 @@ class EngineWeights(EngineCheckpoints):
         """
         self._check_usable()
         self._refuse_if_simulated()
-        stored_dtype = dtype_name(TORCH_DTYPES[_checked(dtype or self.config.precision.param)])
+        stored_dtype = dtype_name(TORCH_DTYPES[_checked(dtype or self.layout.precision.param)])
+        kept = {name for name, _ in persistent_buffers(self.model)} | {
+            *(self.layout.wide_names if dtype is None else ())
+        }
         described = describe(self.model)
         others: dict[str, bytes | Path] = dict(config_files(described, stored_dtype))
         others |= {Path(file).name: Path(file) for file in files}
-        request = ExportRequest(Path(folder), self._weights(), stored_dtype, others, self._name_rules(names))
+        request = ExportRequest(Path(folder), self._weights(), stored_dtype, kept, others, self._name_rules(names))
         rounds = self._new_rounds(f"the export to {request.folder}")
         return export_jointly(request, rounds, self.comm.rank, self.config.run.timeout_s)
 

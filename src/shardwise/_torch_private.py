@@ -253,16 +253,21 @@ class Ghosts:
     Args:
         device: of them.
         is_simulated: all tensors are fake already, in the context of `fake_tensors`: then none can be told apart.
+        dtypes: of the tensors whose likes are to be of another dtype, by their identities.
     """
 
-    def __init__(self, device: torch.device, is_simulated: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, is_simulated: bool = False, dtypes: Mapping[int, torch.dtype] | None = None
+    ) -> None:
         self._device = device
+        self._dtypes = dtypes or {}
         self._mode = None if is_simulated else FakeTensorMode(allow_non_fake_inputs=True)
 
     def like(self, tensor: Tensor) -> Tensor:
         """One like `tensor`; parameters stay parameters."""
         with plain_torch_functions(), self.only():
-            ghost = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+            dtype = self._dtypes.get(id(tensor), tensor.dtype)
+            ghost = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=self._device)
             return nn.Parameter(ghost, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else ghost
 
     def only(self) -> AbstractContextManager[Any]:

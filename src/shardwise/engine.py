@@ -34,7 +34,7 @@ from shardwise.memory import Ledger
 from shardwise.optim import own_scheduler
 from shardwise.pipeline.parts import StageForward
 from shardwise.pool import BufferPool
-from shardwise.precision import LossScaler, torch_dtype
+from shardwise.precision import LossScaler
 from shardwise.results import EvalResult, Scheduler, StepResult
 from shardwise.streams import Streams
 from shardwise.tensor.chunks import chunk_model
@@ -113,7 +113,7 @@ class Engine(EngineWeights):
         cell = layout.mesh.ranks_along((*PIPELINE_AXES, *CONTEXT_AXES, *TENSOR_AXES), network.rank)
         self._check_batch = BatchCheck(network.store, cell, network.rank, config.run)
         values = ValueSource(model, config.run.seed)
-        adopt_buffers(model, torch_dtype(config.precision.param), memory, self.comm)
+        adopt_buffers(model, config.precision, memory, self.comm)
         self._undo: list[Callable[[], None]] = []
         stages = make_stages(model, layout, device, self.comm.is_simulated)
         self._draws = KeyedDraws(config.run.seed, device)

@@ -8,19 +8,16 @@ tensor([1., 2., 3.])
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise._torch_private import is_fake, pytree
 from shardwise.config import Dtype, PrecisionConfig
-
-TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
-    {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-)
+from shardwise.layout.precision import TORCH_DTYPES
 
 # On the CPU an addition of two dtypes is not vectorised: a cast and an addition of one dtype, through a scratch block
 # that fits the cache, take about half its time (`benchmarks/primitives.py`).
@@ -106,6 +103,19 @@ def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None)
         return leaf.to(device, wanted, non_blocking=True)
 
     return pytree.tree_map(move, tree)
+
+
+def explain_dtypes(error: BaseException, model: nn.Module, dtype: torch.dtype) -> None:
+    """Add the cure to a forward's error about dtypes where a buffer is not of the parameters' `dtype`."""
+    if not isinstance(error, RuntimeError) or re.search(r"dtype|scalar type", str(error)) is None:
+        return
+    kept = ((name, each.dtype) for name, each in model.named_buffers() if each.is_floating_point())
+    name, found = next((each for each in kept if each[1] != dtype), ("", dtype))
+    if name:
+        error.add_note(
+            f"precision.buffers=keep leaves buffers as they were given, such as {name} in {found}, and parameters are "
+            f"in {dtype}; cast in the model's forward, or set precision.buffers=param, which casts all of them"
+        )
 
 
 class LossScaler:

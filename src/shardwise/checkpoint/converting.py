@@ -84,7 +84,7 @@ def export_checkpoint(
     Args:
         source: the folder of the step, which any layout has saved.
         folder: not there yet, or empty.
-        dtype: of the weights; None for that of the parameters of the run.
+        dtype: of the weights, buffers excepted; None for that of the parameters of the run.
         hf_config: the config.json to put there, its dtype set; None to make it from the checkpoint.
         progress: told how far this is.
 
@@ -98,10 +98,13 @@ def export_checkpoint(
             f"{source} has the trainable parameters alone; load it beside its base, and use engine.export_weights"
         )
     tensors = [tensor for tensor in manifest.tensors if tensor.kind != "rank" and PARAM in tensor.states]
-    kept = manifest.layout.get("precision", {}).get("param")
-    wanted = dtype or kept
+    wanted = dtype or manifest.layout.get("precision", {}).get("param")
+    kept = {tensor.name for tensor in tensors if tensor.kind == "buffer"}
+    kept.update(manifest.layout.get("wide", ()) if dtype is None else ())
     exported = [
-        ExportTensor(each.name, each.aliases, each.shape, exported_dtype(stored, _named(wanted) or stored))
+        ExportTensor(
+            each.name, each.aliases, each.shape, exported_dtype(stored, _named(wanted) or stored, each.name in kept)
+        )
         for each in tensors
         for stored in [each.states[PARAM].dtype]
     ]

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise.checkpoint.manifest import Manifest, StoredState, StoredTensor
 from shardwise.checkpoint.matching import Match, Wanted, match
@@ -118,7 +119,10 @@ def _fill(reader: PieceReader, stored: StoredTensor, holding: Holding, progress:
     """Read a state to where it rests; where that is a file, through a buffer of at most `WINDOW_BYTES`."""
     flat = holding.flat
     if flat.tensor is not None:
+        before = flat.tensor.clone() if holding.kind == "buffer" else None
         reader.read(stored, holding.state, holding.pieces, flat.tensor)
+        if before is not None and _is_rounded(before, flat.tensor, named_dtype(stored.states[holding.state].dtype)):
+            flat.tensor.copy_(before)
         return
     found = list(windows_of(flat, holding.pieces))
     buffer = torch.empty(max(window.stop - window.start for window in found), dtype=flat.dtype)
@@ -129,6 +133,12 @@ def _fill(reader: PieceReader, stored: StoredTensor, holding: Holding, progress:
         reader.read(stored, holding.state, window.pieces, values)
         flat.write(window.start, values)
         progress()
+
+
+def _is_rounded(values: Tensor, read: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a buffer of a narrower dtype is these values rounded: a table from a run that cast its buffers."""
+    is_narrower = dtype.is_floating_point and dtype.itemsize < values.dtype.itemsize
+    return is_narrower and torch.equal(values.to(dtype), read.to(dtype))
 
 
 def plan_load(

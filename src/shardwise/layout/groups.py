@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Final
@@ -102,7 +102,7 @@ class GroupSpec:
     """A group of parameters that are gathered and reduced together.
 
     Attributes:
-        name: the unit's name, with `:frozen` for the group of its frozen parameters.
+        name: the unit's name, with `:fp32` for the group of its wide parameters and `:frozen` for that of frozen ones.
         unit: the module whose forward uses them; `root` for the rest of the model.
         params: in flat order.
         trainable: whether the group has gradients and optimizer states.
@@ -111,6 +111,7 @@ class GroupSpec:
         is_replicated: every rank holds the parameters whole in every stage; of frozen groups only.
         tiers: where its states rest.
         stages: of the pipeline that use it; several where a parameter is tied across a cut, and each holds it.
+        is_wide: whether all its states are in fp32 although `precision.param` is narrower.
     """
 
     name: str
@@ -122,6 +123,7 @@ class GroupSpec:
     is_replicated: bool = False
     tiers: GroupTiers = GroupTiers()
     stages: tuple[int, ...] = (0,)
+    is_wide: bool = False
 
     @property
     def rests_whole(self) -> bool:
@@ -189,7 +191,7 @@ def build_groups(
     splits: Mapping[str, ParamSplit] | None = None,
     stages_of: Mapping[str, tuple[int, ...]] | None = None,
 ) -> tuple[GroupSpec, ...]:
-    """One group per unit and trainability, the root's first, then the units' in module order.
+    """One group per unit, trainability and dtype, the root's first, then the units' in module order.
 
     Under pipeline parallelism the root has one for each stage, and one for each set of stages that share parameters.
 
@@ -210,11 +212,12 @@ def build_groups(
     def stages(entry: ParamEntry) -> tuple[int, ...]:
         return (0,) if stages_of is None else stages_of[entry.name]
 
-    by_group = sorted(entries, key=lambda entry: (order[entry.unit], stages(entry), not entry.requires_grad))
+    def key(entry: ParamEntry) -> tuple[int, tuple[int, ...], bool, bool]:
+        return order[entry.unit], stages(entry), not entry.requires_grad, entry.is_wide
+
     groups: list[GroupSpec] = []
-    for (unit, held_by, trainable), members in groupby(
-        by_group, key=lambda entry: (entry.unit, stages(entry), entry.requires_grad)
-    ):
+    for (index, held_by, is_frozen, is_wide), members in groupby(sorted(entries, key=key), key=key):
+        unit = (ROOT, *units)[index]
         if unit != ROOT and groups and groups[-1].unit == unit and groups[-1].stages != held_by:
             both = " and ".join(str(stage) for stage in sorted({*groups[-1].stages, *held_by}))
             raise ConfigError(
@@ -222,10 +225,11 @@ def build_groups(
                 "one stage in zero.blocks, or move pipeline.cut"
             )
         place = unit if unit != ROOT or stages_of is None else f"{unit}@{'+'.join(map(str, held_by))}"
-        name = place if trainable else f"{place}:frozen"
-        is_replicated = replicate_frozen and not trainable
+        name = place + ":fp32" * is_wide + ":frozen" * is_frozen
+        is_replicated = replicate_frozen and is_frozen
         params = tuple(_place(members, splits or {}))
-        groups.append(GroupSpec(name, unit, params, trainable, num_ranks, num_shards, is_replicated, stages=held_by))
+        spec = GroupSpec(name, unit, params, not is_frozen, num_ranks, num_shards, is_replicated)
+        groups.append(replace(spec, stages=held_by, is_wide=is_wide))
     return tuple(groups)
 
 

@@ -36,7 +36,7 @@ from shardwise.layout.groups import GroupSpec, build_groups
 from shardwise.layout.mesh_shape import GRADIENT_AXES, REPLICA_AXES, SHARD_AXES, MeshShape
 from shardwise.layout.pipeline import PipelineLayout
 from shardwise.layout.precision import DTYPE_BYTES, PrecisionPolicy, precision_policy
-from shardwise.layout.skeleton import ROOT, find_units, read_parameters
+from shardwise.layout.skeleton import ROOT, find_units, read_parameters, wide_parameters
 from shardwise.layout.stages import Placement, ZeroStage, effective_stage
 from shardwise.layout.tensor_plan import TensorLayout
 from shardwise.layout.tiers import assign_tiers_by_rank
@@ -78,7 +78,7 @@ class StateSpec:
     Attributes:
         name: such as `exp_avg`.
         role: param, grad or optimizer.
-        dtype: of each element.
+        dtype: of each element, but for wide groups; see `dtype_in`.
         placement: over the shard group.
         is_flat: one flat buffer a group, padding included; otherwise a tensor for each parameter piece, where it rests
             on the device.
@@ -99,9 +99,14 @@ class StateSpec:
         tiers = group.tiers
         return {"param": tiers.params, "grad": tiers.grads, "optimizer": tiers.optimizer}[self.role]
 
+    def dtype_in(self, group: GroupSpec) -> Dtype:
+        """The dtype of each element for `group`."""
+        return "fp32" if group.is_wide else self.dtype
+
     def is_kept_by(self, group: GroupSpec) -> bool:
         """Whether `group` has it."""
-        is_missing = self.is_copy_of_param and group.tiers.params == group.tiers.optimizer
+        is_copy_of_param = self.is_copy_of_param or (group.is_wide and self.name == "master")
+        is_missing = is_copy_of_param and group.tiers.params == group.tiers.optimizer
         return not is_missing and (group.trainable or self.role == "param")
 
     def bytes_at_rest(self, group: GroupSpec, shard: int) -> int:
@@ -111,7 +116,7 @@ class StateSpec:
         start, stop = group.held_range(self.placement, shard)
         is_flat = self.is_flat or self.tier_in(group) != "device"
         numel = stop - start if is_flat else sum(slot.stop - slot.start for slot in group.slots(start, stop))
-        return numel * DTYPE_BYTES[self.dtype]
+        return numel * DTYPE_BYTES[self.dtype_in(group)]
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,7 @@ class Layout:
         units: the block modules, in module order; the first guess of the order in which they run.
         groups: the root's group first.
         stage: placements over the shard group.
-        precision: dtypes by role.
+        precision: dtypes by role; see `precision_of` for those of one group.
         states: every state kept at rest.
         tensor: what is split over the tensor-parallel group; None for one rank.
         pipeline: the stages; None without a pipeline.
@@ -154,12 +159,19 @@ class Layout:
         """The groups of all stages, on every rank in the same order."""
         order = {unit: index for index, unit in enumerate((ROOT, *self.units))}
         every = (*self.groups, *self.elsewhere)
-        return tuple(sorted(every, key=lambda group: (order[group.unit], group.stages, not group.trainable)))
+        return tuple(
+            sorted(every, key=lambda group: (order[group.unit], group.stages, not group.trainable, group.is_wide))
+        )
 
     @cached_property
     def trained_names(self) -> tuple[str, ...]:
         """The parameters of all stages that have gradients, on every rank in the same order."""
         return tuple(place.name for group in self.model_groups if group.trainable for place in group.params)
+
+    @property
+    def wide_names(self) -> list[str]:
+        """The parameters of all stages that stay in fp32 although `precision.param` is narrower."""
+        return [place.name for group in self.model_groups if group.is_wide for place in group.params]
 
     @property
     def held_units(self) -> tuple[str, ...]:
@@ -219,25 +231,29 @@ class Layout:
         """What one group adds to `bytes_on_wire`."""
         num_replicas = self.mesh.size_along(REPLICA_AXES)
         wire = {"all_reduce": 0, "reduce_scatter": 0, "all_gather": 0}
-        ring_numel = group.shard_numel * (group.num_shards - 1)
+        precision, ring_numel = self.precision_of(group), group.shard_numel * (group.num_shards - 1)
         unshards = self.num_unshards(group, num_micro_batches)
-        wire["all_gather"] += unshards * ring_numel * DTYPE_BYTES[self.precision.param]
+        wire["all_gather"] += unshards * ring_numel * DTYPE_BYTES[precision.param]
         if not group.trainable:
             return wire
         if len(group.stages) > 1 and (num_holders := len(self.holders(group))) > 1:
             numel = group.padded_numel if self.stage.optimizer is Placement.REPLICATE else group.shard_numel
-            wire["all_reduce"] += 2 * numel * (num_holders - 1) // num_holders * DTYPE_BYTES[self.precision.master]
+            wire["all_reduce"] += 2 * numel * (num_holders - 1) // num_holders * DTYPE_BYTES[precision.master]
         if self.stage.unshard_after_step:
-            wire["all_gather"] += ring_numel * DTYPE_BYTES[self.precision.param]
+            wire["all_gather"] += ring_numel * DTYPE_BYTES[precision.param]
         if self.stage.optimizer is Placement.REPLICATE:
             all_numel = group.padded_numel * (group.num_ranks - 1) // group.num_ranks
-            wire["all_reduce"] += 2 * all_numel * DTYPE_BYTES[self.precision.reduce]
+            wire["all_reduce"] += 2 * all_numel * DTYPE_BYTES[precision.reduce]
         else:
             reduces = self.num_reduces(num_micro_batches)
-            wire["reduce_scatter"] += reduces * ring_numel * DTYPE_BYTES[self.precision.reduce]
+            wire["reduce_scatter"] += reduces * ring_numel * DTYPE_BYTES[precision.reduce]
             replica_numel = group.shard_numel * (num_replicas - 1) // num_replicas
-            wire["all_reduce"] += 2 * replica_numel * DTYPE_BYTES[self.precision.reduce]
+            wire["all_reduce"] += 2 * replica_numel * DTYPE_BYTES[precision.reduce]
         return wire
+
+    def precision_of(self, group: GroupSpec) -> PrecisionPolicy:
+        """The dtypes of a group's states."""
+        return self.precision.widened if group.is_wide else self.precision
 
     def holders(self, group: GroupSpec) -> tuple[int, ...]:
         """The ranks of the pipeline that hold a group: several where a parameter is tied across a cut."""
@@ -285,8 +301,8 @@ class Layout:
         if not group.tiers.are_away:
             return {}
         tiers, numel = group.tiers, group.shard_numel
-        param_bytes = numel * DTYPE_BYTES[self.precision.param]
-        grad_bytes = numel * DTYPE_BYTES[self.precision.accumulate]
+        precision = self.precision_of(group)
+        param_bytes, grad_bytes = (numel * DTYPE_BYTES[each] for each in (precision.param, precision.accumulate))
         for _ in range(self.num_unshards(group, num_micro_batches)):
             _cross(across, tiers.params, "device", param_bytes)
         if not group.trainable:
@@ -298,7 +314,7 @@ class Layout:
         steps_on: Tier = "device" if tiers.optimizer == "device" else "host"
         _cross(across, tiers.grads, steps_on, grad_bytes)
         kept = [each for each in self.states if each.role == "optimizer" and each.is_kept_by(group)]
-        kept_bytes = numel * sum(DTYPE_BYTES[each.dtype] for each in kept)
+        kept_bytes = numel * sum(DTYPE_BYTES[each.dtype_in(group)] for each in kept)
         _cross(across, tiers.optimizer, steps_on, kept_bytes)
         _cross(across, steps_on, tiers.optimizer, kept_bytes)
         if not any(each.name == "master" for each in kept):  # the parameters are what is stepped
@@ -330,9 +346,8 @@ def build_layout(
     if mesh.tp != (1 if tensor is None else tensor.degree):
         raise ConfigError(f"mesh.tp={mesh.tp} needs a plan of how layers are split; use shardwise.plan_layout")
     units = find_units(model, config.zero.blocks)
-    entries = tuple(
-        replace(each, requires_grad=True) if each.name in trained else each for each in read_parameters(model, units)
-    )
+    read = read_parameters(model, units, wide_parameters(model, config.precision))
+    entries = tuple(replace(each, requires_grad=True) if each.name in trained else each for each in read)
     if not entries:
         raise ConfigError(f"{type(model).__name__} has no parameters; there is nothing to train or shard")
     num_ranks, num_shards = mesh.size_along(GRADIENT_AXES), mesh.size_along(SHARD_AXES)

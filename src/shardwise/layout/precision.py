@@ -15,8 +15,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+import torch
+
 from shardwise.config import Dtype, PrecisionConfig
 
+TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
+    {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+)
 DTYPE_BYTES: Final[Mapping[str, int]] = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2})
 
 
@@ -41,6 +46,11 @@ class PrecisionPolicy:
         """Whether the master is a copy of its own; otherwise the parameters are the master."""
         return self.master != self.param
 
+    @property
+    def widened(self) -> PrecisionPolicy:
+        """The policy of parameters that are not narrowed: everything in the master's dtype, so there is no copy."""
+        return PrecisionPolicy(self.master, self.master, self.master, self.master)
+
 
 def precision_policy(config: PrecisionConfig) -> PrecisionPolicy:
     """Derive the policy from the config section; under fp64 everything is fp64."""
@@ -51,3 +61,17 @@ def precision_policy(config: PrecisionConfig) -> PrecisionPolicy:
         accumulate=config.param if config.accumulate == "param" else wide,
         master=wide,
     )
+
+
+def buffer_dtype(given: torch.dtype, config: PrecisionConfig) -> torch.dtype:
+    """Return the dtype of a buffer in training.
+
+    Kept, it is as wide as it was given, and as the parameters: fp64 widens what fp32 activations would not meet.
+
+    >>> buffer_dtype(torch.float32, PrecisionConfig(param="bf16")), buffer_dtype(torch.int64, PrecisionConfig())
+    (torch.float32, torch.int64)
+    """
+    if not given.is_floating_point:
+        return given
+    param = TORCH_DTYPES[config.param]
+    return param if config.buffers == "param" else torch.promote_types(given, param)

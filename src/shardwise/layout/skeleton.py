@@ -13,16 +13,19 @@ several (tied weights), is the root unit's.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import nn
 
-from shardwise.config import ConfigError
+from shardwise.config import ConfigError, PrecisionConfig
+from shardwise.layout.precision import buffer_dtype
 
 ROOT: Final = "root"
+_BATCH_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class ParamEntry:
     unit: str
     shape: tuple[int, ...]
     requires_grad: bool
+    is_wide: bool = False  # see `wide_parameters`
 
 
 def find_units(model: nn.Module, patterns: Sequence[str] | None, key: str = "zero.blocks") -> tuple[str, ...]:
@@ -62,8 +66,34 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None, key: str = "zer
     return names
 
 
-def read_parameters(model: nn.Module, units: Sequence[str]) -> tuple[ParamEntry, ...]:
+def wide_parameters(model: nn.Module, config: PrecisionConfig) -> frozenset[str]:
+    """Return the names of the parameters that stay in fp32 although `precision.param` is narrower.
+
+    They are those that a Hugging Face model lists: `_keep_in_fp32_modules_strict`, and under fp16, whose range is
+    small, `_keep_in_fp32_modules` too, as `from_pretrained` reads them; and those of a batch norm whose statistics are
+    in fp32, because torch takes a narrow weight beside narrow statistics only.
+    """
+    if config.param not in ("bf16", "fp16"):
+        return frozenset()
+    lists = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if config.param == "fp16" else [])]
+    found: set[str] = set()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        patterns = [pattern.replace("*", ".*") for key in lists for pattern in getattr(module, key, None) or ()]
+        if isinstance(module, _BATCH_NORMS) and module.running_mean is not None:
+            patterns += [""] if buffer_dtype(module.running_mean.dtype, config) is torch.float32 else []
+        names = [name for name, _ in module.named_parameters(remove_duplicate=False)] if patterns else []
+        kept = (name for name in names if any(re.search(pattern, name) for pattern in patterns))
+        found.update(f"{prefix}.{name}" if prefix else name for name in kept)
+    return frozenset(found)
+
+
+def read_parameters(model: nn.Module, units: Sequence[str], wide: Set[str] = frozenset()) -> tuple[ParamEntry, ...]:
     """Every parameter once, in module order, each with the one unit that holds all its names (else the root).
+
+    Args:
+        model: any module.
+        units: the blocks.
+        wide: names of parameters that stay in fp32.
 
     Raises:
         ConfigError: a parameter is not of a floating dtype.
@@ -88,6 +118,7 @@ def read_parameters(model: nn.Module, units: Sequence[str]) -> tuple[ParamEntry,
             unit=_common_unit(names, model, unit_of_module),
             shape=tuple(parameter_of[key].shape),
             requires_grad=parameter_of[key].requires_grad,
+            is_wide=not wide.isdisjoint(names),
         )
         for key, names in names_of.items()
     )

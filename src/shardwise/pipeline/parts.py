@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ class StageForward:
         held: the stages of this rank.
         device: of its tensors.
         is_simulated: nothing has values, so ghosts cannot be told from what is received.
+        dtypes: in which parameters will be computed with, by their identities.
 
     Attributes:
         types: of containers in boundary values, which torch's pytree has not registered.
@@ -68,6 +69,7 @@ class StageForward:
         held: Sequence[int],
         device: torch.device,
         is_simulated: bool = False,
+        dtypes: Mapping[int, torch.dtype] | None = None,
     ) -> None:
         self._model = model
         self._names = [name for names in units for name in names]
@@ -84,7 +86,7 @@ class StageForward:
         self.types = named_tuples_of(model)
         self._kinds = [type(module) for module in self._modules]
         self._is_simulated = is_simulated
-        self._ghosts = Ghosts(device, is_simulated)
+        self._ghosts = Ghosts(device, is_simulated, dtypes)
         self._ghostly = self._make_ghostly(held)
         num_skipped = max((self._range_of[stage][0] for stage in held), default=0)
         self._traces = Traces(self._modules[: 0 if is_simulated else num_skipped], self._ghosts)

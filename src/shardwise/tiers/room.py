@@ -64,19 +64,19 @@ def _slices(layout: Layout, group: GroupSpec) -> dict[str, int]:
     tiers, numel = group.tiers, group.shard_numel
     found: dict[str, int] = {}
     if tiers.params == "nvme":
-        found["parameters"] = _buffer_bytes(numel * DTYPE_BYTES[layout.precision.param])
+        found["parameters"] = _buffer_bytes(numel * DTYPE_BYTES[layout.precision_of(group).param])
     if not group.trainable:
         return found
     if tiers.grads != "device":
-        found["gradients"] = _buffer_bytes(numel * DTYPE_BYTES[layout.precision.accumulate])
+        found["gradients"] = _buffer_bytes(numel * DTYPE_BYTES[layout.precision_of(group).accumulate])
     if tiers.optimizer == "device":
         if tiers.params != "device":
-            found["parameters that leave"] = _buffer_bytes(numel * DTYPE_BYTES[layout.precision.param])
+            found["parameters that leave"] = _buffer_bytes(numel * DTYPE_BYTES[layout.precision_of(group).param])
         return found
     chunk_numel = min(CHUNK_NUMEL, numel)
     for state in layout.states:
         if state.is_kept_by(group):
-            num_bytes = _buffer_bytes(chunk_numel * DTYPE_BYTES[state.dtype])
+            num_bytes = _buffer_bytes(chunk_numel * DTYPE_BYTES[state.dtype_in(group)])
             if state.tier_in(group) != "host":
                 found["chunk"] = found.get("chunk", 0) + num_bytes
             if state.role == "param" and tiers.params == "device":

@@ -81,7 +81,7 @@ class Tiers:
             for group in self._layout.groups:
                 if state.tier_in(group) == "nvme" and state.is_kept_by(group):
                     name = f"{group.name}.{state.name}"
-                    num_bytes = padded_bytes(group.shard_numel, torch_dtype(state.dtype))
+                    num_bytes = padded_bytes(group.shard_numel, torch_dtype(state.dtype_in(group)))
                     self._reserved[name] = self._make_file(name, num_bytes)
 
     def place(self, tier: Tier, name: str, numel: int, dtype: torch.dtype, category: Category) -> Rest:

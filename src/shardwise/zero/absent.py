@@ -9,6 +9,8 @@ from torch import nn
 
 from shardwise._torch_private import parameter_class, plain_torch_functions, set_data
 from shardwise.layout.groups import GroupSpec
+from shardwise.layout.layout import Layout
+from shardwise.precision import torch_dtype
 from shardwise.wearing import ReleasedParameterError, released_type, wear
 
 
@@ -17,11 +19,12 @@ class AbsentParams:
 
     Args:
         model: of the parameters.
-        specs: the groups they are in.
+        layout: `elsewhere` are the groups they are in.
         held_stages: of this rank, for messages.
     """
 
-    def __init__(self, model: nn.Module, specs: Sequence[GroupSpec], held_stages: Sequence[int]) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, held_stages: Sequence[int]) -> None:
+        specs = layout.elsewhere
         self._specs = {id(model.get_parameter(place.name)): (spec, place) for spec in specs for place in spec.params}
         self._parameters = [model.get_parameter(place.name) for spec in specs for place in spec.params]
         self._kinds = [parameter_class(parameter) for parameter in self._parameters]
@@ -37,8 +40,8 @@ class AbsentParams:
             )
 
         for parameter, kind in zip(self._parameters, self._kinds, strict=True):
-            _, place = places[id(parameter)]
-            dtype = parameter.dtype
+            spec, place = places[id(parameter)]
+            dtype = torch_dtype(layout.precision_of(spec).param)  # models read their own to build masks in it
             parameter.grad = None
             set_data(parameter, torch.empty(place.shape, dtype=dtype, device="meta"))
             wear(parameter, released_type(refuse, kind))

@@ -85,7 +85,7 @@ class ZeroDriver:
             self._release_claim()
             raise
         held_stages = layout.pipeline.held if layout.pipeline is not None else ()
-        self.absent = AbsentParams(model, layout.elsewhere, sorted(held_stages))
+        self.absent = AbsentParams(model, layout, sorted(held_stages))
         for unit in self.units:
             module = model if unit.name == ROOT else model.get_submodule(unit.name)
             self._handles += hook_unit(module, unit)

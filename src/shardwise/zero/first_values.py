@@ -8,24 +8,26 @@ import torch
 from torch import nn
 
 from shardwise.comm import Comm, Comms
+from shardwise.config import PrecisionConfig
 from shardwise.deferred import ValueSource
 from shardwise.layout.layout import Layout
+from shardwise.layout.precision import buffer_dtype
 from shardwise.memory import Category, Ledger
-from shardwise.precision import to_device, torch_dtype
+from shardwise.precision import torch_dtype
 from shardwise.zero.group import ParamGroup
 
 
-def adopt_buffers(model: nn.Module, dtype: torch.dtype, memory: Ledger, comm: Comm) -> None:
-    """Move a model's buffers to the device, in the parameters' dtype as `Module.to` would, with rank 0's values.
+def adopt_buffers(model: nn.Module, precision: PrecisionConfig, memory: Ledger, comm: Comm) -> None:
+    """Move a model's buffers to the device, with rank 0's values; `precision.buffers` says in which dtype.
 
     Args:
         model: whose buffers change.
-        dtype: of the parameters.
+        precision: of the engine.
         memory: counts the buffers.
         comm: over all ranks.
     """
     for name, buffer in model.named_buffers():
-        buffer.data = to_device(buffer.data, comm.device, dtype)
+        buffer.data = buffer.data.to(comm.device, buffer_dtype(buffer.dtype, precision))
         memory.track(buffer, Category.OTHER)
         if comm.world_size > 1 and buffer.numel() > 0:
             comm.broadcast(buffer.data, f"buffer {name}")

@@ -39,7 +39,7 @@ class GroupGrads:
     """
 
     def __init__(self, spec: GroupSpec, layout: Layout, resources: Resources) -> None:
-        stage, policy, comms = layout.stage, layout.precision, resources.comms
+        stage, policy, comms = layout.stage, layout.precision_of(spec), resources.comms
         self.spec = spec
         self._comms = comms
         self._device = comms.data.device

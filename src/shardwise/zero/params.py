@@ -56,7 +56,7 @@ class GroupParams:
         resources: Resources,
         released: type[nn.Parameter],
     ) -> None:
-        stage, policy, comms, tiers = layout.stage, layout.precision, resources.comms, resources.tiers
+        stage, policy, comms, tiers = layout.stage, layout.precision_of(spec), resources.comms, resources.tiers
         ledger = resources.ledger
         self.spec = spec
         self.parameters = tuple(parameters)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -52,6 +52,7 @@ class ExportRequest:
         folder: to be; one and the same for all ranks, by whatever path.
         holdings: parameters and buffers, of this rank.
         dtype: safetensors' name of the one that numbers with a point are written in; others stay as they are.
+        kept: names of the tensors that stay in their own dtype whatever it is.
         others: the files beside the weights; what counts is rank 0's.
         names: rules for names that differ in the folder.
         max_file_bytes: of the tensors in a file.
@@ -60,6 +61,7 @@ class ExportRequest:
     folder: Path
     holdings: Sequence[Holding]
     dtype: str
+    kept: Set[str]
     others: Mapping[str, bytes | Path]
     names: NameMap | Mapping[str, Any] | None = None
     max_file_bytes: int = MAX_FILE_BYTES
@@ -69,21 +71,22 @@ class ExportRequest:
         """The same on all ranks."""
         tensors = [
             ExportTensor(
-                each.name, each.aliases, each.global_shape, exported_dtype(dtype_name(each.flat.dtype), self.dtype)
+                each.name, each.aliases, each.global_shape, exported_dtype(own, self.dtype, each.name in self.kept)
             )
             for each in self.holdings
             if each.state == PARAM
+            for own in [dtype_name(each.flat.dtype)]
         ]
         return plan_export(in_order(tensors), self.names, self.max_file_bytes)
 
 
-def exported_dtype(dtype: str, wanted: str) -> str:
-    """The dtype in which a tensor of one dtype is written: the wanted one, unless it has integers or the like.
+def exported_dtype(dtype: str, wanted: str, is_kept: bool) -> str:
+    """The dtype in which a tensor of one dtype is written: the wanted one, unless it is kept, or of integers.
 
-    >>> exported_dtype("F32", "BF16"), exported_dtype("I64", "BF16")
+    >>> exported_dtype("F32", "BF16", is_kept=False), exported_dtype("I64", "BF16", is_kept=False)
     ('BF16', 'I64')
     """
-    return wanted if dtype in _FLOATS else dtype
+    return wanted if dtype in _FLOATS and not is_kept else dtype
 
 
 def in_order(tensors: Iterable[ExportTensor]) -> list[ExportTensor]:
