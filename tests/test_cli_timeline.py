@@ -136,4 +136,7 @@ def test_what_the_user_can_mend_is_one_line(arguments, message, capsys):
 
 def test_a_file_that_cannot_be_written_is_named(capsys):
     assert cli.main(["timeline", "--svg", "nowhere/plan.svg"]) == 1
-    assert capsys.readouterr().err == "shardwise: cannot write nowhere/plan.svg: No such file or directory\n"
+    assert (
+        capsys.readouterr().err
+        == "shardwise: cannot write nowhere/plan.svg: No such file or directory; give the path of a file\n"
+    )

@@ -40,11 +40,17 @@ def legal_values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
     if kind == "array":
         length = schema.get("maxItems")
         items = legal_values(schema["items"] if length is None else schema["prefixItems"][0])
-        return st.lists(items, min_size=length or 0, max_size=length or 3)
+        return st.lists(items, min_size=length or schema.get("minItems", 0), max_size=length or 3)
     if kind == "number":
-        above = schema.get("exclusiveMinimum")
-        bound = low if above is None else above
-        return st.floats(bound, high, exclude_min=above is not None, allow_nan=False, allow_infinity=False)
+        above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+        return st.floats(
+            low if above is None else above,
+            high if below is None else below,
+            exclude_min=above is not None,
+            exclude_max=below is not None,
+            allow_nan=False,
+            allow_infinity=False,
+        )
     if kind == "integer":
         return st.integers(low, high)
     if kind == "object":
@@ -118,8 +124,8 @@ def test_toml_and_assignments_mean_what_the_dict_means(
 
 
 def test_values_are_kept_and_the_rest_is_default() -> None:
-    config = Config.from_dict({"optimizer": {"betas": [0.8, 1], "lr": 1}, "zero": {"blocks": ["Block"]}})
-    assert (config.optimizer.betas, config.optimizer.lr, config.zero.blocks) == ((0.8, 1.0), 1.0, ("Block",))
+    config = Config.from_dict({"optimizer": {"betas": [0.8, 0], "lr": 1}, "zero": {"blocks": ["Block"]}})
+    assert (config.optimizer.betas, config.optimizer.lr, config.zero.blocks) == ((0.8, 0.0), 1.0, ("Block",))
     assert (config.optimizer.eps, config.zero.stage) == (1e-8, 2)
     assert Config.from_dict({}) == Config()
 
@@ -222,7 +228,7 @@ def test_unknown_keys_are_refused_with_the_nearest(written: Any, message: str) -
             "optimizer",
             "betas",
             [0.9],
-            "optimizer.betas=[0.9] must be a list of 2, each a finite number >= 0 and <= 1; "
+            "optimizer.betas=[0.9] must be a list of 2, each a finite number >= 0 and < 1; "
             "leave it out for the default [0.9, 0.95]",
         ),
         (

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
 def main() -> int:
     """Run the command and return its exit code."""
+    _open_standard_streams()
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        print("shardwise: the current folder is gone; change to one that is there", file=sys.stderr)
+        return 2
     try:
         from shardwise.cli import main as run
 
@@ -14,6 +21,17 @@ def main() -> int:
     except KeyboardInterrupt:
         print("shardwise: stopped by Ctrl-C", file=sys.stderr)
         return 130
+
+
+def _open_standard_streams() -> None:
+    """Give streams that the caller has closed somewhere to go, or the next files opened would take their numbers."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 (as long as the process)
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
 
 if __name__ == "__main__":

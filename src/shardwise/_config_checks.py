@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Final
 
 from shardwise._config_sections import (
+    MAX_PIPELINE_CELLS,
     AttentionConfig,
     CompileConfig,
     ContextConfig,
@@ -84,6 +85,23 @@ def wrong_pipeline(
     if pipeline.gather == "micro-batch" and zero.stage < 3:
         rule = f"is how parameters that rest as shards are gathered, and in zero.stage={zero.stage} they rest whole"
         yield f"pipeline.gather=micro-batch {rule}; set zero.stage=3, or leave the key out"
+
+
+def wrong_schedule_size(
+    num_micro_batches: int, pipeline: PipelineConfig, mesh: MeshConfig, max_cells: int = MAX_PIPELINE_CELLS
+) -> Iterator[str]:
+    """Refuse schedules of more forwards than `max_cells`, which take minutes to build.
+
+    >>> from shardwise._config_sections import MeshConfig, PipelineConfig
+    >>> next(wrong_schedule_size(10**6, PipelineConfig(), MeshConfig(pp=2))).partition(";")[2]
+    ' use batch.accumulation=200,000 or less'
+    """
+    num_cells = mesh.pp * pipeline.virtual_stages * num_micro_batches
+    if mesh.pp > 1 and num_cells > max_cells:
+        most = max_cells // mesh.pp // pipeline.virtual_stages
+        cure = f"use batch.accumulation={most:,} or less" if most else f"use mesh.pp={max_cells:,} or less"
+        rule = f"make a schedule of {num_cells:,} forwards, more than {max_cells:,}"
+        yield f"mesh.pp={mesh.pp} and {num_micro_batches:,} micro-batches {rule}; {cure}"
 
 
 def wrong_chunks(context: ContextConfig, pipeline: PipelineConfig, compile_config: CompileConfig) -> Iterator[str]:

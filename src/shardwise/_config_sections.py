@@ -8,9 +8,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+MAX_RANKS: Final = 10**6
+MAX_MICRO_BATCHES: Final = 10**6
+# A pipeline's schedule is built and simulated action by action, about 10,000 of them a second.
+MAX_PIPELINE_CELLS: Final = 400_000
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 Tier = Literal["device", "host", "nvme"]
@@ -20,14 +25,23 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-Positive = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
+# Upper bounds are far above what anybody trains, and low enough that no number stalls or breaks the checks.
+Positive = Annotated[int, Field(ge=1, le=10**12)]
+NotNegative = Annotated[int, Field(ge=0, le=10**12)]
+Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+MicroBatches = Annotated[int, Field(ge=1, le=MAX_MICRO_BATCHES)]
+Layers = Annotated[int, Field(ge=1, le=2_000)]
+Width = Annotated[int, Field(ge=1, le=10**7)]
+Tokens = Annotated[int, Field(ge=1, le=10**9)]
+Threads = Annotated[int, Field(ge=1, le=1024)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
+TimeoutSeconds = Annotated[float, Field(ge=0.1, le=1e7)]
 # Strict would refuse lists, but TOML and JSON know no tuples.
-Betas = Annotated[tuple[Fraction, Fraction], Field(strict=False)]
+Betas = Annotated[tuple[BelowOne, BelowOne], Field(strict=False)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]
-Cores = Annotated[tuple[NotNegative, ...], Field(strict=False)]
+Cores = Annotated[tuple[NotNegative, ...], Field(strict=False, min_length=1)]
 Blocks = Annotated[tuple[Positive, ...], Field(strict=False)]
 Indices = Annotated[tuple[NotNegative, ...], Field(strict=False)]
 
@@ -36,12 +50,12 @@ class ModelConfig(Section):
     """The model of `shardwise train`: a preset, and what differs from it. The library API ignores this section."""
 
     preset: str = "tiny"
-    num_layers: Positive | None = None
-    hidden_size: Positive | None = None
-    num_heads: Positive | None = None
-    num_kv_heads: Positive | None = None
-    ffn_size: Positive | None = None
-    vocab_size: Positive | None = None
+    num_layers: Layers | None = None
+    hidden_size: Width | None = None
+    num_heads: Width | None = None
+    num_kv_heads: Width | None = None
+    ffn_size: Width | None = None
+    vocab_size: Width | None = None
     tie_embeddings: bool | None = None
 
 
@@ -50,7 +64,7 @@ class DataConfig(Section):
 
     path: str | None = None
     text_key: str = "text"
-    seq_len: Positive = 256
+    seq_len: Tokens = 256
     val_fraction: Fraction = 0.05
     tokenizer: str | None = None
     cache_dir: str | None = None
@@ -60,8 +74,8 @@ class BatchConfig(Section):
     """Samples per optimizer step: global_size = micro_size x accumulation x data-parallel ranks; two give the third."""
 
     global_size: Positive | None = None
-    micro_size: Positive | None = None
-    accumulation: Positive | None = None
+    micro_size: MicroBatches | None = None
+    accumulation: MicroBatches | None = None
 
 
 class MeshConfig(Section):
@@ -71,11 +85,11 @@ class MeshConfig(Section):
     are `dp_replicate` replicas of it (hybrid sharding), which exchange gradients once a step.
     """
 
-    pp: Positive = 1
-    dp_replicate: Positive | None = None
-    dp_shard: Positive | None = None
-    cp: Positive = 1
-    tp: Positive = 1
+    pp: Ranks = 1
+    dp_replicate: Ranks | None = None
+    dp_shard: Ranks | None = None
+    cp: Ranks = 1
+    tp: Ranks = 1
 
 
 class PrecisionConfig(Section):
@@ -153,7 +167,7 @@ class PipelineConfig(Section):
     """
 
     schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = "1f1b"
-    virtual_stages: Positive = 1
+    virtual_stages: Layers = 1
     balance: Literal["both", "time", "memory"] = "both"
     cut: Names | None = None
     units: Names | None = None
@@ -268,14 +282,14 @@ class RunConfig(Section):
     steps: Positive = 200
     seed: NotNegative = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    num_procs: Positive | None = None
-    num_threads: Positive | None = None
+    num_procs: Ranks | None = None
+    num_threads: Threads | None = None
     dir: str = "runs"
     name: str | None = None
     eval_every: Positive | None = None
     eval_batches: Positive = 8
     sample_tokens: NotNegative = 64
-    timeout_s: PositiveFloat = 300.0
-    watchdog_s: Annotated[float, Field(ge=0.0)] = 60.0
+    timeout_s: TimeoutSeconds = 300.0
+    watchdog_s: Annotated[float, Field(ge=0.0, le=1e7)] = 60.0
     check_collectives: bool = False
     record_timeline: Positive | None = None

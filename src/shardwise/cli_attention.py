@@ -79,7 +79,9 @@ def _show(arguments: argparse.Namespace, split: Split) -> int:
             drawing = layout_drawing.svg(panels(layout, _SVG_CELLS), [title, *lines])
             arguments.svg.write_text(drawing, encoding="utf-8")
         except OSError as error:
-            print(f"shardwise: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+            print(
+                f"shardwise: cannot write {error.filename}: {error.strerror}; give the path of a file", file=sys.stderr
+            )
             return 1
         print(f"wrote {arguments.svg}")
         return 0

@@ -14,6 +14,7 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
+from shardwise._config_checks import wrong_schedule_size
 from shardwise.config import Config, ConfigError, resolve_batch
 from shardwise.foreign import ForeignError, read_json
 from shardwise.report import timeline_html, timeline_svg, timeline_text
@@ -45,6 +46,9 @@ examples:
 
 # Of a quarter of a million actions.
 _MAX_TRACE_BYTES = 64 * 2**20
+
+_MAX_S = 1e6
+_MAX_CELLS = 70_000
 
 Split = Callable[[Sequence[str]], tuple[str | None, list[str]]]
 """From a command's settings to its config file, if there is one, and the assignments."""
@@ -90,7 +94,7 @@ def _timeline(arguments: argparse.Namespace, split: Split) -> int:
     try:
         has_written = _write(arguments, panels)
     except OSError as error:
-        print(f"shardwise: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"shardwise: cannot write {error.filename}: {error.strerror}; give the path of a file", file=sys.stderr)
         return 1
     if arguments.text or not has_written:
         console = Terminal(highlight=False)
@@ -108,6 +112,8 @@ def planned(config: Config, op_times: OpTimes) -> Panel:
         ScheduleError: the schedule cannot take these ranks, stages or micro-batches.
     """
     recipe, num_ranks, num_micro_batches = config.pipeline.schedule, config.mesh.pp, num_micro_batches_of(config)
+    for message in wrong_schedule_size(num_micro_batches, config.pipeline, config.mesh, _MAX_CELLS):
+        raise ConfigError(message)
     schedule = pipeline_step(recipe, num_ranks, num_micro_batches, config.pipeline.virtual_stages)
     num_stages = placement_of(recipe, num_ranks, config.pipeline.virtual_stages).stages_per_rank
     actions = simulate(insert_transfers(schedule), op_times.cost(num_stages))
@@ -146,9 +152,9 @@ def _op_times(arguments: argparse.Namespace, recorded: Sequence[TimedAction] | N
     names = [each.name for each in fields(OpTimes)]
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     for name, value in given.items():
-        if not 0 <= value < float("inf"):
+        if not 0 <= value <= _MAX_S:
             option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} {value:g} is no duration; give seconds, 0 or more")
+            raise ConfigError(f"{option} {value:g} is no duration; give seconds, from 0 to {_MAX_S:g}")
     return replace(default, **given)
 
 

@@ -18,14 +18,24 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from shardwise._config_checks import wrong_attention, wrong_chunks, wrong_context, wrong_pipeline, wrong_tiers
+from shardwise._config_checks import (
+    wrong_attention,
+    wrong_chunks,
+    wrong_context,
+    wrong_pipeline,
+    wrong_schedule_size,
+    wrong_tiers,
+)
 from shardwise._config_sections import (
+    MAX_MICRO_BATCHES,
+    MAX_RANKS,
     AttentionConfig,
     BatchConfig,
     CheckpointConfig,
@@ -80,6 +90,10 @@ __all__ = [
 ]
 
 
+_MAX_SHOWN = 120
+_MAX_TOLD = 100
+
+
 class ConfigError(OneLineError):
     """A config that cannot be run; the message states value, rule and cure on one line."""
 
@@ -113,7 +127,7 @@ class Config(Section):
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Build a config from nested mappings, as parsed from TOML or JSON."""
         if not isinstance(values, Mapping):
-            raise ConfigError(f"{values!r} is not a config; give a table of sections, such as zero")
+            raise ConfigError(f"{_shown_value(values)} is not a config; give a table of sections, such as zero")
         _refuse_unknown_keys(cls, values, prefix="")
         written = {name: dict(section) if isinstance(section, Mapping) else section for name, section in values.items()}
         try:
@@ -150,7 +164,7 @@ class Config(Section):
         for assignment in assignments:
             key, separator, text = assignment.partition("=")
             if not separator:
-                raise ConfigError(f"{assignment!r} is not an assignment; write section.key=value")
+                raise ConfigError(f"{_shown_value(assignment)} is not an assignment; write section.key=value")
             set_key(values, key.strip(), _parse_value(key.strip(), text.strip()))
         return self.from_dict(values)
 
@@ -158,6 +172,8 @@ class Config(Section):
         """Fill in what follows from the world size: the mesh, then the batch; refuse what cannot be."""
         if world_size < 1:
             raise ConfigError(f"world size {world_size} holds no rank; start at least 1")
+        if world_size > MAX_RANKS:
+            raise ConfigError(f"world size {world_size:,} is more than a mesh may have; start at most {MAX_RANKS:,}")
         for message in (
             *wrong_tiers(self.tiers, self.zero, self.recompute),
             *wrong_pipeline(self.pipeline, self.mesh, self.zero, self.compile),
@@ -168,7 +184,10 @@ class Config(Section):
             raise ConfigError(message)
         mesh = _resolve_mesh(self.mesh, world_size)
         num_data_ranks = _known(mesh.dp_replicate) * _known(mesh.dp_shard)
-        return self.model_copy(update={"mesh": mesh, "batch": resolve_batch(self.batch, num_data_ranks)})
+        batch = resolve_batch(self.batch, num_data_ranks)
+        for message in wrong_schedule_size(_known(batch.accumulation), self.pipeline, mesh):
+            raise ConfigError(message)
+        return self.model_copy(update={"mesh": mesh, "batch": batch})
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -212,6 +231,11 @@ def resolve_batch(batch: BatchConfig, num_data_ranks: int) -> BatchConfig:
         raise ConfigError(
             f"batch.global_size={total} but micro_size {micro} x accumulation {accumulation} x {num_data_ranks} "
             f"data-parallel ranks = {product}; give {product}, or leave one of the three out and it is derived"
+        )
+    if max(micro, accumulation, total // MAX_MICRO_BATCHES) > MAX_MICRO_BATCHES:
+        raise ConfigError(
+            f"batch.global_size={total:,} over {num_data_ranks:,} data-parallel ranks makes micro_size {micro:,} x "
+            f"accumulation {accumulation:,}, of which neither may be more than {MAX_MICRO_BATCHES:,}; use fewer samples"
         )
     return BatchConfig(global_size=total, micro_size=micro, accumulation=accumulation)
 
@@ -271,14 +295,33 @@ def _refuse_unknown_keys(section: type[BaseModel], values: Mapping[str, Any], pr
         if isinstance(nested, type) and issubclass(nested, BaseModel):
             if not isinstance(value, Mapping | nested):
                 example = f"{path}.{next(iter(nested.model_fields))}"
-                raise ConfigError(f"{path}={value!r} is not a section; set one of its keys, such as {example}")
+                raise ConfigError(
+                    f"{path}={_shown_value(value)} is not a section; set one of its keys, such as {example}"
+                )
             if isinstance(value, Mapping):
                 _refuse_unknown_keys(nested, value, prefix=f"{path}.")
+        for text in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(text, str) and (wrong := [each for each in text if not _is_plain(each)]):
+                raise ConfigError(f"{path}={_shown_value(text)} holds the control character {wrong[0]!r}; leave it out")
+
+
+def _is_plain(character: str) -> bool:
+    """Return whether a character can stand in a path, a log and a terminal: no control, no line break, no surrogate."""
+    return unicodedata.category(character) not in ("Cc", "Cs", "Zl", "Zp")
 
 
 def _shown(path: str) -> str:
-    """A key as the user wrote it, but on one line and never nothing."""
-    return path if path and path.isprintable() else repr(path)
+    """Return a key as the user wrote it, but on one line, not endless and never nothing."""
+    return path if 0 < len(path) <= _MAX_SHOWN and path.isprintable() else _shown_value(path)
+
+
+def _shown_value(value: Any) -> str:
+    """Return `repr(value)`, cut where it is long: it may be a file, or have more digits than Python writes."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "an integer of more than 4,300 digits"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text):,} characters)"
 
 
 def _suggestion(path: str) -> str:
@@ -306,26 +349,36 @@ def _sections() -> dict[str, Any]:
 def _explain(section: str, leaf: str, value: Any) -> str:
     """Why `value` cannot be the field's, and what can, from the field's own schema: pydantic's words name no cure."""
     schema = _sections()[section].model_json_schema()["properties"][leaf]
-    close = difflib.get_close_matches(str(value).lower(), _words(schema), n=1, cutoff=0.5)
+    word = value.lower() if isinstance(value, str) and len(value) <= _MAX_SHOWN else ""
+    close = difflib.get_close_matches(word, _words(schema), n=1, cutoff=0.5)
     default = "" if schema["default"] is None else f" for the default {json.dumps(schema['default'])}"
     cure = f"did you mean {close[0]}?" if close else f"leave it out{default}"
-    return f"{section}.{leaf}={value!r} must be {_rule(schema)}; {cure}"
+    return f"{section}.{leaf}={_shown_value(value)} must be {_rule(schema, value)}; {cure}"
 
 
-def _rule(schema: Mapping[str, Any]) -> str:
+def _rule(schema: Mapping[str, Any], value: Any = None) -> str:
+    """Say what a value must be; a bound that guards against absurd numbers is told where the value is beyond it."""
     if "anyOf" in schema:
-        return " or ".join(_rule(option) for option in schema["anyOf"] if option["type"] != "null")
+        return " or ".join(_rule(option, value) for option in schema["anyOf"] if option["type"] != "null")
     if words := _words(schema):
         return " or ".join(words)
     if schema["type"] == "array":
         each = schema["items"] if "items" in schema else schema["prefixItems"][0]
-        return f"a list{' of ' + str(schema['maxItems']) if 'maxItems' in schema else ''}, each {_rule(each)}"
+        size = f" of {schema['maxItems']}" if "maxItems" in schema else " of 1 or more" if "minItems" in schema else ""
+        return f"a list{size}, each {_rule(each)}"
     if schema["type"] == "object":
         return f"a table of names, each {_rule(schema['additionalProperties'])}"
     kinds = {"integer": "an integer", "number": "a finite number", "boolean": "true or false", "string": "a string"}
-    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<="}
-    bounds = " and ".join(f"{sign} {schema[bound]:g}" for bound, sign in signs.items() if bound in schema)
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    told = {bound: sign for bound, sign in signs.items() if bound in schema}
+    if schema.get("maximum", 0) > _MAX_TOLD and not (isinstance(value, int | float) and value > schema["maximum"]):
+        del told["maximum"]
+    bounds = " and ".join(f"{sign} {_number(schema[bound])}" for bound, sign in told.items())
     return f"{kinds[schema['type']]} {bounds}".rstrip()
+
+
+def _number(bound: float) -> str:
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
 
 
 def _words(schema: Mapping[str, Any]) -> list[str]:

@@ -181,12 +181,21 @@ def _kind(module: nn.Module, recompute: str) -> Hashable:
     return type(module), recompute, tuple(parameters)
 
 
-def _check(config: CompileConfig, layout: Layout) -> None:
+def check_backend(config: CompileConfig) -> None:
+    """Refuse a backend that torch does not have; torch's compiler is imported for that.
+
+    Raises:
+        ConfigError: it names one that is meant, or those there are.
+    """
     backends = torch.compiler.list_backends(exclude_tags=None)
     if config.backend not in backends:
         close = difflib.get_close_matches(config.backend, backends, n=1)
         cure = f"did you mean {close[0]}?" if close else f"use one of {', '.join(torch.compiler.list_backends())}"
         raise ConfigError(f"compile.backend={config.backend!r} is no backend of torch.compile; {cure}")
+
+
+def _check(config: CompileConfig, layout: Layout) -> None:
+    check_backend(config)
     if config.mode is not None and config.backend != "inductor":
         raise ConfigError(
             f"compile.mode={config.mode} is inductor's, and compile.backend={config.backend} ignores it; "

@@ -81,7 +81,7 @@ def initialize(
         schedule_of(config)  # refused before ranks meet
     device_kind = _device_kind(config)
     config = config.resolve(ensure_process_group(device_kind, config.run.timeout_s))
-    _check_tiers(config.tiers)
+    check_tiers(config.tiers)
     device = torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else torch.device("cpu")
     layout = plan_layout(model, config, plan, rank=dist.get_rank())
     if weights is not None:
@@ -111,7 +111,12 @@ def _import(engine: Engine, weights: str | Path, names: Names | None) -> None:
         raise
 
 
-def _check_tiers(tiers: TiersConfig) -> None:
+def check_tiers(tiers: TiersConfig) -> None:
+    """Refuse states on NVMe without a folder for them, and cores that this process may not use.
+
+    Raises:
+        ConfigError: it names the state, or the cores.
+    """
     check_nvme_path(tiers)
     if tiers.cores is not None:
         check_cores(tiers.cores, usable_cores())

@@ -194,6 +194,17 @@ def test_single_file_that_is_not_text(tmp_path, content, reason):
     assert refusal(file) == (f"data.path={file} is not UTF-8 text ({reason}); convert it to UTF-8 or JSONL")
 
 
+def test_folders_nested_deeper_than_python_walks(tmp_path, monkeypatch):
+    """In Python 3.11 os.walk calls itself for each level."""
+
+    def walk(*arguments, **options):
+        raise RecursionError
+
+    monkeypatch.setattr(corpus_module.os, "walk", walk)
+    with pytest.raises(ConfigError, match="nests its folders too deeply"):
+        open_corpus(DataConfig(path=str(tmp_path)))
+
+
 def test_nothing_decodable(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"\0\1")
     (tmp_path / "b.bin").write_bytes(b"\xff")

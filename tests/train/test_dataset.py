@@ -14,9 +14,11 @@ from shardwise.train.dataset import (
     ShardIndex,
     TokenDataset,
     batches_for_step,
+    hash_file,
     sample_order,
     sample_positions,
     split_point,
+    write_checksums,
 )
 
 
@@ -24,6 +26,8 @@ def write_shard(folder: Path, num_tokens: int, dtype: str = "uint16") -> Path:
     folder.mkdir(exist_ok=True)
     np.arange(num_tokens, dtype=dtype).tofile(folder / "tokens.bin")
     np.zeros(1, dtype=np.uint64).tofile(folder / "documents.bin")
+    (folder / "tokenizer.json").write_text("{}")
+    write_checksums(folder)
     index = ShardIndex(
         source="test",
         dtype=dtype,
@@ -34,6 +38,7 @@ def write_shard(folder: Path, num_tokens: int, dtype: str = "uint16") -> Path:
         num_bytes=num_tokens,
         num_skipped=0,
         tokens_hash="",
+        hashes={name: hash_file(folder / name) for name in ("tokens.crc", "documents.bin", "tokenizer.json")},
     )
     (folder / "index.json").write_text(index.to_json())
     return folder

@@ -168,7 +168,7 @@ def test_the_baseline_is_of_the_tokens_evaluated(values, tmp_path, monkeypatch):
     trainer = make_trainer(values, tmp_path)
     targets = evaluated_targets(trainer, monkeypatch)
     assert targets.shape == (2 * 4, 16)
-    tokens = trainer.data.train.tokens
+    tokens = trainer.data.train.read(0, trainer.data.train.num_tokens)
     assert trainer.unigram_loss() == pytest.approx(unigram_loss(tokens, targets.ravel().astype(tokens.dtype), 257))
 
 

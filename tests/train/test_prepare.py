@@ -1,6 +1,7 @@
 """The cache that holds the tokens: whole or absent, built once, and every way a build can fail."""
 
 import dataclasses
+import json
 import os
 import threading
 import time
@@ -11,6 +12,7 @@ import pytest
 
 from shardwise.config import Config, ConfigError
 from shardwise.train import corpus, prepare
+from shardwise.train.dataset import TokenDataset
 from shardwise.train.prepare import open_data, prepare_data
 
 TEXT = "".join(f"line {number} of the text, größer als 世界\n" for number in range(200))
@@ -26,8 +28,12 @@ def config(tmp_path) -> Config:
     return Config.from_dict({"data": data, "model": {"vocab_size": 400}})
 
 
+def tokens_of(dataset: TokenDataset) -> np.ndarray:
+    return dataset.read(0, dataset.num_tokens)
+
+
 def decoded(data, dataset) -> list[str]:
-    text = data.tokenizer.decode(dataset.tokens.tolist())
+    text = data.tokenizer.decode(tokens_of(dataset).tolist())
     return sorted(text.removesuffix("<|endoftext|>").split("<|endoftext|>"))
 
 
@@ -42,7 +48,7 @@ def test_the_splits_hold_every_document_once(config, tmp_path, tokenizer):
     assert data.num_bytes == sum(file.stat().st_size for file in files)
     assert data.val.num_tokens / data.num_tokens == pytest.approx(0.2, abs=0.05)
     assert {"1", "2", "3"} <= {text[0] for text in val}, "held-out documents come from the whole corpus"
-    assert data.train.tokens.max() < data.vocab_size == data.tokenizer.vocab_size <= 400
+    assert tokens_of(data.train).max() < data.vocab_size == data.tokenizer.vocab_size <= 400
 
 
 def test_second_run_reads_the_cache(config, tmp_path, monkeypatch):
@@ -51,7 +57,7 @@ def test_second_run_reads_the_cache(config, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "make_tokenizer", None)
     again = prepare_data(config, tmp_path / "cache")
     assert again.path == first.path
-    assert np.array_equal(again.train.tokens, first.train.tokens)
+    assert np.array_equal(tokens_of(again.train), tokens_of(first.train))
     longer = prepare_data(config.override(["data.seq_len=32"]), tmp_path / "cache")
     assert longer.path == first.path, "another sequence length must not tokenize again"
     assert open_data(first.path, config).val.num_tokens == first.val.num_tokens
@@ -102,7 +108,7 @@ def test_two_builders_at_once(config, tmp_path, monkeypatch):
     for thread in threads:
         thread.join()
     assert len(results) == 2
-    assert np.array_equal(results[0].train.tokens, results[1].train.tokens)
+    assert np.array_equal(tokens_of(results[0].train), tokens_of(results[1].train))
     assert list((tmp_path / "cache").iterdir()) == [results[0].path]
 
 
@@ -155,8 +161,49 @@ def test_broken_shard_is_built_again(config, tmp_path, name):
         "index.json",
         "tokenizer.json",
         "tokens.bin",
+        "tokens.crc",
     ]
     assert list((tmp_path / "cache").iterdir()) == [after.path]
+
+
+def harm(file: Path, how: str) -> None:
+    """Damage a file of the cache without changing its size, or put something else in its place."""
+    content = file.read_bytes()
+    file.unlink()
+    if how == "FIFO":
+        os.mkfifo(file)
+    elif how == "folder":
+        file.mkdir()
+    elif how == "empty":
+        file.touch()
+    else:
+        at = len(content) // 2
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+
+
+@pytest.mark.parametrize("how", ["flipped bit", "FIFO", "folder", "empty"])
+@pytest.mark.parametrize("name", ["index.json", "documents.bin", "tokens.crc", "tokenizer.json", "tokens.bin"])
+def test_damaged_shard_is_built_again_or_refused_when_read(config, tmp_path, name, how):
+    before = prepare_data(config, tmp_path / "cache")
+    index, tokens = before.train.index, tokens_of(before.train).tolist()
+    harm(before.path / name, how)
+    after = prepare_data(config, tmp_path / "cache")
+    if (name, how) == ("tokens.bin", "flipped bit"):
+        with pytest.raises(ConfigError, match=r"bytes 0 to .* of tokens.bin are not those that were written"):
+            tokens_of(after.train)
+    else:
+        assert after.train.index == index
+        assert tokens_of(after.train).tolist() == tokens
+
+
+def test_index_with_other_facts_is_refused(config, tmp_path):
+    """Facts that are possible but not those of the build, each with the hash of the old ones."""
+    path = prepare_data(config, tmp_path / "cache").path
+    fields = json.loads((path / "index.json").read_text())
+    for key, value in {"dtype": "uint32", "vocab_size": 10, "eot_id": 1, "num_bytes": 0, "format": 1}.items():
+        (path / "index.json").write_text(json.dumps(fields | {key: value}))
+        with pytest.raises(ConfigError, match="holds no whole token shard"):
+            open_data(path, config)
 
 
 def test_one_long_text_is_held_out_at_its_end(tmp_path, monkeypatch):
@@ -170,15 +217,15 @@ def test_one_long_text_is_held_out_at_its_end(tmp_path, monkeypatch):
     size = len(TEXT.encode())
     assert data.num_tokens == size + 1
     assert data.val.num_tokens == round(0.1 * (size + 1))
-    assert TEXT.encode().endswith(bytes(data.val.tokens[:-1].tolist()))
+    assert TEXT.encode().endswith(bytes(tokens_of(data.val)[:-1].tolist()))
 
 
 def test_large_vocabularies_take_four_bytes(config, tmp_path, monkeypatch):
     tokenizer = dataclasses.replace(prepare.make_tokenizer("bytes", 0, ()), vocab_size=1 << 17)
     monkeypatch.setattr(prepare, "make_tokenizer", lambda *args: tokenizer)
     data = prepare_data(config.override(["model.vocab_size=200000"]), tmp_path / "cache")
-    assert data.train.tokens.dtype == np.uint32
-    assert data.tokenizer.decode(data.train.tokens[:2].tolist()) == "00"
+    assert tokens_of(data.train).dtype == np.uint32
+    assert data.tokenizer.decode(tokens_of(data.train)[:2].tolist()) == "00"
 
 
 def test_progress_ends_at_all_bytes(config, tmp_path):

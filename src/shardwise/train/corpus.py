@@ -112,7 +112,10 @@ def open_corpus(data: DataConfig, exclude: Collection[Path] = ()) -> Corpus:
     except OSError as error:
         _refuse_unreadable(path, error)
     if stat.S_ISDIR(mode):
-        files = _list_folder(path, frozenset(folder.absolute() for folder in exclude))
+        try:
+            files = _list_folder(path, frozenset(folder.absolute() for folder in exclude))
+        except RecursionError:
+            raise ConfigError(f"data.path={data.path} nests its folders too deeply; give one further in") from None
         if not any(file.num_bytes for file in files):
             found = f"{len(files)} files, all empty" if files else "no files (hidden ones are left out)"
             raise ConfigError(f"data.path={data.path} holds {found}; give a folder with text or .jsonl files")

@@ -1,8 +1,9 @@
 """Token shards on disk, read as fixed-length sequences in an order that no rank has to agree on.
 
-A shard is a folder: `tokens.bin` (every token of every document, uint16 or uint32), `documents.bin` (uint64,
-where each document starts) and `index.json` (`ShardIndex`). Which sequence a sample is depends on (seed,
-sample index) alone, so a run can go on at another world size. Not here: writing shards (`prepare`).
+A shard is a folder: `tokens.bin` (every token of every document, uint16 or uint32), `tokens.crc` (a CRC-32 for each
+64 KiB of it), `documents.bin` (uint64, where each document starts), `tokenizer.json` and `index.json` (`ShardIndex`),
+which holds hashes of the others. Tokens are checked when they are first read. Which sequence a sample is depends on
+(seed, sample index) alone, so a run can go on at another world size. Not here: writing shards (`prepare`).
 
 >>> [sample_order(seed=0, index=index, num_sequences=5) for index in range(10)]  # two epochs
 [2, 0, 4, 3, 1, 2, 0, 4, 1, 3]
@@ -10,57 +11,127 @@ sample index) alone, so a run can go on at another world size. Not here: writing
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
+import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwise.config import BatchConfig, ConfigError
+from shardwise.foreign import open_regular, read_json
 
-SHARD_FORMAT = 1
-INDEX_NAME, TOKENS_NAME, DOCUMENTS_NAME = "index.json", "tokens.bin", "documents.bin"
+SHARD_FORMAT: Final = 2
+INDEX_NAME, TOKENS_NAME, CHECKSUMS_NAME = "index.json", "tokens.bin", "tokens.crc"
+DOCUMENTS_NAME, TOKENIZER_NAME = "documents.bin", "tokenizer.json"
+_OWN_HASH = "index_hash"
+_CHUNK_BYTES = 1 << 16
 _ROUNDS = 12
 _MASK = (1 << 64) - 1
 
+NotNegative = Annotated[int, Field(ge=0, lt=2**63)]
 
-@dataclass(frozen=True)
-class ShardIndex:
-    """What `index.json` says; `num_bytes` are of UTF-8 text, `tokens_hash` is blake2b of `tokens.bin`."""
+
+class ShardIndex(BaseModel):
+    """What `index.json` says.
+
+    Attributes:
+        num_bytes: of UTF-8 text.
+        tokens_hash: blake2b of `tokens.bin`, which names the data in checkpoints.
+        hashes: blake2b of each other file of the shard, by name.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     source: str
     dtype: Literal["uint16", "uint32"]
-    vocab_size: int
-    eot_id: int
-    num_tokens: int
-    num_documents: int
-    num_bytes: int
-    num_skipped: int
+    vocab_size: Annotated[int, Field(ge=1, le=2**32)]
+    eot_id: NotNegative
+    num_tokens: NotNegative
+    num_documents: NotNegative
+    num_bytes: NotNegative
+    num_skipped: NotNegative
     tokens_hash: str
-    format: int = SHARD_FORMAT
+    hashes: dict[str, str]
+    format: Literal[2] = SHARD_FORMAT
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2)
+        """Write the fields, and a hash of them that `read_index` compares."""
+        return json.dumps(self.model_dump() | {_OWN_HASH: self._hash()}, indent=2)
+
+    def _hash(self) -> str:
+        return _blake2b(json.dumps(self.model_dump(), sort_keys=True).encode())
+
+
+def _new_hash() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=16)
+
+
+def _blake2b(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def hash_file(path: Path) -> str:
+    """Return the blake2b of a file's bytes."""
+    with open(open_regular(path), "rb") as file:
+        return hashlib.file_digest(file, _new_hash).hexdigest()
+
+
+def write_checksums(folder: Path) -> None:
+    """Write `tokens.crc` beside a finished `tokens.bin`."""
+    with (folder / TOKENS_NAME).open("rb") as tokens, (folder / CHECKSUMS_NAME).open("wb") as checksums:
+        while chunk := tokens.read(_CHUNK_BYTES):
+            checksums.write(zlib.crc32(chunk).to_bytes(4, "little"))
 
 
 def read_index(path: Path) -> ShardIndex:
-    """Read the index of the shard in folder `path`; ConfigError where the shard is missing or not whole."""
-    cure = "delete the folder and run again, or put data.cache_dir where every node sees it"
+    """Read the index of the shard in folder `path`, and check every file of it but the tokens.
+
+    Raises:
+        ConfigError: the shard is missing, not whole or damaged.
+    """
     try:
-        index = ShardIndex(**json.loads((path / INDEX_NAME).read_text(encoding="utf-8")))
-        sizes = [(path / name).stat().st_size for name in (TOKENS_NAME, DOCUMENTS_NAME)]
-    except (OSError, ValueError, TypeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{path} holds no whole token shard: {reason}; {cure}") from None
-    needed = [index.num_tokens * np.dtype(index.dtype).itemsize, index.num_documents * 8]
-    if index.format != SHARD_FORMAT or sizes != needed:
-        raise ConfigError(f"{path} holds no whole token shard: files of {sizes} bytes where {needed} belong; {cure}")
+        fields = read_json(path / INDEX_NAME, "build it again")
+        own_hash = fields.pop(_OWN_HASH, None) if isinstance(fields, dict) else None
+        index = ShardIndex.model_validate(fields)
+        if index._hash() != own_hash:
+            raise ValueError(f"{INDEX_NAME} does not have its own checksum")
+        if set(index.hashes) != {CHECKSUMS_NAME, DOCUMENTS_NAME, TOKENIZER_NAME}:
+            raise ValueError(f"{INDEX_NAME} lists other files")
+        _check_size(path / TOKENS_NAME, index.num_tokens * np.dtype(index.dtype).itemsize)
+        _check_size(path / DOCUMENTS_NAME, index.num_documents * 8)
+        for name, expected in index.hashes.items():
+            if hash_file(path / name) != expected:
+                raise ValueError(f"{name} does not have the checksum that {INDEX_NAME} gives it")
+    except (OSError, ValueError) as error:
+        raise _damaged(path, _reason(error)) from None
     return index
+
+
+def _check_size(path: Path, num_bytes: int) -> None:
+    with open(open_regular(path), "rb") as file:
+        found = os.fstat(file.fileno()).st_size
+    if found != num_bytes:
+        raise ValueError(f"{path.name} has {found:,} bytes where {num_bytes:,} belong")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{INDEX_NAME}: {'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg']}"
+    return str(error.strerror if isinstance(error, OSError) else error)
+
+
+def _damaged(path: Path, reason: str) -> ConfigError:
+    cure = "delete the folder and run again, or put data.cache_dir where every node sees it"
+    return ConfigError(f"{path} holds no whole token shard: {reason}; {cure}")
 
 
 class TokenDataset:
@@ -70,20 +141,25 @@ class TokenDataset:
         path: folder of the shard.
         start: first token of the range.
         stop: end of the range; the shard's end by default.
+        index: of the shard, where it has been read.
 
     Raises:
-        ConfigError: the shard is missing or not whole.
+        ConfigError: the shard is missing or not whole; from reading, the tokens read are not those that were written.
     """
 
-    def __init__(self, path: str | Path, start: int = 0, stop: int | None = None) -> None:
+    def __init__(
+        self, path: str | Path, start: int = 0, stop: int | None = None, index: ShardIndex | None = None
+    ) -> None:
         self.path = Path(path)
-        self.index = read_index(self.path)
-        shard = np.memmap(self.path / TOKENS_NAME, dtype=self.index.dtype, mode="r")
-        self.tokens: NDArray[Any] = shard[start:stop]
+        self.index = index or read_index(self.path)
+        self._shard = np.memmap(self.path / TOKENS_NAME, dtype=self.index.dtype, mode="r")
+        self._range = range(self.index.num_tokens)[start:stop]
+        self._checksums = np.fromfile(self.path / CHECKSUMS_NAME, dtype="<u4")
+        self._is_checked = np.zeros(len(self._checksums), dtype=np.bool_)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.tokens)
+        return len(self._range)
 
     def num_sequences(self, seq_len: int) -> int:
         """Whole sequences of `seq_len` tokens whose targets, one token further on, are there too."""
@@ -93,8 +169,21 @@ class TokenDataset:
         """Sequence `index` as views of the map: tokens [seq_len], and targets [seq_len] one token on."""
         if not 0 <= index < self.num_sequences(seq_len):
             raise IndexError(f"sequence {index} of {self.num_sequences(seq_len)} with {seq_len} tokens each")
-        start = index * seq_len
-        return self.tokens[start : start + seq_len], self.tokens[start + 1 : start + seq_len + 1]
+        tokens = self.read(index * seq_len, (index + 1) * seq_len + 1)
+        return tokens[:-1], tokens[1:]
+
+    def read(self, start: int, stop: int) -> NDArray[Any]:
+        """Return tokens [start, stop) of the range as a view of the map, checked where they were not before."""
+        wanted = self._range[start:stop]
+        chunk_tokens = _CHUNK_BYTES // self._shard.itemsize
+        for number in range(wanted.start // chunk_tokens, -(-wanted.stop // chunk_tokens)):
+            if not self._is_checked[number]:
+                chunk = self._shard[number * chunk_tokens : (number + 1) * chunk_tokens]
+                if zlib.crc32(chunk.tobytes()) != self._checksums[number]:
+                    where = f"bytes {number * _CHUNK_BYTES:,} to {number * _CHUNK_BYTES + chunk.nbytes:,}"
+                    raise _damaged(self.path, f"{where} of {TOKENS_NAME} are not those that were written")
+                self._is_checked[number] = True
+        return self._shard[wanted.start : wanted.stop]
 
 
 def sample_order(seed: int, index: int, num_sequences: int) -> int:

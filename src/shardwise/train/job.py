@@ -12,6 +12,7 @@ All that a user can get wrong is found here, before any process starts. Not here
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,13 +26,14 @@ import torch
 from shardwise.attention.chosen import structure_of
 from shardwise.config import Config, ConfigError, read_toml, set_key
 from shardwise.context.given import check_split
+from shardwise.forwards import check_backend
 from shardwise.layout.layout import TIERS, Layout
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.splits import check_length
 from shardwise.memory import format_bytes
 from shardwise.models import Decoder, decoder_config
 from shardwise.optim import optimizer_kind
-from shardwise.start import check_nvme_path
+from shardwise.start import check_tiers
 from shardwise.tensor.layout import plan_layout
 from shardwise.tiers.files import SwapError, SwapFolder
 from shardwise.train.prepare import PreparedData, Progress, prepare_data
@@ -59,6 +61,10 @@ _TINY_ON: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     }
 )
 _WARMUP_SHARE = 0.05
+_MIN_FILES = 64
+_MAX_FILES = 4096
+# A step that reads the training data more often than this is a mistake in a number.
+_MAX_PASSES_A_STEP = 100
 
 
 def job_config(
@@ -106,7 +112,10 @@ def resolve_job(config: Config, world_size: int, num_local_ranks: int) -> Config
         ConfigError: mesh, batch, model, layout, optimizer or device do not fit, or the states are larger than memory.
     """
     run = config.run.model_copy(update={"device": device_kind(config)})
-    check_nvme_path(config.tiers)
+    check_tiers(config.tiers)
+    if config.compile.enabled:
+        check_backend(config.compile)
+    _raise_file_limit()
     resolved, layout = check_job(config.model_copy(update={"run": run}), world_size)
     _refuse_too_large(layout, resolved, num_local_ranks)
     return resolved
@@ -131,6 +140,20 @@ def check_job(config: Config, world_size: int) -> tuple[Config, Layout]:
     layout = plan_layout(model, resolved)
     check_split(model, resolved, config.data.seq_len)
     return resolved, layout
+
+
+def _raise_file_limit() -> None:
+    """Let this process and its ranks open as many files as the system lets them.
+
+    Raises:
+        ConfigError: that is too few for a run.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
+    if 0 <= soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if 0 <= hard < _MIN_FILES:
+        raise ConfigError(f"{hard} open files are too few for a run; raise the limit: ulimit -n {_MIN_FILES} or more")
 
 
 def _refuse_too_large(layout: Layout, config: Config, num_local_ranks: int) -> None:
@@ -240,6 +263,12 @@ def wanted_device(config: Config) -> DeviceKind:
 def prepare_job_data(config: Config, progress: Progress | None = None) -> PreparedData:
     """Tokenize the data, unless that was done before, into the cache beside the runs' folders."""
     data = prepare_data(config, Path(config.run.dir) / CACHE_NAME, progress)
+    num_sequences, global_size = data.train.num_sequences(config.data.seq_len), config.batch.global_size or 1
+    if global_size > _MAX_PASSES_A_STEP * num_sequences:
+        raise ConfigError(
+            f"batch.global_size={global_size:,} would read the {num_sequences:,} sequences of the training data "
+            f"{global_size // num_sequences:,} times in each step; use {num_sequences:,} or less, or give more data"
+        )
     decoder_config(config.model, max_seq_len=config.data.seq_len, vocab_size=data.vocab_size)
     return data
 

@@ -11,6 +11,7 @@ folders and exit codes (`run`, `job`).
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -162,7 +163,7 @@ class Trainer:
         val, seq_len = self.data.val, self.config.data.seq_len
         order = [self._held_out_sequence(position) for position in range(self._num_eval_sequences())]
         targets = np.concatenate([val.sample(index, seq_len)[1] for index in order])
-        return unigram_loss(self.data.train.tokens[:BASELINE_TOKENS], targets, self.data.vocab_size)
+        return unigram_loss(self.data.train.read(0, BASELINE_TOKENS), targets, self.data.vocab_size)
 
     def sample(self) -> Sample:
         """Let the model continue held-out text by `run.sample_tokens` tokens; all ranks write the same."""
@@ -276,6 +277,8 @@ def build_trainer(config: Config, data: PreparedData) -> Trainer:
         ConfigError: model, data and world do not fit each other.
         torch.OutOfMemoryError: the states do not fit.
     """
+    random.seed(config.run.seed)  # checkpoints hold these generators' states: equal runs have equal ones
+    np.random.seed(config.run.seed % 2**32)
     shape = decoder_config(config.model, config.data.seq_len, data.vocab_size, config.attention)
     try:
         model = Decoder(shape, device="meta")  # the engine draws the weights, each rank its own

@@ -27,14 +27,18 @@ from shardwise.config import Config, ConfigError
 from shardwise.models.presets import decoder_config
 from shardwise.train.corpus import Corpus, Piece, Tally, open_corpus, read_pieces, sample_texts
 from shardwise.train.dataset import (
+    CHECKSUMS_NAME,
     DOCUMENTS_NAME,
     INDEX_NAME,
     SHARD_FORMAT,
+    TOKENIZER_NAME,
     TOKENS_NAME,
     ShardIndex,
     TokenDataset,
+    hash_file,
     read_index,
     split_point,
+    write_checksums,
 )
 from shardwise.train.tokenizer import (
     SAMPLE_BYTES,
@@ -44,7 +48,6 @@ from shardwise.train.tokenizer import (
     tokenizer_fingerprint,
 )
 
-TOKENIZER_NAME = "tokenizer.json"
 BATCH_CHARS = 1 << 20
 ABANDONED_AFTER_S = 3600.0
 _KEY_BYTES = 12
@@ -130,8 +133,8 @@ def open_data(path: str | Path, config: Config) -> PreparedData:
     return PreparedData(
         path=path,
         source=index.source,
-        train=TokenDataset(path, stop=cut),
-        val=TokenDataset(path, start=cut),
+        train=TokenDataset(path, stop=cut, index=index),
+        val=TokenDataset(path, start=cut, index=index),
         tokenizer=load_tokenizer(path / TOKENIZER_NAME),
         vocab_size=index.vocab_size,
         num_bytes=index.num_bytes,
@@ -145,7 +148,7 @@ def _is_whole(path: Path) -> bool:
         read_index(path)
     except ConfigError:
         return False
-    return (path / TOKENIZER_NAME).is_file()
+    return True
 
 
 def _build(path: Path, corpus: Corpus, tokenizer: Tokenizer, val_fraction: float, progress: Progress | None) -> None:
@@ -158,8 +161,8 @@ def _build(path: Path, corpus: Corpus, tokenizer: Tokenizer, val_fraction: float
         tally = Tally()
         encoded = _encode(corpus, tokenizer, dtype, tally, progress)
         num_tokens = _write_tokens(folder, encoded, val_fraction)
-        with (folder / TOKENS_NAME).open("rb") as tokens:
-            tokens_hash = hashlib.file_digest(tokens, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        write_checksums(folder)
+        (folder / TOKENIZER_NAME).write_text(tokenizer.to_json(), encoding="utf-8")
         index = ShardIndex(
             source=corpus.label,
             dtype="uint16" if dtype == np.uint16 else "uint32",
@@ -169,11 +172,11 @@ def _build(path: Path, corpus: Corpus, tokenizer: Tokenizer, val_fraction: float
             num_documents=tally.num_documents,
             num_bytes=tally.num_text_bytes,
             num_skipped=tally.num_skipped,
-            tokens_hash=tokens_hash,
+            tokens_hash=hash_file(folder / TOKENS_NAME),
+            hashes={name: hash_file(folder / name) for name in (CHECKSUMS_NAME, DOCUMENTS_NAME, TOKENIZER_NAME)},
         )
-        (folder / TOKENIZER_NAME).write_text(tokenizer.to_json(), encoding="utf-8")
         (folder / INDEX_NAME).write_text(index.to_json(), encoding="utf-8")
-        for name in (TOKENS_NAME, DOCUMENTS_NAME, TOKENIZER_NAME, INDEX_NAME, "."):
+        for name in (TOKENS_NAME, CHECKSUMS_NAME, DOCUMENTS_NAME, TOKENIZER_NAME, INDEX_NAME, "."):
             _sync(folder / name)
         _publish(folder, path)
     finally:

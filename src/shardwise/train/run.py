@@ -29,6 +29,7 @@ from rich.progress import Progress as ProgressBar
 from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.comm import CommError
 from shardwise.config import Config, ConfigError
+from shardwise.foreign import ForeignError, read_text
 from shardwise.launch.environment import RankEnv
 from shardwise.launch.group import LaunchError, start_process_group
 from shardwise.launch.local import default_num_ranks, launch_local
@@ -136,7 +137,10 @@ def run_prepared(
     folder: Path, shard_path: Path, env: RankEnv, stop: StopFlag, console: Console, resume: Path | None = None
 ) -> int:
     """Be one of the ranks that `start` started, and return the exit code."""
-    config = Config.from_json((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    try:
+        config = Config.from_json(read_text(folder / CONFIG_NAME, "let shardwise train start its ranks itself"))
+    except ForeignError as error:
+        raise ConfigError(error) from None
     start_process_group(env, device_kind(config), config.run.timeout_s)
     return run_rank(config, folder, shard_path, env=env, stop=stop, console=console, resume=resume)
 

@@ -1,0 +1,150 @@
+"""Configs that cannot work: each is refused in one line, at once, and leaves nothing; or it is one that resolves."""
+
+import json
+import random
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise import cli
+from shardwise.config import Config, ConfigError, all_keys
+from shardwise.train.job import job_config, resolve_job
+
+MAX_LINE = 700
+WORDS = [
+    "",
+    "nope",
+    "-",
+    "none",
+    "NaN",
+    "inf",
+    "a b",
+    "a\nb",
+    "a\x1b[31mb",
+    "a\0b",
+    "é" * 300,
+    "x" * 5000,
+    "\ud800",
+    "../..",
+]
+NUMBERS = [-1, 0, 1, 2, 3, 7, 10**4, 10**6, 10**9, 10**12, 10**30, 10**5000, -(10**20), 0.5, 1.5, 1e-300, 1e300, -0.0]
+OTHERS: list[Any] = [True, False, [], {}, [[]], [1, 2, 3], ["a", 1], {"a": 1}, [-1], [9999], [1.0, 1.0], [10**30]]
+
+
+def bad_values(num: int, seed: int) -> Iterator[dict[str, dict[str, Any]]]:
+    """One to three keys of the config, each with a value that is likely to be wrong for it."""
+    draw = random.Random(seed)
+    keys = [key for key in all_keys() if not key.startswith("data.")]
+    for number in range(num):
+        values: dict[str, dict[str, Any]] = {}
+        for _ in range(draw.choice([1, 1, 1, 2, 3])):
+            section, _, leaf = (keys[number % len(keys)] if not values else draw.choice(keys)).partition(".")
+            values.setdefault(section, {})[leaf] = draw.choice(draw.choice([WORDS, NUMBERS, OTHERS]))
+        yield values
+
+
+def outcome(values: dict[str, dict[str, Any]], world_size: int) -> str | None:
+    """The line with which a config is refused; None for one that may be run."""
+    try:
+        config = job_config(None, ["run.device=cpu"], base=values)
+        resolve_job(config, world_size, num_local_ranks=1)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(("num", "seed"), [(120, 1), pytest.param(600, 2, marks=pytest.mark.full)])
+def test_bad_values_are_refused_in_one_line_at_once(tmp_path, monkeypatch, num, seed) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused = 0
+    for values in bad_values(num, seed):
+        start_s = time.process_time()
+        line = outcome(values, world_size=random.Random(seed).choice([1, 2, 8]))
+        assert time.process_time() - start_s < 30, f"{str(values)[:200]} keeps a user waiting"
+        if line is not None:
+            refused += 1
+            assert line.isprintable(), f"{line!r} is not one plain line"
+            assert 10 < len(line) < MAX_LINE, line
+    assert refused > num // 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 3000,
+        "run.steps = " + "1" * 5000,
+        "a" * 70_000,
+        ".".join("a" * 2000) + " = 1",
+        "[zero]\nstage = 3\nstage = 2",
+        "zero = 3",
+        "[zero]\n[zero]",
+        "\x00",
+        "zero.stage = nan",
+        "run.name = 'a\tb'",
+    ],
+)
+def test_bad_files_are_refused_in_one_line(tmp_path, text, capsys) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    assert cli.main(["train", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error[:-1].isprintable()
+    assert len(error) < MAX_LINE
+    assert [each.name for each in tmp_path.iterdir()] == ["bad.toml"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "--prepared", "/nowhere", "/nowhere"],
+        ["train", "tiers.cores=[9999]"],
+        ["train", "compile.enabled=true", "compile.backend=nope"],
+        ["train", "--dry-run", "--world-size", "99999999999"],
+        ["train", "batch.global_size=1000000000000"],
+        ["train", "run.name=a/b"],
+        ["timeline", "mesh.pp=1000000"],
+        ["timeline", "mesh.pp=2", "batch.accumulation=1000000"],
+        ["timeline", "mesh.pp=2", "--transfer-s", "1e308"],
+    ],
+)
+def test_commands_refuse_in_one_line_and_leave_nothing(tmp_path, monkeypatch, capsys, arguments) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "install_stop_signal", lambda: None)
+    monkeypatch.setattr("shardwise.launch.group.leave", lambda code: code)
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def shardwise(tmp_path: Path, before: str, *arguments: str, after: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the program in a shell whose state is not what programs expect."""
+    command = f"{before}; exec {shlex.quote(sys.executable)} -m shardwise {shlex.join(arguments)} {after}"
+    return subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+
+
+def test_shells_that_allow_too_little_are_told_so_in_one_line(tmp_path) -> None:
+    few_files = shardwise(tmp_path, "ulimit -n 24", "train", "run.device=cpu")
+    assert (few_files.returncode, few_files.stderr.count("\n")) == (2, 1)
+    assert "ulimit -n" in few_files.stderr
+    assert list(tmp_path.iterdir()) == []
+    gone = shardwise(tmp_path, "mkdir gone; cd gone; rmdir ../gone", "train")
+    assert (gone.returncode, gone.stderr.count("\n")) == (2, 1)
+    closed = shardwise(tmp_path, ":", "timeline", "mesh.pp=2", "--svg", "plan.svg", after="<&- >&- 2>&-")
+    assert closed.returncode == 0
+    assert (tmp_path / "plan.svg").read_text().startswith("<svg")
+
+
+def test_a_config_comes_back_from_what_it_wrote_whatever_its_text_holds(tmp_path: Path) -> None:
+    config = Config.from_dict({"run": {"dir": 'quotes " and \\ and 世界'}})
+    assert Config.from_json(json.dumps(json.loads(config.to_json()))) == config
