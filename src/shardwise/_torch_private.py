@@ -6,6 +6,7 @@ first.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, Literal, TypeVar, cast
@@ -47,6 +48,7 @@ __all__ = [
     "plain_torch_functions",
     "pytree",
     "pytree_node",
+    "quiet_fakes",
     "record_number",
     "returned",
     "set_data",
@@ -230,6 +232,17 @@ def fake_tensors() -> AbstractContextManager[Any]:
     Public torch has the meta device only, on which ops choose other kernels than on the device that is meant.
     """
     return FakeTensorMode()
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Inside the context torch does not log what fails on fake tensors, which it does although it raises too."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def fake_copy(tensor: Tensor) -> Tensor:

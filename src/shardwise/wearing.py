@@ -19,11 +19,12 @@ from shardwise._torch_private import plain_torch_functions, pytree
 from shardwise.config import ConfigError
 
 
-def become(module: nn.Module, kind: type[nn.Module]) -> Callable[[], None]:
+def become(module: nn.Module, kind: type[nn.Module], base: type[nn.Module] | None = None) -> Callable[[], None]:
     """Let a module be of `kind` too: `kind.forward` runs in place of its own, which is `super().forward` there.
 
     Modules of one class that become of one kind share a class, so that what is compiled for one serves the others.
-    The signature of the forward stays.
+    The signature of the forward stays. With a `base`, of which `kind` is a subclass, a module whose class comes after
+    it keeps its own forward: what runs in place of `base.forward`, for whoever calls `super().forward`, is `kind`'s.
 
     Returns:
         what gives the module its own class back; to be called in reverse order where it became several.
@@ -37,11 +38,13 @@ def become(module: nn.Module, kind: type[nn.Module]) -> Callable[[], None]:
             f"the forward of this {own.__name__} was replaced on the object, and a class cannot wrap it; take it back, "
             "or wrap it after initialize"
         )
-    return swap_class(module, _joined(kind, own))
+    return swap_class(module, _joined(kind, own, base))
 
 
-def _joined(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
-    made = [each for each in own.__subclasses__() if each.__bases__ == (kind, own)]
+def _joined(kind: type[nn.Module], own: type[nn.Module], base: type[nn.Module] | None) -> type[nn.Module]:
+    is_beneath = base is not None and own is not base
+    bases = (own, kind) if is_beneath else (kind, own)
+    made = [each for each in own.__subclasses__() if each.__bases__ == bases]
     if made:
         return made[0]
 
@@ -49,8 +52,8 @@ def _joined(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return kind.forward(self, *args, **kwargs)
 
-    names = {"forward": forward, "__module__": own.__module__, "__qualname__": own.__qualname__}
-    return type(own.__name__, (kind, own), names)
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    return type(own.__name__, bases, names if is_beneath else {"forward": forward, **names})
 
 
 Call = Callable[..., Any]

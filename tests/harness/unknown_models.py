@@ -1,7 +1,7 @@
 """Language models in the ways that people write them, for which nobody has a plan of tensor parallelism.
 
 >>> [case.name for case in CASES]
-['nano', 'grouped', 'gated']
+['nano', 'grouped', 'gated', 'crossed', 'routed']
 """
 
 from __future__ import annotations
@@ -94,6 +94,90 @@ class GatedBlock(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 
+class ScaledEmbedding(nn.Embedding):
+    """An embedding whose rows are scaled, as Gemma's."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * torch.tensor(HIDDEN**0.5).to(self.weight.dtype)
+
+
+class Product(nn.Linear):
+    """A linear layer that multiplies by itself, as Falcon's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = x @ self.weight.T
+        return product if self.bias is None else product + self.bias
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer and a trained update of rank 2 in layers of their own, as peft adds it."""
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(num_in, num_out), nn.Linear(num_in, 2), nn.Linear(2, num_out)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class CrossAttention(nn.Module):
+    """Queries of one stream, keys and values of another; pairs of features are turned, and stacked again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (Product(HIDDEN, HIDDEN) for _ in range(3))
+        self.out = nn.Linear(HIDDEN, HIDDEN)
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        query, key, value = self.heads(self.query(x)), self.heads(self.key(memory)), self.heads(self.value(memory))
+        turned = torch.stack((-query[..., 1::2], query[..., ::2]), dim=-1).flatten(-2)
+        return self.out(F.scaled_dot_product_attention(turned, key, value).transpose(1, 2).flatten(2))
+
+
+class CrossBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.memory_norm = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.cross = CrossAttention()
+        self.gate, self.up, self.down = Product(HIDDEN, 24, bias=False), nn.Linear(HIDDEN, 24), Adapted(24, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.cross(self.norm(x), self.memory_norm(x.flip(1)))
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Experts(nn.Module):
+    """Each token goes to the expert that its values choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, 3)
+        self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            places = (chosen == number).nonzero(as_tuple=True)
+            out = out.index_put(places, expert(x[places]) * weights[places].unsqueeze(-1))
+        return out
+
+
+class RoutedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(2))
+        self.attention, self.experts = GroupedAttention(), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norms[0](x))
+        return x + self.experts(self.norms[1](x))
+
+
 class LanguageModel(nn.Module):
     """Embeddings, blocks, a norm and a head.
 
@@ -138,6 +222,17 @@ def gated() -> LanguageModel:
     return LanguageModel(GatedBlock, vocab_size=36, scale=0.5)
 
 
+def crossed() -> LanguageModel:
+    """Its modules are subclasses of torch's with forwards of their own, or hold such as adapters add."""
+    model = LanguageModel(CrossBlock)
+    model.embed = ScaledEmbedding(VOCAB_SIZE, HIDDEN)
+    return model
+
+
+def routed() -> LanguageModel:
+    return LanguageModel(RoutedBlock)
+
+
 def make_batch(seed: int, num_samples: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Tokens and targets, both [B, S]."""
     generator = torch.Generator().manual_seed(seed)
@@ -150,4 +245,6 @@ def make_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int
     return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets, reduction="sum"), targets.numel()
 
 
-CASES: Final = tuple(ModelCase(make.__name__, make, make_batch, make_loss) for make in (nano, grouped, gated))
+CASES: Final = tuple(
+    ModelCase(make.__name__, make, make_batch, make_loss) for make in (nano, grouped, gated, crossed, routed)
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
@@ -11,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 from harness.emulated_ranks import emulate, slices
+from harness.unknown_models import ScaledEmbedding
 from shardwise.config import ConfigError
 from shardwise.layout.splits import Part
 from shardwise.layout.tensor_plan import LayerSplit, Region, SequenceStack, SplitDropout, TensorPlan, param_splits
@@ -407,6 +410,68 @@ def assert_right(
 def test_what_does_not_divide_or_has_no_plan(model: Callable[[], nn.Module], degree: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         find(model(), degree)
+
+
+class Looking(nn.Embedding):
+    """Looks up by itself, so nothing can be put beneath it."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight) * 2.0
+
+
+class Doubling(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2.0 * super().forward(x)
+
+
+class Adding(nn.Linear):
+    """What low-rank adapters begin as: the product of a linear layer, until their own weights have changed."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, size)
+        self.added = nn.Parameter(torch.zeros(size, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x @ self.added
+
+
+@pytest.mark.parametrize(
+    ("layer", "style", "reason"),
+    [
+        (nn.Embedding(8, 8, max_norm=1.0), "vocab", "max_norm=1.0 needs all of its rows"),
+        (nn.Embedding(8, 8, sparse=True), "vocab", "sparse=True needs"),
+        (nn.Embedding(8, 8, scale_grad_by_freq=True), "column-embedding", "scale_grad_by_freq=True needs"),
+        (Looking(8, 8), "vocab", "the forward of Looking is not nn.Embedding's"),
+        (ScaledEmbedding(8, 8), "column-embedding", "the forward of ScaledEmbedding is not nn.Embedding's"),
+        (nn.Linear(8, 8), "vocab", "the forward of Linear is not nn.Embedding's"),
+        (Doubling(8, 8), "column", "the forward of Doubling is not nn.Linear's"),
+        (Adding(8), "row", "the forward of Adding is not nn.Linear's"),
+        (parametrizations.weight_norm(nn.Linear(8, 8)), "row", "is not nn.Linear's"),
+        (nn.Embedding(8, 8), "head", "the forward of Embedding is not nn.Linear's"),
+    ],
+)
+def test_layers_with_forwards_of_their_own_are_refused(layer: nn.Module, style: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"layer 0 cannot be split by '{style}': .*{re.escape(reason)}"):
+        find(nn.Sequential(layer), given={"0": style})
+
+
+def test_embeddings_that_cannot_be_split_stay_whole_with_their_heads() -> None:
+    model: Any = skeleton("llama-tied")
+    model.model.embed_tokens.__class__ = Looking
+    plan = find(model)
+    assert not {"model.embed_tokens", "lm_head"} & {layer.module for layer in plan.layers}
+    assert "model.embed_tokens, lm_head whole: the forward of Looking is not nn.Embedding's" in plan.notes
+
+
+def test_norms_of_gathered_heads_lie_in_no_region() -> None:
+    place = importlib.import_module("transformers.models.olmo2")
+    with torch.device("meta"):
+        model = place.Olmo2ForCausalLM(place.Olmo2Config(**GQA))
+    plan = find(model)
+    assert not any("self_attn" in name for name in (*plan.partial, *(region.module for region in plan.regions)))
+    assert {layer.style for layer in plan.layers if "self_attn" in layer.module} == {"column", "row"}
+    with pytest.raises(ConfigError, match="may read other positions"):
+        find(model, sequence_parallel=True)
 
 
 def test_experts_are_refused() -> None:

@@ -17,6 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from shardwise.layout.tensor_plan import is_within
 from shardwise.tensor.trace import Op, Ref, Trace
 
 MAX_LABELS: Final = 2**22  # of one tensor; beyond, the labels are given up
@@ -85,7 +86,11 @@ def follow(trace: Trace, layers: Mapping[str, Features]) -> Flow:
     origins: dict[int, frozenset[str]] = {index: frozenset((name,)) for index, name in trace.parameters.items()}
     for op in trace.ops:
         labelled = any(ref.index in flow.labels for ref in op.inputs)
-        if op.name == "linear":
+        if is_within(op.module, trace.deciding) and op.name != "linear":
+            origin = _meet(flow, op, origins, labelled)
+            labels = [flow.labels[ref.index] for ref in op.inputs if ref.index in flow.labels]
+            flow.give_up(labels, f"{op.module} decides on the values of tensors")
+        elif op.name == "linear":
             _linear(flow, op, layers.get(op.module))
             origin = frozenset((ACTIVATION,))
             flow.whole.update(*(origins.get(ref.index, ()) for ref in op.inputs))
@@ -286,9 +291,10 @@ def _cat(flow: Flow, op: Op) -> Outputs:
     if plain:
         return None
     dim = op.arguments["dim"] % len(op.outputs[0].shape)
-    sizes = [ref.shape[dim] for ref in refs]
     if op.name == "stack":
         labels, sizes = [each.unsqueeze(dim) for each in labels], [1] * len(labels)
+    else:
+        sizes = [ref.shape[dim] for ref in refs]
     if len(labels) == 1:
         return labels
     shape = [max(each.shape[place] for each in labels) for place in range(labels[0].dim())]

@@ -178,10 +178,12 @@ class EmbeddingState(State):
     order: Order = ()
 
 
-class VocabEmbedding(nn.Module):
-    """An embedding split by its words: rows of other ranks count as zero, and the ranks' outputs are summed."""
+class VocabEmbedding(nn.Embedding):
+    """An embedding split by its words: rows of other ranks count as zero, and the ranks' outputs are summed.
 
-    weight: Tensor
+    It is worn beneath an embedding's own class: a forward there that scales what torch's finds goes on to do so.
+    """
+
     _shardwise_embedding: EmbeddingState
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:  # [...] -> [..., features]

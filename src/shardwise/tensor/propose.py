@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from typing import Any, Final
 
@@ -24,13 +24,16 @@ from torch import nn
 from shardwise.config import ConfigError
 from shardwise.layout.plan_text import layer_lines, pattern
 from shardwise.layout.splits import Part
-from shardwise.layout.tensor_plan import LayerSplit, Region, TensorPlan
-from shardwise.tensor.trace import Call, Op, Trace, is_linear, is_transposed, record
+from shardwise.layout.tensor_plan import LayerSplit, Region, TensorPlan, is_within
+from shardwise.tensor.kinds import is_linear, is_lookup, is_transposed
+from shardwise.tensor.trace import Call, Op, Trace, record
 from shardwise.tensor.units import Analysis, LayerSet
 
 Attributes = tuple[tuple[str, str, int], ...]
 
-MAX_REHEARSALS: Final = 64  # of one kind of layers, to find the attributes from which its code takes sizes
+# Ops of rehearsals that went wrong, in the search for attributes from which code takes sizes: about 10 seconds. It is
+# no clock, so that ranks propose the same however busy their machines are.
+MAX_FAILED_OPS: Final = 10_000
 
 
 def propose_plan(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
@@ -56,13 +59,19 @@ def _propose(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
     tables = _Tables(model, trace)
     vocabulary, vocabulary_notes = _vocabulary(model, tables, tp)
     heads = {split.module for split in vocabulary}
-    sizes = {name: tables.sizes[name] for name in tables.followable() if name not in heads}
+    sizes = {
+        name: tables.sizes[name]
+        for name in tables.followable()
+        if name not in heads and not is_within(name, trace.deciding)
+    }
     analysis = Analysis(trace, sizes, tp)
     sets, attributes, dropped = _rehearsed(model, batch, analysis)
     left = [(name, dropped.get(each.columns, each.why_not)) for each in analysis.sets for name in each.columns]
+    left += [(name, f"it decides on the values of tensors ({op})") for name, op in trace.deciding.items()]
     layers = [*(split for each in sets for split in _layer_splits(model, each)), *vocabulary]
     if not layers:
-        reasons = "; ".join(dict.fromkeys(why for _, why in left if why))
+        whys = [why for name, why in left if why and name not in trace.deciding]
+        reasons = "; ".join(dict.fromkeys([*_left_lines(each for each in left if each[0] in trace.deciding), *whys]))
         raise ConfigError(
             f"nothing in the model can be split over tp={tp} ranks ({reasons or 'it has no linear layers'}); "
             "give a plan as a table, or set mesh.tp=1"
@@ -75,10 +84,11 @@ def _propose(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
         for layer_set in sets
         for each in layer_set.dropouts
     ]
+    partial = tuple(sorted({name for each in sets for name in each.partial}))
     return TensorPlan(
         layers=tuple(layers),
-        regions=tuple(region for each in sets for region in _regions(trace, each)),
-        partial=tuple(sorted({name for each in sets for name in each.partial})),
+        regions=tuple(_regions(tables, sets, set(partial))),
+        partial=partial,
         attributes=attributes,
         dropouts=tuple(dict.fromkeys(dropouts)),
         notes=(*notes, *vocabulary_notes),
@@ -138,8 +148,10 @@ def _vocabulary(model: nn.Module, tables: _Tables, tp: int) -> tuple[list[LayerS
         weight = tables.parameters[name][0] if tables.parameters[name] else ""
         tied = [each for each in tables.owners.get(weight, ()) if each != name]
         readers = tables.readers.get(weight, [])
+        if is_within(name, tables.trace.deciding):
+            continue
         is_own = all(op.name == "embedding" and op.module == name for op in readers) and len(readers) > 0
-        is_plain = type(module).forward is nn.Embedding.forward and module.max_norm is None and not module.sparse
+        is_plain = is_lookup(module) and module.max_norm is None and not module.sparse
         if not is_own or not is_plain or not all(op.inputs[1].index in tokens for op in readers):
             continue
         heads = _heads(tables, tied, module, tp)
@@ -199,18 +211,29 @@ def _rehearsed(
         kinds.setdefault(tuple(pattern(name) for name in each.columns), []).append(each)
     kept: list[tuple[list[LayerSet], Attributes]] = []
     for kind in kinds.values():
-        wrong = ""
-        for chosen in itertools.islice(_attribute_choices(model, analysis, kind), MAX_REHEARSALS):
-            found = analysis.rehearse(model, batch, kind, chosen)
-            if not found:
-                kept.append((kind, chosen))
-                break
-            wrong = wrong or found
-        else:
+        chosen, wrong = _find_attributes(model, batch, analysis, kind)
+        if chosen is None:
             dropped.update((each.columns, f"on a rank's share, {wrong}") for each in kind)
-    while wrong := _clash(kept, sets) or analysis.rehearse(model, batch, *_together(kept)):
+        else:
+            kept.append((kind, chosen))
+    while kept and (wrong := _clash(kept, sets) or analysis.rehearse(model, batch, *_together(kept))):
         dropped.update((each.columns, wrong) for each in kept.pop()[0])
     return *_together(kept), dropped
+
+
+def _find_attributes(
+    model: nn.Module, batch: Any, analysis: Analysis, kind: list[LayerSet]
+) -> tuple[Attributes | None, str]:
+    """The attributes with which one kind of layers goes right, or None and what goes wrong without any."""
+    first = ""
+    for chosen in _attribute_choices(model, analysis, kind):
+        if analysis.num_failed_ops > MAX_FAILED_OPS:
+            return None, f"{first}, and the time to look for attributes that mend it is over"
+        wrong = analysis.rehearse(model, batch, kind, chosen)
+        if not wrong:
+            return chosen, ""
+        first = first or wrong
+    return None, first
 
 
 def _together(kept: Sequence[tuple[list[LayerSet], Attributes]]) -> tuple[list[LayerSet], Attributes]:
@@ -248,15 +271,26 @@ def _layer_splits(model: nn.Module, layers: LayerSet) -> Iterator[LayerSplit]:
         yield LayerSplit(name, "row", layers.parts[name], is_transposed=is_transposed(model.get_submodule(name)))
 
 
-def _regions(trace: Trace, layers: LayerSet) -> Iterator[Region]:
-    """Modules that read an argument through several of the columns alone."""
-    read: dict[tuple[int, ...], list[str]] = {}
-    for name in layers.columns:
-        inputs = [call.arguments for call in trace.calls if call.module == name]
-        read.setdefault(tuple(ref.index for each in inputs for ref in each.values()), []).append(name)
-    for columns in read.values():
-        if len(columns) > 1 and (region := _region(trace, columns)) is not None:
-            yield region
+def _regions(tables: _Tables, sets: Sequence[LayerSet], partial: Set[str]) -> Iterator[Region]:
+    """Modules that read an argument through several columns, and whose other parameters all come after these.
+
+    What enters elsewhere, or is whole, would get a rank's part of its gradient there: cross-attention's queries, say.
+    """
+    rows = {name for each in sets for name in each.rows}
+    for layers in sets:
+        read: dict[tuple[int, ...], list[str]] = {}
+        for name in layers.columns:
+            inputs = [call.arguments for call in tables.trace.calls if call.module == name]
+            read.setdefault(tuple(ref.index for each in inputs for ref in each.values()), []).append(name)
+        for columns in read.values():
+            region = _region(tables.trace, columns) if len(columns) > 1 else None
+            behind = {*columns, *rows}
+            if region is not None and all(
+                module in behind or partial >= set(own)
+                for module, own in tables.parameters.items()
+                if is_within(module, (region.module,))
+            ):
+                yield region
 
 
 def _region(trace: Trace, columns: Sequence[str]) -> Region | None:

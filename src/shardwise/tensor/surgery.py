@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from torch import nn
 
@@ -86,9 +87,8 @@ class _Surgeon:
         """Split one layer."""
         module = self.model.get_submodule(layer.module)
         if layer.style in ("vocab", "column-embedding"):
-            self._split_embedding(module, layer, split)
+            self._split_embedding(cast(nn.Embedding, module), layer, split)
             return
-        _check_linear(module, layer)
         if layer.style == "head":
             self._split_head(module, layer, split)
             return
@@ -119,18 +119,7 @@ class _Surgeon:
         self._wear(module, layers.Head, "_shardwise_head", state)
         self._resize(module, {"out_features": split.local_shape[0]})
 
-    def _split_embedding(self, module: nn.Module, layer: LayerSplit, split: ParamSplit) -> None:
-        if not isinstance(module, nn.Embedding):
-            raise ConfigError(
-                f"layer {layer.module} is to be split as an embedding, but is a {type(module).__name__}; take it out "
-                "of the plan"
-            )
-        for name in ("max_norm", "sparse", "scale_grad_by_freq"):
-            if getattr(module, name):
-                raise ConfigError(
-                    f"embedding {layer.module} has {name}={getattr(module, name)}, which needs all of its rows; "
-                    f"build it without {name} or take it out of the plan"
-                )
+    def _split_embedding(self, module: nn.Embedding, layer: LayerSplit, split: ParamSplit) -> None:
         degree, padding = self.ops.comm.world_size, module.padding_idx
         if layer.style == "vocab":
             start, stop = layer.parts[0].range_of(self.ops.comm.rank, degree)
@@ -164,25 +153,13 @@ class _Surgeon:
 
     def _wear(self, module: nn.Module, kind: type[nn.Module], slot: str, state: layers.State) -> None:
         if not isinstance(module, kind):  # it may stand in the plan by several names
-            self.undo.append(become(module, kind))
+            self.undo.append(become(module, kind, nn.Embedding if kind is layers.VocabEmbedding else None))
             self.undo.append(set_attribute(module, slot, state))
 
     def _resize(self, module: nn.Module, sizes: Mapping[str, int]) -> None:
         for name, size in sizes.items():
             if name in module.__dict__:
                 self.undo.append(set_attribute(module, name, size))
-
-
-def _check_linear(module: nn.Module, layer: LayerSplit) -> None:
-    is_linear = isinstance(module, nn.Linear) and (
-        type(module).forward is nn.Linear.forward or isinstance(module, layers.ColumnLinear | layers.RowLinear)
-    )
-    is_conv = layer.is_transposed and type(module).__name__ == "Conv1D"
-    if not is_linear and not is_conv:
-        raise ConfigError(
-            f"layer {layer.module} is a {type(module).__name__}, whose forward is not nn.Linear's; take it out of the "
-            "plan"
-        )
 
 
 def _place(module: nn.Module, name: str, argument: str) -> Place:

@@ -13,6 +13,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any, Final
 
 import torch
@@ -31,6 +32,7 @@ from shardwise._torch_private import (
 )
 from shardwise.config import ConfigError
 from shardwise.hooks import watch_calls
+from shardwise.tensor.kinds import is_linear
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class Trace:
         parameters: index of a `Ref` -> name of the parameter that it is.
         batch: indices of the batch's tensors.
         outputs: tensors in what the model returned.
+        deciding: modules whose code asked for the values of tensors, and by which op; it was told of zeros.
     """
 
     ops: list[Op] = field(default_factory=list)
@@ -108,10 +111,14 @@ class Trace:
     parameters: dict[int, str] = field(default_factory=dict)
     batch: set[int] = field(default_factory=set)
     outputs: tuple[Ref, ...] = ()
+    deciding: dict[str, str] = field(default_factory=dict)
 
 
 def record(
-    model: nn.Module, batch: Any, alter: Callable[[nn.Module], None] | None = None, trace: Trace | None = None
+    model: nn.Module,
+    batch: Any,
+    alter: Callable[[nn.Module], None] | None = None,
+    check: Callable[[Trace], None] = lambda trace: None,
 ) -> Trace:
     """Run a model once, in training mode, on a copy without memory.
 
@@ -119,26 +126,32 @@ def record(
         model: on any device.
         batch: as for `Engine.__call__` without a loss function.
         alter: changes the copy before it runs.
-        trace: is filled, so that what ran before an error can be seen.
+        check: is shown the trace after every op, and may raise.
 
     Raises:
-        ConfigError: the model decides on the values of tensors.
+        ConfigError: the model's own forward decides on the values of tensors, or a module in a way that is not known.
     """
-    trace = Trace() if trace is None else trace
+    trace = Trace()
     with fake_tensors(), torch.enable_grad():
         tensors = [*model.parameters(), *model.buffers()]
         model = copy.deepcopy(model, {id(tensor): fake_copy(tensor) for tensor in tensors}).train()
         if alter is not None:
             alter(model)
         batch = pytree.tree_map(lambda leaf: fake_copy(leaf) if isinstance(leaf, Tensor) else leaf, batch)
-        recorder = _Recorder(model, trace)
+        recorder = _Recorder(model, trace, check)
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and is_linear(module):  # subclasses too, in whatever ops they multiply
+                module.forward = MethodType(nn.Linear.forward, module)  # type: ignore[method-assign]
         trace.batch.update(ref.index for ref in recorder.refs(batch))
         try:
             with watch_calls(model, recorder.enter, recorder.leave), _Functions(recorder), _Ops(recorder):
                 output = _call(model, batch)
-        except NO_VALUE_ERRORS as error:
+        except Exception as error:
+            if not isinstance(error, NO_VALUE_ERRORS) and (alter is not None or not trace.deciding):
+                raise
+            place = f"in {', '.join(trace.deciding) or 'its forward'}"
             raise ConfigError(
-                f"the model decides on the values of tensors in {recorder.module or 'its forward'} "
+                f"the model decides on the values of tensors {place} "
                 f"({str(error).splitlines()[0] if str(error) else type(error).__name__}), so tracing it once says "
                 "nothing of another batch; give a plan as a table"
             ) from error
@@ -159,23 +172,11 @@ def _plain(output: Any) -> Any:
     return vars(output) if hasattr(output, "__dict__") and not isinstance(output, Tensor) else output
 
 
-def is_linear(module: nn.Module) -> bool:
-    """Whether it is a plain linear layer: torch's, or Hugging Face's Conv1D, with parameters of its own."""
-    if module._parameters.get("weight") is None:
-        return False
-    return type(module).forward is nn.Linear.forward or is_transposed(module)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether it is Hugging Face's Conv1D, whose weight is [in, out]."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
-
-
 class _Recorder:
     """Fills a trace; `is_paused` inside ops that count as one."""
 
-    def __init__(self, model: nn.Module, trace: Trace) -> None:
-        self.trace = trace
+    def __init__(self, model: nn.Module, trace: Trace, check: Callable[[Trace], None]) -> None:
+        self.trace, self._check = trace, check
         self.is_paused = False
         self._refs: dict[int, tuple[Tensor, Ref]] = {}  # with the tensor, so that its id stays its own
         self._stack: list[Call] = []
@@ -216,6 +217,7 @@ class _Recorder:
 
         outputs = tuple(leaf for leaf in pytree.tree_leaves(named(output)) if isinstance(leaf, Ref))
         self.trace.ops.append(Op(name, named(dict(arguments)), outputs, self.module, is_pointwise))
+        self._check(self.trace)
 
     def as_one(self, name: str, arguments: Mapping[str, Any], run: Callable[[], Any]) -> Any:
         self.is_paused = True
@@ -272,9 +274,28 @@ class _Ops(OpMode):
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        output = func(*args, **kwargs)
+        try:
+            output = func(*args, **kwargs)
+        except NO_VALUE_ERRORS:
+            if not self._recorder.module or str(func) not in _TOLD:
+                raise
+            self._recorder.trace.deciding.setdefault(self._recorder.module, str(func))
+            output = _TOLD[str(func)](args[0])
         if not self._recorder.is_paused and func.namespace != "prim":
             name = str(func).split(".")[1]
             is_pointwise = torch.Tag.pointwise in func.tags
             self._recorder.add(name, named_arguments(func, args, kwargs), output, is_pointwise)
         return output
+
+
+def _zero(asked: Tensor) -> float | int | bool:
+    if asked.dtype is torch.bool:
+        return False
+    return 0.0 if asked.is_floating_point() else 0
+
+
+# What code is told that asks for values: the first index, or zero. What it makes of them is left whole.
+_TOLD: Final[Mapping[str, Callable[[Tensor], Any]]] = {
+    "aten.nonzero.default": lambda asked: asked.new_zeros((1, asked.dim()), dtype=torch.int64),
+    "aten._local_scalar_dense.default": _zero,
+}

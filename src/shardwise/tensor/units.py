@@ -9,11 +9,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch_private import pytree
+from shardwise._torch_private import pytree, quiet_fakes, unseen_by_op_modes
 from shardwise.layout.splits import Part
 from shardwise.layout.tensor_plan import SplitDropout
 from shardwise.tensor.flow import Features, Flow, components, follow
-from shardwise.tensor.trace import Op, Trace, is_transposed, record
+from shardwise.tensor.kinds import is_transposed
+from shardwise.tensor.trace import Op, Trace, record
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Analysis:
         self._roots = components(num_labels, [*self.flow.joined, *stars])
         self._place = torch.zeros(num_labels, dtype=torch.int64)  # of a unit, by its component, in its set
         self.sets = self._find_sets()
+        self.num_failed_ops = 0
 
     def _root(self, labels: Tensor) -> int:
         return int(self._roots[labels.flatten()[0]])
@@ -128,7 +130,7 @@ class Analysis:
             dims = [
                 dim for dim in range(units.dim()) if not torch.equal(units, units.narrow(dim, 0, 1).expand_as(units))
             ]
-            line = units.movedim(dims[0], 0).flatten(1)[:, 0] if dims else units.flatten()
+            line = units.movedim(dims[0], 0).reshape(units.shape[dims[0]], -1)[:, 0] if dims else units.flatten()
             split = SplitDropout(op.module, dims[0] if dims else 0)
             if len(dims) != 1 or len(_parts(line, order)) != 1 or found.setdefault(op.module, split) != split:
                 raise ValueError(f"the dropout in {op.module} draws over more than one split dim")
@@ -184,12 +186,43 @@ class Analysis:
             for name, attribute, value in attributes:
                 setattr(copy.get_submodule(name), attribute, value)
 
-        local = Trace()
+        num_ops = 0
+
+        def check(local: Trace) -> None:
+            nonlocal num_ops
+            num_ops = len(local.ops)
+            with unseen_by_op_modes(is_real=True):
+                wrong = self._misshapen(local, owner, rank)
+            if wrong:
+                raise ValueError(wrong)
+
         try:
-            record(model, batch, alter, local)
+            with quiet_fakes():
+                local = record(model, batch, alter, check)
         except Exception as error:  # whatever the model's code makes of its rank's sizes
+            self.num_failed_ops += num_ops + sum(1 for _ in model.modules())  # a copy costs as much
             return str(error).splitlines()[0] if str(error) else type(error).__name__
-        return _difference(self.trace, self.flow, (local, follow(local, features)), owner, rank)
+        if len(local.ops) < len(self.trace.ops):
+            return "it computes otherwise on a rank's share"
+        seen = follow(local, features).seen
+        for index, op in enumerate(self.trace.ops):
+            for whole, own_part in zip(self.flow.seen[index], seen[index], strict=True):
+                if not _fits(whole, own_part, owner, rank):
+                    return f"{op.name} in {op.module} makes of a rank's share what is not a rank's share"
+        return ""
+
+    def _misshapen(self, local: Trace, owner: Tensor, rank: int) -> str:
+        """What is wrong with the last op of a rank's trace, by its name, its numbers and its shapes."""
+        index, own = len(local.ops) - 1, local.ops[-1]
+        if index >= len(self.trace.ops) or self.trace.ops[index].name != own.name:
+            return "it computes otherwise on a rank's share"
+        op = self.trace.ops[index]
+        if _numbers(op) != _numbers(own):
+            return f"{op.name} in {op.module} computes with a size that differs on a rank"
+        for ref, own_ref, labels in zip(op.outputs, own.outputs, self.flow.seen[index], strict=True):
+            if list(own_ref.shape) != _local_shape(ref.shape, labels, owner, rank):
+                return f"{op.name} in {op.module} makes {list(ref.shape)} into {list(own_ref.shape)} on a rank"
+        return ""
 
 
 def _without_conflicts(sets: list[LayerSet]) -> list[LayerSet]:
@@ -249,37 +282,29 @@ def _narrow(module: nn.Module, size: int, is_column: bool) -> None:
             module.nf = size  # type: ignore[assignment]  # its forward reads it
 
 
-def _difference(whole: Trace, flow: Flow, local: tuple[Trace, Flow], owner: Tensor, rank: int) -> str:
-    """The first tensor of a rank's trace that is not its share of the whole trace's."""
-    if [op.name for op in whole.ops] != [op.name for op in local[0].ops]:
-        return "it computes otherwise on a rank's share"
-    for index, (op, own) in enumerate(zip(whole.ops, local[0].ops, strict=True)):
-        if _numbers(op) != _numbers(own):
-            return f"{op.name} in {op.module} computes with a size that differs on a rank"
-        pairs = zip(op.outputs, own.outputs, flow.seen[index], local[1].seen[index], strict=True)
-        for ref, own_ref, labels, own_labels in pairs:
-            if labels is None:
-                fits = own_labels is None and ref.shape == own_ref.shape
-            else:
-                fits = own_labels is not None and _fits(ref.shape, labels, own_ref.shape, own_labels, owner, rank)
-            if not fits:
-                return f"{op.name} in {op.module} makes {list(ref.shape)} into {list(own_ref.shape)} on a rank"
-    return ""
+def _local_shape(shape: Sequence[int], labels: Tensor | None, owner: Tensor, rank: int) -> list[int]:
+    """The shape that a rank's share of a tensor has."""
+    if labels is None:
+        return list(shape)
+    return [size if labels.shape[dim] == 1 else len(_kept(labels, owner, rank, dim)) for dim, size in enumerate(shape)]
 
 
-def _fits(
-    shape: Sequence[int], labels: Tensor, own_shape: Sequence[int], own: Tensor, owner: Tensor, rank: int
-) -> bool:
-    """Whether a rank's tensor holds what it owns of the whole one, in order, and nothing else."""
+def _kept(labels: Tensor, owner: Tensor, rank: int, dim: int) -> Tensor:
+    """The indices along a dim at which a rank has something."""
     mine = (owner[labels] < 0) | (owner[labels] == rank)
-    expected, sizes = labels, list(shape)
-    for dim in range(labels.dim()):
-        kept = mine.movedim(dim, 0).flatten(1).any(1).nonzero().flatten()
-        if labels.shape[dim] > 1:
-            expected, sizes[dim] = expected.index_select(dim, kept), len(kept)
-    if list(own_shape) != sizes or not ((owner[expected] < 0) | (owner[expected] == rank)).all():
-        return False
-    return torch.equal(*torch.broadcast_tensors(expected, own))
+    return mine.movedim(dim, 0).reshape(mine.shape[dim], -1).any(1).nonzero().flatten()
+
+
+def _fits(labels: Tensor | None, own: Tensor | None, owner: Tensor, rank: int) -> bool:
+    """Whether a rank's tensor, of the right shape, holds what it owns of the whole one, in order, and nothing else."""
+    if labels is None or own is None:
+        return labels is own
+    expected = labels
+    for dim, size in enumerate(labels.shape):
+        if size > 1:
+            expected = expected.index_select(dim, _kept(labels, owner, rank, dim))
+    is_mine = (owner[expected] < 0) | (owner[expected] == rank)
+    return bool(is_mine.all()) and torch.equal(*torch.broadcast_tensors(expected, own))
 
 
 def _numbers(op: Op) -> list[Any]:

@@ -10,7 +10,7 @@ from torch import nn
 from shardwise.config import ConfigError
 from shardwise.layout.splits import check_divides
 from shardwise.layout.tensor_plan import LayerSplit, TensorPlan, is_within
-from shardwise.tensor.plans.draft import argument_names, split_size
+from shardwise.tensor.plans.draft import argument_names, split_size, why_whole
 
 
 def check_plan(model: nn.Module, plan: TensorPlan, degree: int, sequence_parallel: bool) -> None:
@@ -98,6 +98,11 @@ def _check_regions(plan: TensorPlan, params: Iterable[str]) -> None:
 
 def _check_layer(module: nn.Module, layer: LayerSplit, degree: int) -> None:
     size = split_size(module, layer.module, layer.style)
+    if why := why_whole(module, layer.style):
+        raise ConfigError(
+            f"layer {layer.module} cannot be split by {layer.style!r}: {why}; take it out of the plan, or let "
+            "shardwise.propose_plan(model, batch, tp=...) make one, which leaves whole what cannot be split"
+        )
     total = sum(part.size for part in layer.parts)
     if total != size:
         raise ConfigError(f"{layer.module}: parts of {total} features in all do not fill its {size}")

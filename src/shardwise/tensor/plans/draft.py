@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
 from shardwise.config import ConfigError
 from shardwise.layout.splits import Part, check_divides
 from shardwise.layout.tensor_plan import LayerSplit, Region, SequenceStack, SplitDropout, TensorPlan
+from shardwise.tensor.kinds import is_linear, is_lookup, is_transposed
 from shardwise.tensor.plans.words import Style
 
 # Attributes by which attention modules know their numbers of heads, and the features of all of them.
@@ -63,6 +65,7 @@ class Draft:
         self.attributes: list[tuple[str, str, int]] = []
         self.dropouts: list[SplitDropout] = []
         self.notes: list[str] = []
+        self.whole: set[str] = set()  # left so, whatever a plan from outside says
 
     def plan(self) -> TensorPlan:
         """What was collected."""
@@ -110,12 +113,21 @@ class Draft:
         self.layer(name, Style("row"), *parts)
 
     def vocabulary(self) -> None:
-        """Split the input embedding, the head, and all modules whose weights are tied to theirs."""
+        """Split the input embedding, the head, and all modules whose weights are tied to theirs, where all can be."""
         ends = [_ask(self.model, "get_input_embeddings"), _ask(self.model, "get_output_embeddings")]
-        weights = {id(end.weight) for end in ends if isinstance(end, nn.Embedding | nn.Linear)}
-        for name, module in self.modules.items():
-            if id(getattr(module, "weight", None)) in weights:
-                self.layer(name, Style("vocab" if isinstance(module, nn.Embedding) else "head"))
+        weights = dict.fromkeys(id(end.weight) for end in ends if isinstance(end, nn.Embedding | nn.Linear))
+        for weight in weights:
+            tied = {name: module for name, module in self.modules.items() if id(getattr(module, "weight", 0)) == weight}
+            styles: dict[str, Literal["vocab", "head"]] = {
+                name: "vocab" if isinstance(module, nn.Embedding) else "head" for name, module in tied.items()
+            }
+            why = next((why for name in tied if (why := why_whole(tied[name], styles[name]))), "")
+            if why:
+                self.whole.update(tied)
+                self.notes.append(f"{', '.join(tied)} whole: {why}")
+                continue
+            for name, style in styles.items():
+                self.layer(name, Style(style))
 
     def region(self, name: str) -> None:
         """Let the hidden states, and in cross-attention the encoder's, enter a module."""
@@ -152,11 +164,6 @@ def argument_names(module: nn.Module) -> list[str]:
     return list(inspect.signature(module.forward).parameters)
 
 
-def is_transposed(module: nn.Module) -> bool:
-    """Whether it is Hugging Face's Conv1D, a linear layer whose weight is [in, out]."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-
-
 def split_size(module: nn.Module, name: str, style: str) -> int:
     """Indices along the dim that a style splits.
 
@@ -171,6 +178,19 @@ def split_size(module: nn.Module, name: str, style: str) -> int:
         )
     dim = 1 if style in ("row", "column-embedding") else 0
     return int(shape[1 - dim if is_transposed(module) else dim])
+
+
+def why_whole(module: nn.Module, style: str) -> str:
+    """Return why a module cannot have a layer's style; nothing where it can."""
+    kind = type(module).__name__
+    if style not in ("vocab", "column-embedding"):
+        return "" if is_linear(module) else f"the forward of {kind} is not nn.Linear's"
+    needs = [name for name in ("max_norm", "sparse", "scale_grad_by_freq") if getattr(module, name, None)]
+    if needs:
+        return f"{needs[0]}={getattr(module, needs[0])} needs all of its rows"
+    # What a forward of its own does with features that stay split, nobody knows.
+    is_served = is_lookup(module) and (style == "vocab" or type(module).forward is nn.Embedding.forward)
+    return "" if is_served else f"the forward of {kind} is not nn.Embedding's"
 
 
 def equal_parts(name: str, size: int, num_parts: int) -> tuple[Part, ...]:

@@ -20,7 +20,10 @@ from shardwise.tensor.plans.words import HUGGING_FACE_WORDS, Style
 
 _KEY_OR_VALUE = re.compile(r"(^|\.)(k|v|key|value)(_proj)?(\.|$)")
 _FUSED = re.compile(r"qkv|query_key_value")
-_OWN_TABLE = "give your own as plan={module pattern: style}, or use tp=1"
+_OWN_TABLE = (
+    "let shardwise.propose_plan(model, batch, tp=...) make one, give your own as plan={module pattern: style}, or use "
+    "tp=1"
+)
 
 Styles = dict[str, Style]
 
@@ -41,7 +44,8 @@ def huggingface_plan(model: nn.Module, degree: int) -> TensorPlan | None:
         return None
     draft = Draft(model, degree)
     draft.vocabulary()
-    styles = {name: style for name, style in _styles(draft, words).items() if name not in draft.layers}
+    settled = {*draft.layers, *draft.whole}
+    styles = {name: style for name, style in _styles(draft, words).items() if name not in settled}
     if not styles:
         return None
     regions = _regions(styles)
@@ -55,7 +59,8 @@ def huggingface_plan(model: nn.Module, degree: int) -> TensorPlan | None:
         if _is_attention(draft, region) and not any(style.splits_input for style in inside.values()):
             _split_attention(draft, region, inside)
         else:
-            _split_features(draft, region, inside)
+            if not _split_features(draft, region, inside):
+                continue
         draft.region(region)
     _add_stack(draft)
     return draft.plan()
@@ -170,8 +175,13 @@ def _drops_heads(draft: Draft, region: str) -> bool:
     return False
 
 
-def _split_features(draft: Draft, region: str, inside: Styles) -> None:
-    """Split a feed-forward network by its features, or an attention whose heads are gathered in between."""
+def _split_features(draft: Draft, region: str, inside: Styles) -> bool:
+    """Split a feed-forward network by its features, or an attention whose heads are gathered in between.
+
+    Returns:
+        whether what enters it may enter once for all of it. Where norms see gathered features, their gradients are
+        whole on every rank, and each matrix is entered by itself.
+    """
     fused = _chunked(draft, inside)
     for name, style in inside.items():
         if name in fused:
@@ -183,12 +193,16 @@ def _split_features(draft: Draft, region: str, inside: Styles) -> None:
         place = re.sub(r"\.\d+\.", ".*.", region)
         note = f"{place}: Hugging Face's plan gathers what lies between its matrices, so every rank computes all of it"
         draft.notes += [note] if note not in draft.notes else []
+    is_region = True
     for name, param in _unsplit(draft, region, inside):
         is_activation = param.numel() == 1 and name.removeprefix(f"{region}.").startswith("act")
         if not (is_activation or (is_gathered and param.dim() < 2)):
             raise _unknown(draft, region, name)
-        if not is_gathered:  # an activation's number (xIELU) acts on each feature, of which a rank has some
+        if is_gathered:
+            is_region = False
+        else:  # an activation's number (xIELU) acts on each feature, of which a rank has some
             draft.partial.append(name)
+    return is_region
 
 
 def _chunked(draft: Draft, inside: Styles) -> set[str]:
