@@ -161,9 +161,9 @@ class PipelineConfig(Section):
     """The stages over the `pp` axis, and their schedule; `batch.accumulation` micro-batches go through it each step.
 
     `virtual_stages`: stages a rank. Stages are cut by cost: `balance` says which, `cut` names the modules with which
-    stages 1, 2, ... begin instead, and `units` those between which cuts are allowed. `unit_seconds`: measured costs of
-    modules, by name pattern. `gather`: in ZeRO 3 a stage is gathered once a batch, or block by block for each
-    micro-batch, in less memory for more traffic.
+    stages 1, 2, ... begin instead, `units` those between which cuts are allowed, and `replicate` those that every stage
+    holds and runs. `unit_seconds`: measured costs of modules, by name pattern. `gather`: in ZeRO 3 a stage is gathered
+    once a batch, or block by block for each micro-batch, in less memory for more traffic.
     """
 
     schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = "1f1b"
@@ -171,6 +171,7 @@ class PipelineConfig(Section):
     balance: Literal["both", "time", "memory"] = "both"
     cut: Names | None = None
     units: Names | None = None
+    replicate: Names | None = None
     unit_seconds: dict[str, PositiveFloat] | None = None
     gather: Literal["batch", "micro-batch"] = "batch"
 

@@ -236,9 +236,7 @@ class _Work:
     def _read(self, output: Any, taken: Taken, stage: int) -> Any:
         if stage != self._last:
             return output
-        self._stage_forward.check_real(output)
-        total = taken.loss(self._engine, output)
-        self._stage_forward.check_real(total.total)
+        total = self._stage_forward.read_loss(lambda: taken.loss(self._engine, output))
         if torch.is_grad_enabled():
             return self._books.open(total)
         self._books.add(total)

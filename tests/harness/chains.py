@@ -193,6 +193,23 @@ class Masked(nn.Module):
         return self.head(x)
 
 
+class Shared(nn.Module):
+    """Parameters of its own, used before, between and behind the blocks, so by every stage, and units in no order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.scale = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.ones(()))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Layer() for _ in range(4))
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x + self.shift)
+        return self.head(x) * self.scale
+
+
 def _sequential() -> nn.Module:
     return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
 
@@ -246,6 +263,7 @@ CHAINS: Final[Mapping[str, ModelCase]] = MappingProxyType(
         "frozen start": ModelCase("frozen start", FrozenStart, _vectors, _vector_loss),
         "own caches": ModelCase("own caches", Caching, _vectors, _vector_loss),
         "masks": ModelCase("masks", Masked, _tokens, _token_loss),
+        "shared": ModelCase("shared", Shared, _vectors, _vector_loss),
         "sequential": ModelCase("sequential", _sequential, _only, _vector_loss),
         "tied layers": ModelCase("tied layers", _tied_layers, _tokens, _token_loss),
     }

@@ -96,6 +96,10 @@ def test_patterns_that_do_not_fit_are_refused() -> None:
         find_units(Decoder(two_blocks()), ["block"])  # case matters
 
 
+def test_of_what_one_pattern_matches_the_outermost_are_blocks() -> None:
+    assert find_units(Decoder(two_blocks()), ["blocks.*"]) == ("blocks.0", "blocks.1")
+
+
 def test_names_that_only_begin_alike_are_no_nest() -> None:
     model = nn.ModuleDict({"a": Block(), "ab": Block()})
     assert find_units(model, ["a", "ab"]) == ("a", "ab")

@@ -274,16 +274,10 @@ class Between(nn.Module):
     ("model", "patterns", "message"),
     [
         (
-            Loose(),
-            None,
-            "parameter places belongs to no unit of the pipeline; put it into a module that runs before or behind all "
-            "blocks, or name the units in pipeline.units",
-        ),
-        (
             Between(),
             ["Block"],
-            "module bridge has parameters and stands between the units of the pipeline, but is none; put it into a "
-            "module that runs before or behind all blocks, or name the units in pipeline.units",
+            "module bridge has parameters and stands between the units of the pipeline, but is none; name it "
+            "in pipeline.replicate, so that every stage runs it, or name the units in pipeline.units",
         ),
         (
             Block(),
@@ -309,6 +303,16 @@ def test_models_that_cannot_be_cut_are_refused(model: nn.Module, patterns: list[
     with pytest.raises(ConfigError) as caught:
         find_stage_units(model, patterns)
     assert str(caught.value) == message
+
+
+def test_what_no_unit_has_is_in_all_stages() -> None:
+    units = find_stage_units(Loose())
+    assert all("places" in {entry.name for entry in unit.params} for unit in units)
+    units = find_stage_units(Between(), ["Block"], ["bridge"])
+    assert [unit.name for unit in units] == ["low.0", "high.0"]
+    assert all("bridge.weight" in {entry.name for entry in unit.params} for unit in units)
+    with pytest.raises(ConfigError, match=r"pipeline\.replicate: low\.0 is one of the pipeline's blocks"):
+        find_stage_units(Between(), ["Block", "bridge"], ["low.0"])
 
 
 def test_a_function_twice_is_no_repeat() -> None:

@@ -101,7 +101,7 @@ class ForeignParameter(Chain):
 
 class RunsTwice(Chain):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.blocks[0](self.embed(x)))
+        return super().forward(self.blocks[1](self.embed(x)))
 
 
 class DropsLayers(Chain):
@@ -176,9 +176,10 @@ def train(rank: int, world_size: int, model: type[nn.Module], config: dict[str, 
     return line
 
 
+ELSE = "use mesh.dp_shard with zero.stage=3 in place of mesh.pp"
 UNSENT = (
-    "is computed from a value of an earlier stage, which is not the output of blocks.1 and so is not sent; "
-    "return it from there, or move pipeline.cut"
+    "is computed from a value of another stage, which is not the output of blocks.1 and so is not sent; return it from "
+    "there, move pipeline.cut, name the modules that compute it from the inputs alone in pipeline.replicate, or " + ELSE
 )
 BAD_STARTS: dict[str, tuple[dict[str, Any], str]] = {
     "more stages than units": (
@@ -253,23 +254,23 @@ def test_a_stage_without_parameters_is_refused(ranks: WorkerPool) -> None:
 # The rank whose stage cannot run says so, and the other quotes it.
 CROSSINGS: dict[type[nn.Module], tuple[int, str]] = {
     SkipOverTheCut: (1, f"argument skip of blocks.3 {UNSENT}"),
-    KeptOnABlock: (1, f"the output of the last stage, or its loss, {UNSENT}"),
-    KeptOnTheModel: (1, f"the output of the last stage, or its loss, {UNSENT}"),
+    KeptOnABlock: (1, f"the loss {UNSENT}"),
+    KeptOnTheModel: (1, f"the loss {UNSENT}"),
     ReadByABlock: (1, f"the output of blocks.3 {UNSENT}"),
     ForeignParameter: (
         1,
         "parameter embed.weight is of pipeline stage 0, but used on a rank with stage 1; use it in a module of its own "
-        "stage, or tie it to a parameter of a module that runs here",
+        "stage, tie it to a parameter of a module that runs here, or name its module in pipeline.replicate",
     ),
     RunsTwice: (
         1,
-        "embed runs behind blocks.0 or once more in one forward, so the model is no chain of units there; keep such "
-        "units on one stage (pipeline.cut)",
+        "blocks.1 runs more than once in one forward, so no stage can end with it; move pipeline.cut, or name a module "
+        "that holds it and the loop in pipeline.units, or " + ELSE,
     ),
     DropsLayers: (
         0,
-        "blocks.2 runs though blocks.1, behind which the stage before ends, has not; cut between units that run in "
-        "every forward (pipeline.cut)",
+        "the forward ended without blocks.1, with which its stage ends; cut between units that run in every forward "
+        "(pipeline.cut), or " + ELSE,
     ),
     OpaqueOutput: (
         0,

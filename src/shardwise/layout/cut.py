@@ -62,7 +62,7 @@ def find_cut(model: nn.Module, config: Config) -> StageCut:
     """The stages with their costs; arguments and errors as for `cut_model`."""
     section = config.pipeline
     placement = placement_of(section.schedule, config.mesh.pp, section.virtual_stages)
-    units = find_stage_units(model, section.units)
+    units = find_stage_units(model, section.units, section.replicate or ())
     trained, frozen = _bytes_per_element(config)
     return cut_stages(
         units,

@@ -54,7 +54,13 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None, key: str = "zer
     """
     if patterns is None:
         return tuple(_children_of_containers(model, prefix=""))
-    names = tuple(name for name, module in model.named_modules() if name and _matches(name, module, patterns))
+    names: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        found = [pattern for pattern in patterns if name and _matches(name, module, (pattern,))]
+        above = [each for each in names if name.startswith(each + ".")]
+        # Of what one pattern matches, the outermost: `blocks.*` are the blocks, not what is in them.
+        if any(not any(_matches(each, model.get_submodule(each), (pattern,)) for each in above) for pattern in found):
+            names += (name,)
     for pattern in patterns:
         if not any(_matches(name, model.get_submodule(name), (pattern,)) for name in names):
             kinds = sorted({type(module).__name__ for module in model.modules()})

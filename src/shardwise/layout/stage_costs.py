@@ -68,11 +68,18 @@ def estimate_costs(
     """
     frozen = bytes_per_element if frozen_bytes_per_element is None else frozen_bytes_per_element
     share = _share_of_experts(model)
+    in_all = set.intersection(*({each.name for each in unit.params} for unit in units)) if len(units) > 1 else set()
     estimates = tuple(
         UnitCost(
             unit.name,
             _matrix_flops(model, unit, share),
-            float(sum(_numel(each) * (bytes_per_element if each.requires_grad else frozen) for each in unit.params)),
+            float(
+                sum(
+                    _numel(each) * (bytes_per_element if each.requires_grad else frozen)
+                    for each in unit.params
+                    if each.name not in in_all
+                )
+            ),
         )
         for unit in units
     )

@@ -16,11 +16,15 @@ unit here is what nearly every model's modules say of themselves.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from torch import nn
 
@@ -31,7 +35,8 @@ from shardwise.layout.skeleton import ParamEntry, find_units, read_parameters
 # first behind them (BART's layernorm_embedding).
 _RUNS_LAST: Final = re.compile(r"(^|_)(final|head|out|f)(_|$)")
 _RUNS_FIRST: Final = re.compile(r"(^|_)embed(ding|dings)?(_|$)")
-_CURE: Final = "put it into a module that runs before or behind all blocks, or name the units in pipeline.units"
+_LIBRARIES: Final = (nn.Module.__module__, "transformers.modeling_utils")  # whose methods run no child by name
+_CURE: Final = "name it in pipeline.replicate, so that every stage runs it, or name the units in pipeline.units"
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,9 @@ class _Chain:
     begins_with_embedding: bool = False
 
 
-def find_stage_units(model: nn.Module, patterns: Sequence[str] | None = None) -> tuple[StageUnit, ...]:
+def find_stage_units(
+    model: nn.Module, patterns: Sequence[str] | None = None, replicate: Sequence[str] = ()
+) -> tuple[StageUnit, ...]:
     """The units of a model in the order in which they run; the first of these that the model has says which they are.
 
     1. `patterns`.
@@ -76,14 +83,16 @@ def find_stage_units(model: nn.Module, patterns: Sequence[str] | None = None) ->
     Args:
         model: any module; its storage is not read.
         patterns: class names or name patterns (`blocks.*`) of the modules between which cuts are allowed.
+        replicate: likewise, of modules that are in no unit: every stage holds and runs them.
 
     Raises:
-        ConfigError: there are no blocks, a pattern matches nothing, or a parameter is in no unit.
+        ConfigError: there are no blocks, or a pattern matches nothing.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     chain = _find_chain(model, modules, patterns)
     _refuse_repeats(chain, modules)
-    before, behind = _split_rest(modules, chain.names)
+    replicated = find_units(model, replicate, key="pipeline.replicate")
+    before, behind = _split_rest(modules, chain.names, replicated)
     num_glued = _num_glued(before, chain, modules)
     groups = [(tuple(before), True)] if before else []
     groups += [((name,), index >= num_glued) for index, name in enumerate(chain.names)]
@@ -107,7 +116,7 @@ def _find_chain(model: nn.Module, modules: Mapping[str, nn.Module], patterns: Se
         return planned
     if isinstance(model, nn.Sequential):
         return _Chain(tuple(_children("", modules)))
-    lists = list(_outermost_lists(modules))
+    lists = _outermost_lists(modules)
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         # A decoder's blocks all need what the encoder returns; an encoder's need nothing of the decoder.
         lists = [names for names in lists if "encoder" in names[0].split(".")] or lists
@@ -138,18 +147,30 @@ def _planned_chain(modules: Mapping[str, nn.Module]) -> _Chain | None:
     return None
 
 
-def _outermost_lists(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, ...]]:
-    """The children of each list of blocks of one class that lies in no other list."""
+def _outermost_lists(modules: Mapping[str, nn.Module]) -> list[tuple[str, ...]]:
+    """The children of each list that lies in no other list; where any has blocks of one class, of such lists alone."""
     last = None
+    alike: list[tuple[str, ...]] = []
+    others: list[tuple[str, ...]] = []
     for name, module in modules.items():
         if last is not None and name.startswith(last + "."):
             continue
         if isinstance(module, nn.ModuleList | nn.Sequential):
             last = name
-            names = _children(name, modules)
+            names = tuple(_run_children(name, modules))
             kinds = {type(modules[child]) for child in names if _has_parameters(modules[child])}
-            if len(kinds) == 1:
-                yield tuple(names)
+            if kinds:
+                (others if len(kinds) > 1 else alike).append(names)
+    return alike or [names for names in others if len(names) > 1]
+
+
+def _run_children(parent: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """The children of a list, and of lists in it, which nobody calls."""
+    for name in _children(parent, modules):
+        if isinstance(modules[name], nn.ModuleList):
+            yield from _run_children(name, modules)
+        else:
+            yield name
 
 
 def _refuse_repeats(chain: _Chain, modules: Mapping[str, nn.Module]) -> None:
@@ -162,12 +183,14 @@ def _refuse_repeats(chain: _Chain, modules: Mapping[str, nn.Module]) -> None:
         )
 
 
-def _split_rest(modules: Mapping[str, nn.Module], chain: Sequence[str]) -> tuple[list[str], list[str]]:
+def _split_rest(
+    modules: Mapping[str, nn.Module], chain: Sequence[str], replicated: Collection[str]
+) -> tuple[list[str], list[str]]:
     """The outermost modules with parameters that hold no unit of the chain: those before it, and those behind it."""
     in_chain = set(chain)
     above = {name[:end] for name in chain for end in [0, *(found.start() for found in re.finditer(r"\.", name))]}
-    before: list[str] = []
-    behind: list[str] = []
+    rest: list[tuple[float, str]] = []  # before the chain below 0
+    left_out: set[str] = set()
     num_passed = 0
     inside = None
     for name, module in modules.items():
@@ -176,6 +199,8 @@ def _split_rest(modules: Mapping[str, nn.Module], chain: Sequence[str]) -> tuple
         inside = name
         if name in in_chain:
             num_passed += 1
+        elif name in replicated:
+            left_out.add(name)
         elif not _has_parameters(module):
             continue
         elif 0 < num_passed < len(chain):
@@ -183,15 +208,72 @@ def _split_rest(modules: Mapping[str, nn.Module], chain: Sequence[str]) -> tuple
                 f"module {name} has parameters and stands between the units of the pipeline, but is none; {_CURE}"
             )
         else:
-            (before if _runs_before(name.rpartition(".")[2], num_passed == 0) else behind).append(name)
-    return before, behind
+            rest.append((_place_beside(name, chain[0], modules, num_passed == 0), name))
+    for name in replicated:
+        if name not in left_out:
+            raise ConfigError(
+                f"pipeline.replicate: {name} is one of the pipeline's blocks, or holds or lies inside a unit of it; "
+                f"name modules beside the blocks, such as {', '.join(sorted(left_out) or [each for _, each in rest])}"
+            )
+    rest.sort(key=lambda each: each[0])
+    return [name for place, name in rest if place < 0], [name for place, name in rest if place >= 0]
 
 
-def _runs_before(name: str, is_registered_before: bool) -> bool:
-    """Whether a module runs before the blocks: as its own name says, else where it is registered."""
-    if _RUNS_LAST.search(name):
-        return False
-    return is_registered_before or _RUNS_FIRST.search(name) is not None
+def _place_beside(name: str, first: str, modules: Mapping[str, nn.Module], is_registered_before: bool) -> float:
+    """When a module runs, below 0 if it is before the chain, which begins with `first`.
+
+    Beside the chain's own list the code says so that runs both, else the module's name and where it is registered.
+    """
+    path, other = name.split("."), first.split(".")
+    depth = next(index for index, pair in enumerate(zip(path, other, strict=False)) if pair[0] != pair[1])
+    if isinstance(modules[".".join(other[: depth + 1])], nn.ModuleList | nn.Sequential):
+        owner = depth
+        while owner and type(modules[".".join(path[:owner])]).forward is nn.Module.forward:
+            owner -= 1  # a table of modules, which the code of its owner runs
+        order = _order_in_code(modules[".".join(path[:owner])], {path[depth], other[depth]})
+        if len(order) > 1:
+            return (order[path[depth]] - order[other[depth]]) / max(order.values())
+    if _RUNS_LAST.search(path[-1]):
+        return 1.0
+    return -1.0 if is_registered_before or _RUNS_FIRST.search(path[-1]) else 1.0
+
+
+def _order_in_code(module: nn.Module, wanted: Collection[str]) -> dict[str, int]:
+    """Where a module's forward, or a method that it calls, uses some attributes first."""
+    found: dict[str, int] = {}
+    for place, name in enumerate(_names_in_code(module)):
+        if name in wanted:
+            found.setdefault(name, place)
+            if len(found) == len(wanted):
+                break
+    return found
+
+
+def _names_in_code(module: nn.Module) -> Iterator[str]:
+    functions: set[Any] = set()
+
+    def read(function: Any) -> Iterator[str]:
+        accessed: Any = function.fget if isinstance(function, property) else function
+        function = inspect.unwrap(accessed)
+        if inspect.isfunction(function) and function not in functions and function.__module__ not in _LIBRARIES:
+            functions.add(function)
+            with suppress(OSError, SyntaxError):  # code without a source
+                yield from walk(ast.parse(textwrap.dedent(inspect.getsource(function))))
+
+    def walk(node: ast.AST) -> Iterator[str]:
+        parts = list(ast.iter_child_nodes(node))
+        # Arguments, what is assigned and what is looped over are computed first.
+        for part in (
+            parts[1:] + parts[:1] if isinstance(node, ast.Call | ast.Assign | ast.For | ast.ListComp) else parts
+        ):
+            yield from walk(part)
+        if isinstance(node, ast.Attribute):
+            for kind in type(module).__mro__:
+                if node.attr in vars(kind):
+                    yield from read(vars(kind)[node.attr])
+            yield node.attr
+
+    return read(type(module).forward)
 
 
 def _num_glued(before: Sequence[str], chain: _Chain, modules: Mapping[str, nn.Module]) -> int:
@@ -204,16 +286,17 @@ def _num_glued(before: Sequence[str], chain: _Chain, modules: Mapping[str, nn.Mo
 
 
 def _share_out(model: nn.Module, groups: Sequence[tuple[str, ...]]) -> list[tuple[ParamEntry, ...]]:
-    """Every group's parameters, in the model's order; a tied one is in every group that holds one of its names."""
+    """Every group's parameters, in the model's order; a tied one is in every group that holds one of its names.
+
+    One that no group's module has is used by code that every stage runs, and so is in all.
+    """
     group_of = {name: index for index, names in enumerate(groups) for name in names}
     shared_out: list[list[ParamEntry]] = [[] for _ in groups]
     for entry in read_parameters(model, ()):
         users = set()
         for name in (entry.name, *entry.aliases):
             owner = next((each for each in _ancestors(name) if each in group_of), None)
-            if owner is None:
-                raise ConfigError(f"parameter {name} belongs to no unit of the pipeline; {_CURE}")
-            users.add(group_of[owner])
+            users |= set(range(len(groups)) if owner is None else [group_of[owner]])
         for index in users:
             shared_out[index].append(replace(entry, unit=groups[index][0]))
     return [tuple(entries) for entries in shared_out]

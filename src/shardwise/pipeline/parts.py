@@ -1,11 +1,10 @@
 """A stage's forward: the model's own, with what other stages compute left out.
 
-The units between which a model is cut run one after another in every forward. On a rank whose stage begins with unit k,
-units before it are not run: unit k - 1 returns what the stage before has sent, the output of its own k - 1, and earlier
-ones return ghosts, tensors of a shape without values. Behind the stage's last unit the forward ends, and its output is
-what the next stage gets. All other code of the model, such as for masks and positions, runs on every stage. Where it
-hands a ghost, or what it has computed from one, to a unit that does run, a value crosses the cut that is not sent: that
-is refused by name.
+On a rank whose stage begins with unit k, its own units run, unit k - 1 returns what the stage before has sent, the
+output of its own k - 1, and all others return ghosts, tensors of a shape without values, in whatever order the model
+calls them. Behind the stage's last unit the forward ends, and its output is what the next stage gets. All other code of
+the model, such as for masks and positions, runs on every stage. Where it hands a ghost, or what it has computed from
+one, to a unit that does run, a value crosses the cut that is not sent: that is refused by name.
 
 The forward of the second of two stages, cut before block 2:
 
@@ -19,18 +18,23 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch_private import Ghosts, pytree
+from shardwise._torch_private import NO_VALUE_ERRORS, Ghosts, pytree
 from shardwise.config import ConfigError
 from shardwise.hooks import replace_forward
+from shardwise.loss import Total
 from shardwise.pipeline.left_on import Traces
 from shardwise.pipeline.packing import named_tuples_of
 from shardwise.pipeline.recorded import put_recorded, with_recorded, without_recorded
 from shardwise.wearing import Call, answer_calls
+
+_NO_PIPELINE: Final = "use mesh.dp_shard with zero.stage=3 in place of mesh.pp"
+_CURE: Final = f"name the modules that compute it from the inputs alone in pipeline.replicate, or {_NO_PIPELINE}"
 
 
 class CutError(ConfigError):
@@ -52,7 +56,7 @@ class StageForward:
 
     Args:
         model: of which this rank computes some stages.
-        units: names of the units' modules, in the order in which they run, by stage.
+        units: names of the units' modules by stage; where one module has several names, in the order of its calls.
         held: the stages of this rank.
         device: of its tensors.
         is_simulated: nothing has values, so ghosts cannot be told from what is received.
@@ -76,24 +80,20 @@ class StageForward:
         ends = [sum(len(names) for names in units[: stage + 1]) for stage in range(len(units))]
         self._range_of = [(end - len(names), end) for end, names in zip(ends, units, strict=True)]
         self._modules = [model.get_submodule(name) for name in self._names]
-        self._position: dict[int, int] = {}  # of the first call in a forward
-        self._stages_of: dict[int, set[int]] = {}
+        self._positions: dict[int, list[int]] = {}  # of the calls of a module in a forward
         for index, module in enumerate(self._modules):
-            self._position.setdefault(id(module), index)
-            stage = next(stage for stage, end in enumerate(ends) if index < end)
-            self._stages_of.setdefault(id(module), set()).add(stage)
-        self._stage = 0
+            self._positions.setdefault(id(module), []).append(index)
         self.types = named_tuples_of(model)
-        self._kinds = [type(module) for module in self._modules]
+        self._kinds = [_kind_of(module) for module in self._modules]
         self._is_simulated = is_simulated
         self._ghosts = Ghosts(device, is_simulated, dtypes)
         self._ghostly = self._make_ghostly(held)
-        num_skipped = max((self._range_of[stage][0] for stage in held), default=0)
-        self._traces = Traces(self._modules[: 0 if is_simulated else num_skipped], self._ghosts)
+        self._traces = Traces([] if is_simulated else self._modules, self._ghosts)
         self._answers: dict[Hashable, Any] = {}
-        self._answer_of_kind: dict[type, Any] = {}
+        self._answer_of_class: dict[type, Any] = {}
         self._start, self._stop = 0, len(self._names)
-        self._next = 0
+        self._num_calls: dict[int, int] = {}
+        self._guessed: str | None = None
         self._received: Any = None
         self._is_on = False
 
@@ -105,22 +105,29 @@ class StageForward:
 
     def begin(self, stage: int, received: Any) -> None:
         """Let the next forward be that of `stage`; `received` is what the stage before has sent."""
-        self._stage, (self._start, self._stop) = stage, self._range_of[stage]
-        self._received, self._next, self._is_on = received, 0, True
+        self._start, self._stop = self._range_of[stage]
+        self._received, self._is_on = received, True
+        self._num_calls.clear()
+        self._guessed = None
 
     def end(self) -> None:
         """Let forwards be the model's own again."""
         self._received, self._is_on = None, False
         self._traces.remove()
 
-    def check_real(self, output: Any) -> None:
-        """Raise where the model's output, or its loss, is computed from what another stage has and does not send.
+    def read_loss(self, compute: Callable[[], Total]) -> Total:
+        """Compute the loss of the model's output, which may have more in it than the last stage knows.
 
         Raises:
-            CutError: it is.
+            CutError: it is computed from what another stage has and does not send.
         """
-        if any(self._ghosts.is_one(leaf) for leaf in pytree.tree_leaves(output)):
-            raise self._not_sent("the output of the last stage, or its loss,")
+        try:
+            total = compute()
+        except NO_VALUE_ERRORS as error:
+            raise self._not_sent("the loss") from error
+        if any(self._ghosts.is_one(leaf) for leaf in (total.total, total.count)):
+            raise self._not_sent("the loss")
+        return total
 
     def _ended(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
@@ -135,56 +142,66 @@ class StageForward:
                 output = forward(*args, **kwargs)
             except _StageDone as done:
                 return done.output
-            if self._is_on and self._next < self._stop:
-                raise CutError(
-                    f"the forward ended without {self._names[self._stop - 1]}, with which its stage ends; cut between "
-                    "units that run in every forward (pipeline.cut)"
-                )
+            except CutError:
+                raise
+            except Exception as error:
+                if self._is_on and (self._guessed or isinstance(error, NO_VALUE_ERRORS)):
+                    raise self._reads_values(error) from error
+                raise
+            if self._is_on:
+                self._check_ended()
             return output
 
         return staged
 
+    def _check_ended(self) -> None:
+        """See that the forward, which has returned, has run through the stage."""
+        missing = None
+        if self._stop < len(self._names):
+            missing = f"{self._names[self._stop - 1]}, with which its stage ends"
+        elif self._start and id(self._modules[self._start - 1]) not in self._num_calls:
+            missing = f"{self._names[self._start - 1]}, behind which its stage begins"
+        if missing:
+            raise CutError(
+                f"the forward ended without {missing}; cut between units that run in every forward (pipeline.cut), or "
+                f"{_NO_PIPELINE}"
+            )
+
+    def _reads_values(self, error: Exception) -> CutError:
+        named = f" such as what {self._guessed} returns" if self._guessed else ""
+        return CutError(
+            f"the code of {type(self._model).__name__} between its units needs values that another stage has{named} "
+            f"({type(error).__name__}: {next(iter(str(error).splitlines()), '')}); {_CURE}"
+        )
+
     def _answer(self, module: nn.Module, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        index = self._position.get(id(module)) if self._is_on else None
-        if index is None:  # nothing is staged, or this is a copy of the module
+        if not self._is_on or id(module) not in self._positions:  # or this is a copy of the module
             return own(*args, **kwargs)
-        if index < self._next and self._stage in self._stages_of[id(module)]:
-            return own(*args, **kwargs)  # once more, within its stage
-        self._pass(index)
-        if index < self._start:
-            self._traces.leave(module, self._kinds[index], args, kwargs)
-            if index < self._start - 1:
-                return self._ghost_of(index, args, kwargs)
-            put_recorded(self._received)
-            return without_recorded(self._received)
-        if self._start > 0:
-            self._check_arguments(index, args, kwargs)
+        positions, num_calls = self._positions[id(module)], self._num_calls.get(id(module), 0)
+        index = positions[min(num_calls, len(positions) - 1)]
+        self._num_calls[id(module)] = num_calls + 1
+        if self._start <= index < self._stop:
+            return self._run(index, own, args, kwargs)
+        self._traces.leave(module, self._kinds[index][0], args, kwargs)
+        if index != self._start - 1:
+            return self._ghost_of(index, args, kwargs)
+        if num_calls >= len(positions):
+            raise CutError(
+                f"{self._names[index]} runs more than once in one forward, so no stage can end with it; move "
+                f"pipeline.cut, or name a module that holds it and the loop in pipeline.units, or {_NO_PIPELINE}"
+            )
+        put_recorded(self._received)
+        return without_recorded(self._received)
+
+    def _run(self, index: int, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a unit of the stage; its last one ends the forward."""
+        self._check_arguments(index, args, kwargs)
         output = own(*args, **kwargs)
-        if self._start > 0:
-            self._check_output(index, output)
+        if any(self._ghosts.is_one(leaf) for leaf in pytree.tree_leaves(output)):
+            raise self._not_sent(f"the output of {self._names[index]}")
         if index == self._stop - 1 and self._stop < len(self._names):
             raise _StageDone(with_recorded(output))
         return output
-
-    def _pass(self, index: int) -> None:
-        """Note that a unit's turn has come."""
-        name = self._names[index]
-        if index < self._next:
-            raise CutError(
-                f"{name} runs behind {self._names[self._next - 1]} or once more in one forward, so the model is no "
-                "chain of units there; keep such units on one stage (pipeline.cut)"
-            )
-        if self._next < self._start <= index:
-            raise CutError(
-                f"{name} runs though {self._names[self._start - 1]}, behind which its stage begins, has not; cut "
-                "between units that run in every forward (pipeline.cut)"
-            )
-        if index >= self._stop:
-            raise CutError(
-                f"{name} runs though {self._names[self._stop - 1]}, behind which the stage before ends, has not; cut "
-                "between units that run in every forward (pipeline.cut)"
-            )
-        self._next = index + 1
 
     def _check_arguments(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not any(self._ghosts.is_one(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
@@ -195,57 +212,61 @@ class StageForward:
         )
         raise self._not_sent(f"argument {name} of {self._names[index]}")
 
-    def _check_output(self, index: int, output: Any) -> None:
-        if any(self._ghosts.is_one(leaf) for leaf in pytree.tree_leaves(output)):
-            raise self._not_sent(f"the output of {self._names[index]}")
-
     def _not_sent(self, what: str) -> CutError:
+        sent = (
+            f"not the output of {self._names[self._start - 1]} and so is not sent" if self._start else "not there yet"
+        )
         return CutError(
-            f"{what} is computed from a value of an earlier stage, which is not the output of "
-            f"{self._names[self._start - 1]} and so is not sent; return it from there, or move pipeline.cut"
+            f"{what} is computed from a value of another stage, which is {sent}; return it from there, move "
+            f"pipeline.cut, {_CURE}"
         )
 
     def _ghost_of(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a skipped unit would have returned, without values."""
-        ghostly = self._ghostly.get((index, self._start))
-        example = without_recorded(self._received) if ghostly is None else (args, kwargs)
+        kind = self._kinds[index]
+        is_like_received = self._start > 0 and kind[0] is self._kinds[self._start - 1][0]
+        example = without_recorded(self._received) if is_like_received else (args, kwargs)
+        if is_like_received:
+            kind = kind[0], None
         leaves, structure = pytree.tree_flatten(example)
-        key = (index if ghostly is not None else -1, structure, tuple(map(_fingerprint, leaves)))
-        if key not in self._answers:
-            self._answers[key] = self._make_answer(self._kinds[index], ghostly, args, kwargs)
-        return self._answers[key]
+        key = (kind, structure, tuple(map(_fingerprint, leaves)))
+        if key in self._answers:
+            return self._answers[key]
+        ghostly = pytree.tree_map(self._like, example)
+        if is_like_received:
+            self._answers[key] = ghostly
+            return ghostly
+        with suppress(Exception), torch.no_grad(), self._ghosts.only():
+            self._answers[key] = self._answer_of_class[kind[0]] = self._ghostly[kind](*ghostly[0], **ghostly[1])
+            return self._answers[key]
+        with suppress(Exception), torch.no_grad():  # values of the batch may say how large it is
+            return self._ghostly[kind](*args, **kwargs)
+        self._guessed = self._names[index]  # it depends on values of parameters, as where experts share tokens out
+        return self._answer_of_class.get(kind[0], pytree.tree_map(self._like, without_recorded(self._received)))
 
-    def _make_answer(self, kind: type, ghostly: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def like(leaf: Any) -> Any:
-            return self._ghosts.like(leaf) if isinstance(leaf, Tensor) else leaf
+    def _like(self, leaf: Any) -> Any:
+        return self._ghosts.like(leaf) if isinstance(leaf, Tensor) else leaf
 
-        if ghostly is not None:
-            own_args, own_kwargs = pytree.tree_map(like, (args, kwargs))
-            try:
-                with torch.no_grad(), self._ghosts.only():
-                    self._answer_of_kind[kind] = ghostly(*own_args, **own_kwargs)
-                return self._answer_of_kind[kind]
-            except Exception:  # what it does depends on values, as where experts share tokens out
-                if kind in self._answer_of_kind:
-                    return self._answer_of_kind[kind]
-        return pytree.tree_map(like, without_recorded(self._received))
-
-    def _make_ghostly(self, held: Sequence[int]) -> dict[tuple[int, int], nn.Module]:
+    def _make_ghostly(self, held: Sequence[int]) -> dict[Hashable, nn.Module]:
         """Copies without values of the units that a stage skips, for the shapes that the model's code asks for.
 
-        A unit of the same class as the one whose output was received returns what is like that.
+        One for each class and shapes; a unit of the same class as the one whose output was received returns what is
+        like that.
         """
-        made: dict[tuple[int, int], nn.Module] = {}
-        copies: dict[int, nn.Module] = {}
-        for start, _ in (self._range_of[stage] for stage in held):
-            for index in range(start - 1):
-                module = self._modules[index]
-                if type(module) is not type(self._modules[start - 1]):
-                    if index not in copies:
-                        tensors = [*module.parameters(), *module.buffers()]
-                        copies[index] = copy.deepcopy(module, {id(each): self._ghosts.like(each) for each in tensors})
-                    made[index, start] = copies[index]
+        made: dict[Hashable, nn.Module] = {}
+        for start, stop in (self._range_of[stage] for stage in held):
+            for index, (module, kind) in enumerate(zip(self._modules, self._kinds, strict=True)):
+                is_run = start - 1 <= index < stop
+                if not is_run and kind not in made and (not start or kind[0] is not self._kinds[start - 1][0]):
+                    tensors = [*module.parameters(), *module.buffers()]
+                    with suppress(Exception):  # what cannot be copied is guessed
+                        made[kind] = copy.deepcopy(module, {id(each): self._ghosts.like(each) for each in tensors})
         return made
+
+
+def _kind_of(module: nn.Module) -> tuple[type, Hashable]:
+    """Modules of one kind return what is alike."""
+    return type(module), tuple(tuple(each.shape) for each in module.parameters())
 
 
 def _fingerprint(leaf: Any) -> Hashable:

@@ -36,7 +36,8 @@ class AbsentParams:
             stages = ", ".join(map(str, spec.stages))
             raise ReleasedParameterError(
                 f"parameter {place.name} is of pipeline stage {stages}, but used on a rank with stage {here}; "
-                "use it in a module of its own stage, or tie it to a parameter of a module that runs here"
+                "use it in a module of its own stage, tie it to a parameter of a module that runs here, or name its "
+                "module in pipeline.replicate"
             )
 
         for parameter, kind in zip(self._parameters, self._kinds, strict=True):
