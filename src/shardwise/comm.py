@@ -37,6 +37,7 @@ from shardwise.mesh import DOWN, HOST, UP, Mesh
 from shardwise.pending import Pending
 from shardwise.pool import BufferPool
 from shardwise.precision import sum_chunks
+from shardwise.store import PatientStore
 from shardwise.streams import Event, LaneName, Streams
 
 
@@ -71,8 +72,10 @@ class MeshNetwork:
         return None if group is None else GroupLinks(group, self._device)
 
     def close(self) -> None:
-        """Give the process groups back."""
+        """Give the process groups back, and end the thread that asks the store."""
         self._mesh.close()
+        if isinstance(self.store, PatientStore):
+            self.store.close()
 
 
 class Comm:

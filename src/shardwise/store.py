@@ -54,6 +54,10 @@ class PatientStore(dist.Store):
         self._asker = _Asker()
         weakref.finalize(self, self._asker.end)
 
+    def close(self) -> None:
+        """End the thread; one more request starts another."""
+        self._asker.end()
+
     def set(self, key: str, value: str) -> None:
         self._ask(partial(self._store.set, key, value))
 
@@ -114,9 +118,11 @@ class _Asker:
 
     def end(self) -> None:
         """End the thread; at the interpreter's end a request under way must not return into what is no more."""
-        self._requests.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=_AGAIN_S)
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._requests.put(None)
+            if thread is not threading.current_thread():
+                thread.join(timeout=_AGAIN_S)
 
 
 def _serve(requests: SimpleQueue[_Request]) -> None:

@@ -93,6 +93,7 @@ class Watchdog:
                 self._store.set(f"answer/left/{self._rank}", "")
             except RuntimeError:
                 log.debug("the store has gone before the watchdog of rank %d", self._rank)
+            self._store.close()
 
     def note_failure(self, text: str) -> None:
         """Let the ranks that will wait for this one in vain know why; an empty text takes that back."""

@@ -45,7 +45,7 @@ _SETTLE_S = 0.5
 _POLL_S = 0.05
 _LOOK_S = 1.0
 # The others notice by themselves that a rank is stopped, and know more about it: so much longer are they waited for.
-_NOTICE_S = 4.0
+_NOTICE_S = 3.0
 _SHOW_CURSOR = "\x1b[?25h"
 
 
