@@ -27,7 +27,10 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 MAX_DEPTH: Final = 64
 # Of a config or a script. What may be larger says so itself.
@@ -158,6 +161,12 @@ def parse_toml(text: str, where: str, cure: str) -> dict[str, Any]:
         raise ForeignError(f"{where} is nested deeper than {MAX_DEPTH} levels; {cure}")
     values: dict[str, Any] = _parsed(lambda: tomllib.loads(text), "TOML", text, where, cure)
     return values
+
+
+def mismatch(error: ValidationError) -> str:
+    """The first value that a schema refuses: where it stands, and the rule."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc']))[:200]}: {first['msg']}"
 
 
 def check_nesting(text: str, where: str, cure: str) -> None:

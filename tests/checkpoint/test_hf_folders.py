@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from harness.huggingface import build_model
+from shardwise.checkpoint.converting import import_folder
 from shardwise.checkpoint.huggingface import (
     ExportTensor,
     NameMap,
@@ -39,6 +40,7 @@ from shardwise.checkpoint.huggingface import (
 )
 from shardwise.checkpoint.manifest import CheckpointError, DamagedError, StoredTensor
 from shardwise.checkpoint.tensor_files import dtype_name, named_dtype
+from shardwise.config import ConfigError
 from shardwise.flats import MemoryFlat
 from shardwise.holdings import Holding
 from shardwise.layout.pieces import Piece, Rect
@@ -474,3 +476,29 @@ def test_a_folder_is_not_written_over_and_is_not_there_until_it_is_whole(tmp_pat
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
     with pytest.raises(CheckpointError, match=r"model.safetensors cannot stand beside the weights"):
         begin_export(plan, tmp_path / "new", {"model.safetensors": b""})
+
+
+@pytest.mark.parametrize(
+    "key", ["num_attention_heads", "num_hidden_layers", "vocab_size", "rope_theta", "sliding_window"]
+)
+def test_a_config_of_other_types_is_refused_in_one_line(tmp_path: Path, key: str) -> None:
+    save_file({"model.norm.weight": torch.ones(8)}, tmp_path / "model.safetensors")
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"), 64)
+    values = {"model_type": "llama", **sizes, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for value in (10**30, "many", [1], {"a": 1}, -1, True, 2**31 - 1, None):
+        (tmp_path / "config.json").write_text(json.dumps({**values, key: value}))
+        with pytest.raises((CheckpointError, ConfigError)) as caught:
+            import_folder(tmp_path, tmp_path / "out", 1, is_decoder=True)
+        assert str(caught.value).isprintable()
+    for config in ({"quantization_config": "a"}, {"architectures": 7}, {"model_type": [1]}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match="is not what transformers writes"):
+            import_folder(tmp_path, tmp_path / "out", 1)
+
+
+def test_an_index_of_other_types_is_refused_in_one_line(tmp_path: Path) -> None:
+    for weight_map in ({"a": 1}, {"a": ["b"]}, [], {}, None, {"a": "../b"}, {"a": ".."}, {"a": "\x1b[31m"}):
+        write_index(tmp_path, weight_map)  # type: ignore[arg-type]
+        with pytest.raises(CheckpointError) as caught:
+            open_folder(tmp_path, {})
+        assert str(caught.value).isprintable()

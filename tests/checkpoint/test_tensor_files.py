@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -162,3 +163,47 @@ def test_a_missing_file_and_unknown_dtypes_are_named(tmp_path: Path) -> None:
 def test_a_name_stands_once() -> None:
     with pytest.raises(CheckpointError, match="a would stand twice"):
         encode_header([Entry("a", "U8", ()), Entry("a", "F32", (2,))])
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'{"a":[' + b"[]," * 3_000_000 + b"[]]}",
+        b'{"a":{"dtype":"F32","shape":[' + b"[]," * 3_000_000 + b'],"data_offsets":[0,0]}}',
+        b'{"__metadata__":"' + b'\\"' * 3_000_000,
+        b"[" * 9_000_000,
+        b'{"' + b"a" * 9_000_000 + b'":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}',
+        b'{"a":{"dtype":"F32","shape":[1.5],"data_offsets":[0,4]}}',
+        b'{"a":{"dtype":"F32","shape":["1"],"data_offsets":[0,4]}}',
+        b'{"a":{"dtype":"F32","shape":[1],"data_offsets":["0",4]}}',
+        b'{"a":{"dtype":7,"shape":[1],"data_offsets":[0,4]}}',
+        b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}',
+        b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,%s]}}' % (b"9" * 900),
+        b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}} {}',
+        b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},}',
+        b"null",
+        b"",
+    ],
+    ids=lambda header: str(header[:40]),
+)
+def test_a_header_that_is_made_to_hurt_takes_no_more_than_its_bytes(tmp_path: Path, header: bytes) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            read_header(path)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert str(caught.value).isprintable()
+    assert most < 3 * path.stat().st_size + 2**20
+
+
+def test_a_long_header_needs_as_many_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    text = b'{"__metadata__":{"a":"' + b"x" * 12_000_000 + b'"}}'
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(DamagedError, match="does not fit"):
+        read_header(path)
+    assert read_header(path, 12_000) == ()

@@ -220,7 +220,14 @@ def _family_tensors(folder: Path) -> tuple[tuple[StoredTensor, ...], dict[str, A
 def _decoder_tensors(folder: Path) -> tuple[tuple[StoredTensor, ...], dict[str, Any]]:
     """A folder's tensors under the names of our decoder, all of which it must have."""
     config = decoder_config_of(read_config(folder), str(folder / "config.json"))
-    wanted = wanted_of(Decoder(config, device="meta"))
+    if config.num_layers > (num_tensors := len(open_folder(folder, {}))):
+        raise CheckpointError(
+            f"{folder} has {num_tensors} tensors, too few for num_hidden_layers={config.num_layers}; fetch it again"
+        )
+    try:
+        wanted = wanted_of(Decoder(config, device="meta"))
+    except (RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"{folder / 'config.json'} is of no model that can be: {error}; fetch it again") from None
     stored = open_folder(folder, {each.name: each.aliases for each in wanted}, decoder_names())
     match(stored, wanted).check(str(folder))
     return stored, describe_decoder(config)

@@ -41,7 +41,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from shardwise.foreign import ForeignError, OneLineError, check_nesting
+from shardwise.foreign import ForeignError, OneLineError, check_nesting, mismatch
 from shardwise.holdings import PARAM, Kind
 from shardwise.layout.pieces import Rect, Shape
 
@@ -206,8 +206,7 @@ class Manifest:
                 manifest = _manifest_from_json(cls, values)
                 _check(manifest)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            what = f"{'.'.join(map(str, first['loc']))[:200]}: {first['msg']}"
+            what = mismatch(error)
         except ValueError as error:
             what = str(error)
         else:

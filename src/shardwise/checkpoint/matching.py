@@ -28,6 +28,7 @@ from shardwise.checkpoint.manifest import CheckpointError, StoredTensor
 # How a caller of `Engine.load` goes on; `shardwise train` says what its user can do instead.
 LENIENT_CURE: Final = "; load with strict=False to take what fits"
 _NUM_NAMED = 8
+_MAX_COMPARED = 1000
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Match:
         """
         parts = []
         if self.missing:
-            close = difflib.get_close_matches(self.missing[0], self.unexpected, n=1)
+            close = difflib.get_close_matches(self.missing[0], self.unexpected[:_MAX_COMPARED], n=1)
             parts.append(f"missing {listed_names(self.missing)}" + (f" (is {close[0]} meant?)" if close else ""))
         if self.unexpected:
             parts.append(f"unexpected {listed_names(self.unexpected)}")

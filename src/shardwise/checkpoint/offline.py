@@ -193,7 +193,7 @@ def _some(entries: Sequence[NamedPiece]) -> str:
 def _check_header(path: Path, entries: Sequence[NamedPiece]) -> Iterator[Damage]:
     """Whether other readers of safetensors find what the manifest says."""
     try:
-        found = {each.start: each for each in read_header(path) if each.start < each.stop}
+        found = {each.start: each for each in read_header(path, len(entries)) if each.start < each.stop}
     except CheckpointError as error:
         yield Damage(path.name, str(error).removeprefix(f"{path.parent.name}/{path.name}").lstrip(": "))
         return

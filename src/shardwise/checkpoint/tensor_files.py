@@ -14,19 +14,27 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from shardwise.checkpoint.manifest import ITEM_BYTES, CheckpointError, DamagedError
+from shardwise.foreign import mismatch, open_regular
 from shardwise.layout.pieces import Shape
 
-# The public library refuses longer headers, too.
-MAX_HEADER_BYTES: Final = 100_000_000
+# Of a header: so much, or so much for each tensor that is known to be in it. A header that is longer is none.
+_MAX_HEADER_BYTES: Final = 10_000_000
+_MAX_ENTRY_BYTES: Final = 1024
+_MAX_NAME_BYTES: Final = 512
+_STRING: Final = r'"(?:[^"\\]++|\\.)*+"'
+_ITEM: Final = re.compile(rf'\s*+({_STRING})\s*+:\s*+(\{{(?:[^{{}}"]++|{_STRING})*+\}})\s*+([,}}])'.encode(), re.DOTALL)
 
 _DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {
@@ -47,7 +55,7 @@ class Entry(NamedTuple):
     shape: Shape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FileTensor:
     """A tensor in a file.
 
@@ -123,8 +131,21 @@ def encode_header(entries: Sequence[Entry]) -> tuple[bytes, tuple[int, ...]]:
     return len(text).to_bytes(8, "little") + text, tuple(data_start + start for start in starts)
 
 
-def read_header(path: Path) -> tuple[FileTensor, ...]:
+class _EntryJson(TypedDict):
+    dtype: str
+    shape: Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(max_length=64)]
+    data_offsets: Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=2, max_length=2)]
+
+
+_ENTRY: Final = TypeAdapter(_EntryJson)
+
+
+def read_header(path: Path, num_known: int = 0) -> tuple[FileTensor, ...]:
     """The tensors of a file, in the order of their bytes.
+
+    Args:
+        path: of the file, which no link may lead out of its folder.
+        num_known: tensors that it must have, which may let its header be a long one.
 
     Raises:
         DamagedError: the file cannot be read, or is not what its header says: torn, or not of this format.
@@ -132,10 +153,11 @@ def read_header(path: Path) -> tuple[FileTensor, ...]:
     """
     where = f"{path.parent.name}/{path.name}"
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path, path.parent), "rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
-            if num_bytes < 8 or length > min(num_bytes - 8, MAX_HEADER_BYTES):
+            longest = max(_MAX_HEADER_BYTES, num_known * _MAX_ENTRY_BYTES)
+            if num_bytes < 8 or length > min(num_bytes - 8, longest):
                 raise DamagedError(
                     f"{where} has {num_bytes} bytes, which a header of {length} does not fit; fetch or write it anew"
                 )
@@ -143,23 +165,37 @@ def read_header(path: Path) -> tuple[FileTensor, ...]:
     except OSError as error:
         raise DamagedError(f"{where} cannot be read: {error.strerror}; fetch or write it anew") from error
     try:
-        header = json.loads(text)
-        tensors = [_file_tensor(name, values, 8 + length) for name, values in header.items() if name != "__metadata__"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+        tensors = list(_file_tensors(text))
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        what = mismatch(error) if isinstance(error, ValidationError) else error
         raise DamagedError(
-            f"{where} has a header that is not of safetensors: {error}; fetch or write it anew"
+            f"{where} has a header that is not of safetensors: {what}; fetch or write it anew"
         ) from error
     tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
     _check_layout(tensors, 8 + length, num_bytes, where)
     return tuple(tensors)
 
 
-def _file_tensor(name: str, values: Mapping[str, Any], data_start: int) -> FileTensor:
-    start, stop = values["data_offsets"]
-    named_dtype(values["dtype"])
-    return FileTensor(name, values["dtype"], tuple(map(int, values["shape"])), data_start + start, data_start + stop)
+def _file_tensors(header: bytes) -> Iterator[FileTensor]:
+    """Parse a header entry by entry, and nothing that is no entry: JSON as a whole may take 25 times its bytes."""
+    data_start, at, is_last = 8 + len(header), 1, header.rstrip() == b"{}"
+    while not is_last:
+        item = _ITEM.match(header, at) if header.startswith(b"{") else None
+        if item is None or len(item[1]) > _MAX_NAME_BYTES:
+            raise ValueError(f"no entry of a tensor at byte {8 + at}")
+        at, is_last = item.end(), item[3] == b"}"
+        if item[1] == b'"__metadata__"':
+            continue
+        if len(item[2]) > _MAX_ENTRY_BYTES:
+            raise ValueError(f"an entry of {len(item[2])} bytes")
+        values = _ENTRY.validate_json(item[2], strict=True)
+        named_dtype(values["dtype"])
+        start, stop = (data_start + each for each in values["data_offsets"])
+        yield FileTensor(json.loads(item[1]), values["dtype"], tuple(values["shape"]), start, stop)
+    if header[at:].strip(b" }" if at == 1 else b" "):
+        raise ValueError(f"more than a table at byte {8 + at}")
 
 
 def _check_layout(tensors: Sequence[FileTensor], data_start: int, num_bytes: int, where: str) -> None:

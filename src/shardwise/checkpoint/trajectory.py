@@ -139,7 +139,20 @@ def generator_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Let the generators go on where `generator_states` found them."""
+    """Let the generators go on where `generator_states` found them.
+
+    Raises:
+        CheckpointError: what is stored is no state of a generator.
+    """
+    try:
+        _restore_generators(states, device)
+    except (RuntimeError, ValueError, TypeError, OverflowError) as error:
+        raise CheckpointError(
+            f"the state of a generator is none: {error}; use an older checkpoint, or weights_only=True"
+        ) from None
+
+
+def _restore_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
     if "torch" in states:
         torch.set_rng_state(states["torch"])
     if "cuda" in states and device.type == "cuda":

@@ -66,7 +66,12 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
-            if each.name not in ("tie_embeddings", "attention") and not value > 0:
+            if each.name in ("tie_embeddings", "attention"):
+                continue
+            kinds, most = ((int, float), 2.0**63) if each.name in ("rope_theta", "norm_eps") else ((int,), 2**31)
+            if isinstance(value, bool) or not isinstance(value, kinds) or value >= most:
+                raise ConfigError(f"{each.name}={value!r} is no number below {most:g}; give one")
+            if not value > 0:
                 raise ConfigError(f"{each.name}={value} is not positive; give more than 0")
         if self.head_dim % 2:
             legal = f"{self.head_dim - 1}, {self.head_dim + 1}" if self.head_dim > 1 else "2"

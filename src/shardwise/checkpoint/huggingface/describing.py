@@ -28,6 +28,7 @@ from shardwise._torch_private import persistent_buffers
 from shardwise.checkpoint.huggingface.families import TORCH_NAMES, decoder_names, family_names, hf_config_of
 from shardwise.checkpoint.huggingface.importing import CONFIG_NAME
 from shardwise.checkpoint.huggingface.names import NameMap
+from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.checkpoint.matching import Wanted
 from shardwise.models import Decoder, DecoderConfig
 
@@ -105,7 +106,10 @@ def decoder_config(described: Mapping[str, Any]) -> DecoderConfig | None:
     names = {field.name for field in fields(DecoderConfig)}
     if described.get("class") != _DECODER or values.keys() | {"attention"} != names:
         return None
-    return DecoderConfig.from_values(values)
+    try:
+        return DecoderConfig.from_values(values)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"the model's config is none of our decoder's: {error}; use another checkpoint") from None
 
 
 def _values_of(config: Any) -> Any:

@@ -13,10 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from shardwise.checkpoint.huggingface.names import NameMap
 from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.foreign import mismatch
 from shardwise.models import DecoderConfig
 
 _DECODER: Final[Mapping[str, str]] = MappingProxyType(
@@ -134,6 +138,10 @@ def decoder_config_of(config: Mapping[str, Any], where: str = "config.json") -> 
             f"or give a folder of one of: {', '.join(_DEFAULTS)}"
         )
     values = {**_DEFAULTS[family], **config}
+    try:
+        _LLAMA.validate_python(values, strict=True)
+    except ValidationError as error:
+        raise CheckpointError(f"{where} has {mismatch(error)}; take the config.json of the model") from None
     rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
     lacking = [key for key, is_met in _conditions(values, rope).items() if not is_met]
     if lacking:
@@ -158,6 +166,31 @@ def decoder_config_of(config: Mapping[str, Any], where: str = "config.json") -> 
     )
 
 
+_Size = Annotated[int, Field(gt=0, lt=2**31)]
+
+
+class _RopeJson(TypedDict, total=False):
+    rope_theta: float
+
+
+class _LlamaJson(TypedDict, total=False):
+    vocab_size: _Size
+    hidden_size: _Size
+    intermediate_size: _Size
+    max_position_embeddings: _Size
+    num_hidden_layers: _Size
+    num_attention_heads: _Size
+    num_key_value_heads: _Size | None
+    head_dim: _Size | None
+    sliding_window: _Size | None
+    rope_scaling: _RopeJson | None
+    rope_parameters: _RopeJson | None
+    rope_theta: float
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+
+
+_LLAMA: Final = TypeAdapter(_LlamaJson)
 _NEEDED: Final = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
 
 

@@ -13,14 +13,18 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from shardwise.checkpoint.huggingface.families import family_names
 from shardwise.checkpoint.huggingface.names import NameMap, Part
 from shardwise.checkpoint.manifest import CheckpointError, DamagedError, StoredPiece, StoredState, StoredTensor
 from shardwise.checkpoint.tensor_files import FileTensor, read_header
-from shardwise.foreign import ForeignError, open_regular, read_json
+from shardwise.foreign import ForeignError, mismatch, open_regular, read_json
 from shardwise.holdings import PARAM
 from shardwise.layout.pieces import Rect, Shape
 
@@ -30,6 +34,8 @@ CONFIG_NAME: Final = "config.json"
 _PICKLES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _SAMPLE_BYTES: Final = 64 * 1024
 _MAX_INDEX_BYTES: Final = 16 * 2**20
+# Parts of a name that a model may have before those of its base.
+_MAX_PREFIX: Final = 16
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ def read_config(folder: Path, name: str = CONFIG_NAME) -> dict[str, Any]:
         DamagedError: it is no JSON.
     """
     path = folder / name
-    return _read_json(path) if path.is_file() else {}
+    return _typed(_ConfigJson, _read_json(path), path) if os.path.lexists(path) else {}
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, _Entry]]:
@@ -107,16 +113,14 @@ def _entries(folder: Path) -> Iterator[tuple[str, _Entry]]:
         return
     if not (folder / INDEX_NAME).is_file():
         raise CheckpointError(_no_weights(folder))
-    weight_map = _read_json(folder / INDEX_NAME).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise DamagedError(f"{folder / INDEX_NAME} has no weight_map; fetch the file again")
+    weight_map = _typed(_IndexJson, _read_json(folder / INDEX_NAME), folder / INDEX_NAME)["weight_map"]
     listed = set(weight_map)
-    for file in dict.fromkeys(weight_map.values()):
-        if Path(file).name != file:
+    for file, num_known in Counter(weight_map.values()).items():
+        if Path(file).name != file or file == "..":
             raise CheckpointError(f"{folder / INDEX_NAME} names the file {file!r} of another folder; put all into one")
         if not (folder / file).is_file():
             raise DamagedError(f"{folder / file} is missing, {INDEX_NAME} names it; fetch the folder again")
-        for tensor in read_header(folder / file):
+        for tensor in read_header(folder / file, num_known):
             if weight_map.get(tensor.name, file) == file:
                 listed.discard(tensor.name)
                 yield tensor.name, _Entry(file, tensor)
@@ -143,6 +147,25 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise DamagedError(error) from error.__cause__
     if not isinstance(values, dict):
         raise DamagedError(f"{path} has no table of values; fetch the file again")
+    return values
+
+
+class _ConfigJson(TypedDict, total=False):
+    architectures: list[str] | None
+    model_type: str
+    quantization_config: dict[str, Any] | None
+
+
+class _IndexJson(TypedDict):
+    weight_map: Annotated[dict[str, str], Field(min_length=1)]
+
+
+def _typed(schema: type[Any], values: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The values, of the types that are read of them."""
+    try:
+        TypeAdapter(schema).validate_python(values, strict=True)
+    except ValidationError as error:
+        raise DamagedError(f"{path} is not what transformers writes: {mismatch(error)}; fetch the file again") from None
     return values
 
 
@@ -197,7 +220,7 @@ def _meet(wanted: set[str], entries: Mapping[str, _Entry]) -> tuple[Callable[[st
 
 def _cuts(name: str) -> Iterator[tuple[str, str]]:
     """The name cut in two at each of its dots."""
-    for dot in re.finditer(r"\.", name):
+    for dot in islice(re.finditer(r"\.", name), _MAX_PREFIX):
         yield name[: dot.start()], name[dot.end() :]
 
 
