@@ -45,6 +45,7 @@ _GIVEN: Final = "_shardwise_structure"
 _MOST_LAYOUTS: Final = 32
 _MOST_WITH_CACHE: Final = 4  # generation meets every length once
 _CROSS: Final = re.compile(r"cross_?att|enc_?dec_?att|encoder_att", re.IGNORECASE)
+_OWN_ATTENTION: Final = "leave the model its own attention (mesh.cp=1, attention.kind=dense)"
 
 
 class Structure(Protocol):
@@ -405,12 +406,13 @@ def _refuse(module: nn.Module, mask: Tensor | None, num_keys: int, options: dict
         raise ConfigError(
             f"{type(module).__name__} has a window of sliding_window={window} tokens, less than the {num_keys} keys; "
             "set config.sliding_window=None and use_sliding_window=False, or layer_types of full attention, and give "
-            "LocalSlidingWindowSparsityConfig"
+            f"LocalSlidingWindowSparsityConfig; or {_OWN_ATTENTION}"
         )
     refused = [each for each in ("softcap", "s_aux", "output_attentions") if options.get(each)]
     if refused:
         raise ConfigError(
-            f"{refused[0]} of {type(module).__name__} is not computed block-sparsely; use eager attention"
+            f"{refused[0]} of {type(module).__name__} is not computed by the library's attention; take it out of the "
+            f"model's config, or {_OWN_ATTENTION}"
         )
     if mask is not None and mask.ndim != 2:
         raise ConfigError(
