@@ -6,6 +6,8 @@ from contextlib import suppress
 from types import ModuleType
 
 import pytest
+from rich.table import Table
+from rich.text import Text
 
 from shardwise.__main__ import main
 from shardwise.terminal import Terminal
@@ -38,3 +40,14 @@ def test_a_closed_pipe_ends_no_program_by_itself():
         Terminal(file=pipe).print("what nobody reads")
     with suppress(BrokenPipeError):  # what was not written is tried once more
         pipe.close()
+
+
+def test_what_a_file_says_steers_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("a\x1b]0;title\x07", box=None)
+    table.add_row("\x1b[31mred\u202e", "×\xa0ü")
+    Terminal(width=80, force_terminal=True, color_system="truecolor").print(table, Text("own", style="red"), "\r\x9b2J")
+    shown = capsys.readouterr().out
+    assert "\\x1b]0;title\\x07" in shown
+    assert "\\x1b[31mred\\u202e" in shown
+    assert "\x1b[31mown" in shown
+    assert not {"\x07", "\r", "\x9b", "\u202e"} & set(shown)

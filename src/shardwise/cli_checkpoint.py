@@ -20,6 +20,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from shardwise.config import Dtype
+from shardwise.foreign import printable
 from shardwise.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def _guarded(
 
 
 def _say(message: object, exit_code: int) -> int:
-    print(f"shardwise: {message}", file=sys.stderr)
+    print(f"shardwise: {printable(str(message))}", file=sys.stderr)
     return exit_code
 
 
@@ -331,10 +332,10 @@ def _check_files(num_files: int) -> None:
 
 
 def _print(*blocks: RenderableType) -> None:
-    console = Terminal(highlight=False)
+    console = Terminal(highlight=False, markup=False)
     if not console.is_terminal:
         # Whoever reads a pipe reads lines.
-        console = Terminal(highlight=False, width=_PIPE_WIDTH)
+        console = Terminal(highlight=False, markup=False, width=_PIPE_WIDTH)
     for block in blocks:
         console.print(block)
 

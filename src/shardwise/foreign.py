@@ -41,6 +41,8 @@ _BYTES_A_LIST: Final = 12
 _MANY_LISTS: Final = 100_000
 _KINDS: Final = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
 _NO_BRACKETS: Final = re.compile(r'"(?:[^"\\]++|\\.)*+\\?"?|[^][{}"]++', re.DOTALL)
+# Control characters, and what reorders, hides or cannot be written.
+_STEERING: Final = re.compile("[\x00-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
 # Nests without brackets, and Python takes n cubed steps for n parts.
 _DOTTED_KEY: Final = re.compile(rf"(?<![\w'\"-])(?:[\w'\"-]++[ \t]*+\.[ \t]*+){{{MAX_DEPTH}}}")
 
@@ -58,9 +60,7 @@ class ForeignError(OneLineError):
 
 def printable(text: str) -> str:
     """The text, what no terminal should get written as Python writes it."""
-    if text.isprintable():
-        return text
-    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
+    return _STEERING.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def open_regular(path: str | Path, folder: str | Path | None = None) -> int:

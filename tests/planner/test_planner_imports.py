@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -496,3 +497,44 @@ def test_scripts_calculate_with_whole_numbers():
     flags = flags_in('NAME="8"\nA=$((64 / 8))\nrun --num-layers $A --lr $NAME --micro-batch-size $((8 / 0))')
     assert (flags["num-layers"], flags["lr"]) == ("8", "8")
     assert "micro-batch-size" in flags  # whatever a division by nothing gives
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "A0=aaaaaaaaaa\n" + "\n".join(f"A{i + 1}=" + f"${{A{i}}}" * 10 for i in range(9)) + "\nrun --tp $A9",
+        "A=a\n" + "A=$A$A\n" * 60,
+        '"${a-' * 20_000,
+        "TP=$((" + "*".join(["99999999"] * 3000) + "))\nrun --num-layers $TP",
+        "run --num-layers " + "9" * 5000,
+        "A=" + " " * 100_000 + "x",
+        "run " + " ".join(f"--a{i} 1" for i in range(20_000)),
+        "run --hidden-size 9" + "0" * 400 + " --num-layers 2",
+    ],
+    ids=range(8),
+)
+def test_a_script_that_is_made_to_hurt_is_refused_at_once(tmp_path: Path, script: str) -> None:
+    for name in ("a.sh", "a.yaml"):
+        (tmp_path / name).write_text(script)
+        with pytest.raises(ConfigError) as caught:
+            read_megatron(tmp_path / name)
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("value", [10**400, -1, "1\x1b[31m", [1], {"a": 1}, 1e400, True, "x" * 10_000])
+@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "train_batch_size", "gradient_clipping", "lr"])
+def test_values_that_nobody_means_are_refused_in_one_line(key: str, value: object) -> None:
+    model = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    model |= {"intermediate_size": 64}
+    strategy = {"zero_optimization": {"stage": 1}, "optimizer": {"params": {key: value}}}
+    refusals: list[str] = []
+    for read in (
+        lambda: shape_of({**model, key: value}, "config.json"),
+        lambda: settings_of({**strategy, key: value}, "ds"),
+    ):
+        try:
+            read()
+        except ConfigError as error:
+            refusals.append(str(error))
+    assert all(each.isprintable() and len(each) < 300 for each in refusals)

@@ -8,14 +8,14 @@
 from __future__ import annotations
 
 import difflib
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from shardwise.config import ConfigError
 from shardwise.planner.imports.huggingface import read_json
-from shardwise.planner.imports.imported import Imported, whole_number
+from shardwise.planner.imports.imported import MAX_KEYS, Imported, short, whole_number
 
 _READ: Final = (
     "train_batch_size",
@@ -44,6 +44,7 @@ _READ_OF_ZERO: Final = (
     "overlap_comm",
 )
 _TIERS: Final = ("none", "cpu", "nvme")
+_MOST: Final = sys.float_info.max
 _NO_SHARDS: Final = (None, 0, -1)
 """What `mics_shard_size` is where there is no such group."""
 
@@ -106,11 +107,13 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 def _section(values: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any]:
     section = values.get(key, {})
     if not isinstance(section, Mapping):
-        raise ConfigError(f"{source}: {key}={section!r} is not a section; give an object of keys and values")
+        raise ConfigError(f"{source}: {key}={short(section)} is not a section; give an object of keys and values")
     return section
 
 
 def _refuse_typos(values: Mapping[str, Any], known: tuple[str, ...], source: str) -> None:
+    if len(values) > MAX_KEYS:
+        raise ConfigError(f"{source} has {len(values):,} keys, more than DeepSpeed knows; give a config of DeepSpeed's")
     for key in values:
         close = difflib.get_close_matches(key, known, n=1, cutoff=0.9)
         if close and close[0] not in values:
@@ -120,7 +123,7 @@ def _refuse_typos(values: Mapping[str, Any], known: tuple[str, ...], source: str
 def _stage(zero: Mapping[str, Any], source: str) -> int:
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
-        raise ConfigError(f"{source}: zero_optimization.stage={stage!r} must be 0, 1, 2 or 3; mend it there")
+        raise ConfigError(f"{source}: zero_optimization.stage={short(stage)} must be 0, 1, 2 or 3; mend it there")
     return int(stage)
 
 
@@ -133,7 +136,8 @@ def _tiers(zero: Mapping[str, Any], source: str) -> dict[str, object]:
         section = _given(_section(zero, key, source))
         device = section.get("device", "cpu" if zero.get(old) else "none")
         if device not in _TIERS:
-            raise ConfigError(f"{source}: {key}.device={device!r} must be one of {', '.join(_TIERS)}; mend it there")
+            tiers = ", ".join(_TIERS)
+            raise ConfigError(f"{source}: {key}.device={short(device)} must be one of {tiers}; mend it there")
         if device != "none":
             settings[f"tiers.{state}"] = "host" if device == "cpu" else "nvme"
         if device == "nvme":
@@ -166,13 +170,13 @@ def _batch(given: Mapping[str, Any], source: str) -> dict[str, object]:
 def _optimizer(given: Mapping[str, Any], source: str) -> dict[str, object]:
     settings: dict[str, object] = {}
     clip_norm = given.get("gradient_clipping", 0)
-    if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not 0 <= clip_norm < math.inf:
-        raise ConfigError(f"{source}: gradient_clipping={clip_norm!r} must be a finite number >= 0; mend it there")
+    if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not 0 <= clip_norm < _MOST:
+        raise ConfigError(f"{source}: gradient_clipping={short(clip_norm)} must be a finite number >= 0; mend it there")
     if clip_norm:
         settings["optimizer.clip_norm"] = float(clip_norm)
     params = _given(_section(_given(_section(given, "optimizer", source)), "params", source))
     for key in ("lr", "eps", "weight_decay"):
-        if isinstance(params.get(key), int | float):
+        if isinstance(params.get(key), int | float) and abs(params[key]) < _MOST:
             settings[f"optimizer.{key}"] = float(params[key])
     return settings
 

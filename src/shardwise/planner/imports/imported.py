@@ -10,9 +10,15 @@ import difflib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from shardwise.config import ConfigError
 from shardwise.planner.shape import ModelShape
+
+# What no model and no job has.
+_TOO_MANY: Final = 10**12
+_MAX_SHOWN: Final = 60
+MAX_KEYS: Final = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +77,23 @@ def whole_number(
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"{source}: {name}={value!r} must be an integer >= {least}; mend it there")
+            raise ConfigError(f"{source}: {name}={short(value)} must be an integer >= {least}; mend it there")
+        if value >= _TOO_MANY:
+            raise ConfigError(f"{source}: {name}={short(value)} must be less than {_TOO_MANY:,}; mend it there")
         return value
     if default is not None:
         return default
     raise ConfigError(f"{source} misses {names[0]}; {_cure(values, names)}")
 
 
+def short(value: object) -> str:
+    """A value of a file as a message shows it."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
 def _cure(values: Mapping[str, object], names: tuple[str, ...]) -> str:
-    close = [each for name in names for each in difflib.get_close_matches(name, list(values), n=1, cutoff=0.75)]
+    known = list(values)[:MAX_KEYS]
+    close = [each for name in names for each in difflib.get_close_matches(name, known, n=1, cutoff=0.75)]
     others = f" (or {', '.join(names[1:])})" if len(names) > 1 else ""
     return f"did you mean it by {close[0]}?" if close else f"add {names[0]}{others}"

@@ -81,6 +81,8 @@ _MAY_BE_NONE: Final = frozenset(
 _SHARDING: Final = MappingProxyType({"no-shard": 0, "optim": 1, "optim-grads": 2, "optim-grads-params": 3})
 _TRANSPORTS: Final = MappingProxyType({"p2p": "ring", "all-gather": "all-gather", "a2a": "ulysses"})
 _PADDED: Final = 128
+_MAX_BYTES: Final = 2**18
+_MAX_DIGITS: Final = 12
 _CURE: Final = "give our TOML, another tool's JSON, or a script or YAML file of Megatron's flags"
 _FLAG_SHARE: Final = 0.93
 
@@ -99,7 +101,7 @@ def read_megatron(source: str | Path) -> Imported:
         return job_of_flags(flags_in(text), "the flags")
     path = Path(source)
     try:
-        text = read_text(path, _CURE)
+        text = read_text(path, _CURE, max_bytes=_MAX_BYTES)
     except ForeignError as error:
         raise ConfigError(error) from None
     flags = yaml_flags(text) if path.suffix in (".yaml", ".yml") else flags_in(text)
@@ -147,10 +149,14 @@ def _number(flags: Flags, name: str, source: str, default: int | None = None) ->
         raise ConfigError(f"{source} misses --{name}; {cure}")
     refuse_unset(name, value)
     least = 0 if name in _MAY_BE_NONE else 1
-    if isinstance(value, bool) or not value.isascii() or not value.isdigit() or int(value) < least:
+    if isinstance(value, bool) or not value.isascii() or not value.isdigit() or not _is_count(value, least):
         written = f"--{name}" if isinstance(value, bool) else f"--{name} {value}"
         raise ConfigError(f"{source}: {written} must be a whole number >= {least}; write --{name} N")
     return int(value)
+
+
+def _is_count(digits: str, least: int) -> bool:
+    return len(digits) <= _MAX_DIGITS and int(digits) >= least
 
 
 def _refuse_typos(flags: Flags, source: str) -> None:

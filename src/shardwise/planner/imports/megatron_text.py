@@ -17,10 +17,14 @@ from shardwise.config import ConfigError
 Flags = Mapping[str, "str | bool"]
 
 _ASSIGNMENT: Final = re.compile(
-    r"^\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s(;]*)\s*;?\s*(?:#.*)?$"
+    r"^\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s(;]*)\s*+;?\s*+(?:#.*)?$"
 )
-_VARIABLE: Final = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
-_YAML_LINE: Final = re.compile(r"^\s*(?:-\s*)?['\"]?(?:--)?([A-Za-z][\w-]*)['\"]?\s*:\s*([^#]*?)\s*(?:#.*)?$")
+_VARIABLE: Final = re.compile(r"\$\{(\w+)(?::?-((?:[^}$]|\$(?!\{))*+))?\}|\$(\w+)")
+# A script of flags: what its variables come to in all, and its flags.
+_MAX_EXPANDED: Final = 2**18
+_MAX_FLAGS: Final = 1000
+_MAX_EXPRESSION: Final = 200
+_YAML_LINE: Final = re.compile(r"^\s*(?:-\s*)?['\"]?(?:--)?([A-Za-z][\w-]*)['\"]?\s*:([^#]*+)(?:#.*)?$")
 _ARITHMETIC: Final = re.compile(r"\$\(\(([\d\s+*/()-]+)\)\)")
 
 
@@ -30,7 +34,7 @@ def flags_in(text: str) -> dict[str, str | bool]:
     Variables are replaced where the script itself says what they are.
 
     Raises:
-        ConfigError: a quote is not closed.
+        ConfigError: there is too much of it.
     """
     script = _substituted(re.sub(r"\\\r?\n", " ", text))
     flags: dict[str, str | bool] = {}
@@ -46,7 +50,7 @@ def flags_in(text: str) -> dict[str, str | bool]:
                 flags[_name(name)] = after
             else:
                 flags[_name(name)] = True
-    return flags
+    return _bounded(flags)
 
 
 def yaml_flags(text: str) -> dict[str, str | bool]:
@@ -59,11 +63,17 @@ def yaml_flags(text: str) -> dict[str, str | bool]:
     for line in text.splitlines():
         if (found := _YAML_LINE.match(line)) is None:
             continue
-        name, value = found[1], found[2].strip("'\"")
+        name, value = found[1], found[2].strip().strip("'\"")
         if value.lower() == "true":
             flags[_name(name)] = True
         elif value and value.lower() not in ("null", "none", "false", "~"):
             flags[_name(name)] = value
+    return _bounded(flags)
+
+
+def _bounded(flags: dict[str, str | bool]) -> dict[str, str | bool]:
+    if len(flags) > _MAX_FLAGS:
+        raise ConfigError(f"{len(flags):,} flags are more than Megatron has; give those of the job")
     return flags
 
 
@@ -82,8 +92,18 @@ def _words(line: str) -> list[str]:
 def _substituted(script: str) -> str:
     values: dict[str, str] = {}
     lines = []
+    num_expanded = 0
+
+    def value(found: re.Match[str]) -> str:
+        nonlocal num_expanded
+        text = _value(found, values)
+        num_expanded += len(text)
+        if num_expanded > _MAX_EXPANDED:
+            raise ConfigError(f"the script's variables come to over {_MAX_EXPANDED:,} signs; give the flags themselves")
+        return text
+
     for line in script.splitlines():
-        line = _calculated(_VARIABLE.sub(lambda found: _value(found, values), line))
+        line = _calculated(_VARIABLE.sub(value, line))
         if (found := _ASSIGNMENT.match(line)) is not None:
             values[found[1]] = found[2].strip("\"'")
         lines.append(line)
@@ -102,7 +122,7 @@ def _calculated(line: str) -> str:
 def _result(expression: str, written: str) -> str:
     """Of products and quotients of whole numbers, from left to right; anything else stays as it was written."""
     words = re.findall(r"\d+|\S", expression)
-    if not words or not words[0].isdigit():
+    if not words or not words[0].isdigit() or len(expression) > _MAX_EXPRESSION:
         return written
     total = int(words[0])
     for operator, operand in zip(words[1::2], words[2::2], strict=False):
