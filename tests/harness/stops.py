@@ -43,7 +43,8 @@ from pathlib import Path
 def pause(phase):
     folder, rank = Path(os.environ["STOPS_FOLDER"]), os.environ["RANK"]
     if phase == os.environ["STOPS_PHASE"] and os.environ["STOPS_VICTIM"] in (rank, "launcher"):
-        (folder / f"here-{rank}").write_text(str(os.getpid()))
+        (folder / f"coming-{rank}").write_text(str(os.getpid()))
+        (folder / f"coming-{rank}").rename(folder / f"here-{rank}")
         while not (folder / "sent").exists():
             time.sleep(0.01)
 
@@ -113,7 +114,12 @@ class Stopped:
 
     def names(self, victim: str) -> bool:
         """Whether the end names the victim."""
-        who = r"launcher|SIG(TERM|INT|HUP): the ranks stop" if victim == "launcher" else rf"ranks? {victim}\b"
+        if victim == "launcher":
+            who = "the launcher (died|has been stopped)|SIG(TERM|INT|HUP): the ranks stop"
+        else:
+            who = (
+                rf"rank {victim} (was stopped|was told to|killed by|exited with|does not answer|has shown no progress)"
+            )
         return re.search(who, self.said) is not None
 
 

@@ -29,13 +29,14 @@ def test_a_signal_sets_the_flag_and_nothing_else(signum):
     assert stop.signal_name == signum.name
 
 
-def test_sigterm_kills_before_and_after_the_steps():
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_kills_before_and_after_the_steps(signum):
     stop = install_stop_signal()
-    found = [signal.getsignal(signal.SIGTERM)]
+    found = [signal.getsignal(signum)]
     with suppress(ZeroDivisionError), stop.armed():
-        found.append(signal.getsignal(signal.SIGTERM))
+        found.append(signal.getsignal(signum))
         raise ZeroDivisionError
-    found.append(signal.getsignal(signal.SIGTERM))
+    found.append(signal.getsignal(signum))
     assert [handler is signal.SIG_DFL for handler in found] == [True, False, True]
 
 

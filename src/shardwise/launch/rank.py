@@ -81,13 +81,13 @@ class StopFlag:
 
 
 def install_stop_signal() -> StopFlag:
-    """Return a flag that Ctrl-C sets from now on, and SIGTERM while it is `armed`; call it on the main thread.
+    """Return a flag that Ctrl-C and SIGTERM set while it is `armed`; until then they kill. Call it on the main thread.
 
     A signal that this process was told to ignore (a background job's SIGINT) stays ignored.
     """
-    flag = StopFlag(in_steps=(signal.SIGTERM,))
-    flag.listen((signal.SIGINT,))
-    return flag
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own would print where it was
+    return StopFlag(in_steps=(signal.SIGTERM, signal.SIGINT))
 
 
 def exit_with_parent(environ: Mapping[str, str]) -> None:

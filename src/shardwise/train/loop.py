@@ -69,12 +69,17 @@ class Trainer:
     Args:
         engine: around a decoder; its config is resolved.
         data: opened on this rank.
+
+    Attributes:
+        peak: of the last step that was metered.
+        told_rank: the highest rank that was told to stop, if any was.
     """
 
     def __init__(self, engine: Engine, data: PreparedData) -> None:
         self.engine = engine
         self.data = data
         self.peak: MemorySnapshot | None = None
+        self.told_rank: int | None = None
         self._rank = engine.comm.rank
         self._was_stopped = False
         self._first_step = self._num_samples_before = 0
@@ -121,7 +126,8 @@ class Trainer:
         run = self.config.run
         while self.engine.num_steps < run.steps and not self._was_stopped:
             record = self._take_step()
-            self._was_stopped = self._any_rank(should_stop()) and record.step < run.steps
+            self.told_rank = self._told_rank(should_stop())
+            self._was_stopped = self.told_rank is not None and record.step < run.steps
             after_step(record.step)
             is_due = record.step == run.steps or (run.eval_every is not None and record.step % run.eval_every == 0)
             eval_loss = None
@@ -247,9 +253,12 @@ class Trainer:
             seq_len=self.config.data.seq_len,
         )
 
-    def _any_rank(self, flag: bool) -> bool:
-        value = torch.tensor([float(flag)], dtype=torch.float64, device=self.engine.device)
-        return self.engine.comm.max_scalars(value, "stop") > [0.0]
+    def _told_rank(self, is_told: bool) -> int | None:
+        """The highest rank that was told to stop, the same on all; None where none was."""
+        own = self._rank + 1 if is_told else 0
+        value = torch.tensor([float(own)], dtype=torch.float64, device=self.engine.device)
+        (highest,) = self.engine.comm.max_scalars(value, "stop")
+        return int(highest) - 1 if highest else None
 
     def _global_size(self) -> int:
         size = self.config.batch.global_size

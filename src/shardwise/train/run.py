@@ -203,6 +203,8 @@ def run_rank(
         gc.collect()  # an engine that was only half made
     if not trainer.was_stopped:
         return 0
+    # The last line of its log: the local launcher quotes it, if it has told nobody to stop.
+    log.info("stopped after step %d, as rank %d was told to", trainer.engine.num_steps, trainer.told_rank)
     return 128 + signal.Signals[stop.signal_name or "SIGTERM"]
 
 
