@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from shardwise.config import ConfigError
 from shardwise.launch.environment import RankEnv, detect, lone_rank
+from shardwise.store import PatientStore
 
 _POLL_S = 0.01
 # Rank 0 finds out who is missing; the others wait this much longer, to hear it from rank 0.
@@ -132,13 +133,14 @@ def meet(env: RankEnv, store: dist.Store, timeout_s: float) -> dist.Store:
     Raises:
         LaunchError: not all came within `timeout_s`.
     """
+    asked = PatientStore(store, timeout_s)
     if env.rank == 0:
         attempt = f"attempt-{env.attempt}-{uuid.uuid4().hex}"
-        missing = _await_ranks(env, store, attempt, timeout_s)
-        verdict = _missing_text(env, store, attempt, missing, timeout_s) if missing else _COMPLETE
-        store.set(f"{attempt}/verdict", verdict)
+        missing = _await_ranks(env, asked, attempt, timeout_s)
+        verdict = _missing_text(env, asked, attempt, missing, timeout_s) if missing else _COMPLETE
+        asked.set(f"{attempt}/verdict", verdict)
     else:
-        attempt, verdict = _ask_to_join(env, store, timeout_s + _VERDICT_S)
+        attempt, verdict = _ask_to_join(env, asked, timeout_s + _VERDICT_S)
     if verdict != _COMPLETE:
         raise LaunchError(verdict)
     return dist.PrefixStore(attempt, store)
@@ -229,7 +231,7 @@ def _wait_for_all(timeout_s: float) -> None:
     group = dist.group.WORLD
     if world_size == 1 or group is None:
         return
-    store, timeout = group.get_group_store(), timedelta(seconds=timeout_s)
+    store, timeout = PatientStore(group.get_group_store(), _VERDICT_S), timedelta(seconds=timeout_s)
     with contextlib.suppress(RuntimeError):
         if rank == 0:
             store.wait([f"leaving/{other}" for other in others], timeout)

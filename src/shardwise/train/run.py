@@ -11,11 +11,11 @@ import json
 import logging
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as ProgressBar
 
+from shardwise.awake import AwakeClock
 from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.comm import CommError
 from shardwise.config import Config, ConfigError
@@ -37,6 +38,7 @@ from shardwise.launch.rank import StopFlag
 from shardwise.loss import NonFiniteLossError
 from shardwise.memory import format_bytes
 from shardwise.recording import save_timeline
+from shardwise.store import PatientStore
 from shardwise.tiers.files import SwapError
 from shardwise.tiers.lane import LaneError
 from shardwise.train.checkpoints import RunCheckpoints, checkpoint_root, make_root
@@ -52,8 +54,9 @@ from shardwise.train.tiers import measure_disk
 
 # A rank that is asked to stop may be in the middle of a long step, and then it saves.
 STOP_GRACE_S = 1800.0
-# The ranks that join wait for rank 0 to tokenize, which takes hours for terabytes.
-PREPARE_TIMEOUT_S = 24 * 3600.0
+# The ranks that join wait for rank 0 to tokenize, which takes hours for terabytes: so often it shows that it lives.
+_LIFE_S: Final = 1.0
+_LIFE_KEY: Final = "shardwise/alive"
 _STOPPED_BY: Final[Mapping[int, str]] = MappingProxyType(
     {128 + signal.SIGINT: "Ctrl-C", 128 + signal.SIGTERM: "SIGTERM", 128 + signal.SIGHUP: "SIGHUP"}
 )
@@ -203,8 +206,6 @@ def run_rank(
         gc.collect()  # an engine that was only half made
     if not trainer.was_stopped:
         return 0
-    # The last line of its log: the local launcher quotes it, if it has told nobody to stop.
-    log.info("stopped after step %d, as rank %d was told to", trainer.engine.num_steps, trainer.told_rank)
     return 128 + signal.Signals[stop.signal_name or "SIGTERM"]
 
 
@@ -256,6 +257,8 @@ def _train(
             saved = checkpoints.finish()
         except CheckpointError as error:
             saved, failure = None, failure or error
+    if trainer.was_stopped:  # the last line of a log: the local launcher quotes it, if it has told nobody to stop
+        log.info("stopped after step %d, as rank %d was told to", trainer.engine.num_steps, trainer.told_rank)
     return replace(ending, saved=saved, failure=failure, pipeline=measured_note(trainer))
 
 
@@ -313,19 +316,20 @@ def _agree_on_place(
     """The config, and where the run's folder, its tokens and its past are: as rank 0 has it, which the others ask."""
     group = dist.group.WORLD
     assert group is not None, "the process group stands by now"
-    store = group.get_group_store()
+    store = PatientStore(group.get_group_store(), config.run.timeout_s)
     if env.rank == 0:
         try:
-            make_root(config, resume)
-            shard_path = _prepare(config, console).path
-            folder = create_folder(config, time.localtime()).absolute()
+            with _signs_of_life(store):
+                make_root(config, resume)
+                shard_path = _prepare(config, console).path
+                folder = create_folder(config, time.localtime()).absolute()
         except Exception:
             store.set(_PLACE_KEY, _FAILED)
             raise
         past = None if resume is None else str(resume.absolute())
         store.set(_PLACE_KEY, json.dumps([config.to_json(), str(folder), str(shard_path), past]))
         return config, folder, shard_path, resume
-    store.wait([_PLACE_KEY], timedelta(seconds=PREPARE_TIMEOUT_S))
+    _await_place(store, env.rank, config.run.timeout_s)
     word = store.get(_PLACE_KEY).decode()
     if word == _FAILED:
         raise ConfigError(f"rank {env.rank} ends because rank 0 could not prepare the run; see what rank 0 says")
@@ -333,6 +337,44 @@ def _agree_on_place(
     if past is not None or resume is not None:
         config = Config.from_json(config_text)
     return config, Path(folder_text), Path(shard_text), None if past is None else Path(past)
+
+
+@contextmanager
+def _signs_of_life(store: dist.Store) -> Iterator[None]:
+    """Meanwhile the others see that this process lives, whatever it does and however long."""
+    is_done = threading.Event()
+
+    def show() -> None:
+        with suppress(RuntimeError):  # the store has gone, and the others with it
+            while not is_done.wait(_LIFE_S):
+                store.add(_LIFE_KEY, 1)
+
+    thread = threading.Thread(target=show, name="shardwise-life", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join()
+
+
+def _await_place(store: dist.Store, rank: int, timeout_s: float) -> None:
+    """Return when rank 0 has prepared the run, for which it may take hours.
+
+    Raises:
+        LaunchError: it shows no sign of life any more.
+    """
+    clock, seen = AwakeClock(gap_s=2 * _LIFE_S), (-1, 0.0)
+    while not store.check([_PLACE_KEY]):
+        now_s, count = clock.now_s(), store.add(_LIFE_KEY, 0)
+        if count != seen[0]:
+            seen = count, now_s
+        if now_s - seen[1] > timeout_s:
+            raise LaunchError(
+                f"rank {rank} waits for rank 0, which prepares the run and has shown no sign of life for "
+                f"{timeout_s:g} s: it is stopped, or has died; see its log"
+            )
+        time.sleep(_LIFE_S / 10)
 
 
 def _log_to(folder: Path, env: RankEnv) -> None:
