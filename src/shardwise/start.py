@@ -38,6 +38,7 @@ from shardwise.mesh import Mesh, open_store
 from shardwise.optim import schedule_of
 from shardwise.results import Scheduler
 from shardwise.tensor.layout import plan_layout
+from shardwise.tensor.proof import check_small_copy
 from shardwise.zero.optimizer_plan import OptimizerFactory
 
 
@@ -84,6 +85,8 @@ def initialize(
     check_tiers(config.tiers)
     device = torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else torch.device("cpu")
     layout = plan_layout(model, config, plan, rank=dist.get_rank())
+    if config.mesh.tp > 1 and not isinstance(plan, TensorPlan):
+        check_small_copy(model, plan, config.mesh.tp)
     if weights is not None:
         check_folder(model, Path(weights), names)
     store = open_store(config.run.timeout_s)

@@ -26,6 +26,7 @@ from shardwise.layout.plan_text import layer_lines, pattern
 from shardwise.layout.splits import Part
 from shardwise.layout.tensor_plan import LayerSplit, Region, TensorPlan, is_within
 from shardwise.tensor.kinds import is_linear, is_lookup, is_transposed
+from shardwise.tensor.proof import is_provable, refute
 from shardwise.tensor.trace import Call, Op, Trace, record
 from shardwise.tensor.units import Analysis, LayerSet
 
@@ -46,12 +47,22 @@ def propose_plan(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
         tp: ranks of the tensor-parallel group.
 
     Raises:
-        ConfigError: the model decides on the values of tensors, or nothing in it can be split.
+        ConfigError: the model decides on the values of tensors, or nothing in it can be split; or a small model's
+            outputs and gradients, computed in float64 by all ranks of the plan, are not those of the whole.
     """
     if tp < 1:
         raise ConfigError(f"tp={tp} is no number of ranks; give 1 or more")
     with torch.device("cpu"):  # whatever the caller's default is, such as meta
-        return _propose(model, batch, tp)
+        plan = _propose(model, batch, tp)
+        try:
+            wrong = refute(model, plan, batch, tp) if is_provable(model, batch) else ""
+        except Exception as error:  # whatever the model's code makes of its split layers
+            wrong = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if wrong:
+        raise ConfigError(
+            f"the plan that was found for tp={tp} is refuted: {wrong}; give a plan as a table, or set mesh.tp=1"
+        )
+    return plan
 
 
 def _propose(model: nn.Module, batch: Any, tp: int) -> TensorPlan:

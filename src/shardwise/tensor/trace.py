@@ -145,7 +145,7 @@ def record(
         trace.batch.update(ref.index for ref in recorder.refs(batch))
         try:
             with watch_calls(model, recorder.enter, recorder.leave), _Functions(recorder), _Ops(recorder):
-                output = _call(model, batch)
+                output = call_model(model, batch)
         except Exception as error:
             if not isinstance(error, NO_VALUE_ERRORS) and (alter is not None or not trace.deciding):
                 raise
@@ -159,13 +159,13 @@ def record(
     return trace
 
 
-def _call(model: nn.Module, batch: Any) -> Any:
+def call_model(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
-def _plain(output: Any) -> Any:
+def plain_output(output: Any) -> Any:
     """An output whose fields are seen: those of a dataclass, unless torch knows it, are not leaves."""
     if isinstance(output, Mapping):
         return dict(output)
@@ -195,7 +195,7 @@ class _Recorder:
         return self._refs[id(tensor)][1]
 
     def refs(self, output: Any) -> tuple[Ref, ...]:
-        return tuple(self.ref(leaf) for leaf in pytree.tree_leaves(_plain(output)) if isinstance(leaf, Tensor))
+        return tuple(self.ref(leaf) for leaf in pytree.tree_leaves(plain_output(output)) if isinstance(leaf, Tensor))
 
     def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:

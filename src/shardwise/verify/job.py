@@ -24,12 +24,7 @@ from shardwise.layout.mesh_shape import AXES, MeshShape
 from shardwise.layout.skeleton import find_units
 from shardwise.layout.splits import check_length
 from shardwise.models import DecoderConfig, decoder_config
-from shardwise.schedule.recipes import placement_of
-from shardwise.tensor.layout import plan_layout
-from shardwise.train.job import check_job
-from shardwise.verify.fold import MOST_PROCESSES, fold_mesh, fold_micro_batches, fold_virtual_stages
-from shardwise.verify.model import ModelSpec, build_skeleton
-from shardwise.verify.shrink import (
+from shardwise.models.shrink import (
     ModelSizes,
     Scale,
     read_huggingface,
@@ -37,6 +32,11 @@ from shardwise.verify.shrink import (
     shrink_huggingface,
     shrink_seq_len,
 )
+from shardwise.schedule.recipes import placement_of
+from shardwise.tensor.layout import plan_layout
+from shardwise.train.job import check_job
+from shardwise.verify.fold import MOST_PROCESSES, fold_mesh, fold_micro_batches, fold_virtual_stages
+from shardwise.verify.model import ModelSpec, build_skeleton
 
 DEFAULT_STEPS = 3
 _MOST_MICRO_SIZE = 2

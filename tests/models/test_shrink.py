@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from shardwise.config import AttentionConfig, Config, ConfigError
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.models import PRESETS, Decoder, DecoderConfig, num_params, preset
-from shardwise.tensor.layout import plan_layout
-from shardwise.verify.fold import fold_mesh
-from shardwise.verify.shrink import (
+from shardwise.models.shrink import (
     Scale,
     read_huggingface,
     shrink_decoder,
@@ -19,6 +17,8 @@ from shardwise.verify.shrink import (
     shrink_layers,
     shrink_seq_len,
 )
+from shardwise.tensor.layout import plan_layout
+from shardwise.verify.fold import fold_mesh
 
 LLAMA = {
     "model_type": "llama",
