@@ -37,8 +37,7 @@ from shardwise.memory import Ledger, explain_out_of_memory
 from shardwise.mesh import Mesh, open_store
 from shardwise.optim import schedule_of
 from shardwise.results import Scheduler
-from shardwise.tensor.layout import plan_layout
-from shardwise.tensor.proof import check_small_copy
+from shardwise.tensor.proof import proved_layout
 from shardwise.zero.optimizer_plan import OptimizerFactory
 
 
@@ -84,9 +83,7 @@ def initialize(
     config = config.resolve(ensure_process_group(device_kind, config.run.timeout_s))
     check_tiers(config.tiers)
     device = torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else torch.device("cpu")
-    layout = plan_layout(model, config, plan, rank=dist.get_rank())
-    if config.mesh.tp > 1 and not isinstance(plan, TensorPlan):
-        check_small_copy(model, plan, config.mesh.tp)
+    layout = proved_layout(model, config, plan, rank=dist.get_rank())
     if weights is not None:
         check_folder(model, Path(weights), names)
     store = open_store(config.run.timeout_s)

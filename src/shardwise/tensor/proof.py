@@ -31,11 +31,13 @@ from torch import Tensor, nn
 
 from shardwise._torch_private import is_fake, pytree, unseen_by_op_modes
 from shardwise.comm import Comm, Pending
-from shardwise.config import ConfigError, TensorConfig
+from shardwise.config import Config, ConfigError, TensorConfig
+from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.splits import ParamSplit, Rect
 from shardwise.layout.tensor_plan import TensorPlan, param_splits
 from shardwise.models.shrink import Scale, shrink_huggingface
+from shardwise.tensor.layout import plan_layout
 from shardwise.tensor.plans import find_plan
 from shardwise.tensor.plans.table import Table
 from shardwise.tensor.surgery import split_model
@@ -87,7 +89,14 @@ def refute(model: nn.Module, plan: TensorPlan, batch: Any, degree: int) -> str:
     return _wrong_gradient(whole, ranks, splits)
 
 
-def check_small_copy(model: nn.Module, given: Table | None, degree: int) -> None:
+def proved_layout(model: nn.Module, config: Config, plan: Table | TensorPlan | None, *, rank: int) -> Layout:
+    """Return what `plan_layout` does, for the same arguments, after `check_small_copy`."""
+    layout = plan_layout(model, config, plan, rank=rank)
+    check_small_copy(model, plan, config.mesh.tp)
+    return layout
+
+
+def check_small_copy(model: nn.Module, given: Table | TensorPlan | None, degree: int) -> None:
     """Refuse the plan that a Hugging Face model brings, or a table for it, where a tiny copy of the model refutes it.
 
     The copy has the model's config with small sizes. Where it cannot be made, or a table speaks of sizes that it has
@@ -95,14 +104,15 @@ def check_small_copy(model: nn.Module, given: Table | None, degree: int) -> None
 
     Args:
         model: as it is given to `initialize`; others than Hugging Face's are let pass.
-        given: the user's table; None for the model's own plan.
+        given: the user's table; None for the model's own plan. A `TensorPlan` has the model's sizes, and is let pass.
         degree: ranks of the tensor-parallel group.
 
     Raises:
         ConfigError: outputs or gradients of the split copy are not those of the whole.
     """
     config: Any = getattr(model, "config", None)
-    if not hasattr(model, "base_model_prefix") or not hasattr(config, "to_dict"):
+    is_theirs = hasattr(model, "base_model_prefix") and hasattr(config, "to_dict")
+    if degree == 1 or isinstance(given, TensorPlan) or not is_theirs:
         return
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), unseen_by_op_modes(is_real=True):
