@@ -113,7 +113,9 @@ class Stopped:
     leftovers: int
 
     def names(self, victim: str) -> bool:
-        """Whether the end names the victim."""
+        """Whether the end names the victim; a run that has come to its own end meanwhile need not."""
+        if self.exit_code == 0 and NUM_STEPS in self.committed[1]:
+            return True
         if victim == "launcher":
             who = "the launcher (died|has been stopped)|SIG(TERM|INT|HUP): the ranks stop"
         else:
