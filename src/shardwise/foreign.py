@@ -36,6 +36,8 @@ MAX_DEPTH: Final = 64
 # Of a config or a script. What may be larger says so itself.
 MAX_BYTES: Final = 4 * 2**20
 _MAX_TOML_BYTES: Final = 2**16
+# Of a message: what is longer loses its middle, which is some value's.
+_MAX_LINE: Final = 2000
 # An empty list takes 3 bytes of text and 60 of memory: many of them in little text are no file that a tool writes.
 _BYTES_A_LIST: Final = 12
 _MANY_LISTS: Final = 100_000
@@ -51,7 +53,8 @@ class OneLineError(ValueError):
     """A message for people, which may name what a foreign file has: one line, and nothing that steers a terminal."""
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(printable(str(message)))
+        line = printable(str(message))
+        super().__init__(line if len(line) <= _MAX_LINE else f"{line[: _MAX_LINE // 2]} ... {line[-_MAX_LINE // 2 :]}")
 
 
 class ForeignError(OneLineError):

@@ -116,7 +116,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, _Entry]]:
     weight_map = _typed(_IndexJson, _read_json(folder / INDEX_NAME), folder / INDEX_NAME)["weight_map"]
     listed = set(weight_map)
     for file, num_known in Counter(weight_map.values()).items():
-        if Path(file).name != file or file == "..":
+        if Path(file).name != file or file == ".." or len(file.encode(errors="replace")) > 255:
             raise CheckpointError(f"{folder / INDEX_NAME} names the file {file!r} of another folder; put all into one")
         if not (folder / file).is_file():
             raise DamagedError(f"{folder / file} is missing, {INDEX_NAME} names it; fetch the folder again")

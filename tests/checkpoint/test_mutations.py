@@ -1,0 +1,186 @@
+"""A campaign: what comes from elsewhere and was changed is read bit-equal or refused, in one line and at once."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from harness.checkpoints import save, values_of
+from harness.mutations import forge, fresh, mutate_text, mutated, replace_file, spared
+from shardwise.checkpoint.comparing import compare
+from shardwise.checkpoint.converting import import_folder
+from shardwise.checkpoint.folder import read_manifest
+from shardwise.checkpoint.manifest import MANIFEST_NAME
+from shardwise.checkpoint.offline import verify
+from shardwise.checkpoint.show import render_checkpoint, render_tensors
+from shardwise.cli_checkpoint import _print
+from shardwise.cli_timeline import _read_recorded
+from shardwise.config import Config, ConfigError
+from shardwise.foreign import OneLineError
+from shardwise.planner.asked import read_model
+from shardwise.planner.imports.deepspeed import read_deepspeed
+from shardwise.report import timeline_svg, timeline_text
+from shardwise.report.chrome_trace import chrome_trace
+from shardwise.report.panel import Panel
+from shardwise.schedule import Action, ScheduleError, TimedAction
+from shardwise.schedule.op_times import mean_times
+
+ERRORS = (OneLineError, ConfigError, ScheduleError)
+SHAPES = {"a.weight": (40, 3), "a.bias": (5,), "scale": ()}
+LAYOUT = {
+    "mesh": {"tp": 2},
+    "stage": 2,
+    "pipeline": {"schedule": "1f1b", "starts": ["a"]},
+    "precision": {"param": "fp32"},
+}
+TRAJECTORY = {"world_size": 2, "optimizer": {"kind": "AdamW", "groups": [{"lr": 0.1}]}, "scheduler": None}
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 16, "hidden_size": 8,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "max_position_embeddings": 32,
+    "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "rope_scaling": None, "tie_word_embeddings": False,
+}  # fmt: skip
+DEEPSPEED = {
+    "train_batch_size": 64, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    "bf16": {"enabled": True}, "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+}  # fmt: skip
+SCRIPT = "TP=8\nN=$((TP*2))\nrun.py --tensor-model-parallel-size ${TP} --num-layers 4 --hidden-size 64 --bf16 \\\n"
+SCRIPT += " --num-attention-heads ${HEADS:-8} --seq-length 128 --max-position-embeddings 128 --micro-batch-size 1\n"
+YAML = "model:\n  num_layers: 4\n  hidden_size: 64 # wide\n  num_attention_heads: 8\n  seq_length: 128\n  bf16: true\n"
+TOML = '[zero]\nstage = 3\n[batch]\nglobal_size = 8\n[model]\npreset = "tiny"\n[optimizer]\nbetas = [0.9, 0.95]\n'
+
+
+def make(root: Path) -> Path:
+    """One of each: a checkpoint, a folder of Hugging Face's, files for the planner, a trace."""
+    extra = {"config": {"zero": {"stage": 2}}, "layout": LAYOUT, "trajectory": TRAJECTORY, "model": {"class": "A"}}
+    save(root, values_of(SHAPES), extra=[1], **extra)
+    hub = root / "hub"
+    hub.mkdir()
+    layer = {f"self_attn.{each}_proj": (8, 8) for each in "qkvo"}
+    layer |= {"mlp.gate_proj": (16, 8), "mlp.up_proj": (16, 8), "mlp.down_proj": (8, 16)}
+    layer |= {"input_layernorm": (8,), "post_attention_layernorm": (8,)}
+    shapes = {f"model.layers.0.{name}.weight": shape for name, shape in layer.items()}
+    shapes |= {"model.embed_tokens.weight": (16, 8), "model.norm.weight": (8,), "lm_head.weight": (16, 8)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    names = ["model-1.safetensors", "model-2.safetensors"]
+    weight_map = {name: names[place % 2] for place, name in enumerate(tensors)}
+    for file in names:
+        save_file({name: each for name, each in tensors.items() if weight_map[name] == file}, hub / file)
+    (hub / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (hub / "config.json").write_text(json.dumps(LLAMA))
+    plan = root / "plan"
+    plan.mkdir()
+    actions = [TimedAction(Action.parse("1F0"), rank, 0.5, 0.75, "compute") for rank in range(3)]
+    for name, text in {
+        "ds.json": json.dumps(DEEPSPEED), "config.json": json.dumps(LLAMA), "a.sh": SCRIPT, "a.yaml": YAML,
+        "a.toml": TOML,
+        "trace.json": json.dumps(chrome_trace(actions)),
+    }.items():  # fmt: skip
+        (plan / name).write_text(text)
+    return root
+
+
+def read_trace(path: Path) -> None:
+    actions = _read_recorded(path)
+    panel = Panel("recorded", actions)
+    mean_times(actions)
+    timeline_text.draw([panel], 80)
+    timeline_svg.draw([panel])
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "ds.json": read_deepspeed,
+    "config.json": lambda path: read_model(str(path)),
+    "a.sh": lambda path: read_model(str(path)),
+    "a.yaml": lambda path: read_model(str(path)),
+    "a.toml": Config.from_toml,
+    "trace.json": read_trace,
+}
+
+
+def check_checkpoint(whole: Path, place: Path, draw: random.Random) -> None:
+    folder = fresh(whole, place / whole.name)
+    is_forged = draw.random() < 0.6
+    if is_forged:
+        values = json.loads((folder / MANIFEST_NAME).read_text())["manifest"]
+        new = mutated(values, draw)
+        forge(folder, lambda old: (old.clear(), old.update(new)))
+    else:
+        draw.choice([mutate_text, replace_file])(draw.choice(sorted(folder.iterdir())), draw)
+
+    def read() -> None:
+        found = compare(whole, folder)
+        kinds = {change.key for change in found.kinds}
+        assert not [
+            each for each in found.values if each.name not in kinds and f"{each.name}/{each.state}" not in kinds
+        ]
+
+    def show() -> None:
+        manifest = read_manifest(folder)
+        _print(render_checkpoint(folder, manifest), render_tensors(manifest.tensors))
+
+    said = spared(place, read, ERRORS)
+    spared(place, show, ERRORS)
+    damages = verify(folder).damages
+    assert not said or damages
+    assert is_forged or damages
+    assert all(str(damage).isprintable() for damage in damages if folder.exists() and is_forged) or damages
+
+
+def check_hub(whole: Path, place: Path, draw: random.Random) -> None:
+    folder = fresh(whole, place / "hub")
+    path = draw.choice(sorted(folder.iterdir()))
+    if path.suffix == ".json" and draw.random() < 0.7:
+        path.write_text(json.dumps(mutated(json.loads(path.read_text()), draw)))
+    elif path.suffix == ".safetensors" and draw.random() < 0.5:
+        data = path.read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        header = json.dumps(mutated(json.loads(data[8:start]), draw)).encode()
+        path.write_bytes(len(header).to_bytes(8, "little") + header + data[start:])
+    else:
+        draw.choice([mutate_text, replace_file])(path, draw)
+    is_decoder = draw.random() < 0.5
+    spared(
+        place,
+        lambda: import_folder(folder, fresh(folder.parent / "none", place / "out"), 1, is_decoder=is_decoder),
+        ERRORS,
+    )
+
+
+def check_plan(whole: Path, place: Path, draw: random.Random) -> None:
+    folder = fresh(whole, place / "plan")
+    path = folder / draw.choice(sorted(READERS))
+    if path.suffix == ".json" and draw.random() < 0.6:
+        path.write_text(json.dumps(mutated(json.loads(path.read_text()), draw)))
+    else:
+        mutate_text(path, draw)
+    spared(place, lambda: READERS[path.name](path), ERRORS)
+
+
+def run(tmp_path: Path, seed: int, number: int) -> None:
+    whole, place = make(tmp_path / "whole"), tmp_path / "place"
+    (place / "none").mkdir(parents=True)
+    for index in range(number):
+        draw = random.Random(f"{seed} {index}")
+        kind, source = draw.choice(
+            [(check_checkpoint, whole / "step-00000100"), (check_hub, whole / "hub"), (check_plan, whole / "plan")]
+        )
+        try:
+            kind(source, place, draw)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, mutation {index}, {kind.__name__}: {error!r}") from error
+
+
+def test_some_mutations_are_read_or_refused(tmp_path: Path) -> None:
+    run(tmp_path, 0, 60)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [1, 2])
+def test_500_mutations_are_read_or_refused(tmp_path: Path, seed: int) -> None:
+    run(tmp_path, seed, 500)
