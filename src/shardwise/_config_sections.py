@@ -95,11 +95,12 @@ class MeshConfig(Section):
 class PrecisionConfig(Section):
     """Dtypes of the states and of what travels; sums never run in less than fp32.
 
-    `reduce` is the dtype of gradients on the wire, `accumulate` of the gradients at rest ("param" halves both under
-    bf16). `buffers`: "keep" never rounds a buffer, "param" casts the floating ones as `Module.to` would.
+    `param` is the dtype of the parameters; without it the one that the model given to `initialize` has, and fp32 of one
+    in several. `reduce` is the dtype of gradients on the wire, `accumulate` of the gradients at rest ("param" halves
+    both under bf16). `buffers`: "keep" never rounds a buffer, "param" casts the floating ones as `Module.to` would.
     """
 
-    param: Dtype = "fp32"
+    param: Dtype | None = None
     reduce: Literal["param", "fp32"] = "param"
     accumulate: Literal["param", "fp32"] = "fp32"
     buffers: Literal["keep", "param"] = "keep"

@@ -152,7 +152,7 @@ def _figures_of_ranks(config: Config, layout: BlockLayout, num_heads: int) -> li
 
     shape, tp = decoder_config(config.model), config.mesh.tp
     num_kv_heads = shape.num_kv_heads if num_heads % shape.num_kv_heads == 0 else num_heads
-    element_bytes = torch_dtype(config.precision.param).itemsize
+    element_bytes = torch_dtype(config.precision.param or "fp32").itemsize
     sizes = Sizes(
         samples=config.batch.micro_size or 1,
         num_heads=max(1, num_heads // tp),

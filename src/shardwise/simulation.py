@@ -59,7 +59,7 @@ from shardwise.memory import Category, Ledger, MemorySnapshot, explain_out_of_me
 from shardwise.results import StepResult
 from shardwise.schedule.actions import TimedAction
 from shardwise.simulated_links import Backend, SimulatedNetwork
-from shardwise.tensor.layout import plan_layout
+from shardwise.tensor.layout import plan_layout, with_own_dtype
 from shardwise.zero.optimizer_plan import OptimizerFactory
 
 
@@ -141,8 +141,8 @@ def simulate(
             values.
     """
     start_s = time.perf_counter()
-    config = _resolved(config, rank, world_size)
     made = model if isinstance(model, nn.Module) else _make_on_meta(model)
+    config = _resolved(made, config, rank, world_size)
     memory = Ledger("cpu", limit_bytes=None if device_gib is None else int(device_gib * 2**30))
     with fake_tensors(), _values_refused():
         model = _without_memory(made)
@@ -173,9 +173,9 @@ def simulate(
     )
 
 
-def _resolved(config: Config | Mapping[str, Any] | None, rank: int, world_size: int) -> Config:
+def _resolved(model: nn.Module, config: Config | Mapping[str, Any] | None, rank: int, world_size: int) -> Config:
     config = config if isinstance(config, Config) else Config.from_dict(config or {})
-    config = config.resolve(world_size)
+    config = with_own_dtype(model, config).resolve(world_size)
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} is not in a world of {world_size}; give 0 to {world_size - 1}")
     return config

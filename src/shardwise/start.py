@@ -37,6 +37,7 @@ from shardwise.memory import Ledger, explain_out_of_memory
 from shardwise.mesh import Mesh, open_store
 from shardwise.optim import schedule_of
 from shardwise.results import Scheduler
+from shardwise.tensor.layout import with_own_dtype
 from shardwise.tensor.proof import proved_layout
 from shardwise.zero.optimizer_plan import OptimizerFactory
 
@@ -72,15 +73,15 @@ def initialize(
 
     Raises:
         ConfigError: config, model or world size do not fit each other, or the ranks' models or configs differ.
-        LaunchError: the launcher's ranks do not all come within `run.timeout_s`.
-        CommError: not all ranks call it within `run.timeout_s`.
+        LaunchError, CommError: the launcher's ranks do not all come, or call it, within `run.timeout_s`.
         CheckpointError: the folder of `weights` does not fit the model, or cannot be read.
     """
     config = config if isinstance(config, Config) else Config.from_dict(config or {})
     if scheduler is None:
         schedule_of(config)  # refused before ranks meet
     device_kind = _device_kind(config)
-    config = config.resolve(ensure_process_group(device_kind, config.run.timeout_s))
+    world_size = ensure_process_group(device_kind, config.run.timeout_s)
+    config = with_own_dtype(model, config, rank=dist.get_rank()).resolve(world_size)
     check_tiers(config.tiers)
     device = torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else torch.device("cpu")
     layout = proved_layout(model, config, plan, rank=dist.get_rank())

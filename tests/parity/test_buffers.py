@@ -397,3 +397,43 @@ def load_under_cp(rank: int, world_size: int, root: Path) -> list[float]:
 
 def test_ranks_of_one_sample_have_the_same_buffers_after_any_load(ranks: WorkerPool, tmp_path: Path) -> None:
     assert ranks(2).run(load_under_cp, tmp_path) == [[1.0, 1.0, 1.0]] * 2
+
+
+# A config that names no dtype.
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("is_simulated", [False, True])
+def test_a_model_trains_in_its_own_dtype_where_the_config_names_none(dtype: torch.dtype, is_simulated: bool) -> None:
+    model, name = Net().to(dtype), {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    if is_simulated:
+        options = {"world_size": 1, "rank": 0, "loss_fn": square_loss}
+        found = simulate(model, Config(), lambda: torch.randn(4, 4), **options)
+        assert found.layout.precision.param == name.get(dtype, "fp64")
+        return
+    with engine_of(model) as engine:
+        engine.train_step([torch.randn(4, 4)])
+        assert {each.dtype for each in model.parameters()} == {dtype}
+        assert engine.config.precision.param == engine.layout.precision.param == name.get(dtype, "fp64")
+        assert engine.layout.precision.master == ("fp64" if dtype is torch.float64 else "fp32")
+
+
+def test_what_stays_in_fp32_does_not_hide_a_models_own_dtype(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = wide_t5(strict=True).to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "wo" in name:
+            parameter.data = parameter.data.float()
+    with initialize(model, {"run": {"device": "cpu"}}) as engine:
+        assert engine.config.precision.param == "bf16"
+        assert {each.dtype for name, each in model.named_parameters() if "wo" in name} == {torch.float32}
+    assert "float32" not in caplog.text
+
+
+def test_a_model_in_two_dtypes_trains_in_fp32_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    model = Net()
+    model[0].bfloat16()
+    with engine_of(model) as engine:
+        assert engine.config.precision.param == "fp32"
+    assert "bfloat16 and float32" in caplog.text
+    assert "precision.param" in caplog.text

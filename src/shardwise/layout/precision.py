@@ -54,11 +54,12 @@ class PrecisionPolicy:
 
 def precision_policy(config: PrecisionConfig) -> PrecisionPolicy:
     """Derive the policy from the config section; under fp64 everything is fp64."""
-    wide: Dtype = "fp64" if config.param == "fp64" else "fp32"
+    param: Dtype = config.param or "fp32"
+    wide: Dtype = "fp64" if param == "fp64" else "fp32"
     return PrecisionPolicy(
-        param=config.param,
-        reduce=config.param if config.reduce == "param" else wide,
-        accumulate=config.param if config.accumulate == "param" else wide,
+        param=param,
+        reduce=param if config.reduce == "param" else wide,
+        accumulate=param if config.accumulate == "param" else wide,
         master=wide,
     )
 
@@ -73,5 +74,5 @@ def buffer_dtype(given: torch.dtype, config: PrecisionConfig) -> torch.dtype:
     """
     if not given.is_floating_point:
         return given
-    param = TORCH_DTYPES[config.param]
+    param = TORCH_DTYPES[config.param or "fp32"]
     return param if config.buffers == "param" else torch.promote_types(given, param)

@@ -226,7 +226,7 @@ def ask(
         notes.append(f"sequences of {length:,} tokens, the longest that the model is made for; --seq N for another")
     precision = base.precision
     strategy = Strategy(
-        param=precision.param,
+        param=precision.param or "fp32",
         reduce=precision.reduce,
         accumulate=precision.accumulate,
         chunk_tokens=base.context.chunk_tokens,

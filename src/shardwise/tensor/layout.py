@@ -22,6 +22,8 @@ from shardwise.context.given import check_context
 from shardwise.dropout import Zone, drops_by_function
 from shardwise.layout.cut import cut_model
 from shardwise.layout.layout import Layout, build_layout
+from shardwise.layout.precision import TORCH_DTYPES
+from shardwise.layout.skeleton import wide_parameters
 from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, is_within, tensor_layout
 from shardwise.models.given_attention import check_attention
 from shardwise.tensor.plans import find_plan
@@ -55,6 +57,27 @@ def plan_layout(
     found = find_plan(model, degree, plan, sequence_parallel)
     _LOG.info("split over tp=%d:\n%s", degree, found)
     return build_layout(model, config, tensor_layout(model, found, degree, sequence_parallel), pipeline)
+
+
+def with_own_dtype(model: nn.Module, config: Config, *, rank: int = 0) -> Config:
+    """Return the config with the dtype that the parameters of a model have as `precision.param`, where it names none.
+
+    What stays in fp32 beside narrow parameters does not count. Of a model in several dtypes nothing is chosen: it
+    trains in fp32, and rank 0's log says so.
+    """
+    if config.precision.param is not None:
+        return config
+    dtypes = {name: each.dtype for name, each in model.named_parameters(remove_duplicate=False)}
+    for dtype in (name for name, each in TORCH_DTYPES.items() if each in dtypes.values()):
+        precision = config.precision.model_copy(update={"param": dtype})
+        wide = wide_parameters(model, precision)
+        if {dtypes[name] for name in dtypes.keys() - wide} == {TORCH_DTYPES[dtype]}:
+            return config.model_copy(update={"precision": precision})
+    there = sorted({str(each).removeprefix("torch.") for each in dtypes.values()})
+    if rank == 0 and len(there) > 1:
+        kind, text = type(model).__name__, " and ".join(there)
+        _LOG.warning("parameters of %s are in %s; all train in float32: set precision.param to choose", kind, text)
+    return config.override(["precision.param=fp32"])
 
 
 def dropout_zones(model: nn.Module, tensor: TensorLayout, tp_index: int) -> dict[str, Zone]:
