@@ -221,6 +221,7 @@ def float64_throughout() -> Iterator[None]:
     """
     replaced: tuple[tuple[Any, str, Any], ...] = (
         (Tensor, "to", _widened(Tensor.to)),
+        (Tensor, "type", _widened(Tensor.type)),
         (Tensor, "float", Tensor.double),  # of integers too: positions meet frequencies in float64
         (F, "softmax", _widened(F.softmax)),
     )
