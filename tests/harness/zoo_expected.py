@@ -1,4 +1,4 @@
-"""What is expected of every cell of the zoo, as data: a change for the worse fails, and one for the better too.
+"""What is expected of every cell of the zoo, as data: a change fails, for the better too, but where a row says `!`.
 
 A row has one sign for each of `CELLS`:
 
@@ -6,7 +6,7 @@ A row has one sign for each of `CELLS`:
     -   refused in one line; another layout trains the model, as its stage 3 shows
     p   refused in one line that names `propose_plan`; the proposal is equal
     c   refused in one line; what it names, in `CURES`, is equal
-    !   a defect that is known: wrong, or an error of somebody else's
+    !   a defect that is known, wrong or an error of somebody else's: nothing is asked of it
 """
 
 from __future__ import annotations
