@@ -232,7 +232,9 @@ def _show(arguments: argparse.Namespace) -> int:
     whole = [(each.folder, each.manifest) for each in found if each.manifest is not None]
     if found and not whole:
         _print(show.render_root(path, found))
-        return _say(f"{path} has no whole checkpoint", 1)
+        newest = found[0]
+        why = f"the newest, {newest.folder.name}: {newest.damage}"
+        return _say(f"{path} has no whole checkpoint; of {why}; copy it anew from where it was saved", 1)
     folder, manifest = whole[0] if found else (folders[0], read_manifest(folders[0]))
     tensors = show.matching(manifest.tensors, pattern) if pattern is not None else []
     if arguments.json:
