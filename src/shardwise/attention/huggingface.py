@@ -332,6 +332,12 @@ def sparse_attention_forward(
     given: _Given | None = getattr(module, _GIVEN, None)
     if given is None:
         raise ConfigError(f"{type(module).__name__} has no structure; call use_sparse_attention on the whole model")
+    size, value_size = query.shape[-1], value.shape[-1]
+    if size != value_size:  # latent attention: zeros change neither scores nor what is read of the values
+        widest, options["scaling"] = max(size, value_size), options.get("scaling") or size**-0.5
+        query, key, value = (F.pad(each, (0, widest - each.shape[-1])) for each in (query, key, value))
+        out, _ = sparse_attention_forward(module, query, key, value, attention_mask, **options)
+        return out[..., :value_size], None
     if given.spread is not None and is_sequence_mask(attention_mask):
         return _spread(given.spread, given, module, (query, key, value), attention_mask, options), None
     _refuse(module, attention_mask, key.shape[2], options)
@@ -408,7 +414,7 @@ def _refuse(module: nn.Module, mask: Tensor | None, num_keys: int, options: dict
             "set config.sliding_window=None and use_sliding_window=False, or layer_types of full attention, and give "
             f"LocalSlidingWindowSparsityConfig; or {_OWN_ATTENTION}"
         )
-    refused = [each for each in ("softcap", "s_aux", "output_attentions") if options.get(each)]
+    refused = [each for each in ("softcap", "s_aux", "output_attentions") if _is_asked(options.get(each))]
     if refused:
         raise ConfigError(
             f"{refused[0]} of {type(module).__name__} is not computed by the library's attention; take it out of the "
@@ -419,6 +425,10 @@ def _refuse(module: nn.Module, mask: Tensor | None, num_keys: int, options: dict
             f"attention_mask of shape {tuple(mask.shape)} is not [B, N]; give that of the padding, and the rest as a "
             "structure"
         )
+
+
+def _is_asked(value: Any) -> bool:
+    return isinstance(value, Tensor) or bool(value)
 
 
 def _is_causal(module: nn.Module, options: dict[str, Any]) -> bool:

@@ -8,7 +8,7 @@ with an argument `positions`, the places of its tokens in the whole sequence, an
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,13 +16,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.attention.block_layout import BlockLayout
-from shardwise.attention.huggingface import whole_layout
+from shardwise.attention.huggingface import attends_causally, use_sparse_attention, whole_layout
+from shardwise.attention.spread import DenseStructure
 from shardwise.comm import Comm
 from shardwise.config import Config, ConfigError
 from shardwise.context.attend import ContextAttend, TokenSplits
 from shardwise.context.attention import ContextAttention
 from shardwise.context.heads import check_heads
-from shardwise.context.huggingface import check_model, is_huggingface, split_inputs
+from shardwise.context.huggingface import check_model, inputs_for_proof, is_huggingface, split_inputs
+from shardwise.context.locality import NO_CONTEXT, attend_alone, check_tokens_apart, copy_for_proof
 from shardwise.context.sequences import (
     POSITIONS,
     Sequences,
@@ -31,6 +33,7 @@ from shardwise.context.sequences import (
     WholeSequences,
     by_name,
     cut_batch,
+    halves_for_proof,
     main_input,
 )
 from shardwise.models.given_attention import give_attention
@@ -105,12 +108,52 @@ def give_context(model: nn.Module, config: Config, comm: Comm) -> Given:
         return Given(WholeSequences(), give_attention(model, config.attention))
     check_context(model, config)
     attention = ContextAttention(comm, config.context)
-    give = _give_huggingface if is_huggingface(model) else _give_own
-    given = give(model, config, attention, comm.rank)
+    if is_huggingface(model):
+        if not comm.is_simulated:
+            prove_huggingface(model)
+        given = _give_huggingface(model, config, attention, comm.rank)
+    else:
+        given = _give_own(model, config, attention, comm.rank, None if comm.is_simulated else prove_own(model))
     return Given(given.sequences, [attention.close, *given.undo])
 
 
-def _give_own(model: nn.Module, config: Config, attention: ContextAttention, rank: int) -> Given:
+def prove_huggingface(model: nn.Module) -> None:
+    """See that a model of transformers computes tokens apart from each other, but for attention, by running a copy.
+
+    Raises:
+        ConfigError: it does not, or its attention is not one that can be given.
+    """
+    copied = copy_for_proof(model)
+    if copied is None:
+        return
+    try:
+        use_sparse_attention(copied, DenseStructure(attends_causally(copied)), spread=_alone)
+    except ConfigError as error:
+        raise ConfigError(f"mesh.cp is not for {type(model).__name__}: {error}; or {NO_CONTEXT}") from error
+    check_tokens_apart(*inputs_for_proof(copied))
+
+
+def prove_own(model: nn.Module) -> Callable[[Mapping[str, Any]], None] | None:
+    """As `prove_huggingface`, of a model that takes positions: what is to be given its first inputs, by name."""
+    copied = copy_for_proof(model)
+    if copied is None:
+        return None
+    for module in _attending(copied):
+        module.attend = _alone
+    return lambda inputs: check_tokens_apart(copied, [halves_for_proof(inputs)])
+
+
+def _alone(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> Tensor:
+    return attend_alone(q, k, v)
+
+
+def _give_own(
+    model: nn.Module,
+    config: Config,
+    attention: ContextAttention,
+    rank: int,
+    prove: Callable[[Mapping[str, Any]], None] | None,
+) -> Given:
     undo = give_attention(model, config.attention)
     split_of = _own_splits(model, config)
     made: dict[int, ContextAttend] = {}  # layers that share theirs share what is planned
@@ -119,7 +162,7 @@ def _give_own(model: nn.Module, config: Config, attention: ContextAttention, ran
         if id(own) not in made:
             made[id(own)] = ContextAttend(own, attention, split_of, config.mesh.cp)
         undo.append(set_attribute(module, "attend", made[id(own)]))
-    return Given(SplitSequences(model, rank, split_of), undo)
+    return Given(SplitSequences(model, rank, split_of, prove), undo)
 
 
 def _give_huggingface(model: nn.Module, config: Config, attention: ContextAttention, rank: int) -> Given:

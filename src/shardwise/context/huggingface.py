@@ -36,6 +36,7 @@ _WHOLE: Final = ("past_key_values", "logits_to_keep", "num_items_in_batch")
 _PER_TOKEN: Final = ("ForMaskedLM", "ForTokenClassification")
 _CAUSAL: Final = ("ForCausalLM", "LMHeadModel")
 _MIXERS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
+_NUM_PROOF_TOKENS: Final = 32
 _LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 
 SplitOf = Callable[[tuple[int, ...]], TokenSplit]
@@ -94,6 +95,36 @@ def check_model(model: nn.Module) -> None:
         if holds:
             other = "or " if ";" in reason else ""
             raise ConfigError(f"mesh.cp splits sequences, and {name} {reason}; {other}set mesh.cp=1")
+
+
+def inputs_for_proof(model: nn.Module) -> tuple[nn.Module, list[list[dict[str, Any]]]]:
+    """The model of transformers in a module, and its arguments for a short sequence and for each half of it.
+
+    Twice: the second half lies beyond the positions that the model knows, as some frequencies follow from the longest
+    one; and, for models with a table of positions, at its end.
+
+    Args:
+        model: on the CPU.
+    """
+    inner = next(_inner(model))
+    getattr(inner, "set_experts_implementation", str)("eager")  # others want their weights in memory
+    sizes = [getattr(each.config, "sliding_window", None) or _NUM_PROOF_TOKENS for each in _inner(model)]
+    last = getattr(inner.config, "max_position_embeddings", None) or _NUM_PROOF_TOKENS
+    half = max(1, min(_NUM_PROOF_TOKENS, last, *sizes) // 2)
+    tokens = (7 * torch.arange(2 * half) + 5)[None] % inner.config.vocab_size  # [1, 2 half]
+    whole: dict[str, Any] = {"attention_mask": sequence_mask(1, (2 * half,))}
+    if "use_cache" in inspect.signature(inner.forward).parameters:
+        whole["use_cache"] = False
+    attempts = []
+    for end in (2 * last, last):
+        positions = torch.cat([torch.arange(half), torch.arange(end - half, end)])[None]
+        attempts.append(
+            [
+                {**whole, "input_ids": tokens[:, own], "position_ids": positions[:, own]}
+                for own in (slice(None), slice(0, half), slice(half, None))
+            ]
+        )
+    return inner, attempts
 
 
 def split_inputs(model: nn.Module, inputs: Mapping[str, Any], split_of: SplitOf, rank: int) -> RankInputs:

@@ -32,6 +32,7 @@ from shardwise.layout.token_split import TokenSplit
 # What models call their tokens.
 _MAIN_INPUTS: Final = ("input_ids", "inputs_embeds")
 POSITIONS: Final = "positions"
+_NUM_PROOF_TOKENS: Final = 128
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,17 @@ class SplitSequences:
         model: whose forward has an argument `positions`.
         rank: of this process along the `cp` axis.
         split_of: who has which tokens of a sequence of some length.
+        prove: is given the first batch's inputs and positions, of the whole sequences.
     """
 
-    def __init__(self, model: nn.Module, rank: int, split_of: Callable[[int], TokenSplit]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        rank: int,
+        split_of: Callable[[int], TokenSplit],
+        prove: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> None:
+        self._prove = prove
         self._names = list(inspect.signature(model.forward).parameters)
         self._check_length: Callable[[int], None] = getattr(model, "check_length", _any_length)
         self._rank = rank
@@ -99,6 +108,10 @@ class SplitSequences:
         length = main.shape[1]
         self._check_length(length)
         tokens = self._split_of(length).shares[self._rank]
+        if self._prove is not None:
+            whole = by_name(batch[0] if has_more else batch, self._names)
+            self._prove({**whole, POSITIONS: torch.arange(length)})
+            self._prove = None
         own = cut_batch(batch, main, tokens)
         inputs = own[0] if has_more else own
         given = by_name(inputs, self._names)
@@ -124,6 +137,29 @@ def by_name(inputs: Any, names: Collection[str]) -> Mapping[str, Any]:
             "as many, or a loss_fn and the rest of the batch behind the inputs"
         )
     return dict(zip(names, values, strict=False))
+
+
+def halves_for_proof(inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The first tokens of the first sample, on the CPU in fp64, and each half of them.
+
+    Args:
+        inputs: by name, and positions, of whole sequences.
+    """
+    length = len(inputs[POSITIONS])
+    half = min(length, _NUM_PROOF_TOKENS) // 2
+
+    def take(tokens: slice) -> dict[str, Any]:
+        def cut(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            leaf = leaf.detach().cpu()
+            leaf = leaf.double() if leaf.is_floating_point() else leaf
+            return leaf[:1, tokens] if leaf.dim() > 1 and leaf.shape[1] == length else leaf[:1]
+
+        given = {name: pytree.tree_map(cut, value) for name, value in inputs.items() if name != POSITIONS}
+        return {**given, POSITIONS: inputs[POSITIONS][tokens]}
+
+    return [take(slice(2 * half)), take(slice(half)), take(slice(half, 2 * half))]
 
 
 def _any_length(length: int) -> None:

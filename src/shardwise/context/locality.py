@@ -1,0 +1,161 @@
+"""A proof by running that a model computes its tokens apart from each other, but for attention: else `cp` is wrong.
+
+A copy of the model runs on the CPU, its parameters replaced by numbers that need no memory and its attention by
+something that looks at one token alone: once with all tokens of a short sequence, and once with each half of them, as
+ranks would have them. Where a half's outputs are not those of the whole, something else looks across tokens, such as a
+convolution, a shift, a sum, or a frequency that follows from the longest position: it is found among the modules by
+what went in and what came out.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from shardwise._torch_private import pytree
+from shardwise.config import ConfigError
+from shardwise.hooks import watch_calls
+from shardwise.wearing import float64_throughout
+
+_LOG: Final = logging.getLogger("shardwise")
+_TOLERANCE: Final = 1e-8  # of the largest
+
+NO_CONTEXT: Final = "use mesh.dp_shard with zero.stage=3 in place of mesh.cp"
+
+Inputs = Mapping[str, Any]
+
+
+def attend_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What stands for attention: [B, H, n, D] of each token's own query, key and value."""
+    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+    place = torch.linspace(-1.0, 1.0, q.shape[-1], dtype=q.dtype)  # turning both by one angle would not show in q k
+    return v * (1.5 + torch.sin((q * k + q * place + k * place.square()).sum(-1, keepdim=True)))
+
+
+def copy_for_proof(model: nn.Module) -> nn.Module | None:
+    """A copy without the model's values, in fp64 on the CPU; norms of batches train. None where it has no copy."""
+    replaced: dict[int, Any] = {}
+    for parameter in model.parameters():
+        replaced[id(parameter)] = nn.Parameter(_numbers(tuple(parameter.shape)), requires_grad=False)
+    for buffer in model.buffers():
+        is_missing = buffer.is_meta or type(buffer) is not Tensor
+        own = _numbers(tuple(buffer.shape)) if is_missing else buffer.detach().to("cpu", copy=True)
+        replaced[id(buffer)] = own.double() if buffer.is_floating_point() else own.to(buffer.dtype)
+    try:
+        copied = copy.deepcopy(model, replaced).eval()
+    except Exception as error:
+        _warn(model, error)
+        return None
+    for module in copied.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            module.train()
+        elif type(module).forward is nn.Linear.forward:
+            module.forward = _Mixed(module)
+    return copied
+
+
+def check_tokens_apart(copied: nn.Module, attempts: Sequence[Sequence[Inputs]]) -> None:
+    """See that a model's outputs for each half of a sequence are those for all of it.
+
+    Args:
+        copied: by `copy_for_proof`, with `attend_alone` for its attention.
+        attempts: arguments for all tokens, for the first half and for the second; the first that it takes count.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    for number, inputs in enumerate(attempts):
+        try:
+            with torch.no_grad(), float64_throughout():
+                runs = [_run(copied, each) for each in inputs]
+            break
+        except ConfigError as error:
+            raise ConfigError(f"mesh.cp is not for {type(copied).__name__}: {error}; or {NO_CONTEXT}") from error
+        except Exception as error:
+            if number == len(attempts) - 1:
+                _warn(copied, error)
+                return
+    if all(map(_is_like, *(_floats(run[-1][2]) for run in runs))):
+        return
+    culprits = (
+        name
+        for (name, given, found), *others in zip(*runs, strict=False)
+        if all(map(_is_like, given, *(other[1] for other in others)))
+        and not all(map(_is_like, found, *(other[2] for other in others)))
+    )
+    raise ConfigError(
+        f"mesh.cp splits sequences, and {next(culprits, '') or 'the forward'} of {type(copied).__name__} computes "
+        f"tokens from others of their sequence beside attention; {NO_CONTEXT}"
+    )
+
+
+def _warn(model: nn.Module, error: Exception) -> None:
+    _LOG.warning(
+        "it could not be proved that %s computes its tokens apart from each other, as mesh.cp needs: %s: %s",
+        type(model).__name__,
+        type(error).__name__,
+        error,
+    )
+
+
+_Record = tuple[str, list[Tensor], list[Tensor]]
+
+
+def _run(model: nn.Module, inputs: Inputs) -> list[_Record]:
+    """What went into each module and came out of it, in the order in which they end."""
+    records: list[_Record] = []
+    under_way: list[tuple[str, list[Tensor]]] = []
+    with watch_calls(
+        model,
+        lambda name, _, args, kwargs: under_way.append((name, _floats((args, kwargs)))),
+        lambda output: records.append((*under_way.pop(), _floats(output))),
+    ):
+        model(**inputs)
+    return records
+
+
+def _floats(value: Any) -> list[Tensor]:
+    if hasattr(value, "to_tuple"):  # an output of transformers
+        value = value.to_tuple()
+    leaves = pytree.tree_leaves(value)
+    return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _is_like(whole: Tensor, *parts: Tensor) -> bool:
+    """Whether parts are those of a whole along some dim, or each is the whole."""
+    if all(part.shape == whole.shape for part in parts):
+        return all(_is_close(whole, part) for part in parts)
+    for dim in range(whole.dim()):
+        sizes = [part.shape[:dim] + part.shape[dim + 1 :] for part in (whole, *parts)]
+        if len(set(sizes)) == 1 and sum(part.shape[dim] for part in parts) == whole.shape[dim]:
+            return _is_close(whole, torch.cat(parts, dim))
+    return False
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    largest = one.nan_to_num(0.0, 0.0, 0.0).abs().max() if one.numel() else 0.0
+    return torch.allclose(one, other, rtol=0.0, atol=float(largest) * _TOLERANCE, equal_nan=True)
+
+
+class _Mixed:
+    """A linear layer's output of the right size, without the product: it is of one token anyhow."""
+
+    def __init__(self, layer: Any) -> None:
+        self._source = torch.arange(layer.out_features) % layer.in_features
+        self._factors = _numbers((layer.out_features,))
+
+    def __call__(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
+        return x[..., self._source] * self._factors.to(x.dtype)
+
+
+def _numbers(shape: tuple[int, ...]) -> Tensor:
+    """Numbers that differ along every dim, in the memory of their edges; around 1 where they are a vector."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    drawn = torch.rand(max(sum(shape) - len(shape) + 1, 1), generator=generator, dtype=torch.float64, device="cpu")
+    drawn = drawn + 0.5 if len(shape) < 2 else (2.0 * drawn - 1.0) / max(shape[-1], 1) ** 0.5
+    return drawn.as_strided(shape, [1] * len(shape))

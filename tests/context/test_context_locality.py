@@ -1,0 +1,150 @@
+"""Models that compute tokens from others beside attention are refused under `cp` before a number is wrong."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.attention.huggingface import use_sparse_attention
+from shardwise.attention.spread import DenseStructure
+from shardwise.config import ConfigError
+from shardwise.context.given import prove_huggingface, prove_own
+from shardwise.wearing import float64_throughout
+
+WIDTH, VOCAB_SIZE, LENGTH = 8, 50, 12
+
+
+class Own(nn.Module):
+    """A model of the user's, whose attention is called through `attend`; tokens are shifted, summed or normed."""
+
+    def __init__(self, mixes: str = "") -> None:
+        super().__init__()
+        self.mixes = mixes
+        self.num_heads = self.num_kv_heads = 2
+        self.embed = nn.Embedding(VOCAB_SIZE, WIDTH)
+        self.mixer = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        nn.init.zeros_(self.mixer.weight)  # as gates begin: in the first step it would not show
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, VOCAB_SIZE)
+        self.attend: Any = None
+
+    def mix(self, x: Tensor) -> Tensor:  # [B, S, D]
+        if self.mixes == "shift":
+            return x + F.pad(x[:, :-1], (0, 0, 1, 0))
+        if self.mixes == "sum":
+            return x + x.cumsum(1)
+        if self.mixes == "mean":
+            return x - x.mean(1, keepdim=True)
+        if self.mixes == "convolution":
+            return x + self.mixer(x.transpose(1, 2)).transpose(1, 2)
+        return self.norm(x.transpose(1, 2)).transpose(1, 2) if self.mixes == "norm" else x
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.mix(self.embed(tokens) + torch.sin(positions)[:, None])
+        q, k, v = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        return self.out(self.attend(q, k, v, 0, positions=positions).transpose(1, 2).flatten(2))
+
+
+def own_model(mixes: str) -> nn.Module:
+    model = Own(mixes)
+    model.attend = lambda q, k, v, first_head, positions=None: v
+    return model
+
+
+def prove(model: nn.Module) -> None:
+    proof = prove_own(model)
+    assert proof is not None
+    proof({"tokens": torch.arange(LENGTH)[None].repeat(2, 1), "positions": torch.arange(LENGTH)})
+
+
+@pytest.mark.parametrize("mixes", ["shift", "sum", "mean", "convolution", "norm"])
+def test_a_model_of_ones_own_that_mixes_tokens_is_refused(mixes: str) -> None:
+    with pytest.raises(ConfigError, match=r"use mesh\.dp_shard with zero\.stage=3"):
+        prove(own_model(mixes))
+
+
+def test_a_model_of_ones_own_whose_tokens_meet_in_attention_is_taken() -> None:
+    prove(own_model(""))
+
+
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+MOBILE = {"embedding_size": 8, "intra_bottleneck_size": 8, "true_hidden_size": 8}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 1, "topk_group": 1}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 4}
+
+
+def make_model(family: str, model: str, **options: Any) -> Any:
+    pytest.importorskip("transformers")
+    module = importlib.import_module(f"transformers.models.{family}")
+    torch.manual_seed(0)
+    return getattr(module, model)(getattr(module, model.partition("For")[0] + "Config")(**{**SIZES, **options}))
+
+
+def rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 1e4, **more}
+
+
+LONG = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 3.0], "original_max_position_embeddings": 16}
+REFUSED: dict[str, tuple[tuple[str, str], dict[str, Any], str]] = {
+    "trigrams": (("mobilebert", "MobileBertForMaskedLM"), MOBILE, r"mobilebert\.embeddings of MobileBertForMaskedLM"),
+    "frequencies by length": (
+        ("phi3", "Phi3ForCausalLM"),
+        {"rope_parameters": rope("longrope", **LONG), "original_max_position_embeddings": 16},
+        r"model\.rotary_emb of Phi3ForCausalLM",
+    ),
+    "frequencies that grow": (
+        ("llama", "LlamaForCausalLM"),
+        {"rope_parameters": rope("dynamic", factor=2.0)},
+        r"model\.rotary_emb of LlamaForCausalLM",
+    ),
+    "sinks": (("gpt_oss", "GptOssForCausalLM"), {"num_local_experts": 4, "head_dim": 4}, "s_aux of GptOssAttention"),
+    "soft caps": (("gemma2", "Gemma2ForCausalLM"), {"head_dim": 4}, "softcap of Gemma2Attention"),
+    "attention of its own": (("megatron_bert", "MegatronBertForMaskedLM"), {}, "AttentionInterface"),
+}
+TAKEN: dict[str, tuple[tuple[str, str], dict[str, Any]]] = {
+    "no trigrams": (("mobilebert", "MobileBertForMaskedLM"), {**MOBILE, "trigram_input": False}),
+    "a table of positions": (("bert", "BertForMaskedLM"), {}),
+    "experts": (("mixtral", "MixtralForCausalLM"), {"num_local_experts": 4}),
+    "latent attention": (("deepseek_v3", "DeepseekV3ForCausalLM"), {**EXPERTS, **LATENT}),
+    "a window": (("mistral", "MistralForCausalLM"), {"sliding_window": 8}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_that_mixes_tokens_is_refused_at_the_start(name: str) -> None:
+    place, options, words = REFUSED[name]
+    with pytest.raises(ConfigError, match=words) as caught:
+        prove_huggingface(make_model(*place, **options))
+    assert str(caught.value).endswith("use mesh.dp_shard with zero.stage=3 in place of mesh.cp")
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_family_whose_tokens_meet_in_attention_is_taken(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    place, options = TAKEN[name]
+    prove_huggingface(make_model(*place, **options))
+    assert not caplog.records
+
+
+def test_values_of_another_size_than_keys_are_attended_to() -> None:
+    """DeepSeek's latent attention, in which keys have places and values have not."""
+    model = make_model("deepseek_v3", "DeepseekV3ForCausalLM", **EXPERTS, **LATENT).double().eval()
+    model.set_experts_implementation("eager")
+    tokens = torch.randint(VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    with float64_throughout(), torch.no_grad():
+        expected = model(tokens).logits
+        with use_sparse_attention(model, DenseStructure(is_causal=True)):
+            torch.testing.assert_close(model(tokens).logits, expected, rtol=0.0, atol=1e-12)
