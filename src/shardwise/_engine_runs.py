@@ -78,7 +78,8 @@ class Taken:
     def loss(self, engine: Engine, output: Any) -> Total:
         """What the model's output says of this share."""
         share = self.share
-        return read_loss(output, share.batch, engine._loss_fn, engine.layout.mesh.cp, share.loss_weight)
+        cp = engine.layout.mesh.cp
+        return read_loss(output, share.batch, engine._loss_fn, cp, share.loss_weight, share.num_targets)
 
 
 def run_model(engine: Engine, taken: Taken, read: Callable[[Any], Result]) -> Result:

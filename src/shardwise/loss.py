@@ -44,7 +44,12 @@ class Total:
 
 
 def read_loss(
-    output: Any, batch: Any, loss_fn: LossFn | None, num_parts: int = 1, own_weight: Tensor | None = None
+    output: Any,
+    batch: Any,
+    loss_fn: LossFn | None,
+    num_parts: int = 1,
+    own_weight: Tensor | None = None,
+    num_targets: Tensor | None = None,
 ) -> Total:
     """Take the loss from `loss_fn`, or from the model's output: a scalar, (sum, count), (loss, ...), `.loss`,
     `["loss"]`.
@@ -55,6 +60,7 @@ def read_loss(
         loss_fn: None where the output has the loss.
         num_parts: ranks that share the batch's tokens; their scalars, each a mean over some, count as one together.
         own_weight: of this rank's scalar among theirs, if it is the model's own; alike when left out.
+        num_targets: that the model's own scalar is the mean of, which count; it counts as one when left out.
 
     Raises:
         ConfigError: there is no scalar loss in it.
@@ -73,6 +79,9 @@ def read_loss(
         raise ConfigError(f"{source} is {found} and no scalar loss; pass a loss_fn that returns (sum, count)")
     if num_parts > 1 and not _is_sum_and_count(loss):
         total = total / num_parts if loss_fn is not None or own_weight is None else total * own_weight
+    if loss_fn is None and num_targets is not None and not _is_sum_and_count(loss):
+        widened = total.to(torch.promote_types(total.dtype, torch.float32))
+        total, count = widened * num_targets.to(total.device), num_targets / num_parts
     return Total(total.reshape(()), _on_device(count, total).detach().reshape(()))
 
 

@@ -60,10 +60,10 @@ def initialize(
             everybody's. It is changed in place: parameters move to the engine's buffers and dtype.
         config: as written by the user; it is resolved for the world size here.
         loss_fn: `loss_fn(output, batch)` returns the loss's sum and the count of what is summed, or a scalar, which
-            counts as one; without it the model's own output carries the loss. Where `mesh.cp` splits sequences a scalar
-            is of this rank's tokens, and all ranks weigh alike: give sum and count where not every token counts.
-        optimizer: None for the one the config names; a torch optimizer over the model's parameters, whose groups keep
-            their meaning; or a function from parameter groups to an optimizer. Element-wise ones only.
+            counts as one; without it the model's own output carries the loss, and transformers' counts by its targets.
+            Where `mesh.cp` splits sequences a scalar is of the rank's tokens, and all ranks weigh alike: better a sum.
+        optimizer: None for the config's; a torch optimizer over the model's parameters, whose groups keep their
+            meaning; or a function from parameter groups to an optimizer. Element-wise ones only.
         scheduler: None for the config's, constant where it names none; or a torch scheduler on the given optimizer.
         plan: how layers are split where `mesh.tp` is more than 1: a table of name patterns and styles, or what
             `shardwise.propose_plan` returned; None for the plan that the model brings, or its family has.

@@ -100,7 +100,7 @@ def test_more_inputs_than_the_model_takes_are_refused() -> None:
 
 def test_a_rank_alone_gets_the_batch_itself() -> None:
     batch = (TOKENS, torch.ones(3))
-    share = WholeSequences().share(batch, True)
+    share = WholeSequences(lambda inputs: None).share(batch, True)
     assert share.batch is batch
     assert share.inputs is TOKENS
     assert share.tokens is None

@@ -47,8 +47,8 @@ def train_reference(
     """Train `model` in place, one step for each item of `batches`: all micro-batches of all ranks of that
     step.
 
-    `loss_fn(output, batch)` gives (sum, count); without it `output["loss"]` counts as one a batch. Each forward runs
-    inside `around(step, number of the batch in it)`.
+    `loss_fn(output, batch)` gives (sum, count); without it `output["loss"]` counts as `own_loss` says. Each forward
+    runs inside `around(step, number of the batch in it)`.
     """
     optimizer = make_optimizer(model)
     losses: list[float] = []
@@ -71,6 +71,16 @@ def call_model(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(batch[0] if loss_fn is not None and isinstance(batch, tuple) else batch)
+
+
+def own_loss(model: nn.Module, output: Any, batch: Any) -> tuple[Tensor, int]:
+    """Sum and count of a model's own loss: Hugging Face's is a mean over its targets, any other counts as one."""
+    labels = batch.get("labels") if hasattr(model, "base_model_prefix") else None
+    if labels is None or labels.is_floating_point():
+        return output["loss"], 1
+    is_causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    count = int((labels[:, 1:] if is_causal else labels).ne(-100).sum())
+    return output["loss"] * count, count
 
 
 def max_error(
@@ -110,7 +120,7 @@ def _accumulate(
     for batch, context in zip(batches, contexts, strict=True):
         with context:
             output = call_model(model, batch, loss_fn)
-        batch_sum, batch_count = loss_fn(output, batch) if loss_fn else (output["loss"], 1)
+        batch_sum, batch_count = loss_fn(output, batch) if loss_fn else own_loss(model, output, batch)
         batch_sum.backward()
         total += batch_sum.item()
         count += float(batch_count)

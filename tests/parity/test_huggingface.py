@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import shardwise
 from harness.combinations import cover
 from harness.huggingface import FAMILIES, VOCAB_SIZE, build_model, make_case
-from harness.models import ModelCase
+from harness.models import IGNORED, ModelCase
 from harness.pool import WorkerPool
-from harness.reference import Trace, check_parity
+from harness.reference import Trace, check_parity, own_loss
 from harness.training import make_config, make_optimizer, merge_ranks, reference_of, train_case
 from shardwise import initialize
 from shardwise.layout.skeleton import find_units
@@ -198,6 +200,11 @@ def live(rank: int, world_size: int, family: str, stage: int) -> Life:
     return life
 
 
+def mean_loss(model: nn.Module, batches: list[Any]) -> Tensor:
+    totals, counts = zip(*(own_loss(model, model(**batch), batch) for batch in batches), strict=True)
+    return sum(totals, torch.tensor(0.0)) / sum(counts)
+
+
 @functools.cache
 def plain_lives(family: str, world_size: int) -> list[Life]:
     """The same by one process; the lives of the ranks differ in what they generate."""
@@ -208,11 +215,11 @@ def plain_lives(family: str, world_size: int) -> list[Life]:
         for step in range(2):
             train_batches, eval_batches = life_batches(family, step, world_size)
             model.zero_grad()
-            loss = torch.stack([model(**batch).loss for batch in train_batches]).mean()
+            loss = mean_loss(model, train_batches)
             loss.backward()
             optimizer.step()
             with torch.no_grad():
-                evaluation = torch.stack([model(**batch).loss for batch in eval_batches]).mean().item()
+                evaluation = mean_loss(model, eval_batches).item()
             for rank, life in enumerate(lives):
                 life.losses.append(loss.item())
                 life.evaluations.append(evaluation)
@@ -256,12 +263,48 @@ def train_bf16(rank: int, world_size: int, stage: int) -> list[float]:
 def test_a_bf16_model_with_fp32_norms_trains_alike_in_every_stage(ranks: WorkerPool) -> None:
     with torch.no_grad():
         model = mixed_model().to(torch.bfloat16)
-        first = [model(**FAMILIES["mixtral"].batch(rank, 2, torch.bfloat16)).loss.item() for rank in range(2)]
+        first = mean_loss(model, [FAMILIES["mixtral"].batch(rank, 2, torch.bfloat16) for rank in range(2)]).item()
     expected = ranks(2).run(train_bf16, 0)[0]
-    assert expected[0] == pytest.approx(sum(first) / 2, rel=1e-6)
+    assert expected[0] == pytest.approx(first, rel=1e-6)
     assert expected[-1] < expected[0] - 0.1
     for stage in (1, 2, 3):
         assert ranks(2).run(train_bf16, stage)[0] == pytest.approx(expected, rel=1e-3)
+
+
+def uneven_batch(number: int, num_targets: int) -> dict[str, Tensor]:
+    tokens = torch.randint(4, VOCAB_SIZE, (2, 64), generator=torch.Generator().manual_seed(number))
+    is_target = (torch.arange(126) < num_targets).view(2, 63)
+    return {"input_ids": tokens, "labels": torch.cat([tokens[:, :1], tokens[:, 1:].where(is_target, IGNORED)], 1)}
+
+
+UNEVEN = [uneven_batch(0, 6), uneven_batch(1, 126)]
+
+
+def train_unevenly(rank: int, world_size: int, mesh: dict[str, int]) -> tuple[float, float, float, float]:
+    torch.manual_seed(0)
+    model = build_model("llama", max_position_embeddings=64).double()
+    num_data_ranks = world_size // (mesh.get("pp", 1) * mesh.get("tp", 1) * mesh.get("cp", 1))
+    config = make_config(2 // num_data_ranks, {"mesh": mesh})
+    batches = [UNEVEN[rank]] if num_data_ranks == 2 else UNEVEN
+    with float64_throughout(), initialize(model, config) as engine:
+        result = engine.train_step(batches)
+        evaluation = engine.eval_step(batches)
+    return result.loss, result.grad_norm, result.count, evaluation.count
+
+
+@pytest.mark.parametrize("mesh", [{}, {"pp": 2}, {"tp": 2}, {"cp": 2}], ids=str)
+def test_every_target_of_uneven_micro_batches_weighs_the_same(ranks: WorkerPool, mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model = build_model("llama", max_position_embeddings=64).double()
+    with float64_throughout():
+        total = torch.tensor(0.0, dtype=torch.float64)
+        for batch in UNEVEN:
+            logits = model(batch["input_ids"]).logits[:, :-1].flatten(0, 1)
+            total = total + F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), reduction="sum")
+        (total / 132).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf).item()
+    for found in ranks(2).run(train_unevenly, mesh):
+        assert found == pytest.approx((total.item() / 132, norm, 132, 132), rel=1e-9)
 
 
 def train_both_ways(rank: int, world_size: int) -> dict[str, list[list[float]]]:

@@ -23,7 +23,7 @@ from shardwise.config import Config, ConfigError
 from shardwise.context.attend import ContextAttend, TokenSplits
 from shardwise.context.attention import ContextAttention
 from shardwise.context.heads import check_heads
-from shardwise.context.huggingface import check_model, inputs_for_proof, is_huggingface, split_inputs
+from shardwise.context.huggingface import check_model, inputs_for_proof, is_huggingface, split_inputs, target_counter
 from shardwise.context.locality import NO_CONTEXT, attend_alone, check_tokens_apart, copy_for_proof
 from shardwise.context.sequences import (
     POSITIONS,
@@ -105,7 +105,7 @@ def give_context(model: nn.Module, config: Config, comm: Comm) -> Given:
         ConfigError: the model cannot be given it.
     """
     if config.mesh.cp == 1:
-        return Given(WholeSequences(), give_attention(model, config.attention))
+        return Given(WholeSequences(target_counter(model)), give_attention(model, config.attention))
     check_context(model, config)
     attention = ContextAttention(comm, config.context)
     if is_huggingface(model):
@@ -189,6 +189,7 @@ class HuggingFaceSequences:
     def __init__(self, model: nn.Module, rank: int, split_of: TokenSplits[tuple[int, ...]]) -> None:
         self._model = model
         self._names = list(inspect.signature(model.forward).parameters)
+        self._count_targets = target_counter(model)
         self._rank = rank
         self._split_of = split_of
 
@@ -200,7 +201,8 @@ class HuggingFaceSequences:
         """
         inputs = by_name(batch[0] if has_more else batch, self._names)
         own = split_inputs(self._model, inputs, self._split_of, self._rank)
-        return Share(cut_batch(batch, main_input(inputs), own.tokens), own.inputs, own.tokens, own.loss_weight)
+        cut, num_targets = cut_batch(batch, main_input(inputs), own.tokens), self._count_targets(inputs)
+        return Share(cut, own.inputs, own.tokens, own.loss_weight, num_targets)
 
 
 def _own_splits(model: nn.Module, config: Config) -> TokenSplits[int]:

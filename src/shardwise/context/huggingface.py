@@ -35,6 +35,10 @@ _REPLACED: Final = ("attention_mask", "position_ids", "labels", "shift_labels", 
 _WHOLE: Final = ("past_key_values", "logits_to_keep", "num_items_in_batch")
 _PER_TOKEN: Final = ("ForMaskedLM", "ForTokenClassification")
 _CAUSAL: Final = ("ForCausalLM", "LMHeadModel")
+# Of transformers' losses, those that are a mean over the labels that are not ignored.
+_MEANS: Final = frozenset(
+    {"ForCausalLMLoss", "ForMaskedLMLoss", "ForTokenClassification", "ForSequenceClassificationLoss"}
+)
 _MIXERS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
 _NUM_PROOF_TOKENS: Final = 32
 _LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
@@ -202,6 +206,40 @@ def _shifts_labels(inner: Any) -> bool:
         f"the loss of {name} is none of tokens that mesh.cp can split; leave the labels out and give a loss_fn of its "
         "outputs and of targets by token, or set mesh.cp=1"
     )
+
+
+def target_counter(model: nn.Module) -> Callable[[Any], Tensor | None]:
+    """What says of a batch over how many targets a model's own loss is a mean, 0-d; None where that is not known.
+
+    It is known of models of transformers whose loss is a cross-entropy of integer `labels`.
+    """
+    shifts = _mean_shifts(model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model)
+
+    def count(inputs: Any) -> Tensor | None:
+        given = inputs if isinstance(inputs, Mapping) and shifts is not None else {}
+        shifted, labels = given.get("shift_labels"), given.get("labels")
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            return None
+        if isinstance(shifted, Tensor):
+            labels = shifted
+        elif shifts and labels.dim() > 1:
+            labels = labels[..., 1:]
+        return (labels != _IGNORED).sum()
+
+    return count
+
+
+def _mean_shifts(inner: Any) -> bool | None:
+    """Whether a model's own mean of cross-entropies leaves out the first label; None where its loss is another."""
+    code = getattr(inspect.unwrap(type(inner).forward), "__code__", None)
+    if code is None or not hasattr(type(inner), "base_model_prefix"):
+        return None
+    if "loss_function" in code.co_names:
+        kind = getattr(inner.loss_function, "__name__", "")
+        is_decoder = not getattr(inner.config, "is_encoder_decoder", False)
+        return kind == "ForCausalLMLoss" and is_decoder if kind in _MEANS else None
+    written_out = {"CrossEntropyLoss", "cross_entropy"}.intersection(code.co_names)
+    return any("shift" in name for name in code.co_varnames) if written_out else None
 
 
 def _refuse_whole(inputs: Mapping[str, Any], num_samples: int, num_tokens: int) -> None:

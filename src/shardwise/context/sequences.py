@@ -44,12 +44,14 @@ class Share:
         inputs: for the model.
         tokens: of the sequence, that this rank has; None where it has all of it.
         loss_weight: of the mean that the model itself gives for its loss, 0-d; None for one over the number of ranks.
+        num_targets: of the batch, over which the model's own loss is a mean, 0-d; None where that is not known.
     """
 
     batch: Any
     inputs: Any
     tokens: Runs | None = None
     loss_weight: Tensor | None = None
+    num_targets: Tensor | None = None
 
 
 class Sequences(Protocol):
@@ -68,11 +70,19 @@ class Sequences(Protocol):
 
 
 class WholeSequences:
-    """Each rank computes every token of its samples."""
+    """Each rank computes every token of its samples.
+
+    Args:
+        count_targets: as `shardwise.context.huggingface.target_counter` returns it.
+    """
+
+    def __init__(self, count_targets: Callable[[Any], Tensor | None]) -> None:
+        self._count_targets = count_targets
 
     def share(self, batch: Any, has_more: bool) -> Share:
         """All of it."""
-        return Share(batch, batch[0] if has_more else batch)
+        inputs = batch[0] if has_more else batch
+        return Share(batch, inputs, num_targets=self._count_targets(inputs))
 
 
 class SplitSequences:
