@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import weakref
 from collections import UserDict
 from typing import Any
@@ -313,6 +314,46 @@ def test_given_optimizer_keeps_its_learning_rate() -> None:
     config = make_config(1, {"scheduler": {"name": None}, "run": {"device": "cpu", "steps": 2}})
     engine = initialize(model, config, loss_fn=lambda output, _: output.mean(), optimizer=optimizer)
     assert [engine.train_step([torch.ones(1, 4)]).lr for _ in range(4)] == [0.1] * 4
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_clipping_gradients_that_are_not_there_is_told_once(ranks: WorkerPool, stage: int) -> None:
+    for told in ranks(2).run(clip_by_hand, stage):
+        assert told == [0, 0, 1, 1, 1]
+
+
+def clip_by_hand(rank: int, world_size: int, stage: int) -> list[int]:
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwise").addHandler(handler)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
+    engine = make(model, stage, loss_fn=lambda output, _: output.square().mean())
+    x, nums = torch.ones(2, 4, dtype=torch.float64), []
+    try:
+        model.zero_grad()
+        engine.train_step([x])
+        model.zero_grad()
+        nums.append(len(told))
+        engine.backward(engine(x))
+        engine.backward(engine(x))
+        copied = copy.deepcopy(model) if stage < 3 else model
+        nums.append(len(told))
+        assert stage == 3 or {type(each) for each in copied.parameters()} == {nn.Parameter}
+        for _ in range(2):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            nums.append(len(told))
+        engine.step()
+        engine.backward(engine(x))
+        engine.zero_grad()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nums.append(len(told))
+        assert all("optimizer.clip_norm" in each for each in told)
+        engine(x)
+        assert stage == 3 or {type(each) for each in model.parameters()} == {nn.Parameter}
+        return nums
+    finally:
+        logging.getLogger("shardwise").removeHandler(handler)
 
 
 class ReentrantTwice(nn.Module):

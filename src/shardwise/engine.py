@@ -405,6 +405,7 @@ class Engine(EngineWeights):
 
     def _begin_backward(self) -> None:
         self._is_broken = True
+        self._driver.watch_gradients(False)
         self._timeline.micro_batch = self._num_backwards
         self._num_backwards += 1
         is_boundary = self._num_backwards >= (self.config.batch.accumulation or 1)
@@ -507,3 +508,4 @@ def backpropagate(engines: Sequence[Engine], loss: Tensor, weight: Tensor) -> No
     for engine in engines:
         engine._is_broken = False
         engine._driver.is_expecting_gradients = False
+        engine._driver.watch_gradients()

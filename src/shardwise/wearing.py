@@ -131,8 +131,45 @@ class ReleasedParameterError(RuntimeError):
     """A parameter was used while its data is sharded away."""
 
 
+class _Watched:
+    """A parameter whose gradient is not in `grad`: whoever reads it there is told first."""
+
+    on_read: Callable[[], None] = staticmethod(lambda: None)
+
+    @property
+    def grad(self) -> Tensor | None:
+        type(self).on_read()
+        return cast(Tensor | None, _GRAD.__get__(self))
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__delete__(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A plain parameter with the same values: torch's own copy would be of this class."""
+        this = cast(nn.Parameter, self)
+        with plain_torch_functions():
+            copied = nn.Parameter(this.detach().clone(), this.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+
+_GRAD: Final[Any] = torch.Tensor.grad
+
+
+def watched_type(on_read: Callable[[], None]) -> type[nn.Parameter]:
+    """A class that a present parameter wears while its gradient is elsewhere; reading `grad` calls `on_read` first."""
+    return type("Parameter", (_Watched, nn.Parameter), {"on_read": staticmethod(on_read)})
+
+
 def released_type(
-    on_use: Callable[[nn.Parameter], None], present: type[nn.Parameter] = nn.Parameter
+    on_use: Callable[[nn.Parameter], None],
+    present: type[nn.Parameter] = nn.Parameter,
+    on_read: Callable[[], None] = lambda: None,
 ) -> type[nn.Parameter]:
     """A class that a parameter wears while its storage is released: its shape and dtype can be read, its data cannot.
 
@@ -144,25 +181,22 @@ def released_type(
     Args:
         on_use: is given the parameter.
         present: the class of parameters whose data is present.
+        on_read: of `grad`, which is not there.
     """
     reason = "a block uses a parameter of another block, which is released"
     guard = torch.compiler.disable(on_use, reason=reason)
-    return type("ReleasedParameter", (_Released, present), {"on_use": staticmethod(guard)})
+    names = {"on_use": staticmethod(guard), "on_read": staticmethod(on_read)}
+    return type("ReleasedParameter", (_Released, present), names)
 
 
-class _Released:
+class _Released(_Watched):
     """What the classes of all engines share, so that an operation on parameters of several asks each."""
 
     on_use: Callable[[Any], None]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain parameter with the same values: torch's own copy would be of this class."""
-        this = cast(nn.Parameter, self)
-        type(self).on_use(this)
-        with plain_torch_functions():
-            copied = nn.Parameter(this.detach().clone(), this.requires_grad)
-        memo[id(self)] = copied
-        return copied
+        type(self).on_use(self)
+        return _Watched.__deepcopy__(self, memo)  # not by super(): the class may be another by now
 
     @classmethod
     def __torch_function__(

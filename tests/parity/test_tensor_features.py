@@ -13,7 +13,7 @@ from harness.combinations import cover
 from harness.huggingface import build_model
 from harness.models import ModelCase
 from harness.pool import WorkerPool
-from harness.reference import PARITY, call_model, max_error
+from harness.reference import PARITY, call_model, max_error, own_loss
 from harness.tensor import make_case, step_batches
 from harness.training import make_config, make_optimizer
 from shardwise import ConfigError, Engine, init, initialize
@@ -66,7 +66,7 @@ def backward(model: nn.Module, batches: Sequence[Any], case: ModelCase) -> float
     total, count = 0.0, 0.0
     for batch in batches:
         output = call_model(model, batch, case.loss)
-        batch_sum, batch_count = case.loss(output, batch) if case.loss else (output["loss"], 1)
+        batch_sum, batch_count = case.loss(output, batch) if case.loss else own_loss(model, output, batch)
         batch_sum.backward()
         total, count = total + batch_sum.item(), count + float(batch_count)
     for parameter in model.parameters():

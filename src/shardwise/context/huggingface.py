@@ -213,7 +213,8 @@ def target_counter(model: nn.Module) -> Callable[[Any], Tensor | None]:
 
     It is known of models of transformers whose loss is a cross-entropy of integer `labels`.
     """
-    shifts = _mean_shifts(model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model)
+    base: Any = getattr(model, "get_base_model", None)  # of a model with PEFT's adapters
+    shifts = _mean_shifts(base() if callable(base) else model)
 
     def count(inputs: Any) -> Tensor | None:
         given = inputs if isinstance(inputs, Mapping) and shifts is not None else {}

@@ -8,6 +8,7 @@ still meet.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -24,12 +25,15 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.skeleton import ROOT
 from shardwise.tiers.lane import Task
 from shardwise.tiers.room import NUM_PREFETCHED
-from shardwise.wearing import ReleasedParameterError, released_type
+from shardwise.wearing import ReleasedParameterError, released_type, watched_type
 from shardwise.zero.absent import AbsentParams, check_members
 from shardwise.zero.group import ParamGroup
 from shardwise.zero.order import LearntOrder, LockstepOrder, Names, Order
+from shardwise.zero.params import ParamState
 from shardwise.zero.resources import Resources
 from shardwise.zero.unit import Unit
+
+log = logging.getLogger("shardwise")
 
 
 class ZeroDriver:
@@ -58,7 +62,11 @@ class ZeroDriver:
         self._is_forwarding = False
         this = weakref.ref(self)
         present = next((parameter_class(parameter) for parameter in model.parameters()), nn.Parameter)
-        self._released = released_type(lambda parameter: _use_released(this(), parameter), present)
+        self._released = released_type(
+            lambda parameter: _use_released(this(), parameter), present, lambda: _read_gradient(this())
+        )
+        self._watched = watched_type(lambda: _read_gradient(this()))
+        self._is_watching = self._has_warned = False
         self.units = [Unit(name, self) for name in (ROOT, *layout.held_units)]
         self._unit_of = {unit.name: unit for unit in self.units}
         self.order: Order = (LockstepOrder if resources.lockstep else LearntOrder)(layout.held_units)
@@ -137,11 +145,32 @@ class ZeroDriver:
             trains == spec.trainable or (may_pause and spec.trainable) for spec, trains in (*own, *self.absent.trains())
         )
 
+    def watch_gradients(self, is_on: bool = True) -> None:
+        """From a backward to its step, tell who reads `grad` of a parameter that it is not there; else it may be plain.
+
+        Parameters that rest as shards wear the guarding class anyway.
+        """
+        if is_on != self._is_watching:
+            self._is_watching = is_on
+            for group in self._reduce_order:
+                if not group.params.is_released_between_uses and group.params.state is ParamState.UNSHARDED:
+                    group.params.expose(self._watched if is_on else None)
+
+    def on_gradient_read(self) -> None:
+        """Somebody reads `grad` of a parameter."""
+        if self._is_watching and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "a parameter's grad is None between engine.backward and engine.step: the engine has the gradients, "
+                "sharded, and clips them itself; set optimizer.clip_norm, or read them by engine.read(name, 'grad')"
+            )
+
     def enter_forward(self, unit: Unit) -> None:
         """A unit's forward is about to begin; pass the units that it skips."""
         if in_backward():
             return
         if unit is self.units[0]:
+            self.watch_gradients(False)
             self._is_forwarding = True
             self.timeline.is_recording = torch.is_grad_enabled()
             self._in_backward = False  # an exception may have left it set
@@ -265,6 +294,7 @@ class ZeroDriver:
         """Nobody's graph outlives a step, and its gradients are no longer final."""
         self._unannounced.clear()
         self._final.clear()
+        self.watch_gradients(False)
 
     @property
     def is_held(self) -> bool:
@@ -497,6 +527,11 @@ class ZeroDriver:
         group.wait()
         self.keep_until_backward(group)
         group.expose()
+
+
+def _read_gradient(driver: ZeroDriver | None) -> None:
+    if driver is not None:
+        driver.on_gradient_read()
 
 
 def _use_released(driver: ZeroDriver | None, parameter: nn.Parameter) -> None:

@@ -256,10 +256,10 @@ class GroupParams:
         for start in range(0, self.master.numel, CHUNK_NUMEL):
             self.shard.write(start, self.master.read(start, min(start + CHUNK_NUMEL, self.master.numel)))
 
-    def expose(self) -> None:
-        """Let the parameters be plain: who uses them from now on is known to need them."""
+    def expose(self, watched: type[nn.Parameter] | None = None) -> None:
+        """Let the parameters be plain, or `watched`: who uses them from now on is known to need them."""
         for parameter, kind in zip(self.parameters, self._kinds, strict=True):
-            wear(parameter, kind)
+            wear(parameter, kind if watched is None or kind is not nn.Parameter else watched)
 
     def conceal(self) -> None:
         """Have every use of the parameters reported: nobody else says how long their data is needed."""
