@@ -64,7 +64,7 @@ def test_two_ranks_train_and_leave_everything_behind(settings, capfd):
     for part in (
         "ZeRO-2 over 2 ranks",
         "step 3/3",
-        "held-out loss",
+        "eval loss",
         "to compare",
         "tokens/s",
         "at rest",
@@ -118,7 +118,7 @@ def test_ranks_of_another_launcher_join(settings):
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
     assert "1 rank, so nothing is sharded" in out
-    assert "held-out loss" in out
+    assert "eval loss" in out
     assert "prompt" not in out
     assert "step 2: loss" in (run_folder() / "rank-0.log").read_text()
 

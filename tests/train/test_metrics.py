@@ -72,7 +72,7 @@ def test_tensorboard_reads_the_same_numbers(tmp_path):
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 7.0), (2, 6.0)]
     assert [event.value for event in events.Scalars("memory_bytes/peak")] == [1536]
-    assert [(event.step, event.value) for event in events.Scalars("held_out/loss")] == [(2, 6.5)]
+    assert [(event.step, event.value) for event in events.Scalars("train/eval_loss")] == [(2, 6.5)]
     assert {"train/grad_norm", "train/lr", "speed/tokens_per_s", "memory_bytes/parameters"} <= set(
         events.Tags()["scalars"]
     )

@@ -94,13 +94,15 @@ def test_mfu_and_activity_are_shown_where_there_are_any():
     assert "MFU 41%" in plain_line(state)
 
 
-def test_the_loss_is_smoothed_and_survives_an_overflow():
+def test_the_trend_is_smoothed_and_survives_an_overflow():
     state = after(1, loss=8.0)
-    assert state.loss == 8.0
+    assert state.loss == state.trend == 8.0
     steady = after(20, loss=8.0).after_step(step=21, loss=7.0, lr=0, grad_norm=0, step_s=1, tokens_per_s=1)
-    assert steady.loss == pytest.approx(7.9)
+    assert steady.loss == 7.0, "the step's own, as metrics.jsonl has it"
+    assert "loss 7.0000" in plain_line(steady)
+    assert steady.trend == pytest.approx(7.9)
     overflow = steady.after_step(step=22, loss=math.inf, lr=0, grad_norm=0, step_s=1, tokens_per_s=1)
-    assert overflow.loss == steady.loss
+    assert overflow.trend == steady.trend
     assert math.isfinite(sum(overflow.losses))
 
 

@@ -57,7 +57,7 @@ def fail_with(monkeypatch, error: BaseException) -> None:
 def test_the_summary_sets_every_figure_beside_another(train, capsys):
     code, shown = train()
     assert code == 0
-    for part in ("held-out loss", "for token frequencies alone, on the same tokens", "predicted", "measured", "prompt"):
+    for part in ("eval loss", "for token frequencies alone, on the same tokens", "predicted", "measured", "prompt"):
         assert part in shown
     assert len(re.findall(r"^step [123]/3 .* [1-9][\d,]* tokens/s", shown, re.MULTILINE)) == 3
     assert shown.rstrip().endswith("/run"), "the last line is the path of the run's folder"
@@ -106,8 +106,8 @@ def test_a_signal_ends_it_after_the_step(train):
     code, shown = train(stop)
     assert code == 128 + signal.SIGTERM
     assert "at step 1 of 3 by SIGTERM" in shown
-    assert "held-out loss" not in shown
-    assert "train loss" in shown
+    assert "eval loss" not in shown
+    assert "nats a token in the last step" in shown
 
 
 def test_sigterm_kills_in_the_first_step_and_asks_to_stop_in_the_next(train, monkeypatch):

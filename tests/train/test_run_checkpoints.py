@@ -290,7 +290,7 @@ def test_a_run_with_no_step_left_says_so_and_evaluates(train, tmp_path):
     code, shown, none = train(resume=tmp_path / "run-1" / "checkpoints")
     assert (code, none) == (0, [])
     assert "all 8 were taken before; a larger run.steps takes more" in shown
-    assert f"{records[-1]['eval_loss']:.3f} nats a token" in shown
+    assert f"{records[-1]['eval_loss']:.4f} nats a token" in shown
     assert not (tmp_path / "run-3" / "checkpoints").exists(), "there is nothing new to save"
 
 
@@ -359,7 +359,7 @@ def test_a_full_disk_at_the_end_hides_nothing_of_what_was_learned(train, tmp_pat
     fail_to_write(monkeypatch)
     code, shown, records = train()
     assert code == 1
-    assert "held-out loss" in shown
+    assert "eval loss" in shown
     assert "--resume" not in shown
     assert math.isfinite(records[-1]["eval_loss"])
     err = capsys.readouterr().err

@@ -123,7 +123,7 @@ def _scalars(record: StepRecord) -> Iterable[tuple[str, float]]:
     yield "speed/tokens_per_s", record.tokens_per_s
     yield "speed/step_s", record.step_s
     if record.eval_loss is not None:
-        yield "held_out/loss", record.eval_loss
+        yield "train/eval_loss", record.eval_loss
     for category, num_bytes in record.memory_bytes.items():
         yield f"memory_bytes/{category}", num_bytes
     if record.peak_bytes is not None:

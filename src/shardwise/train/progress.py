@@ -58,8 +58,9 @@ class Progress:
     Attributes:
         step: the last one taken, `first_step` before that.
         first_step: how many were taken before this run.
-        loss: smoothed over about ten steps.
-        losses: the smoothed loss at even intervals of this run so far, at most SPARK_POINTS.
+        loss: of the last step, as it is kept.
+        trend: the loss smoothed over about ten steps.
+        losses: the trend at even intervals of this run so far, at most SPARK_POINTS.
         tokens_per_s: of all ranks together, smoothed.
         mfu: share of the devices' peak, where that is known.
         peak_step: at which step the memory was measured.
@@ -72,6 +73,7 @@ class Progress:
     step: int = 0
     first_step: int = 0
     loss: float = math.nan
+    trend: float = math.nan
     losses: tuple[float, ...] = ()
     lr: float = 0.0
     grad_norm: float = math.nan
@@ -99,13 +101,14 @@ class Progress:
         """The state after one more step."""
         number, num_steps = step - self.first_step, self.total_steps - self.first_step
         # A loss that an fp16 overflow left infinite would stay in the average for ever.
-        smooth = _smoothed(self.loss, loss, number) if math.isfinite(loss) else self.loss
+        trend = _smoothed(self.trend, loss, number) if math.isfinite(loss) else self.trend
         point = (number - 1) * SPARK_POINTS // max(num_steps, SPARK_POINTS)
         return replace(
             self,
             step=step,
-            loss=smooth,
-            losses=(*self.losses[:point], smooth),
+            loss=loss,
+            trend=trend,
+            losses=(*self.losses[:point], trend),
             lr=lr,
             grad_norm=grad_norm,
             step_s=_smoothed(self.step_s, step_s, number),

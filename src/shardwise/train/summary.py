@@ -53,7 +53,7 @@ class Outcome:
         num_steps: taken, of `total_steps`, those of the run that was resumed included.
         num_taken: by this run.
         stopped_by: what asked it to stop before the last step, "" where that is not known, None where nothing did.
-        train_loss: smoothed, of the last step; None before the first.
+        train_loss: of the last step; None before the first.
         eval_loss: on held-out data, nats a token; None where it was not evaluated.
         unigram_loss: on the same tokens.
         elapsed_s: of the steps.
@@ -116,11 +116,11 @@ def _rows(outcome: Outcome) -> Iterator[tuple[str, RenderableType]]:
     elif outcome.num_taken == 0:
         yield "steps", f"all {outcome.num_steps} were taken before; a larger run.steps takes more"
     if outcome.eval_loss is not None:
-        yield "held-out loss", Text.assemble((f"{outcome.eval_loss:.3f}", "bold"), " nats a token")
+        yield "eval loss", Text.assemble((f"{outcome.eval_loss:.4f}", "bold"), " nats a token of held-out text")
         if outcome.unigram_loss is not None:
             yield "to compare", f"{outcome.unigram_loss:.3f} for token frequencies alone, on the same tokens"
     elif outcome.train_loss is not None:
-        yield "train loss", f"{outcome.train_loss:.3f} nats a token"
+        yield "loss", f"{outcome.train_loss:.4f} nats a token in the last step"
     if outcome.num_taken:
         steps = f"{outcome.num_taken} steps in {clock(outcome.elapsed_s)}"
         yield "speed", f"{outcome.tokens_per_s:,.0f} tokens/s, {steps}"
