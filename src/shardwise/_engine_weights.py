@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import nn
@@ -81,6 +82,7 @@ class EngineWeights(EngineCheckpoints):
         dtype: Dtype | None = None,
         names: Names | None = None,
         files: Iterable[str | Path] = (),
+        tokenizer: Any = None,
     ) -> Path:
         """Write the weights as a Hugging Face folder, which `from_pretrained` loads: every rank its own in place.
 
@@ -93,22 +95,30 @@ class EngineWeights(EngineCheckpoints):
             names: as in `import_weights`.
             files: to be copied beside the weights, such as a tokenizer's; rank 0's. Those called as one that the
                 engine writes, such as config.json, take its place.
+            tokenizer: of transformers, so that `AutoTokenizer` loads the folder too.
 
         Returns:
             The folder.
 
         Raises:
-            CheckpointError: it cannot be written, with the same words on every rank; nothing is left of it.
+            CheckpointError: it cannot be written, with the same words on every rank; nothing is left of it. Or the
+                model has PEFT's adapters, whose folders are others.
         """
         self._check_usable()
         self._refuse_if_simulated()
+        if hasattr(self.model, "peft_config"):
+            raise CheckpointError(
+                "export_weights writes whole models, and this one has PEFT's adapters, under names that "
+                "from_pretrained does not know; in `with engine.gathered() as model:` call "
+                "model.save_pretrained(folder) on rank 0"
+            )
         stored_dtype = dtype_name(TORCH_DTYPES[_checked(dtype or self.layout.precision.param)])
         kept = {name for name, _ in persistent_buffers(self.model)} | {
             *(self.layout.wide_names if dtype is None else ())
         }
         described = describe(self.model)
         others: dict[str, bytes | Path] = dict(config_files(described, stored_dtype))
-        others |= {Path(file).name: Path(file) for file in files}
+        others |= _tokenizer_files(tokenizer) | {Path(file).name: Path(file) for file in files}
         request = ExportRequest(Path(folder), self._weights(), stored_dtype, kept, others, self._name_rules(names))
         rounds = self._new_rounds(f"the export to {request.folder}")
         return export_jointly(request, rounds, self.comm.rank, self.config.run.timeout_s)
@@ -130,6 +140,15 @@ def check_folder(model: nn.Module, folder: Path, names: Names | None) -> None:
     wanted = wanted_of(model)
     stored = open_folder(folder, {each.name: each.aliases for each in wanted}, _rules(model, names))
     match(stored, wanted).check(str(folder))
+
+
+def _tokenizer_files(tokenizer: Any) -> dict[str, bytes | Path]:
+    """What `save_pretrained` of a tokenizer writes, by name."""
+    if tokenizer is None:
+        return {}
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
 
 
 def _rules(model: nn.Module, names: Names | None) -> NameMap:

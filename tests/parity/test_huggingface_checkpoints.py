@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -180,6 +180,28 @@ def test_the_files_given_stand_beside_the_weights_and_large_weights_are_in_sever
     assert found["tokenizer.json"] == b"{}"
     assert found["generation_config.json"] == b"mine"
     assert json.loads(found["config.json"])["torch_dtype"] == "float32"
+
+
+def test_the_exported_folder_has_its_tokenizer(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
+    with make_engine(make_model("llama"), LONE, "fp32") as engine:
+        engine.export_weights(tmp_path / "model", tokenizer=tokenizer)
+    assert AutoTokenizer.from_pretrained(tmp_path / "model")("a b c")["input_ids"] == [0, 1, 2]
+
+
+def test_a_model_with_pefts_adapters_is_not_exported_as_a_whole_one(tmp_path: Path) -> None:
+    class Adapted(nn.Linear):
+        peft_config: ClassVar = {"default": None}
+
+    refused = pytest.raises(CheckpointError, match=r"model\.save_pretrained\(folder\) on rank 0")
+    with initialize(Adapted(2, 1), {"run": {"device": "cpu"}}) as engine, refused:
+        engine.export_weights(tmp_path / "model")
+    assert not list(tmp_path.iterdir())
 
 
 def train_and_export(
