@@ -272,9 +272,6 @@ def train_plainly(name: str, layout: str, feature: str) -> dict[str, Tensor]:
         for step in range(3):
             freeze(frozen, feature, step)
             optimizer.zero_grad()
-            for parameter in model.parameters():
-                if not parameter.requires_grad:
-                    optimizer.state.pop(parameter, None)
             backward(model, batches_of(name, layout, step), case)
             if clip_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
