@@ -268,7 +268,7 @@ class Positioned(nn.Module):
 def train_positioned(rank: int, world_size: int) -> list[float]:
     torch.manual_seed(rank)
     model = Positioned()
-    engine = make(model, 3, precision={"param": "bf16"})
+    engine = make(model, 3, precision={"param": "bf16", "buffers": "param"})
     batch = UserDict({"x": torch.randn(3, 4), "mask": torch.ones(3)})
     engine.train_step([batch])
     return model.positions.tolist()

@@ -52,9 +52,10 @@ _DOTTED_KEY: Final = re.compile(rf"(?<![\w'\"-])(?:[\w'\"-]++[ \t]*+\.[ \t]*+){{
 class OneLineError(ValueError):
     """A message for people, which may name what a foreign file has: one line, and nothing that steers a terminal."""
 
-    def __init__(self, message: object = "") -> None:
-        line = printable(str(message))
-        super().__init__(line if len(line) <= _MAX_LINE else f"{line[: _MAX_LINE // 2]} ... {line[-_MAX_LINE // 2 :]}")
+    # Not in __init__: torch's compiler reads errors that are raised while it traces, and follows no constructor.
+    def __str__(self) -> str:
+        line = printable(super().__str__())
+        return line if len(line) <= _MAX_LINE else f"{line[: _MAX_LINE // 2]} ... {line[-_MAX_LINE // 2 :]}"
 
 
 class ForeignError(OneLineError):

@@ -101,6 +101,7 @@ def test_values_of_other_types_are_refused(folder: Path, name: str, capsys: pyte
             ("number", 1.5),
             ("number", -1),
             ("number", 7),
+            ("number", True),
             ("offset", 7),
             ("start", [0]),
         ):

@@ -351,7 +351,7 @@ class _PiecesJson(TypedDict):
 
 class _NumberJson(TypedDict):
     dtype: Literal[*ITEM_BYTES, "int", "float"]  # type: ignore[valid-type]
-    value: float
+    value: float | bool
 
 
 class _TensorJson(TypedDict):
