@@ -1,17 +1,19 @@
 """The plain side of a verification: one process, autograd, a torch optimizer; nothing of the engine.
 
-What it shares with the other side is the model, the batches, the keyed numbers of dropout, and how a config names an
-optimizer and a schedule.
+What it shares with the other side is the model, the batches, the keyed numbers of dropout, the number of targets that a
+model's own loss is a mean of, and how a config names an optimizer and a schedule.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.config import Config
+from shardwise.context.huggingface import target_counter
 from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.optim import build_optimizer, own_scheduler
@@ -56,7 +58,7 @@ def _accumulate(job: VerifyJob, model: nn.Module, draws: KeyedDraws, step: int) 
         batch = make_batch(job.model, job.config.run.seed, step, number, (micro_size, job.seq_len))
         with draws.at(step, number // num_data_ranks, number * micro_size, micro_size):
             output = model(batch[0]) if loss_fn is not None else model(**batch)
-        loss_sum, count = (output.loss, 1) if loss_fn is None else loss_fn(output, batch)
+        loss_sum, count = _own_loss(model, output.loss, batch) if loss_fn is None else loss_fn(output, batch)
         loss_sum.backward()
         total += loss_sum.item()
         total_count += float(count)
@@ -64,6 +66,12 @@ def _accumulate(job: VerifyJob, model: nn.Module, draws: KeyedDraws, step: int) 
         if parameter.grad is not None:
             parameter.grad /= total_count
     return total / total_count
+
+
+def _own_loss(model: nn.Module, mean: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int]:
+    """Return the sum and the count of a model's own mean over its targets; a mean over something else counts as one."""
+    num_targets = target_counter(model)(batch)
+    return (mean, 1) if num_targets is None else (mean * num_targets, num_targets)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

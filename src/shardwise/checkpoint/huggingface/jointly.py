@@ -6,7 +6,7 @@
 >>> pieces = LocalTensor.whole((2, 3)).pieces
 >>> held = Holding("up", (), "param", (2, 3), MemoryFlat(torch.arange(6.0)), pieces, written=pieces)
 >>> with tempfile.TemporaryDirectory() as place:
-...     request = ExportRequest(Path(place) / "hf", [held], "BF16", {"config.json": b"{}"})
+...     request = ExportRequest(Path(place) / "hf", [held], "BF16", set(), {"config.json": b"{}"})
 ...     folder = export_jointly(request, Rounds(None, 0, 0, 1, 60.0, "export"), rank=0, timeout_s=60.0)
 ...     sorted(path.name for path in folder.iterdir())
 ['config.json', 'model.safetensors']
