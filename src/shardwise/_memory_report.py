@@ -221,6 +221,6 @@ def _advise_on_activations(live_bytes: Mapping[Category, int], config: Config) -
         micro, accumulation = batch.micro_size // factor, (batch.accumulation or 1) * factor
         assignments = (f"batch.micro_size={micro}", f"batch.accumulation={accumulation}")
         yield Advice(assignments, "the same global batch in smaller pieces", activation_bytes * (factor - 1) // factor)
-    if config.precision.param in ("fp64", "fp32"):
+    if config.precision.param not in ("bf16", "fp16"):
         activation_bytes += live_bytes[Category.GATHERED]
         yield Advice(("precision.param=bf16",), "computes in bf16 with fp32 master weights", activation_bytes // 2)
