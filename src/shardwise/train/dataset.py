@@ -67,15 +67,11 @@ class ShardIndex(BaseModel):
         return json.dumps(self.model_dump() | {_OWN_HASH: self._hash()}, indent=2)
 
     def _hash(self) -> str:
-        return _blake2b(json.dumps(self.model_dump(), sort_keys=True).encode())
+        return _new_hash(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()
 
 
-def _new_hash() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=16)
-
-
-def _blake2b(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+def _new_hash(data: bytes = b"") -> hashlib.blake2b:
+    return hashlib.blake2b(data, digest_size=16)
 
 
 def hash_file(path: Path) -> str:
