@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 from harness.models import Transformer
 from harness.pool import WorkerPool
 from harness.tier_bytes import HostPages
 from harness.training import make_config
-from shardwise import Layout, initialize
+from harness.waiting import wait_until
+from shardwise import Layout, engine, initialize
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.memory import Category
+from shardwise.memory import Category, Ledger
+from shardwise.pool import BufferPool
 from shardwise.streams import Event
 from shardwise.tiers.room import most_buffer_bytes
 
@@ -27,22 +34,38 @@ PLACES = {
 }
 
 
+@contextmanager
+def settled_pools() -> Iterator[None]:
+    """Let pools allocate only once what they have freed is free: gloo's threads let go of it when they have a core."""
+
+    def make(device: torch.device, ledger: Ledger) -> BufferPool:
+        def allocate(num_bytes: int) -> Tensor:
+            assert wait_until(lambda: ledger.snapshot().live_bytes[Category.BUCKETS] <= pool.reserved_bytes)
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+        pool = BufferPool(device, ledger, allocate=allocate)
+        return pool
+
+    with patch.object(engine, "BufferPool", make):
+        yield
+
+
 def measure(
     rank: int, world_size: int, num_blocks: int, precision: str, tiers: dict[str, Any]
 ) -> tuple[Layout, int, dict[Category, int]]:
     """The most that the host's buffers took, and the device's books at their peak."""
     torch.manual_seed(0)
-    with HostPages() as pages:
+    with HostPages() as pages, settled_pools():
         model = Transformer(tied=True, hidden_size=64, num_blocks=num_blocks)
         config = make_config(2, {"zero": {"stage": 3}, "precision": {"param": precision}, "tiers": tiers})
         tokens = torch.zeros(1, 4, dtype=torch.long)
-        with initialize(model, config, loss_fn=lambda output, batch: output.square().mean()) as engine:
-            resting_bytes = pages.live_bytes - engine.tiers.buffers.reserved_bytes
+        with initialize(model, config, loss_fn=lambda output, batch: output.square().mean()) as trained:
+            resting_bytes = pages.live_bytes - trained.tiers.buffers.reserved_bytes
             for index in range(3):
                 if index == 2:
-                    engine.memory.reset_peak()
-                engine.train_step([tokens, tokens])
-            return engine.layout, pages.peak_bytes - resting_bytes, dict(engine.memory.snapshot().peak_live_bytes)
+                    trained.memory.reset_peak()
+                trained.train_step([tokens, tokens])
+            return trained.layout, pages.peak_bytes - resting_bytes, dict(trained.memory.snapshot().peak_live_bytes)
 
 
 @pytest.mark.parametrize("where", list(PLACES))
@@ -84,3 +107,20 @@ def test_the_device_holds_a_few_groups_at_its_peak(
             assert peak[Category.PARAMETERS] == peak[Category.GRADIENTS] == 0
             found.append(sum(peak.values()))
     assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("where", ["all nvme", "all host"])
+def test_a_host_that_is_behind_keeps_nothing_of_the_device(tmp_path: Path, where: str) -> None:
+    """What it adds gradients to may take as long as it likes: those on the device are gone once they are copied."""
+    tiers = {**PLACES[where], "nvme_path": str(tmp_path) if "nvme" in PLACES[where].values() else None}
+    tokens, goes_on = torch.zeros(1, 4, dtype=torch.long), threading.Event()
+    config = make_config(2, {"zero": {"stage": 3}, "tiers": tiers})
+    model = Transformer(tied=True, hidden_size=64, num_blocks=1)
+    with initialize(model, config, loss_fn=lambda output, batch: output.square().mean()) as trained:
+        trained.backward(trained(tokens))
+        trained.tiers.lane.submit(goes_on.wait)
+        try:
+            trained.backward(trained(tokens))
+            assert trained.memory.snapshot().live_bytes[Category.BUCKETS] == 0
+        finally:
+            goes_on.set()

@@ -186,11 +186,12 @@ class FileRest:
             pool.release(source)
         if not add:
             return self._means.work_off(lambda: self._write_staged(memory, there))
+        dtype = source.dtype  # the lane may come to it late, and must not keep the device's memory so long
 
         def add_on_host() -> None:
             there.wait_on_host()
             with self.loaded(write=True) as total:
-                add_widened(total, memory.view(source.dtype))
+                add_widened(total, memory.view(dtype))
                 self._means.buffers.release(memory)
                 if then is not None:
                     then(total)

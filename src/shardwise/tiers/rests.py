@@ -320,11 +320,12 @@ class HostRest:
                 return None
             memory, there = self._means.stage(source)
             pool.release(source)
+        dtype = source.dtype  # the lane may come to it late, and must not keep the device's memory so long
 
         def add_on_host() -> None:
             there.wait_on_host()
             total = self.tensor
-            add_widened(total, memory.view(source.dtype))
+            add_widened(total, memory.view(dtype))
             self._means.buffers.release(memory)
             if then is not None:
                 then(total)
