@@ -164,6 +164,31 @@ def test_weighted_means_give_the_gradient_of_the_sum() -> None:
     torch.testing.assert_close(x.grad * kept.normaliser / count, 2 * x.detach() / 4, rtol=1e-15, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("num_others", "per_step", "is_counted", "expected"),
+    [(0, 1, False, 0), (0, 2, False, 1), (1, 1, False, 1), (1, 2, True, 0)],
+    ids=["alone", "several micro-batches", "several ranks", "with a count"],
+)
+def test_that_losses_without_a_count_weigh_alike_is_said_once_where_it_matters(
+    caplog: pytest.LogCaptureFixture, num_others: int, per_step: int, is_counted: bool, expected: int
+) -> None:
+    kept = books(*[[1.0]] * num_others)
+    loss = torch.tensor(3.0, requires_grad=True)
+    for _ in range(2):
+        for _ in range(per_step):
+            kept.close(kept.open(read_loss(None, None, lambda *_: (loss * 4, 4) if is_counted else loss)))
+        kept.clear()
+    assert len(caplog.records) == expected
+    assert all("(sum, count)" in record.getMessage() for record in caplog.records)
+
+
+def test_a_models_own_mean_over_known_targets_has_its_count(caplog: pytest.LogCaptureFixture) -> None:
+    kept = books()
+    for num_targets in (6, 126):
+        kept.close(kept.open(read_loss({"loss": torch.ones(())}, None, None, num_targets=torch.tensor(num_targets))))
+    assert not caplog.records
+
+
 def test_only_closed_losses_count() -> None:
     kept = books()
     first, _ = kept.open(total_of(6.0, 2.0)), kept.open(total_of(100.0, 1.0))

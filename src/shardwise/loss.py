@@ -7,11 +7,12 @@ tensor(1.)
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from shardwise.hooks import watch_outputs
 
 LossFn = Callable[[Any, Any], Any]
 
+_LOG: Final = logging.getLogger("shardwise")
+
 
 class NonFiniteLossError(ArithmeticError, ValueError):
     """A loss or gradient is NaN or infinite; the message names the first module that produced such a value."""
@@ -29,10 +32,14 @@ class NonFiniteLossError(ArithmeticError, ValueError):
 
 @dataclass(frozen=True)
 class Total:
-    """A loss summed over what counts: `total` and `count`, both 0-d tensors on one device."""
+    """A loss summed over what counts: `total` and `count`, both 0-d tensors on one device.
+
+    `is_counted` is False for a lone number: how much it is the mean of is not known, so it counts as one.
+    """
 
     total: Tensor
     count: Tensor
+    is_counted: bool = True
 
     def mean(self) -> Tensor:
         """The mean loss; 0 where nothing counts."""
@@ -79,10 +86,12 @@ def read_loss(
         raise ConfigError(f"{source} is {found} and no scalar loss; pass a loss_fn that returns (sum, count)")
     if num_parts > 1 and not _is_sum_and_count(loss):
         total = total / num_parts if loss_fn is not None or own_weight is None else total * own_weight
-    if loss_fn is None and num_targets is not None and not _is_sum_and_count(loss):
+    is_counted = _is_sum_and_count(loss)
+    if loss_fn is None and num_targets is not None and not is_counted:
         widened = total.to(torch.promote_types(total.dtype, torch.float32))
         total, count = widened * num_targets.to(total.device), num_targets / num_parts
-    return Total(total.reshape(()), _on_device(count, total).detach().reshape(()))
+        is_counted = True
+    return Total(total.reshape(()), _on_device(count, total).detach().reshape(()), is_counted)
 
 
 def _on_device(count: Tensor | float, total: Tensor) -> Tensor:
@@ -112,6 +121,7 @@ class LossBooks:
     def __init__(self, comms: Comms) -> None:
         self.normaliser = 0.0
         self._comms = comms
+        self._has_told = False
         self._sums: Tensor | None = None
         self._open: list[tuple[weakref.ref[Tensor], Total]] = []
 
@@ -139,12 +149,20 @@ class LossBooks:
         """Return the mean loss, to be given to `close` by whoever runs its backward."""
         mean = total.mean()
         self._open = [(reference, other) for reference, other in self._open if reference() is not None]
-        self._open.append((weakref.ref(mean), Total(total.total.detach(), total.count)))
+        self._open.append((weakref.ref(mean), replace(total, total=total.total.detach())))
         return mean
 
     def count_in(self, total: Total) -> Tensor:
         """Count a loss in and return the weight of its mean's gradient, a 0-d tensor."""
+        meets_others = self._sums is not None or self._comms.data.world_size > 1
         self.add(total)
+        if meets_others and not total.is_counted and not self._has_told:
+            self._has_told = True
+            if self.is_first:
+                _LOG.warning(
+                    "the loss is one number without a count, so every micro-batch of every rank weighs the same; where "
+                    "they hold different numbers of targets, pass a loss_fn that returns (sum, count)"
+                )
         return total.divisor() / self._agree_on_normaliser(total.count)
 
     def close(self, mean: Tensor) -> Tensor:
