@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.waiting import wait_until
 from shardwise.config import ConfigError, DataConfig
 from shardwise.train import corpus as corpus_module
 from shardwise.train.corpus import (
@@ -162,6 +163,20 @@ def test_fingerprint_follows_the_files_and_the_key(tmp_path):
     assert before != open_corpus(DataConfig(path=str(file), text_key="body")).fingerprint()
     os.utime(file, ns=(1, 1))
     assert before != open_corpus(data).fingerprint()
+
+
+def test_fingerprint_follows_a_file_whose_size_and_time_are_set_back(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text("one")
+    status, before = file.stat(), open_corpus(DataConfig(path=str(file))).fingerprint()
+
+    def was_changed() -> bool:  # clocks of file systems tick some times in a hundredth of a second
+        file.write_text("two")
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        return file.stat().st_ctime_ns != status.st_ctime_ns
+
+    assert wait_until(was_changed)
+    assert open_corpus(DataConfig(path=str(file))).fingerprint() != before
 
 
 def test_missing_path(tmp_path):

@@ -1,6 +1,7 @@
 """Which checkpoint a run goes on from, and under which config: decided before anything starts, refused in one line."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from shardwise.checkpoint.manifest import MANIFEST_NAME, Manifest
 from shardwise.config import AttentionConfig, BatchConfig, Config, ConfigError
 from shardwise.models import decoder_config
 from shardwise.train.checkpoints import make_root, refuse_foreign_checkpoints
+from shardwise.train.job import create_folder
 from shardwise.train.resume import FOLDER_NAME, fit_micro_size, keep_global_batch, resumed_job
 
 SAVED = {
@@ -162,6 +164,15 @@ def test_auto_takes_the_newest_run_of_that_name_that_has_saved():
     assert resumed("auto", "run.name=mine")[1] == newest / FOLDER_NAME
     assert resumed("auto", "model.preset=25m")[1] == by_preset / FOLDER_NAME
     assert resumed("auto")[1] is None, "there is no run of the tiny preset"
+
+
+def test_auto_takes_the_last_run_though_the_clock_was_set_back_before_it():
+    write_run("20250102-000000-mine", 30, run_name="mine")
+    now = time.strptime("20250101", "%Y%m%d")
+    for _ in range(2):
+        last = create_folder(Config.from_dict({"run": {"name": "mine"}}), now)
+        write(last / FOLDER_NAME, 10)
+        assert resumed("auto", "run.name=mine")[1] == last / FOLDER_NAME
 
 
 def test_auto_finds_what_the_newest_run_of_that_name_has_saved_elsewhere():

@@ -44,6 +44,7 @@ class TextFile:
     name: str
     num_bytes: int
     mtime_ns: int
+    ctime_ns: int
 
     @property
     def is_jsonl(self) -> bool:
@@ -65,10 +66,14 @@ class Corpus:
         return sum(file.num_bytes for file in self.files)
 
     def fingerprint(self) -> str:
-        """A hash of every file's path, size and time of change, and of `text_key`."""
+        """A hash of every file's path, size and times of change, and of `text_key`.
+
+        A program that writes to a file may set the time of its content back (mtime), but not that of its entry (ctime).
+        """
         digest = hashlib.blake2b(self.text_key.encode(), digest_size=16)
         for file in self.files:
-            digest.update(f"\0{file.path}\0{file.num_bytes}\0{file.mtime_ns}".encode("utf-8", "surrogateescape"))
+            times = f"{file.mtime_ns}\0{file.ctime_ns}"
+            digest.update(f"\0{file.path}\0{file.num_bytes}\0{times}".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
 
 
@@ -199,7 +204,7 @@ def _list_folder(root: Path, exclude: Collection[Path | str]) -> list[TextFile]:
 
 def _text_file(path: Path, name: str) -> TextFile:
     status = path.stat()
-    return TextFile(path=path, name=name, num_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
+    return TextFile(path, name, status.st_size, mtime_ns=status.st_mtime_ns, ctime_ns=status.st_ctime_ns)
 
 
 def _documents(file: TextFile, corpus: Corpus, tally: Tally) -> Iterator[Iterable[str]]:

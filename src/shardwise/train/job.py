@@ -12,6 +12,7 @@ All that a user can get wrong is found here, before any process starts. Not here
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import time
@@ -40,6 +41,8 @@ from shardwise.train.prepare import PreparedData, Progress, prepare_data
 
 CONFIG_NAME = "config.json"
 CACHE_NAME = "cache"
+# A run's folder: the time at which it was made, and a name.
+RUN_NAME: Final = re.compile(r"(\d{8}-\d{6})-(.+)")
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -276,15 +279,18 @@ def prepare_job_data(config: Config, progress: Progress | None = None) -> Prepar
 def create_folder(config: Config, now: time.struct_time) -> Path:
     """Make the run's folder, `<run.dir>/<time>-<name>`, with the config in it; what is there already stays as it is.
 
+    The time is never before that of a run in the folder, so a clock that is set back leaves the runs in order.
+
     Raises:
         ConfigError: it cannot be made or written to.
     """
-    name = f"{time.strftime('%Y%m%d-%H%M%S', now)}-{config.run.name or config.model.preset}"
     root = Path(config.run.dir).expanduser()
     folder = None
     try:
         root.mkdir(parents=True, exist_ok=True)
-        folder = _create_first_free(root / name)
+        runs = (RUN_NAME.fullmatch(each.name) for each in root.iterdir())
+        start = max([time.strftime("%Y%m%d-%H%M%S", now), *(run[1] for run in runs if run)])
+        folder = _create_first_free(root / f"{start}-{config.run.name or config.model.preset}")
         (folder / CONFIG_NAME).write_text(config.to_json() + "\n", encoding="utf-8")
     except OSError as error:
         if folder is not None:

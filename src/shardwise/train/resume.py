@@ -16,7 +16,6 @@ batch.global_size
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -29,7 +28,7 @@ from shardwise.foreign import ForeignError, read_json
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.splits import nearest_legal
 from shardwise.models import decoder_config
-from shardwise.train.job import CONFIG_NAME, job_config
+from shardwise.train.job import CONFIG_NAME, RUN_NAME, job_config
 
 AUTO: Final = "auto"
 FOLDER_NAME: Final = "checkpoints"
@@ -38,7 +37,6 @@ _NOT_TAKEN_OVER: Final = frozenset(
     {"batch.accumulation", "checkpoint.path", "mesh.dp_shard", "mesh.dp_replicate", "run.device", "run.dir",
      "run.num_procs", "run.num_threads", "tiers.cores"}
 )  # fmt: skip
-_RUN_NAME: Final = re.compile(r"(\d{8}-\d{6})-(.+)")
 
 
 def resumed_job(
@@ -182,7 +180,7 @@ def _newest_root(config: Config) -> Path | None:
 
 def _runs(folder: Path) -> list[Path]:
     """The folders of runs in this one, newest first."""
-    found = [each for each in folder.iterdir() if _RUN_NAME.fullmatch(each.name)] if folder.is_dir() else []
+    found = [each for each in folder.iterdir() if RUN_NAME.fullmatch(each.name)] if folder.is_dir() else []
     # Their names begin with the time; of those of one second, the later ones end in -2, -3, ...
     return sorted(found, key=lambda each: (each.name[:15], len(each.name), each.name), reverse=True)
 
