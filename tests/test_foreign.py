@@ -111,3 +111,15 @@ def test_what_steers_a_terminal_is_written_out() -> None:
     assert printable("weight ü × 2") == "weight ü × 2"
     assert printable("\x1b]0;x\x07\r\n\u202e") == "\\x1b]0;x\\x07\\r\\n\\u202e"
     assert str(ConfigError("a\nb\x1b[0m")) == "a\\nb\\x1b[0m"
+
+
+@pytest.mark.parametrize("character", ["\x7f", "\u2028", "\u202e", "\u2066", "\ufeff", "\ud800"])
+def test_what_a_message_writes_out_a_config_refuses(character: str) -> None:
+    with pytest.raises(ConfigError, match="control character"):
+        Config.from_dict({"run": {"name": f"a{character}b"}})
+    assert not set(character) & set(printable(character))
+
+
+def test_joiners_are_letters() -> None:
+    for text in ("می\u200cخواهم", "\U0001f469\u200d\U0001f680"):
+        assert Config.from_dict({"run": {"name": text}}).run.name == printable(text) == text

@@ -13,6 +13,7 @@ from typing import Annotated, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_RANKS: Final = 10**6
+MAX_LAYERS: Final = 2_000
 MAX_MICRO_BATCHES: Final = 10**6
 # A pipeline's schedule is built and simulated action by action, about 10,000 of them a second.
 MAX_PIPELINE_CELLS: Final = 400_000
@@ -30,7 +31,7 @@ Positive = Annotated[int, Field(ge=1, le=10**12)]
 NotNegative = Annotated[int, Field(ge=0, le=10**12)]
 Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
 MicroBatches = Annotated[int, Field(ge=1, le=MAX_MICRO_BATCHES)]
-Layers = Annotated[int, Field(ge=1, le=2_000)]
+Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
 Width = Annotated[int, Field(ge=1, le=10**7)]
 Tokens = Annotated[int, Field(ge=1, le=10**9)]
 Threads = Annotated[int, Field(ge=1, le=1024)]

@@ -18,7 +18,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, get_args
@@ -57,7 +56,7 @@ from shardwise._config_sections import (
     TiersConfig,
     ZeroConfig,
 )
-from shardwise.foreign import ForeignError, OneLineError, parse_json, parse_toml
+from shardwise.foreign import ForeignError, OneLineError, parse_json, parse_toml, steering
 from shardwise.foreign import read_toml as read_foreign_toml
 
 __all__ = [
@@ -301,13 +300,8 @@ def _refuse_unknown_keys(section: type[BaseModel], values: Mapping[str, Any], pr
             if isinstance(value, Mapping):
                 _refuse_unknown_keys(nested, value, prefix=f"{path}.")
         for text in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(text, str) and (wrong := [each for each in text if not _is_plain(each)]):
-                raise ConfigError(f"{path}={_shown_value(text)} holds the control character {wrong[0]!r}; leave it out")
-
-
-def _is_plain(character: str) -> bool:
-    """Return whether a character can stand in a path, a log and a terminal: no control, no line break, no surrogate."""
-    return unicodedata.category(character) not in ("Cc", "Cs", "Zl", "Zp")
+            if isinstance(text, str) and (wrong := steering(text)):
+                raise ConfigError(f"{path}={_shown_value(text)} holds the control character {wrong!r}; leave it out")
 
 
 def _shown(path: str) -> str:

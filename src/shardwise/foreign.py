@@ -43,8 +43,8 @@ _BYTES_A_LIST: Final = 12
 _MANY_LISTS: Final = 100_000
 _KINDS: Final = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
 _NO_BRACKETS: Final = re.compile(r'"(?:[^"\\]++|\\.)*+\\?"?|[^][{}"]++', re.DOTALL)
-# Control characters, and what reorders, hides or cannot be written.
-_STEERING: Final = re.compile("[\x00-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
+# Control characters, and what reorders, hides or cannot be written; but joiners, which are letters of some scripts.
+_STEERING: Final = re.compile("[\x00-\x1f\x7f-\x9f\xad\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
 # Nests without brackets, and Python takes n cubed steps for n parts.
 _DOTTED_KEY: Final = re.compile(rf"(?<![\w'\"-])(?:[\w'\"-]++[ \t]*+\.[ \t]*+){{{MAX_DEPTH}}}")
 
@@ -60,6 +60,12 @@ class OneLineError(ValueError):
 
 class ForeignError(OneLineError):
     """A file cannot be used; the message names it and says what is wrong and what would help."""
+
+
+def steering(text: str) -> str:
+    """The first character of a text that no path, log or terminal should have; empty where there is none."""
+    found = _STEERING.search(text)
+    return found[0] if found else ""
 
 
 def printable(text: str) -> str:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from harness.huggingface import FAMILIES, VOCAB_SIZE, build_model
 from harness.pool import WorkerPool
+from harness.zoo_cells import case_of
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.attention.functional import block_sparse_attention
 from shardwise.attention.spread import DenseStructure, is_sequence_mask, read_sequence_mask
@@ -35,6 +36,8 @@ from transformers import (
     BertModel,
     LlamaConfig,
     LlamaForSequenceClassification,
+    MptConfig,
+    MptForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     RobertaConfig,
@@ -211,6 +214,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "reads several tokens",
     ),
     "images": (lambda: build_model("vit"), "mesh.cp splits sequences"),
+    "biases by distance, and a config of its attention": (
+        lambda: MptForCausalLM(MptConfig(d_model=32, n_heads=4, n_layers=1, vocab_size=64)),
+        "takes no position_ids",
+    ),
+    "towers": (lambda: case_of("llava", {}).build(torch.float32), "takes more than text"),
 }
 
 

@@ -314,6 +314,7 @@ _FAMILIES: Final[Mapping[str, Family]] = {
         qwen3_moe={},
         deepseek_v2={"num_key_value_heads": 4},
         deepseek_v3={"num_key_value_heads": 4},
+        dbrx={"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 1e4}},
     ),
     **_families(
         "masked",

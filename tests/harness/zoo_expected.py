@@ -58,6 +58,7 @@ EXPECTED: Final[Mapping[str, str]] = MappingProxyType(
         "qwen3_moe": "=p====",
         "deepseek_v2": "=p====",
         "deepseek_v3": "=p====",
+        "dbrx": "=p====",
         "bert": "======",
         "roberta": "======",
         "electra": "=p====",

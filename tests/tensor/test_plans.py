@@ -403,7 +403,7 @@ def assert_right(
         (
             lambda: nn.Linear(2, 2),
             2,
-            r"no tensor-parallel plan for Linear; give plan=\{module pattern: style\}.*propose_plan\(model, batch, tp",
+            r"no tensor-parallel plan for Linear; let .*propose_plan\(model, batch, tp.*plan=\{module pattern: style\}",
         ),
     ],
 )

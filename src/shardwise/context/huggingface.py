@@ -79,7 +79,7 @@ def check_model(model: nn.Module) -> None:
     mixers = [type(module).__name__ for module in model.modules() if isinstance(module, _MIXERS)]
     reasons = {
         "is an encoder with a decoder": getattr(config, "is_encoder_decoder", False),
-        "takes more than text": len(config.sub_configs) > 0,
+        "has other models in it, and takes more than text": _has_models(inner),
         f"has layers of {', '.join(sorted(others))}": bool(others),
         f"mixes tokens by {next(iter(mixers), None)}": bool(mixers),
         "has a bidirectional mask of its own (use_bidirectional_attention)": getattr(
@@ -326,6 +326,13 @@ def _own_positions(model: nn.Module, inputs: Mapping[str, Any], num_tokens: int)
 def _counts_mask(module: nn.Module) -> bool:
     """Whether a module finds positions by counting what a mask keeps, as OPT's."""
     return isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
+
+
+def _has_models(inner: Any) -> bool:
+    """Whether a model has models with configs of their own in it; the config of a part, as of attention, is none."""
+    parts = [getattr(inner.config, name, None) for name in inner.config.sub_configs]
+    kinds = {type(each.config) for each in _inner(inner)}
+    return len(kinds) > 1 or any(getattr(part, "model_type", "") for part in parts)
 
 
 def _inner(model: nn.Module) -> Iterator[Any]:

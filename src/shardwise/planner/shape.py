@@ -12,12 +12,11 @@ positions, experts. What the planner prices of it, it prices by the Layout of a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
+from shardwise._config_sections import MAX_LAYERS
 from shardwise.config import ConfigError
 from shardwise.models.decoder import DecoderConfig
-
-_MAX_LAYERS: Final = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +68,8 @@ class ModelShape:
     name: str = "model"
 
     def __post_init__(self) -> None:
-        if self.num_layers > _MAX_LAYERS:
-            raise ConfigError(f"{self.name} has {self.num_layers:,} layers; give a model of at most {_MAX_LAYERS:,}")
+        if self.num_layers > MAX_LAYERS:
+            raise ConfigError(f"{self.name} has {self.num_layers:,} layers; give a model of at most {MAX_LAYERS:,}")
 
     @classmethod
     def of_decoder(cls, config: DecoderConfig, name: str = "decoder") -> ModelShape:

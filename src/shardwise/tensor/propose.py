@@ -26,6 +26,7 @@ from shardwise.layout.plan_text import layer_lines, pattern
 from shardwise.layout.splits import Part
 from shardwise.layout.tensor_plan import LayerSplit, Region, TensorPlan, is_within
 from shardwise.tensor.kinds import is_linear, is_lookup, is_transposed
+from shardwise.tensor.plans.words import NO_TENSOR
 from shardwise.tensor.proof import is_provable, refute
 from shardwise.tensor.trace import Call, Op, Trace, record
 from shardwise.tensor.units import Analysis, LayerSet
@@ -60,7 +61,7 @@ def propose_plan(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
             wrong = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     if wrong:
         raise ConfigError(
-            f"the plan that was found for tp={tp} is refuted: {wrong}; give a plan as a table, or set mesh.tp=1"
+            f"the plan that was found for tp={tp} is refuted: {wrong}; give a plan as a table, or {NO_TENSOR}"
         )
     return plan
 
@@ -85,7 +86,7 @@ def _propose(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
         reasons = "; ".join(dict.fromkeys([*_left_lines(each for each in left if each[0] in trace.deciding), *whys]))
         raise ConfigError(
             f"nothing in the model can be split over tp={tp} ranks ({reasons or 'it has no linear layers'}); "
-            "give a plan as a table, or set mesh.tp=1"
+            f"{'give a plan as a table, or ' if tables.linears else ''}{NO_TENSOR}"
         )
     split = {layer.module for layer in layers}
     left += [(name, "other code than its own reads its parameters") for name in tables.exposed()]

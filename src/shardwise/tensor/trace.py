@@ -33,6 +33,7 @@ from shardwise._torch_private import (
 from shardwise.config import ConfigError
 from shardwise.hooks import watch_calls
 from shardwise.tensor.kinds import is_linear
+from shardwise.tensor.plans.words import NO_TENSOR
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def record(
             raise ConfigError(
                 f"the model decides on the values of tensors {place} "
                 f"({str(error).splitlines()[0] if str(error) else type(error).__name__}), so tracing it once says "
-                "nothing of another batch; give a plan as a table"
+                f"nothing of another batch; give a plan as a table, or {NO_TENSOR}"
             ) from error
     trace.outputs = recorder.refs(output)
     return trace

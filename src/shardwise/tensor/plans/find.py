@@ -9,10 +9,12 @@ from torch import nn
 
 from shardwise.config import ConfigError
 from shardwise.layout.tensor_plan import TensorPlan
+from shardwise.tensor.kinds import is_linear, is_lookup
 from shardwise.tensor.plans.check import check_plan
 from shardwise.tensor.plans.families import family_plan
 from shardwise.tensor.plans.huggingface import huggingface_plan
 from shardwise.tensor.plans.table import Table, table_plan
+from shardwise.tensor.plans.words import NO_TENSOR
 
 
 def find_plan(model: nn.Module, degree: int, given: Table | TensorPlan | None, sequence_parallel: bool) -> TensorPlan:
@@ -32,13 +34,20 @@ def find_plan(model: nn.Module, degree: int, given: Table | TensorPlan | None, s
     """
     plan = _plan_of(model, degree, given) or _plan_of_parts(model, degree)
     if plan is None:
-        raise ConfigError(
-            f"there is no tensor-parallel plan for {type(model).__name__}; give plan={{module pattern: style}}, such "
-            "as {'blocks.*.up': 'column', 'blocks.*.down': 'row'}, or let shardwise.propose_plan(model, batch, "
-            f"tp={degree}) make one"
-        )
+        raise _no_plan(model, degree)
     check_plan(model, plan, degree, sequence_parallel)
     return plan
+
+
+def _no_plan(model: nn.Module, degree: int) -> ConfigError:
+    name = type(model).__name__
+    if not any(is_linear(module) or is_lookup(module) for module in model.modules()):
+        return ConfigError(f"{name} has no linear layers, nor embeddings, that mesh.tp={degree} can split; {NO_TENSOR}")
+    return ConfigError(
+        f"there is no tensor-parallel plan for {name}; let shardwise.propose_plan(model, batch, tp={degree}) make one, "
+        "or give plan={module pattern: style}, such as {'blocks.*.up': 'column', 'blocks.*.down': 'row'}; where that "
+        f"is refused too, {NO_TENSOR}"
+    )
 
 
 def _plan_of(model: nn.Module, degree: int, given: Table | TensorPlan | None = None) -> TensorPlan | None:

@@ -16,13 +16,13 @@ from shardwise.config import ConfigError
 from shardwise.layout.splits import Part, check_divides
 from shardwise.layout.tensor_plan import TensorPlan
 from shardwise.tensor.plans.draft import Draft, Heads, argument_names, split_size
-from shardwise.tensor.plans.words import HUGGING_FACE_WORDS, Style
+from shardwise.tensor.plans.words import HUGGING_FACE_WORDS, NO_TENSOR, Style
 
 _KEY_OR_VALUE = re.compile(r"(^|\.)(k|v|key|value)(_proj)?(\.|$)")
 _FUSED = re.compile(r"qkv|query_key_value")
 _OWN_TABLE = (
-    "let shardwise.propose_plan(model, batch, tp=...) make one, give your own as plan={module pattern: style}, or use "
-    "tp=1"
+    "let shardwise.propose_plan(model, batch, tp=...) make one, give your own as plan={module pattern: style}, or "
+    f"{NO_TENSOR}"
 )
 
 Styles = dict[str, Style]

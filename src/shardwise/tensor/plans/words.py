@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from shardwise.layout.tensor_plan import LayerStyle
+
+NO_TENSOR: Final = "use mesh.dp_shard with zero.stage=3 in place of mesh.tp"
 
 
 @dataclass(frozen=True)
