@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from harness.pool import WorkerPool
-from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.checkpoint.manifest import AbsentRankError, CheckpointError
 from shardwise.checkpoint.rounds import Rounds
 from shardwise.mesh import open_store
 
@@ -102,7 +102,7 @@ def stay_away(rank: int, world_size: int, absent: int, timeout_s: float) -> str:
 
     try:
         rounds.run("write", work, lambda said: "all")
-    except CheckpointError as error:
+    except AbsentRankError as error:
         return str(error)
     finally:
         store.add("num_gone", 1)
@@ -122,7 +122,7 @@ def test_a_rank_without_progress_is_given_up(ranks: WorkerPool, absent: int) -> 
 
 def test_a_rank_that_is_waited_for_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     rounds = Rounds(dist.HashStore(), 0, 0, 3, timeout_s=0.6, subject=SUBJECT, patience_s=0.2)
-    with pytest.raises(CheckpointError, match=r"no progress for 0\.6 s"):
+    with pytest.raises(AbsentRankError, match=r"no progress for 0\.6 s"):
         rounds.run("write", lambda: "done", lambda said: "all")
     assert [message.partition(" for 0 s")[0] for message in caplog.messages] == [
         f"{SUBJECT}: rank 0 waits for rank {rank}, which has shown no progress" for rank in (1, 2)

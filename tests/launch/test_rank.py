@@ -2,10 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from contextlib import suppress
 
 import pytest
 
+from harness.waiting import PATIENCE_S, wait_until
 from shardwise.launch import rank
 from shardwise.launch.rank import StopFlag, exit_with_parent, install_stop_signal
 
@@ -48,15 +52,17 @@ def test_the_first_signal_is_the_one_named():
     assert stop.signal_name == "SIGTERM"
 
 
-def test_a_later_ctrl_c_interrupts(monkeypatch):
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_later_signal_interrupts(monkeypatch, signum):
     now_s = 100.0
     monkeypatch.setattr(rank.time, "monotonic", lambda: now_s)
     stop = StopFlag()
     stop.request(signal.SIGINT)
+    now_s = 101.0
+    stop.request(signal.SIGTERM)  # the same request by another way
     now_s = 110.0
-    stop.request(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
-        stop.request(signal.SIGINT)
+        stop.request(signum)
 
 
 def test_an_ignored_signal_stays_ignored():
@@ -68,3 +74,58 @@ def test_an_ignored_signal_stays_ignored():
 
 def test_without_the_local_launcher_nobody_is_watched():
     exit_with_parent({"RANK": "0"})
+
+
+# Waits in native code, where Python runs no handler. Argument: seconds for a step.
+STUCK = """
+import signal, sys
+from datetime import timedelta
+import torch.distributed as dist
+from shardwise.launch.rank import install_stop_signal
+
+for signum in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(signum, signal.SIG_DFL)
+stop = install_stop_signal()
+with stop.armed(float(sys.argv[1])):
+    print("ready", flush=True)
+    dist.HashStore().wait(["never"], timedelta(seconds=600))
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
+def test_a_second_signal_ends_a_rank_that_waits_in_native_code(signum):
+    with subprocess.Popen([sys.executable, "-c", STUCK, "600"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as rank:
+        try:
+            rank.stdout.readline()
+            rank.send_signal(signum)
+            time.sleep(2.5)  # sooner, it were the same request by another way
+            assert rank.poll() is None, "a step is let come to its end"
+            rank.send_signal(signum)
+            assert rank.wait(PATIENCE_S) == 128 + signum
+        finally:
+            rank.kill()
+        assert "ends at once: it was asked to stop once more" in rank.stderr.read().decode()
+
+
+def test_a_step_that_does_not_end_is_waited_for_as_long_as_ranks_wait_for_each_other():
+    with subprocess.Popen([sys.executable, "-c", STUCK, "0.5"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as rank:
+        try:
+            rank.stdout.readline()
+            rank.send_signal(signal.SIGTERM)
+            assert rank.wait(PATIENCE_S) == 128 + signal.SIGTERM
+        finally:
+            rank.kill()
+        assert "its step did not end within run.timeout_s=0.5" in rank.stderr.read().decode()
+
+
+def test_a_save_is_let_come_to_its_end(monkeypatch):
+    ends = []
+    monkeypatch.setattr(rank, "_end", lambda signum, why: ends.append(signum))
+    monkeypatch.setattr(rank, "_LOOK_S", 0.05)
+    stop = install_stop_signal()
+    with stop.armed(timeout_s=0.2):
+        with stop.saving():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1.0)
+            assert ends == []
+        assert wait_until(lambda: ends != [])

@@ -18,6 +18,7 @@ from rich.console import Console
 from harness.waiting import PATIENCE_S, num_lines, wait_until
 from shardwise.checkpoint import saver
 from shardwise.checkpoint.folder import step_folders
+from shardwise.checkpoint.manifest import AbsentRankError
 from shardwise.comm import CommError
 from shardwise.config import Config
 from shardwise.launch.environment import lone_rank
@@ -26,7 +27,7 @@ from shardwise.loss import NonFiniteLossError
 from shardwise.train import run
 from shardwise.train.checkpoints import RunCheckpoints
 from shardwise.train.job import resolve_job
-from shardwise.train.loop import build_trainer
+from shardwise.train.loop import Trainer, build_trainer
 from shardwise.train.metrics import MetricsWriter
 from shardwise.train.prepare import open_data, prepare_data
 
@@ -367,6 +368,19 @@ def test_a_full_disk_at_the_end_hides_nothing_of_what_was_learned(train, tmp_pat
     assert "checkpoint of step 8 failed on rank 0: " in err
     assert "No space left on device" in err
     assert step_folders(tmp_path / "run-1" / "checkpoints") == []
+
+
+def test_a_last_save_that_lacks_a_rank_ends_the_run_at_once(train, monkeypatch, capsys):
+    """An evaluation would wait for that rank once more."""
+
+    def lack(self, step):
+        raise AbsentRankError("checkpoint of step 8 failed on rank 1: it has shown no progress for 10 s")
+
+    monkeypatch.setattr(RunCheckpoints, "save", lack)
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: pytest.fail("it evaluates"))
+    code, _, _ = train()
+    assert code == 1
+    assert "it has shown no progress" in capsys.readouterr().err
 
 
 def test_a_save_that_fails_in_the_background_ends_the_run_in_a_line(train, monkeypatch, capsys):

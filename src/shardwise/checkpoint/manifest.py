@@ -68,6 +68,10 @@ class CheckpointError(OneLineError):
     """A checkpoint cannot be saved, or loaded into this engine; the message says what, where, and what would help."""
 
 
+class AbsentRankError(CheckpointError):
+    """A checkpoint cannot be saved, since another rank or the store does not answer: it will not answer later."""
+
+
 class DamagedError(CheckpointError):
     """A checkpoint is not what was written: a file is missing, torn or changed. Another one may be whole."""
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from shardwise.agreement import listed
 from shardwise.awake import AwakeClock
-from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.checkpoint.manifest import AbsentRankError, CheckpointError
 from shardwise.store import PatientStore
 
 _PROGRESS_S: Final = 1.0
@@ -37,7 +37,7 @@ _READ_S: Final = 5.0
 # torch's store closes the connection over a value of more than 8 MiB; a character has up to 4 bytes.
 _CHUNK: Final = 2**20
 # The first letter of what is said: so it is never empty, which some stores take for missing.
-_DONE, _FAILED = "d", "f"
+_DONE, _FAILED, _ABSENT = "d", "f", "a"
 
 log = logging.getLogger("shardwise")
 
@@ -84,7 +84,8 @@ class Rounds:
             judge: run on rank 0 only, once all have worked, with what they said by rank.
 
         Raises:
-            CheckpointError: work failed on a rank, or the judgement; or a rank shows no progress; or the store is gone.
+            CheckpointError: work failed on a rank, or the judgement.
+            AbsentRankError: a rank shows no progress, or the store is gone.
         """
         note, cause = self._attempt(work)
         try:
@@ -96,13 +97,13 @@ class Rounds:
                 self._put(f"{name}/{self._rank}", note)
                 verdict = self._await_verdict(f"{name}/verdict")
         except RuntimeError as error:
-            raise CheckpointError(
+            raise AbsentRankError(
                 f"{self._subject} failed: the store does not answer ({_one_line(error)}); the process that holds it, "
                 "mostly rank 0's or the launcher's, has died or is stopped"
             ) from error
         self._verdicts.append(f"{name}/verdict")
-        if verdict[0] == _FAILED:
-            raise CheckpointError(verdict[1:]) from cause
+        if verdict[0] != _DONE:
+            raise (AbsentRankError if verdict[0] == _ABSENT else CheckpointError)(verdict[1:]) from cause
         return verdict[1:]
 
     def show_progress(self) -> None:
@@ -146,11 +147,12 @@ class Rounds:
     def _judge(
         self, notes: Mapping[int, str], judge: Callable[[Mapping[int, str]], str]
     ) -> tuple[str, Exception | None]:
-        failed = {rank: note for rank, note in notes.items() if note[0] == _FAILED}
+        failed = {rank: note for rank, note in notes.items() if note[0] != _DONE}
         if not failed:
             return self._attempt(lambda: judge({rank: note[1:] for rank, note in notes.items()}))
         first, *others = failed
-        return failed[first] + (f" (and on {listed(others)})" if others else ""), None
+        kind = _ABSENT if self._absent else _FAILED
+        return kind + failed[first][1:] + (f" (and on {listed(others)})" if others else ""), None
 
     def _await_verdict(self, key: str) -> str:
         if self._await({0: key}):
@@ -203,10 +205,10 @@ class Rounds:
             return self._failed(self._rank, f"{name}{_one_line(error)}"), error
 
     def _absent_note(self, rank: int) -> str:
-        return self._failed(rank, f"it has shown no progress for {self._timeout_s:g} s; see its log")
+        return self._failed(rank, f"it has shown no progress for {self._timeout_s:g} s; see its log", _ABSENT)
 
-    def _failed(self, rank: int, text: str) -> str:
-        return f"{_FAILED}{self._subject} failed on rank {rank}: {text}"
+    def _failed(self, rank: int, text: str, kind: str = _FAILED) -> str:
+        return f"{kind}{self._subject} failed on rank {rank}: {text}"
 
     def _has(self, key: str) -> bool:
         return self._store is not None and self._store.check([key])

@@ -11,6 +11,7 @@ False
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -22,9 +23,11 @@ from types import FrameType
 from shardwise.awake import StopWatch
 from shardwise.launch.environment import LAUNCHER_FD, LAUNCHER_PATIENCE_S
 
-# One Ctrl-C reaches a rank under torchrun twice, from the terminal and from the agent.
+# One signal reaches a rank under torchrun twice: from the terminal or from Slurm, and from the agent.
 _REPEAT_S = 2.0
 _LOOK_S = 1.0
+# A rank that is to end at once may still close its files.
+_CLOSING_S = 1.0
 
 
 class StopFlag:
@@ -43,6 +46,7 @@ class StopFlag:
         self._in_steps = tuple(in_steps)
         self._signum: int | None = None
         self._requested_at_s = 0.0
+        self._is_saving = False
 
     def __bool__(self) -> bool:
         return self._signum is not None
@@ -53,10 +57,10 @@ class StopFlag:
         return None if self._signum is None else signal.Signals(self._signum).name
 
     def request(self, signum: int) -> None:
-        """Ask to stop; a later request changes nothing, except that a second Ctrl-C interrupts at once."""
+        """Ask to stop; a request within two seconds changes nothing, a later one interrupts at once."""
         if self._signum is None:
             self._signum, self._requested_at_s = signum, time.monotonic()
-        elif signum == signal.SIGINT and time.monotonic() - self._requested_at_s > _REPEAT_S:
+        elif time.monotonic() - self._requested_at_s > _REPEAT_S:
             raise KeyboardInterrupt
 
     def listen(self, signals: Sequence[signal.Signals]) -> None:
@@ -66,18 +70,62 @@ class StopFlag:
                 signal.signal(signum, self._handle)
 
     @contextlib.contextmanager
-    def armed(self) -> Iterator[None]:
-        """While a loop takes steps and reads the flag: no signal kills; enter it on the main thread."""
+    def armed(self, timeout_s: float = math.inf) -> Iterator[None]:
+        """While a loop takes steps and reads the flag: no signal kills; enter it on the main thread.
+
+        Python runs a handler between two lines of its own, so not while a step waits in native code. A thread hears
+        the signals meanwhile, and ends the process at once when it is asked again, or when it has been asked for
+        longer than `timeout_s` and is not `saving`.
+        """
         before = {signum: signal.getsignal(signum) for signum in self._in_steps}
+        read_fd, write_fd = os.pipe()
+        os.set_blocking(write_fd, False)
+        wakeup_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+        threading.Thread(target=self._hear, args=(read_fd, timeout_s), name="shardwise-signals", daemon=True).start()
         self.listen(self._in_steps)
         try:
             yield
         finally:
             for signum, handler in before.items():
                 signal.signal(signum, handler)
+            signal.set_wakeup_fd(wakeup_fd)
+            os.close(write_fd)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Meanwhile no time-out of `armed` ends this process: what is written has its own."""
+        self._is_saving = True
+        try:
+            yield
+        finally:
+            self._is_saving = False
 
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
         self.request(signum)
+
+    def _hear(self, read_fd: int, timeout_s: float) -> None:
+        first: tuple[int, float] | None = None
+        while True:
+            heard = os.read(read_fd, 64) if select.select([read_fd], [], [], first and _LOOK_S)[0] else None
+            if heard == b"":  # no longer armed
+                os.close(read_fd)
+                return
+            now_s = time.monotonic()
+            asked = [signum for signum in heard or b"" if signum in self._in_steps]
+            if first is None:
+                first = (asked[0], now_s) if asked else None
+            elif asked and now_s - first[1] > _REPEAT_S:
+                time.sleep(_CLOSING_S)
+                _end(first[0], "it was asked to stop once more")
+            elif now_s - first[1] > timeout_s and not self._is_saving:
+                _end(first[0], f"its step did not end within run.timeout_s={timeout_s:g} of the signal")
+
+
+def _end(signum: int, why: str) -> None:
+    name = signal.Signals(signum).name
+    with contextlib.suppress(OSError):
+        os.write(2, f"shardwise: this rank was told to stop by {name} and ends at once: {why}\n".encode())
+    os._exit(128 + signum)
 
 
 def install_stop_signal() -> StopFlag:

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColu
 from rich.progress import Progress as ProgressBar
 
 from shardwise.awake import AwakeClock
-from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.checkpoint.manifest import AbsentRankError, CheckpointError
 from shardwise.comm import CommError
 from shardwise.config import Config, ConfigError
 from shardwise.foreign import ForeignError, read_text
@@ -195,7 +195,7 @@ def run_rank(
         if ending.failure is not None:
             raise ending.failure
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.Signals[stop.signal_name or "SIGINT"]
     except Exception as error:
         if trainer is not None:
             _finish_save_unless_alone(trainer, error)
@@ -226,7 +226,7 @@ def _train(
         nonlocal failure
         if step == trainer.first_step + 1:
             # Until then there is nothing to save, and a first step may take as long as it likes.
-            armed.enter_context(stop.armed())
+            armed.enter_context(stop.armed(trainer.config.run.timeout_s))
         if step == trainer.config.run.record_timeline:
             save_timeline(trainer.engine, folder / "timeline.json")
         if not checkpoints.is_due(step):
@@ -237,9 +237,10 @@ def _train(
         if trainer.was_stopped and observer is not None:
             _say(console, f"{doing} into {checkpoints.root}")
         try:
-            checkpoints.save(step)
+            with stop.saving():
+                checkpoints.save(step)
         except CheckpointError as error:
-            if not checkpoints.is_last(step):
+            if isinstance(error, AbsentRankError) or not checkpoints.is_last(step):
                 raise
             failure = error  # what was learned is still to be evaluated and told
 
@@ -254,7 +255,8 @@ def _train(
                 log.info("step %d: loss %.4f, %.3f s, peak %s", record.step, record.loss, record.step_s, peak)
         ending = Ending() if trainer.was_stopped else _evaluate_and_sample(trainer, announce)
         try:
-            saved = checkpoints.finish()
+            with stop.saving():
+                saved = checkpoints.finish()
         except CheckpointError as error:
             saved, failure = None, failure or error
     if trainer.was_stopped:  # the last line of a log: the local launcher quotes it, if it has told nobody to stop
