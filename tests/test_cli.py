@@ -265,7 +265,11 @@ def test_a_half_set_environment_is_refused(settings, capsys, monkeypatch):
         (["plan", "--zzz"], "plan has no flag --zzz; see shardwise plan --help"),
         (["plan", "--model"], "argument --model: expected one argument"),
         (["presets", "tiny"], "tiny is more than the command takes"),
-        ([], "no command is given; the first is shardwise train"),
+        (["train", "--tp", "8"], "train has no flag --tp; did you mean mesh.tp=8?"),
+        (["plan", "--num-procs=8"], "did you mean run.num_procs=8?"),
+        (["verify", "--mesh.tp"], "did you mean mesh.tp=...?"),
+        (["train", "--tp", "--dry-run"], "did you mean mesh.tp=...?"),
+        (["presets", "--tp", "8"], "presets has no flag --tp; see shardwise presets --help"),
         (["--foo"], "shardwise has no flag --foo"),
     ],
 )
@@ -277,6 +281,13 @@ def test_unknown_commands_and_options_are_refused(arguments, message, capsys):
     assert message in error
     assert error.startswith("shardwise: ")
     assert error.count("\n") == 1
+
+
+def test_without_a_command_the_help_is_shown_and_the_exit_code_is_that_of_a_mistake(capsys):
+    assert cli.main([]) == 2
+    shown = capsys.readouterr()
+    assert "train a decoder on text" in shown.err
+    assert not shown.out
 
 
 def test_help_needs_no_torch():
@@ -334,6 +345,22 @@ def test_the_users_file_and_settings_go_over_the_defaults(tmp_path, monkeypatch)
     slow = job.job_config(None, [])
     assert slow.precision.param == "fp32"
     assert slow.run.steps < plain.run.steps
+
+
+def test_a_runs_own_config_makes_the_same_run_again(settings):
+    config = job.resolve_job(job.job_config(None, [*settings, "zero.stage=3", "batch.accumulation=2"]), 2, 2)
+    saved = job.create_folder(config, time.localtime()) / "config.json"
+    assert job.resolve_job(job.job_config(saved, []), 2, 2) == config
+    assert job.job_config(saved, ["run.steps=7"]).run.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("[1]", "is not a config"), ('{"optimiser": {"lr": 1}}', "is not a config key")]
+)
+def test_other_json_is_no_config(settings, capsys, text, message):
+    Path("some.json").write_text(text)
+    assert cli.main(["train", "some.json"]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_two_runs_in_one_second_get_two_folders(tmp_path):

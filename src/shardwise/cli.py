@@ -31,7 +31,7 @@ from shardwise.cli_checkpoint import add_commands as add_checkpoint_commands
 from shardwise.cli_plan import add_command as add_plan_command
 from shardwise.cli_timeline import add_command as add_timeline_command
 from shardwise.cli_verify import add_command as add_verify_command
-from shardwise.config import Config, ConfigError
+from shardwise.config import Config, ConfigError, all_keys
 from shardwise.launch.environment import RankEnv, cache_folder, detect, lone_rank
 from shardwise.launch.local import default_num_ranks, launch_local
 from shardwise.launch.rank import StopFlag, exit_with_parent, install_stop_signal
@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, rest = parser.parse_known_args(argv)
     # argparse would say so before it says which flag is unknown.
     if not hasattr(arguments, "run"):
-        parser.error("no command is given; the first is shardwise train, and all are in shardwise --help")
+        parser.print_help(sys.stderr)
+        return 2
     # argparse does not take up positional arguments again behind an option.
     if rest and not hasattr(arguments, "settings"):
         parser.error(f"{' '.join(rest)} is more than the command takes")
@@ -97,17 +98,25 @@ class _Parser(argparse.ArgumentParser):
         print(f"shardwise: {message}{where}", file=sys.stderr)
         sys.exit(2)
 
-    def refuse_unknown(self, flag: str) -> NoReturn:
-        """Refuse a flag that this command does not have."""
-        name, flags = flag.partition("=")[0], re.findall(r"--[a-z-]+", self.format_usage())
-        self.error(f"{self.prog.removeprefix('shardwise ')} has no flag {name}{_nearest(name, flags)}")
+    def refuse_unknown(self, flag: str, following: Sequence[str]) -> NoReturn:
+        """Refuse a flag that this command does not have; it may be meant as a key of the config."""
+        name, separator, value = flag.partition("=")
+        usage = self.format_usage()
+        if not separator:
+            value = next((text for text in following[:1] if not text.startswith("-")), "...")
+        leaf = name.lstrip("-").replace("-", "_")
+        keys = [key for key in all_keys() if leaf in (key, key.rpartition(".")[2])] if "key=value" in usage else []
+        hint = f"; did you mean {' or '.join(f'{key}={value}' for key in keys)}?" if keys else ""
+        hint = hint or _nearest(name, re.findall(r"--[a-z-]+", usage))
+        self.error(f"{self.prog.removeprefix('shardwise ')} has no flag {name}{hint}")
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
         """As argparse does, but that unknown flags are refused here, where the known ones are."""
         known, rest = super().parse_known_args(args, namespace)
         for text in rest:
             if text.startswith("-"):
-                self.refuse_unknown(text)
+                given = list(args or ())
+                self.refuse_unknown(text, given[given.index(text) + 1 :] if text in given else ())
         return known, rest
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from shardwise.config import Config, ConfigError
+from shardwise.config import Config, ConfigError, is_config
 from shardwise.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def _answer(
 
 def _num_procs(source: str | None, assignments: Sequence[str]) -> int | None:
     """Ranks that the config or a setting wants on this machine; None where neither says it."""
-    config = Config.from_toml(source) if source is not None and source.endswith(".toml") else Config()
+    config = Config.from_toml(source) if source is not None and is_config(source) else Config()
     return config.override([each for each in assignments if each.startswith("run.num_procs=")]).run.num_procs
 
 

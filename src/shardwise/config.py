@@ -56,7 +56,7 @@ from shardwise._config_sections import (
     TiersConfig,
     ZeroConfig,
 )
-from shardwise.foreign import ForeignError, OneLineError, parse_json, parse_toml, steering
+from shardwise.foreign import ForeignError, OneLineError, parse_json, parse_toml, read_json, steering
 from shardwise.foreign import read_toml as read_foreign_toml
 
 __all__ = [
@@ -83,6 +83,7 @@ __all__ = [
     "ZeroConfig",
     "all_keys",
     "batch_equation",
+    "is_config",
     "read_toml",
     "resolve_batch",
     "set_key",
@@ -137,7 +138,7 @@ class Config(Section):
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Self:
-        """Read a TOML file."""
+        """Read a TOML file, or the config.json that a run has left."""
         return cls.from_dict(read_toml(path))
 
     @classmethod
@@ -190,11 +191,31 @@ class Config(Section):
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """Parse a TOML file; a missing file or a syntax error is a ConfigError that names it."""
+    """Parse a TOML file, or one of JSON without its nulls; one that cannot be read is a ConfigError that names it."""
+    cure = "give the path of a TOML file"
     try:
-        return read_foreign_toml(path, "give the path of a TOML file")
+        if Path(path).suffix != ".json":
+            return read_foreign_toml(path, cure)
+        values = read_json(path, cure)
     except ForeignError as error:
         raise ConfigError(error) from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} is not a config; {cure}, or of the config.json of a run")
+    return {
+        section: {key: value for key, value in keys.items() if value is not None} if isinstance(keys, dict) else keys
+        for section, keys in values.items()
+    }
+
+
+def is_config(path: str | Path) -> bool:
+    """Return whether a file is a config of ours by its name, or as JSON by its sections: not another tool's."""
+    if Path(path).suffix != ".json":
+        return Path(path).suffix == ".toml"
+    try:
+        values = read_toml(path)
+    except ConfigError:
+        return False  # who reads it as another tool's says why it cannot be read
+    return bool(values) and values.keys() <= Config.model_fields.keys()
 
 
 def set_key(values: dict[str, Any], key: str, value: Any) -> None:

@@ -176,6 +176,12 @@ def test_other_tools_configs_are_explained(capsys):
     assert "8 layers of 512" in text
 
 
+def test_the_config_that_a_run_has_left_is_explained_as_what_it_is(capsys):
+    config, _ = check_job(Config.from_dict({"model": {"preset": "25m"}, "zero": {"stage": 3}, "mesh": {"tp": 2}}), 4)
+    Path("config.json").write_text(config.to_json())
+    assert "TP 2, ZeRO-3 over 2" in printed(capsys, "--explain", "config.json", "--cluster", "h100:4")
+
+
 def test_models_of_other_tools_are_planned(capsys):
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8}
     Path("config.json").write_text(json.dumps({"model_type": "gpt_neox", "vocab_size": 32000, **sizes}))

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from shardwise.config import Config, ConfigError, Dtype, read_toml
+from shardwise.config import Config, ConfigError, Dtype, is_config, read_toml
 from shardwise.models.decoder import DecoderConfig
 from shardwise.models.presets import PRESETS, decoder_config, preset
 from shardwise.optim import optimizer_kind
@@ -102,7 +102,7 @@ def read_model(text: str) -> Model:
     path = Path(text)
     if "--" in text or path.suffix in _SCRIPTS:
         return of_imported(read_megatron(text))
-    if path.suffix == ".toml":
+    if is_config(path):
         return _of_toml(path)
     if path.suffix == ".json":
         return _of_json(path)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.config import Config, ConfigError
+from shardwise.config import Config, ConfigError, is_config
 from shardwise.planner.asked import Asked, Model, ask, of_imported, read_model
 from shardwise.planner.configs import job_of, strategy_of
 from shardwise.planner.hardware import Cluster
@@ -39,7 +39,8 @@ def read_explained(
     """Read what a config says of a job on a cluster.
 
     Args:
-        source: the path of our TOML, DeepSpeed's JSON or a script of Megatron's flags; or the flags themselves.
+        source: the path of our TOML or a run's config.json, of DeepSpeed's JSON or a script of Megatron's flags; or the
+            flags themselves.
         model: where the config names none.
         seq_len, global_batch: instead of the config's.
         settings: `section.key=value`, over the config's.
@@ -47,7 +48,7 @@ def read_explained(
     Raises:
         ConfigError: the file is wrong, names no model, or cannot be split so over the cluster.
     """
-    if Path(source).suffix == ".toml":
+    if is_config(source):
         given = [*_given(seq_len, global_batch), *settings]
         return _of_toml(source, model, cluster, given)
     imported = _imported(source)
@@ -100,7 +101,7 @@ def named_batch(source: str, num_gpus: int) -> int | None:
     Raises:
         ConfigError: the file is wrong.
     """
-    if Path(source).suffix == ".toml":
+    if is_config(source):
         config, named = Config.from_toml(source), None
     else:
         imported = _imported(source)
@@ -121,7 +122,7 @@ def strategy_for(source: str, job: Job) -> Strategy:
     Raises:
         ConfigError: the file is wrong, or cannot be split so over the job's cluster.
     """
-    if Path(source).suffix == ".toml":
+    if is_config(source):
         device = "cpu" if job.cluster.gpu.is_cpu else "cuda"
         config = job_config(source, [f"run.device={device}", *_given(job.seq_len, job.global_batch)])
         strategy = strategy_of(config, job.cluster.num_gpus)
