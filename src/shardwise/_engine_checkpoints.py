@@ -228,9 +228,13 @@ class EngineCheckpoints(EngineStates):
         def make_plan(_: Progress) -> None:
             nonlocal plan
             manifest = describe_stored(folder)
-            takes_options = not self._follows_config
-            misfits = trajectory.misfits(manifest.trajectory, self.optimizer, self.scheduler, takes_options)
+            misfits: Mapping[str, str] = {}
+            if not weights_only and manifest.contents != "weights":
+                trajectory.check_whole(manifest.trajectory)
+                takes_options = not self._follows_config
+                misfits = trajectory.misfits(manifest.trajectory, self.optimizer, self.scheduler, takes_options)
             plan = plan_load(manifest, targets, str(folder), misfits, strict=strict, weights_only=weights_only)
+            held.check_optimizer_states(self._states(), plan.optimizer_states())
 
         if not self._all_well(make_plan, damaged):
             return None
@@ -395,7 +399,7 @@ class EngineCheckpoints(EngineStates):
         """
         if not plan.with_states:
             return
-        rank, mesh, saved = self.comm.rank, self.layout.mesh, MeshShape(**plan.manifest.layout["mesh"])
+        rank, mesh, saved = self.comm.rank, self.layout.mesh, MeshShape(**(plan.manifest.layout.get("mesh") or {}))
         is_own = plan.manifest.trajectory.get("world_size") == self.comm.world_size
         own = own_tensors(plan.manifest, rank) if is_own else {}
         found = {name: each for name, each in own.items() if name.startswith(_GENERATOR)}

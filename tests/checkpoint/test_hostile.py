@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
 
+from harness.checkpoint_folders import refused
 from harness.checkpoints import save, values_of
 from harness.mutations import forge, opened_paths
+from harness.states import assert_same_bits, engine_of, options, take_steps, whole_states
+from shardwise.checkpoint import trajectory
 from shardwise.checkpoint.comparing import compare
 from shardwise.checkpoint.folder import read_manifest
 from shardwise.checkpoint.manifest import MANIFEST_NAME, CheckpointError, DamagedError
@@ -112,3 +120,147 @@ def test_values_of_other_types_are_refused(folder: Path, name: str, capsys: pyte
         for command in ("show", "verify"):
             assert main(["checkpoint", command, str(folder)]) == 1
         assert "\x1b" not in "".join(capsys.readouterr())
+
+
+# What a run takes over beside tensors.
+
+
+def adamw(model: nn.Module) -> dict[str, Any]:
+    """An optimizer and a schedule of the user's, whose options come from the checkpoint."""
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.05)
+    return {"optimizer": optimizer, "scheduler": lr_scheduler.CosineAnnealingLR(optimizer, T_max=7)}
+
+
+def rmsprop(model: nn.Module) -> dict[str, Any]:
+    """An optimizer whose states only it knows."""
+    return {"optimizer": torch.optim.RMSprop([each for each in model.parameters() if each.requires_grad], lr=0.05)}
+
+
+def saved_by(root: Path, arguments: Any = adamw, **sections: Any) -> Path:
+    with engine_of(arguments=arguments, **sections) as engine:
+        take_steps(engine, 2)
+        engine.save(root)
+    return root / "step-00000002"
+
+
+def check_refused(root: Path, arguments: Any = adamw, strict: bool = True, **sections: Any) -> None:
+    """An engine that has trained refuses it in one line, is as before and trains on; weights alone it takes."""
+    with engine_of(seed=1, arguments=arguments, **sections) as engine:
+        take_steps(engine, 1)
+        before = whole_states(engine), options(engine)
+        with refused("weights_only=True"):
+            engine.load(root, strict=strict)
+        assert_same_bits(whole_states(engine), before[0])
+        assert options(engine) == before[1]
+        engine.load(root, weights_only=True)
+        take_steps(engine, 1)
+
+
+def options_of_group(values: dict[str, Any]) -> dict[str, Any]:
+    return values["trajectory"]["optimizer"]["groups"][0]
+
+
+def schedule(values: dict[str, Any]) -> dict[str, Any]:
+    return values["trajectory"]["scheduler"]["state"]
+
+
+GARBAGE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "lr is text": lambda values: options_of_group(values).update(lr="0.1"),
+    "lr is not a number": lambda values: options_of_group(values).update(lr=float("nan")),
+    "lr is larger than any": lambda values: options_of_group(values).update(lr=10**400),
+    "lr is nothing": lambda values: options_of_group(values).update(lr=None),
+    "one beta": lambda values: options_of_group(values).update(betas=[0.9]),
+    "a beta is a list": lambda values: options_of_group(values).update(betas=[0.9, [0.9]]),
+    "a flag is text": lambda values: options_of_group(values).update(amsgrad="no"),
+    "T_max is text": lambda values: schedule(values).update(T_max="7"),
+    "rates are text": lambda values: schedule(values).update(base_lrs=["0.1"]),
+    "no optimizer": lambda values: values["trajectory"].pop("optimizer"),
+    "no groups": lambda values: values["trajectory"]["optimizer"].pop("groups"),
+    "no scaler": lambda values: values["trajectory"].pop("scaler"),
+    "no state of the schedule": lambda values: values["trajectory"]["scheduler"].pop("state"),
+    "last_epoch is text": lambda values: schedule(values).update(last_epoch="2"),
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_garbage_for_a_hyperparameter_is_refused_before_anything_changes(tmp_path: Path, name: str) -> None:
+    forge(saved_by(tmp_path), GARBAGE[name])
+    check_refused(tmp_path)
+
+
+def test_what_is_garbage_can_be_left_out(tmp_path: Path) -> None:
+    forge(saved_by(tmp_path), GARBAGE["lr is text"])
+    with engine_of(arguments=adamw) as engine:
+        report = engine.load(tmp_path, strict=False)
+        assert [line for line in report.skipped if "lr is '0.1'" in line]
+        assert engine.optimizer.param_groups[0]["lr"] == 0.05
+        take_steps(engine, 1)
+
+
+def test_the_optimizers_parameters_are_no_option(tmp_path: Path) -> None:
+    forge(saved_by(tmp_path), lambda values: options_of_group(values).update(params=[1.0], foreach="x"))
+    with engine_of(arguments=adamw) as engine:
+        engine.load(tmp_path)
+        take_steps(engine, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "state", "tiers"),
+    [(adamw, "exp_avg", {}), (rmsprop, "square_avg", {}), (adamw, "exp_avg_sq", {"optimizer": "host"})],
+)
+def test_a_number_in_the_place_of_a_tensor_is_refused(
+    tmp_path: Path, arguments: Any, state: str, tiers: dict[str, str]
+) -> None:
+    def change(values: dict[str, Any]) -> None:
+        states = next(each["states"] for each in values["tensors"] if each["name"] == "up.weight")
+        states[state] = {"dtype": "F32", "value": 1.0}
+
+    forge(saved_by(tmp_path, arguments, tiers=tiers), change)
+    check_refused(tmp_path, arguments, tiers=tiers)
+
+
+@pytest.mark.parametrize("tiers", [{}, {"optimizer": "host"}])
+def test_a_tensor_in_the_place_of_a_number_is_refused(tmp_path: Path, tiers: dict[str, str]) -> None:
+    def change(values: dict[str, Any]) -> None:
+        states = next(each["states"] for each in values["tensors"] if each["name"] == "up.weight")
+        states["step"] = states.pop("exp_avg")
+
+    forge(saved_by(tmp_path, tiers=tiers), change)
+    check_refused(tmp_path, tiers=tiers)
+
+
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [
+        ("torch", b"\0" * 16),
+        ("python", b"x"),
+        ("python", b"[3, [1, 2], null]"),
+        ("python", b"[3, 7, null]"),
+        ("numpy", b'["MT19937", [1], 0, 0, 0.0]'),
+        ("numpy", json.dumps(["MT19937", [1] * 624, 10**6, 0, 0.0]).encode()),
+        ("numpy", json.dumps(["MT19937", [-1] * 624, 0, 0, 0.0]).encode()),
+        ("numpy", b'["MT19937", 7, 0, 0, 0.0]'),
+    ],
+)
+def test_a_generators_state_that_is_none_is_refused(tmp_path: Path, name: str, state: bytes) -> None:
+    forged = trajectory.generator_states(torch.device("cpu")) | {name: torch.tensor(list(state), dtype=torch.uint8)}
+    with patch.object(trajectory, "generator_states", lambda device: forged):
+        saved_by(tmp_path)
+    with engine_of(arguments=adamw) as engine:
+        with refused("the state of a generator is none", "weights_only=True"):
+            engine.load(tmp_path)
+        with pytest.raises(RuntimeError):
+            take_steps(engine, 1)  # half of the states were loaded
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2**40}, {"dp_shard": 2**12, "tp": 2**12}, {"dp": 2}, {"tp": 0}])
+def test_a_mesh_that_no_run_has_is_refused(folder: Path, mesh: dict[str, int]) -> None:
+    forge(folder, lambda values: values.update(layout={"mesh": mesh}))
+    with refused("mesh"):
+        read_manifest(folder)
+
+
+def test_a_checkpoint_that_says_nothing_of_its_mesh_is_loaded(tmp_path: Path) -> None:
+    forge(saved_by(tmp_path), lambda values: values.update(layout={}))
+    with engine_of(arguments=adamw) as engine:
+        assert engine.load(tmp_path).step == 2

@@ -5,18 +5,23 @@ import io
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
 from harness.waiting import PATIENCE_S, num_lines, wait_until
 from shardwise.checkpoint import saver
+from shardwise.checkpoint.comparing import compare
 from shardwise.checkpoint.folder import step_folders
 from shardwise.checkpoint.manifest import AbsentRankError
 from shardwise.comm import CommError
@@ -245,6 +250,16 @@ def test_the_end_is_saved_into_the_runs_folder_and_the_summary_says_how_to_go_on
     assert f"resumed from step 8 of {tmp_path / 'run-1' / 'checkpoints'}" in shown
     assert "8 steps in" in shown
     assert shown.index("saving step 16") < shown.index("evaluating"), "what comes after the last step may be killed"
+
+
+def test_equal_runs_have_equal_checkpoints_wherever_generators_stand(train, tmp_path):
+    saved = []
+    for name in ("first", "second"):
+        random.random(), np.random.rand(), torch.rand(1)
+        train({"checkpoint": {"path": str(tmp_path / name)}})
+        saved.append(tmp_path / name / "step-00000008")
+    found = compare(*saved)
+    assert not replace(found, config=())
 
 
 def test_a_stopped_run_saves_and_goes_on(train, tmp_path):

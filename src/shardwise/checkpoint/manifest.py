@@ -43,6 +43,7 @@ from typing_extensions import TypedDict
 
 from shardwise.foreign import ForeignError, OneLineError, check_nesting, mismatch
 from shardwise.holdings import PARAM, Kind
+from shardwise.layout.mesh_shape import AXES
 from shardwise.layout.pieces import Rect, Shape
 
 FORMAT: Final = "shardwise-checkpoint"
@@ -51,6 +52,8 @@ MANIFEST_NAME: Final = "manifest.json"
 BLOCK_BYTES: Final = 2**20
 # No state is cut along more: five of a convolution, at most.
 _MAX_CUT_DIMS: Final = 6
+# Who reads a mesh counts its ranks.
+_MOST_RANKS: Final = 2**20
 
 # What a checkpoint is of: everything a run needs to go on; the trainable parameters with theirs; parameters alone.
 Contents = Literal["all", "trainable", "weights"]
@@ -377,7 +380,7 @@ class _PipelineJson(TypedDict):
 
 
 class _LayoutJson(TypedDict, total=False):
-    mesh: dict[str, _Count] | None
+    mesh: dict[Literal[*AXES], Annotated[int, Field(ge=1)]] | None  # type: ignore[valid-type]
     pipeline: _PipelineJson | None
     precision: dict[str, str] | None
     tiers: dict[str, str] | None
@@ -426,6 +429,8 @@ def _check(manifest: Manifest) -> None:
     names = [name for tensor in manifest.tensors for name in (tensor.name, *tensor.aliases)]
     if len(set(names)) < len(names):
         raise ValueError(f"{Counter(names).most_common(1)[0][0]} stands there twice")
+    if math.prod((manifest.layout.get("mesh") or {}).values()) > _MOST_RANKS:
+        raise ValueError(f"its mesh has more than {_MOST_RANKS:,} ranks")
     extents: dict[str, list[tuple[int, int]]] = {file: [] for file in manifest.files}
     for tensor in manifest.tensors:
         for name, state in tensor.states.items():

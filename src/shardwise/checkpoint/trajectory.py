@@ -16,7 +16,9 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import random
+import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -32,6 +34,9 @@ from shardwise.checkpoint.manifest import CheckpointError
 _HINTS: Final = frozenset({"params", "fused", "foreach", "capturable", "differentiable"})
 # JSON has no keys but text: a dict with others is kept as its items.
 _ITEMS: Final = "__items__"
+# Words of the Mersenne Twister's state.
+_NUMPY_KEYS: Final = 624
+_CURE: Final = "weights_only=True, which takes no optimizer and no schedule"
 
 log = logging.getLogger("shardwise")
 
@@ -48,7 +53,7 @@ def optimizer_options(optimizer: Optimizer) -> dict[str, Any]:
 def restore_options(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Give the groups, as many as there were, the options that `optimizer_options` returned."""
     for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
-        for key, value in options.items():
+        for key, value in ((key, value) for key, value in options.items() if key not in _HINTS):
             current = group.get(key)
             if isinstance(current, Tensor):  # whoever recorded a graph with it reads it there
                 current.fill_(value)
@@ -106,22 +111,73 @@ def misfits(saved: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, take
         takes_options: whether options and schedule come from the checkpoint, and not from a config.
     """
     found: dict[str, str] = {}
-    kind, saved_optimizer = type(optimizer).__name__, saved.get("optimizer") or {}
+    kind, saved_optimizer = type(optimizer).__name__, saved["optimizer"]
     if saved_optimizer.get("kind", kind) != kind:
         found["states"] = f"states of {saved_optimizer['kind']}, but the optimizer is {kind}"
     if not takes_options:
         return found
-    num_groups = len(saved_optimizer.get("groups", optimizer.param_groups))
-    if num_groups != len(optimizer.param_groups):
+    groups = saved_optimizer["groups"]
+    if len(groups) != len(optimizer.param_groups):
         there = len(optimizer.param_groups)
-        found["options"] = f"options of {num_groups} parameter groups, but the optimizer has {there}"
-    kind, saved_scheduler = type(scheduler).__name__, saved.get("scheduler") or {}
-    if saved_scheduler.get("kind", kind) != kind or not hasattr(scheduler, "load_state_dict"):
-        if saved_scheduler:
-            found["scheduler"] = f"a {saved_scheduler['kind']}, but the scheduler is {kind}"
-    elif "options" in found and saved_scheduler:
-        found["scheduler"] = f"a {kind} of {num_groups} parameter groups"
+        found["options"] = f"options of {len(groups)} parameter groups, but the optimizer has {there}"
+    elif wrong := [each for pair in zip(optimizer.param_groups, groups, strict=True) for each in _strange(*pair)]:
+        found["options"] = f"the optimizer's {wrong[0]}"
+    kind, saved_scheduler = type(scheduler).__name__, saved["scheduler"]
+    if saved_scheduler is None:
+        return found
+    if saved_scheduler["kind"] != kind or not hasattr(scheduler, "load_state_dict"):
+        found["scheduler"] = f"a {saved_scheduler['kind']}, but the scheduler is {kind}"
+    elif len(groups) != len(optimizer.param_groups):
+        found["scheduler"] = f"a {kind} of {len(groups)} parameter groups"
+    elif wrong := _strange(scheduler.state_dict(), saved_scheduler["state"]):
+        found["scheduler"] = f"{kind}'s {wrong[0]}"
     return found
+
+
+def check_whole(saved: Mapping[str, Any]) -> None:
+    """Raise where a trajectory lacks what a load reads, or a number is none.
+
+    Raises:
+        CheckpointError: so it is.
+    """
+    last_epoch = (saved.get("scheduler") or {}).get("state", {}).get("last_epoch", 0)
+    wrong = [f"no {key}" for key in ("normaliser", "scaler", "optimizer", "scheduler") if key not in saved]
+    wrong += [f"no {key} of the optimizer" for key in ("kind", "groups") if key not in saved.get("optimizer", {})]
+    wrong += [f"no {key} of the scheduler" for key in ("kind", "state") if key not in (saved.get("scheduler") or {key})]
+    wrong += [] if _fits(0, last_epoch) else [f"last_epoch={last_epoch!r:.50}"]
+    wrong += _strange({"scale": 1.0, "num_good_steps": 0}, saved.get("scaler", {}))
+    if wrong:
+        raise CheckpointError(f"the state of the run is not whole: {wrong[0]}; use an older checkpoint, or {_CURE}")
+
+
+def _strange(current: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Of values that were saved by name, those that cannot stand for what is there."""
+    values = {key: value for key, value in saved.items() if key in current and key not in _HINTS}
+    return [
+        f"{key} is {value!r:.50}, which cannot stand for {current[key]!r:.50}"
+        for key, value in values.items()
+        if not _fits(current[key], value)
+    ]
+
+
+def _fits(current: Any, plain: Any) -> bool:
+    """Whether `_like` makes of what JSON has a value that can stand for the one that is there.
+
+    >>> _fits(0.1, 0.5), _fits(0.1, "x"), _fits(0.1, float("nan")), _fits((0.9, 0.5), [0.9]), _fits({"a": 1}, {"b": 2})
+    (True, False, False, False, True)
+    """
+    if isinstance(current, bool):
+        return isinstance(plain, int)
+    if isinstance(current, int | float | Tensor):
+        is_number = isinstance(plain, int | float) and not isinstance(plain, bool)
+        is_bounded = not isinstance(current, float) or math.isfinite(current)
+        return is_number and (abs(plain) <= sys.float_info.max or not is_bounded)
+    if isinstance(current, list | tuple):
+        is_alike = isinstance(plain, list) and (isinstance(current, list) or len(plain) == len(current))
+        return is_alike and all(map(_fits, current, plain))
+    if isinstance(current, Mapping):
+        return isinstance(plain, dict) and (plain.keys() == {_ITEMS} or not _strange(current, plain))
+    return not isinstance(current, str) or isinstance(plain, str)
 
 
 def generator_states(device: torch.device) -> dict[str, Tensor]:
@@ -148,7 +204,7 @@ def restore_generators(states: Mapping[str, Tensor], device: torch.device) -> No
         _restore_generators(states, device)
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
         raise CheckpointError(
-            f"the state of a generator is none: {error}; use an older checkpoint, or weights_only=True"
+            f"the state of a generator is none: {error}; use an older checkpoint, or {_CURE}"
         ) from None
 
 
@@ -162,6 +218,8 @@ def _restore_generators(states: Mapping[str, Tensor], device: torch.device) -> N
         random.setstate((version, tuple(internal), gauss))
     if "numpy" in states:
         kind, keys, position, has_gauss, cached = json.loads(_text(states["numpy"]))
+        if len(keys) != _NUMPY_KEYS or not 0 <= position <= _NUMPY_KEYS:  # NumPy would read beyond them
+            raise ValueError(f"NumPy's has {len(keys)} words and stands at {position}")
         np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
 
 

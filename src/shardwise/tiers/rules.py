@@ -109,6 +109,11 @@ def rule_of(optimizer: Optimizer) -> StepRule:
     return _RULES[kind]
 
 
+def has_rule(optimizer: Optimizer) -> bool:
+    """Whether `rule_of` knows it: of its states, `step` alone is one number."""
+    return type(optimizer) in _RULES
+
+
 def _on_host(options: Options) -> dict[str, Any]:
     """The options with their tensors, such as a learning rate's, where the step runs."""
 

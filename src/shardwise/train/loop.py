@@ -286,7 +286,8 @@ def build_trainer(config: Config, data: PreparedData) -> Trainer:
         ConfigError: model, data and world do not fit each other.
         torch.OutOfMemoryError: the states do not fit.
     """
-    random.seed(config.run.seed)  # checkpoints hold these generators' states: equal runs have equal ones
+    torch.manual_seed(config.run.seed)  # checkpoints hold the generators' states: equal runs have equal ones
+    random.seed(config.run.seed)
     np.random.seed(config.run.seed % 2**32)
     shape = decoder_config(config.model, config.data.seq_len, data.vocab_size, config.attention)
     try:

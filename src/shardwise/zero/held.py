@@ -37,6 +37,7 @@ from shardwise.holdings import PARAM, HeldNumber, Holding
 from shardwise.layout.groups import GroupSpec, ParamSpec
 from shardwise.layout.pieces import Piece as Rectangle
 from shardwise.layout.pieces import intersect
+from shardwise.tiers.rules import has_rule
 from shardwise.zero.access import States
 from shardwise.zero.group import ParamGroup
 from shardwise.zero.streamed import Piece
@@ -126,6 +127,35 @@ def held_optimizer_states(states: States) -> Iterator[Holding | HeldNumber]:
                 yield from _of_piece(_in_flats(states.sharded.states_of(piece), part), part)
 
 
+def check_optimizer_states(states: States, wanted: Mapping[str, Mapping[str, Wanted]]) -> None:
+    """Raise where a state is to be one number that the optimizer keeps as long as the parameter, or otherwise round.
+
+    Args:
+        states: of the engine.
+        wanted: as for `prepare_optimizer_states`.
+
+    Raises:
+        ConfigError: so it is.
+    """
+    sharded = states.sharded
+    is_known = has_rule(sharded.optimizer)
+    for piece in sharded.pieces:
+        kept = sharded.states_of(piece)
+        for state, each in wanted.get(piece.name, {}).items():
+            is_number = isinstance(each, HeldNumber)
+            wants_number = is_number
+            if is_known:
+                wants_number = state == "step"
+            elif kept.get(state) is not None:
+                wants_number = not is_flat(kept[state])
+            if is_number != wants_number:
+                found, needed = ("one number", "elements") if is_number else ("elements", "one number")
+                raise ConfigError(
+                    f"the optimizer's state {state} of {piece.name} is {found}, but {type(sharded.optimizer).__name__} "
+                    f"keeps {needed}; use an older checkpoint, or weights_only=True"
+                )
+
+
 def prepare_optimizer_states(states: States, wanted: Mapping[str, Mapping[str, Wanted]]) -> None:
     """Let the optimizer have, of what this rank holds, just the wanted states: numbers set, tensors to be filled.
 
@@ -196,8 +226,6 @@ def _prepare(states: States, piece: Piece, name: str, wanted: Wanted) -> None:
     optimizer = states.sharded.optimizer
     current = optimizer.state[piece.view].get(name)
     if isinstance(wanted, HeldNumber):
-        if isinstance(current, Tensor) and current.dim():
-            del optimizer.state[piece.view][name]
         is_python = wanted.dtype in ("int", "float")
         value = wanted.value if is_python else torch.tensor(wanted.value, dtype=getattr(torch, wanted.dtype))
         states.sharded.write_state(piece, name, value)
