@@ -60,6 +60,7 @@ def test_two_ranks_train_and_leave_everything_behind(settings, capfd):
         assert "step 2: loss" in (folder / f"rank-{rank}.log").read_text()
         assert "BACKWARD" not in (folder / f"timeline-{rank}.jsonl").read_text()
         assert '"0STEP"' in (folder / f"timeline-{rank}.jsonl").read_text()
+    assert (folder / "tokenizer" / "tokenizer_config.json").is_file()
     printed = capfd.readouterr().out
     for part in (
         "ZeRO-2 over 2 ranks",

@@ -22,6 +22,7 @@ from shardwise.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredPiece, 
 from shardwise.checkpoint.offline import Damage, Verification
 from shardwise.checkpoint.reading import PieceReader
 from shardwise.layout.pieces import Rect
+from shardwise.train.tokenizer import byte_tokenizer, load_tokenizer
 
 ABOUT = {
     "layout": {"mesh": {"pp": 1, "dp_shard": 2, "tp": 2}, "stage": 3, "precision": {"param": "bf16", "master": "fp32"}},
@@ -306,7 +307,9 @@ def test_export_writes_a_folder_that_other_libraries_read(root, capsys):
     code, out, err = call(capsys, "export", "runs/b", "hf")
     assert (code, err) == (0, "")
     assert re.fullmatch(
-        r"hf has the weights of runs/b/step-00000007: 5 tensors, BF16, 1.2 MB written in [\d.]+ s \(.*/s\)\n", out
+        r"hf has the weights of runs/b/step-00000007: 5 tensors, BF16, 1.2 MB written in [\d.]+ s \(.*/s\)\n"
+        r"no tokenizer is beside them.* --tokenizer FOLDER adds one\n",
+        out,
     )
     tensors, expected = load_file("hf/model.safetensors"), values_of()
     assert sorted(tensors) == ["embed.weight", "positions", "scale", "up.bias", "up.weight"]
@@ -340,6 +343,23 @@ def test_export_says_what_is_wrong_and_leaves_nothing(root, capsys):
     assert code == 1
     assert "does not match its checksum" in err
     assert not list(Path().glob("*hf*"))
+
+
+def test_export_puts_a_tokenizer_beside_the_weights(root, capsys):
+    save(Path("runs/d/checkpoints"), values_of(), step=7, **ABOUT | {"model": LLAMA})
+    byte_tokenizer().save(Path("runs/d/tokenizer"), None)
+    Path("base").mkdir()
+    for name in ("tokenizer.model", "model.safetensors"):
+        Path("base", name).write_text("of base")
+    for options in ([], ["--tokenizer", "base"]):
+        folder = f"hf{len(options)}"
+        code, out, err = call(capsys, "export", "runs/d/checkpoints", folder, *options)
+        assert (code, out.count("\n"), err) == (0, 1, "")
+    assert load_tokenizer("hf0").encode("né") == byte_tokenizer().encode("né")
+    assert json.loads(Path("hf0/tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"
+    assert {each.name for each in Path("hf2").iterdir()} == {"config.json", "model.safetensors", "tokenizer.model"}
+    code, _, err = call(capsys, "export", "runs/d/checkpoints", "hf3", "--tokenizer", "runs/d")
+    assert (code, err.count("\n"), Path("hf3").exists()) == (2, 1, False)
 
 
 def test_export_takes_the_config_of_another_folder(root, capsys):

@@ -89,6 +89,7 @@ examples:
   shardwise checkpoint export runs/a my-model
   shardwise checkpoint export runs/a/step-00000100 my-model --dtype fp32
   shardwise checkpoint export runs/a my-model --hf-config base/config.json
+  shardwise checkpoint export runs/a my-model --tokenizer base
 
 exit code: 0; 1 if it is damaged or the disk fails; 2 if it cannot be done so
 """
@@ -173,6 +174,9 @@ def _add_export(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     export.add_argument(
         "--hf-config", type=Path, metavar="FILE", help="the config.json to put there; by default the checkpoint's own"
+    )
+    export.add_argument(
+        "--tokenizer", type=Path, metavar="FOLDER", help="whose tokenizer to put there; by default the run's own"
     )
     export.add_argument("--step", type=int, metavar="N", help="this one of several; the newest whole one by default")
     export.set_defaults(run=_guarded(_export))
@@ -297,8 +301,14 @@ def _export(arguments: argparse.Namespace) -> int:
 
         start_s = time.monotonic()
         dtype, hf_config = arguments.dtype, arguments.hf_config
-        exported = export_checkpoint(source, arguments.folder, dtype=dtype, hf_config=hf_config, progress=report)
+        of_run = source.absolute().parent.parent / "tokenizer"  # as shardwise train leaves it
+        tokenizer = arguments.tokenizer or (of_run if of_run.is_dir() else None)
+        exported = export_checkpoint(
+            source, arguments.folder, dtype=dtype, hf_config=hf_config, tokenizer=tokenizer, progress=report
+        )
     _print(render_exported(source, exported, time.monotonic() - start_s))
+    if tokenizer is None:
+        _print("no tokenizer is beside them, as the checkpoint lies in no run's folder; --tokenizer FOLDER adds one")
     return 0
 
 

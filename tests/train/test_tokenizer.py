@@ -26,6 +26,19 @@ BYTES = byte_tokenizer()
 
 
 @pytest.mark.parametrize("tokenizer", [TRAINED, BYTES], ids=["trained", "bytes"])
+def test_a_saved_tokenizer_is_one_of_transformers_too(tokenizer, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizer.save(tmp_path / "a", None)
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "a")
+    ids = tokenizer.encode(TEXTS[1])
+    assert (loaded(TEXTS[1])["input_ids"], loaded.decode(ids), loaded.eos_token_id) == (ids, TEXTS[1], tokenizer.eot_id)
+    loaded.chat_template = "{{ messages }}"
+    loaded.save_pretrained(tmp_path / "b")
+    tokenizer.save(tmp_path / "c", str(tmp_path / "b"))
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "c").chat_template == "{{ messages }}"
+
+
+@pytest.mark.parametrize("tokenizer", [TRAINED, BYTES], ids=["trained", "bytes"])
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(st.characters(blacklist_categories=["Cs"])))
 def test_round_trip(tokenizer: Tokenizer, text: str):

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -60,6 +60,12 @@ from shardwise.layout.pieces import Rect
 from shardwise.models import Decoder
 from shardwise.precision import torch_dtype
 
+# What transformers' tokenizers are saved as.
+_TOKENIZER_NAMES: Final = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt"),
+)
+
 
 @dataclass(frozen=True)
 class Exported:
@@ -77,6 +83,7 @@ def export_checkpoint(
     *,
     dtype: Dtype | None = None,
     hf_config: Path | None = None,
+    tokenizer: Path | None = None,
     progress: Progress | None = None,
 ) -> Exported:
     """Write the weights of a checkpoint as a Hugging Face folder: the bytes that its engine would have exported.
@@ -86,6 +93,7 @@ def export_checkpoint(
         folder: not there yet, or empty.
         dtype: of the weights, buffers excepted; None for that of the parameters of the run.
         hf_config: the config.json to put there, its dtype set; None to make it from the checkpoint.
+        tokenizer: the folder whose tokenizer is put there.
         progress: told how far this is.
 
     Raises:
@@ -111,7 +119,7 @@ def export_checkpoint(
     main_dtype = _named(wanted) or (exported[0].dtype if exported else "F32")
     others, names = _described(manifest, source, main_dtype, hf_config)
     plan = plan_export(in_order(exported), names)
-    begin_export(plan, folder, others)
+    begin_export(plan, folder, {**others, **_tokenizer_files(tokenizer)})
     try:
         _write(plan, folder, source, tensors, progress)
         finish_export(folder)
@@ -169,6 +177,15 @@ def _described(
     values = _read_config_file(hf_config)
     architecture, *_ = values.get("architectures") or [manifest.model.get("class", "")]
     return dict(config_files({"class": architecture, "config": values}, dtype)), names.then(family_names(values))
+
+
+def _tokenizer_files(folder: Path | None) -> dict[str, Path]:
+    if folder is None:
+        return {}
+    files = {name: folder / name for name in _TOKENIZER_NAMES if (folder / name).is_file()}
+    if not files:
+        raise CheckpointError(f"{folder} has no tokenizer.json; give a folder that AutoTokenizer loads")
+    return files
 
 
 def _read_config_file(path: Path) -> dict[str, Any]:

@@ -186,6 +186,7 @@ def run_rank(
         if env.rank == 0:
             for note in filter(None, [*notes, plan_note(trainer)]):
                 _say(console, note)
+            trainer.data.tokenizer.save(folder / "tokenizer", config.data.tokenizer)
             observer = Observer(trainer, folder, console, stop, resumed, predict(trainer, folder, env.cache))
         ending = _train(trainer, checkpoints, folder, observer, stop, console)
         write_timeline(folder / f"timeline-{env.rank}.jsonl", trainer.engine.timeline)

@@ -13,7 +13,9 @@ text (`corpus`) and keeping tokens (`prepare`, `dataset`).
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +31,7 @@ END_OF_TEXT = "<|endoftext|>"
 NUM_BYTE_TOKENS = 257
 SAMPLE_BYTES = 4_000_000
 _LONG_WORD = re.compile(r"\S{256}(?=\S)")
+_SETTINGS_NAMES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
 
@@ -70,6 +73,22 @@ class Tokenizer:
         """What `load_tokenizer` and every library that reads a tokenizer.json take."""
         text: str = self.backend.to_str()
         return text
+
+    def save(self, folder: Path, source: str | None) -> None:
+        """Write a folder that `AutoTokenizer` loads.
+
+        Args:
+            folder: made where it is not there.
+            source: as `data.tokenizer` names it; a folder's own settings, such as a chat template, are taken over.
+        """
+        folder.mkdir(exist_ok=True)
+        (folder / "tokenizer.json").write_text(self.to_json(), encoding="utf-8")
+        end = self.backend.id_to_token(self.eot_id)
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+        (folder / _SETTINGS_NAMES[0]).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        own = [Path(source).expanduser() / name for name in _SETTINGS_NAMES] if source is not None else []
+        for file in filter(Path.is_file, own):
+            shutil.copyfile(file, folder / file.name)
 
 
 def make_tokenizer(name: str | None, vocab_size: int, sample: Iterable[str]) -> Tokenizer:
