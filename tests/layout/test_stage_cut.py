@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from harness.huggingface import build_model
-from shardwise.config import ConfigError
+from shardwise.config import Config, ConfigError
+from shardwise.layout.cut import find_cut
 from shardwise.layout.skeleton import ParamEntry
 from shardwise.layout.stage_costs import UnitCost, estimate_costs
 from shardwise.layout.stage_cut import StageCut, cut_stages
@@ -192,7 +193,7 @@ def test_estimates() -> None:
     model = small_model()
     model[3].requires_grad_(False)
     units = find_stage_units(model)
-    costs = estimate_costs(model, units, bytes_per_element=16, frozen_bytes_per_element=2)
+    costs = estimate_costs(model, units, lambda entry: 16 if entry.requires_grad else 2)
     assert costs == (
         UnitCost("0", 0.0, 640.0),
         UnitCost("1", 32.0, 320.0),
@@ -201,6 +202,19 @@ def test_estimates() -> None:
         UnitCost("4", 120.0, 1120.0),
     )
     assert estimate_costs(model, units, 16)[3] == UnitCost("3", 48.0, 384.0)
+
+
+@pytest.mark.parametrize(("stage", "narrow", "wide"), [(0, 18, 16), (1, 6 + 12 / 2, 8 + 8 / 2)])
+def test_what_stays_in_fp32_takes_what_the_layout_gives_it(stage: int, narrow: float, wide: float) -> None:
+    """Parameters, gradients and AdamW's states, with a master of what is narrow alone."""
+    model = small_model()
+    model[4].requires_grad_(False)
+    model._keep_in_fp32_modules_strict = ["1", "4"]
+    mesh = {"pp": 2, "dp_shard": 2}
+    sections = {"mesh": mesh, "zero": {"stage": stage}, "precision": {"param": "bf16"}, "batch": {"accumulation": 2}}
+    cut = find_cut(model, Config.from_dict(sections).resolve(world_size=4))
+    costs = {cost.name: cost.memory_bytes for cost in cut.costs}
+    assert costs == {"0": 40 * narrow, "1": 20 * wide, "2": 8 * narrow, "3": 24 * narrow, "4": 70 * 4}
 
 
 def test_a_tied_head_computes_where_it_stands() -> None:

@@ -83,6 +83,13 @@ def test_of_a_model_they_are_its_layouts(stage: int, tiers: dict[str, str]) -> N
     assert states.unsharded_bytes == {1: 2 * block * ("grads" in tiers), 2: 2 * block, 3: 4 * block}[stage]
 
 
+def test_what_stays_in_fp32_is_gathered_in_fp32() -> None:
+    model = nn.Sequential(nn.ModuleList([nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)]))
+    model._keep_in_fp32_modules_strict = ["0.1"]
+    (states,) = estimate_model_states(model, num_gpus=2, stages=(3,), config={"zero": {"blocks": ["0.*"]}})
+    assert states.unsharded_bytes == 2 * 64 * 4
+
+
 def test_a_module_of_any_kind_will_do() -> None:
     model = nn.Linear(1000, 1000, bias=False)
     (states,) = estimate_model_states(model, num_gpus=1, stages=(0,))

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Final
 
 from torch import nn
@@ -23,6 +24,7 @@ from shardwise.layout.layout import optimizer_states
 from shardwise.layout.mesh_shape import SHARD_AXES, MeshShape
 from shardwise.layout.pipeline import PipelineLayout
 from shardwise.layout.precision import DTYPE_BYTES, precision_policy
+from shardwise.layout.skeleton import ParamEntry, wide_parameters
 from shardwise.layout.stage_costs import estimate_costs
 from shardwise.layout.stage_cut import StageCut, cut_stages
 from shardwise.layout.stage_units import find_stage_units
@@ -63,10 +65,9 @@ def find_cut(model: nn.Module, config: Config) -> StageCut:
     section = config.pipeline
     placement = placement_of(section.schedule, config.mesh.pp, section.virtual_stages)
     units = find_stage_units(model, section.units, section.replicate or ())
-    trained, frozen = _bytes_per_element(config)
     return cut_stages(
         units,
-        estimate_costs(model, units, trained, frozen, section.unit_seconds),
+        estimate_costs(model, units, _bytes_per_element(model, config), section.unit_seconds),
         placement.num_stages,
         balance=section.balance,
         placement=[placement.rank_of(stage) for stage in range(placement.num_stages)],
@@ -74,17 +75,20 @@ def find_cut(model: nn.Module, config: Config) -> StageCut:
     )
 
 
-def _bytes_per_element(config: Config) -> tuple[float, float]:
-    """At rest on one rank, of a trained and of a frozen parameter (Rajbhandari et al. 2020, figure 1)."""
+def _bytes_per_element(model: nn.Module, config: Config) -> Callable[[ParamEntry], float]:
+    """What each element of a parameter takes at rest on one rank (Rajbhandari et al. 2020, figure 1)."""
     num_shards = MeshShape.from_config(config.mesh).size_along(SHARD_AXES)
     stage = effective_stage(config.zero.stage, num_shards, config.tiers, is_scheduled=True)
-    policy = precision_policy(config.precision)
-    master_bytes = DTYPE_BYTES[policy.master]
-    optimizer_bytes = master_bytes * (len(optimizer_states(config.optimizer)) + policy.keeps_master)
-    sizes = (
-        (stage.params, DTYPE_BYTES[policy.param]),
-        (stage.grads, DTYPE_BYTES[policy.accumulate]),
-        (stage.optimizer, optimizer_bytes),
-    )
-    param, *others = (size / num_shards if place is Placement.SHARD else size for place, size in sizes)
-    return param + sum(others), param
+    narrow, wide = precision_policy(config.precision), wide_parameters(model, config.precision)
+
+    def num_bytes(entry: ParamEntry) -> float:
+        policy = narrow if wide.isdisjoint((entry.name, *entry.aliases)) else narrow.widened
+        num_states = len(optimizer_states(config.optimizer)) + policy.keeps_master
+        sizes = (
+            (stage.params, DTYPE_BYTES[policy.param]),
+            (stage.grads, DTYPE_BYTES[policy.accumulate] * entry.requires_grad),
+            (stage.optimizer, DTYPE_BYTES[policy.master] * num_states * entry.requires_grad),
+        )
+        return sum(size / num_shards if place is Placement.SHARD else size for place, size in sizes)
+
+    return num_bytes

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -44,8 +44,7 @@ class UnitCost:
 def estimate_costs(
     model: nn.Module,
     units: Sequence[StageUnit],
-    bytes_per_element: float,
-    frozen_bytes_per_element: float | None = None,
+    bytes_per_element: float | Callable[[ParamEntry], float],
     measured: Mapping[str, float] | None = None,
 ) -> tuple[UnitCost, ...]:
     """Costs by the units' parameters: 2 FLOPs a token and element of each matrix that is multiplied by.
@@ -58,28 +57,25 @@ def estimate_costs(
     Args:
         model: the units'; its storage is not read.
         units: as `find_stage_units` returns them.
-        bytes_per_element: of a trained parameter with its gradient and optimizer states, on one rank.
-        frozen_bytes_per_element: of a frozen parameter; `bytes_per_element` when left out.
+        bytes_per_element: of a parameter with its gradient and optimizer states, on one rank; of all, or of each.
         measured: seconds of a unit's forward and backward by pattern of unit names; the first that matches replaces
             the estimate. Estimates of the other units are scaled to them.
 
     Raises:
         ConfigError: a pattern matches no unit, or a measured time is not a positive number.
     """
-    frozen = bytes_per_element if frozen_bytes_per_element is None else frozen_bytes_per_element
     share = _share_of_experts(model)
     in_all = set.intersection(*({each.name for each in unit.params} for unit in units)) if len(units) > 1 else set()
     estimates = tuple(
         UnitCost(
             unit.name,
             _matrix_flops(model, unit, share),
-            float(
-                sum(
-                    _numel(each) * (bytes_per_element if each.requires_grad else frozen)
-                    for each in unit.params
-                    if each.name not in in_all
-                )
-            ),
+            sum(
+                math.prod(each.shape) * (bytes_per_element(each) if callable(bytes_per_element) else bytes_per_element)
+                for each in unit.params
+                if each.name not in in_all
+            )
+            + 0.0,
         )
         for unit in units
     )
@@ -135,7 +131,3 @@ def _with_measured(estimates: Sequence[UnitCost], measured: Mapping[str, float])
         replace(each, compute=each.compute * seconds_per_flop if seconds is None else float(seconds))
         for seconds, each in zip(times, estimates, strict=True)
     )
-
-
-def _numel(entry: ParamEntry) -> int:
-    return math.prod(entry.shape)

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,18 +125,12 @@ def table_of(estimates: Sequence[tuple[str, ModelStates]]) -> str:
 
 
 def _unsharded_bytes(layout: Layout) -> int:
-    """Of the unit that needs most: gathered parameters, and gradients before they are reduced."""
-    params = DTYPE_BYTES[layout.precision.param] if layout.stage.unshard_for_use else 0
-    grads = DTYPE_BYTES[layout.precision.param] if layout.stage.reduce_each_backward else 0
-    blocks = {name: numel for name, numel in _unit_numels(layout).items() if name != ROOT}
-    return (params + grads) * max(blocks.values(), default=0)
-
-
-def _unit_numels(layout: Layout) -> dict[str, int]:
-    numels: dict[str, int] = {}
+    """Of the block that needs most: gathered parameters, and gradients before they are reduced."""
+    num_times = layout.stage.unshard_for_use + layout.stage.reduce_each_backward
+    blocks: Counter[str] = Counter()
     for group in layout.groups:
-        numels[group.unit] = numels.get(group.unit, 0) + group.padded_numel
-    return numels
+        blocks[group.unit] += num_times * group.padded_numel * DTYPE_BYTES[layout.precision_of(group).param]
+    return max((size for name, size in blocks.items() if name != ROOT), default=0)
 
 
 def _model_of(num_params: int, largest_block: int) -> nn.Module:
