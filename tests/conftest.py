@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 import hypothesis
@@ -34,8 +34,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         full = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+        left_out = variants_left_out(items)
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
     if hasattr(config, "workerinput"):
         put_long_files_first(items)
+
+
+def variants_left_out(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Of each test marked `quick(n)`, all variants but n, which lie evenly over them: first and last stay."""
+    variants = defaultdict(list)
+    for item in items:
+        if (mark := item.get_closest_marker("quick")) is not None:
+            variants[item.path, getattr(item, "originalname", item.name), mark.args[0]].append(item)
+    left_out = set()
+    for (_, _, num), group in variants.items():
+        kept = {round(i * (len(group) - 1) / max(num - 1, 1)) for i in range(num)}
+        left_out |= {item for i, item in enumerate(group) if i not in kept}
+    return left_out
 
 
 def put_long_files_first(items: list[pytest.Item]) -> None:

@@ -52,6 +52,7 @@ def by_role(live_bytes: Any) -> dict[str, int]:
     return {role: live_bytes[category] for role, category in roles.items()}
 
 
+@pytest.mark.full
 def test_13_billion_parameters_do_not_fit_without_offload() -> None:
     with pytest.raises(torch.OutOfMemoryError, match=r"of 32\.00 GiB"):
         train(preset("llama-13b"), stage=2)

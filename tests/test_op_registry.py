@@ -53,6 +53,7 @@ def test_kernels_go_with_a_registry_that_nobody_closed() -> None:
     assert held() is None
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"cp": 2}])
 def test_engines_whose_ranks_compute_a_sample_together_leave_nothing_behind(mesh: dict[str, Any]) -> None:
     gc.collect()

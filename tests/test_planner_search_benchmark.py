@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
+@pytest.mark.full
 def test_a_whole_answer_is_measured(tmp_path: Path) -> None:
     kept = tmp_path / "measured.json"
     command = [sys.executable, str(BENCHMARKS / "planner_search.py"), "--quick", "--json", str(kept)]

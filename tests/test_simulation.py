@@ -57,6 +57,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.full
 def test_a_rank_of_4096_with_66_billion_parameters() -> None:
     done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True, timeout=500)
     found = json.loads(done.stdout)
@@ -101,6 +102,7 @@ def simulate_case(
     )
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "options",
     cover(
@@ -127,6 +129,7 @@ def test_simulated_ranks_are_real_ones(ranks: WorkerPool, options: dict[str, Any
         assert simulated(simulate_case(*arguments, rank, world_size)) == real
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("case_name", "overrides"),
     [

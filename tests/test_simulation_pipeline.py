@@ -58,6 +58,7 @@ def check_ranks(ranks: WorkerPool, num_ranks: int, *arguments: Any) -> None:
         assert found == reals[rank]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "options",
     cover(
@@ -89,6 +90,7 @@ def test_simulated_ranks_are_real_ones(ranks: WorkerPool, options: dict[str, Any
     check_ranks(ranks, 4, options["model"], 3, overrides)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -110,6 +112,7 @@ def held_activations(schedule: str, num_micro_batches: int, rank: int = 0) -> in
     return peak.peak_live_bytes[Category.ACTIVATIONS]
 
 
+@pytest.mark.full
 def test_the_peak_shows_the_micro_batches_in_flight() -> None:
     """Beside what one micro-batch leaves on rank 0 a peak holds the little that is at work."""
     all_forward = {num: held_activations("gpipe", num) for num in (2, 2 * PP)}

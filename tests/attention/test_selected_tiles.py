@@ -70,7 +70,7 @@ def tables_for(layout: BlockLayout, of_queries: bool, tile: int = 64, entry: int
     return tables_of(layout, Side(of_queries, Width(tile, entry)), Heads(1, 1), 10**6)
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(
     layout=selected(),
     of_queries=st.booleans(),
@@ -268,6 +268,7 @@ CASES: dict[str, tuple[BlockLayout, Heads, torch.dtype, list[Runs], int | None]]
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", CASES)
 def test_partial_results_and_gradients_add_up_to_the_reference(name: str) -> None:
     """Each rank's queries over each rank's keys: merged, and differentiated by the final results."""

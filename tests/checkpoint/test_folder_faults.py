@@ -125,6 +125,7 @@ def test_killed_in_the_first_save(tmp_path: Path) -> None:
     assert seen == {((), False), ((30,), False), ((30,), True)}
 
 
+@pytest.mark.full
 def test_killed_in_deleting(tmp_path: Path) -> None:
     seen = set()
     for root in kill_everywhere(tmp_path, save_three, lambda root: retain(root, 1, None)):

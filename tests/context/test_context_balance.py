@@ -42,7 +42,7 @@ def layouts(draw):
     return pack(documents)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(layouts(), st.sampled_from((2, 3, 6)), st.sampled_from((contiguous, zigzag, None)))
 def test_work_is_that_of_the_plans_pieces(layout, degree, make):
     split = balanced(layout, degree) if make is None else make(layout.num_queries, degree)

@@ -92,11 +92,13 @@ def is_quick(options: dict[str, Any]) -> bool:
     return options["stage"] in (0, 3) or (options["model"], options["recompute"]) == ("decoder", "full")
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("options", cover(FACTORS, quick=is_quick))
 def test_offload_is_bitwise_no_offload(ranks: WorkerPool, options: dict[str, Any]) -> None:
     check(ranks, options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recompute", ["selective", pytest.param("full", marks=pytest.mark.full)])
 def test_compiled_blocks_too(ranks: WorkerPool, recompute: str) -> None:
     options = {"model": "decoder", "stage": 3, "recompute": recompute, "accumulation": 2, "tp": 1, "every": 1}

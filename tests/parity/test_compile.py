@@ -94,6 +94,7 @@ def is_quick(options: dict[str, Any]) -> bool:
     return options["stage"] in (0, 3) or options["recompute"] == "none"
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("options", cover(FACTORS, quick=is_quick))
 def test_compiled_blocks_equal_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
     for num_graphs in check(ranks, options):
@@ -101,6 +102,7 @@ def test_compiled_blocks_equal_one_process(ranks: WorkerPool, options: dict[str,
         assert num_graphs == [(1, 2), (2, 3), (4, 4), (4, 4), (4, 4)]
 
 
+@pytest.mark.full
 def test_blocks_of_which_every_second_is_recomputed(ranks: WorkerPool) -> None:
     for num_graphs in check(ranks, {"stage": 3, "recompute": "full", "every": 2, "accumulation": 1}):
         assert num_graphs == [(2, 4), (4, 6), (8, 8), (8, 8), (8, 8)]

@@ -73,6 +73,7 @@ CASES: dict[str, tuple[str, int, Options]] = {
 }
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_of_transformers_equals_one_process(ranks: WorkerPool, case: str) -> None:
     name, num_ranks, overrides = CASES[case]
@@ -163,6 +164,7 @@ def compile_blocks(rank: int, world_size: int, enabled: bool, is_padded: bool) -
         return [engine.train_step([batch]).loss for _ in range(2)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_compiled_blocks_compute_alike(ranks: WorkerPool, is_padded: bool) -> None:
     plain, compiled = (ranks(2).run(compile_blocks, enabled, is_padded) for enabled in (False, True))

@@ -171,6 +171,7 @@ def plain_read_and_write(name: str, layout: str) -> tuple[Named, Named]:
     return states, plain_states(model, optimizer)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "options",
     cover(
@@ -279,6 +280,7 @@ def train_plainly(name: str, layout: str, feature: str) -> dict[str, Tensor]:
     return {key: parameter.detach() for key, parameter in model.named_parameters()}
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "options", cover({"feature": list(FEATURES), "model": ["decoder", "gpt2"], "layout": ["tp4", "tp2-dp2"]})
 )
@@ -384,6 +386,7 @@ def train_compiled(rank: int, world_size: int) -> dict[str, Tensor]:
         return parameters_of(engine)
 
 
+@pytest.mark.full
 def test_compiled_blocks(ranks: WorkerPool) -> None:
     expected = train_plainly("gpt2", "tp2", "offload-lockstep")
     for parameters in ranks(2).run(train_compiled):

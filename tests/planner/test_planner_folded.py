@@ -102,7 +102,7 @@ def layout_or_none(shape: DecoderConfig, s: Strategy) -> Layout | None:
         return None
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(shape=decoders(), strategy=strategies())
 def test_folded_bytes_are_those_of_the_whole_model(shape: DecoderConfig, strategy: Strategy) -> None:
     layout = layout_or_none(shape, strategy)

@@ -31,6 +31,7 @@ def job(name: str = "cpu", **changes: Any) -> Job:
     return replace(plain, shape=replace(plain.shape, **changes))
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     ("strategy", "pipeline_rank"),
     [

@@ -40,6 +40,7 @@ def simulate_case(case: ModelCase, overrides: dict[str, Any], rank: int, world_s
     )
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "options",
     cover(

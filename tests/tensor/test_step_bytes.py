@@ -165,6 +165,7 @@ def count(rank: int, world_size: int, is_sequence: bool) -> dict[tuple[str, str,
     return found
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("is_sequence", [False, True])
 def test_collectives_and_bytes_of_a_step(ranks: WorkerPool, tp: int, is_sequence: bool) -> None:
@@ -211,6 +212,7 @@ def as_watched(calls: dict[str, int], tp: int, num_scalars: int = 0) -> dict[str
 MESHES = [(2, 1), (2, 2), (4, 1)]  # tp, data ranks
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "options",
     cover(

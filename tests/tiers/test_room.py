@@ -68,6 +68,7 @@ def measure(
             return trained.layout, pages.peak_bytes - resting_bytes, dict(trained.memory.snapshot().peak_live_bytes)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("where", list(PLACES))
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_buffers_are_within_the_formula_however_many_groups(

@@ -78,6 +78,7 @@ def run(ranks: WorkerPool, job: VerifyJob, folder: Path, fault: str = "") -> Out
     return judge(small_layout(job), Trace.load(folder / "trace.safetensors"), train_reference(job), 0.0)
 
 
+@pytest.mark.full
 def test_a_config_of_512_gpus(ranks, tmp_path):
     config = Config.from_dict(
         {
