@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from shardwise.start import initialize
     from shardwise.tensor.layout import plan_layout
     from shardwise.tensor.propose import propose_plan
+    from shardwise.tensor.prove import prove_plan
     from shardwise.wearing import ReleasedParameterError
 
 __version__: Final = "0.1.0"
@@ -68,6 +69,7 @@ __all__ = [
     "plan",
     "plan_layout",
     "propose_plan",
+    "prove_plan",
     "save_timeline",
     "simulate",
     "sparse_sdpa",
@@ -102,6 +104,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "plan": "planner.plan",
     "plan_layout": "tensor.layout",
     "propose_plan": "tensor.propose",
+    "prove_plan": "tensor.prove",
     "save_timeline": "recording",
     "simulate": "simulation",
     "sparse_sdpa": "attention.interception",

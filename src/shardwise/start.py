@@ -38,7 +38,7 @@ from shardwise.mesh import Mesh, open_store
 from shardwise.optim import schedule_of
 from shardwise.results import Scheduler
 from shardwise.tensor.layout import with_own_dtype
-from shardwise.tensor.proof import proved_layout
+from shardwise.tensor.prove import proved_layout
 from shardwise.zero.optimizer_plan import OptimizerFactory
 
 

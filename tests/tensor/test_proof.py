@@ -13,9 +13,11 @@ from harness.huggingface import FAMILIES, build_model
 from harness.pool import WorkerPool
 from harness.training import make_config
 from harness.unknown_models import CASES
-from shardwise import ConfigError, initialize, propose_plan
+from harness.zoo_cells import case_of
+from shardwise import Config, ConfigError, initialize, propose_plan
 from shardwise.layout.tensor_plan import Region
-from shardwise.tensor.proof import check_small_copy, refute
+from shardwise.tensor.proof import NotProvedError, refute
+from shardwise.tensor.prove import check_provable, check_small_copy, prove_plan, proved_layout
 
 CROSSED: Final = next(case for case in CASES if case.name == "crossed")
 # The norm works on whole tensors, outside of all regions: the sum of its gradients counts it once a rank.
@@ -63,16 +65,84 @@ def test_a_proposal_whose_backward_is_wrong_is_refused() -> None:
         propose_plan(Hiding(), torch.randn(2, 8), tp=2)
 
 
-def test_values_that_a_model_does_not_know_prove_nothing() -> None:
+def test_values_that_a_model_does_not_know_prove_nothing_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     model = CROSSED.build(torch.float32)
     tokens = torch.full((2, 8), 10**6)
-    assert propose_plan(model, tokens, tp=2) == propose_plan(model, torch.zeros_like(tokens), tp=2)
+    proved = propose_plan(model, torch.zeros_like(tokens), tp=2)
+    assert not caplog.records
+    assert propose_plan(model, tokens, tp=2) == replace(proved, notes=proved.notes[:-1])
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "bert", "t5"])
 def test_plans_of_families_are_right_on_tiny_copies(family: str) -> None:
     if family in FAMILIES:
-        check_small_copy(build_model(family), None, 4)
+        for model in (build_model(family), nn.Sequential(build_model(family))):
+            for sequence_parallel in (False, True):
+                assert check_small_copy(model, None, 4, sequence_parallel) == ""
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
+def test_plans_of_models_with_towers_are_proved_by_their_text(family: str) -> None:
+    pytest.importorskip("transformers")
+    assert check_small_copy(case_of(family, {}).build(torch.float32), None, 2) == ""
+
+
+def test_a_large_proposal_is_proved_by_that_of_a_tiny_copy(caplog: pytest.LogCaptureFixture) -> None:
+    tiny: Any = build_model("llama")
+    large = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 1024, "vocab_size": 8192, "num_hidden_layers": 3}
+    with torch.device("meta"):
+        model = type(tiny)(type(tiny.config).from_dict(tiny.config.to_dict() | large))
+    with pytest.raises(NotProvedError):
+        check_provable(model, ())
+    tokens = torch.ones(2, 8, dtype=torch.long)
+    plan = propose_plan(model, {"input_ids": tokens, "labels": tokens}, tp=2)
+    assert "proved in float64 over tp=2" in plan.notes
+    assert not caplog.records
+
+
+class Averaging(nn.Module):
+    """A block that adds the mean over the sequence (dim 1) to each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.network = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1, keepdim=True) + self.network(self.norm(x))
+
+
+SEQUENCE_TABLE: Final = {
+    "0.network.0": "column",
+    "0.network.2": "row",
+    "0.network": "region input",
+    "0": "stack x last=1",
+}
+
+
+def test_a_plan_is_proved_along_the_sequence_too() -> None:
+    model, batch = nn.Sequential(Averaging(), nn.LayerNorm(8)), torch.randn(2, 4, 8)
+    proved = prove_plan(model, batch, SEQUENCE_TABLE, tp=2)
+    assert prove_plan(model, batch, proved, tp=2) == proved
+    with pytest.raises(ConfigError, match="is refuted, in float64 over tp=2"):
+        prove_plan(model, batch, SEQUENCE_TABLE, tp=2, sequence_parallel=True)
+    with pytest.raises(ConfigError, match="is not proved: the whole model does not run"):
+        prove_plan(model, torch.randn(2, 4, 9), SEQUENCE_TABLE, tp=2)
+
+
+def test_what_is_not_proved_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, table = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), {"0": "column", "1": "row"}
+    config = Config.from_dict({"mesh": {"tp": 2}}).resolve(2)
+    for rank in range(2):
+        proved_layout(model, config, table, rank=rank)
+    assert len(caplog.records) == 1
+    caplog.clear()
+    proved_layout(model, config, prove_plan(model, torch.ones(2, 8), table, tp=2), rank=0)
+    proved_layout(model, config, propose_plan(model, torch.ones(2, 8), tp=2), rank=0)
+    assert not caplog.records
+    proved_layout(model, config, replace(propose_plan(model, torch.ones(2, 8), tp=2), notes=()), rank=0)
+    assert len(caplog.records) == 1
 
 
 def test_a_table_that_a_tiny_copy_refutes_is_refused_by_every_rank(ranks: WorkerPool) -> None:

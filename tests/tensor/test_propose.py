@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -314,7 +315,7 @@ def test_ranks_compute_what_one_process_computes(case: str) -> None:
 def test_meta_models_give_the_same_plan() -> None:
     plan = propose_plan(Mlp(), inputs(), tp=2)
     with torch.device("meta"):
-        assert propose_plan(Mlp(), torch.empty(2, SEQ, E), tp=2) == plan
+        assert propose_plan(Mlp(), torch.empty(2, SEQ, E), tp=2) == replace(plan, notes=plan.notes[:-1])
 
 
 def test_regions_are_modules_whose_argument_columns_alone_read() -> None:
@@ -377,6 +378,7 @@ def test_our_decoder(tie: bool) -> None:
         "blocks.*.ffn: gate, up by 24 features -> down",
         "embed: vocab by 65 tokens",
         "head: head by 65 tokens",
+        "proved in float64 over tp=2",
     ]
     assert plan.regions == tuple(
         region
@@ -449,5 +451,5 @@ def test_hugging_face_models_as_if_unknown(name: str, lines: list[str]) -> None:
     torch.manual_seed(0)
     model, batch = hugging_face(name), {"input_ids": torch.randint(0, 64, (2, SEQ))}
     plan = propose_plan(model, batch, tp=2)
-    assert str(plan).splitlines() == lines
+    assert str(plan).splitlines() == [*lines, "proved in float64 over tp=2"]
     assert_right(model, plan, batch, 2)

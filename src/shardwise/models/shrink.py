@@ -125,7 +125,7 @@ def shrink_decoder(shape: DecoderConfig, scale: Scale) -> DecoderConfig:
 # What the families call their sizes; the first that a config has says how large the model is, all of them are changed.
 _NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers"),
+        "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "depth"),
         "hidden_size": ("hidden_size", "n_embd", "d_model"),
         "num_heads": ("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads"),
         "num_kv_heads": ("num_key_value_heads",),
@@ -140,7 +140,7 @@ _MORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "num_layers": ("num_decoder_layers", "encoder_layers"),
         "num_heads": ("encoder_attention_heads",),
         "ffn_size": ("encoder_ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size"),
-        "hidden_size": ("word_embed_proj_dim",),
+        "hidden_size": ("word_embed_proj_dim", "embed_dim"),
         "max_seq_len": ("n_ctx",),
     }
 )
@@ -162,8 +162,10 @@ def shrink_huggingface(values: Mapping[str, Any], scale: Scale, seq_len: int) ->
         ConfigError: layers, hidden size, heads or vocabulary go by no name that is known.
     """
     sizes = read_huggingface(values)
-    # A rotary embedding of a part of the head turns pairs, too.
-    is_partial = any(key in values for key in ("partial_rotary_factor", "rotary_pct"))
+    # A rotary embedding of a part of the head, or of several axes, turns pairs, too.
+    rotary = values.get("rope_parameters")
+    axes = rotary.get("mrope_section") if isinstance(rotary, dict) else None
+    is_partial = isinstance(axes, list) or any(key in values for key in ("partial_rotary_factor", "rotary_pct"))
     small = shrink_sizes(sizes, scale, head_dim=4 * _HEAD_DIM if is_partial else _HEAD_DIM)
     shrunk = dict(values)
     for field in fields(ModelSizes):
@@ -175,6 +177,10 @@ def shrink_huggingface(values: Mapping[str, Any], scale: Scale, seq_len: int) ->
             shrunk[key] = min(values[key], most)
     if isinstance(values.get("layer_types"), list):
         shrunk["layer_types"] = values["layer_types"][: small.num_layers]
+    if isinstance(rotary, dict) and isinstance(axes, list):
+        each = small.head_dim // 2 // max(1, len(axes))
+        first = small.head_dim // 2 - each * (len(axes) - 1)
+        shrunk["rope_parameters"] = {**rotary, "mrope_section": [first, *[each] * (len(axes) - 1)]}
     window = values.get("sliding_window")
     if isinstance(window, int) and window < seq_len:
         shrunk["sliding_window"] = _WINDOW

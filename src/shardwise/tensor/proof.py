@@ -16,7 +16,6 @@ hidden by one. What is compared is what a rank would get: the surgery is the eng
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import math
 import threading
@@ -29,27 +28,23 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch_private import is_fake, pytree, unseen_by_op_modes
+from shardwise._torch_private import pytree
 from shardwise.comm import Comm, Pending
-from shardwise.config import Config, ConfigError, TensorConfig
-from shardwise.layout.layout import Layout
-from shardwise.layout.mesh_shape import MeshShape
+from shardwise.config import TensorConfig
 from shardwise.layout.splits import ParamSplit, Rect
 from shardwise.layout.tensor_plan import TensorPlan, param_splits
-from shardwise.models.shrink import Scale, shrink_huggingface
-from shardwise.tensor.layout import plan_layout
-from shardwise.tensor.plans import find_plan
-from shardwise.tensor.plans.table import Table
 from shardwise.tensor.surgery import split_model
 from shardwise.tensor.trace import call_model, plain_output
 
-MAX_ELEMENTS: Final = 2**21  # of a model that is proved: a second or so
-_SEQ_LEN: Final = 8
 _TIMEOUT_S: Final = 60.0
 _TOLERANCE: Final = 1e-4  # models that compute norms in fp32 whatever their dtype come to 1e-6
 
 
-def refute(model: nn.Module, plan: TensorPlan, batch: Any, degree: int) -> str:
+class NotProvedError(Exception):
+    """Numbers say nothing of a plan; the message says why."""
+
+
+def refute(model: nn.Module, plan: TensorPlan, batch: Any, degree: int, sequence_parallel: bool = False) -> str:
     """Run a model whole and split, forward and backward.
 
     Args:
@@ -57,12 +52,14 @@ def refute(model: nn.Module, plan: TensorPlan, batch: Any, degree: int) -> str:
         plan: for it.
         batch: what the model is called with.
         degree: ranks.
+        sequence_parallel: whether the plan's stacks are split along the sequence.
 
     Returns:
-        what differs; empty where nothing does, or where the whole model does not run on this batch, whose values need
-        not be such as it knows, or gives nothing finite.
+        what differs; empty where nothing does.
 
     Raises:
+        NotProvedError: the whole model does not run on this batch, whose values need not be such as it knows, or gives
+            nothing finite, or layers of the plan do not run.
         Exception: what the split model's code raises.
     """
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), _quiet():
@@ -72,71 +69,31 @@ def refute(model: nn.Module, plan: TensorPlan, batch: Any, degree: int) -> str:
             for parameter in whole.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
         batch = pytree.tree_map(_widened, batch)
-        splits = param_splits(whole, plan, degree, sequence_parallel=False)
-        world = _World(degree)
+        splits = param_splits(whole, plan, degree, sequence_parallel)
+        world = _World(degree, TensorConfig(sequence_parallel=sequence_parallel))
         ranks = [_part_of(whole, splits, rank) for rank in range(degree)]
         try:
             expected = _run(whole, batch)
-        except Exception:  # values of an example, as of `torch.empty`, may be no tokens
-            expected = math.nan
+        except Exception as error:  # values of an example, as of `torch.empty`, may be no tokens
+            raise NotProvedError(f"the whole model does not run on the batch ({in_short(error)})") from error
         if not math.isfinite(expected):
-            return ""
+            raise NotProvedError("the whole model returns nothing finite that has a gradient")
         with ThreadPoolExecutor(degree) as pool:
             found = list(pool.map(lambda rank: world.run(rank, ranks[rank], plan, splits, batch), range(degree)))
     wrong = max(abs(each - expected) for each in found) / (abs(expected) + 1e-12)
     if not wrong < _TOLERANCE:
         return f"the outputs are off by {wrong:.0e} of their size"
-    return _wrong_gradient(whole, ranks, splits)
+    wrong_gradient = _wrong_gradient(whole, ranks, splits)
+    weights = {each.module: whole.get_parameter(f"{each.module}.weight") for each in plan.layers}
+    idle = [name for name, each in weights.items() if each.requires_grad and each.grad is None]
+    if idle and not wrong_gradient:
+        raise NotProvedError(f"{idle[0]} takes no part in what the model returns")
+    return wrong_gradient
 
 
-def proved_layout(model: nn.Module, config: Config, plan: Table | TensorPlan | None, *, rank: int) -> Layout:
-    """Return what `plan_layout` does, for the same arguments, after `check_small_copy`."""
-    layout = plan_layout(model, config, plan, rank=rank)
-    check_small_copy(model, plan, config.mesh.tp)
-    return layout
-
-
-def check_small_copy(model: nn.Module, given: Table | TensorPlan | None, degree: int) -> None:
-    """Refuse the plan that a Hugging Face model brings, or a table for it, where a tiny copy of the model refutes it.
-
-    The copy has the model's config with small sizes. Where it cannot be made, or a table speaks of sizes that it has
-    not, nothing is proved, and nothing refused.
-
-    Args:
-        model: as it is given to `initialize`; others than Hugging Face's are let pass.
-        given: the user's table; None for the model's own plan. A `TensorPlan` has the model's sizes, and is let pass.
-        degree: ranks of the tensor-parallel group.
-
-    Raises:
-        ConfigError: outputs or gradients of the split copy are not those of the whole.
-    """
-    config: Any = getattr(model, "config", None)
-    is_theirs = hasattr(model, "base_model_prefix") and hasattr(config, "to_dict")
-    if degree == 1 or isinstance(given, TensorPlan) or not is_theirs:
-        return
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), unseen_by_op_modes(is_real=True):
-            values = shrink_huggingface(config.to_dict(), Scale(MeshShape(tp=degree), MeshShape(tp=2)), _SEQ_LEN)
-            small: nn.Module = type(model)(type(config).from_dict(values | {"use_cache": False}))
-            tokens = torch.randint(4, values["vocab_size"], (2, _SEQ_LEN), generator=torch.Generator().manual_seed(0))
-            takes = inspect.signature(small.forward).parameters
-            batch = {name: tokens for name in ("input_ids", "labels") if name in takes}
-            wrong = refute(small, find_plan(small, 2, given, sequence_parallel=False), batch, 2)
-    except Exception:  # of code that nobody knows, at sizes that it was not made for
-        return
-    if wrong:
-        raise ConfigError(
-            f"the tensor-parallel plan of {type(model).__name__} is refuted by a tiny copy, in float64 over tp=2: "
-            f"{wrong}; let shardwise.propose_plan(model, batch, tp={degree}) make one"
-        )
-
-
-def is_provable(model: nn.Module, batch: Any) -> bool:
-    """Return whether a model is small and, as its batch, has values."""
-    tensors = [*model.parameters(), *model.buffers()]
-    given = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    is_real = not any(each.is_meta or is_fake(each) for each in (*tensors, *given))
-    return is_real and sum(each.numel() for each in tensors) <= MAX_ELEMENTS
+def in_short(error: BaseException) -> str:
+    """The first line of an error, with its kind."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 @contextmanager
@@ -155,7 +112,8 @@ def _quiet() -> Iterator[None]:
 class _World:
     """Ranks that meet at a barrier."""
 
-    def __init__(self, degree: int) -> None:
+    def __init__(self, degree: int, config: TensorConfig) -> None:
+        self.config = config
         self.slots: list[Tensor] = [torch.empty(0)] * degree
         self.barrier = threading.Barrier(degree, timeout=_TIMEOUT_S)
 
@@ -163,7 +121,7 @@ class _World:
         """The loss of one rank, with its gradients left in its parameters."""
         undo: list[Callable[[], None]] = []
         try:
-            undo = split_model(model, plan, cast(Comm, _ThreadComm(self, rank)), TensorConfig(), splits)
+            undo = split_model(model, plan, cast(Comm, _ThreadComm(self, rank)), self.config, splits)
             with torch.enable_grad():
                 return _run(model, batch)
         except BaseException:

@@ -8,6 +8,7 @@ what is split, and why the rest is not.
 >>> plan = propose_plan(model, torch.zeros(2, 8), tp=2)
 >>> print(plan)
 0 by 32 features -> 2
+proved in float64 over tp=2
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from shardwise.layout.splits import Part
 from shardwise.layout.tensor_plan import LayerSplit, Region, TensorPlan, is_within
 from shardwise.tensor.kinds import is_linear, is_lookup, is_transposed
 from shardwise.tensor.plans.words import NO_TENSOR
-from shardwise.tensor.proof import is_provable, refute
+from shardwise.tensor.proof import NotProvedError, in_short, refute
+from shardwise.tensor.prove import check_provable, kinds_of, small_copy, warn, with_proof
 from shardwise.tensor.trace import Call, Op, Trace, record
 from shardwise.tensor.units import Analysis, LayerSet
 
@@ -56,14 +58,34 @@ def propose_plan(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
     with torch.device("cpu"):  # whatever the caller's default is, such as meta
         plan = _propose(model, batch, tp)
         try:
-            wrong = refute(model, plan, batch, tp) if is_provable(model, batch) else ""
+            wrong = _refute(model, plan, batch, tp)
+        except NotProvedError as error:
+            warn(model, str(error), tp, is_found=True)
+            return plan
         except Exception as error:  # whatever the model's code makes of its split layers
-            wrong = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            wrong = in_short(error)
     if wrong:
         raise ConfigError(
             f"the plan that was found for tp={tp} is refuted: {wrong}; give a plan as a table, or {NO_TENSOR}"
         )
-    return plan
+    return with_proof(plan, tp)
+
+
+def _refute(model: nn.Module, plan: TensorPlan, batch: Any, tp: int) -> str:
+    """What is wrong with a plan on the model itself; where that is too large, with the same plan of its tiny copy."""
+    try:
+        check_provable(model, batch)
+    except NotProvedError as error:
+        try:
+            small, small_batch = small_copy(model, tp)
+            found = _propose(small, small_batch, 2)
+        except Exception as other:
+            why = other if isinstance(other, NotProvedError) else in_short(other)
+            raise NotProvedError(f"{error}, and of a tiny copy: {why}") from other
+        if kinds_of(found) != kinds_of(plan):
+            raise NotProvedError(f"{error}, and its tiny copy is split otherwise") from error
+        return refute(small, found, small_batch, 2)
+    return refute(model, plan, batch, tp)
 
 
 def _propose(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
