@@ -227,14 +227,7 @@ class EngineCheckpoints(EngineStates):
 
         def make_plan(_: Progress) -> None:
             nonlocal plan
-            manifest = describe_stored(folder)
-            misfits: Mapping[str, str] = {}
-            if not weights_only and manifest.contents != "weights":
-                trajectory.check_whole(manifest.trajectory)
-                takes_options = not self._follows_config
-                misfits = trajectory.misfits(manifest.trajectory, self.optimizer, self.scheduler, takes_options)
-            plan = plan_load(manifest, targets, str(folder), misfits, strict=strict, weights_only=weights_only)
-            held.check_optimizer_states(self._states(), plan.optimizer_states())
+            plan = self._plan_load(describe_stored(folder), targets, str(folder), strict, weights_only)
 
         if not self._all_well(make_plan, damaged):
             return None
@@ -268,6 +261,20 @@ class EngineCheckpoints(EngineStates):
         return LoadReport(
             folder, manifest.step, result.missing, loaded.skipped, tuple(damaged), manifest.extra, num_bytes
         )
+
+    def _plan_load(
+        self, manifest: Manifest, targets: Sequence[Holding], where: str, strict: bool, weights_only: bool
+    ) -> LoadPlan:
+        misfits: Mapping[str, str] = {}
+        takes_options = not self._follows_config
+        if not weights_only and manifest.contents != "weights":
+            trajectory.check_whole(manifest.trajectory)
+            misfits = trajectory.misfits(manifest.trajectory, self.optimizer, self.scheduler, takes_options)
+        plan = plan_load(manifest, targets, where, misfits, strict=strict, weights_only=weights_only)
+        if plan.with_states:
+            options = manifest.trajectory["optimizer"]["groups"] if takes_options and "options" not in misfits else None
+            held.check_optimizer_states(self._states(), plan.optimizer_states(), options)
+        return plan
 
     def _all_well(self, work: Callable[[Progress], None], damaged: list[str]) -> bool:
         """Do something on every rank; say whether it went well on all, else add to `damaged` what did not.
@@ -447,7 +454,7 @@ class EngineCheckpoints(EngineStates):
 
     def _restore_trajectory(self, plan: LoadPlan) -> None:
         saved = plan.manifest.trajectory
-        self._books.normaliser = saved["normaliser"]
+        self._books.normaliser = float(saved["normaliser"])
         self._scaler.load_state_dict(saved["scaler"])
         if self._follows_config and isinstance(self.scheduler, LambdaLR):
             trajectory.advance_schedule(self.scheduler, saved["scheduler"], plan.manifest.step)

@@ -170,6 +170,7 @@ GARBAGE: dict[str, Callable[[dict[str, Any]], object]] = {
     "lr is not a number": lambda values: options_of_group(values).update(lr=float("nan")),
     "lr is larger than any": lambda values: options_of_group(values).update(lr=10**400),
     "lr is nothing": lambda values: options_of_group(values).update(lr=None),
+    "a beta is above 1": lambda values: options_of_group(values).update(betas=[1e308, 0.9]),
     "one beta": lambda values: options_of_group(values).update(betas=[0.9]),
     "a beta is a list": lambda values: options_of_group(values).update(betas=[0.9, [0.9]]),
     "a flag is text": lambda values: options_of_group(values).update(amsgrad="no"),
@@ -178,7 +179,9 @@ GARBAGE: dict[str, Callable[[dict[str, Any]], object]] = {
     "no optimizer": lambda values: values["trajectory"].pop("optimizer"),
     "no groups": lambda values: values["trajectory"]["optimizer"].pop("groups"),
     "no scaler": lambda values: values["trajectory"].pop("scaler"),
+    "half a scaler": lambda values: values["trajectory"].update(scaler={"scale": 2.0}),
     "no state of the schedule": lambda values: values["trajectory"]["scheduler"].pop("state"),
+    "no normaliser": lambda values: values["trajectory"].update(normaliser=None),
     "last_epoch is text": lambda values: schedule(values).update(last_epoch="2"),
 }
 
@@ -228,6 +231,35 @@ def test_a_tensor_in_the_place_of_a_number_is_refused(tmp_path: Path, tiers: dic
 
     forge(saved_by(tmp_path, tiers=tiers), change)
     check_refused(tmp_path, tiers=tiers)
+
+
+@pytest.mark.parametrize("tiers", [{}, {"optimizer": "host"}])
+@pytest.mark.parametrize("is_option", [False, True])
+def test_states_that_the_options_ask_for_must_be_there(tmp_path: Path, tiers: dict[str, str], is_option: bool) -> None:
+    def change(values: dict[str, Any]) -> None:
+        if is_option:
+            options_of_group(values).update(amsgrad=True)
+        else:
+            next(each["states"] for each in values["tensors"] if each["name"] == "up.bias").pop("exp_avg")
+
+    forge(saved_by(tmp_path, tiers=tiers), change)
+    check_refused(tmp_path, tiers=tiers)
+
+
+def test_options_that_ask_for_other_states_are_taken_with_these(tmp_path: Path) -> None:
+    def amsgrad(model: nn.Module) -> dict[str, Any]:
+        trained = [each for each in model.parameters() if each.requires_grad]
+        return {"optimizer": torch.optim.AdamW(trained, amsgrad=True)}
+
+    def plain(model: nn.Module) -> dict[str, Any]:
+        return {"optimizer": torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])}
+
+    saved_by(tmp_path, amsgrad)
+    with engine_of(arguments=plain) as engine:
+        engine.load(tmp_path)
+        assert engine.optimizer.param_groups[0]["amsgrad"]
+        take_steps(engine, 1)
+    check_refused(tmp_path, plain, tiers={"optimizer": "host"})  # which has made room for its own
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import logging
 import math
 import random
 import sys
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -36,6 +38,7 @@ _HINTS: Final = frozenset({"params", "fused", "foreach", "capturable", "differen
 _ITEMS: Final = "__items__"
 # Words of the Mersenne Twister's state.
 _NUMPY_KEYS: Final = 624
+_SCALER: Final = MappingProxyType({"scale": 1.0, "num_good_steps": 0})
 _CURE: Final = "weights_only=True, which takes no optimizer and no schedule"
 
 log = logging.getLogger("shardwise")
@@ -122,6 +125,8 @@ def misfits(saved: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, take
         found["options"] = f"options of {len(groups)} parameter groups, but the optimizer has {there}"
     elif wrong := [each for pair in zip(optimizer.param_groups, groups, strict=True) for each in _strange(*pair)]:
         found["options"] = f"the optimizer's {wrong[0]}"
+    elif wrong := [text for each in groups if (text := _refusal(optimizer, each))]:
+        found["options"] = f"options that {kind} refuses: {wrong[0]}"
     kind, saved_scheduler = type(scheduler).__name__, saved["scheduler"]
     if saved_scheduler is None:
         return found
@@ -145,9 +150,24 @@ def check_whole(saved: Mapping[str, Any]) -> None:
     wrong += [f"no {key} of the optimizer" for key in ("kind", "groups") if key not in saved.get("optimizer", {})]
     wrong += [f"no {key} of the scheduler" for key in ("kind", "state") if key not in (saved.get("scheduler") or {key})]
     wrong += [] if _fits(0, last_epoch) else [f"last_epoch={last_epoch!r:.50}"]
-    wrong += _strange({"scale": 1.0, "num_good_steps": 0}, saved.get("scaler", {}))
+    scaler = saved.get("scaler") or _SCALER  # empty where the scale is not dynamic
+    wrong += [f"no {key} of the loss" for key in _SCALER if key not in scaler]
+    wrong += _strange({"normaliser": 0.0}, saved) + _strange(_SCALER, scaler)
     if wrong:
         raise CheckpointError(f"the state of the run is not whole: {wrong[0]}; use an older checkpoint, or {_CURE}")
+
+
+def _refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str:
+    """What the optimizer's class says against options, such as betas above 1; nothing if it takes them."""
+    accepted = inspect.signature(type(optimizer)).parameters.keys() - _HINTS
+    given = {key: _like(optimizer.defaults.get(key), value) for key, value in options.items() if key in accepted}
+    try:
+        type(optimizer)([torch.zeros(1)], **given)
+    except ValueError as error:
+        return str(error)
+    except Exception:  # it cannot be made like that
+        return ""
+    return ""
 
 
 def _strange(current: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
@@ -263,6 +283,8 @@ def _like(current: Any, plain: Any) -> Any:
         is_alike = isinstance(current, list | tuple) and len(current) == len(plain)
         members = [_like(current[at] if is_alike else None, value) for at, value in enumerate(plain)]
         return tuple(members) if isinstance(current, tuple) else members
+    if isinstance(current, float) and isinstance(plain, int):
+        return float(plain)
     if isinstance(current, Tensor) and isinstance(plain, int | float):
         return torch.full_like(current, plain)
     return plain

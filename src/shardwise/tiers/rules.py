@@ -109,9 +109,12 @@ def rule_of(optimizer: Optimizer) -> StepRule:
     return _RULES[kind]
 
 
-def has_rule(optimizer: Optimizer) -> bool:
-    """Whether `rule_of` knows it: of its states, `step` alone is one number."""
-    return type(optimizer) in _RULES
+def needed_states(optimizer: Optimizer, options: Options) -> frozenset[str] | None:
+    """What it reads of a parameter that it has stepped under these options: `step`, a number, and tensors as long as
+    that. None where `rule_of` does not know it.
+    """
+    rule = _RULES.get(type(optimizer))
+    return None if rule is None else frozenset([*rule.tensor_states(options), *(["step"] if rule.has_counter else [])])
 
 
 def _on_host(options: Options) -> dict[str, Any]:

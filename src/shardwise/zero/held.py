@@ -24,7 +24,7 @@ A weight of 6 x 4 in ZeRO-3 over 2 ranks, each of which shares its columns with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ from shardwise.holdings import PARAM, HeldNumber, Holding
 from shardwise.layout.groups import GroupSpec, ParamSpec
 from shardwise.layout.pieces import Piece as Rectangle
 from shardwise.layout.pieces import intersect
-from shardwise.tiers.rules import has_rule
+from shardwise.tiers.rules import needed_states
 from shardwise.zero.access import States
 from shardwise.zero.group import ParamGroup
 from shardwise.zero.streamed import Piece
@@ -127,33 +127,42 @@ def held_optimizer_states(states: States) -> Iterator[Holding | HeldNumber]:
                 yield from _of_piece(_in_flats(states.sharded.states_of(piece), part), part)
 
 
-def check_optimizer_states(states: States, wanted: Mapping[str, Mapping[str, Wanted]]) -> None:
-    """Raise where a state is to be one number that the optimizer keeps as long as the parameter, or otherwise round.
+def check_optimizer_states(
+    states: States, wanted: Mapping[str, Mapping[str, Wanted]], options: Sequence[Mapping[str, Any]] | None
+) -> None:
+    """Raise where the wanted states are not those that the optimizer steps with.
 
     Args:
         states: of the engine.
         wanted: as for `prepare_optimizer_states`.
+        options: that each of the optimizer's groups is about to have; None where they stay as they are.
 
     Raises:
-        ConfigError: so it is.
+        ConfigError: one is missing, or is one number and should be as long as the parameter, or otherwise round.
     """
     sharded = states.sharded
-    is_known = has_rule(sharded.optimizer)
+    kind = type(sharded.optimizer).__name__
+    given = {id(group): each for group, each in zip(sharded.optimizer.param_groups, options or (), strict=False)}
     for piece in sharded.pieces:
-        kept = sharded.states_of(piece)
-        for state, each in wanted.get(piece.name, {}).items():
+        current, names = sharded.options_of(piece), wanted.get(piece.name, {})
+        if current is None:
+            continue
+        needed = needed_states(sharded.optimizer, {**current, **given.get(id(current), {})})
+        kept, wrong = sharded.states_of(piece), []
+        if needed is not None:
+            wrong += [f"has no {state}" for state in sorted(needed - names.keys()) if names]
+            lacking = needed - sharded.room_of(piece) if sharded.is_streamed(piece) else ()
+            wrong += [f"has a {state}, for which tiers.optimizer has no room" for state in sorted(lacking)]
+        for state, each in names.items():
             is_number = isinstance(each, HeldNumber)
-            wants_number = is_number
-            if is_known:
-                wants_number = state == "step"
-            elif kept.get(state) is not None:
-                wants_number = not is_flat(kept[state])
-            if is_number != wants_number:
-                found, needed = ("one number", "elements") if is_number else ("elements", "one number")
-                raise ConfigError(
-                    f"the optimizer's state {state} of {piece.name} is {found}, but {type(sharded.optimizer).__name__} "
-                    f"keeps {needed}; use an older checkpoint, or weights_only=True"
-                )
+            # Of an optimizer that we do not know, what it has says so, if it has stepped.
+            should_be = state == "step" if needed is not None else not is_flat(kept.get(state))
+            if is_number != should_be and (needed is not None or kept.get(state) is not None):
+                wrong.append(f"has {'one number' if is_number else 'elements'} for {state}")
+        if wrong:
+            raise ConfigError(
+                f"{piece.name} {wrong[0]}, which {kind} cannot step with; use an older checkpoint, or weights_only=True"
+            )
 
 
 def prepare_optimizer_states(states: States, wanted: Mapping[str, Mapping[str, Wanted]]) -> None:

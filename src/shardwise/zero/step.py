@@ -141,6 +141,10 @@ class ShardedOptimizer:
         """Whether the piece's optimizer rests off the device."""
         return piece.group in self._streamed
 
+    def room_of(self, piece: Piece) -> frozenset[str]:
+        """The states that there is room for, of a piece whose optimizer rests off the device."""
+        return frozenset(["step", *self._streamed[piece.group].states])
+
     def streamed_states(self) -> list[Rest]:
         """The optimizer's states that rest off the device."""
         return [rest for streamed in self._streamed.values() for rest in streamed.states.values()]
