@@ -84,6 +84,7 @@ class PipelineRun:
         self._row = self.schedule.ranks[pipeline.index]
         self._forward = forward
         self._groups = groups
+        self._pipes = pipes
         self._timeline = timeline
         timeline.is_scheduled = True
         describe = None if pipes.examples is None else pipes.examples.__getitem__
@@ -174,6 +175,8 @@ class PipelineRun:
                 # The other stages wait for this one, in vain, and are to say why.
                 engine._watchdog.note_failure(f"{type(error).__name__}: {error}")
                 self._has_failed = True
+            if not state.has_begun:
+                self._pipes.hang_up()
             raise
         if self._has_failed and engine._watchdog is not None:
             engine._watchdog.note_failure("")

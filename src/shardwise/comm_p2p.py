@@ -198,6 +198,10 @@ class Pipes:
             (pipe.send if ends[0] == links.rank else pipe.receive)([token], "connect").wait()
         return pipe
 
+    def hang_up(self) -> None:
+        """Let all who wait for a message among these ranks fail at once."""
+        self._host.hang_up()
+
     def line(self, ends: tuple[int, int]) -> deque[Any]:
         """Where those wait who receive over pipes with these ends: one line where the links know no tags."""
         if self._links(ends).waits_on_host:

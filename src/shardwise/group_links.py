@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm_books import CommError
+
+_NEVER_SENT: Final = 2**31 - 1  # a tag
 
 
 class GroupLinks:
@@ -91,6 +96,16 @@ class GroupLinks:
     def receive(self, buffer: Tensor, source: int, tag: int = 0) -> list[dist.Work]:
         """Of the sender's bytes, into the buffer's own memory."""
         return self._in_stream(_works(dist.irecv(_bytes_of(buffer), group=self._group, group_src=source, tag=tag)))
+
+    def hang_up(self) -> None:
+        """On gloo end all messages of the group, and those that others wait for."""
+        if dist.get_backend(self._group) != "gloo":
+            return
+        for peer in set(range(self.world_size)) - {self.rank}:
+            # A receive whose time is over closes all connections of the group; where one is closed already, it fails.
+            with suppress(RuntimeError):
+                never = dist.irecv(torch.empty(1), group=self._group, group_src=peer, tag=_NEVER_SENT)
+                _works(never)[0].wait(timedelta(milliseconds=1))
 
     def read(self, values: Tensor, known: Sequence[float]) -> list[float]:
         """The numbers of a reduced vector, on the host."""

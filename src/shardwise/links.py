@@ -63,6 +63,12 @@ class Links(Protocol):
     def receive(self, buffer: Tensor, source: int, tag: int = 0) -> list[dist.Work]:
         """Receive into a contiguous tensor, as large as what `source` sends."""
 
+    def hang_up(self) -> None:
+        """End all messages of the group, which others may wait for: on gloo those fail at once, and so do later ones.
+
+        On NCCL they wait until their time-out.
+        """
+
     def read(self, values: Tensor, known: Sequence[float]) -> list[float]:
         """The numbers of a reduced vector, on the host; its last ones were `known` to this rank's host before."""
 

@@ -74,6 +74,9 @@ class SimulatedLinks:
         """Leave `buffer` as it is."""
         return []
 
+    def hang_up(self) -> None:
+        """Nobody waits."""
+
     def read(self, values: Tensor, known: Sequence[float]) -> list[float]:
         """Ones, with which any step goes through; of what the host knew, that: the other ranks do as this one."""
         return [1.0] * (values.numel() - len(known)) + [float(number) for number in known]

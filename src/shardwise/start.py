@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise._engine_weights import Names, check_folder
-from shardwise.agreement import Setup, agree_on_setup
+from shardwise.agreement import Setup, agree_on_setup, all_or_none
 from shardwise.comm import MeshNetwork
 from shardwise.config import Config, ConfigError, TiersConfig
 from shardwise.deferred import left_blank
@@ -73,7 +73,7 @@ def initialize(
 
     Raises:
         ConfigError: config, model or world size do not fit each other, or the ranks' models or configs differ.
-        LaunchError, CommError: the launcher's ranks do not all come, or call it, within `run.timeout_s`.
+        LaunchError, CommError: not all ranks come, or call it, within `run.timeout_s`; or another one refuses.
         CheckpointError: the folder of `weights` does not fit the model, or cannot be read.
     """
     config = config if isinstance(config, Config) else Config.from_dict(config or {})
@@ -81,35 +81,35 @@ def initialize(
         schedule_of(config)  # refused before ranks meet
     device_kind = _device_kind(config)
     world_size = ensure_process_group(device_kind, config.run.timeout_s)
-    config = with_own_dtype(model, config, rank=dist.get_rank()).resolve(world_size)
-    check_tiers(config.tiers)
     device = torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else torch.device("cpu")
-    layout = proved_layout(model, config, plan, rank=dist.get_rank())
-    if weights is not None:
-        check_folder(model, Path(weights), names)
-    store = open_store(config.run.timeout_s)
-    agree_on_setup(store, dist.get_rank(), Setup.of(layout, config, model.named_buffers()), config.run.timeout_s)
-    config = with_own_cores(config, store, dist.get_rank(), usable_cores(), quota_cores())
+    rank, store = dist.get_rank(), open_store(config.run.timeout_s)
+    with all_or_none(store, rank, config.run.timeout_s, "layout"):
+        config = with_own_dtype(model, config, rank=rank).resolve(world_size)
+        check_tiers(config.tiers)
+        layout = proved_layout(model, config, plan, rank=rank)
+        if weights is not None:
+            check_folder(model, Path(weights), names)
+    agree_on_setup(store, rank, Setup.of(layout, config, model.named_buffers()), config.run.timeout_s)
+    config = with_own_cores(config, store, rank, usable_cores(), quota_cores())
     network = MeshNetwork(Mesh(layout.mesh, config.run.timeout_s), device, store)
     options: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": optimizer, "scheduler": scheduler}
-    memory, where = Ledger(device), f"on rank {dist.get_rank()} while its engine is made"
+    memory, where = Ledger(device), f"on rank {rank} while its engine is made"
     try:
         with nullcontext() if weights is None else left_blank(model), explain_out_of_memory(memory, config, where):
             engine = Engine(model, config, layout, memory, network, **options)
     except Exception:
         network.close()
         raise
-    if weights is not None:
-        _import(engine, weights, names)
-    return engine
+    return engine if weights is None else _with_weights(engine, weights, names)
 
 
-def _import(engine: Engine, weights: str | Path, names: Names | None) -> None:
+def _with_weights(engine: Engine, weights: str | Path, names: Names | None) -> Engine:
     try:
         engine.import_weights(weights, names=names)
     except Exception:
         engine.close()
         raise
+    return engine
 
 
 def check_tiers(tiers: TiersConfig) -> None:

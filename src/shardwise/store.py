@@ -103,6 +103,19 @@ class PatientStore(dist.Store):
         )
 
 
+def ask_in_time(request: Callable[[], Answer], timeout_s: float) -> Answer:
+    """Return what a request of torch's returns that begins with a store, such as opening one.
+
+    Raises:
+        StoreSilentError: it has not returned within `timeout_s`; it is left behind.
+    """
+    asker = PatientStore(dist.HashStore(), timeout_s)
+    try:
+        return asker._ask(request)
+    finally:
+        asker.close()
+
+
 class _Asker:
     """A thread that asks, and may be left behind in a request that nobody answers."""
 

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from harness.waiting import PATIENCE_S, wait_until
 from shardwise.config import ConfigError
+from shardwise.launch import group
 from shardwise.launch.environment import RankEnv
 from shardwise.launch.group import LaunchError, gpu_index, meet, start_process_group
 from shardwise.launch.local import launch_local
@@ -47,6 +49,26 @@ def meet_all(store: dist.Store, envs: list[RankEnv], timeout_s: float = PATIENCE
 
     with ThreadPoolExecutor(len(envs)) as pool:
         return list(pool.map(one, envs))
+
+
+def test_a_store_that_accepts_and_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the process of rank 0 is stopped: torch's own time-out does not hold then."""
+    monkeypatch.setattr(group, "_VERDICT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        env = rank_env(1, 2, master_port=silent.getsockname()[1], launcher="slurm")
+        with pytest.raises(LaunchError, match=f"could not reach rank 0 at 127.0.0.1:{env.master_port} within 0.5 s"):
+            start_process_group(env, "cpu", timeout_s=0.5)
+
+
+def test_a_store_that_falls_silent_while_torch_connects_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "_VERDICT_S", 0.1)
+    monkeypatch.setattr(group, "_open_store", lambda env, timeout_s: dist.HashStore())
+    monkeypatch.setattr(group, "meet", lambda env, store, timeout_s: store)
+    may_end = threading.Event()
+    monkeypatch.setattr(group.dist, "init_process_group", lambda *args, **kwargs: may_end.wait(PATIENCE_S))
+    with pytest.raises(LaunchError, match=r"rank 1 met the others .* 127\.0\.0\.1:29500.* does not answer"):
+        start_process_group(rank_env(1, 2, launcher="slurm"), "cpu", timeout_s=0.2)
+    may_end.set()
 
 
 def end_once_come(monkeypatch: pytest.MonkeyPatch, store: dist.Store, rank: int) -> None:

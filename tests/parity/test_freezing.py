@@ -17,6 +17,7 @@ from harness.reference import call_model, max_error
 from harness.training import LR, make_config
 from shardwise import ConfigError, Engine, backward, initialize
 from shardwise.memory import Category
+from shardwise.zero.driver import ZeroDriver
 
 CASE = CASES["odd-shapes"]
 # What is frozen in each step: a block, parts of blocks and of the root, all but the head, nothing.
@@ -172,6 +173,34 @@ def test_unfreezing_within_a_step_is_refused() -> None:
 
 Networks = tuple[nn.Module, nn.Module]
 NUM_DUELS = 4
+
+
+def freeze_half_way(rank: int, world_size: int) -> bool:
+    """The second of the two groups that a unit is to have cannot be made."""
+    model = CASE.build(torch.float64)
+    values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    engine = initialize(model, make_config(2, {"zero": {"stage": 3}}), loss_fn=CASE.loss)
+    (batches,) = make_batches(CASE, num_steps=1, world_size=world_size, num_micro_batches=2)
+    freeze(model, ("blocks.1.up",))
+    make_group, made = ZeroDriver._make_group, []
+
+    def make(*args: Any) -> Any:
+        made.append(args)
+        if len(made) == 2:
+            raise MemoryError("no room for the second group")
+        return make_group(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ZeroDriver, "_make_group", make)
+        with pytest.raises((MemoryError, torch.OutOfMemoryError), match="no room for the second"):
+            engine.train_step(batches[rank])
+    engine.close()
+    return all(torch.equal(parameter, values[name]) for name, parameter in model.named_parameters())
+
+
+def test_a_regrouping_that_fails_half_way_leaves_a_model_that_can_be_given_back(ranks: WorkerPool) -> None:
+    """What was read of a group that was given back already was memory of nobody: the process died."""
+    assert ranks(2).run(freeze_half_way) == [True, True]
 
 
 def networks() -> Networks:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -140,6 +139,9 @@ class EndsWithoutParameters(nn.Sequential):
         super().__init__(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Tanh())
 
 
+NEVER_OVER = {"device": "cpu", "timeout_s": 600.0}
+
+
 def config_of(**overrides: dict[str, Any]) -> dict[str, Any]:
     return {
         "mesh": {"pp": 2},
@@ -171,9 +173,7 @@ def train(rank: int, world_size: int, model: type[nn.Module], config: dict[str, 
         engine = initialize(model(), config, loss_fn=mean_square)
         engine.train_step([torch.ones(2, WIDTH)] * 2)
 
-    line = first_line(work)
-    dist.destroy_process_group()  # as where the process ends: the other rank does not wait until the time-out
-    return line
+    return first_line(work)
 
 
 ELSE = "use mesh.dp_shard with zero.stage=3 in place of mesh.pp"
@@ -282,11 +282,42 @@ CROSSINGS: dict[type[nn.Module], tuple[int, str]] = {
 
 @pytest.mark.parametrize("model", CROSSINGS)
 def test_what_crosses_the_cut_unsent_is_named(ranks: WorkerPool, model: type[nn.Module]) -> None:
+    """At once, though no rank ends."""
     culprit, message = CROSSINGS[model]
-    lines = ranks(2).run(train, model, config_of())
+    lines = ranks(2).run(train, model, config_of(run=NEVER_OVER))
     assert lines[culprit] == message
     assert f"rank {culprit} has failed: " in lines[1 - culprit]
     assert message in lines[1 - culprit]
+
+
+def fail_alone(rank: int, world_size: int) -> str:
+    model = Chain()
+    engine = initialize(model, config_of(mesh={"pp": world_size}, run=NEVER_OVER), loss_fn=mean_square)
+
+    def fail(module: nn.Module, args: object) -> None:
+        if rank == world_size - 1:
+            raise ValueError("this sample is odd")
+
+    model.head.register_forward_pre_hook(fail)
+    return first_line(lambda: engine.train_step([torch.ones(2, WIDTH)] * 2))
+
+
+@pytest.mark.full
+def test_all_stages_hear_at_once_of_an_error_in_one(ranks: WorkerPool) -> None:
+    *others, culprit = ranks(4).run(fail_alone)
+    assert culprit == "this sample is odd"
+    assert all("rank 3 has failed: ValueError: this sample is odd" in line for line in others), others
+
+
+def refuse_on_one(rank: int, world_size: int) -> str:
+    config = {"batch": {"global_size": 7 if rank == 1 else 8}, "run": NEVER_OVER}
+    return first_line(lambda: initialize(Chain(), config, loss_fn=mean_square).close())
+
+
+def test_what_one_rank_refuses_at_the_start_ends_all_at_once(ranks: WorkerPool) -> None:
+    lines = ranks(2).run(refuse_on_one)
+    assert lines[0].startswith("rank 1 failed in shardwise.initialize: ConfigError: "), lines
+    assert lines[1] in lines[0]
 
 
 def use_directly(rank: int, world_size: int) -> list[str]:

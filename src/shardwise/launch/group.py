@@ -19,14 +19,15 @@ import time
 import uuid
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Literal, NoReturn
+from functools import partial
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from shardwise.config import ConfigError
 from shardwise.launch.environment import RankEnv, detect, lone_rank
-from shardwise.store import PatientStore
+from shardwise.store import PatientStore, StoreSilentError, ask_in_time
 
 _POLL_S = 0.01
 # Rank 0 finds out who is missing; the others wait this much longer, to hear it from rank 0.
@@ -76,9 +77,15 @@ def start_process_group(env: RankEnv, device_kind: Literal["cpu", "cuda"], timeo
         torch.cuda.set_device(gpu_index(env, torch.cuda.device_count()))
     store = dist.HashStore() if env.world_size == 1 else meet(env, _open_store(env, timeout_s), timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device_kind == "cuda" else "gloo"
-    timeout = timedelta(seconds=timeout_s)
+    places: dict[str, Any] = {"store": store, "rank": env.rank, "world_size": env.world_size}
+    connect = partial(dist.init_process_group, backend, timeout=timedelta(seconds=timeout_s), **places)
     try:
-        dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
+        ask_in_time(connect, timeout_s + _VERDICT_S)
+    except StoreSilentError as error:
+        raise LaunchError(
+            f"rank {env.rank} met the others but waits since for {timeout_s:g} s to be connected to them: what holds "
+            f"the store at {env.master_addr}:{env.master_port}, rank 0 or the launcher, does not answer; see its log"
+        ) from error
     except RuntimeError as error:
         raise LaunchError(
             f"rank {env.rank} met the others but could not connect to them: {_first_line(error)}; if the machine has "
@@ -149,12 +156,11 @@ def meet(env: RankEnv, store: dist.Store, timeout_s: float) -> dist.Store:
 def _open_store(env: RankEnv, timeout_s: float) -> dist.Store:
     hosts = env.rank == 0 and not env.agent_store
     try:
-        return dist.TCPStore(
-            env.master_addr,
-            env.master_port,
-            is_master=hosts,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
+        patience: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
+        # torch's own time-out does not hold where the store's host accepts the connection and then says nothing.
+        return ask_in_time(
+            partial(dist.TCPStore, env.master_addr, env.master_port, is_master=hosts, **patience),
+            timeout_s + _VERDICT_S,
         )
     except RuntimeError as error:
         address = f"{env.master_addr}:{env.master_port}"

@@ -102,20 +102,26 @@ class ZeroDriver:
         """Make a unit's groups those of `layout`; groups that it had and that differ give their parameters back."""
         unit = self._unit_of[unit_name]
         specs = [spec for spec in layout.groups if spec.unit == unit_name]
-        kept = {group.spec: group for group in unit.groups if group.spec in specs}
-        for group in unit.groups:
-            if group.spec not in kept:
-                for handle in self._gradient_handles.pop(group, ()):
-                    handle.remove()
-                group.release()
-                self._unannounced = [other for other in self._unannounced if other is not group]
-                self.ever_late.discard(group)
-        unit.groups = tuple(kept.get(spec) or self._make_group(spec, layout) for spec in specs)
-        self.groups = [group for each in self.units for group in each.groups]
-        self._reduce_order = [
-            group for each in reversed(self.units) for group in each.groups if group.grads is not None
-        ]
-        self._reduce_position = {group: position for position, group in enumerate(self._reduce_order)}
+        groups = {group.spec: group for group in unit.groups}
+        try:
+            for spec, group in list(groups.items()):
+                if spec not in specs:
+                    for handle in self._gradient_handles.pop(group, ()):
+                        handle.remove()
+                    group.release()
+                    del groups[spec]
+                    self._unannounced = [other for other in self._unannounced if other is not group]
+                    self.ever_late.discard(group)
+            for spec in specs:
+                if spec not in groups:
+                    groups[spec] = self._make_group(spec, layout)
+        finally:  # where this fails half way, `close` gives back the groups that there are, and no others
+            unit.groups = tuple(groups[spec] for spec in dict.fromkeys([*specs, *groups]) if spec in groups)
+            self.groups = [group for each in self.units for group in each.groups]
+            self._reduce_order = [
+                group for each in reversed(self.units) for group in each.groups if group.grads is not None
+            ]
+            self._reduce_position = {group: position for position, group in enumerate(self._reduce_order)}
 
     def _make_group(self, spec: GroupSpec, layout: Layout) -> ParamGroup:
         members = [self._model.get_parameter(place.name) for place in spec.params]
