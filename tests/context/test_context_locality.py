@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from harness.pool import WorkerPool
+from harness.zoo_cells import Cell, run_cells
 from shardwise.attention.huggingface import use_sparse_attention
 from shardwise.attention.spread import DenseStructure
 from shardwise.config import ConfigError
 from shardwise.context.given import prove_huggingface, prove_own
+from shardwise.context.huggingface import check_length
 from shardwise.wearing import float64_throughout
 
 WIDTH, VOCAB_SIZE, LENGTH = 8, 50, 12
@@ -101,19 +105,17 @@ def rope(kind: str, **more: Any) -> dict[str, Any]:
 LONG = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 3.0], "original_max_position_embeddings": 16}
 REFUSED: dict[str, tuple[tuple[str, str], dict[str, Any], str]] = {
     "trigrams": (("mobilebert", "MobileBertForMaskedLM"), MOBILE, r"mobilebert\.embeddings of MobileBertForMaskedLM"),
-    "frequencies by length": (
-        ("phi3", "Phi3ForCausalLM"),
-        {"rope_parameters": rope("longrope", **LONG), "original_max_position_embeddings": 16},
-        r"model\.rotary_emb of Phi3ForCausalLM",
-    ),
-    "frequencies that grow": (
-        ("llama", "LlamaForCausalLM"),
-        {"rope_parameters": rope("dynamic", factor=2.0)},
-        r"model\.rotary_emb of LlamaForCausalLM",
-    ),
     "sinks": (("gpt_oss", "GptOssForCausalLM"), {"num_local_experts": 4, "head_dim": 4}, "s_aux of GptOssAttention"),
     "soft caps": (("gemma2", "Gemma2ForCausalLM"), {"head_dim": 4}, "softcap of Gemma2Attention"),
     "attention of its own": (("megatron_bert", "MegatronBertForMaskedLM"), {}, "AttentionInterface"),
+}
+GROWING: dict[str, tuple[tuple[str, str], dict[str, Any], int]] = {
+    "frequencies by length": (
+        ("phi3", "Phi3ForCausalLM"),
+        {"rope_parameters": rope("longrope", **LONG), "original_max_position_embeddings": 16},
+        16,
+    ),
+    "frequencies that grow": (("llama", "LlamaForCausalLM"), {"rope_parameters": rope("dynamic", factor=2.0)}, 32),
 }
 TAKEN: dict[str, tuple[tuple[str, str], dict[str, Any]]] = {
     "no trigrams": (("mobilebert", "MobileBertForMaskedLM"), {**MOBILE, "trigram_input": False}),
@@ -132,10 +134,34 @@ def test_a_family_that_mixes_tokens_is_refused_at_the_start(name: str) -> None:
     assert str(caught.value).endswith("use mesh.dp_shard with zero.stage=3 in place of mesh.cp")
 
 
+@pytest.mark.parametrize("name", GROWING)
+def test_frequencies_that_follow_from_the_longest_position_are_taken_up_to_where_they_change(name: str) -> None:
+    place, options, num_positions = GROWING[name]
+    model = make_model(*place, **options)
+    assert prove_huggingface(model) == num_positions
+    tokens = torch.ones(1, num_positions, dtype=torch.long)
+    check_length(model, {"input_ids": tokens}, num_positions)
+    with pytest.raises(ConfigError, match=f"at most {num_positions} tokens"):
+        check_length(model, {"input_ids": tokens, "position_ids": torch.tensor([[num_positions]])}, num_positions)
+    with pytest.raises(ConfigError, match=r"use mesh\.dp_shard with zero\.stage=3"):
+        check_length(model, {"input_ids": tokens.repeat(1, 2)}, num_positions)
+
+
+def test_a_run_within_that_length_equals_one_process_and_a_longer_one_is_refused(
+    ranks: WorkerPool, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    growing = {"rope_parameters": rope("dynamic", factor=2.0)}
+    cells = [Cell("context", options=growing | {"max_position_embeddings": most}) for most in (12, 10)]
+    for outcomes in ranks(2).run(run_cells, "llama", cells, tmp_path):
+        assert [each.kind for each in outcomes] == ["equal", "refused"], outcomes
+        assert "at most 10 tokens" in outcomes[1].text
+
+
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_family_whose_tokens_meet_in_attention_is_taken(name: str, caplog: pytest.LogCaptureFixture) -> None:
     place, options = TAKEN[name]
-    prove_huggingface(make_model(*place, **options))
+    assert prove_huggingface(make_model(*place, **options)) is None
     assert not caplog.records
 
 

@@ -23,7 +23,15 @@ from shardwise.config import Config, ConfigError
 from shardwise.context.attend import ContextAttend, TokenSplits
 from shardwise.context.attention import ContextAttention
 from shardwise.context.heads import check_heads
-from shardwise.context.huggingface import check_model, inputs_for_proof, is_huggingface, split_inputs, target_counter
+from shardwise.context.huggingface import (
+    check_length,
+    check_model,
+    inputs_for_proof,
+    is_huggingface,
+    split_inputs,
+    target_counter,
+    trained_length,
+)
 from shardwise.context.locality import NO_CONTEXT, attend_alone, check_tokens_apart, copy_for_proof
 from shardwise.context.sequences import (
     POSITIONS,
@@ -109,28 +117,48 @@ def give_context(model: nn.Module, config: Config, comm: Comm) -> Given:
     check_context(model, config)
     attention = ContextAttention(comm, config.context)
     if is_huggingface(model):
-        if not comm.is_simulated:
-            prove_huggingface(model)
-        given = _give_huggingface(model, config, attention, comm.rank)
+        num_positions = None if comm.is_simulated else prove_huggingface(model)
+        given = _give_huggingface(model, config, attention, comm.rank, num_positions)
     else:
         given = _give_own(model, config, attention, comm.rank, None if comm.is_simulated else prove_own(model))
     return Given(given.sequences, [attention.close, *given.undo])
 
 
-def prove_huggingface(model: nn.Module) -> None:
+def prove_huggingface(model: nn.Module) -> int | None:
     """See that a model of transformers computes tokens apart from each other, but for attention, by running a copy.
+
+    Returns:
+        the number of positions up to which it does; None where any will do.
 
     Raises:
         ConfigError: it does not, or its attention is not one that can be given.
     """
-    copied = copy_for_proof(model)
+    copied = _copy_alone(model)
     if copied is None:
-        return
+        return None
     try:
-        use_sparse_attention(copied, DenseStructure(attends_causally(copied)), spread=_alone)
+        check_tokens_apart(*inputs_for_proof(copied))
+    except ConfigError as error:
+        num_positions = trained_length(model)
+        again = None if num_positions is None else _copy_alone(model)  # the first may have grown its frequencies
+        if again is None:
+            raise
+        try:
+            check_tokens_apart(*inputs_for_proof(again, num_positions))
+        except ConfigError:
+            raise error from None
+        return num_positions
+    return None
+
+
+def _copy_alone(model: nn.Module) -> nn.Module | None:
+    copied = copy_for_proof(model)
+    try:
+        if copied is not None:
+            use_sparse_attention(copied, DenseStructure(attends_causally(copied)), spread=_alone)
     except ConfigError as error:
         raise ConfigError(f"mesh.cp is not for {type(model).__name__}: {error}; or {NO_CONTEXT}") from error
-    check_tokens_apart(*inputs_for_proof(copied))
+    return copied
 
 
 def prove_own(model: nn.Module) -> Callable[[Mapping[str, Any]], None] | None:
@@ -165,7 +193,9 @@ def _give_own(
     return Given(SplitSequences(model, rank, split_of, prove), undo)
 
 
-def _give_huggingface(model: nn.Module, config: Config, attention: ContextAttention, rank: int) -> Given:
+def _give_huggingface(
+    model: nn.Module, config: Config, attention: ContextAttention, rank: int, num_positions: int | None
+) -> Given:
     split_of = TokenSplits(partial(whole_layout, model), config.context, config.mesh.cp)
 
     def spread(
@@ -174,7 +204,7 @@ def _give_huggingface(model: nn.Module, config: Config, attention: ContextAttent
         return attention(q, k, v, layout, split_of(lengths), **extras)
 
     undo = give_attention(model, config.attention, spread)
-    return Given(HuggingFaceSequences(model, rank, split_of), undo)
+    return Given(HuggingFaceSequences(model, rank, split_of, num_positions), undo)
 
 
 class HuggingFaceSequences:
@@ -184,10 +214,13 @@ class HuggingFaceSequences:
         model: with a model of transformers in it.
         rank: of this process along the `cp` axis.
         split_of: who has which tokens of a sequence of documents of some lengths.
+        num_positions: that a batch may have; None for any number.
     """
 
-    def __init__(self, model: nn.Module, rank: int, split_of: TokenSplits[tuple[int, ...]]) -> None:
-        self._model = model
+    def __init__(
+        self, model: nn.Module, rank: int, split_of: TokenSplits[tuple[int, ...]], num_positions: int | None
+    ) -> None:
+        self._model, self._num_positions = model, num_positions
         self._names = list(inspect.signature(model.forward).parameters)
         self._count_targets = target_counter(model)
         self._rank = rank
@@ -200,6 +233,8 @@ class HuggingFaceSequences:
             ConfigError: the batch cannot be split.
         """
         inputs = by_name(batch[0] if has_more else batch, self._names)
+        if self._num_positions is not None:
+            check_length(self._model, inputs, self._num_positions)
         own = split_inputs(self._model, inputs, self._split_of, self._rank)
         cut, num_targets = cut_batch(batch, main_input(inputs), own.tokens), self._count_targets(inputs)
         return Share(cut, own.inputs, own.tokens, own.loss_weight, num_targets)

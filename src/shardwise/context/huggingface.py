@@ -101,7 +101,9 @@ def check_model(model: nn.Module) -> None:
             raise ConfigError(f"mesh.cp splits sequences, and {name} {reason}; {other}set mesh.cp=1")
 
 
-def inputs_for_proof(model: nn.Module) -> tuple[nn.Module, list[list[dict[str, Any]]]]:
+def inputs_for_proof(
+    model: nn.Module, num_positions: int | None = None
+) -> tuple[nn.Module, list[list[dict[str, Any]]]]:
     """The model of transformers in a module, and its arguments for a short sequence and for each half of it.
 
     Twice: the second half lies beyond the positions that the model knows, as some frequencies follow from the longest
@@ -109,18 +111,19 @@ def inputs_for_proof(model: nn.Module) -> tuple[nn.Module, list[list[dict[str, A
 
     Args:
         model: on the CPU.
+        num_positions: at whose end the second half lies instead.
     """
     inner = next(_inner(model))
     getattr(inner, "set_experts_implementation", str)("eager")  # others want their weights in memory
     sizes = [getattr(each.config, "sliding_window", None) or _NUM_PROOF_TOKENS for each in _inner(model)]
     last = getattr(inner.config, "max_position_embeddings", None) or _NUM_PROOF_TOKENS
-    half = max(1, min(_NUM_PROOF_TOKENS, last, *sizes) // 2)
+    half = max(1, min(_NUM_PROOF_TOKENS, num_positions or last, *sizes) // 2)
     tokens = (7 * torch.arange(2 * half) + 5)[None] % inner.config.vocab_size  # [1, 2 half]
     whole: dict[str, Any] = {"attention_mask": sequence_mask(1, (2 * half,))}
     if "use_cache" in inspect.signature(inner.forward).parameters:
         whole["use_cache"] = False
     attempts = []
-    for end in (2 * last, last):
+    for end in (2 * last, last) if num_positions is None else (num_positions,):
         positions = torch.cat([torch.arange(half), torch.arange(end - half, end)])[None]
         attempts.append(
             [
@@ -129,6 +132,36 @@ def inputs_for_proof(model: nn.Module) -> tuple[nn.Module, list[list[dict[str, A
             ]
         )
     return inner, attempts
+
+
+def trained_length(model: nn.Module) -> int | None:
+    """The positions for which the model of transformers in a module was made at first; None where no config says it."""
+    config: Any = next(_inner(model)).config
+    rotary = getattr(config, "rope_parameters", None)
+    name = "original_max_position_embeddings"
+    known = (
+        rotary.get(name) if isinstance(rotary, dict) else None,
+        getattr(config, name, None),
+        getattr(config, "max_position_embeddings", None),
+    )
+    return min((each for each in known if isinstance(each, int)), default=None)
+
+
+def check_length(model: nn.Module, inputs: Mapping[str, Any], num_positions: int) -> None:
+    """See that sequences have no positions beyond those for which tokens are computed apart.
+
+    Raises:
+        ConfigError: they do.
+    """
+    given = inputs.get("position_ids")
+    main = inputs.get("input_ids") if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
+    longest = int(given.max()) + 1 if isinstance(given, Tensor) else main.shape[1] if isinstance(main, Tensor) else 0
+    if longest > num_positions:
+        raise ConfigError(
+            f"the batch has {longest} positions, and beyond {num_positions} the rotary frequencies of "
+            f"{type(model).__name__} follow from the longest one, which under mesh.cp is another on each rank; give "
+            f"sequences of at most {num_positions} tokens, or use mesh.dp_shard with zero.stage=3 in place of mesh.cp"
+        )
 
 
 def split_inputs(model: nn.Module, inputs: Mapping[str, Any], split_of: SplitOf, rank: int) -> RankInputs:
