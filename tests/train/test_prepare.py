@@ -9,10 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from shardwise.config import Config, ConfigError
-from shardwise.train import corpus, prepare
-from shardwise.train.dataset import TokenDataset
+from shardwise.launch.environment import lone_rank
+from shardwise.launch.rank import StopFlag
+from shardwise.train import corpus, dataset, prepare, run
+from shardwise.train.dataset import TokenDataset, hash_file
 from shardwise.train.prepare import open_data, prepare_data
 
 TEXT = "".join(f"line {number} of the text, größer als 世界\n" for number in range(200))
@@ -28,8 +31,8 @@ def config(tmp_path) -> Config:
     return Config.from_dict({"data": data, "model": {"vocab_size": 400}})
 
 
-def tokens_of(dataset: TokenDataset) -> np.ndarray:
-    return dataset.read(0, dataset.num_tokens)
+def tokens_of(split: TokenDataset) -> np.ndarray:
+    return split.read(0, split.num_tokens)
 
 
 def decoded(data, dataset) -> list[str]:
@@ -204,6 +207,24 @@ def test_index_with_other_facts_is_refused(config, tmp_path):
         (path / "index.json").write_text(json.dumps(fields | {key: value}))
         with pytest.raises(ConfigError, match="holds no whole token shard"):
             open_data(path, config)
+
+
+def test_one_rank_of_a_machine_reads_all_documents(config, tmp_path, monkeypatch):
+    path = prepare_data(config, tmp_path / "cache").path
+    hashed = []
+
+    def open_and_stop(*arguments, **options):
+        open_data(*arguments, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dataset, "hash_file", lambda file: hashed.append(file.name) or hash_file(file))
+    monkeypatch.setattr(run, "open_data", open_and_stop)
+    checked = {"documents.bin", "tokens.crc", "tokenizer.json"}
+    for local_rank, names in enumerate([checked, checked - {"documents.bin"}]):
+        hashed.clear()
+        env = dataclasses.replace(lone_rank(), rank=local_rank, world_size=2, local_rank=local_rank, local_world_size=2)
+        assert run.run_rank(config, tmp_path / "run", path, env=env, stop=StopFlag(), console=Console()) == 130
+        assert set(hashed) == names
 
 
 def test_one_long_text_is_held_out_at_its_end(tmp_path, monkeypatch):

@@ -117,15 +117,20 @@ def prepare_data(config: Config, cache_dir: str | Path, progress: Progress | Non
     return open_data(path, config)
 
 
-def open_data(path: str | Path, config: Config) -> PreparedData:
-    """Open what `prepare_data` left at `path`; nothing is read but the index and the tokenizer.
+def open_data(path: str | Path, config: Config, checks_documents: bool = True) -> PreparedData:
+    """Open what `prepare_data` left at `path`; the tokens are read when they are needed.
+
+    Args:
+        path: of the shard.
+        config: of the run.
+        checks_documents: as for `read_index`.
 
     Raises:
         ConfigError: the shard is missing or not whole, too short for `data.seq_len`, or its tokenizer has
             more tokens than `model.vocab_size`.
     """
     path = Path(path)
-    index = read_index(path)
+    index = read_index(path, checks_documents)
     decoder_config(config.model, vocab_size=index.vocab_size)  # refuses a model too small for the tokens
     starts = np.memmap(path / DOCUMENTS_NAME, dtype=np.uint64, mode="r")
     val_fraction, seq_len = config.data.val_fraction, config.data.seq_len
