@@ -40,8 +40,7 @@ from step_time import (
 )
 
 MEMORY_AIM = 0.10  # how far a rank's activations may be from 1 / cp of one process's
-DEGREES = (1, 2, 4, 8)
-QUICK = {"lengths": ["512"], "memory_lengths": ["2048"], "rounds": 2, "steps": 1, "warmup": 1}
+QUICK = {"lengths": ["512"], "memory_lengths": ["2048"], "degrees": ["4"], "rounds": 2, "steps": 1, "warmup": 1}
 
 
 def activation_bytes(seq_len: int, attention: str, degree: int, transport: str) -> int:
@@ -64,16 +63,17 @@ def activation_bytes(seq_len: int, attention: str, degree: int, transport: str) 
 def memory_table(options: argparse.Namespace) -> tuple[Table, list[dict[str, Any]]]:
     """Activations a rank by length and degree, and how far from 1 / cp of one process's."""
     table = Table(title=f"activations a rank, {options.attention} attention, micro-batch 1, fp32")
-    for heading in ("tokens", "transport", *(f"cp={degree}" for degree in DEGREES)):
+    degrees = [1, *map(int, options.degrees)]
+    for heading in ("tokens", "transport", *(f"cp={degree}" for degree in degrees)):
         table.add_column(heading, justify="right")
     rows = []
     for seq_len in map(int, options.memory_lengths):
         whole = activation_bytes(seq_len, options.attention, 1, transport="none")
         for transport in ("ring", "all-gather", "ulysses"):
             # Ulysses shares KV heads where the ranks are more; 8 heads are no more than 8 ranks.
-            parts = [activation_bytes(seq_len, options.attention, degree, transport) for degree in DEGREES[1:]]
+            parts = [activation_bytes(seq_len, options.attention, degree, transport) for degree in degrees[1:]]
             found = [whole, *parts]
-            off = [num_bytes * degree / found[0] - 1 for num_bytes, degree in zip(found, DEGREES, strict=True)]
+            off = [num_bytes * degree / found[0] - 1 for num_bytes, degree in zip(found, degrees, strict=True)]
             cells = [f"{format_bytes(num_bytes)} ({each:+.1%})" for num_bytes, each in zip(found, off, strict=True)]
             table.add_row(f"{seq_len:,}", transport, *cells)
             rows.append({"num_tokens": seq_len, "transport": transport, "activation_bytes": found})
@@ -100,6 +100,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--attention", choices=list(STRUCTURES), default="dense")
     parser.add_argument("--lengths", type=names, default=["2048", "4096", "8192", "16384"], help="tokens, timed")
     parser.add_argument("--memory-lengths", type=names, default=["16384", "65536"], help="tokens, simulated")
+    parser.add_argument("--degrees", type=names, default=["2", "4", "8"], help="of cp, simulated beside one process")
     parser.add_argument("--systems", type=names, default=list(CONTEXT_PEERS), help=", ".join(CONTEXT_PEERS))
     parser.add_argument("--versus", type=names, default=["each", "one"], help="systems to show ratios to")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each system")

@@ -91,7 +91,7 @@ def check(ranks: WorkerPool, options: dict[str, Any]) -> list[list[tuple[int, in
 
 def is_quick(options: dict[str, Any]) -> bool:
     """Stages 0, 1 and 2 gather no parameters, so they compile the same: one of them shows each recomputation."""
-    return options["stage"] in (0, 3) or options["recompute"] == "none"
+    return options["stage"] in (0, 3) or (options["recompute"], options["accumulation"]) == ("none", 1)
 
 
 @pytest.mark.quick(4)
