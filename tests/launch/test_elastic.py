@@ -128,12 +128,11 @@ def done() -> list[str]:
     return [Path(f"done-{rank}").read_text() for rank in range(2)]
 
 
+# What is quick of it: the test below of a killed rank whose run goes on from its last save.
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "num_deaths", "num_tries"),
-    [
-        ("standalone", 1, 1),
-        *(pytest.param(kind, 2, 3, marks=pytest.mark.full) for kind in ("standalone", "static", "c10d")),
-    ],
+    [("standalone", 1, 1), *((kind, 2, 3) for kind in ("standalone", "static", "c10d"))],
 )
 def test_a_killed_rank_costs_a_restart(kind: str, num_deaths: int, num_tries: int) -> None:
     """torch's own env:// rendezvous hangs in most such restarts: it reads the addresses of the dead attempt."""
