@@ -128,6 +128,7 @@ def test_ranks_of_another_launcher_join(settings):
     ("arguments", "message"),
     [
         (["zero.stege=3"], "zero.stege is not a config key; did you mean zero.stage?"),
+        (["run.steps", "7"], "run.steps has no value; write run.steps=..."),
         (["missing.toml"], "cannot read missing.toml: No such file or directory; give the path of a TOML file"),
         (["a.toml", "b.toml"], "a.toml and b.toml are two config files"),
         (["batch.global_size=7"], "batch.global_size=7 is not a multiple of"),

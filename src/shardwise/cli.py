@@ -44,6 +44,7 @@ examples:
   shardwise train --data book.txt run.steps=1000      a text file, a folder or JSONL
   shardwise train zero.stage=3 batch.global_size=64   any key of `shardwise config`
   shardwise train my.toml optimizer.lr=1e-3           a file, and what differs from it
+  shardwise train runs/a/config.json                  what a run had, once more
   shardwise train my.toml --dry-run --world-size 512  what each of 512 ranks would hold and send, in seconds
   shardwise train my.toml --resume auto               goes on from the last checkpoint, on however many ranks
   torchrun --nproc-per-node 8 -m shardwise.cli train  joins the ranks there are; so does srun
@@ -447,6 +448,8 @@ def _be_calibrator(folder: str, device_kind: str, disk: str, extent: str) -> int
 def _split(settings: Sequence[str]) -> tuple[str | None, list[str]]:
     """The config file, if there is one, and the assignments."""
     files = [text for text in settings if "=" not in text]
+    if missing := next((text for text in files if text in all_keys()), None):
+        raise ConfigError(f"{missing} has no value; write {missing}=...")
     if len(files) > 1:
         raise ConfigError(f"{' and '.join(files)} are two config files; give one, and settings as section.key=value")
     return (files[0] if files else None), [text for text in settings if "=" in text]
