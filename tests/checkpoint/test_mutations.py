@@ -6,13 +6,18 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from harness.checkpoints import save, values_of
 from harness.mutations import forge, fresh, mutate_text, mutated, replace_file, spared
+from harness.states import engine_of, take_steps
+from shardwise import CheckpointError
 from shardwise.checkpoint.comparing import compare
 from shardwise.checkpoint.converting import import_folder
 from shardwise.checkpoint.folder import read_manifest
@@ -184,3 +189,44 @@ def test_some_mutations_are_read_or_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_500_mutations_are_read_or_refused(tmp_path: Path, seed: int) -> None:
     run(tmp_path, seed, 500)
+
+
+def with_adamw(model: nn.Module) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.05)
+    return {"optimizer": optimizer, "scheduler": CosineAnnealingLR(optimizer, T_max=7)}
+
+
+ENGINES: tuple[tuple[Any, dict[str, Any]], ...] = (
+    (with_adamw, {}),
+    (with_adamw, {"tiers": {"optimizer": "host"}}),
+    (None, {"precision": {"param": "fp16"}}),
+    (None, {"scheduler": {"name": "linear", "total_steps": 10}}),
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(len(ENGINES)))
+def test_engines_load_or_refuse_what_a_forged_manifest_says(tmp_path: Path, number: int) -> None:
+    """Mostly of what a run goes on with; an engine that refuses it can load the whole one, and steps."""
+    arguments, sections = ENGINES[number]
+    with engine_of(arguments=arguments, **sections) as engine:
+        take_steps(engine, 2)
+        engine.save(tmp_path / "whole")
+    (whole,) = (tmp_path / "whole").glob("step-*")
+    for index in range(150):
+        draw = random.Random(f"{number} {index}")
+        folder = fresh(whole, tmp_path / "forged" / whole.name)
+        old = json.loads((folder / MANIFEST_NAME).read_text())["manifest"]
+        section = draw.choice(["trajectory", "trajectory", "layout", "tensors", "step"])
+        new = {**old, **mutated({section: old[section]}, draw)}
+        forge(folder, lambda values, new=new: (values.clear(), values.update(new)))
+        try:
+            with engine_of(arguments=arguments, **sections) as engine:
+                take_steps(engine, 1)
+                try:
+                    engine.load(folder.parent)
+                except CheckpointError:
+                    engine.load(whole.parent)
+                take_steps(engine, 1)
+        except Exception as error:
+            raise AssertionError(f"mutation {index}, of {section}: {error!r}") from error
