@@ -82,6 +82,15 @@ def test_plans_of_families_are_right_on_tiny_copies(family: str) -> None:
                 assert check_small_copy(model, None, 4, sequence_parallel) == ""
 
 
+def test_a_default_device_of_the_callers_plays_no_part(caplog: pytest.LogCaptureFixture) -> None:
+    model = CROSSED.build(torch.float32)
+    tokens = torch.ones(2, 8, dtype=torch.long)
+    with torch.device("meta"):
+        proved = prove_plan(model, tokens, propose_plan(model, tokens, tp=2), tp=2)
+    assert "proved in float64 over tp=2" in proved.notes
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
 def test_plans_of_models_with_towers_are_proved_by_their_text(family: str) -> None:
     pytest.importorskip("transformers")

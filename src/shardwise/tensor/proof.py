@@ -28,7 +28,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch_private import pytree
+from shardwise._torch_private import pytree, unseen_by_op_modes
 from shardwise.comm import Comm, Pending
 from shardwise.config import TensorConfig
 from shardwise.layout.splits import ParamSplit, Rect
@@ -62,7 +62,8 @@ def refute(model: nn.Module, plan: TensorPlan, batch: Any, degree: int, sequence
             nothing finite, or layers of the plan do not run.
         Exception: what the split model's code raises.
     """
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), _quiet():
+    real = unseen_by_op_modes(is_real=True)  # nor does a default device of the caller's count
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), real, torch.enable_grad(), _quiet():
         torch.manual_seed(0)
         whole = copy.deepcopy(model).cpu().double().eval()
         with torch.no_grad():
