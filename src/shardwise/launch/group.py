@@ -78,7 +78,13 @@ def start_process_group(env: RankEnv, device_kind: Literal["cpu", "cuda"], timeo
     store = dist.HashStore() if env.world_size == 1 else meet(env, _open_store(env, timeout_s), timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device_kind == "cuda" else "gloo"
     places: dict[str, Any] = {"store": store, "rank": env.rank, "world_size": env.world_size}
-    connect = partial(dist.init_process_group, backend, timeout=timedelta(seconds=timeout_s), **places)
+    gpu = torch.cuda.current_device() if device_kind == "cuda" else None
+
+    def connect() -> None:
+        if gpu is not None:
+            torch.cuda.set_device(gpu)  # each thread has its own
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **places)
+
     try:
         ask_in_time(connect, timeout_s + _VERDICT_S)
     except StoreSilentError as error:

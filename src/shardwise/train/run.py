@@ -52,7 +52,7 @@ from shardwise.train.prepare import PreparedData, open_data
 from shardwise.train.summary import Ending, render_outcome
 from shardwise.train.tiers import measure_disk
 
-# A rank that is asked to stop may be in the middle of a long step, and then it saves.
+# A rank that is asked to stop bounds its step itself (`StopFlag.armed`); its save may take long.
 STOP_GRACE_S = 1800.0
 # The ranks that join wait for rank 0 to tokenize, which takes hours for terabytes: so often it shows that it lives.
 _LIFE_S: Final = 1.0
