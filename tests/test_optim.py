@@ -69,6 +69,9 @@ def test_every_optimizer_of_torch_is_taken_or_refused_by_name() -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^optimizer\.name='adamm' is unknown; choose one of .*adamw"):
         build_optimizer(OptimizerConfig(name="adamm"), [])
+    with pytest.raises(ConfigError) as caught:
+        build_optimizer(OptimizerConfig(name="x" * 5000), [])
+    assert len(str(caught.value)) < 500
 
 
 def test_a_given_optimizer_must_be_element_wise() -> None:

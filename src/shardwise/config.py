@@ -87,6 +87,7 @@ __all__ = [
     "read_toml",
     "resolve_batch",
     "set_key",
+    "shown_value",
 ]
 
 
@@ -127,7 +128,7 @@ class Config(Section):
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Build a config from nested mappings, as parsed from TOML or JSON."""
         if not isinstance(values, Mapping):
-            raise ConfigError(f"{_shown_value(values)} is not a config; give a table of sections, such as zero")
+            raise ConfigError(f"{shown_value(values)} is not a config; give a table of sections, such as zero")
         _refuse_unknown_keys(cls, values, prefix="")
         written = {name: dict(section) if isinstance(section, Mapping) else section for name, section in values.items()}
         try:
@@ -164,7 +165,7 @@ class Config(Section):
         for assignment in assignments:
             key, separator, text = assignment.partition("=")
             if not separator:
-                raise ConfigError(f"{_shown_value(assignment)} is not an assignment; write section.key=value")
+                raise ConfigError(f"{shown_value(assignment)} is not an assignment; write section.key=value")
             set_key(values, key.strip(), _parse_value(key.strip(), text.strip()))
         return self.from_dict(values)
 
@@ -316,21 +317,21 @@ def _refuse_unknown_keys(section: type[BaseModel], values: Mapping[str, Any], pr
             if not isinstance(value, Mapping | nested):
                 example = f"{path}.{next(iter(nested.model_fields))}"
                 raise ConfigError(
-                    f"{path}={_shown_value(value)} is not a section; set one of its keys, such as {example}"
+                    f"{path}={shown_value(value)} is not a section; set one of its keys, such as {example}"
                 )
             if isinstance(value, Mapping):
                 _refuse_unknown_keys(nested, value, prefix=f"{path}.")
         for text in value if isinstance(value, list | tuple) else [value]:
             if isinstance(text, str) and (wrong := steering(text)):
-                raise ConfigError(f"{path}={_shown_value(text)} holds the control character {wrong!r}; leave it out")
+                raise ConfigError(f"{path}={shown_value(text)} holds the control character {wrong!r}; leave it out")
 
 
 def _shown(path: str) -> str:
     """Return a key as the user wrote it, but on one line, not endless and never nothing."""
-    return path if 0 < len(path) <= _MAX_SHOWN and path.isprintable() else _shown_value(path)
+    return path if 0 < len(path) <= _MAX_SHOWN and path.isprintable() else shown_value(path)
 
 
-def _shown_value(value: Any) -> str:
+def shown_value(value: Any) -> str:
     """Return `repr(value)`, cut where it is long: it may be a file, or have more digits than Python writes."""
     try:
         text = repr(value)
@@ -368,7 +369,7 @@ def _explain(section: str, leaf: str, value: Any) -> str:
     close = difflib.get_close_matches(word, _words(schema), n=1, cutoff=0.5)
     default = "" if schema["default"] is None else f" for the default {json.dumps(schema['default'])}"
     cure = f"did you mean {close[0]}?" if close else f"leave it out{default}"
-    return f"{section}.{leaf}={_shown_value(value)} must be {_rule(schema, value)}; {cure}"
+    return f"{section}.{leaf}={shown_value(value)} must be {_rule(schema, value)}; {cure}"
 
 
 def _rule(schema: Mapping[str, Any], value: Any = None) -> str:

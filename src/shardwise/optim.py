@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardwise.config import Config, ConfigError, OptimizerConfig, SchedulerConfig
+from shardwise.config import Config, ConfigError, OptimizerConfig, SchedulerConfig, shown_value
 from shardwise.lion import Lion
 
 # What torch's own classes do to a whole matrix, or need a closure for; on pieces they would be silently wrong.
@@ -54,7 +54,7 @@ def optimizer_kind(name: str) -> type[Optimizer]:
     kind = kinds.get(name.lower())
     if kind is None:
         rule = "is not element-wise" if name.lower() in _NOT_ELEMENT_WISE else "is unknown"
-        raise ConfigError(f"optimizer.name={name!r} {rule}; choose one of {', '.join(sorted(kinds))}")
+        raise ConfigError(f"optimizer.name={shown_value(name)} {rule}; choose one of {', '.join(sorted(kinds))}")
     return kind
 
 

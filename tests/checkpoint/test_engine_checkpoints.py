@@ -635,8 +635,9 @@ def fail_on_one_rank(rank: int, world_size: int, root: Path) -> None:
 
 def test_foreign_manifests_are_damaged_not_a_key_error() -> None:
     text = Manifest(3, (), {}).to_text()
-    foreign = with_body(text, '{"weight_map":{}}'), with_body(text, "[1,2]"), with_body(text, "not JSON")
-    for each in foreign:
+    other = '{"format":"other-checkpoint","version":2}'
+    for body in ('{"weight_map":{}}', "[1,2]", "not JSON", other):
+        each = with_body(text, body)
         with pytest.raises(DamagedError, match=r"manifest.json is no manifest of a shardwise-checkpoint; use an older"):
             Manifest.from_text(each, "manifest.json")
     torn = with_body(text, '{"format":"shardwise-checkpoint","version":1,"tensors":[{}]}')

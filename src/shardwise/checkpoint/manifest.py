@@ -202,9 +202,11 @@ class Manifest:
             raise DamagedError(error) from None
         except (ValueError, KeyError, TypeError, RecursionError):
             raise DamagedError(f"{where} is no manifest of a {FORMAT}; {cure}") from None
-        if written_by[0] != FORMAT or written_by[1] > VERSION:
+        if written_by[0] != FORMAT:
+            raise DamagedError(f"{where} is no manifest of a {FORMAT}; {cure}")
+        if written_by[1] > VERSION:
             raise CheckpointError(
-                f"{where} is of {written_by[0]} version {written_by[1]}, this library reads {FORMAT} up to {VERSION}; "
+                f"{where} is of {FORMAT} version {written_by[1]}, this library reads up to {VERSION}; "
                 "install a newer shardwise"
             )
         try:
