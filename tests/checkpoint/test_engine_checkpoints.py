@@ -522,7 +522,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.full if way == "compiled" else ()) for way in WAYS]
+)
 def test_a_run_goes_on_with_the_random_numbers_that_it_would_have_drawn(
     ranks: WorkerPool, tmp_path: Path, way: str
 ) -> None:

@@ -69,8 +69,11 @@ def measure(
 
 
 @pytest.mark.quick(4)
-@pytest.mark.parametrize("where", list(PLACES))
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("num_ranks", "where"),
+    [(2, where) for where in PLACES]
+    + [pytest.param(1, where, marks=() if where == "all nvme" else pytest.mark.full) for where in PLACES],
+)
 def test_buffers_are_within_the_formula_however_many_groups(
     ranks: WorkerPool, tmp_path: Path, num_ranks: int, where: str
 ) -> None:
@@ -90,8 +93,15 @@ def test_a_device_that_is_behind_keeps_no_more(tmp_path: Path, monkeypatch: pyte
     assert num_bytes <= most_buffer_bytes(layout)
 
 
-@pytest.mark.parametrize("where", ["all nvme", "all host"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "where"),
+    [
+        ("fp32", "all nvme"),
+        ("bf16", "all host"),
+        pytest.param("fp32", "all host", marks=pytest.mark.full),
+        pytest.param("bf16", "all nvme", marks=pytest.mark.full),
+    ],
+)
 def test_the_device_holds_a_few_groups_at_its_peak(
     ranks: WorkerPool, tmp_path: Path, precision: str, where: str
 ) -> None:
