@@ -38,8 +38,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from pairs import forget_peak, peak_rss_bytes, rss_bytes
+from shardwise.attention.api import block_sparse_attention
 from shardwise.attention.block_layout import BlockLayout
-from shardwise.attention.functional import block_sparse_attention
 from step_time import machine
 
 MB = 1e6

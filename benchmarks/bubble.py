@@ -40,11 +40,11 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 import shardwise
-from shardwise.schedule import COMPUTATIONS, Action, Kind, ScheduleError, TimedAction, simulate
+from shardwise.runtime.weight_grad_queue import WeightGradSink, weight_sink
+from shardwise.schedule import COMPUTATIONS, Action, ActionKind, ScheduleError, TimedAction, simulate
 from shardwise.schedule.formulas import bubble_s
-from shardwise.schedule.recipes import pipeline_step, placement_of
-from shardwise.schedule.simulator import rank_bubble_s, rank_span_s
-from shardwise.weight_sinks import WeightSink, weight_sink
+from shardwise.schedule.registry import pipeline_step, placement_of
+from shardwise.schedule.simulate import rank_bubble_s, rank_span_s
 from step_time import machine
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
@@ -122,10 +122,10 @@ class Case:
     def _seconds(self, action: Action) -> float:
         stage = self.times.of_stage(self.stages_per_rank)
         return {
-            Kind.FORWARD: stage.forward_s,
-            Kind.BACKWARD: stage.input_s + stage.weight_s,
-            Kind.BACKWARD_INPUT: stage.input_s,
-            Kind.BACKWARD_WEIGHT: stage.weight_s,
+            ActionKind.FORWARD: stage.forward_s,
+            ActionKind.BACKWARD: stage.input_s + stage.weight_s,
+            ActionKind.BACKWARD_INPUT: stage.input_s,
+            ActionKind.BACKWARD_WEIGHT: stage.weight_s,
         }.get(action.kind, 0.0)
 
 
@@ -134,7 +134,7 @@ class Sleep(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gate: Tensor, weight: Tensor | None, block: SleepingBlock, sink: WeightSink | None
+        ctx: Any, x: Tensor, gate: Tensor, weight: Tensor | None, block: SleepingBlock, sink: WeightGradSink | None
     ) -> Tensor:
         ctx.block, ctx.sink = block, sink
         time.sleep(block.times.forward_s)

@@ -341,7 +341,7 @@ CHECKPOINT_PEERS: Mapping[str, Peer] = MappingProxyType(
     {
         "raw": _peer(build_raw, "a file a rank: write and read by 4 MiB, fsync"),
         "dd": _peer(build_dd, "dd if=/dev/shm/... bs=4M conv=fsync, one a rank"),
-        "shardwise": _peer(build_shardwise, "ZeRO-3", "shardwise.engine"),
+        "shardwise": _peer(build_shardwise, "ZeRO-3", "shardwise.engine.engine"),
         "dcp": _peer(build_dcp, "FSDP2, torch.distributed.checkpoint", "torch.distributed.checkpoint"),
     }
 )

@@ -25,8 +25,8 @@ from rich.table import Table
 
 import shardwise
 from context_peers import CONTEXT_PEERS, STRUCTURES, ContextWorkload, context_config, shape_of
-from shardwise.memory import Category, format_bytes
 from shardwise.models import Decoder, lm_loss
+from shardwise.runtime.memory_tracker import Category, format_bytes
 from step_time import (
     Records,
     keep_results,

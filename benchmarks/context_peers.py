@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peers import FP32, NUM_RANKS, Peer, Step, Workload
-from shardwise.config import AttentionConfig
+from shardwise.config.resolve import AttentionConfig
 from shardwise.models import Decoder, lm_loss
 from shardwise.models.decoder import DecoderConfig
 from tensor_peers import Conjugate, blocks_of, gathered, scattered
@@ -190,7 +190,7 @@ def build_shardwise(model: Decoder, workload: ContextWorkload, context: Mapping[
 
 
 def _shardwise(**context: Any) -> Peer:
-    return Peer({"fp32": FP32}, partial(build_shardwise, context=context), "shardwise.engine")
+    return Peer({"fp32": FP32}, partial(build_shardwise, context=context), "shardwise.engine.engine")
 
 
 CONTEXT_PEERS: Mapping[str, Peer] = MappingProxyType(

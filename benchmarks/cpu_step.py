@@ -33,9 +33,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from shardwise.tiers.blocks import StepPiece, step_pieces
-from shardwise.tiers.rules import rule_of
-from shardwise.tiers.threads import StepThreads
+from shardwise.offload.cpu_optimizer import StepPiece, StepThreads, rule_of, step_pieces
 from step_time import machine
 
 STEP_BYTES = 28  # a parameter of an fp32 step: master and two moments read and written, gradient read

@@ -17,16 +17,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from shardwise.agreement import Setup, agree_on_setup
-from shardwise.comm import Comm, MeshNetwork, connect
-from shardwise.config import Config
+from shardwise.comm.collectives import Comm, ProcessGroupFactory, connect
+from shardwise.comm.consistency import RankFacts, agree_on_setup
+from shardwise.comm.mesh import Mesh, open_store
+from shardwise.comm.watchdog import Watchdog, watch
+from shardwise.config.resolve import Config
 from shardwise.layout.layout import build_layout
 from shardwise.layout.mesh_shape import MeshShape
-from shardwise.mesh import Mesh, open_store
-from shardwise.pool import BufferPool
-from shardwise.streams import Streams
-from shardwise.timeline import Timeline
-from shardwise.watchdog import Watchdog, watch
+from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.streams import Streams
+from shardwise.runtime.timeline import Timeline
 
 CPU = torch.device("cpu")
 MODES = {"neither": {"watchdog_s": 0.0}, "watchdog": {}, "check": {"watchdog_s": 0.0, "check_collectives": True}}
@@ -37,7 +37,7 @@ def make(mode: str) -> tuple[Comm, Watchdog | None]:
     """A group of all ranks in one mode."""
     config = Config.from_dict({"run": {"device": "cpu", **MODES[mode]}}).resolve(dist.get_world_size())
     shape = MeshShape.from_config(config.mesh)
-    network = MeshNetwork(Mesh(shape, 60.0), CPU, open_store())
+    network = ProcessGroupFactory(Mesh(shape, 60.0), CPU, open_store())
     comms = connect(network, shape, config, CPU, Streams(CPU), BufferPool(CPU))
     return comms.shards, watch(network.store, comms.data.books, Timeline(network.rank), config.run)
 
@@ -67,7 +67,7 @@ def measure(rank: int, world_size: int, port: int) -> None:
     layout = build_layout(model, config)
     dist.barrier()
     start_s = time.perf_counter()
-    agree_on_setup(open_store(), rank, Setup.of(layout, config, model.named_buffers()), 60.0)
+    agree_on_setup(open_store(), rank, RankFacts.of(layout, config, model.named_buffers()), 60.0)
     if rank == 0:
         print(f"comparing the setup of 1000 parameters {1e3 * (time.perf_counter() - start_s):8.1f} ms", flush=True)
     for _, watchdog in made.values():

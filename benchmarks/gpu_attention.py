@@ -120,7 +120,7 @@ def dense_attend(backend: str, causal: bool) -> Attend:
 
 def sparse_attend(backend: str, layout: BlockLayout) -> Attend:
     """Our entry, by one of its back ends."""
-    from shardwise.attention.functional import attention_backend, block_sparse_attention
+    from shardwise.attention.api import attention_backend, block_sparse_attention
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with attention_backend(backend):
@@ -255,7 +255,7 @@ def _pair(base: Row | None, row: Row, factor: float, unit: str = "") -> list[str
 def trains(model: str, num_tokens: int, attention: dict[str, Any]) -> tuple[float, float] | None:
     """Seconds and peak GiB of the second step with full recomputation; None if memory does not suffice."""
     from shardwise import initialize
-    from shardwise.config import AttentionConfig
+    from shardwise.config.resolve import AttentionConfig
     from shardwise.models.decoder import Decoder, lm_loss
     from shardwise.models.presets import preset
 
@@ -344,7 +344,8 @@ def tilings() -> list[Tiling]:
 @contextmanager
 def tiled(tiling: Tiling, of_queries: bool) -> Iterator[None]:
     """Launch the kernels of one side so; plans are the layout's, so that a tiling needs a layout of its own."""
-    from shardwise.attention.kernels import launches, plans
+    from shardwise.attention.triton import launch as launches
+    from shardwise.attention.triton import launch as plans
 
     widest, others = plans.widest, launches.warps_and_stages
 

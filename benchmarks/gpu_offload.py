@@ -29,12 +29,12 @@ from typing import Any
 import torch
 
 from shardwise import Engine, initialize
-from shardwise.config import Config
-from shardwise.deferred import left_blank
-from shardwise.doctor.host import read_memory
+from shardwise.config.resolve import Config
+from shardwise.deferred_init.parameters import left_blank
+from shardwise.doctor.system_info import read_memory
 from shardwise.models.decoder import Decoder, DecoderConfig, flops_per_token, lm_loss, num_params
 from shardwise.models.presets import preset
-from shardwise.tiers.sweep import CHUNK_NUMEL
+from shardwise.offload.step_pipeline import CHUNK_NUMEL
 
 HOST = {"params": "host", "grads": "host", "optimizer": "host"}
 # What is asked for: stage and tiers. `activations` needs recomputation, which all have.

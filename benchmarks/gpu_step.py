@@ -26,18 +26,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from shardwise.comm import MeshNetwork
-from shardwise.config import Config
-from shardwise.engine import Engine
-from shardwise.launch.group import ensure_process_group
+from shardwise.comm.backends import SimulatedBackend, SimulatedFactory
+from shardwise.comm.collectives import ProcessGroupFactory
+from shardwise.comm.mesh import Mesh
+from shardwise.config.resolve import Config
+from shardwise.engine.engine import Engine
+from shardwise.launch.process_group import ensure_process_group
 from shardwise.layout.layout import build_layout
-from shardwise.layout.stages import STAGES
-from shardwise.memory import Ledger
-from shardwise.mesh import Mesh
+from shardwise.layout.zero_stages import STAGES
 from shardwise.models.decoder import Decoder, DecoderConfig, flops_per_token, lm_loss
 from shardwise.models.presets import preset
-from shardwise.simulated_links import SimulatedLinks, SimulatedNetwork
-from shardwise.tensor.layout import plan_layout
+from shardwise.runtime.memory_tracker import MemoryTracker
+from shardwise.tensor.plan_layout import plan_layout
 
 DEVICE = torch.device("cuda", 0)
 PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
@@ -119,8 +119,8 @@ def ours(stage: int) -> Callable[..., tuple[Step, Callable[[], None]]]:
             model,
             resolved,
             layout,
-            Ledger(DEVICE),
-            MeshNetwork(Mesh(layout.mesh, resolved.run.timeout_s), DEVICE),
+            MemoryTracker(DEVICE),
+            ProcessGroupFactory(Mesh(layout.mesh, resolved.run.timeout_s), DEVICE),
             loss_fn=lambda output, batch: lm_loss(output, batch[1]),
             optimizer=None,
             scheduler=None,
@@ -130,10 +130,10 @@ def ours(stage: int) -> Callable[..., tuple[Step, Callable[[], None]]]:
     return build
 
 
-class SilentNetwork(SimulatedNetwork):
+class SilentNetwork(SimulatedFactory):
     """A simulated network whose tensors are real."""
 
-    def links(self, axes: tuple[str, ...], use: str) -> SimulatedLinks:
+    def links(self, axes: tuple[str, ...], use: str) -> SimulatedBackend:
         links = super().links(axes, use)
         links.moves_nothing = False
         return links
@@ -161,7 +161,7 @@ def split(sequence_parallel: bool) -> Callable[..., tuple[Step, Callable[[], Non
             model,
             resolved,
             layout,
-            Ledger(DEVICE),
+            MemoryTracker(DEVICE),
             SilentNetwork(layout.mesh, 0, "nccl"),
             loss_fn=lambda output, batch: lm_loss(output, batch[1]),
             optimizer=None,

@@ -35,14 +35,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardwise.config import Config
-from shardwise.engine import Engine
-from shardwise.hooks import hook_gradient, hook_unit
+from shardwise.comm.backends import SimulatedBackend, SimulatedFactory
+from shardwise.config.resolve import Config
+from shardwise.engine.engine import Engine
 from shardwise.layout.layout import build_layout
 from shardwise.layout.mesh_shape import MeshShape
-from shardwise.layout.stages import STAGES
-from shardwise.memory import Ledger
-from shardwise.simulated_links import SimulatedLinks, SimulatedNetwork
+from shardwise.layout.zero_stages import STAGES
+from shardwise.runtime.memory_tracker import MemoryTracker
+from shardwise.runtime.module_hooks import hook_gradient, hook_unit
 
 WIDTH = 8
 DEPTHS = (8, 40)
@@ -52,7 +52,7 @@ Pass = Callable[[], None]
 System = tuple[Pass, Pass]  # what is timed, and what follows it untimed
 
 
-class FreeLinks(SimulatedLinks):
+class FreeLinks(SimulatedBackend):
     """Links of a lone rank: every collective is done at once, and what is read is its own."""
 
     moves_nothing = False
@@ -61,7 +61,7 @@ class FreeLinks(SimulatedLinks):
         return values.tolist()
 
 
-class FreeNetwork(SimulatedNetwork):
+class FreeNetwork(SimulatedFactory):
     """A network of free links."""
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ def engine(stage: int, num_blocks: int, num_params: int) -> System:
         model,
         config,
         layout,
-        Ledger(DEVICE),
+        MemoryTracker(DEVICE),
         FreeNetwork(),
         loss_fn=lambda output, batch: (output.sum(), 1),
         optimizer=None,

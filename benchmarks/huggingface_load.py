@@ -77,11 +77,10 @@ def write_folder(folder: Path, shape: str) -> None:
     import torch
 
     import shardwise
-    from shardwise.checkpoint import huggingface as hf
-    from shardwise.flats import MemoryFlat
-    from shardwise.holdings import Holding
-    from shardwise.layout.pieces import Rect, flat_range_to_rects
+    from shardwise.checkpoint import hf
+    from shardwise.layout.slicing import Rect, flat_range_to_rects
     from shardwise.models import Decoder
+    from shardwise.runtime.state_shards import StateShard, TensorFlatState
 
     generator = torch.Generator().manual_seed(0)
     config = config_of(shape)
@@ -89,13 +88,13 @@ def write_folder(folder: Path, shape: str) -> None:
         model = Decoder(hf.decoder_config_of(config))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
-    def parts() -> Iterator[Holding]:
+    def parts() -> Iterator[StateShard]:
         for name, shape in shapes.items():
             rect = Rect.whole(shape)
             for start in range(0, rect.numel, CHUNK_NUMEL):
                 pieces = flat_range_to_rects(rect, start, min(start + CHUNK_NUMEL, rect.numel))
                 values = torch.randn(pieces[-1].local_stop, generator=generator).mul_(0.02)
-                yield Holding(name, (), "param", shape, MemoryFlat(values), pieces, pieces)
+                yield StateShard(name, (), "param", shape, TensorFlatState(values), pieces, pieces)
 
     plan = hf.plan_export(
         [hf.ExportTensor(name, (), shape, "BF16") for name, shape in shapes.items()], hf.decoder_names()
@@ -134,8 +133,8 @@ def run_rank(folder: Path, mode: str, is_drawn: bool) -> None:
     from transformers import LlamaForCausalLM  # noqa: F401
 
     import shardwise
-    from shardwise.checkpoint.reading import PieceReader  # noqa: F401
-    from shardwise.memory import trim_host_memory
+    from shardwise.checkpoint.reader import ChunkReader  # noqa: F401
+    from shardwise.runtime.memory_tracker import trim_host_memory
 
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()  # imports what it needs

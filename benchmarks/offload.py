@@ -37,7 +37,7 @@ import cpu_step
 from disk_peers import fio_bandwidth, raw_bandwidth
 from offload_peers import DEEPSPEED, OFFLOAD_PEERS, SHARDWISE, OffloadWorkload, TierDisk, layout_of, serve_turns
 from pairs import Record, Residents
-from shardwise.tiers.io_threads import BLOCK_BYTES, NUM_THREADS
+from shardwise.offload.io_threads import BLOCK_BYTES, NUM_THREADS
 from step_time import MB, machine, names, parse_known_systems, parser_of, ratio
 
 GB = 1e9

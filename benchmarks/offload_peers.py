@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from pairs import Ready, Turn, forget_peak, peak_rss_bytes
 from peers import BETAS, LR, WEIGHT_DECAY, Peer, Workload, language_loss, mean_loss, optimizer_section
-from shardwise.config import Config, TiersConfig
+from shardwise.config.resolve import Config, TiersConfig
 from shardwise.layout.layout import Layout, build_layout
-from shardwise.memory import Category, Ledger
 from shardwise.models import Decoder, preset
-from shardwise.streams import Event, Streams
-from shardwise.tiers.file_rest import FileRest
-from shardwise.tiers.sweep import CHUNK_NUMEL, Chunk, Part
-from shardwise.tiers.tiers import Tiers
+from shardwise.offload.nvme_storage import NvmeStorage
+from shardwise.offload.step_pipeline import CHUNK_NUMEL, ChunkInput, StepChunk
+from shardwise.offload.tiers import Tiers
+from shardwise.runtime.memory_tracker import Category, MemoryTracker
+from shardwise.runtime.streams import Event, Streams
 
 BF16 = "bf16"
 Settle = Callable[[], None]
@@ -180,7 +180,7 @@ DEEPSPEED: Mapping[str, tuple[int, Mapping[str, str]]] = MappingProxyType(
 )
 OFFLOAD_PEERS: Mapping[str, Peer] = MappingProxyType(
     {
-        **{name: _peer(build_shardwise, "shardwise.engine", *each) for name, each in SHARDWISE.items()},
+        **{name: _peer(build_shardwise, "shardwise.engine.engine", *each) for name, each in SHARDWISE.items()},
         **{name: _peer(build_deepspeed, "deepspeed", *each) for name, each in DEEPSPEED.items()},
     }
 )
@@ -200,7 +200,7 @@ class TierDisk:
         with torch.device("meta"):
             layout = build_layout(nn.Linear(numel, 1, bias=False), Config.from_dict(config).resolve(world_size=1))
         section = TiersConfig(**config["tiers"])
-        self._tiers = Tiers(section, layout, Streams(torch.device("cpu")), Ledger("cpu"), 0, is_simulated=False)
+        self._tiers = Tiers(section, layout, Streams(torch.device("cpu")), MemoryTracker("cpu"), 0, is_simulated=False)
         self._states = {
             name: self._tiers.place("nvme", name, numel, torch.float32, Category.OPTIMIZER)
             for name in ("master", "exp_avg", "exp_avg_sq")
@@ -212,14 +212,14 @@ class TierDisk:
         """Bytes a second of one sweep, those that were moved; what is still in memory is not read again."""
         traffic = self._tiers.traffic
         traffic.reset()
-        parts = {name: Part(rest, is_read, is_written) for name, rest in self._states.items()}
+        parts = {name: ChunkInput(rest, is_read, is_written) for name, rest in self._states.items()}
         start_s = time.perf_counter()
         for start in range(0, self._numel, CHUNK_NUMEL):
             stop = min(start + CHUNK_NUMEL, self._numel)
-            self._tiers.sweep.submit(Chunk(parts, start, stop, lambda tensors: None, Event(None)))
+            self._tiers.sweep.submit(StepChunk(parts, start, stop, lambda tensors: None, Event(None)))
         self._tiers.settle()
         for rest in self._states.values():
-            if isinstance(rest, FileRest):
+            if isinstance(rest, NvmeStorage):
                 rest.flush()
         seconds = time.perf_counter() - start_s
         return sum(traffic.moved_bytes.values()) / seconds

@@ -260,7 +260,7 @@ def _deepspeed(stage: int) -> Peer:
 
 def _shardwise(stage: int) -> Peer:
     recipes = {"fp32": FP32, "bf16": f"{MASTER}, fp32 grads"}
-    return Peer(recipes, partial(build_shardwise, stage=stage), "shardwise.engine")
+    return Peer(recipes, partial(build_shardwise, stage=stage), "shardwise.engine.engine")
 
 
 PEERS: Mapping[str, Peer] = MappingProxyType(

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from peers import FP32, NUM_RANKS, Peer, Step, Workload, language_loss, mean_loss, optimizer_section
-from shardwise.config import Config
-from shardwise.layout.cut import cut_model
+from shardwise.config.resolve import Config
+from shardwise.layout.stage_partition import cut_model
 from shardwise.models import Decoder, preset
-from shardwise.models.decoder import Block, DecoderConfig, rope_tables
+from shardwise.models.decoder import DecoderBlock, DecoderConfig, rope_tables
 
 CPU = torch.device("cpu")
 VIRTUAL_STAGES: Mapping[str, int] = MappingProxyType({"interleaved": 2, "zb-v": 2})
@@ -91,7 +91,7 @@ class Stage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [B, S] or [B, S, E]
         rope = None
         for unit in self.units:
-            if not isinstance(unit, Block):
+            if not isinstance(unit, DecoderBlock):
                 x = unit(x)
                 continue
             if rope is None:
@@ -181,7 +181,7 @@ PIPELINE_PEERS: Mapping[str, Peer] = MappingProxyType(
         },
         "deepspeed-1f1b": Peer(_RECIPES, build_deepspeed, "deepspeed"),
         **{
-            f"shardwise-{name}": Peer(_RECIPES, partial(build_shardwise, schedule=name), "shardwise.engine")
+            f"shardwise-{name}": Peer(_RECIPES, partial(build_shardwise, schedule=name), "shardwise.engine.engine")
             for name in SHARDWISE_SCHEDULES
         },
     }

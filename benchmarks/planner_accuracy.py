@@ -23,13 +23,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from planner_document import document
+from planner_eval.cases import Case, read_case
+from planner_eval.prices import PARTS_OF_A_STEP, Prediction, predict_row
+from planner_eval.rows import tidied
 from planner_scores import Scored, by, scores
 from planner_spread import spread_lines
 from planner_unseen import unseen_section
-from shardwise.config import ConfigError
-from shardwise.planner.case_prices import PARTS_OF_A_STEP, Prediction, predict_row
-from shardwise.planner.case_rows import tidied
-from shardwise.planner.cases import Case, read_case
+from shardwise.config.resolve import ConfigError
 from shardwise.planner.pipeline_time import PipelineTimes
 from shardwise.planner.results import TIME_PARTS
 

@@ -9,8 +9,7 @@ from planner_outliers import explanation
 from planner_scores import Scored, by, errors, out_of_memory
 from planner_spread import spread_lines, within_interval
 from shardwise.planner import step_time
-from shardwise.planner.catalogue import GPUS
-from shardwise.planner.hardware import Fitted
+from shardwise.planner.hardware import GPUS, FittedConstants
 
 FAR_OFF = 0.20
 FITTED = ("matmul_share", "memory_share", "network_share")
@@ -50,7 +49,7 @@ GLOBALS = """The rest is physics or a constant for all devices, with its reason 
 collectives and what overlap costs in `collectives.py` and `communication.py`, the shape of a kernel's efficiency in
 `compute.py`, stragglers ({straggling:.1%} of the step's time, times sqrt(2 ln nodes)) in `step_time.py`.
 
-Some rules that read a row (`cases.py`, `case_practice.py`) were chosen with these rows in sight, and other sources may
+Some rules that read a row (`cases.py`, `traits.py`) were chosen with these rows in sight, and other sources may
 not bear them out: which loss was computed where a row does not say it, whether a code that names its attention kernel
 takes it of all logits, that a bare "flash" is the first FlashAttention, what a bare "InfiniBand" is before H100, and
 which early codes overlap nothing.
@@ -111,11 +110,11 @@ def document(
 
 def _fits() -> str:
     lines = ["| devices | matrix products | memory | network |", "|---|---|---|---|"]
-    names: dict[Fitted, list[str]] = {}
+    names: dict[FittedConstants, list[str]] = {}
     for name, gpu in GPUS.items():
         names.setdefault(gpu.fitted, []).append(name)
-    for fitted, some in sorted(names.items(), key=lambda item: item[0] == Fitted()):
-        words = "all others (defaults)" if fitted == Fitted() else ", ".join(some)
+    for fitted, some in sorted(names.items(), key=lambda item: item[0] == FittedConstants()):
+        words = "all others (defaults)" if fitted == FittedConstants() else ", ".join(some)
         lines.append(f"| {words} | " + " | ".join(f"{getattr(fitted, name):.3f}" for name in FITTED) + " |")
     return "\n".join(lines)
 

@@ -1,7 +1,8 @@
 """Fits the three constants of each family of devices to published runs, and tells how they hold for sources left out.
 
-Only `Fitted` is fitted: the share of the best matrix product, of the memory's and of the network's bandwidth that
-training reaches. Devices of one family share theirs. A source counts by the root of its rows, so that none is the fit.
+Only `FittedConstants` is fitted: the share of the best matrix product, of the memory's and of the network's bandwidth
+that training reaches. Devices of one family share theirs. A source counts by the root of its rows, so that none is the
+fit.
 
     python benchmarks/planner_fit.py tests/data/planner_cases.json                  # prints the constants
     python benchmarks/planner_fit.py tests/data/planner_cases.json --write          # into catalogue.toml
@@ -26,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from planner_accuracy import read_rows, scored_rows
 from planner_scores import Scored, errors
-from shardwise.planner.folded import FoldedLayout
-from shardwise.planner.hardware import Fitted
+from shardwise.planner.compact_layout import CompactLayout
+from shardwise.planner.hardware import FittedConstants
 from shardwise.planner.pipeline_time import PipelineTimes
 from shardwise.planner.step_time import TimeModel
 
@@ -54,10 +55,10 @@ class Sample:
     scored: Scored
     measured_s: float
     weight: float
-    folded: FoldedLayout
+    folded: CompactLayout
     pipelines: PipelineTimes
 
-    def ratio(self, fitted: Fitted) -> float:
+    def ratio(self, fitted: FittedConstants) -> float:
         """Predicted by measured time."""
         price, case = self.scored.prediction.price, self.scored.case
         if price is None:
@@ -85,19 +86,19 @@ def samples(rows: Sequence[Scored]) -> dict[str, list[Sample]]:
             continue
         measured_s = each.prediction.price.time.step_s / (each.time_ratio or 1.0)
         family = family_of(each.case.job.cluster.gpu.name)
-        sample = Sample(each, measured_s, counts[each.case.group] ** -0.5, FoldedLayout(each.case.job), pipelines)
+        sample = Sample(each, measured_s, counts[each.case.group] ** -0.5, CompactLayout(each.case.job), pipelines)
         found.setdefault(family, []).append(sample)
     return found
 
 
-def loss(fitted: Fitted, rows: Sequence[Sample]) -> float:
+def loss(fitted: FittedConstants, rows: Sequence[Sample]) -> float:
     """Mean of what is off, in logarithms, and of how far the constants are from their defaults."""
     off = sum(each.weight * min(CAP, abs(math.log(each.ratio(fitted)))) for each in rows)
-    pull = sum(abs(math.log(getattr(fitted, name) / getattr(Fitted(), name))) for name in RANGES)
+    pull = sum(abs(math.log(getattr(fitted, name) / getattr(FittedConstants(), name))) for name in RANGES)
     return off / sum(each.weight for each in rows) + PULL * pull
 
 
-def fit(rows: Sequence[Sample], start: Fitted, *, rounds: Sequence[int] = (0, 1)) -> Fitted:
+def fit(rows: Sequence[Sample], start: FittedConstants, *, rounds: Sequence[int] = (0, 1)) -> FittedConstants:
     """The constants of least loss: one after another, on grids of which each is a third of the one before."""
     best, least = start, loss(start, rows)
     for index in rounds:
@@ -113,7 +114,9 @@ def fit(rows: Sequence[Sample], start: Fitted, *, rounds: Sequence[int] = (0, 1)
     return best
 
 
-def leave_one_out(rows: Sequence[Scored], fits: Mapping[str, Fitted]) -> dict[str, dict[str, dict[str, float]]]:
+def leave_one_out(
+    rows: Sequence[Scored], fits: Mapping[str, FittedConstants]
+) -> dict[str, dict[str, dict[str, float]]]:
     """Errors of each source by constants that were fitted to all, and to all but it."""
     by_family = samples(rows)
     found: dict[str, dict[str, dict[str, float]]] = {}
@@ -124,15 +127,19 @@ def leave_one_out(rows: Sequence[Scored], fits: Mapping[str, Fitted]) -> dict[st
             rest = [each for each in all_rows if each.scored.case.group != source]
             if not own:
                 continue
-            refit = fit(rest, fits.get(family, Fitted()), rounds=(0,)) if len(rest) >= MIN_ROWS else Fitted()
-            inside += [each.ratio(fits.get(family, Fitted())) for each in own]
+            refit = (
+                fit(rest, fits.get(family, FittedConstants()), rounds=(0,))
+                if len(rest) >= MIN_ROWS
+                else FittedConstants()
+            )
+            inside += [each.ratio(fits.get(family, FittedConstants())) for each in own]
             outside += [each.ratio(refit) for each in own]
         if inside:
             found[source] = {"all": errors(inside), "left_out": errors(outside)}
     return found
 
 
-def write(fits: Mapping[str, Fitted]) -> None:
+def write(fits: Mapping[str, FittedConstants]) -> None:
     """Put the constants into the catalogue, after each device's number of cores."""
     lines, family = [], ""
     for line in CATALOGUE.read_text(encoding="utf-8").splitlines():
@@ -161,8 +168,8 @@ def main() -> None:
         if len(some) < MIN_ROWS:
             continue
         present = next(each.scored.case.job.cluster.gpu.fitted for each in some if each.scored.case.job is not None)
-        fits[family] = fit(some, present, rounds=(2,)) if options.nearby else fit(some, Fitted())
-        before, after = (errors(each.ratio(f) for each in some) for f in (Fitted(), fits[family]))
+        fits[family] = fit(some, present, rounds=(2,)) if options.nearby else fit(some, FittedConstants())
+        before, after = (errors(each.ratio(f) for each in some) for f in (FittedConstants(), fits[family]))
         print(f"{family:<10} n {len(some):>3}  {before['mean']:.1%} -> {after['mean']:.1%}  {fits[family]}")
     if options.write:
         write(fits)

@@ -35,16 +35,16 @@ from rich.table import Table
 import shardwise
 from pairs import Pair, SystemFailedError  # it gives the ranks one thread each
 from peers import FP32, Peer, Workload, language_loss, optimizer_section
-from shardwise.config import Config
+from shardwise.config.resolve import Config
 from shardwise.doctor.calibrate import calibrate
-from shardwise.memory import Category
 from shardwise.models import Decoder
 from shardwise.models.presets import decoder_config
 from shardwise.planner.configs import job_of, strategy_of
+from shardwise.planner.estimate import Pricer
 from shardwise.planner.machine import cluster_of
-from shardwise.planner.pricing import Pricer
 from shardwise.planner.profile import Profile, find_profile, write_profile
-from shardwise.planner.results import Price
+from shardwise.planner.results import Estimate
+from shardwise.runtime.memory_tracker import Category
 from step_time import machine, names, parser_of
 
 STEP_AIM, PEAK_AIM = 0.15, 0.05
@@ -122,7 +122,7 @@ class MachineWorkload(Workload):
     @property
     def peers(self) -> Mapping[str, Peer]:
         """All cases, by name."""
-        return dict.fromkeys(CASES, Peer({self.dtype: FP32}, _never, "shardwise.engine"))
+        return dict.fromkeys(CASES, Peer({self.dtype: FP32}, _never, "shardwise.engine.engine"))
 
 
 @dataclass
@@ -182,7 +182,7 @@ def counter_bytes(engine: Any) -> int:
     return sum(value.nbytes for value in values if isinstance(value, torch.Tensor) and value.dim() == 0)
 
 
-def predict(case: Case, profile: Profile, folder: str) -> Price:
+def predict(case: Case, profile: Profile, folder: str) -> Estimate:
     """What the planner says of a case, of a machine measured with as many ranks."""
     config = case.config(folder)
     cluster = cluster_of(profile, case.num_ranks)
@@ -238,7 +238,7 @@ def profiles_of(options: argparse.Namespace, folder: Path, console: Console) -> 
     return found
 
 
-def row_of(name: str, measured: Measured, price: Price) -> dict[str, Any]:
+def row_of(name: str, measured: Measured, price: Estimate) -> dict[str, Any]:
     """Predicted beside measured, the worst rank's memory; ratios are predicted by measured."""
     row: dict[str, Any] = {
         "case": name,

@@ -9,8 +9,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.planner.case_prices import Prediction, convention_of, flops_per_token, memory_kind_of
-from shardwise.planner.cases import Case
+from planner_eval.cases import Case
+from planner_eval.prices import Prediction, convention_of, flops_per_token, memory_kind_of
 
 Row = Mapping[str, Any]
 MIN_SWEEP = 4

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from planner_scores import Scored
-from shardwise.planner.interval import SHARES, Kind, kind_of
+from shardwise.planner.step_time import SHARES, Kind, kind_of
 
 
 def within_interval(rows: Sequence[Scored]) -> float:

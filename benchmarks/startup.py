@@ -23,7 +23,7 @@ from step_time import is_installed, machine, runnable
 TIMED_IMPORT = "import time, torch; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
 IMPORTS: Mapping[str, tuple[str, str]] = {
     "import shardwise": ("shardwise", "import shardwise"),
-    "import shardwise, with its engine": ("shardwise", "import shardwise.start"),
+    "import shardwise, with its engine": ("shardwise", "import shardwise.engine.initialize"),
     "import FSDP2": ("torch", "import torch.distributed.fsdp"),
     "import deepspeed": ("deepspeed", "import deepspeed"),
     "first torch optimizer (imports torch's compiler)": ("torch", "torch.optim.AdamW([torch.zeros(1)])"),

@@ -146,7 +146,7 @@ def memory_lines(records: Records) -> list[str]:
     """The same for memory: stage 3 should hold less at its peak than any system of others."""
     peaks = {system: record.peak_bytes for system, record in records.items() if record.failure is None}
     own = peaks.get("shardwise-3")
-    others = {system: peak for system, peak in peaks.items() if PEERS[system].package != "shardwise.engine"}
+    others = {system: peak for system, peak in peaks.items() if PEERS[system].package != "shardwise.engine.engine"}
     others.pop("local", None)
     if own is None or not others:
         return []

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from peers import FP32, MASTER, NUM_RANKS, Peer, Step, Workload, language_loss, mean_loss
 from shardwise.models import Decoder
-from shardwise.models.decoder import Block, DecoderConfig, Linear, RMSNorm
+from shardwise.models.decoder import DecoderBlock, DecoderConfig, DecoderLinear, RMSNorm
 
 SEQUENCE_DIM = 1
 CONFIG = DecoderConfig(
@@ -216,7 +216,7 @@ def build_hand(model: Decoder, workload: Workload, sequence_parallel: bool) -> S
     return forward_backward(model, sum_partial)
 
 
-def _keep_slice(layer: Linear, dim: int) -> None:
+def _keep_slice(layer: DecoderLinear, dim: int) -> None:
     own = layer.weight.detach().chunk(NUM_RANKS, dim)[dist.get_rank()]
     layer.weight = nn.Parameter(own.clone(memory_format=torch.contiguous_format))
 
@@ -244,9 +244,9 @@ def build_shardwise(model: Decoder, workload: Workload, sequence_parallel: bool)
     return step
 
 
-def blocks_of(model: Decoder) -> list[Block]:
+def blocks_of(model: Decoder) -> list[DecoderBlock]:
     """The decoder's blocks, by their type."""
-    return [block for block in model.blocks if isinstance(block, Block)]
+    return [block for block in model.blocks if isinstance(block, DecoderBlock)]
 
 
 _RECIPES: Mapping[str, str] = MappingProxyType({"fp32": FP32, "bf16": "bf16"})
@@ -261,12 +261,12 @@ TENSOR_PEERS: Mapping[str, Peer] = MappingProxyType(
         "shardwise": Peer(
             {"fp32": FP32, "bf16": f"{MASTER}, fp32 grads"},
             partial(build_shardwise, sequence_parallel=False),
-            "shardwise.engine",
+            "shardwise.engine.engine",
         ),
         "shardwise-sp": Peer(
             {"fp32": FP32, "bf16": f"{MASTER}, fp32 grads"},
             partial(build_shardwise, sequence_parallel=True),
-            "shardwise.engine",
+            "shardwise.engine.engine",
         ),
     }
 )

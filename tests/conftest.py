@@ -6,8 +6,10 @@ import gc
 import logging
 import os
 import random
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import numpy as np
@@ -17,6 +19,7 @@ import torch
 from harness.faults import NUM_RANKS, Whole, run_to_end, stored
 from harness.pool import WorkerPool
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # last: tests have folders of the same names
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, here and in worker processes

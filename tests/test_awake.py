@@ -9,8 +9,8 @@ import subprocess
 import pytest
 
 from harness.waiting import wait_until
-from shardwise import awake
-from shardwise.awake import AwakeClock, StopWatch
+from shardwise.runtime import clock as awake
+from shardwise.runtime.clock import AwakeClock, StopDetector
 
 
 def test_the_clock_counts_no_sleep_of_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +25,7 @@ def test_the_clock_counts_no_sleep_of_its_own_process(monkeypatch: pytest.Monkey
 
 def test_a_stopped_process_is_seen_until_it_goes_on() -> None:
     with subprocess.Popen(["sleep", "600"]) as process:
-        watch = StopWatch(process.pid, gap_s=2.0)
+        watch = StopDetector(process.pid, gap_s=2.0)
         try:
             assert watch.stopped_s() is None
             os.kill(process.pid, signal.SIGSTOP)

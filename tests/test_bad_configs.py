@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from shardwise import cli
-from shardwise.config import Config, ConfigError, all_keys
-from shardwise.train.job import job_config, resolve_job
+from shardwise.cli import main as cli
+from shardwise.config.resolve import Config, ConfigError, all_keys
+from shardwise.train.setup import job_config, resolve_job
 
 MAX_LINE = 700
 WORDS = [
@@ -120,7 +120,7 @@ def test_commands_refuse_in_one_line_and_leave_nothing(tmp_path, monkeypatch, ca
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "install_stop_signal", lambda: None)
-    monkeypatch.setattr("shardwise.launch.group.leave", lambda code: code)
+    monkeypatch.setattr("shardwise.launch.process_group.leave", lambda code: code)
     assert cli.main(arguments) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1

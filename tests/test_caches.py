@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import Config
-from shardwise.forwards import replace_forwards
 from shardwise.layout.layout import build_layout
+from shardwise.runtime.recompute import replace_forwards
 
 
 class Cache(list[Tensor]):

@@ -13,9 +13,9 @@ import pytest
 
 import shardwise
 from harness.waiting import PATIENCE_S, num_lines, wait_until
-from shardwise import cli
-from shardwise.config import Config, all_keys
-from shardwise.train import job
+from shardwise.cli import main as cli
+from shardwise.config.resolve import Config, all_keys
+from shardwise.train import setup as job
 
 SMALL_MODEL = ["num_layers=1", "hidden_size=32", "num_heads=2", "num_kv_heads=1", "ffn_size=64"]
 TEXT = "".join(f"def double_{number}(x):\n    return {2 * number} * x\n\n" for number in range(400))
@@ -77,7 +77,7 @@ def test_two_ranks_train_and_leave_everything_behind(settings, capfd):
 
 def start_train(arguments: list[str], **environ: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "shardwise.cli", "train", *arguments],
+        [sys.executable, "-m", "shardwise.cli.main", "train", *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -199,7 +199,7 @@ def test_a_dry_run_is_of_the_run_that_is_resumed(settings, capsys):
 
 
 def test_a_reader_that_has_seen_enough_ends_the_output_without_a_traceback():
-    script = "from shardwise.cli import main; raise SystemExit(main(['config']))"
+    script = "from shardwise.cli.main import main; raise SystemExit(main(['config']))"
     writer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert writer.stdout is not None
     writer.stdout.close()
@@ -208,7 +208,7 @@ def test_a_reader_that_has_seen_enough_ends_the_output_without_a_traceback():
 
 
 def test_a_full_disk_under_the_output_is_one_line():
-    script = "from shardwise.cli import main; raise SystemExit(main(['config']))"
+    script = "from shardwise.cli.main import main; raise SystemExit(main(['config']))"
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
             [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S
@@ -294,8 +294,8 @@ def test_without_a_command_the_help_is_shown_and_the_exit_code_is_that_of_a_mist
 
 def test_help_needs_no_torch():
     script = (
-        "import sys, shardwise.cli\n"
-        "try: shardwise.cli.main(['train', '--help'])\n"
+        "import sys, shardwise.cli.main\n"
+        "try: shardwise.cli.main.main(['train', '--help'])\n"
         "except SystemExit: print('torch' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
@@ -312,7 +312,7 @@ def test_the_version_is_that_of_the_package(capsys):
 
 def test_no_extra_is_needed_to_import_the_engine_and_the_trainer():
     missing = "sys.modules.update(dict.fromkeys(['transformers', 'tensorboard', 'triton', 'deepspeed']))"
-    script = f"import sys; {missing}; import shardwise.start, shardwise.train.run, shardwise.planner.plan"
+    script = f"import sys; {missing}; import shardwise.engine.initialize, shardwise.train.run, shardwise.planner.plan"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 

@@ -6,10 +6,10 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from shardwise import cli
 from shardwise.attention.block_layout import BlockLayout
-from shardwise.cli_attention import figures, panels
-from shardwise.report.layout_drawing import Panel, cells_across, svg, terminal
+from shardwise.cli import main as cli
+from shardwise.cli.attention import figures, panels
+from shardwise.report.layout_drawing import LayoutPanel, cells_across, svg, terminal
 
 FIXED = ["attention.kind=fixed", "attention.block=64", "attention.num_local_blocks=2"]
 
@@ -202,7 +202,7 @@ def test_more_layouts_than_there_is_room_for_are_counted():
 
 
 def test_any_share_shows_and_only_whole_ones_are_whole():
-    panel = Panel("", ((0.0, 0.001, 0.4, 0.7, 0.999, 1.0),) * 6)
+    panel = LayoutPanel("", ((0.0, 0.001, 0.4, 0.7, 0.999, 1.0),) * 6)
     assert terminal([panel], 80, is_causal=False).plain.splitlines()[0] == "··░░▒▒▓▓▓▓██"
     assert svg([panel], []).count('fill-opacity="0.251"') == 6
 

@@ -14,14 +14,14 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from harness.checkpoints import SHAPES, flip, load, save, values_of
-from shardwise import cli
 from shardwise.checkpoint import show
-from shardwise.checkpoint.comparing import Changed, ChangedValues, Difference
-from shardwise.checkpoint.folder import read_manifest
-from shardwise.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredPiece, StoredState, StoredTensor
+from shardwise.checkpoint.commit import read_manifest
+from shardwise.checkpoint.compare import ChangedState, ChangedValues, StateDifference
+from shardwise.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredChunk, StoredState, StoredTensor
 from shardwise.checkpoint.offline import Damage, Verification
-from shardwise.checkpoint.reading import PieceReader
-from shardwise.layout.pieces import Rect
+from shardwise.checkpoint.reader import ChunkReader
+from shardwise.cli import main as cli
+from shardwise.layout.slicing import Rect
 from shardwise.train.tokenizer import byte_tokenizer, load_tokenizer
 
 ABOUT = {
@@ -183,7 +183,7 @@ def test_reshard_writes_whole_tensors_under_their_names(root, capsys):
 
 
 def test_ctrl_c_leaves_nothing_half_written(root, capsys, monkeypatch):
-    read, calls = PieceReader.read, []
+    read, calls = ChunkReader.read, []
 
     def interrupted(self, *arguments) -> None:
         calls.append(1)
@@ -191,7 +191,7 @@ def test_ctrl_c_leaves_nothing_half_written(root, capsys, monkeypatch):
             raise KeyboardInterrupt
         read(self, *arguments)
 
-    monkeypatch.setattr(PieceReader, "read", interrupted)
+    monkeypatch.setattr(ChunkReader, "read", interrupted)
     code, _, err = call(capsys, "reshard", "runs/a", "elsewhere", "--files", "2")
     assert (code, err) == (130, "shardwise: stopped by Ctrl-C\n")
     assert list(Path("elsewhere").iterdir()) == []
@@ -233,9 +233,7 @@ def test_arguments_that_lack_are_asked_for(root, capsys):
 
 
 def test_show_needs_no_torch(root):
-    script = (
-        "import sys, shardwise.cli as cli; cli.main(['checkpoint', 'show', 'runs/a']); print('torch' in sys.modules)"
-    )
+    script = "import sys, shardwise.cli.main as cli; cli.main(['checkpoint', 'show', 'runs/a']); print('torch' in sys.modules)"  # noqa: E501
     environ = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environ)
     assert run.stdout.splitlines()[-1] == "False"
@@ -258,7 +256,7 @@ def test_pictures_fit_the_terminal(root, width):
     for renderable in (
         show.render_checkpoint(root, manifest),
         show.render_tensors(manifest.tensors),
-        show.render_difference(root, root, Difference(values=values, only_a=tuple(names))),
+        show.render_difference(root, root, StateDifference(values=values, only_a=tuple(names))),
         show.render_verification(root, Verification(manifest, (Damage("a" * 40, "b" * 90, names[0]),) * 30), 1.0),
     ):
         lines = picture(renderable, width)
@@ -273,8 +271,8 @@ def rows_of(lines: list[str]) -> list[str]:
 
 def test_long_lists_end_unless_all_is_asked_for(root):
     values = tuple(ChangedValues(f"t{i}", "param", 9, 1, float(i)) for i in range(50))
-    kinds = tuple(Changed(f"layers.{i}.weight/step", "1 (F32)", "2 (F32)") for i in range(30))
-    found = Difference(values=values, num_states=60, kinds=(*kinds, Changed("a.weight shape", (2,), (3,))))
+    kinds = tuple(ChangedState(f"layers.{i}.weight/step", "1 (F32)", "2 (F32)") for i in range(30))
+    found = StateDifference(values=values, num_states=60, kinds=(*kinds, ChangedState("a.weight shape", (2,), (3,))))
     lines = picture(show.render_difference(root, root, found), 80)
     assert "and 30 more states" in lines
     assert rows_of(lines) == [f"t{i}" for i in range(49, 29, -1)], "the largest first"
@@ -289,7 +287,7 @@ def test_long_lists_end_unless_all_is_asked_for(root):
 
 def test_many_files_and_sparse_manifests_are_shown():
     files = {f"rank-{rank:05d}-of-00512.safetensors": 1000 for rank in range(512)}
-    piece = StoredPiece(Rect((0,), (2,)), "rank-00000-of-00512.safetensors", 80)
+    piece = StoredChunk(Rect((0,), (2,)), "rank-00000-of-00512.safetensors", 80)
     tensors = (StoredTensor("w", (), (2,), {"param": StoredState("BF16", (piece,))}, trainable=False),)
     text = "\n".join(picture(show.render_checkpoint(Path("x"), Manifest(7, tensors, files)), 80))
     assert "and 504 more" in text

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import cli
-from shardwise.config import Config
+from shardwise.cli import main as cli
+from shardwise.config.resolve import Config
 from shardwise.layout.mesh_shape import MeshShape
-from shardwise.train.dry_run import choose_ranks, dry_run, dry_run_size
+from shardwise.verify.dry_run import choose_ranks, dry_run, dry_run_size
 
 SMALL = """
 [model]

@@ -6,11 +6,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardwise import cli
-from shardwise.cli_timeline import OpTimes, mean_times, num_micro_batches_of
-from shardwise.config import Config, ConfigError
+from shardwise.cli import main as cli
+from shardwise.cli.timeline import OpTimes, mean_times, num_micro_batches_of
+from shardwise.config.resolve import Config, ConfigError
 from shardwise.report.chrome_trace import chrome_trace, read_chrome_trace
-from shardwise.schedule import Kind, Schedule, simulate
+from shardwise.schedule import ActionKind, Schedule, simulate
 
 GPIPE = ["mesh.pp=2", "pipeline.schedule=gpipe", "batch.accumulation=2"]
 
@@ -53,7 +53,7 @@ def test_files_are_written_instead_of_text_unless_both_are_asked_for(capsys):
     assert ElementTree.parse("plan.svg").getroot().tag.endswith("svg")
     assert "gpipe, planned: 2 ranks, 2 micro-batches" in Path("plan.html").read_text()
     planned = read_chrome_trace(json.loads(Path("plan.json").read_text()))
-    assert [str(each.action) for each in planned if each.rank == 1 and each.action.kind is Kind.BACKWARD] == [
+    assert [str(each.action) for each in planned if each.rank == 1 and each.action.kind is ActionKind.BACKWARD] == [
         "1B0",
         "1B1",
     ]
@@ -63,7 +63,7 @@ def test_files_are_written_instead_of_text_unless_both_are_asked_for(capsys):
 
 def test_a_recorded_run_is_drawn_under_a_plan_with_its_times(capsys):
     run = Schedule.parse("rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1F1 1B0 1B1")
-    timed = simulate(run, lambda rank, action: 0.02 if action.kind is Kind.FORWARD else 0.03)
+    timed = simulate(run, lambda rank, action: 0.02 if action.kind is ActionKind.FORWARD else 0.03)
     Path("run.json").write_text(json.dumps(chrome_trace(timed)))
     assert cli.main(["timeline", *GPIPE, "--recorded", "run.json"]) == 0
     out = capsys.readouterr().out
@@ -87,7 +87,7 @@ def test_virtual_stages_share_a_ranks_time_and_transfers_cost(capsys):
 
 def test_mean_times_are_those_of_a_rank():
     run = Schedule.parse("rank 0: 0F0 1F0 1I0 0I0 1W0 0W0")
-    seconds = {Kind.FORWARD: 1.0, Kind.BACKWARD_INPUT: 2.0, Kind.BACKWARD_WEIGHT: 3.0}
+    seconds = {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD_INPUT: 2.0, ActionKind.BACKWARD_WEIGHT: 3.0}
     times = mean_times(simulate(run, lambda rank, action: seconds[action.kind]))
     assert times == OpTimes(2.0, 4.0, 6.0)
     whole = Schedule.parse("rank 0: 0F0[a] 0F0[b] 0RECOMPUTE0[b] 0B0[b] 0B0[a] 0STEP\nrank 1: 1F0 1B0")

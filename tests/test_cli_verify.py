@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import cli
-from shardwise.cli_verify import conclude, describe, read_model
-from shardwise.config import Config, ConfigError
+from shardwise.cli import main as cli
+from shardwise.cli.verify import conclude, describe, read_model
+from shardwise.config.resolve import Config, ConfigError
 from shardwise.verify import run as running
-from shardwise.verify.compare import Difference
+from shardwise.verify.compare import TrainingDifference
 from shardwise.verify.job import VerifyJob, make_job
-from shardwise.verify.run import Outcome, verify
+from shardwise.verify.run import VerifyOutcome, verify
 
 
 @pytest.fixture(autouse=True)
@@ -97,15 +97,17 @@ def test_a_model_that_nobody_can_train_is_refused(monkeypatch, capsys):
 
 
 def test_a_difference_is_told():
-    found = Difference("gradient", 1, 0.25, ("embed.weight", "blocks.0.ffn.up.weight"), (1.25, 1.0))
-    told = conclude(small_job(), Outcome(1, found, ("stages 0, 1, rank 1", "stage 0, rank 0"))).plain
+    found = TrainingDifference("gradient", 1, 0.25, ("embed.weight", "blocks.0.ffn.up.weight"), (1.25, 1.0))
+    told = conclude(small_job(), VerifyOutcome(1, found, ("stages 0, 1, rank 1", "stage 0, rank 0"))).plain
     assert told.splitlines() == [
         "different: the gradient of embed.weight in step 1",
         "  held by stages 0, 1, rank 1; it differs by 2.5e-01 of the largest value (1.25 where one process has 1)",
         "  2 tensors differ; the last, at which a backward begins, is blocks.0.ffn.up.weight, held by stage 0, rank 0",
     ]
-    loss = Difference("loss", 2, 0.5, (), (3.0, 2.0))
-    assert conclude(small_job(), Outcome(1, loss)).plain.startswith("different: the loss of step 2, by 5.0e-01 of")
+    loss = TrainingDifference("loss", 2, 0.5, (), (3.0, 2.0))
+    assert conclude(small_job(), VerifyOutcome(1, loss)).plain.startswith(
+        "different: the loss of step 2, by 5.0e-01 of"
+    )
 
 
 def test_models_are_read_from_a_folder_or_a_file(tmp_path):

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from harness.pool import RankError, WorkerPool
-from shardwise.comm import Comm, CommError
-from shardwise.group_links import GroupLinks
-from shardwise.pool import BufferPool
-from shardwise.streams import Streams
+from shardwise.comm.backends import ProcessGroupBackend
+from shardwise.comm.collectives import Comm, CommError
+from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.streams import Streams
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
@@ -21,7 +21,12 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 def make_comm(timeout_s: float = 20.0) -> Comm:
     device = torch.device("cpu")
     return Comm(
-        GroupLinks(dist.group.WORLD, device), "dp_shard", device, timeout_s, Streams(device), BufferPool(device)
+        ProcessGroupBackend(dist.group.WORLD, device),
+        "dp_shard",
+        device,
+        timeout_s,
+        Streams(device),
+        BufferPool(device),
     )
 
 

@@ -18,22 +18,21 @@ from torch import Tensor
 from harness.pool import WorkerPool
 from harness.training import make_config
 from harness.wire_bytes import WireBytes, ring_equivalent_bytes
-from shardwise.agreement import CallCheck, divergence
-from shardwise.comm import Comm, CommError, MeshNetwork, connect
-from shardwise.comm_books import CommBooks
-from shardwise.group_links import GroupLinks
+from shardwise.comm.backends import ProcessGroupBackend, SimulatedBackend
+from shardwise.comm.collectives import Comm, CommError, ProcessGroupFactory, connect
+from shardwise.comm.consistency import CallCheck, divergence
+from shardwise.comm.mesh import Mesh, open_store
+from shardwise.comm.records import CommLog
 from shardwise.layout.mesh_shape import MeshShape
-from shardwise.mesh import Mesh, open_store
-from shardwise.pool import BufferPool
-from shardwise.simulated_links import SimulatedLinks
-from shardwise.streams import Streams
+from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.streams import Streams
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64)
 
 
 def make_comm(timeout_s: float = 20.0, links: Any = None) -> Comm:
-    links = links or GroupLinks(dist.group.WORLD, CPU)  # type: ignore[arg-type]
+    links = links or ProcessGroupBackend(dist.group.WORLD, CPU)  # type: ignore[arg-type]
     return Comm(links, "cp", CPU, timeout_s, Streams(CPU), BufferPool(CPU))
 
 
@@ -134,7 +133,7 @@ def test_checked_exchanges_may_differ_in_size_but_not_in_name(ranks: WorkerPool)
 
 
 def test_books_tell_exchanges_of_other_sizes_from_other_calls() -> None:
-    books = [CommBooks(rank) for rank in range(2)]
+    books = [CommLog(rank) for rank in range(2)]
     groups = [each.open_group("cp", (0, 1)) for each in books]
     notes = {rank: books[rank].add_exchange("keys", groups[rank], 10 * rank).note() for rank in range(2)}
     assert divergence(notes) == ""
@@ -187,7 +186,7 @@ def test_a_late_rank_is_named_by_the_exchange(ranks: WorkerPool) -> None:
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_simulated_ranks_send_nothing_but_it_is_counted(backend: Any) -> None:
-    comm = make_comm(links=SimulatedLinks(1, 4, backend))
+    comm = make_comm(links=SimulatedBackend(1, 4, backend))
     received = torch.full((2,), 7.0)
     comm.exchange({3: [torch.ones(4)]}, {0: [received]}, "keys").wait()
     assert received.tolist() == [7.0, 7.0]
@@ -195,7 +194,7 @@ def test_simulated_ranks_send_nothing_but_it_is_counted(backend: Any) -> None:
 
 
 def test_one_rank_exchanges_nothing() -> None:
-    comm = make_comm(links=SimulatedLinks(0, 1, "gloo"))
+    comm = make_comm(links=SimulatedBackend(0, 1, "gloo"))
     comm.exchange({}, {}, "keys").wait()
     assert not comm.books.counts
 
@@ -210,7 +209,7 @@ def test_one_rank_exchanges_nothing() -> None:
     ],
 )
 def test_what_is_no_exchange_is_refused(sends: dict[int, list[Tensor]], text: str) -> None:
-    comm = make_comm(links=SimulatedLinks(1, 2, "gloo"))
+    comm = make_comm(links=SimulatedBackend(1, 2, "gloo"))
     with pytest.raises(ValueError, match=text):
         comm.exchange(sends, {}, "keys")
     assert not comm.books.counts
@@ -220,7 +219,7 @@ def context_of(rank: int, world_size: int, cp: int) -> tuple[tuple[int, ...], bo
     shape = MeshShape(dp_shard=world_size // cp, cp=cp)
     config = make_config(1, {"mesh": {"dp_shard": world_size // cp}}).resolve(world_size // cp)
     mesh = Mesh(shape, 20.0)
-    comms = connect(MeshNetwork(mesh, CPU), shape, config, CPU, Streams(CPU), BufferPool(CPU))
+    comms = connect(ProcessGroupFactory(mesh, CPU), shape, config, CPU, Streams(CPU), BufferPool(CPU))
     got = torch.zeros(1)
     context = comms.context
     if context.world_size > 1:

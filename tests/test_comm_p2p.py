@@ -12,25 +12,25 @@ import torch.distributed as dist
 
 from harness.pool import WorkerPool
 from harness.time_outs import answers_may_be_late, fail_after
-from shardwise.agreement import divergence
-from shardwise.comm import MeshNetwork
-from shardwise.comm_books import RECEIVE, SEND, CommBooks, CommError
-from shardwise.comm_p2p import Pipes
-from shardwise.config import ConfigError, RunConfig
+from shardwise.comm.collectives import ProcessGroupFactory
+from shardwise.comm.consistency import divergence
+from shardwise.comm.mesh import Mesh, open_store
+from shardwise.comm.p2p import P2PChannels
+from shardwise.comm.records import RECEIVE, SEND, CommError, CommLog
+from shardwise.comm.watchdog import watch
+from shardwise.config.resolve import ConfigError, RunConfig
 from shardwise.layout.mesh_shape import MeshShape
-from shardwise.mesh import Mesh, open_store
-from shardwise.streams import Streams
-from shardwise.timeline import Timeline
-from shardwise.watchdog import watch
+from shardwise.runtime.streams import Streams
+from shardwise.runtime.timeline import Timeline
 
 CPU = torch.device("cpu")
 EVERY_DTYPE = [torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
 
 
-def make_pipes(shape: MeshShape, timeout_s: float = 20.0, books: CommBooks | None = None) -> tuple[Pipes, CommBooks]:
-    network = MeshNetwork(Mesh(shape, timeout_s), CPU)
-    books = books or CommBooks(network.rank)
-    return Pipes(network, shape, CPU, timeout_s, Streams(CPU), books), books
+def make_pipes(shape: MeshShape, timeout_s: float = 20.0, books: CommLog | None = None) -> tuple[P2PChannels, CommLog]:
+    network = ProcessGroupFactory(Mesh(shape, timeout_s), CPU)
+    books = books or CommLog(network.rank)
+    return P2PChannels(network, shape, CPU, timeout_s, Streams(CPU), books), books
 
 
 def send_to_neighbours(rank: int, world_size: int) -> tuple[list[list[float]], dict[str, tuple[int, int]], list[str]]:
@@ -110,7 +110,7 @@ def test_tensors_are_held_until_they_are_through(ranks: WorkerPool) -> None:
 def wait_for_the_late(rank: int, world_size: int) -> str:
     """Rank 1 of a pair is busy elsewhere; the other's error says where."""
     store = open_store()
-    books = CommBooks(rank)
+    books = CommLog(rank)
     pipes, _ = make_pipes(MeshShape(pp=2), books=books)
     pipe = pipes.open((0, 1), "pipe", 0)
     watchdog = watch(store, books, Timeline(rank), RunConfig(watchdog_s=0.5, timeout_s=20.0))
@@ -149,7 +149,7 @@ def test_two_ends_of_a_message_are_no_divergence() -> None:
     """They are at one position of a pipe, and ranks with more pipes than others agree on the groups opened later."""
     notes = {}
     for rank, op in enumerate((SEND, RECEIVE, RECEIVE)):
-        books = CommBooks(rank)
+        books = CommLog(rank)
         if rank < 2:
             pipe = books.open_pipe("pp", (0, 1), "pipe")
             notes[rank] = books.add_message(op, "hidden", pipe, torch.zeros(4)).note()
@@ -163,6 +163,8 @@ def test_two_ends_of_a_message_are_no_divergence() -> None:
 def test_a_bound_device_is_refused_where_messages_would_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     """With it torch runs all messages of a group over one communicator, in one line."""
     mesh = SimpleNamespace(rank=1, shape=MeshShape(pp=3))
-    monkeypatch.setattr("shardwise.comm.dist.group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id="cuda:1")))
+    monkeypatch.setattr(
+        "shardwise.comm.collectives.dist.group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id="cuda:1"))
+    )
     with pytest.raises(ConfigError, match=r"device_id=cuda:1 of the process group .* without device_id"):
-        MeshNetwork(mesh, CPU).links(("pp",), "down")  # type: ignore[arg-type]
+        ProcessGroupFactory(mesh, CPU).links(("pp",), "down")  # type: ignore[arg-type]

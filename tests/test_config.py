@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from shardwise.config import (
+from shardwise.config.resolve import (
     BatchConfig,
     Config,
     ConfigError,

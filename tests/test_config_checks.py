@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shardwise._config_sections import Tier
-from shardwise.config import Config, ConfigError
+from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.sections import Tier
 
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from harness.live_bytes import LiveBytes
 from shardwise import init
-from shardwise.config import ConfigError
-from shardwise.deferred import ValueSource, is_deferred
+from shardwise.config.resolve import ConfigError
+from shardwise.deferred_init.parameters import ParamInitializer, is_deferred
 from shardwise.models.decoder import Decoder, DecoderConfig
-from shardwise.rng import initial_values
+from shardwise.runtime.keyed_rng import initial_values
 
 SEED = 3
 SHAPE = DecoderConfig(
@@ -126,7 +126,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def read_all(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
-    source = ValueSource(model, seed)
+    source = ParamInitializer(model, seed)
     return {name: source.read(name) for name, _ in model.named_parameters()}
 
 
@@ -219,7 +219,7 @@ def test_a_key_gives_the_same_values_whatever_else_is_drawn() -> None:
             model = nn.Sequential(nn.Linear(5, 7), Initialised(), transformer_encoder())
         assert torch.initial_seed() == state
         assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(state).get_state())
-        source = ValueSource(model, seed=0)
+        source = ParamInitializer(model, seed=0)
         own = "1.own"  # of a generator that the model brings
         assert all(source.is_same_everywhere(name) == (name != own) for name, _ in model.named_parameters())
         return {name: source.read(name) for name, _ in model.named_parameters()}
@@ -245,10 +245,10 @@ def test_keyed_values_depend_on_the_parameters_name() -> None:
 def test_unkeyed_values_may_differ_between_ranks() -> None:
     with init():
         deferred = nn.Linear(2, 2)
-    source = ValueSource(deferred, seed=0)
+    source = ParamInitializer(deferred, seed=0)
     assert not source.is_same_everywhere("weight")
-    assert not ValueSource(nn.Linear(2, 2), seed=0).is_same_everywhere("weight")
-    assert ValueSource(nn.Linear(2, 2, device="meta"), seed=0).is_same_everywhere("weight")
+    assert not ParamInitializer(nn.Linear(2, 2), seed=0).is_same_everywhere("weight")
+    assert ParamInitializer(nn.Linear(2, 2, device="meta"), seed=0).is_same_everywhere("weight")
 
 
 @pytest.mark.parametrize("cast", [nn.Module.double, nn.Module.bfloat16])
@@ -314,7 +314,7 @@ def test_shapes_that_do_not_fit_are_an_error_at_once() -> None:
 def test_nothing_is_left_behind() -> None:
     with init(), init(seed=5):  # the outer one counts
         inner = nn.Linear(3, 2)
-    assert not ValueSource(inner, seed=0).is_same_everywhere("weight")
+    assert not ParamInitializer(inner, seed=0).is_same_everywhere("weight")
     failed: list[nn.Module] = []
     with pytest.raises(ZeroDivisionError), init():  # noqa: PT012
         failed.append(nn.Linear(3, 2))
@@ -350,7 +350,7 @@ def test_construction_and_reading_hold_one_parameter_at_a_time() -> None:
         # New memory, which is never touched, beside that into which numbers are drawn.
         assert live.peak_bytes() <= 2 * largest_bytes + states_bytes
         with LiveBytes() as live:
-            source = ValueSource(model, seed=0)
+            source = ParamInitializer(model, seed=0)
             for name, _ in model.named_parameters():
                 source.read(name)
         assert live.peak_bytes() <= largest_bytes + states_bytes
@@ -363,7 +363,7 @@ def test_a_closed_source_leaves_plain_parameters() -> None:
     with init():
         model = nn.Linear(3, 2)
     weight = model.weight
-    ValueSource(model, seed=0).close()
+    ParamInitializer(model, seed=0).close()
     assert model.weight is weight
     assert not weight.__dict__
 
@@ -383,16 +383,16 @@ class Scale(nn.Module):
 
 def test_values_that_nobody_knows_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"^0.weight has no initial value.* `with shardwise.init\(\):`"):
-        ValueSource(nn.Sequential(Scale("meta")), seed=0)
+        ParamInitializer(nn.Sequential(Scale("meta")), seed=0)
     with pytest.raises(ConfigError, match=r"^buffer 1.running_mean is on meta.* `with shardwise.init\(\):`"):
-        ValueSource(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(3, device="meta")), seed=0)
+        ParamInitializer(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(3, device="meta")), seed=0)
     with init():
         model = nn.Sequential(Scale(None))
     nn.init.zeros_(model[0].weight)
     with pytest.raises(ConfigError, match=r"^0.weight was written after .* write it inside the block"):
-        ValueSource(model, seed=0)
+        ParamInitializer(model, seed=0)
     with pytest.raises(ConfigError, match="was written after"):
-        ValueSource(copy.deepcopy(model), seed=0)
+        ParamInitializer(copy.deepcopy(model), seed=0)
 
 
 def test_parameters_that_were_made_real_are_read_as_they_are() -> None:

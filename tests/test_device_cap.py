@@ -9,54 +9,54 @@ import torch
 from torch import Tensor
 
 from shardwise import Simulation, simulate
-from shardwise.memory import Category, Ledger
 from shardwise.models import Decoder, DecoderConfig, lm_loss, num_params
+from shardwise.runtime.memory_tracker import Category, MemoryTracker
 
 pytestmark = pytest.mark.begin
 
 # The ledger's limit
 
 
-def booked(limit_bytes: int | None, num_bytes: int) -> tuple[Ledger, Tensor]:
-    ledger, tensor = Ledger(limit_bytes=limit_bytes), torch.empty(num_bytes, dtype=torch.uint8)
-    ledger.track(tensor, Category.PARAMETERS)
-    return ledger, tensor
+def booked(limit_bytes: int | None, num_bytes: int) -> tuple[MemoryTracker, Tensor]:
+    tracker, tensor = MemoryTracker(limit_bytes=limit_bytes), torch.empty(num_bytes, dtype=torch.uint8)
+    tracker.track(tensor, Category.PARAMETERS)
+    return tracker, tensor
 
 
 def test_a_storage_that_fits_to_the_byte_is_booked_and_one_more_byte_is_not() -> None:
-    ledger, kept = booked(1000, 600)
-    ledger.track(torch.empty(400, dtype=torch.uint8), Category.OTHER)  # dead at once
+    tracker, kept = booked(1000, 600)
+    tracker.track(torch.empty(400, dtype=torch.uint8), Category.OTHER)  # dead at once
     too_much = torch.empty(401, dtype=torch.uint8)
     with pytest.raises(torch.OutOfMemoryError, match=r"^cpu would hold 0\.59 KiB \+ 0\.39 KiB, of 0\.98 KiB$"):
-        ledger.track(too_much, Category.OTHER)
-    snapshot = ledger.snapshot()
+        tracker.track(too_much, Category.OTHER)
+    snapshot = tracker.snapshot()
     assert (snapshot.total_bytes, snapshot.peak_bytes) == (600, 1000)
     fits = torch.empty(400, dtype=torch.uint8)
-    ledger.track(fits, Category.OTHER)
-    assert ledger.snapshot().total_bytes == kept.nbytes + fits.nbytes == 1000
+    tracker.track(fits, Category.OTHER)
+    assert tracker.snapshot().total_bytes == kept.nbytes + fits.nbytes == 1000
 
 
 def test_a_storage_that_may_not_grow_stays_as_it_is() -> None:
-    ledger, tensor = booked(1000, 600)
+    tracker, tensor = booked(1000, 600)
     with pytest.raises(torch.OutOfMemoryError):
-        ledger.resize(tensor, 1001)
-    assert tensor.untyped_storage().nbytes() == ledger.snapshot().total_bytes == 600
-    ledger.resize(tensor, 1000)
-    ledger.resize(tensor, 0)
-    ledger.resize(tensor, 600)
-    assert ledger.snapshot().total_bytes == 600
+        tracker.resize(tensor, 1001)
+    assert tensor.untyped_storage().nbytes() == tracker.snapshot().total_bytes == 600
+    tracker.resize(tensor, 1000)
+    tracker.resize(tensor, 0)
+    tracker.resize(tensor, 600)
+    assert tracker.snapshot().total_bytes == 600
 
 
 def test_what_moves_to_another_category_or_shrinks_is_never_refused() -> None:
-    ledger, tensor = booked(600, 600)
-    ledger.track(tensor, Category.GRADIENTS)
-    ledger.resize(tensor, 599)
-    assert ledger.snapshot().live_bytes[Category.GRADIENTS] == 599
+    tracker, tensor = booked(600, 600)
+    tracker.track(tensor, Category.GRADIENTS)
+    tracker.resize(tensor, 599)
+    assert tracker.snapshot().live_bytes[Category.GRADIENTS] == 599
 
 
 def test_what_ops_make_under_a_meter_counts() -> None:
-    ledger, tensor = booked(1000, 600)
-    with ledger.meter():
+    tracker, tensor = booked(1000, 600)
+    with tracker.meter():
         half = tensor[:300].clone()
         with pytest.raises(torch.OutOfMemoryError):
             tensor[:101].clone()
@@ -64,14 +64,14 @@ def test_what_ops_make_under_a_meter_counts() -> None:
         other = tensor[:400].clone()
         with pytest.raises(torch.OutOfMemoryError):
             other.resize_(401)
-    assert ledger.snapshot().total_bytes == 600 + 400
+    assert tracker.snapshot().total_bytes == 600 + 400
 
 
 def test_without_a_limit_nothing_is_refused() -> None:
-    ledger, _ = booked(None, 600)
-    with ledger.meter():
+    tracker, _ = booked(None, 600)
+    with tracker.meter():
         big = torch.empty(2**24, dtype=torch.uint8)
-    assert ledger.snapshot().total_bytes == 600 + big.nbytes
+    assert tracker.snapshot().total_bytes == 600 + big.nbytes
 
 
 # A simulated rank

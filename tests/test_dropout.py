@@ -15,16 +15,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.dropout import KeyedDraws, Zone, drops_by_function, key_dropouts
-from shardwise.hooks import recompute_forward
-from shardwise.wearing import swap_class
+from shardwise.dropout import KeyedDraws, ShardRegion, drops_by_function, key_dropouts
+from shardwise.runtime.class_swap import swap_class
+from shardwise.runtime.module_hooks import recompute_forward
 
 P = 0.3
 
 
 @contextmanager
 def keyed(
-    module: nn.Module, zones: dict[str, Zone] | None = None, step: int = 0, first: int = 0, num: int = 4, seed: int = 7
+    module: nn.Module,
+    zones: dict[str, ShardRegion] | None = None,
+    step: int = 0,
+    first: int = 0,
+    num: int = 4,
+    seed: int = 7,
 ) -> Iterator[KeyedDraws]:
     """A context of the engine's round a forward; all is undone at the end."""
     draws = KeyedDraws(seed)
@@ -38,7 +43,7 @@ def keyed(
 
 
 def mask(
-    *shape: int, zone: Zone | None = None, p: float = P, dtype: torch.dtype = torch.float32, **where: int
+    *shape: int, zone: ShardRegion | None = None, p: float = P, dtype: torch.dtype = torch.float32, **where: int
 ) -> Tensor:
     """What a dropout keeps of a tensor; [*shape] of bools."""
     module = nn.Dropout(p)
@@ -121,7 +126,7 @@ class TestLayouts:
             if shape[dim] % degree:
                 continue
             for index, expected in enumerate(whole.chunk(degree, dim)):
-                assert torch.equal(mask(*expected.shape, zone=Zone(dim, index, degree), num=4), expected)
+                assert torch.equal(mask(*expected.shape, zone=ShardRegion(dim, index, degree), num=4), expected)
 
     @pytest.mark.parametrize("per_sample", [1, 3])
     def test_data_ranks_draw_their_samples(self, per_sample: int) -> None:
@@ -358,7 +363,7 @@ class TestAttention:
             whole = module(q, k, v)
         for index in range(2):
             own = slice(2 * index, 2 * index + 2)
-            with keyed(module, {"": Zone(1, index, 2)}, num=2):
+            with keyed(module, {"": ShardRegion(1, index, 2)}, num=2):
                 part = module(q[:, own], k[:, own], v[:, own])
             torch.testing.assert_close(part, whole[:, own])
 
@@ -535,19 +540,19 @@ class TestHuggingFace:
     ("zone", "own", "cut"),
     [
         (None, (2, 8, 5), lambda whole: whole),
-        (Zone(1, 1, 2), (2, 4, 5), lambda whole: whole[:, 4:]),
-        (Zone(-1, 1, 2), (2, 8, 3), lambda whole: whole[..., 3:]),
+        (ShardRegion(1, 1, 2), (2, 4, 5), lambda whole: whole[:, 4:]),
+        (ShardRegion(-1, 1, 2), (2, 8, 3), lambda whole: whole[..., 3:]),
     ],
     ids=["whole", "sequence parallel", "features"],
 )
 def test_some_tokens_of_a_sequence_drop_as_in_the_whole(
-    zone: Zone | None, own: tuple[int, ...], cut: Callable[[Tensor], Tensor]
+    zone: ShardRegion | None, own: tuple[int, ...], cut: Callable[[Tensor], Tensor]
 ) -> None:
     """As in any layout of tokens over ranks; a tensor of fewer dims, or of other tokens, draws for itself."""
     held = ((2, 6), (12, 16))
     draws = KeyedDraws(7)
 
-    def drawn(shape: tuple[int, ...], zone: Zone | None, is_held: bool) -> Tensor:
+    def drawn(shape: tuple[int, ...], zone: ShardRegion | None, is_held: bool) -> Tensor:
         with draws.at(0, 0, 0, 2, held if is_held else None):
             found = draws.mask("site", shape, P, zone, torch.device("cpu"))
         draws.forget()

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.config import Config, ConfigError
-from shardwise.foreign import (
+from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.untrusted_files import (
     MAX_DEPTH,
-    ForeignError,
+    UntrustedFileError,
     open_regular,
     parse_json,
     parse_toml,
@@ -45,7 +45,7 @@ def refused_line(error: BaseException) -> str:
     ],
 )
 def test_hostile_json_is_refused_in_one_line(text: str, rule: str) -> None:
-    with pytest.raises(ForeignError, match=rule) as caught:
+    with pytest.raises(UntrustedFileError, match=rule) as caught:
         parse_json(text, "a\x1b.json", CURE)
     refused_line(caught.value)
 
@@ -54,7 +54,7 @@ def test_hostile_json_is_refused_in_one_line(text: str, rule: str) -> None:
     "text", ["a = " + "[" * 3000, "a = " + "9" * 5000, "a." * 30_000 + "a = 1", "a = 1\na = 2", "="]
 )
 def test_hostile_toml_is_refused_in_one_line(text: str) -> None:
-    with pytest.raises(ForeignError) as caught:
+    with pytest.raises(UntrustedFileError) as caught:
         parse_toml(text, "my.toml", CURE)
     refused_line(caught.value)
 
@@ -73,7 +73,7 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
         (tmp_path, "Is a directory"),
         (tmp_path / "none", "No such file"),
     ):
-        with pytest.raises(ForeignError, match=rule) as caught:
+        with pytest.raises(UntrustedFileError, match=rule) as caught:
             read_text(path, CURE)
         refused_line(caught.value)
     with pytest.raises(ConfigError, match="a pipe"):
@@ -84,10 +84,10 @@ def test_sizes_and_encodings_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('"' + "x" * 100 + '"')
     assert len(read_json(path, CURE, max_bytes=102)) == 100
-    with pytest.raises(ForeignError, match="more than 101 bytes"):
+    with pytest.raises(UntrustedFileError, match="more than 101 bytes"):
         read_json(path, CURE, max_bytes=101)
     path.write_bytes(b'"\xff"')
-    with pytest.raises(ForeignError, match="not UTF-8"):
+    with pytest.raises(UntrustedFileError, match="not UTF-8"):
         read_json(path, CURE)
 
 

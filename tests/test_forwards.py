@@ -16,8 +16,8 @@ from torch._dynamo.utils import counters
 
 from harness.pool import WorkerPool
 from shardwise import Config, ConfigError, initialize
-from shardwise.forwards import CompileError, replace_forwards
 from shardwise.layout.layout import Layout, build_layout
+from shardwise.runtime.recompute import CompileError, replace_forwards
 
 
 @pytest.fixture(autouse=True)

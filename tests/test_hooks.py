@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shardwise._torch_private import OpMode
-from shardwise.hooks import hook_gradient, hook_unit, recompute_forward, watch_calls, watch_outputs
+from shardwise.runtime.module_hooks import hook_gradient, hook_unit, recompute_forward, watch_calls, watch_outputs
+from shardwise.runtime.torch_private import OpMode
 
 
 class Log(list[str]):
@@ -411,7 +411,7 @@ def test_a_module_gets_its_own_forward_back() -> None:
 
 
 def test_without_grad_nothing_is_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("shardwise.hooks.checkpoint")
+    monkeypatch.delattr("shardwise.runtime.module_hooks.checkpoint")
     module = Call(lambda weight, x, scale: x * weight * scale)
     for mode in ("full", "selective"):
         recompute_forward(module, mode)

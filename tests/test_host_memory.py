@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.host_memory import ALIGNMENT_BYTES, host_pages, host_zeros, memory_of
+from shardwise.runtime.pinned_memory import ALIGNMENT_BYTES, host_pages, host_zeros, memory_of
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 4096, 4097, 5 * 2**20 + 1])

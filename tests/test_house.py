@@ -18,12 +18,15 @@ MAX_ARGUMENTS = 8
 
 # pattern: the only files, or folders, in which it may stand
 ALONE = {
-    r"\btorch\._[a-zA-Z]|from torch\._[a-zA-Z]|\b_execution_engine\b|torch\.utils\._": {"_torch_private.py"},
-    r"dist\.(all_|reduce|broadcast|isend|irecv|send|recv|gather|scatter|barrier|batch_)": {"group_links.py", "launch/"},
-    r"\.register_(forward|full_backward|post_accumulate|hook)|\.register_hook": {"hooks.py"},
-    r"torch\.cuda\.Stream\(": {"streams.py"},
-    r"\.__class__ = ": {"wearing.py"},
-    r"os\.environ|os\.getenv": {"cli.py", "launch/"},
+    r"\btorch\._[a-zA-Z]|from torch\._[a-zA-Z]|\b_execution_engine\b|torch\.utils\._": {"runtime/torch_private.py"},
+    r"dist\.(all_|reduce|broadcast|isend|irecv|send|recv|gather|scatter|barrier|batch_)": {
+        "comm/backends.py",
+        "launch/",
+    },
+    r"\.register_(forward|full_backward|post_accumulate|hook)|\.register_hook": {"runtime/module_hooks.py"},
+    r"torch\.cuda\.Stream\(": {"runtime/streams.py"},
+    r"\.__class__ = ": {"runtime/class_swap.py", "runtime/param_guard.py"},
+    r"os\.environ|os\.getenv": {"cli/", "launch/"},
 }
 
 

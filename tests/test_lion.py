@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shardwise.config import OptimizerConfig
-from shardwise.lion import _BLOCK_NUMEL, Lion, lion
-from shardwise.optim import build_optimizer
+from shardwise.config.resolve import OptimizerConfig
+from shardwise.runtime.optimizers import _BLOCK_NUMEL, Lion, build_optimizer, lion
 
 NUM_STEPS = 6
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.config import ConfigError
-from shardwise.loss import LossBooks, Total, first_nonfinite_module, read_loss
+from shardwise.comm.loss import LossAccumulator, LossSum, first_nonfinite_module, read_loss
+from shardwise.config.resolve import ConfigError
 
 
 class FakeComm:
@@ -32,16 +32,18 @@ class FakeComm:
         return torch.stack([values, *self._others]).amax(0).tolist()
 
 
-def books(*others: list[float]) -> LossBooks:
-    return LossBooks(comms_of(FakeComm(others=tuple(torch.tensor(other, dtype=torch.float64) for other in others))))
+def books(*others: list[float]) -> LossAccumulator:
+    return LossAccumulator(
+        comms_of(FakeComm(others=tuple(torch.tensor(other, dtype=torch.float64) for other in others)))
+    )
 
 
 def comms_of(comm: FakeComm) -> Any:
     return SimpleNamespace(data=comm, model=comm, all=comm, tensor=SimpleNamespace(rank=0))
 
 
-def total_of(loss: float, count: float) -> Total:
-    return Total(torch.tensor(loss, requires_grad=True), torch.tensor(count))
+def total_of(loss: float, count: float) -> LossSum:
+    return LossSum(torch.tensor(loss, requires_grad=True), torch.tensor(count))
 
 
 # Reading
@@ -101,8 +103,8 @@ def test_gradients_flow_through_the_sum_and_not_through_the_count() -> None:
 
 
 def test_the_mean_of_nothing_is_zero() -> None:
-    assert Total(torch.tensor(0.0), torch.tensor(0)).mean().item() == 0
-    assert Total(torch.tensor(1.0), torch.tensor(0.5)).mean().item() == 2
+    assert LossSum(torch.tensor(0.0), torch.tensor(0)).mean().item() == 0
+    assert LossSum(torch.tensor(1.0), torch.tensor(0.5)).mean().item() == 2
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_gradients_weigh_count_over_a_power_of_two_near_it(count: float, normali
 
 def test_ranks_agree_on_the_largest_count_once() -> None:
     comm = FakeComm(others=(torch.tensor([1000.0], dtype=torch.float64),))
-    kept = LossBooks(comms_of(comm))
+    kept = LossAccumulator(comms_of(comm))
     weights = [kept.close(kept.open(total_of(1.0, count))).item() for count in (4.0, 5000.0)]
     assert weights == [4 / 1024, 5000 / 1024]
     assert comm.names == ["loss normaliser"]
@@ -223,7 +225,7 @@ def test_losses_that_nobody_keeps_are_forgotten() -> None:
     kept = books()
     x = torch.ones(3, requires_grad=True) * 2
     for _ in range(5):
-        kept.open(Total(x.sum(), torch.tensor(1)))
+        kept.open(LossSum(x.sum(), torch.tensor(1)))
     gc.collect()
     kept.open(total_of(1.0, 1.0))
     assert len(kept._open) <= 1
@@ -231,7 +233,7 @@ def test_losses_that_nobody_keeps_are_forgotten() -> None:
 
 def test_sums_are_kept_in_double_and_travel_with_other_values() -> None:
     kept = books([1.0, 2.0, 10.0, 20.0])
-    kept.add(Total(torch.tensor(2.0**24 + 1, dtype=torch.float64), torch.tensor(1)))
+    kept.add(LossSum(torch.tensor(2.0**24 + 1, dtype=torch.float64), torch.tensor(1)))
     kept.add(total_of(1.0, 1.0))
     assert kept.sum_with(torch.tensor([5.0, 6.0], dtype=torch.float64), "step") == [2.0**24 + 3, 4.0, 15.0, 26.0]
 
@@ -266,7 +268,7 @@ FINITE = "every module's output is finite, so it arose in the loss or in the bac
 def run_first_nonfinite(model: nn.Module, batches: list[Tensor], comm: FakeComm) -> str:
     grad_modes: list[bool] = []
 
-    def forward(batch: Tensor) -> Total:
+    def forward(batch: Tensor) -> LossSum:
         grad_modes.append(torch.is_grad_enabled())
         return read_loss(model(batch).sum(), None, None)
 

@@ -15,12 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from shardwise.memory import (
-    AllocatorStats,
-    Category,
-    CudaAllocator,
-    Ledger,
-)
+from shardwise.runtime.memory_tracker import AllocatorStats, Category, CudaAllocator, MemoryTracker
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +30,8 @@ def num_bytes(*tensors: Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def live(ledger: Ledger, category: Category) -> int:
-    return ledger.snapshot().live_bytes[category]
+def live(tracker: MemoryTracker, category: Category) -> int:
+    return tracker.snapshot().live_bytes[category]
 
 
 # Registered storages.
@@ -57,110 +52,110 @@ def test_a_storage_is_one_object_until_it_dies() -> None:
 
 
 def test_views_are_booked_once() -> None:
-    ledger = Ledger()
+    tracker = MemoryTracker()
     weight = torch.zeros(6, 4)
     for view in (weight, weight.t(), weight[1:], weight.view(-1), weight.detach(), nn.Parameter(weight)):
-        ledger.track(view, Category.PARAMETERS)
-    ledger.track(weight.untyped_storage(), Category.PARAMETERS)
-    assert live(ledger, Category.PARAMETERS) == ledger.snapshot().total_bytes == 96
+        tracker.track(view, Category.PARAMETERS)
+    tracker.track(weight.untyped_storage(), Category.PARAMETERS)
+    assert live(tracker, Category.PARAMETERS) == tracker.snapshot().total_bytes == 96
 
 
 def test_bytes_leave_with_the_storage_not_with_the_tensor() -> None:
-    ledger = Ledger()
+    tracker = MemoryTracker()
     weight = torch.zeros(10)
-    ledger.track(weight, Category.PARAMETERS)
+    tracker.track(weight, Category.PARAMETERS)
     view = weight[5:]
     del weight
-    assert live(ledger, Category.PARAMETERS) == 40
+    assert live(tracker, Category.PARAMETERS) == 40
     del view
-    assert live(ledger, Category.PARAMETERS) == 0
+    assert live(tracker, Category.PARAMETERS) == 0
 
 
 def test_resizing_is_followed_exactly() -> None:
-    ledger = Ledger()
+    tracker = MemoryTracker()
     full = torch.zeros(100)
     view = full[:3]
-    ledger.track(full, Category.GATHERED)
-    ledger.resize(full, 0)
-    assert (live(ledger, Category.GATHERED), full.untyped_storage().nbytes()) == (0, 0)
-    ledger.reset_peak()
-    ledger.resize(view, 400)
-    assert (live(ledger, Category.GATHERED), full.untyped_storage().nbytes()) == (400, 400)
-    ledger.resize(full, 0)
-    assert ledger.snapshot().peak_bytes == 400
-    ledger.resize(full, 400)
+    tracker.track(full, Category.GATHERED)
+    tracker.resize(full, 0)
+    assert (live(tracker, Category.GATHERED), full.untyped_storage().nbytes()) == (0, 0)
+    tracker.reset_peak()
+    tracker.resize(view, 400)
+    assert (live(tracker, Category.GATHERED), full.untyped_storage().nbytes()) == (400, 400)
+    tracker.resize(full, 0)
+    assert tracker.snapshot().peak_bytes == 400
+    tracker.resize(full, 400)
     del full, view
-    assert ledger.snapshot().total_bytes == 0
+    assert tracker.snapshot().total_bytes == 0
 
 
 def test_resizing_an_unknown_storage_is_refused() -> None:
     with pytest.raises(ValueError, match="a storage of 12 bytes is not in the ledger; track it first"):
-        Ledger().resize(torch.zeros(3), 0)
+        MemoryTracker().resize(torch.zeros(3), 0)
 
 
 def test_tracking_again_moves_the_bytes() -> None:
-    ledger = Ledger()
+    tracker = MemoryTracker()
     tensor = torch.zeros(5)
-    ledger.track(tensor, Category.OTHER)
-    ledger.track(tensor, Category.GRADIENTS)
-    snapshot = ledger.snapshot()
+    tracker.track(tensor, Category.OTHER)
+    tracker.track(tensor, Category.GRADIENTS)
+    snapshot = tracker.snapshot()
     assert (snapshot.live_bytes[Category.OTHER], snapshot.live_bytes[Category.GRADIENTS]) == (0, 20)
     assert snapshot.peak_live_bytes[Category.GRADIENTS] == snapshot.peak_bytes == 20
 
 
 def test_the_books_say_what_a_storage_is() -> None:
-    ledger, weight = Ledger(), torch.zeros(4)
-    ledger.track(weight, Category.PARAMETERS)
-    assert ledger.category_of(weight[1:].untyped_storage()) is Category.PARAMETERS
-    assert ledger.category_of(torch.zeros(4).untyped_storage()) is None
+    tracker, weight = MemoryTracker(), torch.zeros(4)
+    tracker.track(weight, Category.PARAMETERS)
+    assert tracker.category_of(weight[1:].untyped_storage()) is Category.PARAMETERS
+    assert tracker.category_of(torch.zeros(4).untyped_storage()) is None
 
 
 def test_tensors_of_another_device_are_left_out() -> None:
-    ledger = Ledger()
+    tracker = MemoryTracker()
     elsewhere = torch.zeros(5, device="meta")
-    ledger.track(elsewhere, Category.OTHER)
-    with ledger.meter():
+    tracker.track(elsewhere, Category.OTHER)
+    with tracker.meter():
         kept = torch.empty_like(elsewhere)
     assert kept.device.type == "meta"
-    assert ledger.snapshot().total_bytes == 0
+    assert tracker.snapshot().total_bytes == 0
 
 
 def test_peak_keeps_the_categories_of_its_moment() -> None:
-    ledger = Ledger()
+    tracker = MemoryTracker()
     weight, bucket = torch.zeros(10), torch.zeros(100)
-    ledger.track(weight, Category.PARAMETERS)
-    ledger.track(bucket, Category.BUCKETS)
+    tracker.track(weight, Category.PARAMETERS)
+    tracker.track(bucket, Category.BUCKETS)
     del bucket
-    ledger.track(torch.zeros(1), Category.OTHER)
-    snapshot = ledger.snapshot()
+    tracker.track(torch.zeros(1), Category.OTHER)
+    snapshot = tracker.snapshot()
     assert snapshot.peak_bytes == 440
     assert {category: n for category, n in snapshot.peak_live_bytes.items() if n} == {
         Category.PARAMETERS: 40,
         Category.BUCKETS: 400,
     }
-    ledger.reset_peak()
-    assert ledger.snapshot().peak_bytes == 40
+    tracker.reset_peak()
+    assert tracker.snapshot().peak_bytes == 40
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_books_equal_a_model_of_them(data: st.DataObject) -> None:
-    ledger = Ledger()
+    tracker = MemoryTracker()
     tensors: dict[int, tuple[Tensor, Category]] = {}
     peak_bytes = 0
     for step in range(data.draw(st.integers(1, 25))):
         action = data.draw(st.sampled_from(["make", "drop", "resize", "move"]))
         if action == "make" or not tensors:
             tensors[step] = (torch.empty(data.draw(st.integers(0, 50))), data.draw(st.sampled_from(Category)))
-            ledger.track(*tensors[step])
+            tracker.track(*tensors[step])
         else:
             key = data.draw(st.sampled_from(sorted(tensors)))
             tensor, category = tensors.pop(key)
             if action == "resize":
-                ledger.resize(tensor, data.draw(st.integers(0, 300)))
+                tracker.resize(tensor, data.draw(st.integers(0, 300)))
             elif action == "move":
                 category = data.draw(st.sampled_from(Category))
-                ledger.track(tensor, category)
+                tracker.track(tensor, category)
             if action != "drop":
                 tensors[key] = (tensor, category)
             del tensor
@@ -169,26 +164,26 @@ def test_books_equal_a_model_of_them(data: st.DataObject) -> None:
             expected[category] += tensor.untyped_storage().nbytes()
             del tensor
         peak_bytes = max(peak_bytes, sum(expected.values()))
-        snapshot = ledger.snapshot()
+        snapshot = tracker.snapshot()
         assert snapshot.live_bytes == expected
         assert snapshot.peak_bytes == peak_bytes
 
 
 def test_storages_may_be_made_and_die_on_any_thread() -> None:
-    ledger = Ledger()
+    tracker = MemoryTracker()
 
     def churn() -> None:
         for _ in range(200):
-            ledger.track(torch.empty(7), Category.BUCKETS)
+            tracker.track(torch.empty(7), Category.BUCKETS)
 
     kept = torch.empty(3)
-    ledger.track(kept, Category.PARAMETERS)
+    tracker.track(kept, Category.PARAMETERS)
     threads = [threading.Thread(target=churn) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert ledger.snapshot().total_bytes == 12
+    assert tracker.snapshot().total_bytes == 12
 
 
 # The meter.
@@ -236,19 +231,19 @@ def test_forward_and_backward_equal_torchs_own_events(
     torch.manual_seed(0)
     model = nn.Sequential(*[block() for _ in range(3)])
     inputs = torch.randn(16, 32)  # [batch, width]
-    ledger = Ledger()
+    tracker = MemoryTracker()
 
     def run() -> None:
-        with ledger.meter():
+        with tracker.meter():
             forward(model, inputs).square().mean().backward()
 
     live_bytes, peak_bytes = profiled_bytes(run)
-    snapshot = ledger.snapshot()
+    snapshot = tracker.snapshot()
     assert live_bytes == num_bytes(*model.parameters()), "only the gradients are left"
     assert snapshot.total_bytes == snapshot.live_bytes[Category.ACTIVATIONS] == live_bytes
     assert snapshot.peak_bytes == peak_bytes
     model.zero_grad()
-    assert ledger.snapshot().total_bytes == 0
+    assert tracker.snapshot().total_bytes == 0
 
 
 def test_recomputation_needs_less() -> None:
@@ -256,73 +251,73 @@ def test_recomputation_needs_less() -> None:
     peaks = []
     for forward in (plain, selectively_recomputed, recomputed):
         torch.manual_seed(0)
-        model, ledger = nn.Sequential(*[block() for _ in range(6)]), Ledger()
-        with ledger.meter():
+        model, tracker = nn.Sequential(*[block() for _ in range(6)]), MemoryTracker()
+        with tracker.meter():
             forward(model, torch.randn(64, 32)).square().mean().backward()
-        peaks.append(ledger.snapshot().peak_bytes)
+        peaks.append(tracker.snapshot().peak_bytes)
     assert peaks[0] > peaks[1] > peaks[2]
 
 
-def train_one_step(model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
+def train_one_step(model: nn.Module, optimizer: torch.optim.Optimizer, tracker: MemoryTracker) -> None:
     inputs = torch.ones(16, 32)  # [batch, width]
-    with ledger.meter():
+    with tracker.meter():
         loss = model(inputs).square().mean()
-        assert live(ledger, Category.ACTIVATIONS) > 16 * 32 * 4
+        assert live(tracker, Category.ACTIVATIONS) > 16 * 32 * 4
         loss.backward()
     for parameter in model.parameters():
-        ledger.track(parameter.grad, Category.GRADIENTS)
-    with ledger.meter(Category.OTHER):
+        tracker.track(parameter.grad, Category.GRADIENTS)
+    with tracker.meter(Category.OTHER):
         optimizer.step()
     for state in optimizer.state.values():
         for tensor in state.values():
-            ledger.track(tensor, Category.OPTIMIZER)
+            tracker.track(tensor, Category.OPTIMIZER)
 
 
 def test_training_steps_by_category_and_nothing_is_left_behind() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(block(), block())
     optimizer = torch.optim.AdamW(model.parameters())
-    ledger = Ledger()
+    tracker = MemoryTracker()
     for name in model.state_dict():
-        ledger.track(model.get_parameter(name), Category.PARAMETERS)
+        tracker.track(model.get_parameter(name), Category.PARAMETERS)
     size_bytes = num_bytes(*model.parameters())
     expected = dict.fromkeys(Category, 0) | {
         Category.PARAMETERS: size_bytes,
         Category.GRADIENTS: size_bytes,
         Category.OPTIMIZER: 2 * size_bytes + 4 * len(model.state_dict()),
     }
-    live_bytes, peak_bytes = profiled_bytes(functools.partial(train_one_step, model, optimizer, ledger))
-    snapshot = ledger.snapshot()
+    live_bytes, peak_bytes = profiled_bytes(functools.partial(train_one_step, model, optimizer, tracker))
+    snapshot = tracker.snapshot()
     assert snapshot.live_bytes == expected
     assert live_bytes == snapshot.total_bytes - size_bytes
     # Scratch scalars that AdamW's kernels make and drop within one op are all that the meter misses.
     inputs_bytes = 16 * 32 * 4
     assert 0 <= peak_bytes - inputs_bytes + size_bytes - snapshot.peak_bytes <= 32
-    train_one_step(model, optimizer, ledger)
-    assert ledger.snapshot().live_bytes == expected, "a second step leaves nothing behind"
+    train_one_step(model, optimizer, tracker)
+    assert tracker.snapshot().live_bytes == expected, "a second step leaves nothing behind"
     del model, optimizer
     gc.collect()
-    assert ledger.snapshot().total_bytes == 0
+    assert tracker.snapshot().total_bytes == 0
 
 
 def test_saved_activations_of_a_forward_are_the_formula() -> None:
-    ledger = Ledger()
+    tracker = MemoryTracker()
     first, second = nn.Linear(8, 16), nn.Linear(16, 4)
     inputs = torch.randn(5, 8)  # [batch, width]
-    with ledger.meter():
+    with tracker.meter():
         output = second(first(inputs).relu())
     # relu and the second layer save the same storage; the first layer's output dies; inputs are not ours.
-    assert live(ledger, Category.ACTIVATIONS) == num_bytes(output) + 5 * 16 * 4
+    assert live(tracker, Category.ACTIVATIONS) == num_bytes(output) + 5 * 16 * 4
     output.sum().backward()
-    assert live(ledger, Category.ACTIVATIONS) == num_bytes(output)
+    assert live(tracker, Category.ACTIVATIONS) == num_bytes(output)
     del output
-    assert live(ledger, Category.ACTIVATIONS) == 0
+    assert live(tracker, Category.ACTIVATIONS) == 0
 
 
 def test_what_was_made_outside_is_not_an_activation() -> None:
-    ledger = Ledger()
+    tracker = MemoryTracker()
     outside = torch.zeros(4, 4)
-    with ledger.meter():
+    with tracker.meter():
         views = [
             outside.t(),
             outside.view(16),
@@ -331,89 +326,89 @@ def test_what_was_made_outside_is_not_an_activation() -> None:
             outside.add_(1),
             outside.detach(),
         ]
-        assert ledger.snapshot().total_bytes == 0
+        assert tracker.snapshot().total_bytes == 0
         copy = outside.contiguous().clone()
-    assert live(ledger, Category.ACTIVATIONS) == num_bytes(copy)
+    assert live(tracker, Category.ACTIVATIONS) == num_bytes(copy)
     del views
 
 
 def test_the_meter_sees_constructors_multiple_outputs_and_resizing_ops() -> None:
-    ledger = Ledger()
-    with ledger.meter():
+    tracker = MemoryTracker()
+    with tracker.meter():
         constant = torch.tensor([1.0, 2.0])
-        assert live(ledger, Category.ACTIVATIONS) == 8
+        assert live(tracker, Category.ACTIVATIONS) == 8
         values, indices = constant.sort()
-        assert live(ledger, Category.ACTIVATIONS) == 8 + 8 + 16
+        assert live(tracker, Category.ACTIVATIONS) == 8 + 8 + 16
         out = torch.empty(0)
         torch.add(constant, 1, out=out)
-        assert live(ledger, Category.ACTIVATIONS) == 8 + 8 + 16 + 8
+        assert live(tracker, Category.ACTIVATIONS) == 8 + 8 + 16 + 8
         values.resize_(100)
-        assert live(ledger, Category.ACTIVATIONS) == 8 + 400 + 16 + 8
+        assert live(tracker, Category.ACTIVATIONS) == 8 + 400 + 16 + 8
         pieces = torch.zeros(6).unbind()
-        assert live(ledger, Category.ACTIVATIONS) == 8 + 400 + 16 + 8 + 24
+        assert live(tracker, Category.ACTIVATIONS) == 8 + 400 + 16 + 8 + 24
     del constant, values, indices, out, pieces
-    assert ledger.snapshot().total_bytes == 0
+    assert tracker.snapshot().total_bytes == 0
 
 
 def test_the_meter_lets_sparse_gradients_pass() -> None:
     embedding = nn.Embedding(10, 4, sparse=True)
-    ledger = Ledger()
-    with ledger.meter():
+    tracker = MemoryTracker()
+    with tracker.meter():
         embedding(torch.tensor([1, 2])).sum().backward()
     assert embedding.weight.grad.layout is torch.sparse_coo
 
 
 def test_resizing_within_the_meter_reaches_the_peak() -> None:
     """As the engine does: unsharded parameters grow for a block's forward and go before the next."""
-    ledger = Ledger()
+    tracker = MemoryTracker()
     full = torch.zeros(64, 64)
-    ledger.track(full, Category.GATHERED)
-    ledger.resize(full, 0)
-    ledger.reset_peak()
-    with ledger.meter():
+    tracker.track(full, Category.GATHERED)
+    tracker.resize(full, 0)
+    tracker.reset_peak()
+    with tracker.meter():
         hidden = torch.ones(1, 64)
-        ledger.resize(full, 64 * 64 * 4)
+        tracker.resize(full, 64 * 64 * 4)
         output = hidden @ full.fill_(1.0)
-        ledger.resize(full, 0)
+        tracker.resize(full, 0)
         output = output * 2
-    snapshot = ledger.snapshot()
+    snapshot = tracker.snapshot()
     assert snapshot.peak_live_bytes[Category.GATHERED] == 64 * 64 * 4
     assert snapshot.peak_live_bytes[Category.ACTIVATIONS] == num_bytes(hidden, output)
     assert snapshot.total_bytes == num_bytes(hidden, output)
 
 
 def test_the_meter_is_of_its_thread_and_of_backwards_started_there() -> None:
-    ledger = Ledger()
+    tracker = MemoryTracker()
     kept: list[Tensor] = []
     weight = torch.zeros(50, requires_grad=True)
-    with ledger.meter():
+    with tracker.meter():
         thread = threading.Thread(target=lambda: kept.append(torch.zeros(50)))
         thread.start()
         thread.join()
-        assert ledger.snapshot().total_bytes == 0, "another thread's tensors are not seen"
+        assert tracker.snapshot().total_bytes == 0, "another thread's tensors are not seen"
         (weight * 2).sum().backward()
-    assert ledger.snapshot().total_bytes == num_bytes(weight.grad)
+    assert tracker.snapshot().total_bytes == num_bytes(weight.grad)
 
 
 def test_two_meters_at_once_are_refused_and_an_error_leaves_the_meter() -> None:
-    ledger = Ledger()
-    with pytest.raises(RuntimeError, match="meter is on already"), ledger.meter(), ledger.meter():
+    tracker = MemoryTracker()
+    with pytest.raises(RuntimeError, match="meter is on already"), tracker.meter(), tracker.meter():
         pass
     outside = torch.zeros(3) + 1
-    assert ledger.snapshot().total_bytes == 0
-    with ledger.meter():
+    assert tracker.snapshot().total_bytes == 0
+    with tracker.meter():
         inside = torch.zeros(3)
-    assert ledger.snapshot().total_bytes == num_bytes(inside) == num_bytes(outside)
+    assert tracker.snapshot().total_bytes == num_bytes(inside) == num_bytes(outside)
 
 
 def test_snapshots_say_whether_a_meter_was_on() -> None:
-    ledger = Ledger()
-    assert not ledger.snapshot().metered
-    with ledger.meter():
-        ledger.reset_peak()
-    assert ledger.snapshot().metered
-    ledger.reset_peak()
-    assert not ledger.snapshot().metered
+    tracker = MemoryTracker()
+    assert not tracker.snapshot().metered
+    with tracker.meter():
+        tracker.reset_peak()
+    assert tracker.snapshot().metered
+    tracker.reset_peak()
+    assert not tracker.snapshot().metered
 
 
 # Devices with an allocator of their own.
@@ -439,12 +434,12 @@ class FakeAllocator:
 
 def test_an_allocator_gives_the_totals_and_the_rest_is_activations() -> None:
     allocator = FakeAllocator()
-    ledger = Ledger(allocator=allocator)
+    tracker = MemoryTracker(allocator=allocator)
     weight = torch.zeros(25)
-    ledger.track(weight, Category.PARAMETERS)
+    tracker.track(weight, Category.PARAMETERS)
     allocator.set(1000)
     allocator.set(700)
-    snapshot = ledger.snapshot()
+    snapshot = tracker.snapshot()
     assert snapshot.live_bytes == dict.fromkeys(Category, 0) | {
         Category.PARAMETERS: 100,
         Category.ACTIVATIONS: 600,
@@ -452,21 +447,21 @@ def test_an_allocator_gives_the_totals_and_the_rest_is_activations() -> None:
     assert (snapshot.total_bytes, snapshot.peak_bytes, snapshot.reserved_bytes) == (700, 1000, 1000)
     assert snapshot.fragment_bytes == 300
     assert snapshot.peak_live_bytes == {}, "nobody looked when the peak passed"
-    ledger.reset_peak()
-    snapshot = ledger.snapshot()
+    tracker.reset_peak()
+    snapshot = tracker.snapshot()
     assert (snapshot.peak_bytes, snapshot.peak_live_bytes[Category.ACTIVATIONS]) == (700, 600)
 
 
 def test_a_metered_peak_is_told_by_the_books_of_its_moment() -> None:
     allocator = FakeAllocator()
-    ledger = Ledger(allocator=allocator)
+    tracker = MemoryTracker(allocator=allocator)
     weight, full = torch.zeros(25), torch.zeros(50)
-    with ledger.meter():
+    with tracker.meter():
         allocator.set(100)
-        ledger.track(weight, Category.PARAMETERS)
+        tracker.track(weight, Category.PARAMETERS)
         allocator.set(300)
-        ledger.track(full, Category.GATHERED)
-        peak = ledger.snapshot().peak_live_bytes
+        tracker.track(full, Category.GATHERED)
+        peak = tracker.snapshot().peak_live_bytes
         assert (peak[Category.PARAMETERS], peak[Category.GATHERED], peak[Category.ACTIVATIONS]) == (
             100,
             200,
@@ -475,9 +470,9 @@ def test_a_metered_peak_is_told_by_the_books_of_its_moment() -> None:
         # Activations come and go while both are live; only then is one freed.
         allocator.set(1300)
         allocator.set(300)
-        ledger.resize(full, 0)
+        tracker.resize(full, 0)
         allocator.set(100)
-        peak = ledger.snapshot().peak_live_bytes
+        peak = tracker.snapshot().peak_live_bytes
         assert (peak[Category.PARAMETERS], peak[Category.GATHERED], peak[Category.ACTIVATIONS]) == (
             100,
             200,
@@ -485,14 +480,14 @@ def test_a_metered_peak_is_told_by_the_books_of_its_moment() -> None:
         )
         with_no_op = torch.ones(3) + 1
     assert with_no_op.numel() == 3
-    assert ledger.snapshot().live_bytes[Category.ACTIVATIONS] == 0, "no op is watched where the allocator counts"
+    assert tracker.snapshot().live_bytes[Category.ACTIVATIONS] == 0, "no op is watched where the allocator counts"
 
 
 def test_registered_memory_beside_the_allocator_makes_no_negative_count() -> None:
-    ledger = Ledger(allocator=FakeAllocator())
+    tracker = MemoryTracker(allocator=FakeAllocator())
     weight = torch.zeros(25)
-    ledger.track(weight, Category.PARAMETERS)
-    snapshot = ledger.snapshot()
+    tracker.track(weight, Category.PARAMETERS)
+    snapshot = tracker.snapshot()
     assert (snapshot.total_bytes, snapshot.live_bytes[Category.ACTIVATIONS]) == (100, 0)
     assert (snapshot.reserved_bytes, snapshot.fragment_bytes) == (100, 0)
 
@@ -510,16 +505,16 @@ def test_the_cuda_allocator_reads_the_counters_it_names(monkeypatch: pytest.Monk
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_books_on_cuda() -> None:
-    ledger = Ledger("cuda")
+    tracker = MemoryTracker("cuda")
     before_bytes = torch.cuda.memory_allocated()
-    ledger.reset_peak()
+    tracker.reset_peak()
     weight = torch.zeros(1024, 1024, device="cuda")
-    ledger.track(weight, Category.PARAMETERS)
-    with ledger.meter():
+    tracker.track(weight, Category.PARAMETERS)
+    with tracker.meter():
         product = weight @ weight
         del product
-        ledger.resize(weight, 0)
-        snapshot = ledger.snapshot()
+        tracker.resize(weight, 0)
+        snapshot = tracker.snapshot()
     assert snapshot.total_bytes == torch.cuda.memory_allocated() >= before_bytes
     assert snapshot.peak_bytes == torch.cuda.max_memory_allocated() >= before_bytes + 2 * 4 * 2**20
     assert snapshot.peak_live_bytes[Category.PARAMETERS] == 4 * 2**20
@@ -534,11 +529,11 @@ class HalfIdle:
 
 
 def test_snapshots_count_the_idle_bytes_of_pools_and_do_not_keep_them() -> None:
-    ledger, pool = Ledger(), HalfIdle()
+    tracker, pool = MemoryTracker(), HalfIdle()
     tensor = torch.zeros(10)
-    ledger.track(tensor, Category.BUCKETS)
-    ledger.attach_pool(pool)
-    snapshot = ledger.snapshot()
+    tracker.track(tensor, Category.BUCKETS)
+    tracker.attach_pool(pool)
+    snapshot = tracker.snapshot()
     assert (snapshot.total_bytes, snapshot.reserved_bytes, snapshot.fragment_bytes) == (40, 40, 24)
     del pool
-    assert ledger.snapshot().fragment_bytes == 0
+    assert tracker.snapshot().fragment_bytes == 0

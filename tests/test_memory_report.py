@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise._memory_report import oom_message
-from shardwise.config import Config
-from shardwise.memory import Category, MemorySnapshot, format_table, oom_advice
+from shardwise.config.resolve import Config
+from shardwise.runtime.memory_report import oom_message
+from shardwise.runtime.memory_tracker import Category, MemorySnapshot, format_table, oom_advice
 
 
 def snapshot_of(**live_bytes: int) -> MemorySnapshot:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from shardwise import Simulation, simulate
-from shardwise.config import Tier
-from shardwise.memory import Category, format_bytes
+from shardwise.config.resolve import Tier
 from shardwise.models import Decoder, DecoderConfig, lm_loss, num_params, preset
+from shardwise.runtime.memory_tracker import Category, format_bytes
 
 SEQ_LEN = 1024
 DEVICE_GIB = 32

@@ -13,8 +13,8 @@ from torch import Tensor
 from harness.tensor import MICRO_SIZE, make_case
 from harness.training import make_config
 from shardwise import simulate
-from shardwise.comm import Comm
-from shardwise.op_registry import Op, OpRegistry
+from shardwise.comm.collectives import Comm
+from shardwise.runtime.op_registry import Op, OpRegistry
 
 
 class Held:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise import initialize
-from shardwise.config import Config, ConfigError, OptimizerConfig, SchedulerConfig
+from shardwise.config.resolve import Config, ConfigError, OptimizerConfig, SchedulerConfig
 from shardwise.layout.layout import optimizer_states
-from shardwise.lion import Lion
-from shardwise.optim import (
+from shardwise.runtime.optimizers import (
+    Lion,
     build_optimizer,
     learning_rate_factor,
     optimizer_names,

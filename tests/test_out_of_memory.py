@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import Engine, initialize
-from shardwise.memory import is_out_of_memory
+from shardwise.runtime.memory_tracker import is_out_of_memory
 
 CUDA_TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB"
 

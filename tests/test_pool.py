@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.memory import Category, Ledger
-from shardwise.pool import BufferPool, size_class_bytes
+from shardwise.runtime.buffer_pool import BufferPool, size_class_bytes
+from shardwise.runtime.memory_tracker import Category, MemoryTracker
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.uint8]
 
@@ -21,9 +21,9 @@ def address_range(tensor: Tensor) -> range:
     return range(tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
 
 
-def allocated_bytes(ledger: Ledger) -> int:
+def allocated_bytes(tracker: MemoryTracker) -> int:
     """What the pool's storages really hold, by the ledger's weak references to them."""
-    return ledger.snapshot().live_bytes[Category.BUCKETS]
+    return tracker.snapshot().live_bytes[Category.BUCKETS]
 
 
 def test_a_buffer_has_the_shape_asked_for_and_keeps_what_is_written() -> None:
@@ -59,11 +59,11 @@ def test_the_smallest_fitting_idle_buffer_is_taken_and_a_wasteful_one_is_not() -
 
 def test_no_more_is_held_than_was_once_in_use() -> None:
     """Sizes that grow would pile up in a pool that only ever adds: 1 + 2 + 4 + 8."""
-    ledger = Ledger()
-    pool = BufferPool(ledger=ledger)
+    tracker = MemoryTracker()
+    pool = BufferPool(tracker=tracker)
     for exponent in range(12, 20):
         pool.release(pool.acquire(1 << exponent, torch.uint8))
-        assert pool.reserved_bytes == allocated_bytes(ledger) == 1 << exponent
+        assert pool.reserved_bytes == allocated_bytes(tracker) == 1 << exponent
     both = [pool.acquire(1 << 19, torch.uint8), pool.acquire(1 << 12, torch.uint8)]
     for buffer in both:
         pool.release(buffer)
@@ -83,38 +83,38 @@ def test_the_longest_idle_buffer_is_freed_first() -> None:
 
 
 def test_trim_frees_what_is_idle_and_forgets_the_peak() -> None:
-    ledger = Ledger()
-    pool = BufferPool(ledger=ledger)
+    tracker = MemoryTracker()
+    pool = BufferPool(tracker=tracker)
     first, second = pool.acquire(4096, torch.uint8), pool.acquire(1 << 16, torch.uint8)
     pool.release(second)
     del second
     pool.trim()
-    assert pool.reserved_bytes == allocated_bytes(ledger) == pool.live_bytes == 4096
+    assert pool.reserved_bytes == allocated_bytes(tracker) == pool.live_bytes == 4096
     pool.release(first)
     pool.release(pool.acquire(8192, torch.uint8))
     assert pool.reserved_bytes == 8192
 
 
 def test_the_ledger_books_buffers_and_fragments_and_the_pools_end() -> None:
-    ledger = Ledger()
-    pool = BufferPool(ledger=ledger)
+    tracker = MemoryTracker()
+    pool = BufferPool(tracker=tracker)
     first, second = pool.acquire(1000, torch.uint8), pool.acquire(2048, torch.uint8)
     pool.release(second)
-    snapshot = ledger.snapshot()
+    snapshot = tracker.snapshot()
     assert snapshot.live_bytes[Category.BUCKETS] == snapshot.reserved_bytes == 1024 + 2048
     assert snapshot.fragment_bytes == pool.fragment_bytes == 24 + 2048
     del pool, first, second
     gc.collect()
-    snapshot = ledger.snapshot()
+    snapshot = tracker.snapshot()
     assert (snapshot.total_bytes, snapshot.fragment_bytes) == (0, 0)
 
 
 def test_a_metered_acquire_books_the_buffer_once() -> None:
-    ledger = Ledger()
-    pool = BufferPool(ledger=ledger)
-    with ledger.meter():
+    tracker = MemoryTracker()
+    pool = BufferPool(tracker=tracker)
+    with tracker.meter():
         buffer = pool.acquire(1024, torch.uint8).fill_(1).view(32, 32)
-    snapshot = ledger.snapshot()
+    snapshot = tracker.snapshot()
     assert snapshot.total_bytes == snapshot.live_bytes[Category.BUCKETS] == buffer.numel()
 
 
@@ -151,8 +151,8 @@ def test_size_classes_hold_and_waste_little(num_bytes: int) -> None:
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_any_sequence_keeps_owners_apart_and_the_books_exact(data: st.DataObject) -> None:
-    ledger = Ledger()
-    pool = BufferPool(ledger=ledger)
+    tracker = MemoryTracker()
+    pool = BufferPool(tracker=tracker)
     leased: list[Tensor] = []
     peak_live_bytes = most_leased = 0
     for _ in range(data.draw(st.integers(1, 40))):
@@ -168,8 +168,8 @@ def test_any_sequence_keeps_owners_apart_and_the_books_exact(data: st.DataObject
         live_bytes = sum(map(len, ranges))
         peak_live_bytes, most_leased = max(peak_live_bytes, live_bytes), max(most_leased, len(leased))
         assert pool.live_bytes == live_bytes
-        assert live_bytes <= pool.reserved_bytes == allocated_bytes(ledger)
-        assert pool.fragment_bytes == ledger.snapshot().fragment_bytes == pool.reserved_bytes - live_bytes
+        assert live_bytes <= pool.reserved_bytes == allocated_bytes(tracker)
+        assert pool.fragment_bytes == tracker.snapshot().fragment_bytes == pool.reserved_bytes - live_bytes
         assert pool.reserved_bytes <= peak_live_bytes * 9 / 8 + 512 * most_leased
 
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise._torch_private import fake_tensors
-from shardwise.config import PrecisionConfig
-from shardwise.memory import Ledger
-from shardwise.precision import (
+from shardwise.config.resolve import PrecisionConfig
+from shardwise.runtime.memory_tracker import MemoryTracker
+from shardwise.runtime.precision import (
     SCRATCH_NUMEL,
     TORCH_DTYPES,
     LossScaler,
@@ -21,6 +20,7 @@ from shardwise.precision import (
     to_device,
     torch_dtype,
 )
+from shardwise.runtime.torch_private import fake_tensors
 
 CPU = torch.device("cpu")
 WIDTHS = {torch.float16: 0, torch.bfloat16: 0, torch.float32: 1, torch.float64: 2}
@@ -63,10 +63,10 @@ def test_add_widened_of_fake_tensors_has_the_scratch_of_real_ones() -> None:
         with fake_tensors() if is_simulated else nullcontext():
             pairs = [(torch.zeros(numel), torch.ones(numel, dtype=torch.bfloat16)) for numel in numels]
             for total, addend in pairs:
-                ledger = Ledger()
-                with ledger.meter():
+                tracker = MemoryTracker()
+                with tracker.meter():
                     add_widened(total, addend)
-                peaks.setdefault(is_simulated, []).append(ledger.snapshot().peak_bytes)
+                peaks.setdefault(is_simulated, []).append(tracker.snapshot().peak_bytes)
     assert peaks[True] == peaks[False] == [4 * min(numel, SCRATCH_NUMEL) for numel in numels]
 
 

@@ -15,9 +15,9 @@ from torch import nn
 
 import shardwise
 from harness.pool import WorkerPool
-from shardwise.recording import gather_timeline
 from shardwise.report.chrome_trace import read_chrome_trace
-from shardwise.schedule import Kind
+from shardwise.schedule import ActionKind
+from shardwise.train.recording import gather_timeline
 
 # Of rank 1's clock; and what each layer's forward takes, by all clocks. No machine stalls for as long.
 CLOCK_OFFSET_S, LAYER_S = 1e6, 1000.0
@@ -62,7 +62,7 @@ def test_every_rank_of_a_pipeline_is_in_it(ranks: WorkerPool, mesh: dict[str, in
         assert [[str(each.action) for each in actions if each.rank == rank] for rank in range(2)] == rows
         assert min(each.start_s for each in actions) == 0.0
         assert max(each.end_s for each in actions) < CLOCK_OFFSET_S / 2
-        starts_s = {str(each.action): each.start_s for each in actions if each.action.kind is Kind.FORWARD}
+        starts_s = {str(each.action): each.start_s for each in actions if each.action.kind is ActionKind.FORWARD}
         assert starts_s["0F0"] < starts_s["1F0"]
     (written,) = tmp_path.iterdir()
     assert written.name == "0.json"

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shardwise._torch_private import set_unsharded_storage
-from shardwise.wearing import released_type, wear
+from shardwise.runtime.param_guard import released_type, wear
+from shardwise.runtime.torch_private import set_unsharded_storage
 
 
 class UsedError(Exception):

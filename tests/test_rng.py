@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 from shardwise.models.decoder import Decoder, DecoderConfig
-from shardwise.rng import derive_seed, init_parameters, initial_values, keyed_generator
+from shardwise.runtime.keyed_rng import derive_seed, init_parameters, initial_values, keyed_generator
 
 SMALL = DecoderConfig(
     vocab_size=37,

@@ -18,8 +18,8 @@ from harness.pool import WorkerPool
 from harness.simulated import Measured, measure_steps, simulated
 from harness.training import make_config
 from shardwise import ConfigError, Simulation, initialize, simulate
-from shardwise.memory import Category, Ledger
 from shardwise.models import Decoder, DecoderConfig, lm_loss
+from shardwise.runtime.memory_tracker import Category, MemoryTracker
 
 NUM_MEASURED_STEPS = 3
 
@@ -230,8 +230,8 @@ def test_a_model_may_be_made_or_given_and_stays_as_it_is() -> None:
 
 def test_the_cost_does_not_grow_with_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
     num_seen = []
-    observe = Ledger.observe
-    monkeypatch.setattr(Ledger, "observe", lambda *arguments: (num_seen.append(1), observe(*arguments))[1])
+    observe = MemoryTracker.observe
+    monkeypatch.setattr(MemoryTracker, "observe", lambda *arguments: (num_seen.append(1), observe(*arguments))[1])
     counts = []
     for world_size in (128, 4096):
         simulate_decoder(lambda: decoder("meta"), world_size=world_size)

@@ -13,7 +13,7 @@ from harness.simulated import Measured, measure_steps, simulated
 from harness.tensor import DEEP_MODELS, MICRO_SIZE, make_case
 from harness.training import Overrides, make_config
 from shardwise import ConfigError, Simulation, initialize, simulate
-from shardwise.memory import Category
+from shardwise.runtime.memory_tracker import Category
 from shardwise.schedule import RECIPES, max_in_flight
 
 NUM_STEPS = 3

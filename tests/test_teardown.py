@@ -23,7 +23,7 @@ from harness.tier_bytes import HostPages
 from harness.training import make_config
 from harness.waiting import wait_until
 from shardwise import Engine, initialize
-from shardwise.memory import Category
+from shardwise.runtime.memory_tracker import Category
 
 STAGES = [0, 1, 2, 3]
 CASE = CASES["transformer"]

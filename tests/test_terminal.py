@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.__main__ import main
-from shardwise.terminal import Terminal
+from shardwise.report.console import Terminal
 
 
 class _Interrupted(ModuleType):
@@ -21,7 +21,7 @@ class _Interrupted(ModuleType):
 
 
 def test_ctrl_c_during_imports_is_one_line(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "shardwise.cli", _Interrupted("shardwise.cli"))
+    monkeypatch.setitem(sys.modules, "shardwise.cli.main", _Interrupted("shardwise.cli.main"))
     assert main() == 130
     assert capsys.readouterr().err == "shardwise: stopped by Ctrl-C\n"
 

@@ -14,9 +14,9 @@ from harness.models import CASES, make_batches
 from harness.pool import WorkerPool
 from harness.training import make_config
 from shardwise import initialize
-from shardwise.layout.stages import STAGES, ZeroStage
-from shardwise.schedule import Action, Kind, TimedAction, data_parallel_step, insert_offload, verify
-from shardwise.timeline import Timeline
+from shardwise.layout.zero_stages import STAGES, ZeroStage
+from shardwise.runtime.timeline import Timeline
+from shardwise.schedule import Action, ActionKind, TimedAction, data_parallel_step, insert_offload, verify
 
 CASE = "untied-transformer"
 GROUPS = ("root", "blocks.0", "blocks.1", "blocks.2")
@@ -47,8 +47,8 @@ def generated(
     schedule = insert_offload(schedule, fetched, evicted)
     verify(schedule)
     # The optimizer steps all groups in one action.
-    steps = {Action(Kind.STEP, group=group) for group in GROUPS}
-    return Counter([action for action in schedule.ranks[0] if action not in steps] + [Action(Kind.STEP)])
+    steps = {Action(ActionKind.STEP, group=group) for group in GROUPS}
+    return Counter([action for action in schedule.ranks[0] if action not in steps] + [Action(ActionKind.STEP)])
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
@@ -65,7 +65,7 @@ def test_a_run_with_tiers_takes_the_actions_of_the_lowered_schedule(
 ) -> None:
     tiers = {"params": "host", "grads": "nvme", "optimizer": "host", "nvme_path": str(tmp_path)}
     expected = generated(STAGES[3], num_micro_batches, GROUPS, GROUPS)
-    assert expected[Action(Kind.FETCH, group="blocks.0")] == 2 * num_micro_batches
+    assert expected[Action(ActionKind.FETCH, group="blocks.0")] == 2 * num_micro_batches
     for timeline in ranks(2).run(record, 3, num_micro_batches, tiers):
         assert Counter(timed.action for timed in timeline) == expected
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise._torch_private import (
+from shardwise.runtime.torch_private import (
     NO_VALUE_ERRORS,
     OpMode,
     compiler_errors,

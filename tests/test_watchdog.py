@@ -30,19 +30,18 @@ from harness.time_outs import answers_may_be_late, fail_after
 from harness.training import make_config
 from harness.waiting import PATIENCE_S, wait_until
 from shardwise import CheckpointError, ConfigError, Engine, initialize
-from shardwise.agreement import Meeting
-from shardwise.checkpoint.rounds import Rounds
-from shardwise.comm import CommError, Comms, MeshNetwork, connect
-from shardwise.comm_books import AbsentError, Call, CallNote, CommBooks
-from shardwise.config import RunConfig
-from shardwise.diagnosis import RankReport, diagnose, render
+from shardwise.checkpoint.coordination import StoreBarrier
+from shardwise.comm.collectives import CommError, CommGroups, ProcessGroupFactory, connect
+from shardwise.comm.consistency import RankExchange
+from shardwise.comm.mesh import Mesh, open_store
+from shardwise.comm.records import Collective, CollectiveNote, CommLog, MissingRankError
+from shardwise.comm.store import PatientStore, StoreSilentError
+from shardwise.comm.watchdog import RankReport, Watchdog, diagnose, render, watch
+from shardwise.config.resolve import RunConfig
 from shardwise.layout.layout import build_layout
-from shardwise.mesh import Mesh, open_store
-from shardwise.pool import BufferPool
-from shardwise.store import PatientStore, StoreSilentError
-from shardwise.streams import Event, Streams
-from shardwise.timeline import Timeline
-from shardwise.watchdog import Watchdog, watch
+from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.streams import Event, Streams
+from shardwise.runtime.timeline import Timeline
 
 # How long others are silently waited for: longer than a machine may stall; and for ranks that come.
 SILENT_S, TIMEOUT_S = 3.0, 60.0
@@ -77,7 +76,7 @@ class Stack(nn.Module):
 
 
 @contextmanager
-def entered(books: CommBooks, call: Call) -> Iterator[None]:
+def entered(books: CommLog, call: Collective) -> Iterator[None]:
     books.enter(call)
     yield
     books.leave()
@@ -92,12 +91,12 @@ def batch() -> Tensor:
     return torch.ones(2, 8, dtype=torch.float64)
 
 
-def make_comms() -> Comms:
+def make_comms() -> CommGroups:
     """The groups of an engine that checks its collectives, without the engine."""
     run = {**RUN, "check_collectives": True}
     config = make_config(1, {"run": run}).resolve(dist.get_world_size())
     layout = build_layout(nn.Linear(1, 1), config)
-    network = MeshNetwork(Mesh(layout.mesh, TIMEOUT_S), CPU, open_store())
+    network = ProcessGroupFactory(Mesh(layout.mesh, TIMEOUT_S), CPU, open_store())
     return connect(network, layout.mesh, config, CPU, Streams(CPU), BufferPool(CPU))
 
 
@@ -179,7 +178,7 @@ def test_check_mode_names_the_block_that_one_rank_skips(ranks: WorkerPool) -> No
 
 def train_checked(rank: int, world_size: int, check: bool) -> tuple[list[float], int]:
     engine = make(Stack().double(), num_shards=2, check_collectives=check)
-    store = engine._network.store
+    store = engine._comm_factory.store
     before = store.num_keys()
     losses = [engine.train_step([batch() * (1 + rank)]).loss for _ in range(3)]
     engine.comm.sum_scalars(torch.zeros(1, dtype=torch.float64), "meet")
@@ -319,7 +318,7 @@ def die(rank: int, port: int, answers: Any) -> None:
     engine.train_step([batch()])
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    with patch("shardwise.watchdog._ANSWER_S", SILENT_S):  # in which the one that lives must answer itself
+    with patch("shardwise.comm.watchdog._ANSWER_S", SILENT_S):  # in which the one that lives must answer itself
         answers.send(error_of(lambda: engine.train_step([batch()])))
     os._exit(0)
 
@@ -342,12 +341,12 @@ def test_a_killed_rank_is_named_by_those_that_live() -> None:
 # The thread
 
 
-def watched(store: dist.Store, rank: int, patience_s: float = 0.2) -> tuple[CommBooks, Watchdog]:
-    books = CommBooks(rank)
+def watched(store: dist.Store, rank: int, patience_s: float = 0.2) -> tuple[CommLog, Watchdog]:
+    books = CommLog(rank)
     return books, Watchdog(store, books, Timeline(rank), 2, patience_s)
 
 
-def gather(books: CommBooks) -> Call:
+def gather(books: CommLog) -> Collective:
     group = books.open_group("dp_shard", (0, 1)) if not books.recent else books.recent[-1].group
     return books.add("all_gather", f"blocks.{books.num_calls}", group, torch.zeros(8), passes=1)
 
@@ -409,10 +408,10 @@ def test_requests_to_a_silent_store_end_and_a_store_that_comes_back_is_heard() -
         host.send_signal(signal.SIGSTOP)
         with pytest.raises(StoreSilentError, match="has not answered for 1 s"):
             patient.get("key")
-        meeting = Meeting(patient, (0, 1), 0, timeout_s=1.0)
-        with pytest.raises(AbsentError, match="ranks 0, 1 were to come to the door"):
+        meeting = RankExchange(patient, (0, 1), 0, timeout_s=1.0)
+        with pytest.raises(MissingRankError, match="ranks 0, 1 were to come to the door"):
             meeting.verdict("door", "", lambda notes: "", "the door")
-        rounds = Rounds(patient, 0, 1, 2, timeout_s=1.0, subject="checkpoint of step 1")
+        rounds = StoreBarrier(patient, 0, 1, 2, timeout_s=1.0, subject="checkpoint of step 1")
         with pytest.raises(CheckpointError, match="the store does not answer"):
             rounds.run("write", lambda: "", lambda said: "")
         host.send_signal(signal.SIGCONT)
@@ -432,7 +431,7 @@ def test_a_rank_that_was_stopped_itself_has_not_waited_meanwhile() -> None:
     with entered(books, gather(books)):
         assert watchdog._waited_s(books.inside) == 0.0
         later_s = time.monotonic() + 1000.0
-        with patch("shardwise.awake.time.monotonic", lambda: later_s):
+        with patch("shardwise.runtime.clock.time.monotonic", lambda: later_s):
             assert 0.0 < watchdog._waited_s(books.inside) <= 2.0
     watchdog.close()
 
@@ -458,7 +457,7 @@ def test_a_rank_that_closed_its_engine_is_not_taken_for_dead() -> None:
     (books, own), (_others, other) = watched(store, 0), watched(store, 1)
     other.close()
     call = gather(books)
-    with entered(books, call), patch("shardwise.watchdog._ANSWER_S", SILENT_S):
+    with entered(books, call), patch("shardwise.comm.watchdog._ANSWER_S", SILENT_S):
         assert own.explain(call) == "rank 1 has closed its engine; rank 0 waits for it in all_gather #1 of blocks.0"
     own.close()
 
@@ -471,7 +470,7 @@ def test_the_thread_ends_with_books_that_nobody_holds() -> None:
 
 
 def test_no_watchdog_where_it_has_no_use() -> None:
-    books, timeline = CommBooks(), Timeline(0)
+    books, timeline = CommLog(), Timeline(0)
     assert watch(None, books, timeline, RunConfig()) is None
     assert watch(dist.HashStore(), books, timeline, RunConfig(watchdog_s=0.0)) is None
     assert books.explain is None
@@ -479,11 +478,11 @@ def test_no_watchdog_where_it_has_no_use() -> None:
 
 LIVE_THREAD = """
 import time, torch.distributed as dist
-from shardwise.comm_books import CommBooks
-from shardwise.timeline import Timeline
-from shardwise.watchdog import Watchdog
+from shardwise.comm.records import CommLog
+from shardwise.runtime.timeline import Timeline
+from shardwise.comm.watchdog import Watchdog
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-books = CommBooks()
+books = CommLog()
 watchdog = Watchdog(store.clone(), books, Timeline(0), 2, 0.001)
 time.sleep(0.2)
 """
@@ -519,11 +518,13 @@ def test_on_cuda_the_oldest_unfinished_collective_counts_since_it_became_the_old
 # The diagnosis
 
 
-def note(op: str = "all_gather", name: str = "blocks.0", position: int = 5, group: str = "0.0") -> CallNote:
-    return CallNote(position, op, name, "dp_shard", group, position, 64, "bf16")
+def note(op: str = "all_gather", name: str = "blocks.0", position: int = 5, group: str = "0.0") -> CollectiveNote:
+    return CollectiveNote(position, op, name, "dp_shard", group, position, 64, "bf16")
 
 
-def report(rank: int, inside: CallNote | None = None, members: tuple[int, ...] = (0, 1), begun: int = 5) -> RankReport:
+def report(
+    rank: int, inside: CollectiveNote | None = None, members: tuple[int, ...] = (0, 1), begun: int = 5
+) -> RankReport:
     recent = () if inside is None else (inside,)
     return RankReport(rank, "host", 1, inside, 9.0, members, {"0.0": begun}, recent, 9.0)
 
@@ -536,8 +537,8 @@ def test_ranks_in_different_collectives_of_one_group_have_diverged() -> None:
 
 
 def test_exchanges_of_one_name_have_not_diverged_whatever_each_rank_sends() -> None:
-    def inside(rank: int, name: str) -> CallNote:
-        books = CommBooks(rank)
+    def inside(rank: int, name: str) -> CollectiveNote:
+        books = CommLog(rank)
         return books.add_exchange(name, books.open_group("cp", (0, 1)), 10 * rank).note()
 
     text = diagnose({rank: report(rank, inside(rank, "keys")) for rank in range(2)})

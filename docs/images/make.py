@@ -13,13 +13,13 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 
-from shardwise.planner.asked import ask, read_model
-from shardwise.planner.clusters import parse_cluster
+from shardwise.planner.estimate import Pricer
+from shardwise.planner.explain import reasons_of
+from shardwise.planner.hardware import parse_cluster
 from shardwise.planner.plan_view import plan_view
-from shardwise.planner.pricing import Pricer
-from shardwise.planner.reasons import reasons_of
+from shardwise.planner.request import ask, read_model
 from shardwise.planner.search import search
-from shardwise.train.explained import named_batch, strategy_for
+from shardwise.train.imported_plan import named_batch, strategy_for
 from shardwise.train.progress import Header, Progress, render
 
 WIDTH = 100

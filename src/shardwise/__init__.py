@@ -14,30 +14,30 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from shardwise.attention.functional import block_sparse_attention
-    from shardwise.attention.interception import sparse_sdpa, sparse_sdpa_module
-    from shardwise.checkpoint.loading import LoadReport
+    from shardwise.attention.api import block_sparse_attention
+    from shardwise.attention.sdpa_patch import sparse_sdpa, sparse_sdpa_module
+    from shardwise.checkpoint.load import LoadReport
     from shardwise.checkpoint.manifest import CheckpointError, DamagedError
-    from shardwise.comm import CommError
-    from shardwise.config import Config, ConfigError
-    from shardwise.deferred import init
-    from shardwise.engine import Engine
-    from shardwise.joint_backward import backward
-    from shardwise.launch.group import LaunchError
+    from shardwise.comm.collectives import CommError
+    from shardwise.comm.loss import NonFiniteLossError
+    from shardwise.config.resolve import Config, ConfigError
+    from shardwise.deferred_init.parameters import init
+    from shardwise.engine.engine import Engine
+    from shardwise.engine.initialize import initialize
+    from shardwise.engine.multi_backward import backward
+    from shardwise.engine.types import EvalResult, StepResult
+    from shardwise.launch.process_group import LaunchError
     from shardwise.layout.layout import Layout, build_layout
-    from shardwise.loss import NonFiniteLossError
     from shardwise.models.layer_list import LayerList, LayerSpec
-    from shardwise.pipeline.measure import measure_units
+    from shardwise.pipeline.profile_units import measure_units
     from shardwise.planner.estimators import estimate_model_states
     from shardwise.planner.plan import Plan, plan
-    from shardwise.recording import save_timeline
-    from shardwise.results import EvalResult, StepResult
-    from shardwise.simulation import Simulation, simulate
-    from shardwise.start import initialize
-    from shardwise.tensor.layout import plan_layout
-    from shardwise.tensor.propose import propose_plan
-    from shardwise.tensor.prove import prove_plan
-    from shardwise.wearing import ReleasedParameterError
+    from shardwise.runtime.param_guard import ReleasedParameterError
+    from shardwise.tensor.autoplan.propose import propose_plan
+    from shardwise.tensor.plan_layout import plan_layout
+    from shardwise.tensor.prove_plan import prove_plan
+    from shardwise.train.recording import save_timeline
+    from shardwise.verify.simulate import Simulation, simulate
 
 __version__: Final = "0.1.0"
 
@@ -78,37 +78,37 @@ __all__ = [
 
 _MODULES: Final[Mapping[str, str]] = {
     "CheckpointError": "checkpoint.manifest",
-    "CommError": "comm",
-    "Config": "config",
-    "ConfigError": "config",
+    "CommError": "comm.collectives",
+    "Config": "config.resolve",
+    "ConfigError": "config.resolve",
     "DamagedError": "checkpoint.manifest",
-    "Engine": "engine",
-    "EvalResult": "results",
-    "LaunchError": "launch.group",
+    "Engine": "engine.engine",
+    "EvalResult": "engine.types",
+    "LaunchError": "launch.process_group",
     "LayerList": "models.layer_list",
     "LayerSpec": "models.layer_list",
     "Layout": "layout.layout",
-    "LoadReport": "checkpoint.loading",
-    "NonFiniteLossError": "loss",
+    "LoadReport": "checkpoint.load",
+    "NonFiniteLossError": "comm.loss",
     "Plan": "planner.plan",
-    "ReleasedParameterError": "wearing",
-    "Simulation": "simulation",
-    "StepResult": "results",
-    "backward": "joint_backward",
-    "block_sparse_attention": "attention.functional",
+    "ReleasedParameterError": "runtime.param_guard",
+    "Simulation": "verify.simulate",
+    "StepResult": "engine.types",
+    "backward": "engine.multi_backward",
+    "block_sparse_attention": "attention.api",
     "build_layout": "layout.layout",
     "estimate_model_states": "planner.estimators",
-    "init": "deferred",
-    "initialize": "start",
-    "measure_units": "pipeline.measure",
+    "init": "deferred_init.parameters",
+    "initialize": "engine.initialize",
+    "measure_units": "pipeline.profile_units",
     "plan": "planner.plan",
-    "plan_layout": "tensor.layout",
-    "propose_plan": "tensor.propose",
-    "prove_plan": "tensor.prove",
-    "save_timeline": "recording",
-    "simulate": "simulation",
-    "sparse_sdpa": "attention.interception",
-    "sparse_sdpa_module": "attention.interception",
+    "plan_layout": "tensor.plan_layout",
+    "propose_plan": "tensor.autoplan.propose",
+    "prove_plan": "tensor.prove_plan",
+    "save_timeline": "train.recording",
+    "simulate": "verify.simulate",
+    "sparse_sdpa": "attention.sdpa_patch",
+    "sparse_sdpa_module": "attention.sdpa_patch",
 }
 
 

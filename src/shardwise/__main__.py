@@ -15,7 +15,7 @@ def main() -> int:
         print("shardwise: the current folder is gone; change to one that is there", file=sys.stderr)
         return 2
     try:
-        from shardwise.cli import main as run
+        from shardwise.cli.main import main as run
 
         return run()
     except KeyboardInterrupt:

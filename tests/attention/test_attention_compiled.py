@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harness.huggingface import VOCAB_SIZE, build_model
+from shardwise.attention.api import block_sparse_attention
 from shardwise.attention.block_layout import BlockLayout
-from shardwise.attention.functional import block_sparse_attention
-from shardwise.attention.interception import sparse_sdpa
 from shardwise.attention.module import SparseSelfAttention
+from shardwise.attention.sdpa_patch import sparse_sdpa
 from shardwise.attention.structures import FixedSparsityConfig, LocalSlidingWindowSparsityConfig
-from shardwise.config import AttentionConfig
+from shardwise.config.resolve import AttentionConfig
 from shardwise.models import Decoder, DecoderConfig
 
 pytestmark = pytest.mark.begin

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise import Config, cli
-from shardwise.attention import chosen
+from shardwise import Config
+from shardwise.attention import from_config as chosen
 from shardwise.attention.structures import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
@@ -18,6 +18,7 @@ from shardwise.attention.structures import (
     LocalSlidingWindowSparsityConfig,
     VariableSparsityConfig,
 )
+from shardwise.cli import main as cli
 
 TEXT = (Path(__file__).parents[2] / "docs/attention.md").read_text(encoding="utf-8")
 

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.attention import keep_mask, reference_attention
 from shardwise.attention import BlockLayout, block_sparse_attention
-from shardwise.attention.draws import drawn
-from shardwise.dropout import KeyedDraws, Zone, drops_by_function, key_dropouts
+from shardwise.attention.api import drawn
+from shardwise.dropout import KeyedDraws, ShardRegion, drops_by_function, key_dropouts
 from shardwise.dropout.bits import Samples, grid_of, keyed_hashes, keyed_mask
 
 P = 0.3
@@ -37,7 +37,7 @@ class Attention(nn.Module):
 
 
 @contextmanager
-def keyed(module: nn.Module, zone: Zone | None = None, first: int = 0, num: int = 2) -> Iterator[None]:
+def keyed(module: nn.Module, zone: ShardRegion | None = None, first: int = 0, num: int = 2) -> Iterator[None]:
     draws = KeyedDraws(7)
     undo = key_dropouts(module, draws, None if zone is None else {"": zone})
     try:
@@ -110,7 +110,7 @@ class TestKeyed:
             for first in (0, 2):
                 own = (slice(first, first + 2), slice(2 * head, 2 * head + 2))
                 kv = (own[0], slice(head, head + 1))
-                with keyed(module, Zone(1, head, 2), first=first):
+                with keyed(module, ShardRegion(1, head, 2), first=first):
                     torch.testing.assert_close(module(q[own], k[kv], v[kv]), whole[own], rtol=0, atol=1e-12)
 
     def test_recomputations_draw_the_same(self) -> None:

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from harness.live_bytes import LiveBytes
-from shardwise._torch_private import OpMode, fake_tensors
 from shardwise.attention import (
     BlockLayout,
     BSLongformerSparsityConfig,
     block_sparse_attention,
     block_sparse_attention_with_lse,
 )
-from shardwise.attention.backends import Grads, Plan
-from shardwise.attention.op import BACKENDS, backend_named
-from shardwise.hooks import run_forward
+from shardwise.attention.backends import AttentionGrads, BackendPlan
+from shardwise.attention.custom_op import BACKENDS, backend_named
+from shardwise.runtime.module_hooks import run_forward
+from shardwise.runtime.torch_private import OpMode, fake_tensors
 
 P = 0.3
 
@@ -52,7 +52,7 @@ class Counted:
     def __init__(self, calls: list[str]) -> None:
         self._own, self._calls = backend_named("cpu"), calls
 
-    def plan(self, layout: BlockLayout, q: Tensor, k: Tensor) -> Plan:
+    def plan(self, layout: BlockLayout, q: Tensor, k: Tensor) -> BackendPlan:
         self._calls.append("plan")
         return self._own.plan(layout, q, k)
 
@@ -60,7 +60,7 @@ class Counted:
         self._calls.append("forward")
         return self._own.forward(*given)
 
-    def backward(self, *given: Any) -> Grads:
+    def backward(self, *given: Any) -> AttentionGrads:
         self._calls.append("backward")
         return self._own.backward(*given)
 
@@ -70,7 +70,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What back ends are asked for, in order."""
     found: list[str] = []
     counted = Counted(found)
-    monkeypatch.setattr("shardwise.attention.op.backend_named", lambda name: counted)
+    monkeypatch.setattr("shardwise.attention.custom_op.backend_named", lambda name: counted)
     return found
 
 

@@ -7,7 +7,7 @@ import torch
 
 from shardwise.attention.bert import BertSparseSelfAttention
 from shardwise.attention.structures import DenseSparsityConfig
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.attention.block_layout import BlockLayout, pack
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 
 
 @st.composite

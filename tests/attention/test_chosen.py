@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardwise._config_checks import ATTENTION_KEYS
-from shardwise.attention.chosen import structure_of
+from shardwise.attention.from_config import structure_of
 from shardwise.attention.structures import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
@@ -17,7 +16,8 @@ from shardwise.attention.structures import (
     SparsityConfig,
     VariableSparsityConfig,
 )
-from shardwise.config import AttentionConfig, ConfigError
+from shardwise.config.resolve import AttentionConfig, ConfigError
+from shardwise.config.validate import ATTENTION_KEYS
 
 STRUCTURES: dict[str, type[SparsityConfig]] = {
     "fixed": FixedSparsityConfig,

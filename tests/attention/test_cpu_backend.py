@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from harness.attention import reference_attention
-from shardwise._torch_private import OpMode, pytree
-from shardwise.attention.backends import Draw, Extras, Saved
+from shardwise.attention.backends import Draw, SavedForBackward, ScoreModifiers
 from shardwise.attention.block_layout import BlockLayout, pack
 from shardwise.attention.cpu import CpuBackend
 from shardwise.attention.cpu_plan import unfold
+from shardwise.runtime.torch_private import OpMode, pytree
 
 HEADS, SCALE = 4, 0.3
 SPLITTING = CpuBackend(flash_scores=1 << 13, written_out_scores=1 << 13)
@@ -65,7 +65,7 @@ class Problem:
 
     layout: BlockLayout
     leaves: tuple[Tensor, ...]
-    extras: Extras
+    extras: ScoreModifiers
     grad_out: Tensor
     grad_lse: Tensor | None
 
@@ -114,7 +114,7 @@ def problem_of(case: dict[str, Any], dtype: torch.dtype = torch.float64) -> Prob
             for shape in ((2, HEADS, num_queries), (2, HEADS, num_queries), (num_keys,))
         )
         draw = Draw(factors | 1, offsets, columns, case["p"])
-    extras = Extras(SCALE, padding if case["padding"] else None, bias, draw)
+    extras = ScoreModifiers(SCALE, padding if case["padding"] else None, bias, draw)
     leaves = (q, k, v) if bias is None else (q, k, v, bias)
     grad_out = torch.randn(2, HEADS, num_queries, 16, dtype=dtype)
     grad_lse = torch.randn(2, HEADS, num_queries, dtype=torch.promote_types(dtype, torch.float32))
@@ -126,7 +126,7 @@ def run(backend: CpuBackend, problem: Problem) -> tuple[Tensor, ...]:
     q, k, v = problem.leaves[:3]
     plan = backend.plan(problem.layout, q, k)
     out, lse = backend.forward(q, k, v, problem.extras, plan)
-    saved, needs_bias = Saved(q, k, v, out, lse), problem.extras.bias is not None
+    saved, needs_bias = SavedForBackward(q, k, v, out, lse), problem.extras.bias is not None
     grads = backend.backward(problem.grad_out, problem.grad_lse, saved, problem.extras, plan, needs_bias)
     return (out, lse, grads.q, grads.k, grads.v, *([] if grads.bias is None else [grads.bias]))
 
@@ -238,7 +238,9 @@ def test_no_tensor_grows_beyond_inputs_and_budget(p: float) -> None:
         q = torch.randn(1, 2, num_tokens, 16)
         columns = torch.arange(num_tokens, dtype=torch.int32)
         rows = columns.repeat(1, 2, 1) | 1  # [1, 2, num_tokens]
-        problem = Problem(layout, (q, q, q), Extras(SCALE, draw=Draw(rows, rows, columns, p) if p else None), q, None)
+        problem = Problem(
+            layout, (q, q, q), ScoreModifiers(SCALE, draw=Draw(rows, rows, columns, p) if p else None), q, None
+        )
         with Largest() as seen:
             run(backend, problem)
         largest[num_blocks] = seen.numel
@@ -264,10 +266,10 @@ class Attention(torch.autograd.Function):
     """The back end alone, for `gradcheck`."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> Any:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: ScoreModifiers) -> Any:
         plan = CpuBackend().plan(layout, q, k)
         out, lse = CpuBackend().forward(q, k, v, extras, plan)
-        ctx.given = (Saved(q, k, v, out, lse), extras, plan)
+        ctx.given = (SavedForBackward(q, k, v, out, lse), extras, plan)
         return out, lse
 
     @staticmethod
@@ -283,7 +285,7 @@ def test_gradients_equal_differences(takes_lse: bool) -> None:
     q, k, v = (torch.randn(1, heads, 7, 3, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
 
     def attend(*qkv: Tensor) -> tuple[Tensor, ...]:
-        out, lse = Attention.apply(*qkv, layout, Extras(SCALE))
+        out, lse = Attention.apply(*qkv, layout, ScoreModifiers(SCALE))
         return (out, lse) if takes_lse else (out,)
 
     assert torch.autograd.gradcheck(attend, (q, k, v))

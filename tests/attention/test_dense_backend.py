@@ -11,29 +11,28 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from harness.attention import reference_attention
-from shardwise._torch_private import fake_tensors
-from shardwise.attention.backends import Draw, Extras, Plan, Saved
+from shardwise.attention.api import attention_backend, block_sparse_attention_with_lse
+from shardwise.attention.backends import BackendPlan, Draw, SavedForBackward, ScoreModifiers
 from shardwise.attention.block_layout import BlockLayout, Pattern
+from shardwise.attention.custom_op import attend, backend_named
 from shardwise.attention.dense import (
     DenseBackend,
     bands_of,
     dense_layout,
     dense_layout_of_documents,
     is_dense,
+    merge_partial,
     partial_backend,
 )
-from shardwise.attention.functional import attention_backend, block_sparse_attention_with_lse
-from shardwise.attention.merge import merge_partial
-from shardwise.attention.op import attend, backend_named
-from shardwise.config import ConfigError
-from shardwise.layout.runs import Runs, join
-from shardwise.layout.token_split import TokenSplit, contiguous, zigzag
+from shardwise.config.resolve import ConfigError
+from shardwise.layout.token_ranges import Runs, TokenSplit, contiguous, join, zigzag
+from shardwise.runtime.torch_private import fake_tensors
 
 BACKEND = DenseBackend()
-EXTRAS = Extras(scale=0.3)
+EXTRAS = ScoreModifiers(scale=0.3)
 
 
-def plan_of(layout: BlockLayout) -> Plan:
+def plan_of(layout: BlockLayout) -> BackendPlan:
     return BACKEND.plan(layout, torch.empty(0), torch.empty(0))
 
 
@@ -56,7 +55,7 @@ def check(layout: BlockLayout, heads: int = 4, kv_heads: int = 2, samples: int =
     plan = plan_of(layout)
     with torch.no_grad():
         out, lse = BACKEND.forward(q, k, v, EXTRAS, plan)
-        grads = BACKEND.backward(grad_out, None, Saved(q, k, v, out, lse), EXTRAS, plan, False, True)
+        grads = BACKEND.backward(grad_out, None, SavedForBackward(q, k, v, out, lse), EXTRAS, plan, False, True)
     close = partial(torch.testing.assert_close, rtol=0, atol=1e-10)
     close(out, expected)
     close(lse, expected_lse)
@@ -144,7 +143,7 @@ def test_partial_gradients_by_the_final_result_add_up(kv_heads: int) -> None:
     torch.testing.assert_close((out, lse), (expected, expected_lse), rtol=0, atol=1e-10)
     dq, dk, dv = (torch.zeros_like(each) for each in (q, k, v))
     for part, keys, values, places in parts:
-        saved = Saved(q.detach(), keys, values, out, lse)
+        saved = SavedForBackward(q.detach(), keys, values, out, lse)
         grads = BACKEND.backward(grad_out, None, saved, EXTRAS, plan_of(part), False, True)
         dq += grads.q
         dk[:, :, places], dv[:, :, places] = grads.k, grads.v
@@ -166,7 +165,7 @@ def test_narrow_numbers_are_summed_wide(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.double(), expected, rtol=limit, atol=limit)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=limit, atol=limit)
     for is_wide in (False, True):
-        grads = BACKEND.backward(grad_out, None, Saved(q, k, v, out, lse), EXTRAS, plan, False, is_wide)
+        grads = BACKEND.backward(grad_out, None, SavedForBackward(q, k, v, out, lse), EXTRAS, plan, False, is_wide)
         for found, wanted in zip((grads.q, grads.k, grads.v), expected_grads, strict=True):
             assert found.dtype == (torch.float32 if is_wide else dtype)
             torch.testing.assert_close(found.double(), wanted, rtol=8 * limit, atol=8 * limit)
@@ -181,7 +180,7 @@ def test_strides_of_any_kind_are_taken() -> None:
     q, v = (each.transpose(2, 3).contiguous().transpose(2, 3) for each in (q, v))
     grad_out = torch.ones((), dtype=torch.float64).expand(q.shape)
     out, lse = BACKEND.forward(q, k, v, EXTRAS, plan)
-    grads = BACKEND.backward(grad_out, None, Saved(q, k, v, out, lse), EXTRAS, plan, False)
+    grads = BACKEND.backward(grad_out, None, SavedForBackward(q, k, v, out, lse), EXTRAS, plan, False)
     leaves = [each.clone().requires_grad_() for each in (q, k, v)]
     expected, _ = reference_attention(*leaves, layout.allowed(), scale=EXTRAS.scale)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
@@ -242,14 +241,14 @@ class TestChoice:
         layout = dense_layout(8, causal=True)
         sparse = BlockLayout.from_blocks(torch.eye(2), 4)
         draw = Draw(*(torch.empty(1, 2, 8, dtype=torch.int32),) * 2, torch.empty(8, dtype=torch.int32), 0.1)
-        assert partial_backend(layout, q, Extras(1.0)) == "dense"
-        assert partial_backend(layout.select(((0, 3),), ((2, 8),)), q, Extras(1.0)) == "dense"
-        assert partial_backend(sparse, q, Extras(1.0)) == "cpu"
-        assert partial_backend(layout, q, Extras(1.0, key_padding=torch.ones(1, 8, dtype=torch.bool))) == "cpu"
-        assert partial_backend(layout, q, Extras(1.0, bias=torch.ones(1, 2, 8, 8))) == "cpu"
-        assert partial_backend(layout, q, Extras(1.0, draw=draw)) == "cpu"
+        assert partial_backend(layout, q, ScoreModifiers(1.0)) == "dense"
+        assert partial_backend(layout.select(((0, 3),), ((2, 8),)), q, ScoreModifiers(1.0)) == "dense"
+        assert partial_backend(sparse, q, ScoreModifiers(1.0)) == "cpu"
+        assert partial_backend(layout, q, ScoreModifiers(1.0, key_padding=torch.ones(1, 8, dtype=torch.bool))) == "cpu"
+        assert partial_backend(layout, q, ScoreModifiers(1.0, bias=torch.ones(1, 2, 8, 8))) == "cpu"
+        assert partial_backend(layout, q, ScoreModifiers(1.0, draw=draw)) == "cpu"
         with attention_backend("cpu"):
-            assert partial_backend(layout, q, Extras(1.0)) == "cpu"
+            assert partial_backend(layout, q, ScoreModifiers(1.0)) == "cpu"
 
     def test_what_it_lacks_is_refused(self) -> None:
         layout = dense_layout(8, causal=True)

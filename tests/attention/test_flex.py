@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_mask, flex_attention
 
 from harness.attention import reference_attention
-from shardwise.attention.backends import Draw, Extras
+from shardwise.attention.backends import Draw, ScoreModifiers
 from shardwise.attention.block_layout import BlockLayout, pack
 from shardwise.attention.flex import TILE, _compiled, block_mask_of, flex_attention_of, flex_options
-from shardwise.config import ConfigError
-from shardwise.layout.runs import Runs
+from shardwise.config.resolve import ConfigError
+from shardwise.layout.token_ranges import Runs
 
 CPU = torch.device("cpu")
 
@@ -133,7 +133,7 @@ def test_uncompiled_flex_equals_the_reference(name: str, extras: str) -> None:
         padding[1] = False
     if "bias" in extras:
         bias = torch.randn(1, 6 if "head" in extras else 1, layout.num_queries, layout.num_keys, dtype=torch.float64)
-    options = flex_options(q, k, layout, Extras(0.3, padding, bias))
+    options = flex_options(q, k, layout, ScoreModifiers(0.3, padding, bias))
     out, aux = flex_attention(q, k, v, **options)
     expected, lse = reference_attention(q, k, v, layout.allowed(), scale=0.3, key_padding=padding, bias=bias)
     torch.testing.assert_close(out, expected)
@@ -148,7 +148,7 @@ def test_a_bias_has_the_references_gradient(num_heads: int) -> None:
     q, k, v = qkv(1, 6, 2, layout)
     bias = torch.randn(1, num_heads, 150, 150, dtype=torch.float64, requires_grad=True)
     padding = torch.rand(1, 150, generator=torch.Generator().manual_seed(1)) < 0.8
-    options = flex_options(q, k, layout, Extras(0.3, padding, bias))
+    options = flex_options(q, k, layout, ScoreModifiers(0.3, padding, bias))
     out, aux = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")(q, k, v, **options)
     expected = reference_attention(q, k, v, layout.allowed(), scale=0.3, key_padding=padding, bias=bias)
     grads = [
@@ -164,7 +164,7 @@ def test_compiled_flex_equals_the_reference() -> None:
     """Of what torch compiles for CPUs, there are neither gradients nor the log-sum-exp."""
     layout = random_layout(0, 64, 300, 4, causal=True)
     q, k, v = (each.float() for each in qkv(2, 4, 2, layout))
-    options = flex_options(q, k, layout, Extras(0.3)) | {"return_aux": AuxRequest()}
+    options = flex_options(q, k, layout, ScoreModifiers(0.3)) | {"return_aux": AuxRequest()}
     out = _compiled()(q, k, v, **options)[0]
     expected, _ = reference_attention(q, k, v, layout.allowed(), scale=0.3)
     torch.testing.assert_close(out, expected)
@@ -176,9 +176,9 @@ def test_what_flex_has_not_is_said() -> None:
     numbers = torch.ones(1, 1, 100, dtype=torch.int32)
     draw = Draw(numbers, numbers, numbers[0, 0], 0.25)
     with pytest.raises(ConfigError, match=r'dropout=0.25 .*attention_backend\("triton"\)'):
-        flex_options(q, k, layout, Extras(0.3, draw=draw))
+        flex_options(q, k, layout, ScoreModifiers(0.3, draw=draw))
     with pytest.raises(ConfigError, match="device='cpu'"):
-        flex_attention_of(q, k, v, layout, Extras(0.3))
+        flex_attention_of(q, k, v, layout, ScoreModifiers(0.3))
 
 
 @pytest.mark.parametrize(

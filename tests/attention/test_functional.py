@@ -19,7 +19,7 @@ from shardwise.attention import (
     block_sparse_attention,
     block_sparse_attention_with_lse,
 )
-from shardwise.attention.draws import drawn
+from shardwise.attention.api import drawn
 from shardwise.attention.structures import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
@@ -29,7 +29,7 @@ from shardwise.attention.structures import (
     SparsityConfig,
     VariableSparsityConfig,
 )
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 
 STRUCTURES: Mapping[str, type[SparsityConfig]] = {
     "dense": DenseSparsityConfig,
@@ -280,7 +280,7 @@ class TestRefusals:
         ):
             attention_backend("cuda").__enter__()
         used = []
-        monkeypatch.setattr("shardwise.attention.functional.attend", lambda *given: used.append(given[-1]) or given[:2])
+        monkeypatch.setattr("shardwise.attention.api.attend", lambda *given: used.append(given[-1]) or given[:2])
         ones = torch.ones(2, 4, 32, 8)
         block_sparse_attention(ones, ones, ones, self.LAYOUT)
         with attention_backend("triton"):

@@ -92,13 +92,14 @@ def test_options(script: ModuleType) -> None:
 
 def test_a_tiling_reaches_the_plan_of_its_side_and_the_launch(script: ModuleType) -> None:
     pytest.importorskip("triton")
-    from shardwise.attention.kernels import launches, plans
-    from shardwise.attention.kernels.tiles import Heads
+    from shardwise.attention.triton import launch as launches
+    from shardwise.attention.triton import launch as plans
+    from shardwise.attention.triton.lut import HeadGroups
 
     def numbers() -> tuple[int, ...]:
         layout = BlockLayout.from_blocks(torch.ones(4, 4), 128)
         kinds = {"head_dim": 64, "dtype": torch.bfloat16, "device": torch.device("cpu")}
-        return plans.plan_of(layout, Heads(1, 1), **kinds).numbers
+        return plans.plan_of(layout, HeadGroups(1, 1), **kinds).numbers
 
     def warps(of_keys: bool) -> tuple[int, int]:
         return launches.warps_and_stages(64, 64, torch.bfloat16, of_keys=of_keys)

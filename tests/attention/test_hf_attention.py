@@ -21,12 +21,12 @@ from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity, train_reference
 from harness.training import make_config, make_optimizer, merge_ranks, reference_of, train_case
 from shardwise import initialize
-from shardwise.attention.backends import Plan
+from shardwise.attention.backends import BackendPlan
 from shardwise.attention.block_layout import BlockLayout, pack
 from shardwise.attention.cpu import CpuBackend
 from shardwise.attention.structures import LocalSlidingWindowSparsityConfig
-from shardwise.config import ConfigError
-from shardwise.wearing import float64_throughout
+from shardwise.config.resolve import ConfigError
+from shardwise.runtime.float64 import float64_throughout
 
 pytest.importorskip("transformers")
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -249,7 +249,7 @@ def test_generation_plans_once_a_length_and_keeps_a_few(monkeypatch: pytest.Monk
     plans: list[weakref.ref[Tensor]] = []
     plain = CpuBackend.plan
 
-    def plan(backend: CpuBackend, layout: BlockLayout, q: Tensor, k: Tensor) -> Plan:
+    def plan(backend: CpuBackend, layout: BlockLayout, q: Tensor, k: Tensor) -> BackendPlan:
         made = plain(backend, layout, q, k)
         plans.append(weakref.ref(made.tensors[0]))
         return made

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from harness.attention import reference_attention
 from shardwise.attention import BlockLayout, block_sparse_attention, sparse_sdpa, sparse_sdpa_module
 from shardwise.attention.structures import FixedSparsityConfig
-from shardwise.config import ConfigError
-from shardwise.dropout import KeyedDraws, Zone, key_dropouts
-from shardwise.hooks import recompute_forward
+from shardwise.config.resolve import ConfigError
+from shardwise.dropout import KeyedDraws, ShardRegion, key_dropouts
+from shardwise.runtime.module_hooks import recompute_forward
 
 P, LENGTH = 0.3, 40
 LAYOUT = BlockLayout.from_blocks(torch.eye(3) + torch.eye(3).roll(1, 0), 16, num_tokens=LENGTH)
@@ -44,7 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         found.append(kwargs)
         return block_sparse_attention(*args, **kwargs)
 
-    monkeypatch.setattr("shardwise.attention.interception.block_sparse_attention", watched)
+    monkeypatch.setattr("shardwise.attention.sdpa_patch.block_sparse_attention", watched)
     return found
 
 
@@ -85,7 +85,7 @@ def test_a_query_sees_what_layout_and_call_let_it(
 
 
 def test_a_mask_is_read_once_until_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise.attention import interception
+    from shardwise.attention import sdpa_patch as interception
 
     num_read, inputs, mask = [], tensors(), CAUSAL.clone()
     own = interception._kind_of_values
@@ -210,7 +210,7 @@ class TestModule:
 
 
 @contextmanager
-def keyed(model: nn.Module, zones: dict[str, Zone] | None = None) -> Iterator[None]:
+def keyed(model: nn.Module, zones: dict[str, ShardRegion] | None = None) -> Iterator[None]:
     draws = KeyedDraws(7)
     undo = key_dropouts(model, draws, zones)
     try:

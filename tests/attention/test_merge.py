@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from harness.attention import reference_attention
-from shardwise.attention.merge import merge_partial
+from shardwise.attention.dense import merge_partial
 
 Partial = tuple[Tensor, Tensor]
 

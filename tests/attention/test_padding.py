@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.attention.padding import pad_to_block_size, unpad_sequence_output
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 
 
 @given(block=st.integers(1, 9), seq_len=st.integers(1, 20))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from harness.huggingface import build_model
 from shardwise.attention.positions import extend_position_embedding, extend_rope, update_tokenizer_model_max_length
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 
 pytest.importorskip("transformers")
 

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from harness.attention import reference_attention
-from shardwise._torch_private import fake_tensors
-from shardwise.attention.backends import Draw, Extras, Grads, Saved
+from shardwise.attention.api import drawn
+from shardwise.attention.backends import AttentionGrads, Draw, SavedForBackward, ScoreModifiers
 from shardwise.attention.block_layout import BlockLayout, pack
 from shardwise.attention.cpu import CpuBackend
 from shardwise.attention.cpu_plan import unfold
-from shardwise.attention.draws import drawn
-from shardwise.attention.op import attend, attend_partly, differentiate_partly
-from shardwise.config import ConfigError
-from shardwise.layout.runs import Runs, join
+from shardwise.attention.custom_op import attend, attention_backward_partial, attention_forward_partial
+from shardwise.config.resolve import ConfigError
+from shardwise.layout.token_ranges import Runs, join
+from shardwise.runtime.torch_private import fake_tensors
 
 SCALE, HEADS = 0.3, 4
 
@@ -105,18 +105,20 @@ class Problem:
         self.q, self.grad_out = normal(2, HEADS, num, 8), normal(2, HEADS, num, 8)
         self.k, self.v = normal(2, num_kv, num, 8), normal(2, num_kv, num, 8)
         draw = Draw(bits(2, HEADS, num) | 1, bits(2, HEADS, num), bits(num), p) if p else None
-        self.extras = Extras(SCALE, torch.rand(2, num, generator=generator) > 0.2 if is_padded else None, None, draw)
+        self.extras = ScoreModifiers(
+            SCALE, torch.rand(2, num, generator=generator) > 0.2 if is_padded else None, None, draw
+        )
 
-    def part(self, queries: list[int], keys: list[int]) -> tuple[tuple[Tensor, ...], Extras]:
+    def part(self, queries: list[int], keys: list[int]) -> tuple[tuple[Tensor, ...], ScoreModifiers]:
         """q, k, v and the gradient of the output; and what acts on the scores."""
         padding, draw = self.extras.key_padding, self.extras.draw
         if draw is not None:
             draw = Draw(draw.factors[:, :, queries], draw.offsets[:, :, queries], draw.columns[keys], draw.p)
         tensors = (self.q[:, :, queries], self.k[:, :, keys], self.v[:, :, keys], self.grad_out[:, :, queries])
-        return tensors, Extras(SCALE, None if padding is None else padding[:, keys], None, draw)
+        return tensors, ScoreModifiers(SCALE, None if padding is None else padding[:, keys], None, draw)
 
 
-def expected(tensors: tuple[Tensor, ...], extras: Extras, allowed: Tensor) -> tuple[Tensor, ...]:
+def expected(tensors: tuple[Tensor, ...], extras: ScoreModifiers, allowed: Tensor) -> tuple[Tensor, ...]:
     leaves = [each.detach().clone().requires_grad_() for each in tensors[:3]]
     out, lse = reference_attention(
         *leaves, allowed[None], scale=extras.scale, key_padding=extras.key_padding, draw=extras.draw
@@ -139,7 +141,7 @@ class TestCpuTiles:
         (q, k, v, grad_out), extras = problem.part(queries, keys)
         plan = backend.plan(some, q, k)
         out, lse = backend.forward(q, k, v, extras, plan)
-        grads = backend.backward(grad_out, None, Saved(q, k, v, out, lse), extras, plan, False)
+        grads = backend.backward(grad_out, None, SavedForBackward(q, k, v, out, lse), extras, plan, False)
         theirs = expected((q, k, v, grad_out), extras, problem.layout.allowed()[:, queries][:, :, keys])
         for mine, their in zip((out, lse, grads.q, grads.k, grads.v), theirs, strict=True):
             torch.testing.assert_close(mine, their, rtol=0, atol=1e-10)
@@ -194,11 +196,11 @@ class TestParts:
             (layout.select(query_runs, share), tokens_of(share), *problem.part(queries, tokens_of(share)))
             for share in shares
         ]
-        found = [attend_partly(*qkv[:3], extras, some, "cpu") for some, _, qkv, extras in given]
+        found = [attention_forward_partial(*qkv[:3], extras, some, "cpu") for some, _, qkv, extras in given]
         out, lse = merged(found)
         sums = [torch.zeros_like(out), *(torch.full_like(each, torch.nan) for each in (problem.k, problem.v))]
         for some, keys, (q, k, v, grad_out), extras in given:
-            grads = differentiate_partly(grad_out, Saved(q, k, v, out, lse), extras, some, "cpu")
+            grads = attention_backward_partial(grad_out, SavedForBackward(q, k, v, out, lse), extras, some, "cpu")
             sums[0] += grads.q
             sums[1][:, :, keys], sums[2][:, :, keys] = grads.k, grads.v
         tensors, extras = problem.part(queries, list(range(num)))
@@ -211,12 +213,12 @@ class TestParts:
     def test_gradients_are_not_rounded(self, p: float) -> None:
         problem = Problem(BlockLayout.from_blocks(torch.ones(8, 8), 16, causal=True), 2, p, is_padded=True)
         q, k, v, grad_out = (each.bfloat16() for each in (problem.q, problem.k, problem.v, problem.grad_out))
-        out, lse = attend_partly(q, k, v, problem.extras, problem.layout, "cpu")
-        saved = Saved(q, k, v, out, lse)
+        out, lse = attention_forward_partial(q, k, v, problem.extras, problem.layout, "cpu")
+        saved = SavedForBackward(q, k, v, out, lse)
         narrow, wide = (self.grads(grad_out, saved, problem, is_wide) for is_wide in (False, True))
         exact = self.grads(
             grad_out.double(),
-            Saved(q.double(), k.double(), v.double(), out.double(), lse.double()),
+            SavedForBackward(q.double(), k.double(), v.double(), out.double(), lse.double()),
             problem,
             is_wide=True,
         )
@@ -226,9 +228,9 @@ class TestParts:
             assert error < 1e-4 < 1e-3 < rounded
 
     @staticmethod
-    def grads(grad_out: Tensor, saved: Saved, problem: Problem, is_wide: bool) -> Grads:
+    def grads(grad_out: Tensor, saved: SavedForBackward, problem: Problem, is_wide: bool) -> AttentionGrads:
         if is_wide:
-            return differentiate_partly(grad_out, saved, problem.extras, problem.layout, "cpu")
+            return attention_backward_partial(grad_out, saved, problem.extras, problem.layout, "cpu")
         backend = CpuBackend()
         plan = backend.plan(problem.layout, saved.q, saved.k)
         return backend.backward(grad_out, None, saved, problem.extras, plan, False)
@@ -241,15 +243,17 @@ class TestParts:
                 plans.append(layout)
                 return super().plan(layout, q, k)
 
-        monkeypatch.setattr("shardwise.attention.op.backend_named", lambda name: Counted())
+        monkeypatch.setattr("shardwise.attention.custom_op.backend_named", lambda name: Counted())
         some = BlockLayout.from_blocks(torch.ones(4, 4), 16, causal=True).select(((3, 40),), ((0, 20),))
         q = torch.randn(1, 2, 37, 8, requires_grad=True)
         k, v = (torch.randn(1, 1, 20, 8, requires_grad=True) for _ in range(2))
-        out, lse = attend_partly(q, k, v, Extras(SCALE), some, "cpu")
-        grads = differentiate_partly(torch.ones_like(out), Saved(q, k, v, out, lse), Extras(SCALE), some, "cpu")
+        out, lse = attention_forward_partial(q, k, v, ScoreModifiers(SCALE), some, "cpu")
+        grads = attention_backward_partial(
+            torch.ones_like(out), SavedForBackward(q, k, v, out, lse), ScoreModifiers(SCALE), some, "cpu"
+        )
         assert not any(each.requires_grad for each in (out, lse, grads.q, grads.k, grads.v))
         assert plans == [some]
-        assert torch.equal(attend(q, k, v, Extras(SCALE), some, "cpu")[0], out)
+        assert torch.equal(attend(q, k, v, ScoreModifiers(SCALE), some, "cpu")[0], out)
 
     def test_of_fakes_have_the_forms_of_real_ones(self) -> None:
         some = BlockLayout.from_blocks(torch.ones(4, 4), 16).select(((3, 40),), ((0, 20),))
@@ -257,8 +261,10 @@ class TestParts:
         def results() -> list[Tensor]:
             q = torch.zeros(2, 37, 4, 8, dtype=torch.bfloat16).transpose(1, 2)
             k = torch.zeros(2, 20, 2, 8, dtype=torch.bfloat16).transpose(1, 2)
-            out, lse = attend_partly(q, k, k, Extras(SCALE), some, "cpu")
-            grads = differentiate_partly(out, Saved(q, k, k, out, lse), Extras(SCALE), some, "cpu")
+            out, lse = attention_forward_partial(q, k, k, ScoreModifiers(SCALE), some, "cpu")
+            grads = attention_backward_partial(
+                out, SavedForBackward(q, k, k, out, lse), ScoreModifiers(SCALE), some, "cpu"
+            )
             return [out, lse, grads.q, grads.k, grads.v]
 
         real = results()

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from harness.attention import reference_attention
 from harness.tiles import require_complete, visits
-from shardwise.attention.backends import Extras, Grads, Plan, Saved
+from shardwise.attention.backends import AttentionGrads, BackendPlan, SavedForBackward, ScoreModifiers
 from shardwise.attention.block_layout import BlockLayout, pack
-from shardwise.attention.kernels import backend
-from shardwise.attention.kernels.plans import plan_of
-from shardwise.attention.kernels.tiles import Heads, Side, Tables, Width, best_width, tables_of
-from shardwise.layout.runs import Runs, join
-from shardwise.layout.token_split import TokenSplit, contiguous, zigzag
+from shardwise.attention.triton import backend
+from shardwise.attention.triton.launch import plan_of
+from shardwise.attention.triton.lut import HeadGroups, Lut, TileSide, TileWidth, best_width, tables_of
+from shardwise.layout.token_ranges import Runs, TokenSplit, contiguous, join, zigzag
 
 pytest.importorskip("triton")
 
@@ -65,9 +64,9 @@ CROSSING: tuple[Runs, Runs] = ((5, 20), (22, 41), (45, 64)), ((0, 12), (14, 30),
 DISTANT: tuple[Runs, Runs] = ((0, 16), (80, 112)), ((0, 16), (32, 64), (112, 128))
 
 
-def tables_for(layout: BlockLayout, of_queries: bool, tile: int = 64, entry: int = 64) -> Tables:
+def tables_for(layout: BlockLayout, of_queries: bool, tile: int = 64, entry: int = 64) -> Lut:
     entry = best_width(layout, of_queries, entry, tile).entry  # what a block allows
-    return tables_of(layout, Side(of_queries, Width(tile, entry)), Heads(1, 1), 10**6)
+    return tables_of(layout, TileSide(of_queries, TileWidth(tile, entry)), HeadGroups(1, 1), 10**6)
 
 
 @settings(max_examples=60)
@@ -89,7 +88,7 @@ def test_each_allowed_pair_of_selected_tokens_is_visited_once(
     layout: BlockLayout, of_queries: bool, width: tuple[int, int], limit: int | None, kv: int
 ) -> None:
     entry = best_width(layout, of_queries, width[1], width[0]).entry
-    side, heads = Side(of_queries, Width(width[0], entry)), Heads(4, kv)
+    side, heads = TileSide(of_queries, TileWidth(width[0], entry)), HeadGroups(4, kv)
     tables = tables_of(layout, side, heads, limit)
     allowed = layout.allowed().numpy()
     np.testing.assert_array_equal(visits(tables, side, allowed.shape, heads), allowed.astype(int))
@@ -103,7 +102,7 @@ def digest(layouts: list[BlockLayout]) -> str:
         for of_queries in (True, False):
             for tile, entry in ((64, 64), (128, 32), (16, 16)):
                 entry = best_width(layout, of_queries, entry, tile).entry
-                tables = tables_of(layout, Side(of_queries, Width(tile, entry)), Heads(2, 1), 2)
+                tables = tables_of(layout, TileSide(of_queries, TileWidth(tile, entry)), HeadGroups(2, 1), 2)
                 numbers = np.array([tables.run, tables.sub_block, tables.num_slots])
                 for each in (tables.items, tables.full, tables.partial, tables.merges, numbers):
                     found.update(str((each.shape, each.tolist())).encode())
@@ -190,7 +189,7 @@ class Whole:
     grads: tuple[Tensor, ...]
 
 
-def whole_of(layout: BlockLayout, heads: Heads, dtype: torch.dtype, *, is_padded: bool = False) -> Whole:
+def whole_of(layout: BlockLayout, heads: HeadGroups, dtype: torch.dtype, *, is_padded: bool = False) -> Whole:
     generator = torch.Generator().manual_seed(3)
     num_tokens = layout.num_keys
 
@@ -212,28 +211,28 @@ class Part:
     whole: Whole
     queries: Tokens
     keys: Tokens
-    extras: Extras
-    plan: Plan
+    extras: ScoreModifiers
+    plan: BackendPlan
 
     @staticmethod
     def of(whole: Whole, queries: Runs, keys: Runs, limit: int | None = None) -> Part:
         layout = whole.layout.select(queries, keys)
-        heads = Heads(whole.q.shape[1], whole.k.shape[1])
+        heads = HeadGroups(whole.q.shape[1], whole.k.shape[1])
         options: dict[str, Any] = {"head_dim": HEAD_DIM, "dtype": whole.q.dtype, "device": DEVICE, "limit": limit}
         padding = None if whole.key_padding is None else whole.key_padding[:, tokens_of(keys)]
         plan = plan_of(layout, heads, **options)
-        return Part(whole, tokens_of(queries), tokens_of(keys), Extras(SCALE, padding), plan)
+        return Part(whole, tokens_of(queries), tokens_of(keys), ScoreModifiers(SCALE, padding), plan)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         whole = self.whole
         k, v = whole.k[:, :, self.keys], whole.v[:, :, self.keys]
         return backend.forward(whole.q[:, :, self.queries], k, v, self.extras, self.plan)
 
-    def backward(self, out: Tensor, lse: Tensor, *, is_wide: bool) -> Grads:
+    def backward(self, out: Tensor, lse: Tensor, *, is_wide: bool) -> AttentionGrads:
         """Given the final results of the part's queries."""
         whole = self.whole
         k, v = whole.k[:, :, self.keys], whole.v[:, :, self.keys]
-        saved = Saved(whole.q[:, :, self.queries], k, v, out, lse)
+        saved = SavedForBackward(whole.q[:, :, self.queries], k, v, out, lse)
         grad_out = whole.grad_out[:, :, self.queries]
         return backend.backward(grad_out, None, saved, self.extras, self.plan, False, is_wide=is_wide)
 
@@ -257,14 +256,14 @@ def random_layout(block: int, num_tokens: int, num_heads: int, *, causal: bool) 
 FP32, BF16 = torch.float32, torch.bfloat16
 CUT: list[Runs] = [((0, 21), (40, 45), (70, 96)), ((21, 40), (45, 70))]
 SPARSE, OF_HEADS = (random_layout(16, 96, num_heads, causal=True) for num_heads in (1, 2))
-CASES: dict[str, tuple[BlockLayout, Heads, torch.dtype, list[Runs], int | None]] = {  # the number: at most entries
-    "zigzag": (dense(16, 96), Heads(1, 1), FP32, list(zigzag(96, 3).shares), None),
-    "zigzag, sparse, grouped, padded, split": (SPARSE, Heads(2, 1), BF16, list(zigzag(96, 2).shares), 1),
-    "cut blocks, split": (dense(32, 96), Heads(1, 1), FP32, CUT, 1),
-    "cut blocks, heads that differ, padded": (OF_HEADS, Heads(2, 1), FP32, CUT, None),
-    "cut blocks, not causal": (random_layout(32, 96, 1, causal=False), Heads(1, 1), BF16, CUT, None),
-    "documents": (pack([dense(32, each) for each in (50, 46)]), Heads(1, 1), FP32, CUT, None),
-    "large blocks": (dense(128, 256), Heads(1, 1), FP32, list(zigzag(256, 2).shares), None),
+CASES: dict[str, tuple[BlockLayout, HeadGroups, torch.dtype, list[Runs], int | None]] = {  # the number: at most entries
+    "zigzag": (dense(16, 96), HeadGroups(1, 1), FP32, list(zigzag(96, 3).shares), None),
+    "zigzag, sparse, grouped, padded, split": (SPARSE, HeadGroups(2, 1), BF16, list(zigzag(96, 2).shares), 1),
+    "cut blocks, split": (dense(32, 96), HeadGroups(1, 1), FP32, CUT, 1),
+    "cut blocks, heads that differ, padded": (OF_HEADS, HeadGroups(2, 1), FP32, CUT, None),
+    "cut blocks, not causal": (random_layout(32, 96, 1, causal=False), HeadGroups(1, 1), BF16, CUT, None),
+    "documents": (pack([dense(32, each) for each in (50, 46)]), HeadGroups(1, 1), FP32, CUT, None),
+    "large blocks": (dense(128, 256), HeadGroups(1, 1), FP32, list(zigzag(256, 2).shares), None),
 }
 
 
@@ -294,7 +293,7 @@ def test_partial_results_and_gradients_add_up_to_the_reference(name: str) -> Non
 
 
 def test_wide_gradients_are_those_before_they_are_rounded() -> None:
-    whole = whole_of(dense(16, 48), Heads(2, 1), torch.float16)
+    whole = whole_of(dense(16, 48), HeadGroups(2, 1), torch.float16)
     for limit in (None, 1):  # a program alone, and sums of several
         part = Part.of(whole, ((0, 48),), ((0, 48),), limit)
         out, lse = part.forward()
@@ -308,7 +307,7 @@ def test_wide_gradients_are_those_before_they_are_rounded() -> None:
 @pytest.mark.parametrize("lse", [1.5, -torch.inf])
 def test_keys_that_no_query_sees_add_nothing(lse: float) -> None:
     """Queries that saw keys elsewhere, or none at all, and keys after all of them; or none of either."""
-    whole = whole_of(dense(16, 64), Heads(2, 1), FP32)
+    whole = whole_of(dense(16, 64), HeadGroups(2, 1), FP32)
     for queries, keys in ((((0, 20),), ((24, 64),)), (((0, 20),), ()), ((), ((24, 64),)), ((), ())):
         part = Part.of(whole, queries, keys)
         out, found = part.forward()
@@ -321,7 +320,7 @@ def test_keys_that_no_query_sees_add_nothing(lse: float) -> None:
 
 
 def test_rows_that_see_nothing_in_the_end_have_no_gradient() -> None:
-    whole = whole_of(random_layout(16, 64, 1, causal=False), Heads(1, 1), FP32)
+    whole = whole_of(random_layout(16, 64, 1, causal=False), HeadGroups(1, 1), FP32)
     part = Part.of(whole, ((0, 64),), ((16, 48),))
     out, lse = part.forward()
     assert (lse[:, :, :16] == -torch.inf).all()
@@ -332,7 +331,7 @@ def test_rows_that_see_nothing_in_the_end_have_no_gradient() -> None:
 
 
 def test_the_final_output_may_be_wide() -> None:
-    whole = whole_of(dense(16, 32), Heads(1, 1), BF16)
+    whole = whole_of(dense(16, 32), HeadGroups(1, 1), BF16)
     part = Part.of(whole, ((0, 32),), ((0, 32),))
     out, lse = part.forward()
     one, other = part.backward(out, lse, is_wide=True), part.backward(out.float(), lse, is_wide=True)

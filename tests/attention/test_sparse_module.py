@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.attention import BlockLayout, SparseSelfAttention
 from shardwise.attention.structures import FixedSparsityConfig
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 
 LENGTH, BLOCK = 64, 16
 

@@ -21,7 +21,7 @@ from shardwise.attention.structures import (
     SparsityConfig,
     VariableSparsityConfig,
 )
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 
 BACK = "unidirectional"
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from harness.tiles import require_complete, visits
 from shardwise.attention.block_layout import BlockLayout, Pattern, pack
-from shardwise.attention.kernels.tiles import ITEM_HEAD, Heads, Side, Width, best_width, tables_of
+from shardwise.attention.triton.lut import ITEM_HEAD, HeadGroups, TileSide, TileWidth, best_width, tables_of
 
 
 @st.composite
@@ -43,7 +43,7 @@ def test_each_allowed_pair_is_visited_once(
     layout: BlockLayout, of_queries: bool, width: tuple[int, int], limit: int | None, kv: int
 ) -> None:
     entry = best_width(layout, of_queries, width[1], width[0]).entry  # what a block allows
-    side, heads = Side(of_queries, Width(width[0], entry)), Heads(4, kv)
+    side, heads = TileSide(of_queries, TileWidth(width[0], entry)), HeadGroups(4, kv)
     tables = tables_of(layout, side, heads, limit)
     allowed = layout.allowed().numpy()
     np.testing.assert_array_equal(visits(tables, side, allowed.shape, heads), allowed.astype(int))
@@ -52,7 +52,7 @@ def test_each_allowed_pair_is_visited_once(
 @settings(max_examples=40)
 @given(layout=layouts(), of_queries=st.booleans(), limit=st.sampled_from([None, 1, 3]))
 def test_tiles_and_slots_are_complete(layout: BlockLayout, of_queries: bool, limit: int | None) -> None:
-    tables = tables_of(layout, Side(of_queries, Width(64, 16)), Heads(4, 2), limit)
+    tables = tables_of(layout, TileSide(of_queries, TileWidth(64, 16)), HeadGroups(4, 2), limit)
     require_complete(tables, 64, layout.num_queries if of_queries else layout.num_keys)
 
 
@@ -60,7 +60,7 @@ def test_the_longest_come_first_and_long_ones_are_split() -> None:
     blocks = torch.eye(512)
     blocks[0] = 1  # one query block sees everything
     layout = BlockLayout.from_blocks(blocks, 64)
-    tables = tables_of(layout, Side(True, Width(64, 64)), Heads(1, 1))
+    tables = tables_of(layout, TileSide(True, TileWidth(64, 64)), HeadGroups(1, 1))
     work = tables.items[0, :, ITEM_HEAD + 1] - tables.items[0, :, ITEM_HEAD]
     assert list(work) == sorted(work, reverse=True)
     assert work.max() == 16  # 512 entries in 32 parts
@@ -73,14 +73,14 @@ def test_small_blocks_waste_nothing_on_gathered_tokens(causal: bool) -> None:
     index = torch.arange(size)
     blocks = (index[:, None] // stride == index // stride) | (index % stride == stride - 1)  # as Fixed with defaults
     layout = BlockLayout.from_blocks(blocks, block, causal=causal)
-    tables = tables_of(layout, Side(True, Width(64, 64)), Heads(1, 1))
+    tables = tables_of(layout, TileSide(True, TileWidth(64, 64)), HeadGroups(1, 1))
     visited = (len(tables.full) + len(tables.partial)) * 64 * 64
     assert visited <= 1.2 * block * block * int(layout.patterns[0].blocks.sum())
 
 
 def test_a_tile_no_wider_than_the_block_is_one_run() -> None:
     layout = BlockLayout((Pattern(torch.ones(1, 3, 3, dtype=torch.bool), 128, False, 300),))
-    tables = tables_of(layout, Side(True, Width(64, 32)), Heads(1, 1))
+    tables = tables_of(layout, TileSide(True, TileWidth(64, 32)), HeadGroups(1, 1))
     assert (tables.run, tables.sub_block, tables.full.shape[1], tables.partial.shape[1]) == (64, 32, 1, 3)
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from harness.attention import reference_attention
 from shardwise.attention import kernels
-from shardwise.attention.backends import Draw, Extras, Grads, Plan, Saved
+from shardwise.attention.backends import AttentionGrads, BackendPlan, Draw, SavedForBackward, ScoreModifiers
 from shardwise.attention.block_layout import BlockLayout, pack
-from shardwise.attention.kernels import backend
-from shardwise.attention.kernels.plans import plan_of
-from shardwise.attention.kernels.tiles import Heads
-from shardwise.config import ConfigError
+from shardwise.attention.triton import backend
+from shardwise.attention.triton.launch import plan_of
+from shardwise.attention.triton.lut import HeadGroups
+from shardwise.config.resolve import ConfigError
 
 pytest.importorskip("triton")
 
@@ -70,7 +70,7 @@ class Given:
     q: Tensor
     k: Tensor
     v: Tensor
-    extras: Extras
+    extras: ScoreModifiers
     grad_out: Tensor
     grad_lse: Tensor
 
@@ -98,23 +98,23 @@ def given(case: Case) -> Given:
         rows(heads, num_queries),
         rows(kv, num_keys),
         rows(kv, num_keys),
-        Extras(case.scale, padding, bias, draw),
+        ScoreModifiers(case.scale, padding, bias, draw),
         rows(heads, num_queries),
         torch.randn(samples, heads, num_queries, device=DEVICE),
     )
 
 
-def computed(case: Case, tensors: Given) -> tuple[Tensor, Tensor, Grads]:
+def computed(case: Case, tensors: Given) -> tuple[Tensor, Tensor, AttentionGrads]:
     q, k, v, extras = tensors.q, tensors.k, tensors.v, tensors.extras
     plan = planned(case, q)
     out, lse = backend.forward(q, k, v, extras, plan)
-    saved = Saved(q, k, v, out, lse)
+    saved = SavedForBackward(q, k, v, out, lse)
     needs_bias = extras.bias is not None
     return out, lse, backend.backward(tensors.grad_out, tensors.grad_lse, saved, extras, plan, needs_bias)
 
 
-def planned(case: Case, q: Tensor) -> Plan:
-    heads = Heads(*case.heads)
+def planned(case: Case, q: Tensor) -> BackendPlan:
+    heads = HeadGroups(*case.heads)
     return plan_of(case.layout, heads, head_dim=q.shape[3], dtype=q.dtype, device=q.device, limit=case.limit)
 
 
@@ -268,7 +268,7 @@ def test_is_bitwise_repeatable_and_the_same_alone_or_in_a_batch() -> None:
         assert torch.equal(both[1:], single)
 
 
-def flat(results: tuple[Tensor, Tensor, Grads]) -> list[Tensor]:
+def flat(results: tuple[Tensor, Tensor, AttentionGrads]) -> list[Tensor]:
     out, lse, grads = results
     return [out, lse, grads.q, grads.k, grads.v]
 
@@ -306,7 +306,7 @@ def test_what_no_kernel_serves_is_refused() -> None:
 
 def test_says_that_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(kernels, "launches", raising=False)
-    monkeypatch.setitem(sys.modules, "shardwise.attention.kernels.launches", None)
+    monkeypatch.setitem(sys.modules, "shardwise.attention.triton.launch", None)
     case = Case((1, 1), 16, 32)
     tensors = given(case)
     with pytest.raises(ConfigError, match="pip install 'triton"):

@@ -31,7 +31,7 @@ from harness.faults import (
 )
 from harness.pool import WorkerPool
 from shardwise.checkpoint import offline
-from shardwise.checkpoint.folder import LATEST_NAME, read_manifest, step_folders, step_name
+from shardwise.checkpoint.commit import LATEST_NAME, read_manifest, step_folders, step_name
 from shardwise.checkpoint.manifest import MANIFEST_NAME, CheckpointError
 
 NEWEST, OLDER = NUM_STEPS - SAVE_EVERY, NUM_STEPS - 2 * SAVE_EVERY

@@ -18,8 +18,8 @@ from harness.pool import WorkerPool
 from harness.random_models import PLAN, ModelSpec, RandomModel
 from harness.states import assert_same_bits, engine_of, take_steps, whole_states
 from shardwise import initialize
-from shardwise.checkpoint.buffers import held_buffers
-from shardwise.checkpoint.folder import read_manifest
+from shardwise.checkpoint.commit import read_manifest
+from shardwise.checkpoint.training_state import held_buffers
 
 SOURCE = Path(__file__).parents[2] / "src" / "shardwise"
 
@@ -147,7 +147,7 @@ def load_fewer(rank: int, world_size: int, root: Path) -> None:
 def test_only_persistent_buffers_are_held_under_all_names() -> None:
     model = Buffers()
     model.again = model.generator
-    held = {each.holding.name: each.holding for each in held_buffers(model, lambda name: "runs")}
+    held = {each.state_shard.name: each.state_shard for each in held_buffers(model, lambda name: "runs")}
     assert held["seen"].aliases == ("also_seen",)
     assert held["generator.running_mean"].aliases == ("again.running_mean",)
     assert "cache" not in held

@@ -16,7 +16,7 @@ from harness.checkpoint_folders import refused
 from harness.pool import WorkerPool
 from harness.states import Net, assert_same_bits, engine_of, options, take_steps, whole_states
 from shardwise import CheckpointError, DamagedError, Engine, LoadReport, init
-from shardwise.checkpoint.folder import read_manifest
+from shardwise.checkpoint.commit import read_manifest
 from shardwise.checkpoint.manifest import Manifest
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -14,8 +14,8 @@ from torch.optim import lr_scheduler
 
 from harness.checkpoint_folders import refused
 from harness.states import Net, assert_same_bits, engine_of, options, take_steps, whole_states
-from shardwise.checkpoint.trajectory import optimizer_options, restore_options
-from shardwise.memory import Category
+from shardwise.checkpoint.training_state import optimizer_options, restore_options
+from shardwise.runtime.memory_tracker import Category
 
 Arguments = Callable[[nn.Module], dict[str, Any]]
 

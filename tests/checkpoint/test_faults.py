@@ -32,7 +32,7 @@ from harness.faults import (
     stored,
 )
 from harness.pool import RankError, WorkerPool
-from shardwise.checkpoint.folder import step_folders, step_of
+from shardwise.checkpoint.commit import step_folders, step_of
 
 NUM_POINTS = 16
 NUM_WRITES = 10

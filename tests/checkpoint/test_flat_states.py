@@ -20,26 +20,20 @@ from torch import Tensor
 
 from harness.file_flats import FileFlat, make_files
 from harness.pool import WorkerPool
-from shardwise.checkpoint import reading, spans, writing
-from shardwise.checkpoint.folder import read_manifest
-from shardwise.checkpoint.huggingface import (
-    ExportTensor,
-    begin_export,
-    finish_export,
-    open_folder,
-    plan_export,
-    write_export,
-)
-from shardwise.checkpoint.loading import plan_load
+from shardwise.checkpoint import file_ranges as spans
+from shardwise.checkpoint import reader as reading
+from shardwise.checkpoint import writer as writing
+from shardwise.checkpoint.async_saver import Saver, SaveRequest
+from shardwise.checkpoint.commit import read_manifest
+from shardwise.checkpoint.hf import ExportTensor, begin_export, finish_export, open_folder, plan_export, write_export
+from shardwise.checkpoint.load import plan_load
 from shardwise.checkpoint.manifest import CheckpointError, Manifest, merge_parts
-from shardwise.checkpoint.saver import Saver, SaveRequest
-from shardwise.checkpoint.tensor_files import dtype_name
-from shardwise.checkpoint.writing import write_holdings
-from shardwise.flats import Flat, MemoryFlat
-from shardwise.holdings import Holding
-from shardwise.layout.pieces import LocalTensor, Piece, Rect, Shape, intersect
-from shardwise.layout.splits import ParamSplit, Part
-from shardwise.mesh import open_store
+from shardwise.checkpoint.safetensors_io import dtype_name
+from shardwise.checkpoint.writer import write_state_shards
+from shardwise.comm.mesh import open_store
+from shardwise.layout.slicing import Chunk, LocalTensor, Rect, Shape, intersect
+from shardwise.layout.tp_sharding import FusedPart, ParamSplit
+from shardwise.runtime.state_shards import FlatState, StateShard, TensorFlatState
 
 SMALL_BLOCK, SMALL_RUN, SMALL_WINDOW, SMALL_GAP = 16, 64, 96, 24
 MIB = 2**20
@@ -57,7 +51,7 @@ def set_small_limits(patch: pytest.MonkeyPatch) -> None:
 
 
 # A rank's part of a tensor: the pieces of it in a flat state, and the length of that.
-Held = tuple[tuple[Piece, ...], int]
+Held = tuple[tuple[Chunk, ...], int]
 
 
 def random_layout(shape: Shape, rng: random.Random) -> list[Held]:
@@ -72,7 +66,7 @@ def random_layout(shape: Shape, rng: random.Random) -> list[Held]:
     locals_ = [LocalTensor.whole(shape)]
     if splits and rng.random() < 0.8:
         dim, num_parts, degree = rng.choice(splits)
-        split = ParamSplit(shape, degree=degree, dim=dim, parts=(Part(shape[dim] // num_parts),) * num_parts)
+        split = ParamSplit(shape, degree=degree, dim=dim, parts=(FusedPart(shape[dim] // num_parts),) * num_parts)
         locals_ = [split.local(index) for index in range(degree)]
     held: list[Held] = []
     num_shards = rng.randrange(1, 4)
@@ -88,7 +82,9 @@ def random_layout(shape: Shape, rng: random.Random) -> list[Held]:
     return held
 
 
-def holding_of(values: Tensor, held: Held, put: Callable[[Tensor], Flat], fill: Tensor | None = None) -> Holding:
+def holding_of(
+    values: Tensor, held: Held, put: Callable[[Tensor], FlatState], fill: Tensor | None = None
+) -> StateShard:
     """What a rank holds of a tensor, whose state `put` makes; `fill` stands for its values and around them."""
     pieces, numel = held
     buffer = torch.full((numel,), 7).to(values.dtype)
@@ -97,16 +93,16 @@ def holding_of(values: Tensor, held: Held, put: Callable[[Tensor], Flat], fill: 
         buffer[piece.local_offset : piece.local_stop] = source[
             tuple(map(slice, piece.rect.start, piece.rect.stop))
         ].reshape(-1)
-    return Holding("w", (), "param", tuple(values.shape), put(buffer), pieces, pieces)
+    return StateShard("w", (), "param", tuple(values.shape), put(buffer), pieces, pieces)
 
 
-def whole_of(flat: Flat) -> Tensor:
+def whole_of(flat: FlatState) -> Tensor:
     return flat.whole() if isinstance(flat, FileFlat) else flat.read(0, flat.numel)
 
 
-def save(folder: Path, ranks: Sequence[Holding]) -> Manifest:
+def save(folder: Path, ranks: Sequence[StateShard]) -> Manifest:
     folder.mkdir()
-    parts = [write_holdings(folder, f"rank-{rank}.safetensors", [held], []) for rank, held in enumerate(ranks)]
+    parts = [write_state_shards(folder, f"rank-{rank}.safetensors", [held], []) for rank, held in enumerate(ranks)]
     return Manifest(3, *merge_parts(parts))
 
 
@@ -114,9 +110,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def load(folder: Path, manifest: Manifest, holdings: Sequence[Holding]) -> None:
-    plan = plan_load(manifest, holdings, "step-00000003", {}, strict=True, weights_only=True)
-    plan.read(folder, holdings)
+def load(folder: Path, manifest: Manifest, state_shards: Sequence[StateShard]) -> None:
+    plan = plan_load(manifest, state_shards, "step-00000003", {}, strict=True, weights_only=True)
+    plan.read(folder, state_shards)
 
 
 @settings(max_examples=60)
@@ -130,7 +126,7 @@ def test_any_layout_is_saved_and_loaded_as_in_memory(seed: int, dtype: torch.dty
         put = make_files(Path(root, "swap"))
         layout = random_layout(shape, rng)
         in_files = [holding_of(values, held, put) for held in layout]
-        in_memory = [holding_of(values, held, MemoryFlat) for held in layout]
+        in_memory = [holding_of(values, held, TensorFlatState) for held in layout]
         manifest = save(Path(root, "of files"), in_files)
         assert manifest == save(Path(root, "of memory"), in_memory)
         assert contents(Path(root, "of files")) == contents(Path(root, "of memory"))
@@ -139,7 +135,7 @@ def test_any_layout_is_saved_and_loaded_as_in_memory(seed: int, dtype: torch.dty
 
         wanted = torch.zeros(shape, dtype=torch.float64 if is_cast else dtype)
         for held in random_layout(shape, rng):
-            in_file, expected = holding_of(wanted, held, put), holding_of(wanted, held, MemoryFlat)
+            in_file, expected = holding_of(wanted, held, put), holding_of(wanted, held, TensorFlatState)
             for target in (in_file, expected):
                 load(Path(root, "of files"), manifest, [target])
             assert torch.equal(whole_of(in_file.flat), whole_of(expected.flat))
@@ -151,7 +147,7 @@ def test_any_layout_is_saved_and_loaded_as_in_memory(seed: int, dtype: torch.dty
 def test_windows_have_every_piece_once_and_in_bounds(lengths: list[tuple[int, int]], most: int, gap: int) -> None:
     pieces, end = [], 0
     for row, (before, length) in enumerate(lengths):
-        pieces.append(Piece(Rect((row, 0), (row + 1, length)), end + before))
+        pieces.append(Chunk(Rect((row, 0), (row + 1, length)), end + before))
         end = pieces[-1].local_stop
     seen: dict[int, tuple[int, int]] = {}
     last = 0
@@ -192,7 +188,7 @@ def test_large_states_go_through_little_memory_in_large_parts(tmp_path: Path) ->
 def test_rows_of_a_fused_matrix_are_not_read_and_written_one_by_one(tmp_path: Path) -> None:
     """GPT-2's: query, key and value in one matrix, split by columns, is 768 x 3 rows of 1.5 kB on each rank."""
     values = torch.randn(768, 3 * 768)  # in x out
-    split = ParamSplit((768, 3 * 768), degree=2, dim=1, parts=(Part(768),) * 3)
+    split = ParamSplit((768, 3 * 768), degree=2, dim=1, parts=(FusedPart(768),) * 3)
     layout = [(local.pieces, local.numel) for local in (split.local(index) for index in range(2))]
     assert len(layout[0][0]) == 3 * 768
     in_files = [holding_of(values, held, make_files(tmp_path / "swap")) for held in layout]
@@ -209,7 +205,7 @@ def test_rows_of_a_fused_matrix_are_not_read_and_written_one_by_one(tmp_path: Pa
 
 def test_pieces_far_apart_are_read_for_themselves(tmp_path: Path) -> None:
     flat = make_files(tmp_path)(torch.arange(4 * MIB, dtype=torch.int32))
-    held = Holding("w", (), "param", (4 * MIB,), flat, (), ())
+    held = StateShard("w", (), "param", (4 * MIB,), flat, (), ())
     found = spans.read_spans(held, [(0, 8), (2 * MIB, 2 * MIB + 4), (2 * MIB + 8, 2 * MIB + 16)])
     assert list(found.cast("i")) == [0, 1, MIB // 2, MIB // 2 + 2, MIB // 2 + 3]
     assert flat.book.reads == [8, 16]
@@ -218,7 +214,7 @@ def test_pieces_far_apart_are_read_for_themselves(tmp_path: Path) -> None:
 WHOLE: Held = (LocalTensor.whole((30, 40)).pieces, 1200)
 
 
-def make_request(root: Path, held: Holding, step: int = 3) -> SaveRequest:
+def make_request(root: Path, held: StateShard, step: int = 3) -> SaveRequest:
     return SaveRequest(root, Manifest(step, (), {}), (held,), is_in_files=True)
 
 
@@ -236,7 +232,7 @@ def test_a_save_in_the_background_is_written_before_the_states_change(
         assert not saver.is_saving
     held.flat.write(0, torch.zeros(1200))
     folder = saver.wait()
-    target = holding_of(torch.zeros(30, 40), WHOLE, MemoryFlat)
+    target = holding_of(torch.zeros(30, 40), WHOLE, TensorFlatState)
     load(folder, read_manifest(folder), [target])
     assert torch.equal(whole_of(target.flat), values.view(-1))
     assert saver._staging.num_bytes == 0
@@ -309,7 +305,7 @@ def test_hugging_face_folders_are_the_same_from_files_and_into_files(seed: int) 
         set_small_limits(patch)
         put = make_files(Path(root, "swap"))
         plan = plan_export(exports, NAMES)
-        for folder, make in ((Path(root, "of files"), put), (Path(root, "of memory"), MemoryFlat)):
+        for folder, make in ((Path(root, "of files"), put), (Path(root, "of memory"), TensorFlatState)):
             begin_export(plan, folder)
             for name, values in tensors.items():
                 for held in layouts[name]:
@@ -326,7 +322,7 @@ def test_hugging_face_folders_are_the_same_from_files_and_into_files(seed: int) 
             load(Path(root, "of files"), manifest, targets)
         for name, values in tensors.items():
             for target, held in zip(found[name], layouts[name], strict=True):
-                expected = holding_of(values.bfloat16().float(), held, MemoryFlat)
+                expected = holding_of(values.bfloat16().float(), held, TensorFlatState)
                 assert torch.equal(whole_of(target.flat), whole_of(expected.flat))
 
 

@@ -22,9 +22,8 @@ from harness.checkpoint_folders import (
     steps_of,
     write_files,
 )
-from shardwise.checkpoint import folder
-from shardwise.checkpoint.disk import sync_folder
-from shardwise.checkpoint.folder import (
+from shardwise.checkpoint import commit as folder
+from shardwise.checkpoint.commit import (
     begin,
     candidates,
     check_room,
@@ -37,16 +36,17 @@ from shardwise.checkpoint.folder import (
     step_folders,
     step_name,
     steps_to_delete,
+    sync_folder,
 )
 from shardwise.checkpoint.manifest import (
     CheckpointError,
     DamagedError,
     Manifest,
-    StoredPiece,
+    StoredChunk,
     StoredState,
     StoredTensor,
 )
-from shardwise.layout.pieces import Rect
+from shardwise.layout.slicing import Rect
 
 # Names, and what is a checkpoint.
 
@@ -167,7 +167,7 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused(tmp_path: Path, name
     (tmp_path / "manifest.json").write_text(manifest.to_text())
     with pytest.raises(DamagedError, match=f"{name!r} is not the name of a file in its folder"):
         read_manifest(tmp_path)
-    piece = StoredPiece(Rect((0,), (4,)), name, 0)
+    piece = StoredChunk(Rect((0,), (4,)), name, 0)
     tensor = StoredTensor("up.weight", (), (4,), {"param": StoredState("F32", (piece,))})
     (tmp_path / "manifest.json").write_text(Manifest(step=1, tensors=(tensor,), files={}).to_text())
     with pytest.raises(DamagedError, match=f"up.weight: it is in {name!r}, and no such file is listed"):

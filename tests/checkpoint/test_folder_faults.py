@@ -14,8 +14,8 @@ import pytest
 
 from harness.checkpoint_folders import check_all, forked, latest, manifest_of, refused, save, steps_of, write_files
 from harness.small_disk import MS_RDONLY, MS_REMOUNT, mount, mount_alone
-from shardwise.checkpoint import folder
-from shardwise.checkpoint.folder import (
+from shardwise.checkpoint import commit as folder
+from shardwise.checkpoint.commit import (
     begin,
     check_room,
     clean,

@@ -20,15 +20,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from harness.huggingface import build_model
-from shardwise.checkpoint.converting import import_folder
-from shardwise.checkpoint.huggingface import (
+from shardwise.checkpoint.convert import import_folder
+from shardwise.checkpoint.hf import (
     ExportTensor,
     NameMap,
     begin_export,
     decoder_config_of,
     decoder_names,
     discard_export,
-    exporting,
     family_names,
     finish_export,
     hf_config_of,
@@ -38,14 +37,14 @@ from shardwise.checkpoint.huggingface import (
     temporary_folder,
     write_export,
 )
+from shardwise.checkpoint.hf import exporter as exporting
 from shardwise.checkpoint.manifest import CheckpointError, DamagedError, StoredTensor
-from shardwise.checkpoint.tensor_files import dtype_name, named_dtype
-from shardwise.config import ConfigError
-from shardwise.flats import MemoryFlat
-from shardwise.holdings import Holding
-from shardwise.layout.pieces import Piece, Rect
+from shardwise.checkpoint.safetensors_io import dtype_name, named_dtype
+from shardwise.config.resolve import ConfigError
+from shardwise.layout.slicing import Chunk, Rect
 from shardwise.models import Decoder, DecoderConfig
-from shardwise.wearing import float64_throughout
+from shardwise.runtime.float64 import float64_throughout
+from shardwise.runtime.state_shards import StateShard, TensorFlatState
 
 TOKENS = torch.arange(20).view(2, 10)  # [B, S]
 FAMILIES = ["llama", "qwen2", "mistral", "gpt2", "mixtral"]
@@ -84,28 +83,30 @@ def check_folder_has(model: nn.Module, folder: Path, names: Any = None) -> None:
             torch.testing.assert_close(read(folder, found[name]), values, rtol=0, atol=0)
 
 
-def held_whole(model: nn.Module) -> list[Holding]:
+def held_whole(model: nn.Module) -> list[StateShard]:
     """What one rank holds, and writes, that has all of a model."""
     state = model.state_dict()
     return [
-        Holding(name, aliases, "param", tuple(state[name].shape), MemoryFlat(state[name].flatten()), whole, whole)
+        StateShard(
+            name, aliases, "param", tuple(state[name].shape), TensorFlatState(state[name].flatten()), whole, whole
+        )
         for name, aliases in names_of(model).items()
-        for whole in [(Piece(Rect.whole(tuple(state[name].shape)), 0),)]
+        for whole in [(Chunk(Rect.whole(tuple(state[name].shape)), 0),)]
     ]
 
 
 def export(
-    folder: Path, ranks: Sequence[Sequence[Holding]], names: Any = None, others: Any = None, **options: Any
+    folder: Path, ranks: Sequence[Sequence[StateShard]], names: Any = None, others: Any = None, **options: Any
 ) -> None:
     """A folder of what these ranks hold, in the dtypes that they hold it in."""
-    held = {holding.name: holding for holdings in ranks for holding in holdings}
+    held = {state_shard.name: state_shard for state_shards in ranks for state_shard in state_shards}
     tensors = [
         ExportTensor(name, held[name].aliases, held[name].global_shape, dtype_name(held[name].flat.dtype))
         for name in sorted(held)
     ]
     plan = plan_export(tensors, names, **options)
     begin_export(plan, folder, others)
-    assert sum(write_export(plan, folder, holdings) for holdings in ranks) == plan.num_tensor_bytes
+    assert sum(write_export(plan, folder, state_shards) for state_shards in ranks) == plan.num_tensor_bytes
     finish_export(folder)
 
 
@@ -352,9 +353,9 @@ def cut(rect: Rect, rng: random.Random, depth: int) -> list[Rect]:
     return [*cut(first, rng, depth - 1), *cut(second, rng, depth - 1)]
 
 
-def spread(tensors: Mapping[str, Tensor], num_ranks: int, rng: random.Random) -> list[list[Holding]]:
+def spread(tensors: Mapping[str, Tensor], num_ranks: int, rng: random.Random) -> list[list[StateShard]]:
     """Random rectangles over ranks, in buffers with padding; each is held by two ranks and written by one."""
-    ranks: list[list[Holding]] = [[] for _ in range(num_ranks)]
+    ranks: list[list[StateShard]] = [[] for _ in range(num_ranks)]
     for name, values in tensors.items():
         shape = tuple(values.shape)
         rects = cut(Rect.whole(shape), rng, depth=4)
@@ -363,12 +364,12 @@ def spread(tensors: Mapping[str, Tensor], num_ranks: int, rng: random.Random) ->
             pieces, written, buffer = [], [], [torch.full((3,), 7).to(values.dtype)]
             for rect, writer in zip(rects, writers, strict=True):
                 if rank in (writer, (writer + 1) % num_ranks):
-                    piece = Piece(rect, sum(map(len, buffer)))
+                    piece = Chunk(rect, sum(map(len, buffer)))
                     pieces.append(piece)
                     written += [piece] if rank == writer else []
                     buffer += [values[rect.slices_in(Rect.whole(shape))].reshape(-1), buffer[0][:1]]
             ranks[rank].append(
-                Holding(name, (), "param", shape, MemoryFlat(torch.cat(buffer)), tuple(pieces), tuple(written))
+                StateShard(name, (), "param", shape, TensorFlatState(torch.cat(buffer)), tuple(pieces), tuple(written))
             )
     return ranks
 
@@ -423,12 +424,12 @@ def test_the_public_library_reads_the_values(tmp_path: Path) -> None:
 
 def test_values_are_cast_to_the_dtype_of_the_plan(tmp_path: Path) -> None:
     master = torch.randn(6, 4)
-    whole = (Piece(Rect.whole((6, 4)), 0),)
+    whole = (Chunk(Rect.whole((6, 4)), 0),)
     plan = plan_export([ExportTensor("w", (), (6, 4), "BF16")])
     begin_export(plan, tmp_path / "out")
-    optimizer = Holding("w", (), "exp_avg", (6, 4), MemoryFlat(torch.zeros(24)), whole, whole)
-    other = Holding("v", (), "param", (6, 4), MemoryFlat(torch.zeros(24)), whole, whole)
-    held = Holding("w", (), "param", (6, 4), MemoryFlat(master.flatten()), whole, whole)
+    optimizer = StateShard("w", (), "exp_avg", (6, 4), TensorFlatState(torch.zeros(24)), whole, whole)
+    other = StateShard("v", (), "param", (6, 4), TensorFlatState(torch.zeros(24)), whole, whole)
+    held = StateShard("w", (), "param", (6, 4), TensorFlatState(master.flatten()), whole, whole)
     seen: list[int] = []
     assert write_export(plan, tmp_path / "out", [held, optimizer, other], seen.append) == 48 == sum(seen)
     finish_export(tmp_path / "out")

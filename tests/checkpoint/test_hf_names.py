@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint.huggingface import (
+from shardwise.checkpoint.hf import (
     NameMap,
-    Part,
     Rule,
+    WeightPart,
     decoder_config_of,
     decoder_names,
     family_names,
     hf_config_of,
 )
 from shardwise.checkpoint.manifest import CheckpointError
-from shardwise.layout.pieces import Rect, Shape
+from shardwise.layout.slicing import Rect, Shape
 from shardwise.models import Decoder, DecoderConfig
 
 PATTERNS = ["layers.*.up", "blocks.*.of.*.weight", "backbone.**", "plain.weight"]
@@ -61,9 +61,9 @@ def test_a_folder_written_by_a_rule_is_read_by_it(case: tuple[Rule, str, Shape])
 def test_the_parts_of_a_transposed_and_fused_tensor() -> None:
     names = NameMap.of({"*.qkv": {"stored": ["*.q", "*.k", "*.v"], "shares": [2, 1, 1], "transpose": True}})
     assert names.split("a.qkv", (8, 3)) == (
-        Part("a.q", Rect((0, 0), (4, 3)), is_transposed=True),
-        Part("a.k", Rect((4, 0), (6, 3)), is_transposed=True),
-        Part("a.v", Rect((6, 0), (8, 3)), is_transposed=True),
+        WeightPart("a.q", Rect((0, 0), (4, 3)), is_transposed=True),
+        WeightPart("a.k", Rect((4, 0), (6, 3)), is_transposed=True),
+        WeightPart("a.v", Rect((6, 0), (8, 3)), is_transposed=True),
     )
     # Unlike export, import takes lengths from the folder.
     joined = names.join("a.qkv", {"a.q": (3, 5), "a.k": (3, 1), "a.v": (3, 1)})

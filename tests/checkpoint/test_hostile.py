@@ -18,12 +18,12 @@ from harness.checkpoint_folders import refused
 from harness.checkpoints import save, values_of
 from harness.mutations import forge, opened_paths
 from harness.states import assert_same_bits, engine_of, options, take_steps, whole_states
-from shardwise.checkpoint import trajectory
-from shardwise.checkpoint.comparing import compare
-from shardwise.checkpoint.folder import read_manifest
+from shardwise.checkpoint import training_state as trajectory
+from shardwise.checkpoint.commit import read_manifest
+from shardwise.checkpoint.compare import compare
 from shardwise.checkpoint.manifest import MANIFEST_NAME, CheckpointError, DamagedError
 from shardwise.checkpoint.offline import reshard, verify
-from shardwise.cli import main
+from shardwise.cli.main import main
 
 FILE = "rank-00000-of-00001.safetensors"
 

@@ -11,27 +11,27 @@ import pytest
 from shardwise.checkpoint.manifest import (
     DamagedError,
     Manifest,
-    RankPart,
-    StoredPiece,
+    RankManifest,
+    StoredChunk,
     StoredState,
     StoredTensor,
     merge_parts,
 )
-from shardwise.layout.pieces import Rect
+from shardwise.layout.slicing import Rect
 
 STEP = StoredState("F32", value=3.0)
 
 
-def piece(rank: int) -> StoredPiece:
-    return StoredPiece(Rect((rank,), (rank + 1,)), f"{rank}", 4, (rank,))
+def piece(rank: int) -> StoredChunk:
+    return StoredChunk(Rect((rank,), (rank + 1,)), f"{rank}", 4, (rank,))
 
 
-def part(rank: int, *states: str) -> RankPart:
+def part(rank: int, *states: str) -> RankManifest:
     """A rank's row of `up`, and of `down` where it is odd; a rank without states has no file."""
     found = {name: StoredState("F32", (piece(rank),)) for name in states}
     names = ["up", "down"] if rank % 2 else ["up"]
     tensors = tuple(StoredTensor(name, (), (8,), found | {"step": STEP}) for name in names)
-    return RankPart(f"{rank}" if states else "", 10 * rank, tensors)
+    return RankManifest(f"{rank}" if states else "", 10 * rank, tensors)
 
 
 @pytest.fixture(params=[True, False])
@@ -57,7 +57,7 @@ def test_parts_are_put_together() -> None:
 
 
 def test_the_collector_is_left_as_it_was(is_collecting: bool) -> None:
-    tensors, files = merge_parts(RankPart.from_text(part(rank, "param").to_text()) for rank in range(3))
+    tensors, files = merge_parts(RankManifest.from_text(part(rank, "param").to_text()) for rank in range(3))
     whole = tuple(replace(tensor, shape=(3,)) for tensor in tensors[:1])
     text = Manifest(step=3, tensors=whole, files={**files, "0": 10, "2": 30}).to_text()
     assert Manifest.from_text(text, "manifest.json").tensors == whole

@@ -18,21 +18,21 @@ from harness.checkpoints import save, values_of
 from harness.mutations import forge, fresh, mutate_text, mutated, replace_file, spared
 from harness.states import engine_of, take_steps
 from shardwise import CheckpointError
-from shardwise.checkpoint.comparing import compare
-from shardwise.checkpoint.converting import import_folder
-from shardwise.checkpoint.folder import read_manifest
+from shardwise.checkpoint.commit import read_manifest
+from shardwise.checkpoint.compare import compare
+from shardwise.checkpoint.convert import import_folder
 from shardwise.checkpoint.manifest import MANIFEST_NAME
 from shardwise.checkpoint.offline import verify
 from shardwise.checkpoint.show import render_checkpoint, render_tensors
-from shardwise.cli_checkpoint import _print
-from shardwise.cli_timeline import _read_recorded
-from shardwise.config import Config, ConfigError
-from shardwise.foreign import OneLineError
-from shardwise.planner.asked import read_model
+from shardwise.cli.checkpoint import _print
+from shardwise.cli.timeline import _read_recorded
+from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.untrusted_files import OneLineError
 from shardwise.planner.imports.deepspeed import read_deepspeed
+from shardwise.planner.request import read_model
 from shardwise.report import timeline_svg, timeline_text
 from shardwise.report.chrome_trace import chrome_trace
-from shardwise.report.panel import Panel
+from shardwise.report.panel import TerminalPanel
 from shardwise.schedule import Action, ScheduleError, TimedAction
 from shardwise.schedule.op_times import mean_times
 
@@ -92,7 +92,7 @@ def make(root: Path) -> Path:
 
 def read_trace(path: Path) -> None:
     actions = _read_recorded(path)
-    panel = Panel("recorded", actions)
+    panel = TerminalPanel("recorded", actions)
     mean_times(actions)
     timeline_text.draw([panel], 80)
     timeline_svg.draw([panel])

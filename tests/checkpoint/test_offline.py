@@ -14,22 +14,22 @@ from safetensors.torch import load_file
 
 from harness.checkpoints import SHAPES, STATES, assert_equal, flip, load, save, values_of
 from shardwise.checkpoint import offline
-from shardwise.checkpoint.comparing import Changed, ChangedValues, compare, compare_values
-from shardwise.checkpoint.finding import find, newest_whole, survey
-from shardwise.checkpoint.folder import read_manifest
+from shardwise.checkpoint.commit import read_manifest
+from shardwise.checkpoint.compare import ChangedState, ChangedValues, compare, compare_values
+from shardwise.checkpoint.find import find, newest_whole, survey
 from shardwise.checkpoint.manifest import (
     BLOCK_BYTES,
     MANIFEST_NAME,
     CheckpointError,
     DamagedError,
     Manifest,
-    StoredPiece,
+    StoredChunk,
     StoredState,
     StoredTensor,
     entry_key,
 )
 from shardwise.checkpoint.offline import cut, reshard, verify
-from shardwise.layout.pieces import Rect
+from shardwise.layout.slicing import Rect
 
 
 def messages(folder: Path) -> list[str]:
@@ -201,7 +201,7 @@ def whole_and_parts(draw) -> tuple[tuple[int, ...], list[Rect]]:
 def cover_of(shape, rects) -> list[str]:
     """What is said of a manifest whose tensor has these pieces, one after the other in a file."""
     offsets = [0, *accumulate(4 * rect.numel for rect in rects)]
-    pieces = [StoredPiece(rect, "a", offset) for rect, offset in zip(rects, offsets, strict=False)]
+    pieces = [StoredChunk(rect, "a", offset) for rect, offset in zip(rects, offsets, strict=False)]
     tensor = StoredTensor("weight", (), shape, {"exp_avg": StoredState("F32", tuple(pieces))})
     return refusals(Manifest(1, (tensor,), {"a": offsets[-1]}))
 
@@ -384,18 +384,18 @@ def test_differences_are_told_by_kind(tmp_path):
     assert found.only_a == ("gone",)
     assert found.only_b == ("new", "same/other")
     assert found.kinds == (
-        Changed("same", "F32", "F64"),
-        Changed("same/step", "100.0 (F32)", "200.0 (F32)"),
-        Changed("moved/step", "100.0 (F32)", "200.0 (F32)"),
-        Changed("shape shape", (2, 3), (3, 2)),
-        Changed("shape/step", "100.0 (F32)", "200.0 (F32)"),
+        ChangedState("same", "F32", "F64"),
+        ChangedState("same/step", "100.0 (F32)", "200.0 (F32)"),
+        ChangedState("moved/step", "100.0 (F32)", "200.0 (F32)"),
+        ChangedState("shape shape", (2, 3), (3, 2)),
+        ChangedState("shape/step", "100.0 (F32)", "200.0 (F32)"),
     )
     assert found.values == (
         ChangedValues("moved", "exp_avg", 64, 2, pytest.approx(0.5, rel=1e-5)),
         ChangedValues("rng of rank 1", "param", 50, 50, 1.0),
     )
-    assert found.config == (Changed("zero.stage", 2, 3),)
-    assert found.run == (Changed("step", 100, 200),)
+    assert found.config == (ChangedState("zero.stage", 2, 3),)
+    assert found.run == (ChangedState("step", 100, 200),)
     weights = compare(a, b, weights_only=True)
     assert weights.values == weights.config == weights.run == ()
     assert weights.only_b == ("new",)

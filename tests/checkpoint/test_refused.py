@@ -33,7 +33,7 @@ from harness.faults import (
 )
 from harness.pool import WorkerPool
 from harness.small_disk import SmallDisk, small_disk
-from shardwise.checkpoint.folder import read_manifest, step_folders, step_name, step_of
+from shardwise.checkpoint.commit import read_manifest, step_folders, step_name, step_of
 from shardwise.checkpoint.manifest import CheckpointError
 
 # The save that fails, and the one before it.

@@ -8,24 +8,24 @@ import pytest
 import torch.distributed as dist
 
 from harness.pool import WorkerPool
+from shardwise.checkpoint.coordination import StoreBarrier
 from shardwise.checkpoint.manifest import AbsentRankError, CheckpointError
-from shardwise.checkpoint.rounds import Rounds
-from shardwise.mesh import open_store
+from shardwise.comm.mesh import open_store
 
 SUBJECT = "checkpoint of step 7"
 # Ranks that show progress are not given up where the machine stalls for a while.
 SHORT_S = 5.0
 
 
-def make_rounds(rank: int, world_size: int, timeout_s: float = 20.0) -> Rounds:
-    return Rounds(open_store(), 0, rank, world_size, timeout_s, SUBJECT)
+def make_rounds(rank: int, world_size: int, timeout_s: float = 20.0) -> StoreBarrier:
+    return StoreBarrier(open_store(), 0, rank, world_size, timeout_s, SUBJECT)
 
 
 def count_characters(rank: int, world_size: int, num_characters: int) -> tuple[list[int], list[int]]:
     """The length of the verdict, which is all that was said; and the keys in the store after each of three saves."""
     store, lengths, nums_keys = open_store(), [], []
     for number in range(3):
-        rounds = Rounds(store, number, rank, world_size, 20.0, SUBJECT)
+        rounds = StoreBarrier(store, number, rank, world_size, 20.0, SUBJECT)
         for name in ("first", "second"):
             verdict = rounds.run(name, lambda: "ü" * num_characters, lambda said: "".join(said.values()))
             lengths.append(len(verdict))
@@ -93,7 +93,7 @@ def stay_away(rank: int, world_size: int, absent: int, timeout_s: float) -> str:
     store = open_store()
     assert store is not None
     dist.barrier()
-    rounds = Rounds(store, 0, rank, world_size, timeout_s, SUBJECT)
+    rounds = StoreBarrier(store, 0, rank, world_size, timeout_s, SUBJECT)
 
     def work() -> str:
         while rank == absent and store.add("num_gone", 0) < world_size - 1:
@@ -121,7 +121,7 @@ def test_a_rank_without_progress_is_given_up(ranks: WorkerPool, absent: int) -> 
 
 
 def test_a_rank_that_is_waited_for_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    rounds = Rounds(dist.HashStore(), 0, 0, 3, timeout_s=0.6, subject=SUBJECT, patience_s=0.2)
+    rounds = StoreBarrier(dist.HashStore(), 0, 0, 3, timeout_s=0.6, subject=SUBJECT, patience_s=0.2)
     with pytest.raises(AbsentRankError, match=r"no progress for 0\.6 s"):
         rounds.run("write", lambda: "done", lambda said: "all")
     assert [message.partition(" for 0 s")[0] for message in caplog.messages] == [
@@ -154,7 +154,7 @@ def test_a_store_that_is_gone_is_said() -> None:
         def set(self, key: str, value: str) -> None:
             raise dist.DistNetworkError("Broken pipe")
 
-    rounds = Rounds(dist.PrefixStore("test", GoneStore()), 0, 1, 2, 5.0, SUBJECT)
+    rounds = StoreBarrier(dist.PrefixStore("test", GoneStore()), 0, 1, 2, 5.0, SUBJECT)
     with pytest.raises(CheckpointError, match=r"step 7 failed: the store does not answer \(.*\); the process that"):
         rounds.run("write", lambda: "done", lambda said: "all")
     rounds.finish()

@@ -22,14 +22,14 @@ from safetensors import safe_open
 
 from harness.pool import WorkerPool
 from harness.waiting import PATIENCE_S, wait_until
-from shardwise.checkpoint import folder, writing
-from shardwise.checkpoint.folder import read_manifest, step_folders
+from shardwise.checkpoint import commit as folder
+from shardwise.checkpoint import writer as writing
+from shardwise.checkpoint.async_saver import Saver, SaveRequest
+from shardwise.checkpoint.commit import read_manifest, step_folders
 from shardwise.checkpoint.manifest import CheckpointError, Manifest
-from shardwise.checkpoint.saver import Saver, SaveRequest
-from shardwise.flats import MemoryFlat
-from shardwise.holdings import HeldNumber, Holding
-from shardwise.layout.pieces import LocalTensor, intersect
-from shardwise.mesh import open_store
+from shardwise.comm.mesh import open_store
+from shardwise.layout.slicing import LocalTensor, intersect
+from shardwise.runtime.state_shards import ScalarState, StateShard, TensorFlatState
 
 SHAPE, NUMEL = (4, 6), 24
 SHORT_S = 4.0  # longer than a machine may stall
@@ -45,12 +45,16 @@ def make_request(rank: int, world_size: int, root: Path, step: int = 100) -> Sav
     start, stop = (NUMEL * each // world_size for each in (rank, rank + 1))
     pieces = intersect(LocalTensor.whole(SHAPE), start, stop)
     bias = LocalTensor.whole((3,)).pieces
-    holdings = (
-        Holding("up.weight", (), "param", SHAPE, MemoryFlat(torch.arange(float(start), float(stop))), pieces, pieces),
-        Holding("up.bias", (), "param", (3,), MemoryFlat(torch.ones(3)), bias, written=bias if rank == 0 else ()),
+    state_shards = (
+        StateShard(
+            "up.weight", (), "param", SHAPE, TensorFlatState(torch.arange(float(start), float(stop))), pieces, pieces
+        ),
+        StateShard(
+            "up.bias", (), "param", (3,), TensorFlatState(torch.ones(3)), bias, written=bias if rank == 0 else ()
+        ),
     )
     manifest = Manifest(step=step, tensors=(), files={}, extra={"epochs": [1]})
-    return SaveRequest(root, manifest, holdings, (HeldNumber("up.weight", "step", 3.0, "float32"),))
+    return SaveRequest(root, manifest, state_shards, (ScalarState("up.weight", "step", 3.0, "float32"),))
 
 
 def saved_weight(step_folder: Path) -> list[float]:
@@ -73,16 +77,16 @@ def steps_in(root: Path) -> list[str]:
 
 
 @contextmanager
-def writing_by(before: Callable[[], object]) -> Iterator[list[tuple[Holding, ...]]]:
+def writing_by(before: Callable[[], object]) -> Iterator[list[tuple[StateShard, ...]]]:
     """Run `before` in front of each write; gives the holdings that were written."""
-    write, written = writing.write_holdings, []
+    write, written = writing.write_state_shards, []
 
-    def wrapped(path: Path, file: str, holdings: tuple[Holding, ...], *args: Any, **kwargs: Any) -> Any:
+    def wrapped(path: Path, file: str, state_shards: tuple[StateShard, ...], *args: Any, **kwargs: Any) -> Any:
         before()
-        written.append(holdings)
-        return write(path, file, holdings, *args, **kwargs)
+        written.append(state_shards)
+        return write(path, file, state_shards, *args, **kwargs)
 
-    with patch.object(writing, "write_holdings", wrapped):
+    with patch.object(writing, "write_state_shards", wrapped):
         yield written
 
 
@@ -130,8 +134,8 @@ def save_and_train_on(rank: int, world_size: int, root: Path) -> tuple[int, int,
     with writing_by(lambda: gate.wait(PATIENCE_S)) as written:
         saver.start(request, wait=False)
         is_saving = saver.is_saving
-        for holding in request.holdings:
-            holding.flat.write(0, torch.full((holding.flat.numel,), -1.0))
+        for state_shard in request.state_shards:
+            state_shard.flat.write(0, torch.full((state_shard.flat.numel,), -1.0))
         request.manifest.extra["epochs"].append(2)
         gate.set()
         saver.wait()
@@ -207,11 +211,11 @@ def fail_to_begin(rank: int, world_size: int, root: Path, what: str) -> str:
         request = replace(request, manifest=replace(request.manifest, step=90))
     elif what == "no room" and rank == 1:
         elements = LocalTensor.whole((2**58,)).pieces
-        huge = Holding("up", (), "param", (2**58,), MemoryFlat(torch.ones(1).expand(2**58)), elements, elements)
-        request = replace(request, holdings=(huge,))
+        huge = StateShard("up", (), "param", (2**58,), TensorFlatState(torch.ones(1).expand(2**58)), elements, elements)
+        request = replace(request, state_shards=(huge,))
     elif what == "no JSON" and rank == 0:
         request = replace(request, manifest=replace(request.manifest, extra=torch.ones(1)))
-    with patch("shardwise.checkpoint.disk._FOLDER_S", 0.5 if what == "another root" else PATIENCE_S):
+    with patch("shardwise.checkpoint.commit._FOLDER_S", 0.5 if what == "another root" else PATIENCE_S):
         error = error_of(lambda: saver.start(request, wait=False)) or error_of(saver.wait)
     return str(error)
 
@@ -339,21 +343,21 @@ import sys, threading, time
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from shardwise.checkpoint import writing
+from shardwise.checkpoint import writer as writing
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.saver import Saver, SaveRequest
-from shardwise.flats import MemoryFlat
-from shardwise.holdings import Holding
-from shardwise.layout.pieces import LocalTensor
+from shardwise.checkpoint.async_saver import Saver, SaveRequest
+from shardwise.runtime.state_shards import TensorFlatState
+from shardwise.runtime.state_shards import StateShard
+from shardwise.layout.slicing import LocalTensor
 
-write = writing.write_holdings
+write = writing.write_state_shards
 def slow(*args, **kwargs):
     threading.main_thread().join()  # the main thread ends first
     time.sleep(0.1)
     return write(*args, **kwargs)
-writing.write_holdings = slow
+writing.write_state_shards = slow
 pieces = LocalTensor.whole((3,)).pieces
-held = Holding("up.bias", (), "param", (3,), MemoryFlat(torch.ones(3)), pieces, pieces)
+held = StateShard("up.bias", (), "param", (3,), TensorFlatState(torch.ones(3)), pieces, pieces)
 saver = Saver(None, 0, 1, 20.0, torch.device("cpu"))
 saver.start(SaveRequest(Path(sys.argv[1]), Manifest(7, (), {}), (held,)), wait=False)
 """

@@ -30,7 +30,7 @@ from harness.faults import (
 from harness.pool import WorkerPool
 from harness.time_outs import give_up_after
 from harness.waiting import PATIENCE_S
-from shardwise.checkpoint.folder import read_manifest, step_folders, step_of
+from shardwise.checkpoint.commit import read_manifest, step_folders, step_of
 from shardwise.checkpoint.manifest import CheckpointError
 
 FILE = "rank-*"

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shardwise.checkpoint.manifest import ITEM_BYTES, CheckpointError, DamagedError
-from shardwise.checkpoint.tensor_files import (
-    Entry,
+from shardwise.checkpoint.safetensors_io import (
     FileTensor,
+    TensorHeader,
     dtype_name,
     encode_header,
     named_dtype,
@@ -46,7 +46,7 @@ def raw(tensor: Tensor) -> bytes:
 def write(path: Path, values: dict[str, Tensor]) -> dict[str, int]:
     """A file with our header; returns where each tensor starts."""
     header, offsets = encode_header(
-        [Entry(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in values.items()]
+        [TensorHeader(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in values.items()]
     )
     content = bytearray(header) + bytes(sum(map(len, map(raw, values.values()))))
     for tensor, offset in zip(values.values(), offsets, strict=True):
@@ -81,7 +81,7 @@ def test_we_read_what_the_public_library_writes(tmp_path: Path) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 5), max_size=3)), max_size=8))
 def test_tensors_are_aligned_and_leave_no_hole(kinds: list[tuple[str, list[int]]]) -> None:
-    entries = [Entry(f"t{place}", dtype, tuple(shape)) for place, (dtype, shape) in enumerate(kinds)]
+    entries = [TensorHeader(f"t{place}", dtype, tuple(shape)) for place, (dtype, shape) in enumerate(kinds)]
     header, offsets = encode_header(entries)
     end = len(header)
     assert end % 8 == 0
@@ -162,7 +162,7 @@ def test_a_missing_file_and_unknown_dtypes_are_named(tmp_path: Path) -> None:
 
 def test_a_name_stands_once() -> None:
     with pytest.raises(CheckpointError, match="a would stand twice"):
-        encode_header([Entry("a", "U8", ()), Entry("a", "F32", (2,))])
+        encode_header([TensorHeader("a", "U8", ()), TensorHeader("a", "F32", (2,))])
 
 
 @pytest.mark.parametrize(

@@ -19,23 +19,23 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shardwise.checkpoint import reading, writing
+from shardwise.checkpoint import reader as reading
+from shardwise.checkpoint import writer as writing
 from shardwise.checkpoint.manifest import (
     BLOCK_BYTES,
     CheckpointError,
     DamagedError,
-    RankPart,
-    StoredPiece,
+    RankManifest,
+    StoredChunk,
     StoredState,
     StoredTensor,
     merge_parts,
 )
-from shardwise.checkpoint.reading import PieceReader
-from shardwise.checkpoint.tensor_files import dtype_name, read_header
-from shardwise.checkpoint.writing import write_holdings
-from shardwise.flats import MemoryFlat
-from shardwise.holdings import HeldNumber, Holding
-from shardwise.layout.pieces import LocalTensor, Piece, Rect, flat_range_to_rects, fuse, overlap
+from shardwise.checkpoint.reader import ChunkReader
+from shardwise.checkpoint.safetensors_io import dtype_name, read_header
+from shardwise.checkpoint.writer import write_state_shards
+from shardwise.layout.slicing import Chunk, LocalTensor, Rect, flat_range_to_rects, fuse, overlap
+from shardwise.runtime.state_shards import ScalarState, StateShard, TensorFlatState
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64)
 # A block of the tests below has a few elements, so that small tensors have many.
@@ -58,8 +58,8 @@ class Case:
     """A tensor, the pieces in which ranks hold it, and the pieces wanted, at places in a target of `numel`."""
 
     values: Tensor
-    held: tuple[tuple[Piece, ...], ...]
-    wanted: tuple[Piece, ...]
+    held: tuple[tuple[Chunk, ...], ...]
+    wanted: tuple[Chunk, ...]
     numel: int
 
 
@@ -83,11 +83,11 @@ def cut(rect: Rect, rng: random.Random) -> Iterator[Rect]:
             yield from (piece.rect for piece in flat_range_to_rects(rect, start, stop))
 
 
-def place(rects: Sequence[Rect], rng: random.Random) -> tuple[tuple[Piece, ...], int]:
+def place(rects: Sequence[Rect], rng: random.Random) -> tuple[tuple[Chunk, ...], int]:
     """Each rectangle at an offset of a buffer, with gaps now and then; and the length of the buffer."""
     pieces, end = [], rng.randrange(3)
     for rect in rng.sample(rects, len(rects)) if rng.random() < 0.5 else rects:
-        pieces.append(Piece(rect, end))
+        pieces.append(Chunk(rect, end))
         end = pieces[-1].local_stop + rng.choice((0, 0, 0, 0, 3))
     return tuple(pieces), end
 
@@ -109,7 +109,7 @@ def at(values: Tensor, rect: Rect) -> Tensor:
     return values[tuple(map(slice, rect.start, rect.stop))]
 
 
-def buffer_of(values: Tensor, pieces: Sequence[Piece], numel: int | None = None) -> Tensor:
+def buffer_of(values: Tensor, pieces: Sequence[Chunk], numel: int | None = None) -> Tensor:
     """The local tensor that has these pieces; padding is zeros."""
     length = max((piece.local_stop for piece in pieces), default=0) if numel is None else numel
     buffer = torch.zeros(length, dtype=values.dtype)
@@ -118,14 +118,20 @@ def buffer_of(values: Tensor, pieces: Sequence[Piece], numel: int | None = None)
     return buffer
 
 
-def save(folder: Path, values: Tensor, held: Sequence[Sequence[Piece]], name: str = "w") -> StoredTensor:
+def save(folder: Path, values: Tensor, held: Sequence[Sequence[Chunk]], name: str = "w") -> StoredTensor:
     """Write a tensor as ranks hold it; returns what the manifest would say of it."""
     parts = []
     for rank, pieces in enumerate(held):
-        holding = Holding(
-            name, (), "param", tuple(values.shape), MemoryFlat(buffer_of(values, pieces)), tuple(pieces), tuple(pieces)
+        state_shard = StateShard(
+            name,
+            (),
+            "param",
+            tuple(values.shape),
+            TensorFlatState(buffer_of(values, pieces)),
+            tuple(pieces),
+            tuple(pieces),
         )
-        parts.append(write_holdings(folder, f"rank-{rank:05d}.safetensors", [holding], []))
+        parts.append(write_state_shards(folder, f"rank-{rank:05d}.safetensors", [state_shard], []))
     (tensor,), files = merge_parts(parts)
     assert files == {path.name: path.stat().st_size for path in folder.iterdir()}
     return tensor
@@ -135,13 +141,13 @@ def raw(tensor: Tensor) -> bytes:
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def reread(folder: Path, tensor: StoredTensor, pieces: Sequence[Piece], target: Tensor) -> int:
-    with PieceReader(folder) as reader:
+def reread(folder: Path, tensor: StoredTensor, pieces: Sequence[Chunk], target: Tensor) -> int:
+    with ChunkReader(folder) as reader:
         reader.read(tensor, "param", pieces, target)
         return reader.num_read_bytes
 
 
-def blocks_needed(tensor: StoredTensor, wanted: Sequence[Piece], block_bytes: int) -> int:
+def blocks_needed(tensor: StoredTensor, wanted: Sequence[Chunk], block_bytes: int) -> int:
     """Bytes of the blocks that have a wanted element, element by element."""
     state, num_bytes = tensor.states["param"], 0
     for stored in state.pieces:
@@ -149,7 +155,7 @@ def blocks_needed(tensor: StoredTensor, wanted: Sequence[Piece], block_bytes: in
         item = BYTES[state.dtype]
         needed = {
             int(number) * item // block_bytes
-            for copy in overlap([Piece(stored.rect, 0)], wanted)
+            for copy in overlap([Chunk(stored.rect, 0)], wanted)
             for number in numbers[copy.rect.slices_in(stored.rect)].reshape(-1)
         }
         end = stored.rect.numel * item
@@ -205,7 +211,7 @@ def test_any_flipped_bit_is_found_and_named(seed: int) -> None:
         with pytest.raises(
             DamagedError, match=f"^{name}: w param does not match its checksum at bytes {first} to {last}; use an older"
         ):
-            reread(Path(folder), tensor, [Piece(Rect.whole(tensor.shape), 0)], torch.zeros(case.values.numel()))
+            reread(Path(folder), tensor, [Chunk(Rect.whole(tensor.shape), 0)], torch.zeros(case.values.numel()))
 
 
 def written_whole(tmp_path: Path, values: Tensor) -> StoredTensor:
@@ -242,36 +248,42 @@ def test_a_fused_matrix_is_one_entry_a_part_and_is_read_back(tmp_path: Path) -> 
         parts = fuse([LocalTensor.split((64, 48), 1, rank, 2)] * 3, num_rows=64)
         buffer = sum(buffer_of(value, part.pieces, part.numel) for value, part in zip(values, parts, strict=True))
         assert len(parts[0].pieces) == 64
-        holdings = [
-            Holding(name, (), "param", (64, 48), MemoryFlat(buffer), part.pieces, part.pieces)
+        state_shards = [
+            StateShard(name, (), "param", (64, 48), TensorFlatState(buffer), part.pieces, part.pieces)
             for name, part in zip(names, parts, strict=True)
         ]
-        written = write_holdings(tmp_path, f"rank-{rank}.safetensors", holdings, [])
+        written = write_state_shards(tmp_path, f"rank-{rank}.safetensors", state_shards, [])
         assert [len(tensor.states["param"].pieces) for tensor in written.tensors] == [1, 1, 1]
         columns = slice(24 * rank, 24 * rank + 24)
         for name, value in load_file(tmp_path / written.file).items():
             assert name.endswith(f"[0:64, {columns.start}:{columns.stop}]")
             assert torch.equal(value, values[names.index(name.split("[")[0])][:, columns])
         target = torch.zeros_like(buffer)
-        with PieceReader(tmp_path) as reader:
+        with ChunkReader(tmp_path) as reader:
             for tensor, part in zip(written.tensors, parts, strict=True):
                 reader.read(tensor, "param", part.pieces, target)
         assert torch.equal(target, buffer)
 
 
 def test_names_say_state_and_rectangle_and_numbers_lie_in_the_result_alone(tmp_path: Path) -> None:
-    whole, half = (Piece(Rect.whole((4, 2)), 0),), (Piece(Rect((2, 0), (4, 2)), 0),)
-    parameter = Holding("up.weight", ("tied.weight",), "param", (4, 2), MemoryFlat(torch.arange(8.0)), whole, whole)
-    average = Holding(
-        "up.weight", ("tied.weight",), "exp_avg", (4, 2), MemoryFlat(torch.arange(10, 14).half()), half, half
+    whole, half = (Chunk(Rect.whole((4, 2)), 0),), (Chunk(Rect((2, 0), (4, 2)), 0),)
+    parameter = StateShard(
+        "up.weight", ("tied.weight",), "param", (4, 2), TensorFlatState(torch.arange(8.0)), whole, whole
     )
-    one = (Piece(Rect((), ()), 0),)
-    scalar = Holding("scale", (), "param", (), MemoryFlat(torch.tensor([3])), one, one)
-    empty = Holding("none", (), "param", (0, 4), MemoryFlat(torch.zeros(0)), (), (), kind="buffer", trainable=False)
-    others = Holding("others", (), "param", (4, 2), MemoryFlat(torch.ones(8)), whole, ())
-    numbers = [HeldNumber("up.weight", "step", 5.0, "float32"), HeldNumber("others", "count", 7, "int")]
+    average = StateShard(
+        "up.weight", ("tied.weight",), "exp_avg", (4, 2), TensorFlatState(torch.arange(10, 14).half()), half, half
+    )
+    one = (Chunk(Rect((), ()), 0),)
+    scalar = StateShard("scale", (), "param", (), TensorFlatState(torch.tensor([3])), one, one)
+    empty = StateShard(
+        "none", (), "param", (0, 4), TensorFlatState(torch.zeros(0)), (), (), kind="buffer", trainable=False
+    )
+    others = StateShard("others", (), "param", (4, 2), TensorFlatState(torch.ones(8)), whole, ())
+    numbers = [ScalarState("up.weight", "step", 5.0, "float32"), ScalarState("others", "count", 7, "int")]
     seen: list[int] = []
-    part = write_holdings(tmp_path, "a.safetensors", [parameter, average, scalar, empty, others], numbers, seen.append)
+    part = write_state_shards(
+        tmp_path, "a.safetensors", [parameter, average, scalar, empty, others], numbers, seen.append
+    )
     assert sum(seen) == 8 * 4 + 4 * 2 + 8
     assert {tensor.name: tensor.shape for tensor in read_header(tmp_path / "a.safetensors")} == {
         "up.weight": (4, 2),
@@ -284,7 +296,7 @@ def test_names_say_state_and_rectangle_and_numbers_lie_in_the_result_alone(tmp_p
     assert values["up.weight/exp_avg[2:4, 0:2]"].reshape(-1).tolist() == list(range(10, 14))
     assert values["scale"].item() == 3
     by_name = {tensor.name: tensor for tensor in part.tensors}
-    with PieceReader(tmp_path) as reader:
+    with ChunkReader(tmp_path) as reader:
         target = torch.zeros(4)
         reader.read(by_name["up.weight"], "exp_avg", half, target)
         assert target.tolist() == list(range(10, 14))
@@ -295,17 +307,17 @@ def test_names_say_state_and_rectangle_and_numbers_lie_in_the_result_alone(tmp_p
     assert by_name["none"] == StoredTensor("none", (), (0, 4), {"param": StoredState("F32")}, "buffer", False)
     assert by_name["others"].states == {"count": StoredState("int", value=7)}
     assert part.num_bytes == (tmp_path / "a.safetensors").stat().st_size
-    assert RankPart.from_text(part.to_text()) == part
+    assert RankManifest.from_text(part.to_text()) == part
     with pytest.raises(CheckpointError, match="gone/step is a state of no parameter"):
-        write_holdings(tmp_path, "b.safetensors", [parameter], [HeldNumber("gone", "step", 1.0, "float32")])
+        write_state_shards(tmp_path, "b.safetensors", [parameter], [ScalarState("gone", "step", 1.0, "float32")])
 
 
 def test_a_rank_with_nothing_to_write_makes_no_file(tmp_path: Path) -> None:
-    whole = (Piece(Rect.whole((4,)), 0),)
-    held = Holding("w", (), "param", (4,), MemoryFlat(torch.ones(4)), whole, ())
-    part = write_holdings(tmp_path, "a.safetensors", [held], [HeldNumber("w", "step", 2.0, "int64")])
+    whole = (Chunk(Rect.whole((4,)), 0),)
+    held = StateShard("w", (), "param", (4,), TensorFlatState(torch.ones(4)), whole, ())
+    part = write_state_shards(tmp_path, "a.safetensors", [held], [ScalarState("w", "step", 2.0, "int64")])
     states = {"step": StoredState("I64", value=2.0)}
-    assert part == RankPart("", 0, (StoredTensor("w", (), (4,), states),))
+    assert part == RankManifest("", 0, (StoredTensor("w", (), (4,), states),))
     assert not list(tmp_path.iterdir())
 
 
@@ -344,7 +356,7 @@ def test_file_systems_that_cannot_reserve_and_writes_that_stop_short(
     values = torch.randn(9, 11)  # rows x columns
     tensor = written_whole(tmp_path, values)
     target = torch.zeros(99)
-    reread(tmp_path, tensor, [Piece(Rect.whole((9, 11)), 0)], target)
+    reread(tmp_path, tensor, [Chunk(Rect.whole((9, 11)), 0)], target)
     assert torch.equal(target.view(9, 11), values)
 
 
@@ -356,7 +368,7 @@ def test_missing_and_short_files_are_named(tmp_path: Path, crcs: bool) -> None:
     (stored,) = tensor.states["param"].pieces
     if not crcs:
         tensor = replace(tensor, states={"param": StoredState("F32", (replace(stored, crcs=()),))})
-    path, wanted = folder / stored.file, [Piece(Rect((0,), (100,)), 0)]
+    path, wanted = folder / stored.file, [Chunk(Rect((0,), (100,)), 0)]
     os.truncate(path, stored.offset + 200)
     match = rf"^step-00000100/rank-00000\.safetensors ends at byte {stored.offset + 200}, within w param, .* an older"
     with pytest.raises(DamagedError, match=match):
@@ -368,21 +380,21 @@ def test_missing_and_short_files_are_named(tmp_path: Path, crcs: bool) -> None:
 
 def test_single_elements_are_read_to_places_apart(tmp_path: Path) -> None:
     values = torch.arange(3.0)
-    tensor = save(tmp_path, values, [[Piece(Rect((place,), (place + 1,)), 0)] for place in range(3)])
+    tensor = save(tmp_path, values, [[Chunk(Rect((place,), (place + 1,)), 0)] for place in range(3)])
     target = torch.zeros(6)
-    reread(tmp_path, tensor, [Piece(Rect((place,), (place + 1,)), 2 * place) for place in range(3)], target)
+    reread(tmp_path, tensor, [Chunk(Rect((place,), (place + 1,)), 2 * place) for place in range(3)], target)
     assert target.tolist() == [0, 0, 1, 0, 2, 0]
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    tensor = save(tmp_path, torch.ones(4, 3), [[Piece(Rect((0, 0), (2, 3)), 0)]])
-    whole, target = [Piece(Rect.whole((4, 3)), 0)], torch.zeros(12)
+    tensor = save(tmp_path, torch.ones(4, 3), [[Chunk(Rect((0, 0), (2, 3)), 0)]])
+    whole, target = [Chunk(Rect.whole((4, 3)), 0)], torch.zeros(12)
     with pytest.raises(CheckpointError, match=r"lacks 6 elements of \[0:4, 0:3\] of w param, which has shape \(4, 3\)"):
         reread(tmp_path, tensor, whole, target)
     number = replace(tensor, states={"param": StoredState("F32", value=3.0)})
     with pytest.raises(CheckpointError, match="w param as one number"):
         reread(tmp_path, number, whole, target)
-    with pytest.raises(CheckpointError, match="has no w exp_avg; it has param of w"), PieceReader(tmp_path) as reader:
+    with pytest.raises(CheckpointError, match="has no w exp_avg; it has param of w"), ChunkReader(tmp_path) as reader:
         reader.read(tensor, "exp_avg", whole, target)
 
 
@@ -398,7 +410,7 @@ def test_files_of_others_are_read_transposed_and_without_checksums(seed: int, is
         path = Path(folder) / "model.safetensors"
         save_file({"w": (values.t() if is_transposed else values).contiguous(), "x": case.values}, path)
         file = next(tensor for tensor in read_header(path) if tensor.name == "w")
-        stored = StoredPiece(Rect.whole(shape), path.name, file.start, is_transposed=is_transposed)
+        stored = StoredChunk(Rect.whole(shape), path.name, file.start, is_transposed=is_transposed)
         tensor = StoredTensor("w", (), shape, {"param": StoredState("F32", (stored,))})
         target = torch.zeros(numel)
         reread(Path(folder), tensor, wanted, target)
@@ -411,21 +423,21 @@ def test_only_bytes_wanted_are_read_of_files_of_others(tmp_path: Path) -> None:
     (stored,) = tensor.states["param"].pieces
     tensor = replace(tensor, states={"param": StoredState("F32", (replace(stored, crcs=()),))})
     target = torch.zeros(2000)
-    assert reread(tmp_path, tensor, [Piece(Rect((10, 0), (12, 1000)), 0)], target) == 8000
+    assert reread(tmp_path, tensor, [Chunk(Rect((10, 0), (12, 1000)), 0)], target) == 8000
     assert torch.equal(target, values[10:12].reshape(-1))
     # Of a column, all but the ends of the first and last rows: rows are read over.
-    assert reread(tmp_path, tensor, [Piece(Rect((0, 7), (1000, 8)), 0)], target[:1000]) == 999 * 4000 + 4
+    assert reread(tmp_path, tensor, [Chunk(Rect((0, 7), (1000, 8)), 0)], target[:1000]) == 999 * 4000 + 4
     assert torch.equal(target[:1000], values[:, 7])
 
 
 def test_the_reader_keeps_few_files_open_and_none_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "_MAX_OPEN_FILES", 5)
     values = torch.randn(64, 8)  # rows x columns
-    tensor = save(tmp_path, values, [[Piece(Rect((row, 0), (row + 1, 8)), 0)] for row in range(64)])
+    tensor = save(tmp_path, values, [[Chunk(Rect((row, 0), (row + 1, 8)), 0)] for row in range(64)])
     before = len(os.listdir("/proc/self/fd"))
-    with PieceReader(tmp_path) as reader:
+    with ChunkReader(tmp_path) as reader:
         target = torch.zeros(64 * 8, dtype=torch.bfloat16)
-        reader.read(tensor, "param", [Piece(Rect.whole((64, 8)), 0)], target)
+        reader.read(tensor, "param", [Chunk(Rect.whole((64, 8)), 0)], target)
         assert len(os.listdir("/proc/self/fd")) == before + 5
     assert torch.equal(target.view(64, 8), values.bfloat16())
     assert len(os.listdir("/proc/self/fd")) == before

@@ -22,7 +22,7 @@ from shardwise.compat.deepspeed.ops.sparse_attention import (
     sparsity_config,
     sparsity_config_of,
 )
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 
 NAMES = ("Dense", "Fixed", "Variable", "BigBird", "BSLongformer", "LocalSlidingWindow")
 

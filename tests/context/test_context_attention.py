@@ -27,22 +27,23 @@ from harness.live_bytes import LiveBytes
 from harness.pool import WorkerPool
 from harness.split_model import make_comm
 from harness.wire_bytes import WireBytes, ring_equivalent_bytes
-from shardwise._torch_private import fake_tensors
+from shardwise.attention.api import attention_backend
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.attention.dense import dense_layout
-from shardwise.attention.functional import attention_backend
-from shardwise.comm import Comm
-from shardwise.config import ConfigError
-from shardwise.context import kept_plans, loop
+from shardwise.comm.backends import SimulatedBackend
+from shardwise.comm.collectives import Comm
+from shardwise.config.resolve import ConfigError
+from shardwise.context import plan_cache as kept_plans
+from shardwise.context import ring as loop
 from shardwise.context.attention import ContextAttention
-from shardwise.context.balance import choose_split
-from shardwise.context.heads import team_size
-from shardwise.context.traffic import Sizes, bytes_of_attention
-from shardwise.hooks import run_forward
-from shardwise.layout.token_split import TokenSplit, contiguous
-from shardwise.pool import BufferPool
-from shardwise.simulated_links import SimulatedLinks
-from shardwise.streams import Streams
+from shardwise.context.load_balance import choose_split
+from shardwise.context.traffic import AttentionSizes, bytes_of_attention
+from shardwise.context.ulysses import team_size
+from shardwise.layout.token_ranges import TokenSplit, contiguous
+from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.module_hooks import run_forward
+from shardwise.runtime.streams import Streams
+from shardwise.runtime.torch_private import fake_tensors
 
 STRUCTURES = [
     "dense causal",
@@ -145,7 +146,7 @@ def planned_bytes(case: dict[str, Any], rank: int, num_ranks: int, element_bytes
     layout, section = layout_of(case["structure"]), TRANSPORTS[case["transport"]]
     size = team_size(section, num_ranks)
     split = choose_split(case["token_layout"], layout, num_ranks, size)
-    sizes = Sizes(SAMPLES, HEADS, KV_HEADS[case["heads"]], HEAD_DIM, element_bytes, wide_bytes)
+    sizes = AttentionSizes(SAMPLES, HEADS, KV_HEADS[case["heads"]], HEAD_DIM, element_bytes, wide_bytes)
     one_by_one = section.transport == "ring"
     return sum(bytes_of_attention(layout, split, rank, sizes, heads_over=size, one_by_one=one_by_one))
 
@@ -195,7 +196,7 @@ def test_bytes_are_those_planned_and_results_repeat_to_the_bit(ranks: WorkerPool
 
 def simulated(rank: int, num_ranks: int) -> Comm:
     device = torch.device("cpu")
-    return Comm(SimulatedLinks(rank, num_ranks, "gloo"), "cp", device, 5.0, Streams(device), BufferPool(device))
+    return Comm(SimulatedBackend(rank, num_ranks, "gloo"), "cp", device, 5.0, Streams(device), BufferPool(device))
 
 
 @pytest.mark.parametrize("case", MOVING, ids=combination_id)
@@ -267,17 +268,17 @@ def test_what_the_next_step_needs_travels_while_one_is_computed(
     monkeypatch: pytest.MonkeyPatch, transport: str, structure: str, forward: list[str]
 ) -> None:
     comm, seen = simulated(0, 4), []
-    attend_partly, exchange = loop.attend_partly, comm.exchange
+    attention_forward_partial, exchange = loop.attention_forward_partial, comm.exchange
 
     def compute_seen(*args: Any) -> Any:
         seen.append("compute")
-        return attend_partly(*args)
+        return attention_forward_partial(*args)
 
     def exchange_seen(sends: Any, receives: Any, name: str) -> Any:
         seen.append(name.removeprefix("context "))
         return exchange(sends, receives, name)
 
-    monkeypatch.setattr(loop, "attend_partly", compute_seen)
+    monkeypatch.setattr(loop, "attention_forward_partial", compute_seen)
     monkeypatch.setattr(comm, "exchange", exchange_seen)
     q, k, v = torch.randn(3, 1, HEADS, TOKENS // 4, HEAD_DIM)
     ContextAttention(comm, TRANSPORTS[transport])(q, k, v, layout_of(structure), contiguous(TOKENS, 4))

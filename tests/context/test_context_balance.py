@@ -13,10 +13,10 @@ from shardwise.attention.structures import (
     FixedSparsityConfig,
     LocalSlidingWindowSparsityConfig,
 )
-from shardwise.config import ConfigError
-from shardwise.context.balance import balance_table, balanced, choose_split, work_per_rank
+from shardwise.config.resolve import ConfigError
+from shardwise.context.load_balance import balance_table, balanced, choose_split, work_per_rank
 from shardwise.context.plan import plan_steps
-from shardwise.layout.token_split import contiguous, zigzag
+from shardwise.layout.token_ranges import contiguous, zigzag
 
 
 def work_of_pieces(layout, split, rank):

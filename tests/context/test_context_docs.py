@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.attention.block_layout import BlockLayout
-from shardwise.attention.chosen import structure_of
 from shardwise.attention.dense import dense_layout
-from shardwise.config import AttentionConfig, Config
-from shardwise.context.balance import balance_table, choose_split
+from shardwise.attention.from_config import structure_of
+from shardwise.config.resolve import AttentionConfig, Config
+from shardwise.context.load_balance import balance_table, choose_split
 
 TEXT = (Path(__file__).parents[2] / "docs" / "context.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```toml\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)

@@ -7,19 +7,19 @@ import torch
 from torch import Tensor
 
 from harness.split_sequences import make_case
-from shardwise.comm import Comm
-from shardwise.config import Config, ConfigError
-from shardwise.context.given import check_context, give_context
-from shardwise.context.sequences import WholeSequences
+from shardwise.comm.backends import SimulatedBackend
+from shardwise.comm.collectives import Comm
+from shardwise.config.resolve import Config, ConfigError
+from shardwise.context.apply import apply_context_parallel, check_context
+from shardwise.context.batch import WholeBatch
 from shardwise.models import Decoder
-from shardwise.pool import BufferPool
-from shardwise.simulated_links import SimulatedLinks
-from shardwise.streams import Streams
+from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.streams import Streams
 
 
 def simulated(num_ranks: int) -> Comm:
     device = torch.device("cpu")
-    return Comm(SimulatedLinks(0, num_ranks, "gloo"), "cp", device, 5.0, Streams(device), BufferPool(device))
+    return Comm(SimulatedBackend(0, num_ranks, "gloo"), "cp", device, 5.0, Streams(device), BufferPool(device))
 
 
 def config_of(cp: int) -> Config:
@@ -36,7 +36,7 @@ def test_a_model_is_as_before_when_all_is_undone() -> None:
     model, tokens = decoder(), torch.arange(16).view(1, 16)
     before = [block.attention.attend for block in model.blocks]
     expected = model(tokens)
-    given = give_context(model, config_of(2), simulated(2))
+    given = apply_context_parallel(model, config_of(2), simulated(2))
     share = given.sequences.share(tokens, has_more=False)
     out: Tensor = model(**share.inputs)  # [1, 8, V]
     assert out.shape[1] == 8
@@ -51,7 +51,7 @@ def test_a_model_is_as_before_when_all_is_undone() -> None:
 def test_layers_that_share_their_attention_share_what_is_planned() -> None:
     model = decoder()
     assert len({id(block.attention.attend) for block in model.blocks}) == 1
-    given = give_context(model, config_of(2), simulated(2))
+    given = apply_context_parallel(model, config_of(2), simulated(2))
     assert len({id(block.attention.attend) for block in model.blocks}) == 1
     for undo in reversed(given.undo):
         undo()
@@ -60,8 +60,8 @@ def test_layers_that_share_their_attention_share_what_is_planned() -> None:
 def test_one_rank_keeps_its_batches_and_its_attention() -> None:
     model = decoder()
     attend = model.blocks[0].attention.attend
-    given = give_context(model, config_of(1), simulated(1))
-    assert isinstance(given.sequences, WholeSequences)
+    given = apply_context_parallel(model, config_of(1), simulated(1))
+    assert isinstance(given.sequences, WholeBatch)
     assert given.undo == []
     assert model.blocks[0].attention.attend is attend
 

@@ -12,25 +12,25 @@ from torch.autograd.graph import saved_tensors_hooks
 from harness.context import HEAD_DIM, HEADS, TOKENS, TRANSPORTS, layout_of
 from harness.pool import WorkerPool
 from harness.split_model import make_comm
-from shardwise._torch_private import fake_tensors
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.attention.dense import dense_layout
-from shardwise.comm import Comm
-from shardwise.config import ConfigError
-from shardwise.context import loop
+from shardwise.comm.backends import SimulatedBackend
+from shardwise.comm.collectives import Comm
+from shardwise.config.resolve import ConfigError
+from shardwise.context import ring as loop
 from shardwise.context.attention import ContextAttention
-from shardwise.context.kept_plans import KeptPlans
-from shardwise.context.ops import ContextOps
-from shardwise.context.sums import Output
-from shardwise.layout.token_split import TokenSplit, contiguous
-from shardwise.pool import BufferPool
-from shardwise.simulated_links import SimulatedLinks
-from shardwise.streams import Streams
+from shardwise.context.custom_op import ContextCustomOps
+from shardwise.context.plan_cache import PlanCache
+from shardwise.context.ring import MergedOutput
+from shardwise.layout.token_ranges import TokenSplit, contiguous
+from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.streams import Streams
+from shardwise.runtime.torch_private import fake_tensors
 
 
 def simulated(num_ranks: int) -> Comm:
     device = torch.device("cpu")
-    return Comm(SimulatedLinks(0, num_ranks, "gloo"), "cp", device, 5.0, Streams(device), BufferPool(device))
+    return Comm(SimulatedBackend(0, num_ranks, "gloo"), "cp", device, 5.0, Streams(device), BufferPool(device))
 
 
 def own_tensors(num_ranks: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,7 +54,7 @@ def fail_amid_steps(rank: int, world_size: int, failing: dict[str, list[int]]) -
     for transport, numbers in failing.items():
         attention = ContextAttention(make_comm(), TRANSPORTS[transport])
         before = results(attention, tensors, layout, split)
-        for name in ("attend_partly", "differentiate_partly"):
+        for name in ("attention_forward_partial", "attention_backward_partial"):
             for number in numbers:
                 fail_in_call(number, name, attention, tensors, layout, split)
                 again = results(attention, tensors, layout, split)
@@ -147,8 +147,8 @@ def in_form(form: str, *shape: int) -> Tensor:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("structure", ["dense causal", "longformer"])
 def test_results_have_the_forms_that_fakes_are_told(form: str, structure: str) -> None:
-    plans = KeptPlans(simulated(4), TRANSPORTS["ring"])
-    ops, plan = ContextOps(plans, runs_on_fakes=False), plans.place(layout_of(structure), contiguous(TOKENS, 4))
+    plans = PlanCache(simulated(4), TRANSPORTS["ring"])
+    ops, plan = ContextCustomOps(plans, runs_on_fakes=False), plans.place(layout_of(structure), contiguous(TOKENS, 4))
     q, k, v, grad_out = (in_form(form, 2, num_heads, TOKENS // 4, HEAD_DIM) for num_heads in (HEADS, 2, 2, HEADS))
 
     def forms_of(*given: Tensor) -> list[Any]:
@@ -168,7 +168,7 @@ def test_an_output_is_in_its_form_whatever_came_first() -> None:
     """Results that other ranks send lie in memory as messages do."""
     q = torch.randn(2, HEADS, 6, HEAD_DIM)
     out, lse = in_form("tokens first", *q.shape), torch.randn(2, HEADS, 6)
-    output = Output(q)
+    output = MergedOutput(q)
     output.merge(((0, 6),), out, lse)
     assert torch.equal(output.result()[0], out)
     assert torch.equal(output.result()[1], lse)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config import ConfigError, ContextConfig
-from shardwise.context.heads import check_heads, check_team, heads_of, team_size
+from shardwise.config.resolve import ConfigError, ContextConfig
+from shardwise.context.ulysses import check_heads, check_team, heads_of, team_size
 
 
 @given(st.integers(1, 6), st.integers(1, 8), st.sampled_from([1, 2, 4, 8]), st.booleans())

@@ -20,15 +20,15 @@ from torch.nn import functional as F
 from harness.huggingface import FAMILIES, VOCAB_SIZE, build_model
 from harness.pool import WorkerPool
 from harness.zoo_cells import case_of
+from shardwise.attention.api import block_sparse_attention
 from shardwise.attention.block_layout import BlockLayout
-from shardwise.attention.functional import block_sparse_attention
-from shardwise.attention.spread import DenseStructure, is_sequence_mask, read_sequence_mask
+from shardwise.attention.cp_hook import DenseVisibility, is_sequence_mask, read_sequence_mask
 from shardwise.attention.structures import BigBirdSparsityConfig, FixedSparsityConfig
-from shardwise.config import AttentionConfig, ConfigError
+from shardwise.config.resolve import AttentionConfig, ConfigError
 from shardwise.context.huggingface import RankInputs, check_model, is_huggingface, split_inputs
-from shardwise.layout.token_split import TokenSplit, contiguous, zigzag
-from shardwise.models.given_attention import give_attention
-from shardwise.wearing import float64_throughout
+from shardwise.layout.token_ranges import TokenSplit, contiguous, zigzag
+from shardwise.models.apply_attention import apply_attention
+from shardwise.runtime.float64 import float64_throughout
 
 pytest.importorskip("transformers")
 from transformers import (
@@ -277,7 +277,7 @@ class GatherAll:
 
 
 STRUCTURES: dict[str, Callable[[bool], Any]] = {
-    "dense": DenseStructure,
+    "dense": DenseVisibility,
     "fixed": lambda is_causal: FixedSparsityConfig(
         4, 2, num_local_blocks=2, attention="unidirectional" if is_causal else "bidirectional"
     ),
@@ -382,14 +382,14 @@ def test_a_dense_section_keeps_a_structure_that_the_model_was_given() -> None:
     model, recorded, section = make_model("llama"), Recorded([]), AttentionConfig()
     structure = STRUCTURES["fixed"](True)
     with use_sparse_attention(model, structure):
-        undo = give_attention(model, section, recorded)
+        undo = apply_attention(model, section, recorded)
         assert structure_given(model) is structure
         model(**split_inputs(model, make_batch("plain"), alone, 0).inputs)
         assert recorded.options
         undo.pop()()
         assert structure_given(model) is structure
-    for undo_one in give_attention(model, section, recorded):
-        assert structure_given(model) == DenseStructure(is_causal=True)
+    for undo_one in apply_attention(model, section, recorded):
+        assert structure_given(model) == DenseVisibility(is_causal=True)
         undo_one()
     assert structure_given(model) is None
 
@@ -400,7 +400,7 @@ def test_generation_of_whole_sequences_is_the_models_own(family: str) -> None:
     batch = {name: make_batch("left")[name] for name in ("input_ids", "attention_mask")}
     with float64_throughout():
         expected = model.generate(**batch, max_new_tokens=4, min_new_tokens=4, do_sample=False)
-        give_attention(model, AttentionConfig(), recorded)
+        apply_attention(model, AttentionConfig(), recorded)
         assert torch.equal(model.generate(**batch, max_new_tokens=4, min_new_tokens=4, do_sample=False), expected)
     assert not recorded.options
 
@@ -409,7 +409,7 @@ def test_a_window_of_the_models_own_is_refused() -> None:
     model = make_model("mistral", sliding_window=8)
     inputs = split_inputs(model, make_batch("plain"), alone, 0).inputs
     with (
-        use_sparse_attention(model, DenseStructure(is_causal=True), spread=Recorded([])),
+        use_sparse_attention(model, DenseVisibility(is_causal=True), spread=Recorded([])),
         pytest.raises(ConfigError, match="less than the 16 keys"),
     ):
         model(**inputs)
@@ -418,7 +418,7 @@ def test_a_window_of_the_models_own_is_refused() -> None:
 def test_copies_compute_alike_and_pickles_forget_the_ranks() -> None:
     model, recorded = make_model("llama"), Recorded([])
     inputs = split_inputs(model, make_batch("plain"), alone, 0).inputs
-    with use_sparse_attention(model, DenseStructure(is_causal=True), spread=recorded):
+    with use_sparse_attention(model, DenseVisibility(is_causal=True), spread=recorded):
         copy.deepcopy(model)(**inputs)
         assert recorded.options
         unpickled = pickle.loads(pickle.dumps(model))

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 from harness.pool import WorkerPool
 from harness.zoo_cells import Cell, run_cells
+from shardwise.attention.cp_hook import DenseVisibility
 from shardwise.attention.huggingface import use_sparse_attention
-from shardwise.attention.spread import DenseStructure
-from shardwise.config import ConfigError
-from shardwise.context.given import prove_huggingface, prove_own
+from shardwise.config.resolve import ConfigError
+from shardwise.context.apply import prove_huggingface, prove_own
 from shardwise.context.huggingface import check_length
-from shardwise.wearing import float64_throughout
+from shardwise.runtime.float64 import float64_throughout
 
 WIDTH, VOCAB_SIZE, LENGTH = 8, 50, 12
 
@@ -172,5 +172,5 @@ def test_values_of_another_size_than_keys_are_attended_to() -> None:
     tokens = torch.randint(VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     with float64_throughout(), torch.no_grad():
         expected = model(tokens).logits
-        with use_sparse_attention(model, DenseStructure(is_causal=True)):
+        with use_sparse_attention(model, DenseVisibility(is_causal=True)):
             torch.testing.assert_close(model(tokens).logits, expected, rtol=0.0, atol=1e-12)

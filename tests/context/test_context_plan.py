@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 
 from shardwise.attention.block_layout import BlockLayout, pack
 from shardwise.attention.structures import BSLongformerSparsityConfig, LocalSlidingWindowSparsityConfig
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 from shardwise.context.plan import find_moves, plan_steps
-from shardwise.context.sight import Sight
-from shardwise.layout.runs import count_tokens, intersect, join
-from shardwise.layout.token_split import TokenSplit, contiguous, zigzag
+from shardwise.context.visibility import VisibilityIndex
+from shardwise.layout.token_ranges import TokenSplit, contiguous, count_tokens, intersect, join, zigzag
 
 
 def tokens(runs):
@@ -178,7 +177,7 @@ def test_sight_is_exact(layout, data):
     allowed = layout.allowed().any(0)
     chosen = [data.draw(st.sets(st.integers(0, layout.num_queries - 1))) for _ in range(2)]
     first, second = sorted(chosen[0]), sorted(chosen[1])
-    sight = Sight.of(layout)
+    sight = VisibilityIndex.of(layout)
     assert tokens(sight.keys_seen(runs_of(first))) == allowed[first].any(0).nonzero().flatten().tolist()
     seeing = [each for each in second if allowed[each, first].any()]
     assert sight.queries_seeing(runs_of(first), among=runs_of(second)) == runs_of(seeing)
@@ -193,6 +192,6 @@ def test_the_split_is_of_the_layouts_tokens():
 
 
 def test_moves_are_counted_by_rank():
-    moves = find_moves(Sight.of(BlockLayout.from_blocks(torch.ones(4, 4), 4, causal=True)), contiguous(16, 4))
+    moves = find_moves(VisibilityIndex.of(BlockLayout.from_blocks(torch.ones(4, 4), 4, causal=True)), contiguous(16, 4))
     assert moves.tokens_pulled() == (0, 4, 8, 12)
     assert moves.tokens_pushed() == (0, 0, 0, 0)

@@ -16,8 +16,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from shardwise import cli, simulate
-from shardwise.config import ConfigError
+from shardwise import simulate
+from shardwise.cli import main as cli
+from shardwise.config.resolve import ConfigError
 
 SHAPE = {
     "hidden_size": 16,

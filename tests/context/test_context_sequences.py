@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.config import ConfigError
-from shardwise.context.sequences import SplitSequences, WholeSequences, cut_batch, main_input, take_tokens
-from shardwise.layout.token_split import zigzag
+from shardwise.config.resolve import ConfigError
+from shardwise.context.batch import TokenShardedBatch, WholeBatch, cut_batch, main_input, take_tokens
+from shardwise.layout.token_ranges import zigzag
 
 LENGTH, SAMPLES = 8, 2
 TOKENS = torch.arange(SAMPLES * LENGTH).view(SAMPLES, LENGTH)
@@ -81,7 +81,7 @@ def test_a_batch_without_tokens_is_refused(inputs: Any) -> None:
 
 @pytest.mark.parametrize("has_more", [False, True])
 def test_a_rank_gets_its_tokens_their_positions_and_its_targets(has_more: bool) -> None:
-    sequences = SplitSequences(Model(), 0, lambda length: zigzag(length, 2))
+    sequences = TokenShardedBatch(Model(), 0, lambda length: zigzag(length, 2))
     inputs = [TOKENS, TOKENS + 1]
     share = sequences.share((inputs, TOKENS) if has_more else inputs, has_more)
     assert share.tokens == OWN
@@ -93,14 +93,14 @@ def test_a_rank_gets_its_tokens_their_positions_and_its_targets(has_more: bool) 
 
 
 def test_more_inputs_than_the_model_takes_are_refused() -> None:
-    sequences = SplitSequences(Model(), 0, lambda length: zigzag(length, 2))
+    sequences = TokenShardedBatch(Model(), 0, lambda length: zigzag(length, 2))
     with pytest.raises(ConfigError, match=r"has 4 inputs and the model's forward takes 3 \(tokens, kinds, positions\)"):
         sequences.share([TOKENS] * 4, False)
 
 
 def test_a_rank_alone_gets_the_batch_itself() -> None:
     batch = (TOKENS, torch.ones(3))
-    share = WholeSequences(lambda inputs: None).share(batch, True)
+    share = WholeBatch(lambda inputs: None).share(batch, True)
     assert share.batch is batch
     assert share.inputs is TOKENS
     assert share.tokens is None

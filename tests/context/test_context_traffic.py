@@ -8,10 +8,10 @@ import torch
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.attention.structures import BSLongformerSparsityConfig, DenseSparsityConfig
 from shardwise.context.plan import plan_steps
-from shardwise.context.traffic import Sent, Sizes, bytes_of_attention, bytes_of_heads, bytes_of_steps
-from shardwise.layout.token_split import contiguous, zigzag
+from shardwise.context.traffic import AttentionSizes, ContextTraffic, bytes_of_attention, bytes_of_heads, bytes_of_steps
+from shardwise.layout.token_ranges import contiguous, zigzag
 
-SIZES = Sizes(samples=3, num_heads=8, num_kv_heads=2, head_dim=16)
+SIZES = AttentionSizes(samples=3, num_heads=8, num_kv_heads=2, head_dim=16)
 CAUSAL = DenseSparsityConfig(1, 8, attention="unidirectional").layout(512)
 BOTH_WAYS = DenseSparsityConfig(1, 8).layout(512)
 
@@ -26,7 +26,7 @@ def sent(layout, split, sizes=SIZES, **kinds):
 def test_dense_attention_sends_what_the_closed_form_says(degree, make, one_by_one):
     # (c - 1) 4 (s / c) b k d in bf16, forward; the same again with fp32 gradients, so thrice that, backward.
     ring = (degree - 1) * 4 * (512 // degree) * 3 * 2 * 16
-    assert sent(BOTH_WAYS, make(512, degree), one_by_one=one_by_one) == [Sent(ring, 3 * ring)] * degree
+    assert sent(BOTH_WAYS, make(512, degree), one_by_one=one_by_one) == [ContextTraffic(ring, 3 * ring)] * degree
     # Causal: half of that, or three quarters.
     share = {contiguous: 2, zigzag: 3}[make]
     of_ranks = sent(CAUSAL, make(512, degree), one_by_one=one_by_one)
@@ -37,24 +37,24 @@ def test_dense_attention_sends_what_the_closed_form_says(degree, make, one_by_on
 def test_ranks_of_causal_attention_send_forward_what_later_ones_need_and_gradients_the_other_way():
     row = 4 * 128 * 3 * 2 * 16
     assert sent(CAUSAL, contiguous(512, 4)) == [
-        Sent((3 - rank) * row, (3 - rank) * row + 2 * rank * row) for rank in range(4)
+        ContextTraffic((3 - rank) * row, (3 - rank) * row + 2 * rank * row) for rank in range(4)
     ]
 
 
 def test_an_exchange_of_heads_sends_what_the_closed_form_says():
     # u - 1 of u parts of q, k, v and the output of n tokens.
     part = 64 * 3 * (2 * 8 + 2 * 2) * 16 * 2
-    assert bytes_of_heads(64, 2, SIZES) == Sent(part // 2, part // 2)
-    assert bytes_of_heads(64, 1, SIZES) == Sent(0, 0)
+    assert bytes_of_heads(64, 2, SIZES) == ContextTraffic(part // 2, part // 2)
+    assert bytes_of_heads(64, 1, SIZES) == ContextTraffic(0, 0)
     # Each of 8 ranks has one of 2 KV heads, whose gradients are summed in fp32.
-    assert bytes_of_heads(64, 8, SIZES) == Sent(7 * 64 * 3 * 16 * 2 * 4, 7 * 64 * 3 * 16 * (2 * 2 + 2 * 4))
+    assert bytes_of_heads(64, 8, SIZES) == ContextTraffic(7 * 64 * 3 * 16 * 2 * 4, 7 * 64 * 3 * 16 * (2 * 2 + 2 * 4))
     assert sent(CAUSAL, contiguous(512, 8), heads_over=8) == [bytes_of_heads(64, 8, SIZES)] * 8
 
 
 def test_teams_exchange_heads_and_then_keys_of_fewer_heads():
     heads = bytes_of_heads(128, 2, SIZES)
     between = 4 * 256 * 3 * 1 * 16
-    expected = Sent(heads.forward + between, heads.backward + 3 * between)
+    expected = ContextTraffic(heads.forward + between, heads.backward + 3 * between)
     assert sent(BOTH_WAYS, contiguous(512, 4), heads_over=2) == [expected] * 4
 
 
@@ -66,8 +66,8 @@ def test_pushed_queries_travel_instead_of_keys():
     assert [step.sent_queries for step in steps[1:]] == [{at: ((0, 4),)} for at in (1, 2, 3)]
     q, lse, kv = 4 * 3 * 8 * 16, 4 * 3 * 8 * 4, 4 * 3 * 2 * 16 * 2
     first, *others = sent(layout, split)
-    assert first == Sent(3 * 2 * (q + kv), 3 * (2 * (3 * q + kv) + lse))
-    assert others == [Sent(2 * q + lse, 4 * (q + kv))] * 3
+    assert first == ContextTraffic(3 * 2 * (q + kv), 3 * (2 * (3 * q + kv) + lse))
+    assert others == [ContextTraffic(2 * q + lse, 4 * (q + kv))] * 3
 
 
 def test_sizes_count_in_proportion():
@@ -75,6 +75,6 @@ def test_sizes_count_in_proportion():
     steps = plan_steps(layout, zigzag(64, 4), 1, one_by_one=False)
     once = bytes_of_steps(steps, SIZES)
     assert once.forward > 0
-    assert bytes_of_steps(steps, replace(SIZES, samples=6)) == Sent(2 * once.forward, 2 * once.backward)
+    assert bytes_of_steps(steps, replace(SIZES, samples=6)) == ContextTraffic(2 * once.forward, 2 * once.backward)
     wider = replace(SIZES, element_bytes=4, wide_bytes=8)
-    assert bytes_of_steps(steps, wider) == Sent(2 * once.forward, 2 * once.backward)
+    assert bytes_of_steps(steps, wider) == ContextTraffic(2 * once.forward, 2 * once.backward)

@@ -11,10 +11,10 @@ import pytest
 
 from harness.machines import FAST, GIB, GPU, ON_GPUS, SOUND, SOUND_ENVIRON, changed
 from shardwise.doctor import Diagnosis
-from shardwise.doctor.advice import MIN_TORCH, list_findings
-from shardwise.doctor.facts import Swap
-from shardwise.doctor.measure import Collective, Copy, DiskSpeed, Failure, Matmul
-from shardwise.tiers.speed import SwapSpeed
+from shardwise.doctor.checks import MIN_TORCH, list_findings
+from shardwise.doctor.measure import CollectiveSpeed, CopySpeed, DiskSpeed, MatmulSpeed, ProbeFailure
+from shardwise.doctor.system_info import SwapInfo
+from shardwise.offload.disk_bench import SwapSpeed
 
 
 def environ(**variables: str) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def gpu(**fields: Any) -> dict[str, Any]:
 
 
 def swap(needed_bytes: int | None = None, **fields: Any) -> dict[str, Any]:
-    return {"swap": Swap(replace(SOUND.disk, path="/nvme", **fields), needed_bytes)}
+    return {"swap": SwapInfo(replace(SOUND.disk, path="/nvme", **fields), needed_bytes)}
 
 
 @pytest.mark.parametrize("changes", [{}, ON_GPUS], ids=["cpu", "gpus"])
@@ -143,21 +143,32 @@ def test_what_is_right_or_not_known_is_no_fault(changes) -> None:
     ("measured", "changes", "name", "level", "part"),
     [
         (
-            {"matmuls": (Matmul("cuda:0", "bfloat16", 8192, 1, 2e14, 9.9e14),)},
+            {"matmuls": (MatmulSpeed("cuda:0", "bfloat16", 8192, 1, 2e14, 9.9e14),)},
             ON_GPUS,
             "gpu-slow",
             "warning",
             "cuda:0 multiplies bfloat16 at 20% of its data sheet's speed",
         ),
         (
-            {"matmuls": (Matmul("cpu", "float32", 1, 1, 2e9, None), Matmul("cpu", "bfloat16", 1, 1, 1e9, None))},
+            {
+                "matmuls": (
+                    MatmulSpeed("cpu", "float32", 1, 1, 2e9, None),
+                    MatmulSpeed("cpu", "bfloat16", 1, 1, 1e9, None),
+                )
+            },
             {},
             "cpu-bf16-slow",
             "warning",
             "bf16 runs at 0.50 of fp32's speed",
         ),
-        ({"copies": (Copy("cpu", "cuda:0", True, 1, 3e9),)}, ON_GPUS, "host-link-slow", "warning", "3.0 GB/s"),
-        ({"collectives": (Collective("gloo", 2, "all_reduce", 4096, 0.04, 1),)}, {}, "gloo-slow", "warning", "40.0 ms"),
+        ({"copies": (CopySpeed("cpu", "cuda:0", True, 1, 3e9),)}, ON_GPUS, "host-link-slow", "warning", "3.0 GB/s"),
+        (
+            {"collectives": (CollectiveSpeed("gloo", 2, "all_reduce", 4096, 0.04, 1),)},
+            {},
+            "gloo-slow",
+            "warning",
+            "40.0 ms",
+        ),
         ({"disk": DiskSpeed("/d", 1, True, 3e7, 1e9, 1e-4)}, {}, "disk-slow", "warning", "/d takes 30 MB/s"),
         ({"disk": DiskSpeed("/d", 1, True, 1e9, 1e9, 0.2)}, {}, "disk-sync-slow", "warning", "takes 200 ms"),
         (
@@ -170,7 +181,7 @@ def test_what_is_right_or_not_known_is_no_fault(changes) -> None:
         ({"swap": SwapSpeed("/nvme", 1, True, 9e7, 1e9)}, {}, "swap-slow", "warning", "less than 0.1 GB/s; steps"),
         ({"swap": SwapSpeed("/nvme", 1, False, 9e9, 9e9)}, {}, "swap-through-cache", "note", "O_DIRECT: ext4, xfs"),
         (
-            {"failures": (Failure("gloo between 2 processes", "did not end within 60 s"),)},
+            {"failures": (ProbeFailure("gloo between 2 processes", "did not end within 60 s"),)},
             {},
             "probe-failed",
             "error",
@@ -190,7 +201,7 @@ def test_the_oldest_torch_is_the_one_that_the_package_asks_for() -> None:
 
 
 def test_a_busy_machine_is_not_told_which_dtype_is_fast() -> None:
-    slow_bf16 = (Matmul("cpu", "float32", 1, 1, 2e9, None), Matmul("cpu", "bfloat16", 1, 1, 1e9, None))
+    slow_bf16 = (MatmulSpeed("cpu", "float32", 1, 1, 2e9, None), MatmulSpeed("cpu", "bfloat16", 1, 1, 1e9, None))
     (finding,) = list_findings(changed({"cpu.load": 7.0}), replace(FAST, matmuls=slow_bf16))
     assert finding.name == "machine-busy"
 

@@ -14,17 +14,20 @@ import pytest
 import torch
 from rich.console import Console
 
-from shardwise import cli
+from shardwise.cli import main as cli
 from shardwise.doctor import calibrate as calibration
-from shardwise.doctor import kernels, stopwatch
+from shardwise.doctor import kernel_bench as kernels
+from shardwise.doctor import kernel_bench as stopwatch
 from shardwise.doctor.calibrate import OPS, SIZES_BYTES, calibrate, profile_of
-from shardwise.doctor.show_profile import render_profile
-from shardwise.doctor.stopwatch import Stopwatch
-from shardwise.models.decoder import Block, DecoderConfig
+from shardwise.doctor.kernel_bench import RankTimer
+from shardwise.doctor.show import render_profile
+from shardwise.models.decoder import DecoderBlock, DecoderConfig
 from shardwise.planner.machine import cluster_of
 from shardwise.planner.profile import Profile
 
-SIZES = kernels.Sizes(shapes=((32, 96, 2), (64, 128, 4)), seq_lens=(8, 16), vocab_sizes=(128,), dtypes=(torch.float32,))
+SIZES = kernels.BenchSizes(
+    shapes=((32, 96, 2), (64, 128, 4)), seq_lens=(8, 16), vocab_sizes=(128,), dtypes=(torch.float32,)
+)
 
 
 DECODER = DecoderConfig(
@@ -32,9 +35,9 @@ DECODER = DecoderConfig(
 )
 
 
-def lone_watch(budget_s: float = 0.0, limit_s: float = float("inf")) -> Stopwatch:
+def lone_watch(budget_s: float = 0.0, limit_s: float = float("inf")) -> RankTimer:
     comm: Any = SimpleNamespace(world_size=1, device=torch.device("cpu"))
-    return Stopwatch(comm, budget_s, limit_s)
+    return RankTimer(comm, budget_s, limit_s)
 
 
 def test_a_time_is_the_median_of_calls_made_in_turn(monkeypatch):
@@ -55,7 +58,7 @@ def test_of_each_call_the_slowest_rank_counts(monkeypatch):
         device=torch.device("cpu"),
         max_scalars=lambda values, name: torch.maximum(values, values.new_tensor(next(neighbour))).tolist(),
     )
-    assert Stopwatch(comm, budget_s=0.0).time_s(lambda: None) == 2.0, "the median of 3, 1 and 2"
+    assert RankTimer(comm, budget_s=0.0).time_s(lambda: None) == 2.0, "the median of 3, 1 and 2"
 
 
 def test_of_blocks_in_a_row_one_counts():
@@ -69,12 +72,12 @@ def test_of_blocks_in_a_row_one_counts():
     watch: Any = SimpleNamespace(comm=SimpleNamespace(device=torch.device("cpu")), times_s=times_s)
     time = kernels._block_time(watch, torch.float32, 8, (32, 96, 2), num_chained=3)
     assert (time.forward_s, time.backward_s) == (1.0, 2.0)
-    num_parameters = len(list(Block(DECODER).parameters()))
+    num_parameters = len(list(DecoderBlock(DECODER).parameters()))
     assert len(found) == 1 + 3 * num_parameters, "gradients of the input and of each block's weights"
 
 
 def test_as_many_blocks_are_in_a_row_as_one_call_may_take():
-    pace = kernels.Pace(lone_watch())
+    pace = kernels.BestRate(lone_watch())
     assert pace.num_within(1e18) == float("inf"), "nothing is known yet"
     pace.note(1e9, seconds=1.0)
     assert pace.num_within(0.1e9) == pytest.approx(3.0)
@@ -87,7 +90,7 @@ def test_nothing_is_begun_when_the_time_is_over():
 
 
 def test_calls_that_would_take_too_long_are_left_out():
-    pace = kernels.Pace(lone_watch())
+    pace = kernels.BestRate(lone_watch())
     assert pace.allows(1e18), "nothing is known yet"
     pace.note(1e9, seconds=1.0)
     assert pace.allows(0.29e9)

@@ -16,16 +16,16 @@ from rich.console import Console
 
 from harness.machines import FAST, GPU, ON_GPUS, SOUND, changed
 from harness.waiting import PATIENCE_S, is_running, wait_until
-from shardwise import cli
+from shardwise.cli import main as cli
 from shardwise.doctor import Diagnosis
-from shardwise.doctor.advice import list_findings
-from shardwise.doctor.facts import Swap
-from shardwise.doctor.measure import Failure, Matmul
+from shardwise.doctor.checks import list_findings
+from shardwise.doctor.measure import MatmulSpeed, ProbeFailure
 from shardwise.doctor.show import render
+from shardwise.doctor.system_info import SwapInfo
 from shardwise.models import PRESETS, Decoder
-from shardwise.tensor.layout import plan_layout
-from shardwise.tiers.speed import SwapSpeed
-from shardwise.train.job import job_config
+from shardwise.offload.disk_bench import SwapSpeed
+from shardwise.tensor.plan_layout import plan_layout
+from shardwise.train.setup import job_config
 
 COLLECTIVES = tuple(
     replace(FAST.collectives[0], op=op, num_bytes=num_bytes)
@@ -79,8 +79,8 @@ def keys_of(value: object) -> object:
 
 def sick() -> Diagnosis:
     """A machine with GPUs and a finding, everything measured, one failure."""
-    facts = changed(ON_GPUS | {"swap": Swap(SOUND.disk, 2**30)})
-    failures = (Failure("nccl between 2 processes", "hung"),)
+    facts = changed(ON_GPUS | {"swap": SwapInfo(SOUND.disk, 2**30)})
+    failures = (ProbeFailure("nccl between 2 processes", "hung"),)
     measured = replace(FAST, collectives=COLLECTIVES, failures=failures, swap=SWAP_SPEED)
     return Diagnosis(facts, measured, tuple(list_findings(facts, measured)))
 
@@ -131,9 +131,9 @@ def test_a_job_says_which_folder_is_looked_at_and_what_it_needs(capsys, tmp_path
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_text_fits_its_width_and_says_all(width) -> None:
     console = Console(width=width, record=True, file=io.StringIO())
-    nvme = Swap(replace(SOUND.disk, path="/nvme"), 90 * 2**30)
+    nvme = SwapInfo(replace(SOUND.disk, path="/nvme"), 90 * 2**30)
     facts = changed(ON_GPUS | {"gpus": (GPU,), "memory.shm_bytes": 2**26, "swap": nvme})
-    matmuls = (*FAST.matmuls, Matmul("cuda:0", "bfloat16", 8192, 1, 7e14, 9.89e14))
+    matmuls = (*FAST.matmuls, MatmulSpeed("cuda:0", "bfloat16", 8192, 1, 7e14, 9.89e14))
     measured = replace(FAST, collectives=COLLECTIVES, matmuls=matmuls, swap=SWAP_SPEED)
     console.print(render(Diagnosis(facts, measured, tuple(list_findings(facts, measured)))))
     text = console.export_text()
@@ -174,7 +174,7 @@ def descendants(pid: int) -> list[int]:
 
 def test_ctrl_c_in_the_middle_leaves_no_trace_and_no_process(tmp_path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "shardwise.cli", "doctor", "--dir", str(tmp_path)],
+        [sys.executable, "-m", "shardwise.cli.main", "doctor", "--dir", str(tmp_path)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.doctor import host
-from shardwise.doctor.facts import ENVIRON_NAMES, gather_facts, parse_smi
+from shardwise.doctor import system_info as host
+from shardwise.doctor.system_info import ENVIRON_NAMES, gather_facts, parse_smi
 
 MEMINFO = "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 600 kB\nSwapTotal: 50 kB\nSwapFree: 20 kB\n"
 V2 = {

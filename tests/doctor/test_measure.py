@@ -11,8 +11,8 @@ import torch
 from harness.machines import FAST, SOUND, changed
 from shardwise.doctor import _measure
 from shardwise.doctor import measure as probes
-from shardwise.doctor.facts import Swap
 from shardwise.doctor.measure import call_times_s, measure_disk, measure_host_copy, measure_matmul
+from shardwise.doctor.system_info import SwapInfo
 
 
 class Clock:
@@ -123,7 +123,7 @@ def test_a_probe_that_fails_is_noted_and_the_others_go_on(tmp_path, monkeypatch)
     monkeypatch.setattr("shardwise.doctor.measure_matmul", fail)
     monkeypatch.setattr("shardwise.doctor.measure_host_copy", lambda: FAST.copies[0])
     monkeypatch.setattr("shardwise.doctor.measure_collectives", lambda *arguments: ((), "did not end"))
-    swap = Swap(replace(SOUND.disk, path=str(tmp_path)))
+    swap = SwapInfo(replace(SOUND.disk, path=str(tmp_path)))
     monkeypatch.setattr("shardwise.doctor.measure_swap", lambda path: path)
     measured = _measure(changed({"disk.path": str(tmp_path), "swap": swap}), {}, doing.append)
     assert measured.swap == tmp_path

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from harness.waiting import PATIENCE_S, is_running, state, wait_until
-from shardwise.doctor import peers
-from shardwise.doctor.measure import Collective
-from shardwise.doctor.peers import OPS, RESULTS, SIZES_BYTES, measure_collectives
+from shardwise.doctor import collective_bench as peers
+from shardwise.doctor.collective_bench import OPS, RESULTS, SIZES_BYTES, measure_collectives
+from shardwise.doctor.measure import CollectiveSpeed
 
-RESULT = Collective("gloo", 2, "all_gather", 4096, 1e-4, 2e7)
+RESULT = CollectiveSpeed("gloo", 2, "all_gather", 4096, 1e-4, 2e7)
 
 # A launcher whose ranks note their process ids; then rank 1 does as `fault` says.
 SCRIPT = f"""
@@ -23,7 +23,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 from shardwise.launch.environment import LAUNCHER_FD
 from shardwise.launch.local import launch_local
-from shardwise.launch.rank import exit_with_parent
+from shardwise.launch.signals import exit_with_parent
 pids, fault, folder = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 exit_with_parent(os.environ)
 if "RANK" not in os.environ:
@@ -52,7 +52,9 @@ class ExpiresOnceStopped(subprocess.Popen[str]):
         return super().communicate(input, timeout=0.1)
 
 
-def measure_with(fault: str, folder: Path, timeout_s: float) -> tuple[tuple[Collective, ...], str | None, list[int]]:
+def measure_with(
+    fault: str, folder: Path, timeout_s: float
+) -> tuple[tuple[CollectiveSpeed, ...], str | None, list[int]]:
     """What is measured by ranks with a fault, and the ids of their processes."""
     (folder / "script.py").write_text(SCRIPT)
     pids = folder / "pids"

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.hooks import run_forward, run_stored
-from shardwise.memory import Ledger
-from shardwise.streams import Streams
-from shardwise.tiers.activations import ActivationStore
-from shardwise.tiers.traffic import Traffic
+from shardwise.offload.activations import ActivationStore
+from shardwise.offload.counters import TransferCounters
+from shardwise.runtime.memory_tracker import MemoryTracker
+from shardwise.runtime.module_hooks import run_forward, run_stored
+from shardwise.runtime.streams import Streams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -44,8 +44,8 @@ def run(store: ActivationStore | None, device: torch.device) -> tuple[list[Tenso
 def test_offload_on_side_streams_is_bitwise_no_offload() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     expected, plain_bytes = run(None, device)
-    traffic = Traffic()
-    store = ActivationStore(Streams(device), PinnedMemory(), traffic, Ledger(device))
+    traffic = TransferCounters()
+    store = ActivationStore(Streams(device), PinnedMemory(), traffic, MemoryTracker(device))
     for _ in range(5):
         found, kept_bytes = run(store, device)
         assert all(map(torch.equal, found, expected))

@@ -17,13 +17,9 @@ import torch
 from torch import Tensor
 
 from harness.attention import reference_attention
+from shardwise.attention.api import attention_backend, block_sparse_attention, block_sparse_attention_with_lse
 from shardwise.attention.backends import Draw
 from shardwise.attention.block_layout import BlockLayout, pack
-from shardwise.attention.functional import (
-    attention_backend,
-    block_sparse_attention,
-    block_sparse_attention_with_lse,
-)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

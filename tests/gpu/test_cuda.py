@@ -18,11 +18,11 @@ from harness.models import CASES, ModelCase, make_batches
 from harness.reference import Trace, check_parity
 from harness.training import make_config, own_gradients, reference_trace
 from shardwise import Engine, build_layout
-from shardwise.comm import MeshNetwork
-from shardwise.launch.group import ensure_process_group
-from shardwise.layout.stages import STAGES
-from shardwise.memory import Category, Ledger
-from shardwise.mesh import Mesh
+from shardwise.comm.collectives import ProcessGroupFactory
+from shardwise.comm.mesh import Mesh
+from shardwise.launch.process_group import ensure_process_group
+from shardwise.layout.zero_stages import STAGES
+from shardwise.runtime.memory_tracker import Category, MemoryTracker
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -41,8 +41,10 @@ def make_engine(case: ModelCase, stage: int, num_micro_batches: int, **sections:
     config = make_config(num_micro_batches, overrides).resolve(world_size=1)
     model = case.build(torch.float64)
     layout = replace(build_layout(model, config), stage=STAGES[stage])
-    network = MeshNetwork(Mesh(layout.mesh, config.run.timeout_s), DEVICE)
-    return Engine(model, config, layout, Ledger(DEVICE), network, loss_fn=case.loss, optimizer=None, scheduler=None)
+    network = ProcessGroupFactory(Mesh(layout.mesh, config.run.timeout_s), DEVICE)
+    return Engine(
+        model, config, layout, MemoryTracker(DEVICE), network, loss_fn=case.loss, optimizer=None, scheduler=None
+    )
 
 
 def train(
@@ -59,7 +61,7 @@ def train(
         result = engine.step()
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    scale = engine._books.normaliser / result.count
+    scale = engine._comm_log.normaliser / result.count
     with engine.gathered() as model:
         parameters = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
     engine.close()

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise import initialize
-from shardwise.doctor.facts import gather_facts
+from shardwise.doctor.collective_bench import OPS, SIZES_BYTES, measure_collectives
 from shardwise.doctor.measure import measure_device_copies, measure_matmul
-from shardwise.doctor.peers import OPS, SIZES_BYTES, measure_collectives
+from shardwise.doctor.system_info import gather_facts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -13,11 +13,11 @@ from harness.echo import EchoNetwork
 from harness.models import make_batches
 from harness.tensor import make_case
 from harness.training import make_config
-from shardwise.dropout.bits import Samples, Zone, grid_of, keyed_mask
-from shardwise.engine import Engine
-from shardwise.memory import Ledger
-from shardwise.tensor.cross_entropy import Terms, Vocab, cross_entropy, cross_entropy_sum
-from shardwise.tensor.layout import plan_layout
+from shardwise.dropout.bits import Samples, ShardRegion, grid_of, keyed_mask
+from shardwise.engine.engine import Engine
+from shardwise.runtime.memory_tracker import MemoryTracker
+from shardwise.tensor.cross_entropy import TokenLossTerms, VocabSplit, cross_entropy, cross_entropy_sum
+from shardwise.tensor.plan_layout import plan_layout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -32,7 +32,9 @@ def train(device: torch.device, world_size: int, **sections: dict[str, Any]) -> 
     model = case.build(torch.float64)
     layout = plan_layout(model, config)
     network = EchoNetwork(layout.mesh, rank=0)  # the rank whose weights are everybody's
-    engine = Engine(model, config, layout, Ledger(device), network, loss_fn=case.loss, optimizer=None, scheduler=None)
+    engine = Engine(
+        model, config, layout, MemoryTracker(device), network, loss_fn=case.loss, optimizer=None, scheduler=None
+    )
     trace = []
     for step in make_batches(case, num_steps=3, world_size=1, num_micro_batches=2):
         result = engine.train_step(step[0])
@@ -62,8 +64,8 @@ def test_a_rank_computes_what_it_computes_on_the_cpu(
         torch.testing.assert_close(parameters[name], value, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("zone", [None, Zone(dim=1, index=1, degree=2)])
-def test_masks_have_the_bits_of_the_cpu(zone: Zone | None) -> None:
+@pytest.mark.parametrize("zone", [None, ShardRegion(dim=1, index=1, degree=2)])
+def test_masks_have_the_bits_of_the_cpu(zone: ShardRegion | None) -> None:
     masks = []
     for device in (DEVICE, torch.device("cpu")):
         grid = grid_of((4, 33, 130), zone, Samples(first=6, num=4), device)
@@ -84,7 +86,7 @@ def test_cross_entropy_never_waits_for_the_device(function: Any, reduction: str)
     targets = targets.to(DEVICE)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        losses = function(hidden, weight, None, targets, Vocab(num_words), Terms(label_smoothing=0.1))
+        losses = function(hidden, weight, None, targets, VocabSplit(num_words), TokenLossTerms(label_smoothing=0.1))
         actual = [losses, *torch.autograd.grad(losses.sum(), leaves)]
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.checkpoint.folder import begin, candidates, commit, read_manifest, step_name
+from shardwise.checkpoint.commit import begin, candidates, commit, read_manifest, step_name
 from shardwise.checkpoint.manifest import CheckpointError, Manifest
 
 FILES = ("rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors")

@@ -5,12 +5,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from shardwise.checkpoint.folder import begin, commit, read_manifest
+from shardwise.checkpoint.commit import begin, commit, read_manifest
 from shardwise.checkpoint.manifest import Manifest, entry_key, merge_parts
-from shardwise.checkpoint.writing import write_holdings
-from shardwise.flats import MemoryFlat
-from shardwise.holdings import HeldNumber, Holding
-from shardwise.layout.pieces import LocalTensor, Rect, flat_range_to_rects
+from shardwise.checkpoint.writer import write_state_shards
+from shardwise.layout.slicing import LocalTensor, Rect, flat_range_to_rects
+from shardwise.runtime.state_shards import ScalarState, StateShard, TensorFlatState
 
 STATES = ("param", "exp_avg")
 SHAPES = {"embed.weight": (40, 16), "up.weight": (600, 1000), "up.bias": (7,), "scale": ()}
@@ -33,7 +32,7 @@ def save(root: Path, values, num_ranks: int = 2, step: int = 100, **attributes) 
     """Write a checkpoint as ranks would that hold flat ranges of every tensor."""
     temporary, parts = begin(root, step), []
     for rank in range(num_ranks):
-        holdings, numbers = [], []
+        state_shards, numbers = [], []
         for (name, state), tensor in values.items():
             local = LocalTensor.whole(tuple(tensor.shape))
             bounds = [local.numel * each // num_ranks for each in (rank, rank + 1)]
@@ -44,10 +43,14 @@ def save(root: Path, values, num_ranks: int = 2, step: int = 100, **attributes) 
             pieces = flat_range_to_rects(Rect.whole(tuple(tensor.shape)), *bounds)
             aliases = ("head.weight",) if name == "embed.weight" else ()
             flat = tensor.reshape(-1)[slice(*bounds)].clone()
-            holdings.append(Holding(name, aliases, state, tuple(tensor.shape), MemoryFlat(flat), pieces, pieces, kind))
+            state_shards.append(
+                StateShard(name, aliases, state, tuple(tensor.shape), TensorFlatState(flat), pieces, pieces, kind)
+            )
             if pieces and kind == "parameter" and state == "param":
-                numbers.append(HeldNumber(name, "step", float(step), "float32"))
-        parts.append(write_holdings(temporary, f"rank-{rank:05d}-of-{num_ranks:05d}.safetensors", holdings, numbers))
+                numbers.append(ScalarState(name, "step", float(step), "float32"))
+        parts.append(
+            write_state_shards(temporary, f"rank-{rank:05d}-of-{num_ranks:05d}.safetensors", state_shards, numbers)
+        )
     tensors, files = merge_parts(parts)
     return commit(temporary, root, Manifest(step=step, tensors=tensors, files=files, **attributes))
 

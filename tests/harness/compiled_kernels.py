@@ -16,30 +16,31 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from shardwise.attention.backends import Draw, Extras
+from shardwise.attention.backends import Draw, ScoreModifiers
 from shardwise.attention.block_layout import BlockLayout
-from shardwise.attention.kernels import backward
-from shardwise.attention.kernels.launches import (
-    Launch,
+from shardwise.attention.triton import backward
+from shardwise.attention.triton.launch import (
+    KernelLaunch,
     forward_launches,
     key_launches,
+    plan_of,
     prepare_launch,
     query_launches,
     rows_of,
+    tables_in,
 )
-from shardwise.attention.kernels.plans import plan_of, tables_in
-from shardwise.attention.kernels.tiles import Heads
+from shardwise.attention.triton.lut import HeadGroups
 
 NUM_TOKENS = 1024
 
 
-def launches_of(head_dim: int, block: int, dtype: torch.dtype, extras: str, is_split: bool) -> list[Launch]:
+def launches_of(head_dim: int, block: int, dtype: torch.dtype, extras: str, is_split: bool) -> list[KernelLaunch]:
     """All launches of a forward and a backward of a causal layout, 4 heads on 2."""
     size = NUM_TOKENS // block
     layout = BlockLayout.from_blocks(torch.ones(size, size), block, causal=True)
     limit = 2 if is_split else NUM_TOKENS**2
     device = torch.device("cpu")
-    plan = plan_of(layout, Heads(4, 2), head_dim=head_dim, dtype=dtype, device=device, limit=limit)
+    plan = plan_of(layout, HeadGroups(4, 2), head_dim=head_dim, dtype=dtype, device=device, limit=limit)
     queries, keys = tables_in(plan)
 
     def rows(heads: int, dtype: torch.dtype = dtype) -> Tensor:  # [1, heads, N, D]
@@ -48,14 +49,14 @@ def launches_of(head_dim: int, block: int, dtype: torch.dtype, extras: str, is_s
     grads = [rows(heads, torch.float32 if "w" in extras else dtype) for heads in (4, 2, 2)]
 
     bits = torch.empty(1, 4, NUM_TOKENS, dtype=torch.int32)
-    given = Extras(
+    given = ScoreModifiers(
         0.1,
         torch.empty(1, NUM_TOKENS, dtype=torch.bool) if "p" in extras else None,
         torch.empty(1, 4, NUM_TOKENS, NUM_TOKENS, dtype=dtype) if "b" in extras else None,
         Draw(bits, bits, bits[0, 0], 0.1) if "d" in extras else None,
     )
     inputs, lse = (rows(4), rows(2), rows(2)), torch.empty(1, 4, NUM_TOKENS)
-    incoming = backward.Incoming(rows_of(rows(4)), lse, lse)
+    incoming = backward.OutputGrad(rows_of(rows(4)), lse, lse)
     return [
         *forward_launches(inputs, given, queries, (rows(4), lse)),
         prepare_launch(inputs, (rows(4), lse, lse), incoming),
@@ -77,7 +78,7 @@ class NoGpu:
         return 0
 
 
-def spilled_bytes(launch: Launch) -> int:
+def spilled_bytes(launch: KernelLaunch) -> int:
     """Bytes of stack a thread, of the machine code that a launch would run."""
     compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.options)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

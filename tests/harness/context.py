@@ -19,9 +19,9 @@ from shardwise.attention.structures import (
     LocalSlidingWindowSparsityConfig,
     SparsityConfig,
 )
-from shardwise.config import ContextConfig
+from shardwise.config.resolve import ContextConfig
 from shardwise.dropout import probability_hashes
-from shardwise.layout.runs import Runs
+from shardwise.layout.token_ranges import Runs
 
 SAMPLES, HEADS, TOKENS, HEAD_DIM, BLOCK, RATE = 2, 8, 96, 8, 8, 0.25
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import Config
-from shardwise._torch_private import pytree
-from shardwise.layout.cut import cut_model
-from shardwise.loss import Total
-from shardwise.pipeline.parts import StageForward
-from shardwise.wearing import float64_throughout
+from shardwise.comm.loss import LossSum
+from shardwise.layout.stage_partition import cut_model
+from shardwise.pipeline.stage_module import StageForward
+from shardwise.runtime.float64 import float64_throughout
+from shardwise.runtime.torch_private import pytree
 
 LossOf = Callable[[Any], Tensor]
 
@@ -44,7 +44,7 @@ def pipeline_error(model: nn.Module, batch: Mapping[str, Any], loss_of: LossOf, 
         received = pytree.tree_map(_received, sent)
         forwards[1].begin(1, received)
         output = stages[1](**batch)
-        loss = forwards[1].read_loss(lambda: Total(loss_of(output), torch.ones(()))).total
+        loss = forwards[1].read_loss(lambda: LossSum(loss_of(output), torch.ones(()))).total
         forwards[1].end()
         loss.backward()
         pairs = [

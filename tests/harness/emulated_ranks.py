@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.layout.splits import ParamSplit
 from shardwise.layout.tensor_plan import LayerSplit, TensorPlan
+from shardwise.layout.tp_sharding import ParamSplit
 
 TIMEOUT_S = 30
 

@@ -16,12 +16,12 @@ from typing import Any, Final
 import torch
 
 from shardwise import Simulation, simulate
-from shardwise.config import Config, ConfigError
+from shardwise.config.resolve import Config, ConfigError
 from shardwise.models import Decoder, DecoderConfig, lm_loss
 from shardwise.models.presets import preset
 from shardwise.planner.configs import config_of
-from shardwise.planner.hardware import Cluster, Gpu
-from shardwise.planner.job import Job, Strategy
+from shardwise.planner.hardware import Cluster, GpuSpec
+from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.results import MemoryEstimate
 from shardwise.planner.shape import ModelShape
@@ -71,11 +71,11 @@ class Sample:
         return f"{sizes}{tied}, seq {self.seq_len}: {', '.join(changed)}"
 
 
-def job_of(shape: DecoderConfig, seq_len: int, device: str = "cpu") -> Job:
+def job_of(shape: DecoderConfig, seq_len: int, device: str = "cpu") -> PlanJob:
     """A job of eight devices without figures of any real one."""
-    gpu = Gpu(name=device, memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 1e15})
+    gpu = GpuSpec(name=device, memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 1e15})
     cluster = Cluster(gpu=gpu, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=5e10)
-    return Job(shape=ModelShape.of_decoder(shape), seq_len=seq_len, global_batch=8, cluster=cluster)
+    return PlanJob(shape=ModelShape.of_decoder(shape), seq_len=seq_len, global_batch=8, cluster=cluster)
 
 
 def engine_config(strategy: Strategy) -> Config:

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise import Engine, initialize
-from shardwise.checkpoint import folder
-from shardwise.checkpoint.folder import LATEST_NAME, candidates, read_manifest, set_aside, step_folders, step_of
+from shardwise.checkpoint import commit as folder
+from shardwise.checkpoint.async_saver import StagingMemory
+from shardwise.checkpoint.commit import LATEST_NAME, candidates, read_manifest, set_aside, step_folders, step_of
 from shardwise.checkpoint.manifest import MANIFEST_NAME, CheckpointError, Manifest, StoredTensor
-from shardwise.checkpoint.staging import Staging
 
 NUM_STEPS, SAVE_EVERY, KEEP_LAST = 10, 2, 2
 NUM_RANKS = 2
@@ -176,7 +176,7 @@ def watching(on_call: OnCall) -> Iterator[None]:
         for name in SYSTEM_CALLS:
             stack.enter_context(patch.object(os, name, _heard(name, getattr(os, name), on_call)))
         stack.enter_context(patch.object(folder, "write_text", _half_heard(folder.write_text, on_call)))
-        stack.enter_context(patch.object(Staging, "copy", _heard("staging", Staging.copy, on_call)))
+        stack.enter_context(patch.object(StagingMemory, "copy", _heard("staging", StagingMemory.copy, on_call)))
         for handle in _training_hooks(on_call):
             stack.callback(handle.remove)
         yield

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.flats import Flat, FlatPart
+from shardwise.runtime.state_shards import FlatSlice, FlatState
 
 
 @dataclass
@@ -61,8 +61,8 @@ class FileFlat:
             file.seek(start * self.dtype.itemsize)
             file.write(raw)
 
-    def part(self, start: int, stop: int) -> Flat:
-        return FlatPart(self, start, stop)
+    def part(self, start: int, stop: int) -> FlatState:
+        return FlatSlice(self, start, stop)
 
     def whole(self) -> Tensor:
         """All of it, not in the book."""

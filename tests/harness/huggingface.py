@@ -3,8 +3,8 @@
 Nothing is downloaded: models are built from configs. `transformers` takes seconds to import, so it is imported when a
 model is made and not before, and only the modules of that model.
 
-The models compute norms, softmax and losses in float32 whatever their dtype; `shardwise.wearing.float64_throughout`
-keeps what is float64 as it is, so that parity can be asked for to 1e-9.
+The models compute norms, softmax and losses in float32 whatever their dtype;
+`shardwise.runtime.float64.float64_throughout` keeps what is float64 as it is, so that parity can be asked for to 1e-9.
 """
 
 from __future__ import annotations

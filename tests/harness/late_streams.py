@@ -19,11 +19,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from shardwise.host_memory import host_pages
-from shardwise.memory import Ledger
-from shardwise.pool import BufferPool
-from shardwise.streams import Event, LaneName, Streams
-from shardwise.tiers.buffers import HostBuffers
+from shardwise.offload.staging_buffers import StagingBuffers
+from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.memory_tracker import MemoryTracker
+from shardwise.runtime.pinned_memory import host_pages
+from shardwise.runtime.streams import Event, LaneName, Streams
 
 SPOILT = 0xFF  # as any floating dtype it is a nan
 
@@ -117,14 +117,14 @@ class LateDevice:
     def installed(self) -> Iterator[LateDevice]:
         """Inside, engines that are made and run use this device."""
         resize, release, host_release, host_acquire = (
-            Ledger.resize,
+            MemoryTracker.resize,
             BufferPool.release,
-            HostBuffers.release,
-            HostBuffers.acquire,
+            StagingBuffers.release,
+            StagingBuffers.acquire,
         )
 
-        def resize_spoilt(ledger: Ledger, tensor: Tensor, num_bytes: int) -> None:
-            resize(ledger, tensor, num_bytes)
+        def resize_spoilt(tracker: MemoryTracker, tensor: Tensor, num_bytes: int) -> None:
+            resize(tracker, tensor, num_bytes)
             if num_bytes:
                 spoil(tensor)
 
@@ -134,30 +134,30 @@ class LateDevice:
                 (stream or self.current).enqueue(lambda: memory.fill_(SPOILT))
             release(pool, tensor, stream)
 
-        def host_release_spoilt(buffers: HostBuffers, tensor: Tensor) -> None:
+        def host_release_spoilt(buffers: StagingBuffers, tensor: Tensor) -> None:
             spoil(tensor)
             host_release(buffers, tensor)
 
-        def host_acquire_spoilt(buffers: HostBuffers, num_bytes: int) -> Tensor:
+        def host_acquire_spoilt(buffers: StagingBuffers, num_bytes: int) -> Tensor:
             return spoil(host_acquire(buffers, num_bytes))
 
         with ExitStack() as stack:
             for owner, name, replacement in (
-                (Streams, "lane", self._lane),
+                (Streams, "lane", self._worker),
                 (Event, "record", classmethod(lambda cls, device: cls(self.current.record_event()))),
                 (Tensor, "copy_", self._late_copy()),
                 (BufferPool, "_current_stream", lambda pool: self.current if _is_of_device(pool) else None),
                 (BufferPool, "release", release_spoilt),
-                (Ledger, "resize", resize_spoilt),
-                (HostBuffers, "release", host_release_spoilt),
-                (HostBuffers, "acquire", host_acquire_spoilt),
+                (MemoryTracker, "resize", resize_spoilt),
+                (StagingBuffers, "release", host_release_spoilt),
+                (StagingBuffers, "acquire", host_acquire_spoilt),
             ):
                 stack.enter_context(mock.patch.object(owner, name, replacement))
             yield self
             self.finish()
 
     @property
-    def _lane(self) -> Callable[..., Any]:
+    def _worker(self) -> Callable[..., Any]:
         @contextmanager
         def lane(streams: Streams, name: LaneName | None, after: Event | None = None) -> Iterator[None]:
             before = self.current

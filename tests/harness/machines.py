@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shardwise.doctor.facts import Facts, Gpu, Software
-from shardwise.doctor.host import Cpu, Disk, Memory, Network
-from shardwise.doctor.measure import Collective, Copy, DiskSpeed, Matmul, Measurements
+from shardwise.doctor.measure import CollectiveSpeed, CopySpeed, DiskSpeed, MatmulSpeed, Measurements
+from shardwise.doctor.system_info import CpuInfo, DiskInfo, GpuInfo, MemoryInfo, NetworkInfo, SoftwareInfo, SystemInfo
 
 GIB = 2**30
-GPU = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, 79 * GIB, "9.0", has_bf16=True, num_ecc_errors=0)
+GPU = GpuInfo("NVIDIA H100 80GB HBM3", 80 * GIB, 79 * GIB, "9.0", has_bf16=True, num_ecc_errors=0)
 SOUND_ENVIRON = {"OMP_NUM_THREADS": "4"}
-SOUND = Facts(
-    software=Software(
+SOUND = SystemInfo(
+    software=SoftwareInfo(
         shardwise="0.1.0",
         python="3.11.7",
         platform="Linux",
@@ -26,13 +25,15 @@ SOUND = Facts(
         cxx_path="/usr/bin/g++",
         has_python_headers=True,
     ),
-    cpu=Cpu("a CPU", num_machine=8, num_usable=8, quota_cores=None, load=0.1),
+    cpu=CpuInfo("a CPU", num_machine=8, num_usable=8, quota_cores=None, load=0.1),
     cpu_has_fast_bf16=True,
-    memory=Memory(64 * GIB, 60 * GIB, limit_bytes=None, swap_used_bytes=0, shm_bytes=32 * GIB, shm_free_bytes=32 * GIB),
+    memory=MemoryInfo(
+        64 * GIB, 60 * GIB, limit_bytes=None, swap_used_bytes=0, shm_bytes=32 * GIB, shm_free_bytes=32 * GIB
+    ),
     gpus=(),
     gpus_reach_each_other=None,
-    network=Network("node1", ("10.0.0.7",), error=None, interfaces=("lo", "eth0")),
-    disk=Disk("/data/runs", writable=True, free_bytes=500 * GIB, total_bytes=1000 * GIB, filesystem="ext4"),
+    network=NetworkInfo("node1", ("10.0.0.7",), error=None, interfaces=("lo", "eth0")),
+    disk=DiskInfo("/data/runs", writable=True, free_bytes=500 * GIB, total_bytes=1000 * GIB, filesystem="ext4"),
     open_files_limit=65536,
     environ=SOUND_ENVIRON,
 )
@@ -47,14 +48,14 @@ ON_GPUS = {
     "environ": SOUND_ENVIRON | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
 }
 FAST = Measurements(
-    matmuls=(Matmul("cpu", "float32", 1024, 8, 4e11, None), Matmul("cpu", "bfloat16", 2048, 8, 16e11, None)),
-    copies=(Copy("cpu", "cpu", False, 2**27, 2e10),),
-    collectives=(Collective("gloo", 2, "all_reduce", 4096, 2e-4, 2e7),),
+    matmuls=(MatmulSpeed("cpu", "float32", 1024, 8, 4e11, None), MatmulSpeed("cpu", "bfloat16", 2048, 8, 16e11, None)),
+    copies=(CopySpeed("cpu", "cpu", False, 2**27, 2e10),),
+    collectives=(CollectiveSpeed("gloo", 2, "all_reduce", 4096, 2e-4, 2e7),),
     disk=DiskSpeed("/data/runs", 2**28, True, 2e9, 3e9, 1e-4),
 )
 
 
-def changed(changes: dict[str, Any]) -> Facts:
+def changed(changes: dict[str, Any]) -> SystemInfo:
     """The sound machine with some fields, named with dots, changed."""
     facts = SOUND
     for key, value in changes.items():

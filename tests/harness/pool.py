@@ -54,7 +54,14 @@ LOG_LINES = 40
 
 # The template process imports these once; the first optimizer imports torch._dynamo, which takes a second, and a
 # rank that had to import the last two itself would take another. What is not installed is passed over.
-_PRELOAD = ["torch.distributed", "torch._dynamo", "numpy", "pytest", "shardwise.engine", "transformers.modeling_utils"]
+_PRELOAD = [
+    "torch.distributed",
+    "torch._dynamo",
+    "numpy",
+    "pytest",
+    "shardwise.engine.engine",
+    "transformers.modeling_utils",
+]
 _READY = "ready"
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from harness.waiting import settled
 from shardwise import Engine, Simulation
-from shardwise.comm import Call
-from shardwise.memory import Category
-from shardwise.results import StepResult
+from shardwise.comm.collectives import Collective
+from shardwise.engine.types import StepResult
+from shardwise.runtime.memory_tracker import Category
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Measured:
 
     at_rest: dict[Category, int]
     peak: dict[Category, int]
-    calls: tuple[Call, ...]
+    calls: tuple[Collective, ...]
     actions: tuple[str, ...]
 
 
@@ -30,7 +30,7 @@ def measure_steps(engine: Engine, steps: Sequence[Sequence[Any]]) -> Measured:
     gloo's threads may hold a buffer for a moment longer, so the lowest of several steps is taken.
     """
     engine.train_step(steps[0])
-    calls: tuple[Call, ...] = ()
+    calls: tuple[Collective, ...] = ()
     at_rest: list[dict[Category, int]] = []
     peaks = []
     step = engine._step

@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.comm import Comm
-from shardwise.config import TensorConfig
-from shardwise.group_links import GroupLinks
-from shardwise.layout.pieces import Rect
-from shardwise.layout.splits import ParamSplit, Part
-from shardwise.layout.tensor_plan import LayerSplit, Region, SequenceStack, TensorPlan
-from shardwise.pool import BufferPool
-from shardwise.streams import Streams
-from shardwise.tensor.surgery import split_model
+from shardwise.comm.backends import ProcessGroupBackend
+from shardwise.comm.collectives import Comm
+from shardwise.config.resolve import TensorConfig
+from shardwise.layout.slicing import Rect
+from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, SharedInput, TensorPlan
+from shardwise.layout.tp_sharding import FusedPart, ParamSplit
+from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.streams import Streams
+from shardwise.tensor.apply import split_model
 
 HIDDEN, FEATURES, VOCAB, HEAD_DIM, PADDING = 16, 32, 37, 2, 3
 
@@ -108,12 +108,12 @@ def make_ids(num_samples: int = 2, length: int = 8) -> Tensor:
 
 def make_plan(degree: int) -> TensorPlan:
     """Of the transformer."""
-    vocab = (Part(VOCAB, is_padded=True),)
+    vocab = (FusedPart(VOCAB, is_padded=True),)
     layers = [LayerSplit("embed", "vocab", vocab), LayerSplit("head", "head", vocab)]
     regions, attributes = [], []
     for index in range(2):
         block = f"blocks.{index}"
-        heads, kv_heads, features = (Part(16, 8),), (Part(4, 2),), (Part(FEATURES),)
+        heads, kv_heads, features = (FusedPart(16, 8),), (FusedPart(4, 2),), (FusedPart(FEATURES),)
         for name, style, parts in (
             ("attention.q", "column", heads),
             ("attention.k", "column", kv_heads),
@@ -124,7 +124,7 @@ def make_plan(degree: int) -> TensorPlan:
             ("mlp.down", "row", features),
         ):
             layers.append(LayerSplit(f"{block}.{name}", style, parts))  # type: ignore[arg-type]
-        regions += [Region(f"{block}.attention", ("hidden",)), Region(f"{block}.mlp", ("x",))]
+        regions += [SharedInput(f"{block}.attention", ("hidden",)), SharedInput(f"{block}.mlp", ("x",))]
         attributes += [
             (f"{block}.attention", "num_heads", 8 // degree),
             (f"{block}.attention", "num_kv_heads", max(1, 2 // degree)),
@@ -185,7 +185,7 @@ def put_together(name: str, split: ParamSplit, locals_: Sequence[Tensor]) -> Ten
 def make_comm(pool: BufferPool | None = None) -> Comm:
     """All ranks, as a tensor-parallel group."""
     device = torch.device("cpu")
-    links = GroupLinks(dist.group.WORLD, device)  # type: ignore[arg-type]
+    links = ProcessGroupBackend(dist.group.WORLD, device)  # type: ignore[arg-type]
     comm = Comm(links, "tp", device, 20.0, Streams(device), pool or BufferPool(device))
     comm.books.recent = type(comm.books.recent)()  # without a bound
     return comm

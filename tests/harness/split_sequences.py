@@ -20,9 +20,9 @@ from harness.models import IGNORED, ModelCase
 from harness.reference import Trace
 from harness.tensor import train_on_mesh, train_plainly
 from harness.training import Overrides
-from shardwise.config import AttentionConfig
+from shardwise.config.resolve import AttentionConfig
 from shardwise.models import Decoder, lm_loss
-from shardwise.models.decoder import Block, DecoderConfig
+from shardwise.models.decoder import DecoderBlock, DecoderConfig
 
 NUM_MICRO_BATCHES: Final = 2
 NUM_STEPS: Final = 2
@@ -41,7 +41,7 @@ MODELS: Final[Mapping[str, tuple[AttentionConfig, int, int]]] = MappingProxyType
 )
 
 
-class DroppingBlock(Block):
+class DroppingBlock(DecoderBlock):
     """A layer that drops behind itself."""
 
     def forward(self, x: Tensor, rope: Tensor, positions: Tensor | None = None) -> Tensor:  # [B, S, E]

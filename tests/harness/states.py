@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import Engine, initialize
-from shardwise.zero.access import GRAD
+from shardwise.zero.state_access import GRAD
 
 States = dict[tuple[str, str], Tensor]
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.waiting import PATIENCE_S, is_running, wait_until
-from shardwise.checkpoint.folder import read_manifest, step_folders, step_of
+from shardwise.checkpoint.commit import read_manifest, step_folders, step_of
 from shardwise.checkpoint.manifest import StoredTensor
 
 SIGNALS = ("STOP", "KILL", "TERM", "INT", "HUP")
@@ -57,12 +57,12 @@ def before(owner, name, phase):
 
 LAST = int(os.environ.get("STOPS_LAST", 0))
 PATCHES = {
-    "shardwise.launch.group": lambda m: (before(m, "meet", "rendezvous"), before(m, "leave", "end")),
+    "shardwise.launch.process_group": lambda m: (before(m, "meet", "rendezvous"), before(m, "leave", "end")),
     "shardwise.train.loop": lambda m: (
         before(m.Trainer, "_take_step", lambda t: {0: "first step", 4: "steady step"}.get(t.engine.num_steps)),
         before(m.Trainer, "evaluate", "evaluation"),
     ),
-    "shardwise.checkpoint.saver": lambda m: before(
+    "shardwise.checkpoint.async_saver": lambda m: before(
         m._Save, "run", lambda s, _: "final save" if s.request.manifest.step == LAST else "save"
     ),
 }

@@ -25,13 +25,13 @@ from harness.models import IGNORED, ModelCase
 from harness.reference import Trace, train_reference
 from harness.training import Overrides, make_config, make_optimizer
 from shardwise import Engine, initialize
-from shardwise.config import AttentionConfig
+from shardwise.comm.loss import LossFn
+from shardwise.config.resolve import AttentionConfig
 from shardwise.dropout import KeyedDraws, key_dropouts
-from shardwise.loss import LossFn
 from shardwise.models import Decoder, lm_loss
+from shardwise.models.apply_attention import apply_attention
 from shardwise.models.decoder import DecoderConfig
-from shardwise.models.given_attention import give_attention
-from shardwise.wearing import float64_throughout
+from shardwise.runtime.float64 import float64_throughout
 
 NUM_STEPS: Final = 5
 NUM_MICRO_BATCHES: Final = 2  # of a data rank
@@ -200,7 +200,7 @@ def _decoder(num_layers: int = 3, tie_embeddings: bool = False, attention: Atten
 
 def _given(case: ModelCase) -> nn.Module:
     model = case.make()
-    give_attention(model, GIVEN_ATTENTION)
+    apply_attention(model, GIVEN_ATTENTION)
     return model
 
 

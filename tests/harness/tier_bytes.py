@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import shardwise.tiers.buffers
+import shardwise.offload.staging_buffers
 from harness.live_bytes import tensors_in
 from shardwise import Engine
 
@@ -42,7 +42,7 @@ class HostPages:
         self.peak_bytes = 0
 
     def __enter__(self) -> Self:
-        allocate = shardwise.tiers.buffers.host_pages
+        allocate = shardwise.offload.staging_buffers.host_pages
 
         def host_pages(num_bytes: int, pin_memory: bool = False) -> Tensor:
             pages = allocate(num_bytes, pin_memory)
@@ -54,7 +54,7 @@ class HostPages:
             weakref.finalize(storage, self._forget, id(storage))
             return pages
 
-        self._patch.setattr(shardwise.tiers.buffers, "host_pages", host_pages)
+        self._patch.setattr(shardwise.offload.staging_buffers, "host_pages", host_pages)
         return self
 
     def __exit__(self, *exception: Any) -> None:

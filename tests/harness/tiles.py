@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from shardwise.attention.kernels.tiles import ITEM_HEAD, Heads, Side, Tables
+from shardwise.attention.triton.lut import ITEM_HEAD, HeadGroups, Lut, TileSide
 
 
-def visits(tables: Tables, side: Side, shape: tuple[int, int, int], heads: Heads) -> np.ndarray:
+def visits(tables: Lut, side: TileSide, shape: tuple[int, int, int], heads: HeadGroups) -> np.ndarray:
     """How often each pair is visited, [heads or 1, Nq, Nk], walking the tables as the kernels do."""
     times = np.zeros(shape, dtype=int)
     lists = (tables.items.shape[2] - ITEM_HEAD) // 4
@@ -34,12 +34,12 @@ def visits(tables: Tables, side: Side, shape: tuple[int, int, int], heads: Heads
     return times
 
 
-def _add(times: np.ndarray, tile: np.ndarray, others: np.ndarray, seen: np.ndarray, side: Side) -> None:
+def _add(times: np.ndarray, tile: np.ndarray, others: np.ndarray, seen: np.ndarray, side: TileSide) -> None:
     assert len(set(others)) == len(others)
     times[np.ix_(tile, others) if side.of_queries else np.ix_(others, tile)] += seen if side.of_queries else seen.T
 
 
-def require_complete(tables: Tables, width: int, num_tokens: int) -> None:
+def require_complete(tables: Lut, width: int, num_tokens: int) -> None:
     """Each token is of one tile, and each slot of partial sums of one item and one merge."""
     for items, merges in zip(tables.items, tables.merges, strict=True):
         written = np.zeros(num_tokens, dtype=int)

@@ -13,18 +13,19 @@ from datetime import timedelta
 from unittest.mock import patch
 
 from harness.waiting import PATIENCE_S
-from shardwise import Engine, watchdog
-from shardwise.comm import Comm
-from shardwise.comm_books import CommBooks
-from shardwise.comm_p2p import PipeComm
+from shardwise import Engine
+from shardwise.comm import watchdog
+from shardwise.comm.collectives import Comm
+from shardwise.comm.p2p import P2PChannel
+from shardwise.comm.records import CommLog
 
 
-def fail_after(books: CommBooks, timeout_s: float) -> None:
+def fail_after(books: CommLog, timeout_s: float) -> None:
     """From now on the collectives and messages that are counted there, and checks of them, wait only so long."""
     if books.check is not None:
         books.check._timeout_s = timeout_s
     for each in gc.get_objects():
-        if type(each) in (Comm, PipeComm) and each.books is books:
+        if type(each) in (Comm, P2PChannel) and each.books is books:
             each._timeout = timedelta(seconds=timeout_s)
 
 

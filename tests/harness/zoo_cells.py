@@ -22,7 +22,7 @@ from harness.reference import PARITY, Trace, max_error, train_reference
 from harness.training import make_config, make_optimizer
 from harness.zoo import ZOO, Family
 from shardwise import Engine, initialize, propose_plan
-from shardwise.wearing import float64_throughout
+from shardwise.runtime.float64 import float64_throughout
 
 NUM_STEPS: Final = 3
 NUM_RANKS: Final = 2

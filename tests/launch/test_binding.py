@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 import shardwise
 from harness.pool import WorkerPool
-from shardwise.config import Config, ConfigError
-from shardwise.launch.binding import with_own_cores
-from shardwise.launch.cores import usable_cores
-from shardwise.mesh import open_store
+from shardwise.comm.mesh import open_store
+from shardwise.config.resolve import Config, ConfigError
+from shardwise.engine.initialize import with_own_cores
+from shardwise.launch.cpu_affinity import usable_cores
 
 BIND = Config.from_dict({"tiers": {"bind_cores": True}, "run": {"timeout_s": 60.0}})
 UNKNOWN = range(1000, 1008)  # no system says where they lie

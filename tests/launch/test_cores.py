@@ -8,9 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config import ConfigError
-from shardwise.launch import cores
-from shardwise.launch.cores import CorePlace, check_cores, num_cores, parse_list, read_places, share_of_cores, show_list
+from shardwise.config.resolve import ConfigError
+from shardwise.launch import cpu_affinity as cores
+from shardwise.launch.cpu_affinity import (
+    CorePlace,
+    check_cores,
+    num_cores,
+    parse_list,
+    read_places,
+    share_of_cores,
+    show_list,
+)
 
 USABLE = st.sets(st.integers(0, 300), min_size=1, max_size=64).map(sorted)
 TWO_NODES = {

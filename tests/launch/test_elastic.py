@@ -50,7 +50,7 @@ Path(f"done-{rank}").write_text(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {re
 TRAIN_SCRIPT = """
 import os, sys
 from pathlib import Path
-from shardwise import cli
+from shardwise.cli import main as cli
 
 end = os._exit
 os._exit = lambda code: (Path(f"exit-{os.environ['RANK']}").write_text(str(code)), end(code))
@@ -61,7 +61,7 @@ sys.exit(cli.main(["train", *sys.argv[1:]]))
 MORTAL_TRAIN_SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
-from shardwise import Engine, cli
+from shardwise import Engine; from shardwise.cli import main as cli
 
 how, num_deaths, victim, num_steps = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 train_step = Engine.train_step
@@ -280,7 +280,7 @@ def test_sigterm_ends_a_rank_that_waits_for_one_that_never_comes() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "shardwise.cli", "train", *train_settings(3)],
+        [sys.executable, "-m", "shardwise.cli.main", "train", *train_settings(3)],
         env=os.environ | place | {"MASTER_PORT": str(store.port)},
     )
     try:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 from shardwise.launch.environment import LAUNCHER_FD, RankEnv, detect, first_host, lone_rank
 
 TORCHRUN = {

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from shardwise.launch.failure import RankExit, describe_exit, exit_code, first_cause, report, tail
+from shardwise.launch.exit_report import RankExit, describe_exit, exit_code, first_cause, report, tail
 
 TRACEBACK = ["Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "    main()"]
 LOST = [*TRACEBACK, "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:9"]

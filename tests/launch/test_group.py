@@ -12,18 +12,18 @@ import pytest
 import torch.distributed as dist
 
 from harness.waiting import PATIENCE_S, wait_until
-from shardwise.config import ConfigError
-from shardwise.launch import group
+from shardwise.config.resolve import ConfigError
+from shardwise.launch import process_group as group
 from shardwise.launch.environment import RankEnv
-from shardwise.launch.group import LaunchError, gpu_index, meet, start_process_group
 from shardwise.launch.local import launch_local
+from shardwise.launch.process_group import LaunchError, gpu_index, meet, start_process_group
 
 RANK_SCRIPT = """
 import atexit, contextlib, os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from shardwise.launch.environment import detect, lone_rank
-from shardwise.launch.group import leave, start_process_group, stop_process_group
+from shardwise.launch.process_group import leave, start_process_group, stop_process_group
 
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
@@ -81,8 +81,8 @@ def end_once_come(monkeypatch: pytest.MonkeyPatch, store: dist.Store, rank: int)
         answer = f"answer/{number.decode()}"
         return store.check([answer]) and store.check([f"{store.get(answer).decode()}/arrived/{rank}"])
 
-    monkeypatch.setattr("shardwise.launch.group._VERDICT_S", PATIENCE_S)
-    monkeypatch.setattr("shardwise.launch.group.time.monotonic", lambda: 1.0 if has_come() else 0.0)
+    monkeypatch.setattr("shardwise.launch.process_group._VERDICT_S", PATIENCE_S)
+    monkeypatch.setattr("shardwise.launch.process_group.time.monotonic", lambda: 1.0 if has_come() else 0.0)
 
 
 def test_all_ranks_share_a_part_of_the_store_that_is_new_in_each_attempt():
@@ -140,7 +140,7 @@ def test_a_rank_restarted_while_the_others_meet_is_answered_again():
 
 
 def test_without_rank_0_the_others_say_so(monkeypatch):
-    monkeypatch.setattr("shardwise.launch.group._VERDICT_S", 0.0)
+    monkeypatch.setattr("shardwise.launch.process_group._VERDICT_S", 0.0)
     (error,) = meet_all(dist.HashStore(), [rank_env(1)], timeout_s=0.2)
     assert "waited for rank 0 at 127.0.0.1:29500, which did not come within 0.2 s or went away" in str(error)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from harness.waiting import PATIENCE_S, is_running, wait_until
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 from shardwise.launch import local
 from shardwise.launch.local import default_num_ranks, launch_local
 
@@ -299,7 +299,7 @@ sys.exit(launch_local([{script!r}, {str(folder)!r}], 2, Path({str(logs)!r}), gra
 
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
     code = """
-from shardwise.launch.rank import exit_with_parent
+from shardwise.launch.signals import exit_with_parent
 exit_with_parent(os.environ)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 note(f"child-pid-{rank}", subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid)
@@ -338,7 +338,7 @@ def test_in_a_terminal_rank_0_sees_it_and_ctrl_c_reaches_the_launcher_only(tmp_p
 
 def test_ranks_do_not_wait_for_ever_for_a_launcher_that_is_stopped(tmp_path):
     code = """
-from shardwise.launch.rank import exit_with_parent
+from shardwise.launch.signals import exit_with_parent
 exit_with_parent(os.environ)
 meet()
 time.sleep(600)

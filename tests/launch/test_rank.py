@@ -10,8 +10,8 @@ from contextlib import suppress
 import pytest
 
 from harness.waiting import PATIENCE_S, wait_until
-from shardwise.launch import rank
-from shardwise.launch.rank import StopFlag, exit_with_parent, install_stop_signal
+from shardwise.launch import signals as rank
+from shardwise.launch.signals import StopFlag, exit_with_parent, install_stop_signal
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ STUCK = """
 import signal, sys
 from datetime import timedelta
 import torch.distributed as dist
-from shardwise.launch.rank import install_stop_signal
+from shardwise.launch.signals import install_stop_signal
 
 for signum in (signal.SIGINT, signal.SIGTERM):
     signal.signal(signum, signal.SIG_DFL)

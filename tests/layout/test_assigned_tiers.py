@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from harness.models import CASES
-from shardwise.config import Config, Tier, TiersConfig
-from shardwise.layout.groups import GroupSpec, GroupTiers, ParamSpec
-from shardwise.layout.layout import TIERS, Layout, StateSpec, build_layout
-from shardwise.layout.stages import STAGES, Placement, effective_stage
-from shardwise.layout.tiers import assign_tiers
+from shardwise.config.resolve import Config, Tier, TiersConfig
+from shardwise.layout.layout import TIERS, Layout, StateSpec, assign_tiers, build_layout
+from shardwise.layout.param_groups import GroupSpec, GroupTiers, ParamSpec
+from shardwise.layout.zero_stages import STAGES, Placement, effective_stage
 
 SHARES = st.floats(0, 1)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from harness.models import CASES
-from shardwise.config import Config, Tier
+from shardwise.config.resolve import Config, Tier
 from shardwise.layout.layout import TIERS, Layout, build_layout
 
 # Through which memories the way leads.

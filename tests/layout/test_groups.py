@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.layout.groups import ALIGNMENT_NUMEL, GroupSpec, ParamSpec, build_groups
-from shardwise.layout.skeleton import ROOT, ParamEntry
-from shardwise.layout.stages import Placement
+from shardwise.layout.param_groups import ALIGNMENT_NUMEL, ROOT, GroupSpec, ParamEntry, ParamSpec, build_groups
+from shardwise.layout.zero_stages import Placement
 
 UNITS = ("blocks.0", "blocks.1")
 SHAPES = st.lists(st.integers(1, 7), max_size=3).map(tuple) | st.lists(st.integers(0, 3), max_size=3).map(tuple)

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from harness.models import CASES
-from shardwise._torch_private import OpMode
-from shardwise.config import Config, ConfigError, PrecisionConfig
+from shardwise.config.resolve import Config, ConfigError, PrecisionConfig
 from shardwise.layout.layout import Layout, build_layout
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.precision import PrecisionPolicy, precision_policy
-from shardwise.layout.stages import STAGES, Placement, effective_stage
+from shardwise.layout.zero_stages import STAGES, Placement, effective_stage
 from shardwise.models.decoder import Decoder
 from shardwise.models.presets import preset
+from shardwise.runtime.torch_private import OpMode
 
 STAGE_NUMBERS = st.integers(0, 3)
 # section `precision`: bytes an element of parameter (P), gradient at rest (G), optimizer under Adam (K)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config import Config, ConfigError
+from shardwise.config.resolve import Config, ConfigError
 from shardwise.layout.mesh_shape import AXES, DATA_AXES, GRADIENT_AXES, SHARD_AXES, Coordinate, MeshShape
 
 MESHES = st.builds(MeshShape, *[st.integers(1, 3)] * len(AXES))

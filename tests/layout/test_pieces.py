@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.layout.pieces import (
+from shardwise.layout.slicing import (
+    Chunk,
     LocalTensor,
-    Piece,
     Rect,
     apply_copies,
     flat_range_to_rects,
@@ -38,7 +38,7 @@ def read(tensor: np.ndarray, rect: Rect) -> np.ndarray:
     return tensor[(*map(slice, rect.start, rect.stop), ...)]  # the ellipsis makes a view of a 0-d array, too
 
 
-def fill(buffer: np.ndarray, tensor: np.ndarray, pieces: Sequence[Piece]) -> np.ndarray:
+def fill(buffer: np.ndarray, tensor: np.ndarray, pieces: Sequence[Chunk]) -> np.ndarray:
     """Write each piece of `tensor` at its place, and nothing over anything."""
     for piece in pieces:
         place = buffer[piece.local_offset : piece.local_stop]
@@ -55,7 +55,7 @@ class Sharding:
     degree: int
     num_shards: int
 
-    def shards(self, tensor: np.ndarray) -> list[tuple[tuple[Piece, ...], np.ndarray]]:
+    def shards(self, tensor: np.ndarray) -> list[tuple[tuple[Chunk, ...], np.ndarray]]:
         """The pieces, by the library, and the buffer, by NumPy, of each shard; the last is padded."""
         parts = [tensor] if self.dim is None else np.array_split(tensor, self.degree, axis=self.dim)
         found = []
@@ -137,7 +137,7 @@ def test_any_sharding_reshards_to_any_other(data: st.DataObject) -> None:
 @given(st.data())
 def test_overlap_finds_what_trying_every_pair_finds(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)
-    pieces = st.lists(st.builds(Piece, boxes(shape), st.integers(0, 9)), max_size=8)
+    pieces = st.lists(st.builds(Chunk, boxes(shape), st.integers(0, 9)), max_size=8)
     have, want = data.draw(pieces), data.draw(pieces)
     tried = [(a, b, rect) for a in have for b in want if (rect := a.rect.intersect(b.rect))]
     found = [(copy.source, copy.destination, copy.rect) for copy in overlap(have, want)]
@@ -219,8 +219,8 @@ def test_fuse_interleaves_qkv_by_heads() -> None:
 def test_vocabulary_padding_is_in_no_piece() -> None:
     last = LocalTensor.block((5, 4), Rect((3, 0), (5, 4)), numel=12)
     assert [intersect(last, start, start + 4) for start in (0, 4, 8)] == [
-        (Piece(Rect((3, 0), (4, 4)), 0),),
-        (Piece(Rect((4, 0), (5, 4)), 0),),
+        (Chunk(Rect((3, 0), (4, 4)), 0),),
+        (Chunk(Rect((4, 0), (5, 4)), 0),),
         (),
     ]
 
@@ -251,13 +251,13 @@ def test_what_is_no_slice_is_refused() -> None:
 def test_pieces_that_do_not_fit_their_buffer_are_refused() -> None:
     row = Rect((0, 0), (1, 4))
     with pytest.raises(ValueError, match=r"not within shape \(1, 3\)"):
-        LocalTensor((1, 3), (Piece(row, 0),), 4)
+        LocalTensor((1, 3), (Chunk(row, 0),), 4)
     with pytest.raises(ValueError, match="is empty or"):
-        LocalTensor((1, 4), (Piece(Rect((0, 0), (0, 4)), 0),), 4)
+        LocalTensor((1, 4), (Chunk(Rect((0, 0), (0, 4)), 0),), 4)
     with pytest.raises(ValueError, match="starts before offset 4, the end of the last"):
-        LocalTensor((1, 4), (Piece(row, 0), Piece(row, 3)), 8)
+        LocalTensor((1, 4), (Chunk(row, 0), Chunk(row, 3)), 8)
     with pytest.raises(ValueError, match="give at least numel=5"):
-        LocalTensor((1, 4), (Piece(row, 1),), 4)
+        LocalTensor((1, 4), (Chunk(row, 1),), 4)
 
 
 @given(st.data(), st.integers(0, 12))
@@ -301,7 +301,7 @@ def test_stacked_pieces_are_their_rectangle_row_major(data: st.DataObject) -> No
         assert sorted(part.local_offset for _, parts in found for part in parts) == [row.local_offset for row in rows]
 
 
-def _rows_of(piece: Piece) -> list[Piece]:
+def _rows_of(piece: Chunk) -> list[Chunk]:
     """A piece as one piece for each innermost row, or element of a vector."""
     *outer, length = piece.rect.shape or (1,)
     length = length if outer else 1

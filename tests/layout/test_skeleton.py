@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.config import ConfigError
-from shardwise.layout.skeleton import ROOT, ParamEntry, find_units, read_parameters
+from shardwise.config.resolve import ConfigError
+from shardwise.layout.param_groups import ROOT, ParamEntry, find_units, read_parameters
 
 
 class Block(nn.Module):

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config import ConfigError
-from shardwise.layout.pieces import LocalTensor, Rect, apply_copies, overlap
-from shardwise.layout.splits import ParamSplit, Part, nearest_legal
+from shardwise.config.resolve import ConfigError
+from shardwise.layout.slicing import LocalTensor, Rect, apply_copies, overlap
+from shardwise.layout.tp_sharding import FusedPart, ParamSplit, nearest_legal
 
 
 @st.composite
@@ -26,15 +26,15 @@ def param_splits(draw: st.DrawFn) -> ParamSplit:
 
 
 @st.composite
-def part(draw: st.DrawFn, degree: int) -> Part:
+def part(draw: st.DrawFn, degree: int) -> FusedPart:
     kind = draw(st.sampled_from(["indices", "heads", "shared", "padded"]))
     if kind == "padded":
-        return Part(draw(st.integers(1, 13)), is_padded=True)
+        return FusedPart(draw(st.integers(1, 13)), is_padded=True)
     if kind == "indices":
-        return Part(degree * draw(st.integers(1, 3)))
+        return FusedPart(degree * draw(st.integers(1, 3)))
     divisors = [number for number in range(1, degree + 1) if degree % number == 0]
     num_units = draw(st.sampled_from(divisors)) if kind == "shared" else degree * draw(st.integers(1, 3))
-    return Part(num_units * draw(st.integers(1, 3)), num_units)
+    return FusedPart(num_units * draw(st.integers(1, 3)), num_units)
 
 
 @given(param_splits())
@@ -80,7 +80,7 @@ def test_a_replicated_parameter_is_one_share_of_all() -> None:
 
 
 def test_the_last_ranks_of_a_small_vocabulary_hold_padding_alone() -> None:
-    split = ParamSplit((5, 2), degree=4, dim=0, parts=(Part(5, is_padded=True),))
+    split = ParamSplit((5, 2), degree=4, dim=0, parts=(FusedPart(5, is_padded=True),))
     assert split.local_shape == (2, 2)
     assert [str(share.source) for rank in range(4) for share in split.shares(rank)] == [
         "[0:2, 0:2]",
@@ -91,10 +91,15 @@ def test_the_last_ranks_of_a_small_vocabulary_hold_padding_alone() -> None:
 
 @pytest.mark.parametrize(
     ("part", "degree", "legal"),
-    [(Part(64, 32), 3, "2, 4"), (Part(12), 5, "4, 6"), (Part(64, 2), 3, "2"), (Part(8, 8), 16, None)],
+    [
+        (FusedPart(64, 32), 3, "2, 4"),
+        (FusedPart(12), 5, "4, 6"),
+        (FusedPart(64, 2), 3, "2"),
+        (FusedPart(8, 8), 16, None),
+    ],
 )
 def test_units_that_do_not_divide_are_refused_with_the_nearest_that_do(
-    part: Part, degree: int, legal: str | None
+    part: FusedPart, degree: int, legal: str | None
 ) -> None:
     if legal is None:
         part.check(degree, "num_heads")

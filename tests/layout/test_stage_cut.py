@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from harness.huggingface import build_model
-from shardwise.config import Config, ConfigError
-from shardwise.layout.cut import find_cut
-from shardwise.layout.skeleton import ParamEntry
-from shardwise.layout.stage_costs import UnitCost, estimate_costs
-from shardwise.layout.stage_cut import StageCut, cut_stages
-from shardwise.layout.stage_units import StageUnit, find_stage_units
+from shardwise.config.resolve import Config, ConfigError
+from shardwise.layout.param_groups import ParamEntry
+from shardwise.layout.stage_partition import StageCut, cut_stages, find_cut
+from shardwise.layout.stage_units import StageUnit, UnitCost, estimate_costs, find_stage_units
 from shardwise.models import Decoder, preset
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from harness.huggingface import FAMILIES, build_model
-from shardwise._torch_private import pytree
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 from shardwise.layout.stage_units import StageUnit, find_stage_units
 from shardwise.models import Decoder, DecoderConfig
+from shardwise.runtime.torch_private import pytree
 
 
 def decoder(*, tie_embeddings: bool = False) -> Decoder:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from shardwise.config import ConfigError
-from shardwise.layout.splits import ParamSplit, Part
-from shardwise.layout.tensor_plan import LayerSplit, Region, SequenceStack, TensorPlan, param_splits
+from shardwise.config.resolve import ConfigError
+from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, SharedInput, TensorPlan, param_splits
+from shardwise.layout.tp_sharding import FusedPart, ParamSplit
 
 
 class Block(nn.Module):
@@ -28,12 +28,12 @@ class Model(nn.Module):
 
 
 LAYERS = (
-    LayerSplit("embed", "vocab", (Part(13, is_padded=True),)),
-    LayerSplit("block.mlp.0", "column", (Part(32),)),
-    LayerSplit("block.mlp.2", "row", (Part(32),)),
-    LayerSplit("head", "head", (Part(13, is_padded=True),)),
+    LayerSplit("embed", "vocab", (FusedPart(13, is_padded=True),)),
+    LayerSplit("block.mlp.0", "column", (FusedPart(32),)),
+    LayerSplit("block.mlp.2", "row", (FusedPart(32),)),
+    LayerSplit("head", "head", (FusedPart(13, is_padded=True),)),
 )
-REGIONS = (Region("block.mlp", ("input",)),)
+REGIONS = (SharedInput("block.mlp", ("input",)),)
 STACKS = (SequenceStack("block", "x", "block", ("block",)),)
 PLAN = TensorPlan(LAYERS, REGIONS, STACKS)
 
@@ -87,15 +87,18 @@ def test_a_module_that_only_registers_a_tied_parameter_has_no_say() -> None:
     head = nn.Linear(8, 13)
     model = nn.ModuleDict({"first": Registers(head), "head": head})
     found = param_splits(model, TensorPlan((LAYERS[-1],)), 2, sequence_parallel=False)
-    assert found["first.bias"] == found["head.bias"] == ParamSplit((13,), 2, 0, (Part(13, is_padded=True),))
+    assert found["first.bias"] == found["head.bias"] == ParamSplit((13,), 2, 0, (FusedPart(13, is_padded=True),))
 
 
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (LayerSplit("block.mlp.0", "column", (Part(30),)), "the parts of block.mlp.0 have 30 indices but dim 0 of"),
-        (LayerSplit("block.mlp.0", "column", (Part(32, 1),)), None),
-        (LayerSplit("block.mlp.2", "row", (Part(32, 1),)), "tp=2 does not divide units of block.mlp.2=1; nearest"),
+        (
+            LayerSplit("block.mlp.0", "column", (FusedPart(30),)),
+            "the parts of block.mlp.0 have 30 indices but dim 0 of",
+        ),
+        (LayerSplit("block.mlp.0", "column", (FusedPart(32, 1),)), None),
+        (LayerSplit("block.mlp.2", "row", (FusedPart(32, 1),)), "tp=2 does not divide units of block.mlp.2=1; nearest"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(layer: LayerSplit, message: str | None) -> None:

@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_leaves
 from harness.live_bytes import LiveBytes, settled_bytes, storage_bytes
 from harness.pool import WorkerPool
 from harness.split_model import cut, make_comm
-from shardwise.config import AttentionConfig, Config, TensorConfig
-from shardwise.context.given import give_context
-from shardwise.hooks import run_forward
-from shardwise.layout.activations import LayerShape, activation_bytes_per_layer
+from shardwise.config.resolve import AttentionConfig, Config, TensorConfig
+from shardwise.context.apply import apply_context_parallel
+from shardwise.layout.activation_bytes import LayerShape, activation_bytes_per_layer
 from shardwise.layout.tensor_plan import tensor_layout
-from shardwise.models.decoder import Block, Decoder, DecoderConfig, rope_tables
-from shardwise.pool import BufferPool
-from shardwise.tensor.surgery import split_model
+from shardwise.models.decoder import Decoder, DecoderBlock, DecoderConfig, rope_tables
+from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.module_hooks import run_forward
+from shardwise.tensor.apply import split_model
 
 MICRO_SIZE = 2
 HEAD_DIM = 64
@@ -35,7 +35,7 @@ SPARSE = AttentionConfig(kind="bigbird", different_layout_per_head=True)
 
 def make_block(
     num_heads: int, num_kv_heads: int, dtype: torch.dtype, attention: AttentionConfig | None = None
-) -> tuple[Block, LayerShape]:
+) -> tuple[DecoderBlock, LayerShape]:
     """A block whose hidden size is not num_heads * head_dim, so that no two terms of the formula are alike."""
     sizes = {
         "hidden_size": 448,
@@ -46,7 +46,7 @@ def make_block(
     }
     attention = attention or AttentionConfig()
     config = DecoderConfig(vocab_size=64, num_layers=1, max_seq_len=512, attention=attention, **sizes)
-    return Block(config, dtype=dtype), LayerShape(**sizes)
+    return DecoderBlock(config, dtype=dtype), LayerShape(**sizes)
 
 
 def kept_bytes(
@@ -102,9 +102,9 @@ def test_a_block_keeps_what_the_ledger_says(
     wide = dtype.itemsize // 2  # the ledger's bytes are of bf16, but for the log-sum-exp
     a_token = wide * ((2 * h + 2 * h) + 2 * num_heads * d + 4 * num_kv_heads * d + 2 * num_heads * d)
     a_token += 4 * num_heads + wide * ((2 * h + 2 * h) + 8 * f)
-    ledger = seq_len * MICRO_SIZE * a_token
-    assert saved_bytes(block, x, rope) == pytest.approx(ledger, rel=1e-3)
-    assert kept_bytes(block, block, x, rope) == pytest.approx(ledger, rel=1e-3)
+    tracker = seq_len * MICRO_SIZE * a_token
+    assert saved_bytes(block, x, rope) == pytest.approx(tracker, rel=1e-3)
+    assert kept_bytes(block, block, x, rope) == pytest.approx(tracker, rel=1e-3)
 
 
 @pytest.mark.quick(4)
@@ -215,7 +215,9 @@ def kept_by_a_split_sequence(rank: int, world_size: int, mode: str) -> int:
     """What a middle block keeps on a rank of the cp axis."""
     shape = DecoderConfig(vocab_size=64, num_layers=3, max_seq_len=512, **SPLIT_SIZES)
     model = Decoder(shape, dtype=torch.float32)
-    given = give_context(model, Config.from_dict({"mesh": {"cp": world_size}}).resolve(world_size), make_comm())
+    given = apply_context_parallel(
+        model, Config.from_dict({"mesh": {"cp": world_size}}).resolve(world_size), make_comm()
+    )
     share = given.sequences.share(torch.zeros(MICRO_SIZE, SPLIT_LENGTH, dtype=torch.int64), has_more=False)
     positions = share.inputs["positions"]  # [S / cp]
 

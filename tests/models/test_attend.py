@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from harness.attention import reference_attention
-from shardwise.checkpoint.huggingface.describing import config_files, decoder_config, describe, describe_decoder
-from shardwise.config import AttentionConfig, Config, ConfigError, ModelConfig
-from shardwise.hooks import run_forward
+from shardwise.checkpoint.hf.config_files import config_files, decoder_config, describe, describe_decoder
+from shardwise.config.resolve import AttentionConfig, Config, ConfigError, ModelConfig
 from shardwise.models import Decoder, DecoderConfig, flops_per_token, generate, lm_loss
 from shardwise.models import decoder_config as chosen_config
-from shardwise.models.attend import BlockSparse, attend_densely, attend_of
-from shardwise.models.decoder import Attention, Block, rope_tables
-from shardwise.simulation import simulate
-from shardwise.tensor.layout import plan_layout
+from shardwise.models.decoder import DecoderAttention, DecoderBlock, rope_tables
+from shardwise.models.decoder_attention import BlockSparse, attend_densely, attend_of
+from shardwise.runtime.module_hooks import run_forward
+from shardwise.tensor.plan_layout import plan_layout
+from shardwise.verify.simulate import simulate
 
 SHAPE = DecoderConfig(
     vocab_size=64, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, head_dim=4, ffn_size=24, max_seq_len=32
@@ -37,7 +37,7 @@ def sparse(attention: AttentionConfig) -> Decoder:
 
 def attends_of(model: nn.Module) -> list[Any]:
     """What each layer attends by."""
-    return [module.attend for module in model.modules() if isinstance(module, Attention)]
+    return [module.attend for module in model.modules() if isinstance(module, DecoderAttention)]
 
 
 def layout_of(model: nn.Module, seq_len: int) -> Tensor:
@@ -56,7 +56,7 @@ def test_a_decoder_computes_what_its_layout_allows(attention: AttentionConfig) -
         return reference_attention(q, k, v, allowed)[0]
 
     for module in expected.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, DecoderAttention):
             module.attend = under_mask
     for each in (model, expected):
         lm_loss(each(tokens), tokens)[0].backward()
@@ -121,7 +121,7 @@ def test_recomputation_runs_the_op_again_only_where_its_output_is_not_kept(mode:
             return func(*args, **(kwargs or {}))
 
     config = dataclasses.replace(SHAPE, attention=BIGBIRD)
-    block = Block(config, dtype=torch.float64)
+    block = DecoderBlock(config, dtype=torch.float64)
     x = torch.randn(2, 16, 16, dtype=torch.float64, requires_grad=True)  # [B, S, E]
     rope = rope_tables(16, 4, 10_000.0, x.detach())
     with Counter() as counter:

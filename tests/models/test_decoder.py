@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 from shardwise.models.decoder import (
     Decoder,
     DecoderConfig,
@@ -23,7 +23,7 @@ from shardwise.models.decoder import (
     rotate,
 )
 from shardwise.models.presets import preset
-from shardwise.rng import init_parameters
+from shardwise.runtime.keyed_rng import init_parameters
 
 SMALL = DecoderConfig(
     vocab_size=37,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 from shardwise.models.decoder import Decoder
 from shardwise.models.generate import generate
 from shardwise.models.presets import preset

@@ -10,8 +10,8 @@ from torch import nn
 
 from harness.huggingface import FAMILIES, build_model
 from shardwise import initialize
-from shardwise.config import AttentionConfig, ConfigError
-from shardwise.models.given_attention import check_attention, give_attention
+from shardwise.config.resolve import AttentionConfig, ConfigError
+from shardwise.models.apply_attention import apply_attention, check_attention
 
 pytest.importorskip("transformers")
 WINDOW = AttentionConfig(kind="sliding-window", block=2, num_sliding_window_blocks=1)
@@ -64,12 +64,12 @@ def test_models_that_cannot_take_it_are_refused() -> None:
     mamba = build_model("mamba")
     with pytest.raises(ConfigError, match="does not look its attention up"):
         initialize(mamba, settings())
-    assert give_attention(mamba, AttentionConfig()) == []
+    assert apply_attention(mamba, AttentionConfig()) == []
 
 
 def test_heads_of_several_numbers_cannot_differ() -> None:
     both = nn.ModuleList([build_model("bert"), build_model("bert", num_attention_heads=2)])
     with pytest.raises(ConfigError, match=r"needs one number of heads, and ModuleList has \[2, 4\]"):
-        give_attention(both, AttentionConfig(kind="bigbird", block=2, different_layout_per_head=True))
-    (undo,) = give_attention(both, WINDOW)
+        apply_attention(both, AttentionConfig(kind="bigbird", block=2, different_layout_per_head=True))
+    (undo,) = apply_attention(both, WINDOW)
     undo()

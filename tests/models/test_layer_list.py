@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise import LayerList, LayerSpec
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 from shardwise.layout.stage_units import find_stage_units
 
 

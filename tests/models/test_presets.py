@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.config import ConfigError, ModelConfig
+from shardwise.config.resolve import ConfigError, ModelConfig
 from shardwise.models.decoder import num_params
 from shardwise.models.presets import PRESETS, decoder_config, preset
 

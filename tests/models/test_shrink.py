@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config import AttentionConfig, Config, ConfigError
+from shardwise.config.resolve import AttentionConfig, Config, ConfigError
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.models import PRESETS, Decoder, DecoderConfig, num_params, preset
 from shardwise.models.shrink import (
@@ -17,8 +17,8 @@ from shardwise.models.shrink import (
     shrink_layers,
     shrink_seq_len,
 )
-from shardwise.tensor.layout import plan_layout
-from shardwise.verify.fold import fold_mesh
+from shardwise.tensor.plan_layout import plan_layout
+from shardwise.verify.job import fold_mesh
 
 LLAMA = {
     "model_type": "llama",

@@ -14,7 +14,7 @@ from harness.pool import WorkerPool
 from harness.states import engine_of, square_loss, take_steps
 from harness.training import make_config
 from shardwise import Config, initialize, simulate
-from shardwise.checkpoint.folder import read_manifest
+from shardwise.checkpoint.commit import read_manifest
 from shardwise.layout.layout import build_layout
 
 BF16 = {"param": "bf16"}

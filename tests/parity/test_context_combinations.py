@@ -23,7 +23,7 @@ from harness.states import States, assert_same_bits, whole_states
 from harness.tensor import CLIP_NORM, SEED, batches_of, step_batches
 from harness.training import make_config, make_optimizer, merge_ranks
 from shardwise import Engine, initialize
-from shardwise.wearing import float64_throughout
+from shardwise.runtime.float64 import float64_throughout
 
 Overrides = dict[str, Any]
 

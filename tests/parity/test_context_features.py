@@ -20,7 +20,7 @@ from harness.tensor import batches_of
 from harness.training import make_config
 from shardwise import Config, ConfigError, Engine, initialize, simulate
 from shardwise.models import Decoder
-from shardwise.train.job import check_job
+from shardwise.train.setup import check_job
 
 CP2 = {"mesh": {"cp": 2}, "zero": {"stage": 3}}
 

@@ -22,11 +22,11 @@ from harness.reference import Trace, check_parity
 from harness.tensor import SEED, step_batches, train_on_mesh, train_plainly
 from harness.training import make_config, make_optimizer, merge_ranks
 from shardwise import initialize
-from shardwise.attention.spread import DenseStructure
-from shardwise.config import AttentionConfig, Config
-from shardwise.models.given_attention import give_attention
-from shardwise.simulation import simulate
-from shardwise.wearing import float64_throughout
+from shardwise.attention.cp_hook import DenseVisibility
+from shardwise.config.resolve import AttentionConfig, Config
+from shardwise.models.apply_attention import apply_attention
+from shardwise.runtime.float64 import float64_throughout
+from shardwise.verify.simulate import simulate
 
 pytest.importorskip("transformers")
 from shardwise.attention.huggingface import attends_causally, use_sparse_attention
@@ -55,9 +55,9 @@ def reference(name: str, num_data_ranks: int) -> Trace:
 
 def give(model: nn.Module, name: str) -> None:
     if name.startswith("sparse-"):
-        give_attention(model, SPARSE)
+        apply_attention(model, SPARSE)
     else:
-        use_sparse_attention(model, DenseStructure(attends_causally(model)))
+        use_sparse_attention(model, DenseVisibility(attends_causally(model)))
 
 
 CASES: dict[str, tuple[str, int, Options]] = {

@@ -16,8 +16,8 @@ from harness.pool import WorkerPool
 from harness.reference import call_model, max_error
 from harness.training import LR, make_config
 from shardwise import ConfigError, Engine, backward, initialize
-from shardwise.memory import Category
-from shardwise.zero.driver import ZeroDriver
+from shardwise.runtime.memory_tracker import Category
+from shardwise.zero.sharding_state import ShardingState
 
 CASE = CASES["odd-shapes"]
 # What is frozen in each step: a block, parts of blocks and of the root, all but the head, nothing.
@@ -182,7 +182,7 @@ def freeze_half_way(rank: int, world_size: int) -> bool:
     engine = initialize(model, make_config(2, {"zero": {"stage": 3}}), loss_fn=CASE.loss)
     (batches,) = make_batches(CASE, num_steps=1, world_size=world_size, num_micro_batches=2)
     freeze(model, ("blocks.1.up",))
-    make_group, made = ZeroDriver._make_group, []
+    make_group, made = ShardingState._make_group, []
 
     def make(*args: Any) -> Any:
         made.append(args)
@@ -191,7 +191,7 @@ def freeze_half_way(rank: int, world_size: int) -> bool:
         return make_group(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ZeroDriver, "_make_group", make)
+        patch.setattr(ShardingState, "_make_group", make)
         with pytest.raises((MemoryError, torch.OutOfMemoryError), match="no room for the second"):
             engine.train_step(batches[rank])
     engine.close()

@@ -21,8 +21,9 @@ from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity, own_loss
 from harness.training import make_config, make_optimizer, merge_ranks, reference_of, train_case
 from shardwise import initialize
-from shardwise.layout.skeleton import find_units
-from shardwise.wearing import ReleasedParameterError, float64_throughout
+from shardwise.layout.param_groups import find_units
+from shardwise.runtime.float64 import float64_throughout
+from shardwise.runtime.param_guard import ReleasedParameterError
 
 pytest.importorskip("transformers")
 

@@ -21,13 +21,14 @@ from harness.combinations import cover
 from harness.huggingface import VOCAB_SIZE, build_model
 from harness.pool import WorkerPool
 from harness.random_models import LayoutSpec
-from shardwise import Engine, cli, initialize
-from shardwise.checkpoint.loading import LoadReport
+from shardwise import Engine, initialize
+from shardwise.checkpoint.load import LoadReport
 from shardwise.checkpoint.manifest import CheckpointError
-from shardwise.deferred import ValueSource
+from shardwise.cli import main as cli
+from shardwise.deferred_init.parameters import ParamInitializer
 from shardwise.models import Decoder, DecoderConfig, lm_loss
-from shardwise.wearing import float64_throughout
-from shardwise.zero.access import GRAD
+from shardwise.runtime.float64 import float64_throughout
+from shardwise.zero.state_access import GRAD
 
 pytest.importorskip("transformers")
 
@@ -251,7 +252,7 @@ def fail_to_export(rank: int, world_size: int, folder: Path) -> list[str]:
             given = {"folder": folder / "hf", **options}
             with pytest.MonkeyPatch.context() as patch:
                 if "timeout_s" in given:
-                    patch.setattr("shardwise.checkpoint.disk._FOLDER_S", given.pop("timeout_s"))
+                    patch.setattr("shardwise.checkpoint.commit._FOLDER_S", given.pop("timeout_s"))
                 try:
                     engine.export_weights(given.pop("folder"), **given)
                 except CheckpointError as error:
@@ -390,7 +391,7 @@ def build_from(rank: int, world_size: int, layout: LayoutSpec, folder: Path, is_
         with shardwise.init(seed=3) if is_deferred else nullcontext():
             model = build_model("llama", tie_word_embeddings=True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ValueSource, "read", refuse)
+            patch.setattr(ParamInitializer, "read", refuse)
             config = {**layout.sections(), "precision": {"param": "bf16"}, "run": {"device": "cpu"}}
             try:
                 with initialize(model, config, weights=weights) as engine:

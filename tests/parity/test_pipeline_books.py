@@ -16,9 +16,9 @@ from harness.tensor import make_case, step_batches
 from harness.training import make_config
 from harness.wire_bytes import WireBytes, ring_equivalent_bytes
 from shardwise import Engine, Layout, initialize
-from shardwise.comm_books import Call
+from shardwise.comm.records import Collective
 from shardwise.layout.mesh_shape import SHARD_AXES
-from shardwise.memory import Category
+from shardwise.runtime.memory_tracker import Category
 
 Sections = dict[str, dict[str, Any]]
 NUM_MICRO_BATCHES = 3
@@ -148,7 +148,7 @@ def measure(rank: int, world_size: int, model: str, sections: Sections) -> Measu
             )
             return own_step()
 
-        def add(*args: Any, **kwargs: Any) -> Call:
+        def add(*args: Any, **kwargs: Any) -> Collective:
             call = own_add(*args, **kwargs)
             sent[call.axis, call.op, call.name] += call.wire_bytes
             return call

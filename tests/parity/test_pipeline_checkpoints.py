@@ -18,7 +18,7 @@ from harness.pool import WorkerPool
 from harness.states import States, assert_same_bits
 from harness.tensor import make_case
 from shardwise import Engine, init, initialize
-from shardwise.checkpoint.folder import read_manifest, step_name
+from shardwise.checkpoint.commit import read_manifest, step_name
 from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.checkpoint.show import describe_layout
 from shardwise.models import Decoder, lm_loss

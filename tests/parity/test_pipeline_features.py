@@ -24,8 +24,8 @@ from harness.tier_bytes import HostPages
 from harness.time_outs import fail_after
 from harness.training import make_config, make_optimizer, merge_ranks
 from shardwise import ConfigError, Engine, NonFiniteLossError, initialize
-from shardwise.memory import Category
-from shardwise.wearing import float64_throughout
+from shardwise.runtime.float64 import float64_throughout
+from shardwise.runtime.memory_tracker import Category
 
 pytest.importorskip("transformers")
 
@@ -396,12 +396,12 @@ def use_and_close(
     engine.close()
     gc.collect()
     held = [each for each in model.parameters() if not each.is_meta]
-    ledger = engine.memory.snapshot().live_bytes
+    tracker = engine.memory.snapshot().live_bytes
     found = {
         "closed": settled_bytes(live) - baseline - storage_bytes(held),
         "shared": sum(each.untyped_storage().nbytes() - each.nbytes for each in held),
         "worn": len({type(each) for each in model.parameters()} - {nn.Parameter}),
-        "ledger": sum(num_bytes for category, num_bytes in ledger.items() if category != Category.OTHER),
+        "ledger": sum(num_bytes for category, num_bytes in tracker.items() if category != Category.OTHER),
         "host": engine.tiers.memory.snapshot().total_bytes + pages.live_bytes,
         "threads": sum("shardwise" in each.name for each in threading.enumerate() if each not in others),
         "hooks": sum(

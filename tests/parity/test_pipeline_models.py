@@ -19,8 +19,8 @@ from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity
 from harness.training import make_config, merge_ranks, reference_of
 from shardwise import Config, init, initialize
-from shardwise.deferred import ValueSource
-from shardwise.wearing import float64_throughout
+from shardwise.deferred_init.parameters import ParamInitializer
+from shardwise.runtime.float64 import float64_throughout
 
 NUM_STEPS = 2
 CLIP_NORM = 0.05
@@ -158,7 +158,7 @@ def test_a_rank_never_holds_the_values_of_other_stages(ranks: WorkerPool, how: s
         with nullcontext() if how == "drawn" else init(seed=3):
             torch.manual_seed(0)
             plain = nn.Sequential(*(nn.Linear(WIDE, WIDE, bias=False) for _ in range(NUM_WIDE)))
-        source = ValueSource(plain, seed=3)
+        source = ParamInitializer(plain, seed=3)
         x = torch.ones(2, WIDE)
         for name, _ in plain.named_parameters():
             x = x @ source.read(name).t()

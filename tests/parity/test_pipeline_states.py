@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from harness.pool import WorkerPool
 from harness.states import assert_same_bits, whole_states
 from shardwise import Engine, initialize
-from shardwise.checkpoint.folder import read_manifest, step_name
-from shardwise.wearing import ReleasedParameterError
+from shardwise.checkpoint.commit import read_manifest, step_name
+from shardwise.runtime.param_guard import ReleasedParameterError
 
 WIDTH = 4
 FIRST, NORM, SECOND, LAST = "0.weight", "1.running_mean", "2.weight", "4.weight"  # of stages 0, 0, 1, 1

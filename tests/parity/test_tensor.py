@@ -19,7 +19,7 @@ from harness.tensor import MICRO_SIZE, MODELS, make_case, step_batches, train_sp
 from harness.training import make_config, merge_ranks
 from shardwise import initialize
 from shardwise.dropout import KeyedDraws, key_dropouts
-from shardwise.wearing import float64_throughout
+from shardwise.runtime.float64 import float64_throughout
 
 pytest.importorskip("transformers")
 

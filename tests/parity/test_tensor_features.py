@@ -19,9 +19,9 @@ from harness.training import make_config, make_optimizer
 from shardwise import ConfigError, Engine, init, initialize
 from shardwise import backward as backward_common
 from shardwise.models.generate import generate
+from shardwise.runtime.float64 import float64_throughout
 from shardwise.tensor.plans import find_plan
-from shardwise.wearing import float64_throughout
-from shardwise.zero.tensor_parts import cut
+from shardwise.zero.tp_params import cut
 
 pytest.importorskip("transformers")
 

@@ -15,7 +15,7 @@ from harness.pool import WorkerPool
 from harness.tensor import make_case
 from harness.training import make_config
 from shardwise import initialize
-from shardwise.wearing import float64_throughout
+from shardwise.runtime.float64 import float64_throughout
 
 pytest.importorskip("transformers")
 

@@ -21,9 +21,10 @@ from harness.pool import WorkerPool
 from harness.random_models import NUM_WORDS, PLAN, LayoutSpec, ModelSpec, RandomModel, layouts, specs
 from harness.states import States, assert_same_bits, whole_states
 from shardwise import Engine, initialize
-from shardwise.checkpoint import spans
-from shardwise.tiers import tiers
-from shardwise.zero import params, streamed
+from shardwise.checkpoint import file_ranges as spans
+from shardwise.offload import tiers
+from shardwise.zero import offloaded_step as streamed
+from shardwise.zero import param_group as params
 
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "adamw": {"name": "adamw"},

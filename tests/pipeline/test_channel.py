@@ -17,18 +17,24 @@ from torch import Tensor
 from harness.pool import RankError, WorkerPool
 from harness.time_outs import fail_after
 from harness.waiting import PATIENCE_S
-from shardwise._torch_private import fake_tensors
-from shardwise.comm import MeshNetwork
-from shardwise.comm_books import CommBooks, CommError
-from shardwise.comm_p2p import PipeComm, Pipes
-from shardwise.config import ConfigError
+from shardwise.comm.backends import SimulatedFactory
+from shardwise.comm.collectives import ProcessGroupFactory
+from shardwise.comm.mesh import Mesh
+from shardwise.comm.p2p import P2PChannel, P2PChannels
+from shardwise.comm.records import CommError, CommLog
+from shardwise.config.resolve import ConfigError
 from shardwise.layout.mesh_shape import MeshShape
-from shardwise.mesh import Mesh
-from shardwise.pipeline.channel import AnyChannel, Boundary, Channel, LocalChannel, leaves_with_gradient
-from shardwise.pipeline.messages import MAX_PACKINGS
-from shardwise.pipeline.packing import put_together, take_apart
-from shardwise.simulated_links import SimulatedNetwork
-from shardwise.streams import Streams
+from shardwise.pipeline.boundary import (
+    Boundary,
+    BoundaryChannel,
+    BoundaryChannelLike,
+    SameRankChannel,
+    leaves_with_gradient,
+)
+from shardwise.pipeline.boundary_messages import MAX_PACKINGS
+from shardwise.pipeline.pytree_codec import put_together, take_apart
+from shardwise.runtime.streams import Streams
+from shardwise.runtime.torch_private import fake_tensors
 
 CPU = torch.device("cpu")
 HEADER_BYTES = 40
@@ -41,20 +47,22 @@ class Pair(NamedTuple):
     right: Any
 
 
-class OneLinePipes(Pipes):
+class OneLinePipes(P2PChannels):
     """As on NCCL: tensors from one rank to another pass in one order, without tags."""
 
-    def open(self, ends: tuple[int, int], name: str, tag: int, on_host: bool = False) -> PipeComm:
+    def open(self, ends: tuple[int, int], name: str, tag: int, on_host: bool = False) -> P2PChannel:
         return super().open(ends, name, tag if on_host else 10_000, on_host)
 
     def line(self, ends: tuple[int, int]) -> deque[Any]:
         return self._lines.setdefault(ends, deque())
 
 
-def make_pipes(world_size: int, kind: type[Pipes] = Pipes, timeout_s: float = 20.0) -> tuple[Pipes, CommBooks]:
+def make_pipes(
+    world_size: int, kind: type[P2PChannels] = P2PChannels, timeout_s: float = 20.0
+) -> tuple[P2PChannels, CommLog]:
     shape = MeshShape(pp=world_size)
-    network = MeshNetwork(Mesh(shape, timeout_s), CPU)
-    books = CommBooks(network.rank)
+    network = ProcessGroupFactory(Mesh(shape, timeout_s), CPU)
+    books = CommLog(network.rank)
     return kind(network, shape, CPU, timeout_s, Streams(CPU), books), books
 
 
@@ -141,7 +149,9 @@ def difference(received: Any, sent: Any) -> str:
 def exchange(rank: int, world_size: int, seed: int) -> list[str]:
     """Send 50 values and receive 50 others, each end at its own pace."""
     pipes, _ = make_pipes(world_size)
-    channels = [Channel(pipes, Boundary(index, (index, 1 - index), f"stage {index}"), [Pair]) for index in range(2)]
+    channels = [
+        BoundaryChannel(pipes, Boundary(index, (index, 1 - index), f"stage {index}"), [Pair]) for index in range(2)
+    ]
     out, back = channels[rank], channels[1 - rank]
     values, awaited = random_values(seed + rank, 50), random_values(seed + 1 - rank, 50)
     pace = random.Random(100 * seed + rank)
@@ -172,7 +182,7 @@ def test_any_values_pass_both_ways_at_any_pace(ranks: WorkerPool, seed: int) -> 
 def pass_in_one_line(rank: int, world_size: int, seed: int) -> list[str]:
     """Two channels and their gradients from rank 0 to rank 1, in an order that both know, as NCCL demands."""
     pipes, _ = make_pipes(world_size, OneLinePipes)
-    channels = [Channel(pipes, Boundary(index, (0, 1), f"stage {index}"), [Pair]) for index in range(2)]
+    channels = [BoundaryChannel(pipes, Boundary(index, (0, 1), f"stage {index}"), [Pair]) for index in range(2)]
     values = [random_values(seed + index, 30) for index in range(2)]
     rng = random.Random(seed)
     order = [(which, index) for index in range(30) for which in range(2)]
@@ -206,8 +216,8 @@ def test_channels_share_a_line_without_tags(ranks: WorkerPool, seed: int) -> Non
 def train_three_stages(rank: int, world_size: int) -> list[Any]:
     """y = 3 (2 x + 1), of which the middle stage passes on a part that gets no gradient."""
     pipes, _ = make_pipes(world_size)
-    before = Channel(pipes, Boundary(rank - 1, (rank - 1, rank), f"cut {rank - 1}")) if rank > 0 else None
-    behind = Channel(pipes, Boundary(rank, (rank, rank + 1), f"cut {rank}")) if rank < 2 else None
+    before = BoundaryChannel(pipes, Boundary(rank - 1, (rank - 1, rank), f"cut {rank - 1}")) if rank > 0 else None
+    behind = BoundaryChannel(pipes, Boundary(rank, (rank, rank + 1), f"cut {rank}")) if rank < 2 else None
     results: list[Any] = []
     for step in range(4):
         x = torch.full((2 + step // 2,), float(step), requires_grad=True)
@@ -241,7 +251,7 @@ def test_gradients_travel_back_and_none_stays_none(ranks: WorkerPool) -> None:
 
 def count_bytes(rank: int, world_size: int, shapes: list[int]) -> dict[str, tuple[int, int]]:
     pipes, books = make_pipes(world_size)
-    channel = Channel(pipes, Boundary(0, (0, 1), "cut"))
+    channel = BoundaryChannel(pipes, Boundary(0, (0, 1), "cut"))
     for size in shapes:
         value = {"hidden": torch.ones(size, 4), "step": 1}
         (channel.send(value) if rank == 0 else channel.post_receive()).wait()
@@ -267,7 +277,7 @@ def drop_and_close(rank: int, world_size: int) -> tuple[list[int], int]:
     pipes, _ = make_pipes(world_size)
     gc.collect()
     before = num_tensors()
-    channel: Any = Channel(pipes, Boundary(0, (0, 1), "cut"))
+    channel: Any = BoundaryChannel(pipes, Boundary(0, (0, 1), "cut"))
     wanted = []
     if rank == 0:
         for index in range(6):
@@ -295,7 +305,7 @@ def test_what_nobody_waits_for_ends_and_nothing_stays(ranks: WorkerPool) -> None
 def use_many_packings(rank: int, world_size: int) -> bool:
     """More than are kept, one of which stays agreed until the one that pushes out the oldest comes."""
     pipes, _ = make_pipes(world_size)
-    channel = Channel(pipes, Boundary(0, (0, 1), "cut"))
+    channel = BoundaryChannel(pipes, Boundary(0, (0, 1), "cut"))
     sizes = [*range(MAX_PACKINGS), 0, 0, MAX_PACKINGS, 0, 1, 2, 2, 2, 1]
     if rank == 0:
         for each in [channel.send(torch.full((size + 1,), size)) for size in sizes]:
@@ -310,7 +320,7 @@ def test_packings_are_forgotten_alike(ranks: WorkerPool) -> None:
 
 def lose_a_neighbour(rank: int, world_size: int, how: str) -> str:
     pipes, books = make_pipes(world_size)
-    channel = Channel(pipes, Boundary(0, (0, 1), "cut"))
+    channel = BoundaryChannel(pipes, Boundary(0, (0, 1), "cut"))
     channel.send(torch.ones(2)).wait() if rank == 0 else channel.post_receive().wait()
     if rank == 0:
         if how == "dies":
@@ -336,7 +346,7 @@ def test_neighbour_that_dies_or_hangs_is_named(ranks: WorkerPool) -> None:
 
 def receive_unknown(rank: int, world_size: int) -> str:
     pipes, _ = make_pipes(world_size)
-    channel = Channel(pipes, Boundary(0, (0, 1), "cut"))
+    channel = BoundaryChannel(pipes, Boundary(0, (0, 1), "cut"))
     if rank == 0:
         channel.send(Pair(torch.ones(1), None)).wait()
         return ""
@@ -352,7 +362,7 @@ def test_unknown_type_is_named(ranks: WorkerPool) -> None:
 
 
 def test_local_channel_hands_over_detached_values() -> None:
-    channel: AnyChannel = LocalChannel()
+    channel: BoundaryChannelLike = SameRankChannel()
     values = random_values(3, 20)
     letters = [channel.post_receive() for _ in values]
     for value in values:
@@ -375,11 +385,11 @@ def test_simulated_channel_counts_what_a_real_one_sends(ranks: WorkerPool) -> No
     shapes = [3, 3, 3, 5, 5, 5, 3]
     real = ranks(2).run(count_bytes, shapes)
     for rank in range(2):
-        books, shape = CommBooks(rank), MeshShape(pp=2)
-        pipes = Pipes(SimulatedNetwork(shape, rank, "gloo"), shape, CPU, 1.0, Streams(CPU), books)
+        books, shape = CommLog(rank), MeshShape(pp=2)
+        pipes = P2PChannels(SimulatedFactory(shape, rank, "gloo"), shape, CPU, 1.0, Streams(CPU), books)
         with fake_tensors():
             values = [{"hidden": torch.ones(size, 4), "step": 1} for size in shapes]
-            channel = Channel(pipes, Boundary(0, (0, 1), "cut"), describe=iter(values).__next__)
+            channel = BoundaryChannel(pipes, Boundary(0, (0, 1), "cut"), describe=iter(values).__next__)
             for value in values:
                 arrived = (channel.send(value) if rank == 0 else channel.post_receive()).wait()
                 assert rank == 0 or arrived["hidden"].shape == value["hidden"].shape
@@ -388,14 +398,14 @@ def test_simulated_channel_counts_what_a_real_one_sends(ranks: WorkerPool) -> No
 
 def test_simulated_gradients_are_those_of_what_was_sent() -> None:
     shape = MeshShape(pp=2)
-    pipes = Pipes(SimulatedNetwork(shape, 0, "gloo"), shape, CPU, 1.0, Streams(CPU), CommBooks(0))
+    pipes = P2PChannels(SimulatedFactory(shape, 0, "gloo"), shape, CPU, 1.0, Streams(CPU), CommLog(0))
     with fake_tensors():
-        channel = Channel(pipes, Boundary(0, (0, 1), "cut"))
+        channel = BoundaryChannel(pipes, Boundary(0, (0, 1), "cut"))
         channel.send([torch.ones(2, 3, requires_grad=True), torch.ones(4)])
         gradients = channel.post_gradients().wait()
     assert [tuple(each.shape) for each in gradients] == [(2, 3)]
     with pytest.raises(ValueError, match="give `describe`"):
-        Channel(
-            Pipes(SimulatedNetwork(shape, 1, "gloo"), shape, CPU, 1.0, Streams(CPU), CommBooks(1)),
+        BoundaryChannel(
+            P2PChannels(SimulatedFactory(shape, 1, "gloo"), shape, CPU, 1.0, Streams(CPU), CommLog(1)),
             Boundary(1, (0, 1), "cut"),
         )

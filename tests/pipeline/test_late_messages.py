@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from harness.late_streams import LateDevice
-from shardwise.comm_books import RECEIVE, SEND, CommBooks
-from shardwise.comm_p2p import PipeComm
-from shardwise.pipeline.messages import Inbox, Outbox, Way
-from shardwise.streams import PipeLane, Streams
+from shardwise.comm.p2p import P2PChannel
+from shardwise.comm.records import RECEIVE, SEND, CommLog
+from shardwise.pipeline.boundary_messages import P2PDirection, Receiver, Sender
+from shardwise.runtime.streams import P2PStreamKey, Streams
 
 CPU = torch.device("cpu")
 
@@ -67,7 +67,7 @@ class NearLinks:
         device, held = self._device, weakref.ref(buffer)
 
         def run() -> None:
-            sender = device._streams[PipeLane(SEND, 1)]  # type: ignore[index]
+            sender = device._streams[P2PStreamKey(SEND, 1)]  # type: ignore[index]
             while not self._mail:
                 assert sender.num_done < len(sender.queue), "nobody sends what is received"
                 sender.run_until(sender.num_done + 1)
@@ -84,16 +84,16 @@ class LateEnds:
     """Two ways from rank 0 to rank 1, over one pair of streams; `books` of either rank."""
 
     def __init__(self, device: LateDevice) -> None:
-        self.books = [CommBooks(rank) for rank in range(2)]
+        self.books = [CommLog(rank) for rank in range(2)]
         tensors, lines = deque[Tensor](), [deque[Any](), deque[Any]()]
-        self.outboxes: list[Outbox] = []
-        self.inboxes: list[Inbox] = []
+        self.outboxes: list[Sender] = []
+        self.inboxes: list[Receiver] = []
         for index in range(2):
             headers, texts = deque[Tensor](), deque[Tensor]()
             for rank in range(2):
                 books, mails = self.books[rank], ((headers, None), (texts, None), (tensors, device))
                 pipes = [
-                    PipeComm(
+                    P2PChannel(
                         NearLinks(rank, mail, late),  # type: ignore[arg-type]
                         books.open_pipe("pp", (0, 1), f"way {index}.{place}"),
                         (0, 1),
@@ -105,11 +105,11 @@ class LateEnds:
                     )
                     for place, (mail, late) in enumerate(mails)
                 ]
-                way = Way(f"way {index}", *pipes, lines[rank])
+                way = P2PDirection(f"way {index}", *pipes, lines[rank])
                 if rank == 0:
-                    self.outboxes.append(Outbox(way))
+                    self.outboxes.append(Sender(way))
                 else:
-                    self.inboxes.append(Inbox(way, (), None))
+                    self.inboxes.append(Receiver(way, (), None))
 
 
 def make_value(rng: random.Random, size: int) -> list[Tensor]:
@@ -153,7 +153,7 @@ def test_host_runs_ahead_and_the_watchdog_sees_what_is_enqueued() -> None:
             books.explain = lambda call: None
         sent = ends.outboxes[0].send([torch.ones(2)])
         letter = ends.inboxes[0].post()
-        received_before = device._streams[PipeLane(SEND, 1)].num_done  # type: ignore[index]
+        received_before = device._streams[P2PStreamKey(SEND, 1)].num_done  # type: ignore[index]
         assert received_before == 0
         assert not sent.is_done()
         assert letter.wait()[0].tolist() == [1.0, 1.0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import Config, ConfigError, measure_units
-from shardwise.layout.cut import find_cut
+from shardwise.layout.stage_partition import find_cut
 
 SLOW_S = 0.02
 

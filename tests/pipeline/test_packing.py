@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from shardwise.config import ConfigError
-from shardwise.pipeline.packing import (
-    Packing,
+from shardwise.config.resolve import ConfigError
+from shardwise.pipeline.pytree_codec import (
+    PytreeSpec,
     containers_in,
     plain_from_json,
     plain_to_json,
@@ -37,7 +37,7 @@ class Colour(StrEnum):
 def passed(value: Any, *types: type) -> Any:
     """The value after it has been on the wire."""
     packing, tensors, plain = take_apart(value)
-    return put_together(Packing.from_json(packing.to_json()), tensors, plain_from_json(plain_to_json(plain)), types)
+    return put_together(PytreeSpec.from_json(packing.to_json()), tensors, plain_from_json(plain_to_json(plain)), types)
 
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -114,6 +114,6 @@ def test_nothing_is_imported_for_the_wire() -> None:
         put_together(packing, tensors, plain)
     for name in ("os.system", "builtins.eval", "subprocess.Popen"):
         with pytest.raises(ConfigError, match="does not know"):
-            put_together(Packing(json.dumps([name, None, []]), ()), [], [])
+            put_together(PytreeSpec(json.dumps([name, None, []]), ()), [], [])
     with pytest.raises(ConfigError, match="sent dtype 'load', unknown here"):
-        Packing.from_json(json.dumps(['"tensor"', [[[1], "load", False]]]))
+        PytreeSpec.from_json(json.dumps(['"tensor"', [[[1], "load", False]]]))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.emulated_pipeline import pipeline_error
-from shardwise.pipeline.parts import CutError
+from shardwise.pipeline.stage_module import CutError
 
 WIDTH = 6
 TOLERANCE = 1e-9

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.pool import WorkerPool
 from harness.split_model import make_comm
-from shardwise._torch_private import fake_tensors
-from shardwise.hooks import hook_gradient, recompute_forward
 from shardwise.models.decoder import Decoder, DecoderConfig, lm_loss
-from shardwise.pipeline.weight_queue import WeightQueue
-from shardwise.tensor.ops import TensorOps
+from shardwise.pipeline.split_backward import WeightGradQueue
+from shardwise.runtime.module_hooks import hook_gradient, recompute_forward
+from shardwise.runtime.torch_private import fake_tensors
+from shardwise.tensor.mappings import TpMappings
 
 Layer = Callable[[Tensor, nn.Parameter, nn.Parameter], Tensor]
 
@@ -68,7 +68,7 @@ def both_ways(
     y = run()
     y.square().sum().backward()
     whole = pulled(*inputs, *weights)
-    queue = WeightQueue()
+    queue = WeightGradQueue()
     with queue.splitting():
         y_split = run()
         y_split.square().sum().backward()
@@ -132,7 +132,7 @@ def test_what_is_not_split_has_its_gradients_at_once() -> None:
     both_ways(lambda: F.linear(x, weight[:, :6]), [x, weight], [], 0)  # a slice is no parameter
     with torch.autocast("cpu", torch.bfloat16):
         both_ways(lambda: F.linear(x, weight).float(), [x, weight], [], 0)
-    queue = WeightQueue()
+    queue = WeightGradQueue()
     with queue.splitting(), torch.no_grad():
         assert F.linear(x, weight).grad_fn is None
     queue.check_empty()
@@ -199,7 +199,7 @@ def test_recomputation(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["full", "non-reentrant"])
 def test_a_recomputation_that_is_not_split_is_an_error(how: str) -> None:
-    run, queue = checkpointed(Block(), how), WeightQueue()
+    run, queue = checkpointed(Block(), how), WeightGradQueue()
     with queue.splitting():
         y = run(torch.randn(2, 6, requires_grad=True))
     with pytest.raises(torch.utils.checkpoint.CheckpointError):
@@ -213,7 +213,7 @@ def test_micro_batches_in_flight_drain_in_any_order() -> None:
     for x in xs:
         block(x).sum().backward()
         expected.append(pulled(*block.up.parameters(), *block.down.parameters()))
-    queue = WeightQueue()
+    queue = WeightGradQueue()
     with queue.splitting():
         ys = [block(x).sum() for x in xs]
     for index, y in enumerate(ys):
@@ -236,7 +236,7 @@ def test_hooks_fire_once_a_drain_with_the_whole_gradient() -> None:
     weight.register_hook(lambda gradient: seen.append(("tensor", gradient.clone())))
     hook_gradient(weight, lambda gradient: seen.append(("weight", gradient)))
     hook_gradient(bias, lambda gradient: seen.append(("bias", gradient)))
-    queue = WeightQueue()
+    queue = WeightGradQueue()
     with queue.splitting():
         F.linear(F.linear(x, weight, bias), weight).sum().backward()
     assert seen == []
@@ -250,7 +250,7 @@ def test_hooks_fire_once_a_drain_with_the_whole_gradient() -> None:
 def test_each_gradient_is_delivered_before_the_next_is_computed() -> None:
     weights = [nn.Parameter(torch.randn(6, 6)) for _ in range(3)]
     order: list[str] = []
-    queue = WeightQueue()
+    queue = WeightGradQueue()
     with queue.splitting():
         y = torch.randn(2, 6)
         for weight in weights:
@@ -274,7 +274,7 @@ def test_each_gradient_is_delivered_before_the_next_is_computed() -> None:
 
 def test_what_is_held_is_counted_once_and_freed() -> None:
     weights = [nn.Parameter(torch.randn(6, 6)) for _ in range(3)]
-    x, queue = torch.randn(4, 6).clone(), WeightQueue()
+    x, queue = torch.randn(4, 6).clone(), WeightGradQueue()
     seen = weakref.ref(x)
     with queue.splitting():
         ys = [F.linear(x, weight) for weight in weights]
@@ -302,7 +302,7 @@ def test_a_held_gradient_whose_memory_a_parameter_shares(is_taken: bool) -> None
     whole = pulled(weight, shift)
     if is_taken:
         hook_gradient(shift, lambda gradient: None)
-    queue = WeightQueue()
+    queue = WeightGradQueue()
     for index in range(2):
         with queue.splitting():
             loss().backward()
@@ -316,7 +316,7 @@ def test_a_held_gradient_whose_memory_a_parameter_shares(is_taken: bool) -> None
 
 
 def test_keys() -> None:
-    queue, weight = WeightQueue(), nn.Parameter(torch.randn(6, 6))
+    queue, weight = WeightGradQueue(), nn.Parameter(torch.randn(6, 6))
     queue.collect((0, 0))
     queue.drain((0, 0))
     with pytest.raises(RuntimeError, match=r"of \(0, 0\) were not collected, or are drained; run its BACKWARD_INPUT"):
@@ -335,12 +335,12 @@ def test_keys() -> None:
 
 def test_gradients_of_gradients_are_refused() -> None:
     x, weight = torch.randn(2, 6, requires_grad=True), nn.Parameter(torch.randn(6, 6))
-    with WeightQueue().splitting(), pytest.raises(RuntimeError, match="create_graph=True inside WeightQueue"):
+    with WeightGradQueue().splitting(), pytest.raises(RuntimeError, match="create_graph=True inside WeightQueue"):
         torch.autograd.grad(F.linear(x, weight).sum(), x, create_graph=True)
 
 
 def test_changes_in_place_are_seen() -> None:
-    x, weight, queue = torch.randn(2, 6), nn.Parameter(torch.randn(6, 6)), WeightQueue()
+    x, weight, queue = torch.randn(2, 6), nn.Parameter(torch.randn(6, 6)), WeightGradQueue()
     with queue.splitting():
         y = F.linear(x, weight)
         with torch.no_grad():
@@ -375,7 +375,7 @@ def test_compiled_code_is_not_split(is_warm: bool) -> None:
 class Parallel(nn.Module):
     """A column and a row layer; with sequences, the row scatters its sum."""
 
-    def __init__(self, ops: TensorOps, is_sequence: bool, is_transposed: bool) -> None:
+    def __init__(self, ops: TpMappings, is_sequence: bool, is_transposed: bool) -> None:
         super().__init__()
         self.ops, self.is_sequence, self.is_transposed = ops, is_sequence, is_transposed
         shapes = [(6, 4), (4, 6)]
@@ -391,7 +391,7 @@ class Parallel(nn.Module):
 
 
 def split_parallel(rank: int, world_size: int, overlap_chunks: int) -> dict[str, int]:
-    ops = TensorOps(make_comm(), overlap_chunks)
+    ops = TpMappings(make_comm(), overlap_chunks)
     counts = {}
     for is_sequence in (False, True):
         for is_transposed in (False, True):
@@ -401,7 +401,7 @@ def split_parallel(rank: int, world_size: int, overlap_chunks: int) -> dict[str,
                 if mode != "none":
                     recompute_forward(layer, mode)
                 x = torch.randn(2, 4, 4, dtype=torch.float64, requires_grad=True)
-                queue = WeightQueue()
+                queue = WeightGradQueue()
                 with queue.splitting():
                     layer(x).square().sum().backward()
                 num_split = len(queue._queued)
@@ -427,7 +427,7 @@ def test_tensor_parallel_layers(ranks: WorkerPool, overlap_chunks: int) -> None:
 def test_fake_tensors() -> None:
     """A simulated rank's products are split too, and what they hold has its size."""
     with fake_tensors():
-        x, weight, queue = torch.randn(4, 6, requires_grad=True), nn.Parameter(torch.randn(6, 6)), WeightQueue()
+        x, weight, queue = torch.randn(4, 6, requires_grad=True), nn.Parameter(torch.randn(6, 6)), WeightGradQueue()
         with queue.splitting():
             (F.linear(x, weight) + F.linear(x, weight)).sum().backward()
         assert weight.grad is None

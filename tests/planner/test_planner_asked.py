@@ -10,19 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config import Config
+from shardwise.config.resolve import Config
 from shardwise.models.presets import preset
-from shardwise.planner.asked import Model, ask, read_model, usual_dtype
-from shardwise.planner.capacity import shortfall
-from shardwise.planner.catalogue import find_gpu
-from shardwise.planner.clusters import parse_cluster
 from shardwise.planner.fit import CHUNK_TOKENS, family_shape, fit, largest, setups
-from shardwise.planner.hardware import Fitted, Host
-from shardwise.planner.interval import SHARES, interval_s, kind_of
-from shardwise.planner.job import Job, Strategy
+from shardwise.planner.hardware import FittedConstants, Host, find_gpu, parse_cluster
+from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
+from shardwise.planner.memory_limit import shortfall
 from shardwise.planner.profile import Profile
+from shardwise.planner.request import ModelSource, ask, read_model, usual_dtype
 from shardwise.planner.shape import ModelShape
+from shardwise.planner.step_time import SHARES, interval_s, kind_of
 
 NODE = parse_cluster("h100:8")
 SHAPE = ModelShape.of_decoder(preset("25m"), "25m")
@@ -59,12 +57,12 @@ def test_what_is_given_goes_before_what_a_file_says(tmp_path: Path) -> None:
 
 
 def test_a_batch_alone_splits_nothing() -> None:
-    assert not Model(shape=SHAPE, given=frozenset({"batch.micro_size", "precision.param"})).is_split
-    assert Model(shape=SHAPE, settings={"zero.stage": 3}).is_split
+    assert not ModelSource(shape=SHAPE, given=frozenset({"batch.micro_size", "precision.param"})).is_split
+    assert ModelSource(shape=SHAPE, settings={"zero.stage": 3}).is_split
 
 
 def test_windows_of_a_model_or_of_the_attention_that_replaces_it() -> None:
-    windowed = Model(shape=replace(SHAPE, window=100), longest=4096)
+    windowed = ModelSource(shape=replace(SHAPE, window=100), longest=4096)
     assert ask(windowed, NODE, global_batch=8).job.shape.window == 100
     sliding = Config.from_dict({"attention": {"kind": "sliding-window", "block": 64}})
     assert ask(replace(windowed, config=sliding), NODE, global_batch=8).job.shape.window == 128
@@ -148,13 +146,13 @@ def test_one_more_of_what_fits_does_not() -> None:
 
     def fits(seq_len: int, micro_size: int) -> bool:
         strategy = replace(stage_3.setup.strategy, micro_size=micro_size)
-        job = Job(shape=narrow, seq_len=seq_len, global_batch=strategy.global_batch, cluster=cluster)
+        job = PlanJob(shape=narrow, seq_len=seq_len, global_batch=strategy.global_batch, cluster=cluster)
         return shortfall(MemoryModel(job).estimate(strategy), cluster, 0.25) is None
 
     assert stage_3.shape is not None
     heads = stage_3.shape.num_heads
     assert heads % 4 == 0
-    job = Job(shape=stage_3.shape, seq_len=512, global_batch=8, cluster=cluster)
+    job = PlanJob(shape=stage_3.shape, seq_len=512, global_batch=8, cluster=cluster)
     assert shortfall(MemoryModel(job).estimate(stage_3.setup.strategy), cluster, 0.25) is None
     larger = replace(job, shape=family_shape(heads + 4))
     assert shortfall(MemoryModel(larger).estimate(stage_3.setup.strategy), cluster, 0.25) is not None
@@ -182,11 +180,11 @@ def test_sizes_end_where_nobody_goes() -> None:
         (Strategy(matmul="fp8", zero_stage=3), {}, "narrow"),
         (Strategy(param="fp32"), {}, "unfitted"),
         (Strategy(param="fp32", matmul="tf32"), {}, "unfitted"),
-        (Strategy(param="fp32"), {"fitted": Fitted()}, "unfitted"),
+        (Strategy(param="fp32"), {"fitted": FittedConstants()}, "unfitted"),
     ],
 )
 def test_how_well_a_time_is_known(strategy: Strategy, facts: dict[str, Any], kind: str) -> None:
-    job = Job(shape=SHAPE, seq_len=512, global_batch=8, cluster=replace(NODE, gpu=replace(NODE.gpu, **facts)))
+    job = PlanJob(shape=SHAPE, seq_len=512, global_batch=8, cluster=replace(NODE, gpu=replace(NODE.gpu, **facts)))
     assert kind_of(job, strategy) == kind
     profile = Profile(device="cpu", num_ranks=1, num_threads=1, memory_bytes=1.0)
     assert kind_of(replace(job, cluster=replace(job.cluster, profile=profile)), strategy) == "measured"
@@ -197,6 +195,6 @@ def test_how_well_a_time_is_known(strategy: Strategy, facts: dict[str, Any], kin
 def test_what_is_known_better_is_told_more_closely() -> None:
     kinds = ("measured", "usual", "narrow", "gathered", "unfitted")
     assert sorted(SHARES, key=lambda kind: SHARES[kind]) == list(kinds)
-    fitted = replace(NODE.gpu, fitted=Fitted())
-    job = Job(shape=SHAPE, seq_len=512, global_batch=8, cluster=replace(NODE, gpu=fitted))
+    fitted = replace(NODE.gpu, fitted=FittedConstants())
+    job = PlanJob(shape=SHAPE, seq_len=512, global_batch=8, cluster=replace(NODE, gpu=fitted))
     assert kind_of(job, Strategy()) == "unfitted"

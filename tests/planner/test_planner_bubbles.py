@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from shardwise.planner.bubbles import bubble_rate, deferred_share
-from shardwise.planner.case_prices import predict
-from shardwise.planner.cases import read_case
+from planner_eval.bubbles import bubble_rate, deferred_share
+from planner_eval.cases import read_case
+from planner_eval.prices import predict
 from shardwise.schedule.op_times import OpTimes
 
 CASES = Path(__file__).parents[1] / "data" / "planner_cases.json"

@@ -9,11 +9,10 @@ import torch
 
 from harness.engine_memory import job_of
 from shardwise.models import DecoderConfig
-from shardwise.planner.buffers import BufferTable, Gathered
-from shardwise.planner.folded import FoldedLayout, RankFolds
+from shardwise.planner.compact_layout import CompactLayout, RankLayerCounts
 from shardwise.planner.job import Strategy
-from shardwise.planner.sums import sums_of, tied_bytes
-from shardwise.pool import BufferPool
+from shardwise.planner.pool_walk import BufferTable, GatheredUnits, sums_of, tied_bytes
+from shardwise.runtime.buffer_pool import BufferPool
 
 SHAPE = DecoderConfig(
     vocab_size=96, num_layers=3, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=144, max_seq_len=64
@@ -24,11 +23,11 @@ NARROW, WIDE = torch.bfloat16, torch.float32
 NUM_ROUNDS = 3
 
 
-def folds_of(strategy: Strategy, rank: int = 0) -> RankFolds:
-    return FoldedLayout(JOB).rank(strategy, rank)
+def folds_of(strategy: Strategy, rank: int = 0) -> RankLayerCounts:
+    return CompactLayout(JOB).rank(strategy, rank)
 
 
-def numels(folds: RankFolds) -> dict[str, int]:
+def numels(folds: RankLayerCounts) -> dict[str, int]:
     """Elements of the flat buffer of each group."""
     return {fold.group.name: fold.group.padded_numel for fold in folds.folds}
 
@@ -162,7 +161,7 @@ def test_a_table_that_two_ranks_share_is_summed_in_fp32() -> None:
     whole = Strategy(pp=2, num_micro_batches=2)
     shards = replace(whole, dp_shard=2, zero_stage=1)
     table = SHAPE.vocab_size * SHAPE.hidden_size
-    folded = FoldedLayout(TIED)
+    folded = CompactLayout(TIED)
     assert [tied_bytes(folded.rank(each, 1)) for each in (whole, shards)] == [4 * table, 2 * table]
     assert tied_bytes(folds_of(whole)) == 0
     both_ends = replace(whole, schedule="zb-v", virtual_stages=2)
@@ -173,7 +172,7 @@ def test_a_stage_gathers_its_own_table_alone_where_it_gathers_each_time() -> Non
     strategy = Strategy(pp=2, dp_shard=2, zero_stage=3, num_micro_batches=2, schedule="zb-v", virtual_stages=2)
     each_time = replace(strategy, gather="micro-batch")
     folds = folds_of(each_time)
-    first, last = (Gathered.of(each_time, folds, index) for index in (0, 1))
+    first, last = (GatheredUnits.of(each_time, folds, index) for index in (0, 1))
     assert first.root == numels(folds)["root@0"]
     assert last.root == numels(folds)["root@3"]
-    assert Gathered.of(strategy, folds_of(strategy)).num_bytes(0) == 2 * folds.numel
+    assert GatheredUnits.of(strategy, folds_of(strategy)).num_bytes(0) == 2 * folds.numel

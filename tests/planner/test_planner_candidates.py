@@ -8,18 +8,25 @@ from typing import Any
 
 import pytest
 
-from shardwise.config import ConfigError
-from shardwise.layout.stages import Placement
-from shardwise.planner.bounds import bubble_share
-from shardwise.planner.candidates import Outline, Rest, Space, divisors, outlines, rests, strategy_at
-from shardwise.planner.catalogue import find_gpu
+from shardwise.config.resolve import ConfigError
+from shardwise.layout.zero_stages import Placement
+from shardwise.planner.candidates import (
+    ParallelismCandidate,
+    PlacementCandidate,
+    SearchSpace,
+    divisors,
+    outlines,
+    rests,
+    strategy_at,
+)
+from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.configs import config_of
-from shardwise.planner.folded import FoldedLayout
-from shardwise.planner.hardware import Cluster
-from shardwise.planner.job import Job, Strategy
+from shardwise.planner.hardware import Cluster, find_gpu
+from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.pipeline_time import PipelineTimes, StageTimes
+from shardwise.planner.search import bubble_share
 from shardwise.planner.shape import ModelShape
-from shardwise.train.job import check_job
+from shardwise.train.setup import check_job
 
 SHAPE = ModelShape(
     num_layers=4,
@@ -34,12 +41,12 @@ SHAPE = ModelShape(
 PLAIN: dict[str, tuple[Any, ...]] = {"recompute": ("none",), "schedule": ("1f1b",), "transport": ("ring",)}
 
 
-def job_of(num_gpus: int, global_batch: int) -> Job:
+def job_of(num_gpus: int, global_batch: int) -> PlanJob:
     cluster = Cluster(gpu=find_gpu("h100"), num_gpus=num_gpus, gpus_per_node=4, nic_bytes_per_s=50e9)
-    return Job(shape=SHAPE, seq_len=2048, global_batch=global_batch, cluster=cluster)
+    return PlanJob(shape=SHAPE, seq_len=2048, global_batch=global_batch, cluster=cluster)
 
 
-def is_run(job: Job, strategy: Strategy) -> bool:
+def is_run(job: PlanJob, strategy: Strategy) -> bool:
     """Whether the engine takes it."""
     try:
         check_job(config_of(job, strategy), strategy.num_ranks)
@@ -72,7 +79,7 @@ def test_every_mesh_that_the_engine_runs_is_an_outline(num_gpus: int, global_bat
             each.micro_size,
             each.num_micro_batches,
         )
-        for each in outlines(job, Space(pins={**PLAIN, "heads_over": (None,)}))
+        for each in outlines(job, SearchSpace(pins={**PLAIN, "heads_over": (None,)}))
     ]
     assert len(found) == len(set(found))
     assert set(found) == expected
@@ -86,7 +93,7 @@ def test_every_way_to_split_sequences_that_the_engine_runs_is_an_outline() -> No
     pins = {"cp": (4,), "recompute": ("none",), "micro_size": (1,)}
     every = set()
     for teams in ({}, {"heads_over": (None, 2, 4)}):
-        space = Space(pins={**pins, **teams})
+        space = SearchSpace(pins={**pins, **teams})
         every |= {(each.transport, each.heads_over) for each in outlines(job, space) if each.tp == 1}
     # A team of all is Ulysses, which has a name of its own.
     assert every == {(how, team) for how, team in expected if team != 4}
@@ -102,11 +109,13 @@ def test_every_schedule_that_the_engine_runs_is_an_outline() -> None:
         if is_run(job, replace(base, schedule=name, virtual_stages=num))
     }
     expected -= {("zb-v", 1)}  # 2, by its other name
-    space = Space(pins={"pp": (2,), "micro_size": (1,), "recompute": ("none",)})
+    space = SearchSpace(pins={"pp": (2,), "micro_size": (1,), "recompute": ("none",)})
     assert {(each.schedule, each.virtual_stages) for each in outlines(job, space)} == expected
 
 
-def kind_of(folded: FoldedLayout, outline: Outline, rest: Rest, base: Strategy) -> tuple[object, ...]:
+def kind_of(
+    folded: CompactLayout, outline: ParallelismCandidate, rest: PlacementCandidate, base: Strategy
+) -> tuple[object, ...]:
     """What makes the engine's layout another one."""
     strategy = strategy_at(outline, rest, base)
     layout = folded.rank(strategy).layout
@@ -120,10 +129,10 @@ def kind_of(folded: FoldedLayout, outline: Outline, rest: Rest, base: Strategy) 
 def test_every_way_to_rest_that_is_another_layout_is_tried_once(pp: int, cp: int) -> None:
     job = job_of(4 * pp * cp, 4)
     pins: dict[str, tuple[Any, ...]] = {"pp": (pp,), "cp": (cp,), "tp": (1,), "micro_size": (1,), **PLAIN}
-    (outline, *_) = outlines(job, Space(pins={**pins, "heads_over": (None,)}))
-    space, folded = Space(offloads=False), FoldedLayout(job)
+    (outline, *_) = outlines(job, SearchSpace(pins={**pins, "heads_over": (None,)}))
+    space, folded = SearchSpace(offloads=False), CompactLayout(job)
     every = {
-        kind_of(folded, outline, Rest(stage, dp_shard, gather, *["device"] * 4), space.base)
+        kind_of(folded, outline, PlacementCandidate(stage, dp_shard, gather, *["device"] * 4), space.base)
         for stage, dp_shard, gather in product(range(4), (1, 2, 4), ("batch", "micro-batch"))
     }
     found = [kind_of(folded, outline, rest, space.base) for rest in rests(job, space, outline)]

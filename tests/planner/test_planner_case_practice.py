@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from shardwise.planner.case_prices import is_of_first_rank, memory_gib, memory_kind_of, predict_row
-from shardwise.planner.cases import read_case
-from shardwise.planner.job import Practice, Strategy
+from planner_eval.cases import read_case
+from planner_eval.prices import is_of_first_rank, memory_gib, memory_kind_of, predict_row
+from shardwise.planner.job import FrameworkTraits, Strategy
 
 LLAMA = {
     "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "ffn_type": "swiglu", "vocab": 128256,
@@ -22,7 +22,7 @@ def row(model: dict[str, Any], gpu: str = "H100", num_gpus: int = 16, **parallel
     return {"id": "x", "model": model, "hardware": hardware, "parallel": {"micro_batch": 1, **parallel}}
 
 
-def known(row: dict[str, Any]) -> tuple[Strategy, Practice]:
+def known(row: dict[str, Any]) -> tuple[Strategy, FrameworkTraits]:
     case = read_case(row)
     assert case.job is not None
     assert case.strategy is not None

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from shardwise.planner import case_prices
-from shardwise.planner.bubbles import bubble_rate
-from shardwise.planner.case_prices import (
+from planner_eval import prices
+from planner_eval.bubbles import bubble_rate
+from planner_eval.cases import Case, read_case
+from planner_eval.prices import (
     convention_of,
     flops_per_token,
     memory_gib,
@@ -19,11 +20,10 @@ from shardwise.planner.case_prices import (
     predict_row,
     settled,
 )
-from shardwise.planner.cases import Case, read_case
-from shardwise.planner.job import Job, Strategy
+from shardwise.planner.estimate import Pricer
+from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.pipeline_time import PipelineTimes
-from shardwise.planner.pricing import Pricer
-from shardwise.planner.results import MemoryEstimate, Price, RankMemory, TimeEstimate
+from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate
 from shardwise.planner.step_time import TimeModel
 
 GIB = 2**30
@@ -49,11 +49,11 @@ class MadeUp:
         self.peak_gib, self.step_s, self.asked = peak_gib, step_s, list[Strategy]()
         self.time = SimpleNamespace(pipelines=None)
 
-    def __call__(self, job: Job) -> MadeUp:
+    def __call__(self, job: PlanJob) -> MadeUp:
         self.job = job
         return self
 
-    def price(self, strategy: Strategy) -> Price:
+    def price(self, strategy: Strategy) -> Estimate:
         self.asked.append(strategy)
         step_s = self.step_s(strategy)
         peaks = self.peak_gib(strategy)
@@ -62,13 +62,13 @@ class MadeUp:
             for rank, peak in enumerate(peaks)
         )
         time = TimeEstimate(step_s=step_s, low_s=step_s, high_s=step_s, parts={}, bubble_rate=0.375)
-        return Price(job=self.job, strategy=strategy, memory=MemoryEstimate(ranks=ranks), time=time)
+        return Estimate(job=self.job, strategy=strategy, memory=MemoryEstimate(ranks=ranks), time=time)
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
     found = MadeUp(lambda strategy: (1.0, 2.0), lambda strategy: 1.0 + strategy.micro_size)
-    monkeypatch.setattr(case_prices, "Pricer", found)
+    monkeypatch.setattr(prices, "Pricer", found)
     return found
 
 

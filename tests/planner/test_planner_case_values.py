@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from shardwise.planner.case_prices import predict_row
-from shardwise.planner.case_words import gpu_of
-from shardwise.planner.cases import Case, KnownStates, read_case
-from shardwise.planner.catalogue import find_gpu
-from shardwise.planner.job import Job, Practice, Strategy
+from planner_eval.cases import Case, KnownStates, read_case
+from planner_eval.prices import predict_row
+from planner_eval.words import gpu_of
+from shardwise.planner.hardware import find_gpu
+from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
 from shardwise.planner.shape import Experts, ModelShape
 
 # What holds of all published code, whatever it was.
@@ -34,7 +34,7 @@ def written(model: dict[str, Any], gpu: str, num_gpus: int, /, **more: Any) -> d
     return {"id": "x", "model": model, "hardware": {"gpu": gpu, "num_gpus": num_gpus} | hardware, "parallel": more}
 
 
-def known(row: dict[str, Any]) -> tuple[Case, Job, Strategy]:
+def known(row: dict[str, Any]) -> tuple[Case, PlanJob, Strategy]:
     case = read_case(row)
     assert case.job is not None
     assert case.strategy is not None
@@ -45,7 +45,7 @@ def strategy_of(**parallel: Any) -> Strategy:
     return known(written(LLAMA, parallel.pop("gpu", "H100"), parallel.pop("num_gpus", 32), **parallel))[2]
 
 
-def told(value: Strategy | Practice) -> dict[str, Any]:
+def told(value: Strategy | FrameworkTraits) -> dict[str, Any]:
     """What is not as usual."""
     found = {each.name: getattr(value, each.name) for each in fields(value)}
     usual = {each.name: each.default for each in fields(value)}

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from shardwise.config import ConfigError
-from shardwise.planner.case_refusals import MAX_STAGES, refusal, stages_refusal
-from shardwise.planner.case_rows import flag, number, tidied
-from shardwise.planner.case_words import (
+from planner_eval.refusals import MAX_STAGES, refusal, stages_refusal
+from planner_eval.rows import flag, number, tidied
+from planner_eval.words import (
     attention_of,
     find_written_gpu,
     gpu_of,
@@ -24,6 +23,7 @@ from shardwise.planner.case_words import (
     schedule_of,
     searched_schedule_of,
 )
+from shardwise.config.resolve import ConfigError
 
 READINGS: list[tuple[Callable[[str | None], Any], dict[Any, tuple[str | None, ...]]]] = [
     (

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.planner.case_prices import convention_of, flops_per_token, predict
-from shardwise.planner.cases import Case, read_case
+from planner_eval.cases import Case, read_case
+from planner_eval.prices import convention_of, flops_per_token, predict
 
 ROWS: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "data/planner_cases.json").read_text(encoding="utf-8")

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.config import ConfigError
-from shardwise.planner.catalogue import ENTRIES, GPUS, find_gpu, known_gpu
-from shardwise.planner.hardware import Fitted
+from shardwise.config.resolve import ConfigError
+from shardwise.planner.hardware import ENTRIES, GPUS, FittedConstants, find_gpu, known_gpu
 
 CASES = json.loads((Path(__file__).parents[1] / "data/planner_cases.json").read_text())["cases"]
 
@@ -121,5 +120,5 @@ def test_figures_are_those_of_the_data_sheets():
     assert device.peak_flops_per_s == {"fp32": 67e12, "tf32": 494.5e12, "fp16": 989e12, "bf16": 989e12, "fp8": 1979e12}
     assert device.host_bytes_per_s == pytest.approx(55.4e9)  # of PCIe 5's 64 over 16 lanes
     assert (device.num_cores, device.link_domain, device.has_pairwise_links) == (132, 8, False)
-    assert device.fitted != Fitted()
+    assert device.fitted != FittedConstants()
     assert find_gpu("mi300x").has_pairwise_links

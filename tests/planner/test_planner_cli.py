@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import cli
-from shardwise.config import Config
-from shardwise.planner.capacity import USUAL_MARGIN
+from shardwise.cli import main as cli
+from shardwise.config.resolve import Config
+from shardwise.planner.memory_limit import USUAL_MARGIN
 from shardwise.planner.profile import CollectiveTime, MatmulTime, Profile, write_profile
 from shardwise.planner.search import Limits
-from shardwise.train.job import check_job
+from shardwise.train.setup import check_job
 
 SMALL = ["--model", "25m", "--cluster", "h100:4", "--global-batch", "16", "--seq", "512"]
 MEGATRON = (
@@ -118,7 +118,7 @@ def test_files_are_written_though_who_reads_has_seen_enough(monkeypatch):
     def refuse(self, *args, **kwargs):
         raise BrokenPipeError
 
-    monkeypatch.setattr("shardwise.terminal.Terminal.print", refuse)
+    monkeypatch.setattr("shardwise.report.console.Terminal.print", refuse)
     monkeypatch.setattr("os.dup2", lambda *descriptors: None)
     assert cli.main(["plan", *SMALL, "--write", "best.toml", "--json", "plan.json"]) == 141
     assert sorted(each.name for each in Path().iterdir()) == ["best.toml", "plan.json"]
@@ -323,7 +323,7 @@ def measured() -> Profile:
 
 def test_a_measured_machine_needs_no_cluster(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("shardwise.train.here.default_num_ranks", lambda device: 2)
+    monkeypatch.setattr("shardwise.cli.this_machine.default_num_ranks", lambda device: 2)
     place = write_profile(measured(), tmp_path / "cache" / "shardwise")
     text = printed(capsys, *SMALL[:2], *SMALL[4:], "--write", "best.toml")
     assert "2 processes on this machine's CPU" in text

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import cli, cli_plan
-from shardwise.cli_plan import _check_flags as check_flags
-from shardwise.cli_plan import _positive as positive
-from shardwise.cli_plan import _share as share
-from shardwise.cli_plan import _start_words as start_words
-from shardwise.cli_plan import add_command, parse_ranks
-from shardwise.config import ConfigError
-from shardwise.planner.clusters import parse_cluster
+from shardwise.cli import main as cli
+from shardwise.cli import plan as cli_plan
+from shardwise.cli.plan import _check_flags as check_flags
+from shardwise.cli.plan import _positive as positive
+from shardwise.cli.plan import _share as share
+from shardwise.cli.plan import _start_words as start_words
+from shardwise.cli.plan import add_command, parse_ranks
+from shardwise.config.resolve import ConfigError
+from shardwise.planner.hardware import parse_cluster
 
 QUESTIONS = {"": [], "--explain": ["--explain", "x"], "--fit": ["--fit"], "--refit": ["--refit", "x"]}
 QUESTIONS |= {"--dry-run": ["--dry-run"]}
@@ -102,7 +103,7 @@ def test_a_config_is_started_on_each_node() -> None:
     path = Path("plan.toml")
     two = parse_cluster("h100:2x8")
     torchrun = "start it by torchrun"
-    launched = "-m shardwise.cli train plan.toml"
+    launched = "-m shardwise.cli.main train plan.toml"
     assert start_words(path, two, is_here=False) == f"{torchrun} --nnodes 2 --nproc-per-node 8 {launched}"
     one = replace(two, num_gpus=8)
     assert start_words(path, one, is_here=False) == f"{torchrun} --nproc-per-node 8 {launched}"

@@ -4,10 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.config import ConfigError
-from shardwise.planner.catalogue import find_gpu
-from shardwise.planner.clusters import KEYS, cluster_words, parse_cluster, usual_node
-from shardwise.planner.hardware import Cluster, Host
+from shardwise.config.resolve import ConfigError
+from shardwise.planner.hardware import KEYS, Cluster, Host, cluster_words, find_gpu, parse_cluster, usual_node
 
 
 @pytest.mark.parametrize(

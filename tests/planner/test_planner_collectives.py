@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config import ConfigError
-from shardwise.planner.catalogue import find_gpu
+from shardwise.config.resolve import ConfigError
 from shardwise.planner.collectives import (
     CALL_S,
     COLLISIONS,
@@ -19,13 +18,13 @@ from shardwise.planner.collectives import (
     OPS,
     PCIE_HOP_S,
     PEER_S,
-    Network,
+    NetworkModel,
     Op,
 )
-from shardwise.planner.hardware import Cluster, Fitted, Gpu
+from shardwise.planner.hardware import Cluster, FittedConstants, GpuSpec, find_gpu
 from shardwise.planner.profile import CollectiveTime, Profile
 
-PLAIN = Gpu(name="plain", memory_bytes=24e9, memory_bytes_per_s=1e12, peak_flops_per_s={"bf16": 1e14})
+PLAIN = GpuSpec(name="plain", memory_bytes=24e9, memory_bytes_per_s=1e12, peak_flops_per_s={"bf16": 1e14})
 
 powers = st.integers(0, 6).map(lambda exponent: 2**exponent)
 ops = st.sampled_from(OPS)
@@ -55,7 +54,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
 def test_more_bytes_are_never_faster(
     cluster: Cluster, op: Op, one: float, other: float, num_ranks: int, stride: int
 ) -> None:
-    network = Network(cluster)
+    network = NetworkModel(cluster)
     fewer, more = sorted((one, other))
     assert network.collective_s(op, fewer, num_ranks, stride) <= network.collective_s(op, more, num_ranks, stride)
 
@@ -74,13 +73,13 @@ def test_more_bandwidth_is_never_slower(
             host_bytes_per_s=factor * device.host_bytes_per_s,
         ),
     )
-    before, after = (Network(each).collective_s(op, num_bytes, num_ranks, stride) for each in (cluster, faster))
+    before, after = (NetworkModel(each).collective_s(op, num_bytes, num_ranks, stride) for each in (cluster, faster))
     assert after <= before
 
 
 @given(clusters(), ops, sizes, powers)
 def test_one_rank_and_no_bytes_take_no_time(cluster: Cluster, op: Op, num_bytes: float, stride: int) -> None:
-    network = Network(cluster)
+    network = NetworkModel(cluster)
     assert network.collective_s(op, num_bytes, 1, stride) == 0
     assert network.collective_s(op, 0, 8, stride) == 0
 
@@ -89,7 +88,7 @@ def test_one_rank_and_no_bytes_take_no_time(cluster: Cluster, op: Op, num_bytes:
 def test_gathering_takes_as_long_as_scattering_and_a_sum_at_most_both(
     cluster: Cluster, num_bytes: float, num_ranks: int, stride: int
 ) -> None:
-    network = Network(cluster)
+    network = NetworkModel(cluster)
     gather, scatter, total = (
         network.collective_s(op, num_bytes, num_ranks, stride) for op in ("all_gather", "reduce_scatter", "all_reduce")
     )
@@ -101,7 +100,7 @@ def test_gathering_takes_as_long_as_scattering_and_a_sum_at_most_both(
 def test_levels_join_all_ranks_and_are_never_slower_than_one_flat_ring(
     cluster: Cluster, num_bytes: float, num_ranks: int, stride: int
 ) -> None:
-    network = Network(cluster)
+    network = NetworkModel(cluster)
     levels = network.levels(num_ranks, stride)
     assert math.prod(level.num_ranks for level in levels) == num_ranks
     if num_ranks == 1:
@@ -121,14 +120,14 @@ def test_a_group_within_a_node_moves_over_links_alone() -> None:
     slow_network = replace(cluster, nic_bytes_per_s=1e8)
     for num_ranks, stride, same in ((8, 1, True), (4, 2, True), (4, 4, False), (16, 1, False), (2, 8, False)):
         fast, slow = (
-            Network(each).collective_s("all_reduce", 2**28, num_ranks, stride) for each in (cluster, slow_network)
+            NetworkModel(each).collective_s("all_reduce", 2**28, num_ranks, stride) for each in (cluster, slow_network)
         )
         assert (fast == slow) is same
 
 
 def test_ranks_of_a_node_share_its_rails() -> None:
     cluster = Cluster(gpu=find_gpu("h100"), num_gpus=64, gpus_per_node=8, nic_bytes_per_s=5e9)
-    network = Network(cluster)
+    network = NetworkModel(cluster)
     dense = network.collective_s("all_gather", 2**32, 64)
     alone = network.collective_s("all_gather", 2**32, 8, stride=8)
     assert 7 < alone / dense < 9
@@ -137,7 +136,7 @@ def test_ranks_of_a_node_share_its_rails() -> None:
 def test_few_ranks_reach_few_of_pairwise_links() -> None:
     def rate(*, is_pairwise: bool, num_ranks: int) -> float:
         device = replace(find_gpu("h100"), has_pairwise_links=is_pairwise)
-        network = Network(Cluster(gpu=device, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=5e10))
+        network = NetworkModel(Cluster(gpu=device, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=5e10))
         return 2**30 * (1 - 1 / num_ranks) / network.collective_s("all_gather", 2**30, num_ranks)
 
     assert rate(is_pairwise=True, num_ranks=8) == rate(is_pairwise=False, num_ranks=8)
@@ -145,7 +144,7 @@ def test_few_ranks_reach_few_of_pairwise_links() -> None:
 
 
 def test_a_tree_sums_few_bytes_over_many_nodes_in_fewer_hops_than_a_ring() -> None:
-    network = Network(Cluster(gpu=find_gpu("h100"), num_gpus=8192, gpus_per_node=8, nic_bytes_per_s=5e10))
+    network = NetworkModel(Cluster(gpu=find_gpu("h100"), num_gpus=8192, gpus_per_node=8, nic_bytes_per_s=5e10))
     assert network.collective_s("all_reduce", 4, 8192) < network.collective_s("all_gather", 4, 8192) / 10
 
 
@@ -155,7 +154,7 @@ def measured(*times: CollectiveTime) -> Cluster:
 
 
 def test_what_was_measured_is_asked_first() -> None:
-    network = Network(
+    network = NetworkModel(
         measured(
             CollectiveTime(op="all_gather", num_ranks=2, num_bytes=1000, seconds=1.0),
             CollectiveTime(op="all_gather", num_ranks=2, num_bytes=100000, seconds=4.0),
@@ -172,7 +171,7 @@ def test_what_was_measured_is_asked_first() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 2**30), st.floats(1e-6, 10)), min_size=1), sizes, sizes)
 def test_a_noisy_table_is_monotone_all_the_same(points: list[tuple[int, float]], one: float, other: float) -> None:
-    network = Network(
+    network = NetworkModel(
         measured(*(CollectiveTime(op="send", num_ranks=2, num_bytes=size, seconds=s) for size, s in points))
     )
     fewer, more = sorted((one, other))
@@ -180,14 +179,16 @@ def test_a_noisy_table_is_monotone_all_the_same(points: list[tuple[int, float]],
 
 
 def test_an_unknown_collective_is_named() -> None:
-    network = Network(measured())
+    network = NetworkModel(measured())
     with pytest.raises(ConfigError, match="op='scan' is no collective; legal: all_reduce"):
         network.collective_s("scan", 8, 2)  # type: ignore[arg-type]
 
 
 # Half of each speed is reached: 50 GB/s over links of 4 devices, 10 GB/s a device over the network.
 BY_HAND = Cluster(
-    gpu=replace(PLAIN, link_bytes_per_s=1e11, link_domain=4, host_bytes_per_s=3.2e10, fitted=Fitted(network_share=0.5)),
+    gpu=replace(
+        PLAIN, link_bytes_per_s=1e11, link_domain=4, host_bytes_per_s=3.2e10, fitted=FittedConstants(network_share=0.5)
+    ),
     num_gpus=64,
     gpus_per_node=4,
     nic_bytes_per_s=2e10,
@@ -195,7 +196,7 @@ BY_HAND = Cluster(
 
 
 def test_times_of_8_gb_over_2_nodes_of_4_are_those_worked_out_by_hand() -> None:
-    network, meeting = Network(BY_HAND), 1 + COLLISIONS
+    network, meeting = NetworkModel(BY_HAND), 1 + COLLISIONS
     links_s, nodes_s = 6e9 / 5e10, 1e9 * meeting / 1e10  # 3/4 over links, of which a fourth, halved, over the network
     assert links_s > nodes_s
     around_s, tree_s = 6 * LINK_HOP_S + NETWORK_HOP_S, 3 * LINK_HOP_S + NETWORK_HOP_S
@@ -215,19 +216,19 @@ def test_times_of_8_gb_over_2_nodes_of_4_are_those_worked_out_by_hand() -> None:
 
 def test_a_sum_of_few_bytes_goes_up_and_down_a_tree_of_16_nodes() -> None:
     tree_s = 3 * LINK_HOP_S + 4 * NETWORK_HOP_S
-    assert Network(BY_HAND).collective_s("all_reduce", 8, 64) == pytest.approx(CALL_S + 2 * tree_s, rel=1e-3)
+    assert NetworkModel(BY_HAND).collective_s("all_reduce", 8, 64) == pytest.approx(CALL_S + 2 * tree_s, rel=1e-3)
 
 
 def test_devices_without_links_meet_in_the_memory_of_their_host() -> None:
     device = replace(BY_HAND.gpu, link_bytes_per_s=0.0, link_domain=1)
-    gather_s = Network(replace(BY_HAND, gpu=device)).collective_s("all_gather", 8e9, 4)
+    gather_s = NetworkModel(replace(BY_HAND, gpu=device)).collective_s("all_gather", 8e9, 4)
     # Up and down: half of 32 GB/s, of which half is reached.
     assert gather_s == pytest.approx(CALL_S + 3 * PCIE_HOP_S + 6e9 / 8e9, rel=1e-12)
 
 
 def test_a_larger_buffer_that_was_measured_faster_takes_as_long_as_the_smaller_one() -> None:
     times = ((1000, 2.0), (2000, 1.0), (4000, 4.0))
-    network = Network(
+    network = NetworkModel(
         measured(*(CollectiveTime(op="send", num_ranks=2, num_bytes=size, seconds=s) for size, s in times))
     )
     assert [network.collective_s("send", size, 2) for size, _ in times] == [2.0, 2.0, 4.0]

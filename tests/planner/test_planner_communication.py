@@ -10,24 +10,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.attention.block_layout import BlockLayout
-from shardwise.context.traffic import Sizes, bytes_of_attention, bytes_of_ring
-from shardwise.layout.token_split import contiguous, zigzag
+from shardwise.context.traffic import AttentionSizes, bytes_of_attention, bytes_of_ring
+from shardwise.layout.token_ranges import contiguous, zigzag
 from shardwise.models.presets import preset
-from shardwise.planner.catalogue import find_gpu
-from shardwise.planner.collectives import Network
-from shardwise.planner.communication import CommunicationModel, Exchange, exposed_s
-from shardwise.planner.hardware import Cluster, Fitted
-from shardwise.planner.job import Job, Practice, Strategy
+from shardwise.planner.collectives import NetworkModel
+from shardwise.planner.comm_time import CommTimeModel, TokenExchange, exposed_s
+from shardwise.planner.hardware import Cluster, FittedConstants, find_gpu
+from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
 from shardwise.planner.shape import Experts, ModelShape
 
 CLUSTER = Cluster(gpu=find_gpu("h100"), num_gpus=64, gpus_per_node=8, nic_bytes_per_s=5e10)
-DISPATCH_NETWORK = Network(replace(CLUSTER, gpu=replace(CLUSTER.gpu, fitted=Fitted(network_share=0.9))), collisions=0.0)
-JOB = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=CLUSTER)
-MODEL = CommunicationModel(JOB)
+DISPATCH_NETWORK = NetworkModel(
+    replace(CLUSTER, gpu=replace(CLUSTER.gpu, fitted=FittedConstants(network_share=0.9))), collisions=0.0
+)
+JOB = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=CLUSTER)
+MODEL = CommTimeModel(JOB)
 
 
-def with_practice(**facts: bool | int) -> CommunicationModel:
-    return CommunicationModel(replace(JOB, practice=Practice(**facts)))  # type: ignore[arg-type]
+def with_practice(**facts: bool | int) -> CommTimeModel:
+    return CommTimeModel(replace(JOB, practice=FrameworkTraits(**facts)))  # type: ignore[arg-type]
 
 
 def test_one_rank_exchanges_nothing() -> None:
@@ -63,7 +64,7 @@ def test_a_block_is_the_same_for_every_number_of_data_ranks() -> None:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("split", [zigzag, contiguous])
 def test_a_ring_moves_what_its_plan_says(num_ranks: int, split) -> None:  # type: ignore[no-untyped-def]
-    sizes = Sizes(samples=2, num_heads=4, num_kv_heads=2, head_dim=8)
+    sizes = AttentionSizes(samples=2, num_heads=4, num_kv_heads=2, head_dim=8)
     tokens = split(8 * num_ranks, num_ranks)
     dense = BlockLayout.from_blocks(torch.ones(tokens.num_tokens, tokens.num_tokens), 1)
     for rank in range(num_ranks):
@@ -89,19 +90,19 @@ def test_keys_move_less_where_few_heads_have_them_than_heads_do() -> None:
 def test_experts_exchange_tokens_only_where_they_are_split() -> None:
     experts = Experts(num_experts=8, num_chosen=2, ffn_size=14336)
     job = replace(JOB, shape=replace(JOB.shape, experts=experts))
-    model = CommunicationModel(job)
+    model = CommTimeModel(job)
     assert model.block(Strategy(dp_shard=8)).forward.experts_s == 0
     split = model.block(Strategy(dp_shard=8, ep=8)).forward.experts_s
     assert split > 0
     halved = replace(job, shape=replace(job.shape, experts=replace(experts, num_dense_layers=16)))
-    assert CommunicationModel(halved).block(Strategy(dp_shard=8, ep=8)).forward.experts_s == pytest.approx(split / 2)
+    assert CommTimeModel(halved).block(Strategy(dp_shard=8, ep=8)).forward.experts_s == pytest.approx(split / 2)
 
 
 def test_a_token_crosses_the_network_once_for_each_node_of_its_experts() -> None:
     def experts_s(num_chosen: int) -> float:
         experts = Experts(num_experts=256, num_chosen=num_chosen, ffn_size=2048)
         job = replace(JOB, shape=replace(JOB.shape, experts=experts))
-        return CommunicationModel(job).block(Strategy(dp_shard=64, ep=64)).forward.experts_s
+        return CommTimeModel(job).block(Strategy(dp_shard=64, ep=64)).forward.experts_s
 
     tokens_bytes = 2 * 8192 * 4096
     network = DISPATCH_NETWORK
@@ -140,7 +141,7 @@ def test_stages_gather_and_reduce_as_often_as_the_layout_says() -> None:
 )
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_calls_send_what_the_layout_says(zero_stage: int, axes: dict[str, int], is_tied: bool) -> None:
-    model = CommunicationModel(replace(JOB, shape=replace(JOB.shape, is_tied=is_tied)))
+    model = CommTimeModel(replace(JOB, shape=replace(JOB.shape, is_tied=is_tied)))
     strategy = Strategy(zero_stage=zero_stage, num_micro_batches=4, **axes)  # type: ignore[arg-type]
     for rank in range(strategy.pp):
         wire = {"all_reduce": 0, "reduce_scatter": 0, "all_gather": 0}
@@ -273,7 +274,7 @@ def test_keys_and_values_travel_as_often_as_their_transport_says() -> None:
 
 
 def test_what_hides_behind_products_or_attention_is_a_share_of_each() -> None:
-    exchange = Exchange(tensor_s=4.0, context_s=10.0, experts_s=1.0, hidden_tensor=0.75, hidden_context=1.0)
+    exchange = TokenExchange(tensor_s=4.0, context_s=10.0, experts_s=1.0, hidden_tensor=0.75, hidden_context=1.0)
     # 1 s in the open and a fifth of 3 s; of 10 s what 6 s of attention leave.
     assert exchange.exposed(16.0, 6.0) == pytest.approx({"tensor": 1.6, "context": 4.0, "experts": 1.0})
     overlapped = with_practice(overlaps_tensor=True).block(Strategy(tp=4)).forward
@@ -282,7 +283,7 @@ def test_what_hides_behind_products_or_attention_is_a_share_of_each() -> None:
 
 def test_tokens_go_to_experts_and_come_back() -> None:
     experts = Experts(num_experts=8, num_chosen=2, ffn_size=14336)
-    model = CommunicationModel(replace(JOB, shape=replace(JOB.shape, experts=experts)))
+    model = CommTimeModel(replace(JOB, shape=replace(JOB.shape, experts=experts)))
     there_s = DISPATCH_NETWORK.collective_s("all_to_all", 2 * ACTIVATION_BYTES, 8)
     assert model.block(Strategy(dp_shard=8, ep=8)).forward.experts_s == pytest.approx(2 * there_s)
     split = model.block(Strategy(dp_shard=8, tp=2, ep=4, sequence_parallel=True)).forward

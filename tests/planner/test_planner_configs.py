@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.config import Config, ConfigError
+from shardwise.config.resolve import Config, ConfigError
 from shardwise.models.presets import PRESETS, preset
-from shardwise.planner.catalogue import find_gpu
 from shardwise.planner.configs import ALWAYS_WRITTEN, config_of, job_of, pins_of, strategy_of, to_toml
-from shardwise.planner.hardware import Cluster
-from shardwise.planner.job import Job, Strategy
+from shardwise.planner.hardware import Cluster, find_gpu
+from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.shape import Experts, ModelShape
-from shardwise.train.job import check_job
+from shardwise.train.setup import check_job
 
 SHAPE = ModelShape(
     num_layers=6,
@@ -30,9 +29,9 @@ SHAPE = ModelShape(
 )
 
 
-def job(num_gpus: int, global_batch: int, shape: ModelShape = SHAPE) -> Job:
+def job(num_gpus: int, global_batch: int, shape: ModelShape = SHAPE) -> PlanJob:
     cluster = Cluster(gpu=find_gpu("h100"), num_gpus=num_gpus, gpus_per_node=8, nic_bytes_per_s=50e9)
-    return Job(shape=shape, seq_len=64, global_batch=global_batch, cluster=cluster)
+    return PlanJob(shape=shape, seq_len=64, global_batch=global_batch, cluster=cluster)
 
 
 @st.composite

@@ -7,27 +7,25 @@ from dataclasses import replace
 import pytest
 
 from shardwise.models.presets import preset
-from shardwise.planner.candidates import Space, outlines, rests
-from shardwise.planner.capacity import missing_on_node, shortfall
-from shardwise.planner.catalogue import find_gpu
-from shardwise.planner.clusters import parse_cluster
-from shardwise.planner.cures import cures, made_to_fit, more_gpus, shorter
-from shardwise.planner.hardware import Cluster, Host
-from shardwise.planner.job import Job, Strategy
+from shardwise.planner.candidates import SearchSpace, outlines, rests
+from shardwise.planner.estimate import Pricer
+from shardwise.planner.explain import lacks, why_yours
+from shardwise.planner.hardware import Cluster, Host, find_gpu, parse_cluster
+from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
-from shardwise.planner.pricing import Pricer
-from shardwise.planner.reasons import lacks, why_yours
-from shardwise.planner.results import MemoryEstimate, Price, RankMemory, TimeEstimate
+from shardwise.planner.memory_limit import missing_on_node, shortfall
+from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate
 from shardwise.planner.search import search
 from shardwise.planner.shape import ModelShape
+from shardwise.planner.suggestions import cures, made_to_fit, more_gpus, shorter
 
 GIB = 2**30
 DESKTOP = replace(parse_cluster("rtx-4090:1"), host=Host(memory_bytes=128 * GIB))
 
 
-def job_of(name: str, cluster: Cluster, global_batch: int = 8, seq_len: int = 4096) -> Job:
+def job_of(name: str, cluster: Cluster, global_batch: int = 8, seq_len: int = 4096) -> PlanJob:
     shape = ModelShape.of_decoder(preset(name), name)
-    return Job(shape=shape, seq_len=seq_len, global_batch=global_batch, cluster=cluster)
+    return PlanJob(shape=shape, seq_len=seq_len, global_batch=global_batch, cluster=cluster)
 
 
 class Made:
@@ -122,7 +120,7 @@ def test_what_lacks_in_both_memories_counts_twice() -> None:
 @pytest.mark.parametrize("away", ["optimizer_tier", "grads_tier", "params_tier"])
 def test_one_rank_has_one_stage_for_each_way_to_rest(away: str) -> None:
     job = job_of("llama-7b", DESKTOP)
-    space = Space(offloads=True)
+    space = SearchSpace(offloads=True)
     outline = next(each for each in outlines(job, space) if each.recompute == "full")
     found = [(each.tiers, each.gather) for each in rests(job, space, outline) if getattr(each, away) == "host"]
     assert found
@@ -132,7 +130,7 @@ def test_one_rank_has_one_stage_for_each_way_to_rest(away: str) -> None:
 def test_your_own_layout_has_a_cure_and_no_pipeline_rank_without_a_pipeline() -> None:
     job = job_of("llama-7b", parse_cluster("a100-40:8"))
     pricer = Pricer(job)
-    yours: Price = pricer.price(Strategy(dp_shard=8, zero_stage=2))
+    yours: Estimate = pricer.price(Strategy(dp_shard=8, zero_stage=2))
     said = why_yours(yours, None, pricer, 0.06)
     assert said.startswith("out of memory by ")
     assert "pipeline rank" not in said

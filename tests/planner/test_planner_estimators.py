@@ -15,7 +15,7 @@ from shardwise.compat.deepspeed.runtime.zero.stage_1_and_2 import (
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
 )
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 from shardwise.models import Decoder, DecoderConfig
 from shardwise.planner.estimators import estimate_model_states
 

@@ -8,21 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.planner.flights import Flight, Flights, Held
-from shardwise.schedule.actions import Kind
+from shardwise.planner.in_flight import InFlight, InFlightCounts, InFlightTable
+from shardwise.schedule.actions import ActionKind
 from shardwise.schedule.formulas import max_in_flight
 from shardwise.schedule.in_flight import peak_held_bytes
-from shardwise.schedule.recipes import pipeline_step, placement_of
+from shardwise.schedule.registry import pipeline_step, placement_of
 
 VIRTUAL = {"naive": 1, "gpipe": 2, "1f1b": 1, "interleaved": 3, "zb-h1": 1, "zb-h2": 1, "zb-v": 2}
 NAMES = st.sampled_from(sorted(VIRTUAL))
 
 
-def flight_of(name: str, num_ranks: int, num_micro_batches: int, rank: int) -> Flight:
-    return Flights().of(name, num_ranks, VIRTUAL[name], num_micro_batches, rank=rank)
+def flight_of(name: str, num_ranks: int, num_micro_batches: int, rank: int) -> InFlight:
+    return InFlightTable().of(name, num_ranks, VIRTUAL[name], num_micro_batches, rank=rank)
 
 
-def most(moments: tuple[Held, ...], deferred: float) -> float:
+def most(moments: tuple[InFlightCounts, ...], deferred: float) -> float:
     return max(sum(moment.whole) + deferred * sum(moment.deferred) for moment in moments)
 
 
@@ -35,7 +35,7 @@ def most(moments: tuple[Held, ...], deferred: float) -> float:
 def test_most_is_that_of_the_whole_schedule(name: str, num_ranks: int, num_micro_batches: int, deferred: float) -> None:
     schedule = pipeline_step(name, num_ranks, num_micro_batches, VIRTUAL[name])
     expected = peak_held_bytes(schedule, 1.0, deferred)
-    flights = Flights()
+    flights = InFlightTable()
     for rank in range(num_ranks):
         moments = flights.of(name, num_ranks, VIRTUAL[name], num_micro_batches, rank=rank).moments
         assert most(moments, deferred) == pytest.approx(expected[rank])
@@ -44,7 +44,9 @@ def test_most_is_that_of_the_whole_schedule(name: str, num_ranks: int, num_micro
         )
 
 
-def held_as_backwards_begin(name: str, num_ranks: int, num_micro_batches: int, rank: int) -> Iterator[tuple[int, Held]]:
+def held_as_backwards_begin(
+    name: str, num_ranks: int, num_micro_batches: int, rank: int
+) -> Iterator[tuple[int, InFlightCounts]]:
     """By brute force over the whole schedule: the stage's index, what is held, what arrives and what was sent."""
     placement = placement_of(name, num_ranks, VIRTUAL[name])
     stages = placement.stages_of(rank)
@@ -52,22 +54,22 @@ def held_as_backwards_begin(name: str, num_ranks: int, num_micro_batches: int, r
     row = pipeline_step(name, num_ranks, num_micro_batches, VIRTUAL[name]).ranks[rank]
     for action, following in zip(row, [*row[1:], None], strict=True):
         place = action.stage, action.micro_batch or 0
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             begun.add(place)
             continue
-        if action.kind is Kind.BACKWARD_WEIGHT:
+        if action.kind is ActionKind.BACKWARD_WEIGHT:
             ended.add(place)
             continue
         counts = [
             tuple(sum(stage == own for stage, _ in places) for own in stages) for places in (begun - half, half - ended)
         ]
         num_arrived = 0
-        if following is not None and following.kind is not Kind.BACKWARD_WEIGHT:
-            source = following.stage + (-1 if following.kind is Kind.FORWARD else 1)
+        if following is not None and following.kind is not ActionKind.BACKWARD_WEIGHT:
+            source = following.stage + (-1 if following.kind is ActionKind.FORWARD else 1)
             num_arrived = int(0 <= source < placement.num_stages and placement.rank_of(source) != rank)
-        yield stages.index(action.stage), Held(counts[0], counts[1], num_arrived, num_sent)
+        yield stages.index(action.stage), InFlightCounts(counts[0], counts[1], num_arrived, num_sent)
         half.add(place)
-        if action.kind is Kind.BACKWARD:
+        if action.kind is ActionKind.BACKWARD:
             ended.add(place)
         num_sent += action.stage > 0 and placement.rank_of(action.stage - 1) != rank
 

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from shardwise.config import Config, ConfigError, Tier
+from shardwise.config.resolve import Config, ConfigError, Tier
 from shardwise.layout.layout import Layout
 from shardwise.models import Decoder, DecoderConfig
-from shardwise.planner.folded import FoldedLayout
-from shardwise.planner.hardware import Cluster, Gpu
-from shardwise.planner.job import Job, Strategy
+from shardwise.planner.compact_layout import CompactLayout
+from shardwise.planner.hardware import Cluster, GpuSpec
+from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.shape import Experts, ModelShape
-from shardwise.tensor.layout import plan_layout
+from shardwise.tensor.plan_layout import plan_layout
 
-GPU = Gpu(name="h100", memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 989e12})
+GPU = GpuSpec(name="h100", memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 989e12})
 CLUSTER = Cluster(gpu=GPU, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=5e10)
 SCHEDULES = (("1f1b", 1), ("gpipe", 2), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2))
 TIERS: tuple[tuple[Tier, Tier, Tier], ...] = (
@@ -108,7 +108,7 @@ def test_folded_bytes_are_those_of_the_whole_model(shape: DecoderConfig, strateg
     layout = layout_or_none(shape, strategy)
     assume(layout is not None)
     assert layout is not None
-    folded = FoldedLayout(Job(shape=ModelShape.of_decoder(shape), seq_len=16, global_batch=8, cluster=CLUSTER))
+    folded = CompactLayout(PlanJob(shape=ModelShape.of_decoder(shape), seq_len=16, global_batch=8, cluster=CLUSTER))
     for rank in range(strategy.pp):
         own = layout.of_pipeline_rank(rank)
         assert folded.at_rest(strategy, rank) == own.bytes_at_rest()
@@ -122,12 +122,12 @@ def test_experts_are_spread_over_fewer_ranks() -> None:
         num_layers=3, hidden_size=64, num_heads=4, num_kv_heads=4, head_dim=16, ffn_size=128, vocab_size=256,
         experts=Experts(num_experts=8, num_chosen=2, ffn_size=32, num_shared=1, num_dense_layers=1),
     )  # fmt: skip
-    job = Job(shape=shape, seq_len=16, global_batch=8, cluster=CLUSTER)
+    job = PlanJob(shape=shape, seq_len=16, global_batch=8, cluster=CLUSTER)
     plain = Strategy(dp_shard=1, param="bf16")
-    assert FoldedLayout(job).at_rest(plain)["param"] == 2 * shape.num_params
+    assert CompactLayout(job).at_rest(plain)["param"] == 2 * shape.num_params
     spread = replace(plain, dp_shard=4, ep=4)
     experts = 2 * 2 * 8 * 3 * 64 * 32  # bytes of both layers' experts
-    assert FoldedLayout(job).at_rest(spread)["param"] == 2 * shape.num_params - experts * 3 // 4
+    assert CompactLayout(job).at_rest(spread)["param"] == 2 * shape.num_params - experts * 3 // 4
 
 
 def test_biases_and_learned_positions_are_held() -> None:
@@ -135,8 +135,8 @@ def test_biases_and_learned_positions_are_held() -> None:
         num_layers=4, hidden_size=64, num_heads=4, num_kv_heads=4, head_dim=16, ffn_size=256, vocab_size=256,
         ffn="plain", is_tied=True, has_biases=True, num_positions=128,
     )  # fmt: skip
-    job = Job(shape=shape, seq_len=16, global_batch=8, cluster=CLUSTER)
-    assert FoldedLayout(job).at_rest(Strategy(param="bf16"))["param"] == 2 * shape.num_params
+    job = PlanJob(shape=shape, seq_len=16, global_batch=8, cluster=CLUSTER)
+    assert CompactLayout(job).at_rest(Strategy(param="bf16"))["param"] == 2 * shape.num_params
 
 
 @pytest.mark.parametrize("num_layers", [8, 80])
@@ -144,5 +144,5 @@ def test_no_more_groups_for_more_layers(num_layers: int) -> None:
     shape = ModelShape(
         num_layers=num_layers, hidden_size=64, num_heads=4, num_kv_heads=4, head_dim=16, ffn_size=256, vocab_size=256
     )
-    job = Job(shape=shape, seq_len=16, global_batch=8, cluster=CLUSTER)
-    assert len(FoldedLayout(job).rank(Strategy(pp=2, num_micro_batches=4), 1).folds) == 2
+    job = PlanJob(shape=shape, seq_len=16, global_batch=8, cluster=CLUSTER)
+    assert len(CompactLayout(job).rank(Strategy(pp=2, num_micro_batches=4), 1).folds) == 2

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.config import Config, ConfigError
+from shardwise.config.resolve import Config, ConfigError
 from shardwise.models.presets import preset
 from shardwise.planner.imports.deepspeed import is_deepspeed, read_deepspeed, settings_of
 from shardwise.planner.imports.huggingface import read_huggingface, shape_of
 from shardwise.planner.imports.megatron import job_of_flags, read_megatron
-from shardwise.planner.imports.megatron_text import flags_in, yaml_flags
+from shardwise.planner.imports.megatron_args import flags_in, yaml_flags
 from shardwise.planner.shape import ModelShape
 
 LLAMA_3_8B = {

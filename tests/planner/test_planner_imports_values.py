@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 from shardwise.planner.imports.deepspeed import is_deepspeed, settings_of
 from shardwise.planner.imports.huggingface import imported_of
-from shardwise.planner.imports.imported import Imported
+from shardwise.planner.imports.imported import ImportedJob
 from shardwise.planner.imports.megatron import read_megatron
-from shardwise.planner.imports.megatron_text import flags_in, yaml_flags
+from shardwise.planner.imports.megatron_args import flags_in, yaml_flags
 from shardwise.planner.shape import Experts, ModelShape
 
 SIZES = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 1000}
@@ -34,7 +34,7 @@ def test_a_model_of_latent_attention_and_experts() -> None:
         experts=experts, name="deepseek_v3",
     )  # fmt: skip
     notes = ("latent attention is priced as attention with one head of keys and values",)
-    assert imported_of(values, "c") == Imported(shape=shape, seq_len=4096, notes=notes)
+    assert imported_of(values, "c") == ImportedJob(shape=shape, seq_len=4096, notes=notes)
 
 
 def test_a_model_of_learned_positions_in_parts() -> None:
@@ -45,7 +45,7 @@ def test_a_model_of_learned_positions_in_parts() -> None:
     )  # fmt: skip
     whole = {"model_type": "seeing", "text_config": text, "_name_or_path": "someone/a-model"}
     notes = ("of a model with several parts, that of text alone is planned",)
-    assert imported_of(whole, "c") == Imported(shape=shape, seq_len=32, notes=notes)
+    assert imported_of(whole, "c") == ImportedJob(shape=shape, seq_len=32, notes=notes)
     assert imported_of(text | {"text_config": {}}, "c").notes == ()
 
 
@@ -59,7 +59,7 @@ def test_a_model_that_nobody_knows() -> None:
         ffn="plain", is_tied=True,
     )  # fmt: skip
     notes = ("model_type none is read by its fields' names: check the number of parameters",)
-    assert imported_of(values, "c") == Imported(shape=shape, seq_len=64, notes=notes)
+    assert imported_of(values, "c") == ImportedJob(shape=shape, seq_len=64, notes=notes)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_what_deepspeed_says_that_has_no_counterpart_is_noted() -> None:
     assert settings_of({"train_batch_size": None}, "ds.json").global_batch is None
     alike = settings_of({"train_batch": 1, "zero_optimization": {"zero_hpz_partition_size": 0}}, "ds.json")
     assert alike.notes == ("not needed here, and left out: train_batch",)
-    assert settings_of({}, "ds.json") == Imported(settings={"zero.stage": 0, "precision.param": "fp32"})
+    assert settings_of({}, "ds.json") == ImportedJob(settings={"zero.stage": 0, "precision.param": "fp32"})
     for stage in (True, 4, "2", 1.5):
         with pytest.raises(ConfigError, match=r"zero_optimization.stage=.* must be 0, 1, 2 or 3"):
             settings_of({"zero_optimization": {"stage": stage}}, "ds.json")
@@ -218,7 +218,7 @@ def test_flags_alone_are_a_job() -> None:
     imported = read_megatron(f"{FLAGS} --micro-batch-size 2 --nproc-per-node 8 --nnodes 4 --bf16")
     shape = ModelShape(**FLAGS_SHAPE, ffn="plain", is_tied=True, has_biases=True, num_positions=1024)
     settings = {"zero.stage": 0, "precision.param": "bf16", "precision.reduce": "fp32", "batch.micro_size": 2}
-    assert imported == Imported(shape=shape, settings=settings, seq_len=1024, num_gpus=32)
+    assert imported == ImportedJob(shape=shape, settings=settings, seq_len=1024, num_gpus=32)
     assert read_megatron(f"{FLAGS} --nproc-per-node 8 --world-size 16").num_gpus == 16
     assert read_megatron(f"{FLAGS} --nproc-per-node 8").num_gpus == 8
     assert read_megatron(FLAGS).num_gpus is None

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.planner.case_prices import Prediction, memory_gib, predict_row
-from shardwise.planner.cases import read_case
+from planner_eval.cases import read_case
+from planner_eval.prices import Prediction, memory_gib, predict_row
 
 GPT2 = {"layers": 12, "hidden": 768, "heads": 12, "ffn": 3072, "ffn_type": "gelu_mlp", "vocab": 50257, "seq": 1024}
 LLAMA_8B = {

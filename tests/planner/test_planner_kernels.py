@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.planner.compute import ComputeModel, PassTimes, ceiling_flops_per_s, shape_share
-from shardwise.planner.hardware import Cluster, Fitted, Gpu
-from shardwise.planner.job import Job, Practice, Strategy
+from shardwise.planner.compute_time import ComputeTimeModel, ceiling_flops_per_s, shape_share
+from shardwise.planner.hardware import Cluster, FittedConstants, GpuSpec
+from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
+from shardwise.planner.memory_traffic import PassTimes
 from shardwise.planner.profile import AttentionTime, MatmulTime, Profile
 from shardwise.planner.shape import Experts, ModelShape
 
@@ -24,20 +25,20 @@ SHAPE = ModelShape(
 # Each of 8 holds 3 x 64 x 32 and is one of the router's columns; a token passes 2 of them and 1 that all pass.
 EXPERTS = Experts(num_experts=8, num_chosen=2, ffn_size=32, num_shared=1, num_dense_layers=1)
 PASSED_PARAMS = 64 * 8 + 3 * (3 * 64 * 32)
-GPU = Gpu(
+GPU = GpuSpec(
     name="plain",
     memory_bytes=1e12,
     memory_bytes_per_s=RATE,
     peak_flops_per_s={"bf16": RATE, "fp8": 2 * RATE},
     ceiling_flops_per_s={"bf16": RATE},
     num_cores=1,
-    fitted=Fitted(matmul_share=1.0, memory_share=1.0, network_share=1.0),
+    fitted=FittedConstants(matmul_share=1.0, memory_share=1.0, network_share=1.0),
 )
 
 
 def model(
     *, products: float = FREE, scores: float = FREE, stream: float = FREE, shape: ModelShape = SHAPE, **facts: Any
-) -> ComputeModel:
+) -> ComputeTimeModel:
     """A machine that does so many FLOPs in products and in attention's scores, and moves so many bytes, a second."""
     profile = Profile(
         device="plain",
@@ -55,7 +56,9 @@ def model(
         call_s=1e-30,
     )
     cluster = Cluster(gpu=GPU, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=1e9, profile=profile)
-    return ComputeModel(Job(shape=shape, seq_len=TOKENS, global_batch=8, cluster=cluster, practice=Practice(**facts)))
+    return ComputeTimeModel(
+        PlanJob(shape=shape, seq_len=TOKENS, global_batch=8, cluster=cluster, practice=FrameworkTraits(**facts))
+    )
 
 
 def seconds(times: PassTimes) -> tuple[float, float, float, float]:
@@ -190,9 +193,11 @@ def test_the_optimizer_moves_its_states_and_what_is_narrower_besides() -> None:
     assert model(stream=RATE).step_s(Strategy(), 1e6) == pytest.approx(0.030)
 
 
-def unmeasured(shape: ModelShape = SHAPE, gpu: Gpu = GPU, **facts: Any) -> ComputeModel:
+def unmeasured(shape: ModelShape = SHAPE, gpu: GpuSpec = GPU, **facts: Any) -> ComputeTimeModel:
     cluster = Cluster(gpu=gpu, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=1e9)
-    return ComputeModel(Job(shape=shape, seq_len=128, global_batch=8, cluster=cluster, practice=Practice(**facts)))
+    return ComputeTimeModel(
+        PlanJob(shape=shape, seq_len=128, global_batch=8, cluster=cluster, practice=FrameworkTraits(**facts))
+    )
 
 
 def test_short_kernels_take_as_long_as_their_launches() -> None:
@@ -226,7 +231,7 @@ def test_flash_attention_takes_half_of_all_pairs_and_five_halves_of_that_back() 
     # Of heads as large as its tiles are, over so many keys that beginning and ending are nothing.
     long = replace(SHAPE, head_dim=128)
     deep = unmeasured(shape=long)
-    times = ComputeModel(replace(deep.job, seq_len=10**8)).attention(Strategy())
+    times = ComputeTimeModel(replace(deep.job, seq_len=10**8)).attention(Strategy())
     pairs_s = 4 * 1e8 * 1e8 * 8 * 128 / 2 / RATE
     assert times.forward_s == pytest.approx(pairs_s / 0.97, rel=1e-4)
     assert times.backward_input_s == pytest.approx(2.5 * pairs_s / 0.86, rel=1e-4)

@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.profiles import BLOCKS, PROFILE, SHAPES
-from shardwise.planner.communication import CommunicationModel
-from shardwise.planner.compute import ComputeModel
-from shardwise.planner.job import Job, Strategy
+from shardwise.planner.calibration import Surface
+from shardwise.planner.comm_time import CommTimeModel
+from shardwise.planner.compute_time import ComputeTimeModel
+from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.machine import cluster_of
 from shardwise.planner.profile import Profile
 from shardwise.planner.shape import Experts, ModelShape
-from shardwise.planner.surface import Surface
 
 
-def job(hidden: int, ffn: int, heads: int, seq_len: int, profile: Profile = PROFILE) -> Job:
+def job(hidden: int, ffn: int, heads: int, seq_len: int, profile: Profile = PROFILE) -> PlanJob:
     shape = ModelShape(
         num_layers=2,
         hidden_size=hidden,
@@ -29,31 +29,31 @@ def job(hidden: int, ffn: int, heads: int, seq_len: int, profile: Profile = PROF
         ffn_size=ffn,
         vocab_size=4096,
     )
-    return Job(shape=shape, seq_len=seq_len, global_batch=2, cluster=cluster_of(profile))
+    return PlanJob(shape=shape, seq_len=seq_len, global_batch=2, cluster=cluster_of(profile))
 
 
 @pytest.mark.parametrize("measured", BLOCKS)
 def test_a_measured_block_takes_what_was_measured(measured):
-    model = ComputeModel(job(measured.hidden_size, measured.ffn_size, measured.num_heads, measured.seq_len))
+    model = ComputeTimeModel(job(measured.hidden_size, measured.ffn_size, measured.num_heads, measured.seq_len))
     times = model.block(Strategy(param="fp32"))
     assert times.forward_s == pytest.approx(measured.forward_s)
     assert times.backward_s == pytest.approx(measured.backward_s)
 
 
 def test_two_samples_of_half_the_tokens_are_near_one_of_all():
-    whole = ComputeModel(job(*SHAPES[1], 512)).block(Strategy(param="fp32"))
-    halves = ComputeModel(job(*SHAPES[1], 256)).block(Strategy(param="fp32", micro_size=2))
+    whole = ComputeTimeModel(job(*SHAPES[1], 512)).block(Strategy(param="fp32"))
+    halves = ComputeTimeModel(job(*SHAPES[1], 256)).block(Strategy(param="fp32", micro_size=2))
     assert halves.forward_s == pytest.approx(whole.forward_s, rel=0.2)
 
 
 def test_a_measured_head_takes_what_was_measured():
-    times = ComputeModel(job(*SHAPES[0], 128)).head(Strategy(param="fp32"))
+    times = ComputeTimeModel(job(*SHAPES[0], 128)).head(Strategy(param="fp32"))
     assert times.forward_s == pytest.approx(0.02)
     assert times.backward_s == pytest.approx(0.05)
 
 
 def test_full_recompute_takes_a_measured_forward_again_and_selective_less():
-    model = ComputeModel(job(*SHAPES[0], 128))
+    model = ComputeTimeModel(job(*SHAPES[0], 128))
     assert model.block(Strategy(param="fp32", recompute="full")).recompute_s == pytest.approx(BLOCKS[0].forward_s)
     selective_s = model.block(Strategy(param="fp32", recompute="selective")).recompute_s
     assert 0 <= selective_s < BLOCKS[0].forward_s
@@ -61,11 +61,11 @@ def test_full_recompute_takes_a_measured_forward_again_and_selective_less():
 
 def test_measured_products_and_attention_of_their_own_dtype_count():
     kernels = replace(PROFILE, blocks=(), heads=())
-    model = ComputeModel(job(256, 768, 4, 128, kernels))
+    model = ComputeTimeModel(job(256, 768, 4, 128, kernels))
     assert model.attention(Strategy(param="fp32")).forward_s == pytest.approx(0.001)
     assert model.attention(Strategy(param="bf16")).backward_s == pytest.approx(0.3)
     twice = replace(kernels, matmuls=tuple(replace(each, seconds=2 * each.seconds) for each in kernels.matmuls))
-    slower = ComputeModel(job(256, 768, 4, 128, twice))
+    slower = ComputeTimeModel(job(256, 768, 4, 128, twice))
     assert slower.block(Strategy(param="fp32")).forward_s > 1.3 * model.block(Strategy(param="fp32")).forward_s
 
 
@@ -74,7 +74,7 @@ def test_what_is_compiled_is_not_corrected_by_what_was_not():
     compiled = replace(plain, practice=replace(plain.practice, is_compiled=True))
     kernels = replace(compiled, cluster=cluster_of(replace(PROFILE, blocks=(), heads=())))
     strategy = Strategy(param="fp32")
-    assert ComputeModel(compiled).block(strategy) == ComputeModel(kernels).block(strategy)
+    assert ComputeTimeModel(compiled).block(strategy) == ComputeTimeModel(kernels).block(strategy)
 
 
 def test_what_a_machine_does_not_hide_shows():
@@ -82,7 +82,7 @@ def test_what_a_machine_does_not_hide_shows():
     exposed = []
     for hidden_share in (1.0, 0.5, 0.0):
         measured = job(*SHAPES[0], 128, replace(PROFILE, hidden_share=hidden_share))
-        data = CommunicationModel(measured).data(strategy)
+        data = CommTimeModel(measured).data(strategy)
         exposed.append(data.exposed_s(10.0, 10.0))
     assert exposed == sorted(exposed)
     assert exposed[2] == pytest.approx(data.total_s)
@@ -126,9 +126,9 @@ def test_a_split_block_is_corrected_as_a_whole_one_of_as_many_weights():
     split = Strategy(param="fp32", tp=4)
     small, large = job(*SHAPES[0], 128), job(*SHAPES[1], 128)  # of a fourth of the weights
 
-    def factor(of: Job, strategy: Strategy) -> float:
+    def factor(of: PlanJob, strategy: Strategy) -> float:
         kernels = replace(of, cluster=cluster_of(replace(PROFILE, blocks=(), heads=())))
-        return ComputeModel(of).block(strategy).forward_s / ComputeModel(kernels).block(strategy).forward_s
+        return ComputeTimeModel(of).block(strategy).forward_s / ComputeTimeModel(kernels).block(strategy).forward_s
 
     assert factor(large, split) == pytest.approx(factor(small, Strategy(param="fp32")))
     assert factor(large, split) != pytest.approx(factor(large, Strategy(param="fp32")), rel=0.05)
@@ -141,5 +141,5 @@ def test_heads_of_two_sizes_take_what_was_measured_of_each():
     profile = replace(PROFILE, heads=(*PROFILE.heads, wide))
     plain = job(*SHAPES[0], 128, profile)
     larger = replace(plain, shape=replace(plain.shape, vocab_size=65536))
-    assert ComputeModel(plain).head(Strategy(param="fp32")).forward_s == pytest.approx(0.02)
-    assert ComputeModel(larger).head(Strategy(param="fp32")).forward_s == pytest.approx(1.0)
+    assert ComputeTimeModel(plain).head(Strategy(param="fp32")).forward_s == pytest.approx(0.02)
+    assert ComputeTimeModel(larger).head(Strategy(param="fp32")).forward_s == pytest.approx(1.0)

@@ -8,22 +8,21 @@ from typing import Any
 import pytest
 
 from shardwise.models.presets import preset
-from shardwise.planner.catalogue import find_gpu
-from shardwise.planner.hardware import Cluster, Host
-from shardwise.planner.job import Job, Practice, Strategy
-from shardwise.planner.offload_time import OffloadModel, OffloadTimes
+from shardwise.planner.hardware import Cluster, Host, find_gpu
+from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
+from shardwise.planner.offload_time import OffloadTimeModel, OffloadTimes
 from shardwise.planner.profile import Profile
 from shardwise.planner.shape import ModelShape
 
 HOST = Host(memory_bytes_per_s=4e11, nvme_read_bytes_per_s=2e10, nvme_write_bytes_per_s=1e10)
 CLUSTER = Cluster(gpu=find_gpu("h100"), num_gpus=16, gpus_per_node=8, nic_bytes_per_s=5e10, host=HOST)
-JOB = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=CLUSTER)
-MODEL = OffloadModel(JOB)
+JOB = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=CLUSTER)
+MODEL = OffloadTimeModel(JOB)
 AWAY = Strategy(dp_shard=8, zero_stage=3, num_micro_batches=4, optimizer_tier="host")
 
 
-def of_host(**fields: float) -> OffloadModel:
-    return OffloadModel(replace(JOB, cluster=replace(CLUSTER, host=replace(HOST, **fields))))
+def of_host(**fields: float) -> OffloadTimeModel:
+    return OffloadTimeModel(replace(JOB, cluster=replace(CLUSTER, host=replace(HOST, **fields))))
 
 
 def test_what_rests_on_the_device_takes_no_time() -> None:
@@ -66,7 +65,7 @@ def test_a_step_on_the_host_takes_30_bytes_a_parameter_of_the_node_s_memory() ->
 
 def test_more_shards_make_the_step_shorter_and_more_ranks_of_a_node_make_it_longer() -> None:
     assert MODEL.times(replace(AWAY, dp_shard=16)).step_s == pytest.approx(MODEL.times(AWAY).step_s / 2, rel=1e-3)
-    crowded = OffloadModel(replace(JOB, cluster=replace(CLUSTER, gpus_per_node=16)))
+    crowded = OffloadTimeModel(replace(JOB, cluster=replace(CLUSTER, gpus_per_node=16)))
     assert crowded.times(AWAY).step_s == pytest.approx(2 * MODEL.times(AWAY).step_s)
 
 
@@ -80,7 +79,7 @@ def test_disks_read_and_write_by_turns() -> None:
 
 
 def test_stepping_in_the_backward_hides_all_but_the_last_group() -> None:
-    inside = OffloadModel(replace(JOB, practice=Practice(steps_in_backward=True)))
+    inside = OffloadTimeModel(replace(JOB, practice=FrameworkTraits(steps_in_backward=True)))
     waits, hides = (model.times(AWAY).exposed_s(10.0, 20.0) for model in (MODEL, inside))
     assert hides < waits / 3
     assert inside.times(AWAY).exposed_s(0.0, 0.0) == pytest.approx(MODEL.times(AWAY).exposed_s(0.0, 0.0))
@@ -111,7 +110,7 @@ def test_what_was_measured_is_asked_first() -> None:
         disk_read_bytes_per_s=1e8,
         disk_write_bytes_per_s=1e8,
     )
-    model = OffloadModel(replace(JOB, cluster=replace(CLUSTER, profile=profile)))
+    model = OffloadTimeModel(replace(JOB, cluster=replace(CLUSTER, profile=profile)))
     assert model.times(AWAY).step_s == pytest.approx(30 * JOB.shape.num_params / 8 / 1e9, rel=1e-3)
     on_disk = model.times(replace(AWAY, optimizer_tier="nvme")).step_s
     assert on_disk == pytest.approx(24 * JOB.shape.num_params / 8 / 1e8, rel=1e-3)

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 from shardwise.planner.pipeline_time import PipelineSpan, PipelineTimes, StageTimes, span_of
 from shardwise.schedule import (
     Action,
-    Kind,
+    ActionKind,
     Schedule,
     insert_transfers,
     makespan_s,
@@ -32,11 +32,11 @@ def simulated(schedule: Schedule, stages: list[StageTimes], transfer_s: float) -
     def cost(rank: int, action: Action) -> float:
         stage = stages[action.stage]
         return {
-            Kind.FORWARD: stage.forward_s,
-            Kind.BACKWARD: stage.backward_input_s + stage.backward_weight_s,
-            Kind.BACKWARD_INPUT: stage.backward_input_s,
-            Kind.BACKWARD_WEIGHT: stage.backward_weight_s,
-            Kind.SEND: transfer_s,
+            ActionKind.FORWARD: stage.forward_s,
+            ActionKind.BACKWARD: stage.backward_input_s + stage.backward_weight_s,
+            ActionKind.BACKWARD_INPUT: stage.backward_input_s,
+            ActionKind.BACKWARD_WEIGHT: stage.backward_weight_s,
+            ActionKind.SEND: transfer_s,
         }.get(action.kind, 0.0)
 
     timed = simulate(insert_transfers(schedule), cost)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 from shardwise.models.decoder import Decoder
 from shardwise.models.presets import preset
-from shardwise.planner.asked import model_of
-from shardwise.planner.clusters import parse_cluster
 from shardwise.planner.configs import strategy_of
+from shardwise.planner.hardware import parse_cluster
+from shardwise.planner.request import model_of
 from shardwise.planner.search import Limits
 from shardwise.planner.shape import ModelShape
 

@@ -10,17 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.profiles import PROFILE as MEASURED
-from shardwise.config import ConfigError
-from shardwise.planner.catalogue import find_gpu
+from shardwise.config.resolve import ConfigError
+from shardwise.planner.hardware import find_gpu
 from shardwise.planner.machine import cluster_of
-from shardwise.planner.profile import (
-    CollectiveTime,
-    MatmulTime,
-    Profile,
-    find_profile,
-    profile_path,
-    write_profile,
-)
+from shardwise.planner.profile import CollectiveTime, MatmulTime, Profile, find_profile, profile_path, write_profile
 
 PROFILE = replace(
     MEASURED,

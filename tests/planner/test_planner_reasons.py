@@ -7,19 +7,17 @@ from dataclasses import replace
 import pytest
 
 from shardwise.models.presets import preset
-from shardwise.planner.candidates import Space, is_legal
-from shardwise.planner.capacity import Shortfall, shortfall, usable_bytes
-from shardwise.planner.catalogue import find_gpu
-from shardwise.planner.cures import smallest_cure
-from shardwise.planner.hardware import Cluster, Host
-from shardwise.planner.job import Job, Strategy
+from shardwise.planner.candidates import SearchSpace, is_legal
+from shardwise.planner.explain import parts_words, reasons_of, why_faster, why_not, why_slower, why_yours
+from shardwise.planner.hardware import Cluster, Host, find_gpu
+from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.memory_limit import Shortfall, shortfall, usable_bytes
 from shardwise.planner.neighbours import neighbours, price_changes
-from shardwise.planner.pareto import cost_per_step
-from shardwise.planner.reasons import parts_words, reasons_of, why_faster, why_not, why_slower, why_yours
-from shardwise.planner.results import MemoryEstimate, Price, RankMemory, TimeEstimate
-from shardwise.planner.search import Limits, search
+from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate
+from shardwise.planner.search import Limits, cost_per_step, search
 from shardwise.planner.shape import ModelShape
-from shardwise.planner.simplicity import num_extras, simplest
+from shardwise.planner.suggestions import smallest_cure
+from shardwise.planner.tie_break import num_extras, simplest
 
 GIB = 2**30
 CLUSTER = Cluster(
@@ -29,7 +27,7 @@ CLUSTER = Cluster(
     nic_bytes_per_s=50e9,
     host=Host(memory_bytes=1000 * GIB),
 )
-JOB = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=CLUSTER)
+JOB = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=CLUSTER)
 
 
 def memory_of(*peaks: dict[str, float], host_gib: float = 0.0) -> MemoryEstimate:
@@ -46,9 +44,9 @@ def memory_of(*peaks: dict[str, float], host_gib: float = 0.0) -> MemoryEstimate
     )
 
 
-def price_of(strategy: Strategy, memory: MemoryEstimate, **parts: float) -> Price:
+def price_of(strategy: Strategy, memory: MemoryEstimate, **parts: float) -> Estimate:
     step_s = sum(parts.values())
-    return Price(
+    return Estimate(
         job=JOB,
         strategy=strategy,
         memory=memory,
@@ -178,7 +176,7 @@ def test_reasons_of_a_plan() -> None:
 
 def test_where_nothing_fits_it_is_said_what_would_do() -> None:
     small = replace(JOB, cluster=replace(CLUSTER, gpu=replace(CLUSTER.gpu, memory_bytes=12 * GIB)))
-    space = Space(pins={"recompute": ("none",), "chunk_tokens": (None,)})
+    space = SearchSpace(pins={"recompute": ("none",), "chunk_tokens": (None,)})
     plan = search(small, space, Limits(num_best=2), Prices())
     assert plan.winner is None
     reasons = reasons_of(plan, Prices(), lambda job: Prices())

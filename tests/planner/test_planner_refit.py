@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import cli
-from shardwise.config import Config, ConfigError
+from shardwise.cli import main as cli
+from shardwise.config.resolve import Config, ConfigError
 from shardwise.planner.configs import job_of, strategy_of
 from shardwise.planner.machine import cluster_of
 from shardwise.planner.profile import (
@@ -21,8 +21,8 @@ from shardwise.planner.profile import (
     find_profile,
     write_profile,
 )
-from shardwise.planner.refit import PREDICTION_NAME, StoredRun, by_part, read_runs, refit
-from shardwise.planner.refit import _scaled as scaled
+from shardwise.planner.recalibrate import PREDICTION_NAME, StoredRun, by_part, read_runs, refit
+from shardwise.planner.recalibrate import _scaled as scaled
 from shardwise.planner.step_time import TimeModel
 
 PROFILE = Profile(

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.planner.case_refusals import refusal
-from shardwise.planner.case_rows import tidied
+from planner_eval.refusals import refusal
+from planner_eval.rows import tidied
 
 ROOT = Path(__file__).parents[2]
 ROWS: list[dict[str, Any]] = json.loads((ROOT / "tests/data/planner_cases.json").read_text(encoding="utf-8"))["cases"]

@@ -12,31 +12,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 from shardwise.models.presets import preset
-from shardwise.planner.bounds import bubble_share, pipeline_of
-from shardwise.planner.candidates import RECOMPUTES, Rest, Space, is_legal, outlines, rests, strategy_at
-from shardwise.planner.capacity import shortfall
-from shardwise.planner.catalogue import find_gpu
+from shardwise.planner.candidates import (
+    RECOMPUTES,
+    PlacementCandidate,
+    SearchSpace,
+    is_legal,
+    outlines,
+    rests,
+    strategy_at,
+)
 from shardwise.planner.configs import KEYS, config_of, strategy_of
-from shardwise.planner.hardware import Cluster
-from shardwise.planner.job import Job, Strategy
+from shardwise.planner.estimate import Pricer
+from shardwise.planner.hardware import Cluster, find_gpu
+from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
+from shardwise.planner.memory_limit import shortfall
 from shardwise.planner.neighbours import neighbours
-from shardwise.planner.pareto import pareto
 from shardwise.planner.pipeline_time import PipelineTimes, StageTimes
-from shardwise.planner.pricing import Pricer
-from shardwise.planner.results import MemoryEstimate, Price, RankMemory, TimeEstimate
-from shardwise.planner.search import Limits, search
+from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate
+from shardwise.planner.search import Limits, bubble_share, pareto, pipeline_of, search
 from shardwise.planner.search import _holds_more as holds_more
 from shardwise.planner.search import _moves_less as moves_less
 from shardwise.planner.search import _recomputes_less as recomputes_less
 from shardwise.planner.search import _runners_up as runners_up
 from shardwise.planner.search import _Search as Run
 from shardwise.planner.shape import ModelShape
-from shardwise.planner.simplicity import num_extras, simplest
 from shardwise.planner.step_time import TimeModel
-from shardwise.train.job import check_job
+from shardwise.planner.tie_break import num_extras, simplest
+from shardwise.train.setup import check_job
 
 SHAPE = ModelShape(
     num_layers=6,
@@ -51,17 +56,17 @@ SHAPE = ModelShape(
 FAR = {"device": 0, "host": 1, "nvme": 2}
 
 
-def job_of(num_gpus: int, global_batch: int, memory_gib: float, shape: ModelShape = SHAPE) -> Job:
+def job_of(num_gpus: int, global_batch: int, memory_gib: float, shape: ModelShape = SHAPE) -> PlanJob:
     gpu = replace(find_gpu("h100"), memory_bytes=memory_gib * 2**30)
     cluster = Cluster(gpu=gpu, num_gpus=num_gpus, gpus_per_node=4, nic_bytes_per_s=50e9)
-    return Job(shape=shape, seq_len=2048, global_batch=global_batch, cluster=cluster)
+    return PlanJob(shape=shape, seq_len=2048, global_batch=global_batch, cluster=cluster)
 
 
 @dataclass(frozen=True)
 class FakeMemory:
     """Grows with what is kept, and shrinks with what is shared."""
 
-    job: Job
+    job: PlanJob
     scale: float
 
     def estimate(self, s: Strategy, *, too_much_bytes: float = 0.0) -> MemoryEstimate:
@@ -92,7 +97,7 @@ class FakeMemory:
 class FakeTime:
     """Parts that differ from strategy to strategy as they do in truth, by numbers drawn once."""
 
-    job: Job
+    job: PlanJob
     weights: Mapping[str, float]
 
     def busy_s(self, s: Strategy) -> float:
@@ -130,7 +135,7 @@ class FakePricer:
     time: FakeTime
 
 
-def fake_pricer(job: Job, seed: int) -> FakePricer:
+def fake_pricer(job: PlanJob, seed: int) -> FakePricer:
     drawn = random.Random(seed)
     names = ("small", "split", "tensor", "context", "transfer", "data", "shards", "offload")
     weights = {name: drawn.choice([0.0, 0.001, 0.01, 0.1]) * drawn.random() for name in names}
@@ -138,7 +143,7 @@ def fake_pricer(job: Job, seed: int) -> FakePricer:
     return FakePricer(FakeMemory(job, drawn.choice([1.0, 2.0, 4.0])), FakeTime(job, weights))
 
 
-def brute_force(job: Job, pricer: FakePricer, space: Space, margin_share: float) -> Price | None:
+def brute_force(job: PlanJob, pricer: FakePricer, space: SearchSpace, margin_share: float) -> Estimate | None:
     found = []
     for outline in outlines(job, space):
         for rest in rests(job, space, outline):
@@ -146,7 +151,7 @@ def brute_force(job: Job, pricer: FakePricer, space: Space, margin_share: float)
             memory = pricer.memory.estimate(strategy)
             if shortfall(memory, job.cluster, margin_share) is None:
                 time = pricer.time.estimate(strategy)
-                found.append(Price(job=job, strategy=strategy, memory=memory, time=time))
+                found.append(Estimate(job=job, strategy=strategy, memory=memory, time=time))
     return simplest(found) if found else None
 
 
@@ -168,7 +173,7 @@ def test_the_best_is_found_among_many(num_gpus: int, batches: int, memory_gib: f
 def check_best(num_gpus: int, batches: int, memory_gib: float, seed: int) -> None:
     job = job_of(num_gpus, num_gpus * batches, memory_gib)
     pricer = fake_pricer(job, seed)
-    space, limits = Space(), Limits(num_best=3, max_prices=100_000)
+    space, limits = SearchSpace(), Limits(num_best=3, max_prices=100_000)
     expected = brute_force(job, pricer, space, limits.margin_share)
     plan = search(job, space, limits, pricer)
     assert plan.is_proven
@@ -196,7 +201,7 @@ def test_fewer_prices_than_strategies_find_it_too() -> None:
     job = job_of(8, 48, 2.0)
     pricer = fake_pricer(job, 7)
     plan = search(job, limits=Limits(num_best=1, max_prices=10**6), pricer=pricer)
-    num_strategies = sum(len(rests(job, Space(), outline)) for outline in outlines(job, Space()))
+    num_strategies = sum(len(rests(job, SearchSpace(), outline)) for outline in outlines(job, SearchSpace()))
     assert plan.num_priced < num_strategies / 5
 
 
@@ -217,7 +222,9 @@ def test_what_a_mesh_is_known_to_take_is_priced_in_its_order() -> None:
     weights = dict.fromkeys(("small", "split", "data", "offload", "tensor", "context"), 0.01)
     time = RecordedTime(job, weights | {"transfer": 0.05, "shards": 0.0}, [])
     pins: dict[str, tuple[Any, ...]] = {"schedule": ("1f1b",), "zero_stage": (1,), "dp_replicate": (1,)}
-    search(job, Space(pins=pins), Limits(num_best=10**6, max_prices=10**6), FakePricer(FakeMemory(job, 1.0), time))
+    search(
+        job, SearchSpace(pins=pins), Limits(num_best=10**6, max_prices=10**6), FakePricer(FakeMemory(job, 1.0), time)
+    )
     seen, known_s = set[tuple[int, ...]](), list[float]()
     for s in time.priced:
         mesh = (s.pp, s.tp, s.num_micro_batches)
@@ -238,7 +245,7 @@ def test_prices_are_bounded_and_that_is_said() -> None:
 def test_where_prices_are_spent_no_neighbour_of_the_winner_is_better() -> None:
     job = job_of(8, 48, 2.0)
     pricer = fake_pricer(job, 7)
-    plan = search(job, Space(offloads=False), Limits(num_best=2, max_prices=20), pricer)
+    plan = search(job, SearchSpace(offloads=False), Limits(num_best=2, max_prices=20), pricer)
     assert not plan.is_proven
     assert plan.winner is not None
     for words, strategy in neighbours(job, plan.winner.strategy):
@@ -257,22 +264,22 @@ def test_twice_the_same() -> None:
 def test_pins_hold() -> None:
     job = job_of(8, 16, 16.0)
     pins: dict[str, tuple[Any, ...]] = {"tp": (2,), "zero_stage": (3,), "recompute": ("full",), "schedule": ("gpipe",)}
-    plan = search(job, Space(pins={**pins, "pp": (2,)}), pricer=fake_pricer(job, 3))
+    plan = search(job, SearchSpace(pins={**pins, "pp": (2,)}), pricer=fake_pricer(job, 3))
     assert plan.best
     for price in plan.best:
         assert (price.strategy.tp, price.strategy.pp, price.strategy.schedule) == (2, 2, "gpipe")
         assert (price.strategy.zero_stage, price.strategy.recompute) == (3, "full")
     with pytest.raises(ConfigError, match="no layout of 8 GPUs"):
-        search(job, Space(pins={"tp": (3,)}), pricer=fake_pricer(job, 3))
+        search(job, SearchSpace(pins={"tp": (3,)}), pricer=fake_pricer(job, 3))
     with pytest.raises(ConfigError, match="tq is nothing that the planner chooses"):
-        Space(pins={"tq": (3,)})
+        SearchSpace(pins={"tq": (3,)})
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2, 4, 6])
 def test_all_that_is_written_can_be_trained(num_gpus: int) -> None:
     job = job_of(num_gpus, 2 * num_gpus, 2.0)
     drawn = random.Random(num_gpus)
-    space = Space(offloads=True)
+    space = SearchSpace(offloads=True)
     every = list(outlines(job, space))
     assert len(every) == len(set(every))
     for outline in drawn.sample(every, min(len(every), 25)):
@@ -291,9 +298,11 @@ def test_all_that_is_written_can_be_trained(num_gpus: int) -> None:
 def test_no_outline_takes_less_than_its_bound(hidden_size: int) -> None:
     """Neither where kernels are long nor where launching them takes longer than they do."""
     job = job_of(8, 16, 80.0, replace(SHAPE, hidden_size=hidden_size, ffn_size=4 * hidden_size))
-    model, space, drawn = TimeModel(job), Space(offloads=False), random.Random(hidden_size)
+    model, space, drawn = TimeModel(job), SearchSpace(offloads=False), random.Random(hidden_size)
     for outline in drawn.sample(list(outlines(job, space)), 60):
-        rest = drawn.choice(rests(job, space, outline) or [Rest(0, outline.num_data_ranks, "batch", *["device"] * 4)])
+        rest = drawn.choice(
+            rests(job, space, outline) or [PlacementCandidate(0, outline.num_data_ranks, "batch", *["device"] * 4)]
+        )
         least_s = model.busy_s(strategy_at(outline, rest._replace(zero_stage=3), space.base))
         strategy = strategy_at(outline, rest, space.base)
         assert least_s * (1 + bubble_share(*pipeline_of(outline))) <= model.estimate(strategy, is_quick=True).step_s * (
@@ -339,7 +348,7 @@ def test_as_much_stays_on_the_device_as_fits_and_helps() -> None:
     job = job_of(1, 4, 5.0)
     pins = {"optimizer_tier": ("host",), "grads_tier": ("device",), "params_tier": ("device",), "micro_size": (1,)}
     pricer = Pricer(job)
-    winner = search(job, Space(pins={**pins, "recompute": ("none",)}), pricer=pricer).winner
+    winner = search(job, SearchSpace(pins={**pins, "recompute": ("none",)}), pricer=pricer).winner
     assert winner is not None
     share = winner.strategy.optimizer_on_device
     assert 0 < share < 1
@@ -400,13 +409,13 @@ def test_so_many_schedules_are_simulated_at_most_and_no_others_are_shown() -> No
     job, num_best = job_of(8, 48, 80.0), 3
     pricer = fake_pricer(job, 7)
     delayed = Delayed(pricer.time, [])
-    space, limits = Space(pins={"pp": (2, 4), "recompute": ("none",)}), Limits(num_best=num_best)
+    space, limits = SearchSpace(pins={"pp": (2, 4), "recompute": ("none",)}), Limits(num_best=num_best)
     plan = search(job, space, limits, FakePricer(pricer.memory, delayed))  # type: ignore[arg-type]
     assert len(delayed.simulated) == len(set(delayed.simulated)) == 20 * num_best
     assert len(plan.best) == num_best
     assert all(price.time.step_s > 3600 for price in (*plan.best, *plan.runners_up))
     alone = Delayed(pricer.time, [])
-    few = search(job, Space(pins={"pp": (1,)}), limits, FakePricer(pricer.memory, alone))  # type: ignore[arg-type]
+    few = search(job, SearchSpace(pins={"pp": (1,)}), limits, FakePricer(pricer.memory, alone))  # type: ignore[arg-type]
     assert few.best
     assert alone.simulated == []  # nothing waits for anything
 
@@ -415,7 +424,7 @@ def test_a_simpler_one_that_is_hardly_slower_is_looked_for_even_where_one_is_wan
     job = job_of(4, 8, 80.0)
     weights = dict.fromkeys(fake_pricer(job, 0).time.weights, 0.0) | {"split": -0.01}
     pricer = FakePricer(FakeMemory(job, 1.0), FakeTime(job, weights))
-    space = Space(pins={"tp": (1, 2), "pp": (1,), "cp": (1,), "recompute": ("none",), "micro_size": (1,)})
+    space = SearchSpace(pins={"tp": (1, 2), "pp": (1,), "cp": (1,), "recompute": ("none",), "micro_size": (1,)})
     plan = search(job, space, Limits(num_best=1), pricer)
     assert plan.winner is not None
     assert (plan.winner.strategy.tp, plan.winner.time.step_s) == (1, 1.0)
@@ -433,12 +442,12 @@ def test_runners_up_are_the_best_of_each_other_mesh_and_schedule() -> None:
         Strategy(cp=2),
     ]
     memory, time = pricer.memory.estimate(strategies[0]), pricer.time.estimate(strategies[0])
-    prices = [Price(job=job, strategy=each, memory=memory, time=time) for each in strategies]
+    prices = [Estimate(job=job, strategy=each, memory=memory, time=time) for each in strategies]
     assert [each.strategy for each in runners_up(prices, 3)] == [strategies[2], strategies[3]]
 
 
 def test_what_need_not_be_looked_at_is_told_by_what_was() -> None:
-    plain = next(outlines(job_of(4, 8, 80.0), Space()))._replace(micro_size=2)
+    plain = next(outlines(job_of(4, 8, 80.0), SearchSpace()))._replace(micro_size=2)
     none, selective, every_4, every_2, full = (
         plain._replace(recompute=mode, recompute_every=every) for mode, every in RECOMPUTES
     )
@@ -469,7 +478,7 @@ def test_what_need_not_be_looked_at_is_told_by_what_was() -> None:
 def test_what_a_strategy_is_known_to_hold_is_no_more_than_it_holds() -> None:
     shape = replace(SHAPE, num_layers=24, hidden_size=2048, num_heads=16, ffn_size=8192)
     job = replace(job_of(8, 16, 80.0, shape), seq_len=256)
-    space, memory, drawn = Space(offloads=True), MemoryModel(job), random.Random(0)
+    space, memory, drawn = SearchSpace(offloads=True), MemoryModel(job), random.Random(0)
     run = Run(job, space, Limits(), Pricer(job))
     for outline in drawn.sample(list(outlines(job, space)), 80):
         for rest in drawn.sample(rests(job, space, outline), min(3, len(rests(job, space, outline)))):
@@ -482,7 +491,7 @@ def test_what_a_strategy_is_known_to_hold_is_no_more_than_it_holds() -> None:
 def test_a_neighbour_is_taken_only_from_the_space() -> None:
     job = job_of(8, 16, 80.0)
     plain, on_host = Strategy(dp_shard=8, zero_stage=1), Strategy(dp_shard=8, zero_stage=1, optimizer_tier="host")
-    space = Space(pins={"tp": (1,)}, offloads=False)
+    space = SearchSpace(pins={"tp": (1,)}, offloads=False)
     run = Run(job, space, Limits(), fake_pricer(job, 0))
     assert run._is_in_space(plain)
     assert not run._is_in_space(replace(plain, tp=2, dp_shard=4))
@@ -494,7 +503,7 @@ def test_a_neighbour_is_taken_only_from_the_space() -> None:
 
 def test_nothing_is_computed_twice_that_fits_kept() -> None:
     job = job_of(4, 8, 800.0)
-    space = Space(pins={"pp": (1,), "cp": (1,), "micro_size": (1,)})
+    space = SearchSpace(pins={"pp": (1,), "cp": (1,), "micro_size": (1,)})
     plan = search(job, space, Limits(num_best=1000), fake_pricer(job, 0))
     assert {price.strategy.recompute for price in plan.best} == {"none"}
     assert plan.rejected["that compute twice what fits kept"] > 0

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.planner.catalogue import find_gpu
-from shardwise.planner.communication import exposed_s
-from shardwise.planner.compute import ComputeModel, PassTimes, alignment_share, shape_share
-from shardwise.planner.hardware import Cluster
-from shardwise.planner.job import Job, Practice, Strategy
+from shardwise.planner.comm_time import exposed_s
+from shardwise.planner.compute_time import ComputeTimeModel, alignment_share, shape_share
+from shardwise.planner.hardware import Cluster, find_gpu
+from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
+from shardwise.planner.memory_traffic import PassTimes
 from shardwise.planner.pipeline_time import PipelineTimes, StageTimes
 from shardwise.planner.profile import MatmulTime, Profile
 from shardwise.planner.shape import Experts, ModelShape
@@ -30,7 +30,7 @@ SHAPE = ModelShape(
     vocab_size=32000,
 )
 CLUSTER = Cluster(gpu=find_gpu("h100"), num_gpus=32, gpus_per_node=8, nic_bytes_per_s=50e9)
-JOB = Job(shape=SHAPE, seq_len=4096, global_batch=128, cluster=CLUSTER)
+JOB = PlanJob(shape=SHAPE, seq_len=4096, global_batch=128, cluster=CLUSTER)
 PLAIN = Strategy(dp_shard=32, micro_size=4)
 
 
@@ -65,7 +65,7 @@ def test_parts_make_up_the_step(tp: int, pp: int, cp: int, zero_stage: int, reco
 
 
 def test_what_is_computed_again_takes_a_forward() -> None:
-    model = ComputeModel(JOB)
+    model = ComputeTimeModel(JOB)
     whole, every_second = (model.block(replace(PLAIN, recompute="full", recompute_every=n)) for n in (1, 2))
     assert whole.recompute_s == whole.forward_s
     assert every_second.recompute_s == whole.forward_s / 2
@@ -90,7 +90,7 @@ def test_a_faster_device_is_no_slower(field: str) -> None:
 
 def test_scores_that_are_written_out_cost_time() -> None:
     times = [
-        ComputeModel(replace(JOB, practice=Practice(attention=kernel))).block(PLAIN).total_s  # type: ignore[arg-type]
+        ComputeTimeModel(replace(JOB, practice=FrameworkTraits(attention=kernel))).block(PLAIN).total_s  # type: ignore[arg-type]
         for kernel in ("flash", "fused-softmax", "unfused")
     ]
     assert times == sorted(times)
@@ -98,8 +98,8 @@ def test_scores_that_are_written_out_cost_time() -> None:
 
 
 def test_frozen_weights_have_no_gradients() -> None:
-    frozen = ComputeModel(replace(JOB, practice=Practice(trains_all=False))).block(PLAIN)
-    trained = ComputeModel(JOB).block(PLAIN)
+    frozen = ComputeTimeModel(replace(JOB, practice=FrameworkTraits(trains_all=False))).block(PLAIN)
+    trained = ComputeTimeModel(JOB).block(PLAIN)
     assert frozen.backward_weight_s == 0.0 < trained.backward_weight_s
     assert frozen.forward_s == trained.forward_s
 
@@ -110,7 +110,7 @@ def test_a_measured_product_is_believed() -> None:
         measured = MatmulTime(dtype="bf16", m=512, n=512, k=512, seconds=2 * 512**3 / rate)
         profile = Profile(device="cpu", num_ranks=2, num_threads=1, memory_bytes=1e9, matmuls=(measured,))
         job = replace(JOB, cluster=replace(CLUSTER, profile=profile))
-        seconds[rate] = ComputeModel(job).head(PLAIN).forward_s
+        seconds[rate] = ComputeTimeModel(job).head(PLAIN).forward_s
     assert seconds[1e9] == pytest.approx(2 * seconds[2e9], rel=0.01)
 
 
@@ -129,7 +129,7 @@ def test_experts_take_time_by_all_their_tokens_however_many_each_has() -> None:
     for num_experts in (16, 12):  # 4096 tokens of each, and 5461 and a third
         experts = Experts(num_experts=num_experts, num_chosen=4, ffn_size=2048)
         job = replace(JOB, shape=replace(SHAPE, experts=experts))
-        seconds[num_experts] = ComputeModel(job).block(replace(PLAIN, num_micro_batches=1)).total_s
+        seconds[num_experts] = ComputeTimeModel(job).block(replace(PLAIN, num_micro_batches=1)).total_s
     assert seconds[12] == pytest.approx(seconds[16], rel=0.05)
 
 
@@ -141,7 +141,7 @@ def test_rows_begin_where_vectors_do() -> None:
 
 def test_the_first_flash_attention_is_about_half_as_fast() -> None:
     first, second = (
-        ComputeModel(replace(JOB, practice=Practice(has_first_flash=is_first))).attention(PLAIN)
+        ComputeTimeModel(replace(JOB, practice=FrameworkTraits(has_first_flash=is_first))).attention(PLAIN)
         for is_first in (True, False)
     )
     assert 0.45 < second.total_s / first.total_s < 0.55
@@ -150,7 +150,7 @@ def test_the_first_flash_attention_is_about_half_as_fast() -> None:
 def test_attention_that_knows_nothing_of_hopper_gains_nothing_from_its_matrix_products() -> None:
     long = replace(JOB, seq_len=32768)
     plain, tuned = (
-        ComputeModel(replace(long, practice=Practice(has_tuned_attention=is_tuned))).attention(PLAIN)
+        ComputeTimeModel(replace(long, practice=FrameworkTraits(has_tuned_attention=is_tuned))).attention(PLAIN)
         for is_tuned in (False, True)
     )
     assert plain.forward_s > 1.3 * tuned.forward_s
@@ -161,7 +161,7 @@ def test_attention_that_knows_nothing_of_hopper_gains_nothing_from_its_matrix_pr
 def test_adding_up_a_gradient_costs_more_where_it_is_a_kernel_of_its_own() -> None:
     several = replace(PLAIN, micro_size=1, num_micro_batches=4)
     eager, fused = (
-        ComputeModel(replace(JOB, practice=Practice(is_compiled=is_fused))).block(several).backward_weight_s
+        ComputeTimeModel(replace(JOB, practice=FrameworkTraits(is_compiled=is_fused))).block(several).backward_weight_s
         for is_fused in (False, True)
     )
     assert eager > 1.05 * fused
@@ -169,7 +169,7 @@ def test_adding_up_a_gradient_costs_more_where_it_is_a_kernel_of_its_own() -> No
 
 def test_fp4_casts_read_more_than_fp8_casts() -> None:
     gpu = find_gpu("b200")
-    model = ComputeModel(replace(JOB, cluster=replace(CLUSTER, gpu=gpu)))
+    model = ComputeTimeModel(replace(JOB, cluster=replace(CLUSTER, gpu=gpu)))
     products, casts = [], []
     for dtype in ("fp8", "fp4"):
         s = replace(PLAIN, matmul=dtype)

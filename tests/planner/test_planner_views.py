@@ -9,28 +9,34 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from shardwise.planner.bars import memory_bar, time_bar
-from shardwise.planner.capacity import Shortfall, shortfall
-from shardwise.planner.cautions import cautions
-from shardwise.planner.compute import ComputeModel
-from shardwise.planner.hardware import Cluster, Gpu, Host
-from shardwise.planner.job import Job, Strategy
+from shardwise.planner.compute_time import ComputeTimeModel
+from shardwise.planner.explain import DefaultChoice, Reasons
+from shardwise.planner.format import batch_words, count_words, gib_words, layout_words, seconds_words
+from shardwise.planner.hardware import Cluster, GpuSpec, Host
+from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.memory_limit import Shortfall, shortfall
 from shardwise.planner.neighbours import Change
-from shardwise.planner.pareto import front
-from shardwise.planner.plan_view import default_words, plan_dict, plan_view, price_dict
-from shardwise.planner.reasons import Default, Reasons
-from shardwise.planner.render import cost_words, memory_words, price_table, speed_words, stage_table, time_rows
-from shardwise.planner.results import MemoryEstimate, Price, RankMemory, TimeEstimate
-from shardwise.planner.search import Limits, SearchResult
+from shardwise.planner.plan_view import cautions, default_words, plan_dict, plan_view, price_dict
+from shardwise.planner.render import (
+    cost_words,
+    memory_bar,
+    memory_words,
+    price_table,
+    speed_words,
+    stage_table,
+    time_bar,
+    time_rows,
+)
+from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate
+from shardwise.planner.search import Limits, SearchResult, front
 from shardwise.planner.shape import ModelShape
-from shardwise.planner.words import batch_words, count_words, gib_words, layout_words, seconds_words
 
 GIB = 2**30
 SHAPE = ModelShape(
     num_layers=4, hidden_size=64, num_heads=8, num_kv_heads=8, head_dim=64, ffn_size=96, vocab_size=1000
 )  # fmt: skip
 # 8,192 tokens a second and device: the peak is twice what the model needs for them.
-GPU = Gpu(
+GPU = GpuSpec(
     name="plain",
     memory_bytes=80 * GIB,
     memory_bytes_per_s=1e12,
@@ -39,7 +45,7 @@ GPU = Gpu(
     price_per_hour=2.0,
 )
 CLUSTER = Cluster(gpu=GPU, num_gpus=16, gpus_per_node=8, nic_bytes_per_s=5e10, host=Host(nvme_bytes=1e12))
-JOB = Job(shape=SHAPE, seq_len=8192, global_batch=64, cluster=CLUSTER)
+JOB = PlanJob(shape=SHAPE, seq_len=8192, global_batch=64, cluster=CLUSTER)
 
 
 def price_of(
@@ -47,7 +53,7 @@ def price_of(
     strategy: Strategy | None = None,
     elsewhere: dict[str, float] | None = None,
     **parts: float,
-) -> Price:
+) -> Estimate:
     """With so many GiB on each rank of the pipeline, and so many seconds."""
     ranks = tuple(
         RankMemory(
@@ -60,11 +66,11 @@ def price_of(
     )
     step_s = sum(parts.values()) or 4.0
     time = TimeEstimate(step_s=step_s, low_s=0.75 * step_s, high_s=1.5 * step_s, parts=parts, bubble_rate=0.125)
-    return Price(job=JOB, strategy=strategy or Strategy(), memory=MemoryEstimate(ranks=ranks), time=time)
+    return Estimate(job=JOB, strategy=strategy or Strategy(), memory=MemoryEstimate(ranks=ranks), time=time)
 
 
-def cautions_of(price: Price, margin_share: float) -> list[str]:
-    return list(cautions(price, ComputeModel(price.job), margin_share))
+def cautions_of(price: Estimate, margin_share: float) -> list[str]:
+    return list(cautions(price, ComputeTimeModel(price.job), margin_share))
 
 
 def printed(view: RenderableType, width: int = 120) -> str:
@@ -193,13 +199,13 @@ def test_a_default_that_does_not_fit_names_what_takes_most() -> None:
     price = price_of({"params": 1.0}, {"params": 20.0, "logits": 70.0}, strategy=Strategy(pp=2))
     missing = shortfall(price.memory, CLUSTER, 0.0)
     assert missing == Shortfall("device", 10 * GIB, 1)
-    default = Default(name="DDP", price=price, missing=missing, sentence="")
+    default = DefaultChoice(name="DDP", price=price, missing=missing, sentence="")
     assert default_words(default) == "out of memory by 10.0 GiB (logits 70.0 GiB)"
     on_host = replace(default, missing=Shortfall("host", 3 * GIB, 0))
     assert default_words(on_host).startswith("out of memory by 3.0 GiB of each node's host memory")
 
 
-def plan_of(*prices: Price, **facts: Any) -> SearchResult:
+def plan_of(*prices: Estimate, **facts: Any) -> SearchResult:
     found: dict[str, Any] = {
         "job": JOB,
         "limits": Limits(),

@@ -11,20 +11,19 @@ import pytest
 import torch
 
 from shardwise import simulate
-from shardwise.config import Config
+from shardwise.config.resolve import Config
 from shardwise.models import Decoder, DecoderConfig, lm_loss
 from shardwise.models.presets import preset
-from shardwise.planner.candidates import Space, outlines, rests, strategy_at
-from shardwise.planner.capacity import shortfall
-from shardwise.planner.catalogue import find_gpu
+from shardwise.planner.candidates import SearchSpace, outlines, rests, strategy_at
 from shardwise.planner.configs import ALWAYS_WRITTEN, config_of, strategy_of, to_toml
-from shardwise.planner.hardware import Cluster, Gpu
-from shardwise.planner.job import Job, Strategy
-from shardwise.planner.pricing import Pricer
-from shardwise.planner.results import Price
+from shardwise.planner.estimate import Pricer
+from shardwise.planner.hardware import Cluster, GpuSpec, find_gpu
+from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.memory_limit import shortfall
+from shardwise.planner.results import Estimate
 from shardwise.planner.search import Limits, search
 from shardwise.planner.shape import ModelShape
-from shardwise.train.job import check_job
+from shardwise.train.setup import check_job
 
 SMALL = DecoderConfig(
     vocab_size=1024, num_layers=4, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=704,
@@ -36,21 +35,21 @@ AS_GOOD = 1.02
 MIB = 2**20
 
 
-def small_job(num_gpus: int, global_batch: int, memory_mib: float, name: str = "cpu") -> Job:
+def small_job(num_gpus: int, global_batch: int, memory_mib: float, name: str = "cpu") -> PlanJob:
     """On processes of a CPU, which hold tensors alone, or on a GPU with less memory than it has."""
-    gpu = Gpu(name=name, memory_bytes=1.0, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 1e15})
+    gpu = GpuSpec(name=name, memory_bytes=1.0, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 1e15})
     gpu = gpu if name == "cpu" else find_gpu(name)
     gpu = replace(gpu, memory_bytes=memory_mib * MIB)
     cluster = Cluster(gpu=gpu, num_gpus=num_gpus, gpus_per_node=min(num_gpus, 4), nic_bytes_per_s=50e9)
-    return Job(
+    return PlanJob(
         shape=ModelShape.of_decoder(SMALL, name="small"), seq_len=SEQ_LEN, global_batch=global_batch, cluster=cluster
     )
 
 
-def large_job(name: str, gpu: str, num_gpus: int, global_batch: int, seq_len: int) -> Job:
+def large_job(name: str, gpu: str, num_gpus: int, global_batch: int, seq_len: int) -> PlanJob:
     device = find_gpu(gpu)
     cluster = Cluster(gpu=device, num_gpus=num_gpus, gpus_per_node=8, nic_bytes_per_s=device.nic_bytes_per_s)
-    return Job(
+    return PlanJob(
         shape=ModelShape.of_decoder(preset(name), name=name),
         seq_len=seq_len,
         global_batch=global_batch,
@@ -74,7 +73,7 @@ SMALL_JOBS = [
 ]
 
 
-def first_two(job: Job, space: Space | None = None) -> Iterator[Price]:
+def first_two(job: PlanJob, space: SearchSpace | None = None) -> Iterator[Estimate]:
     """The winner and the first that loses."""
     plan = search(job, space, Limits(num_best=2, max_prices=100))
     assert plan.winner is not None
@@ -82,16 +81,16 @@ def first_two(job: Job, space: Space | None = None) -> Iterator[Price]:
     yield from plan.runners_up[:1]
 
 
-def words(job: Job) -> str:
+def words(job: PlanJob) -> str:
     cluster = job.cluster
     return f"{job.shape.name} on {cluster.num_gpus} x {cluster.gpu.memory_bytes / 2**30:.2f} GiB"
 
 
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("job", [*LARGE, *SMALL_JOBS], ids=words)
-def test_what_wins_and_what_loses_can_be_trained_by_their_files(job: Job) -> None:
+def test_what_wins_and_what_loses_can_be_trained_by_their_files(job: PlanJob) -> None:
     pins = {"tp": (8,), "cp": (1,), "pp": (8, 16)} if job.cluster.num_gpus > 64 else {}
-    for price in first_two(job, Space(pins=pins)):
+    for price in first_two(job, SearchSpace(pins=pins)):
         config = config_of(job, price.strategy)
         written = Config.from_dict(tomllib.loads(to_toml(config, ALWAYS_WRITTEN)))
         assert written == config
@@ -104,15 +103,15 @@ def test_what_wins_and_what_loses_can_be_trained_by_their_files(job: Job) -> Non
 
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("job", SMALL_JOBS, ids=words)
-def test_the_engine_holds_what_the_winner_was_said_to_hold(job: Job) -> None:
-    for price in first_two(job, Space(offloads=False)):
+def test_the_engine_holds_what_the_winner_was_said_to_hold(job: PlanJob) -> None:
+    for price in first_two(job, SearchSpace(offloads=False)):
         for rank in {0, price.strategy.pp - 1}:
             said, simulation = price.memory.ranks[rank], simulated(job, price.strategy, rank)
             assert dict(said.at_rest) == simulation.states_bytes
             assert said.peak_bytes == pytest.approx(simulation.peak.peak_bytes, rel=0.05)
 
 
-def simulated(job: Job, strategy: Strategy, pipeline_rank: int) -> Any:
+def simulated(job: PlanJob, strategy: Strategy, pipeline_rank: int) -> Any:
     """The engine itself, over tensors without memory."""
     config = config_of(job, strategy, Config.from_dict({"run": {"device": "cpu"}}))
     tokens = torch.zeros(strategy.micro_size, job.seq_len, dtype=torch.int64)
@@ -139,7 +138,7 @@ MEDIUM = ModelShape(
 USUAL: dict[str, tuple[Any, ...]] = {"schedule": ("1f1b",), "recompute": ("none", "full"), "recompute_every": (1,)}
 
 
-def medium_job(num_gpus: int, global_batch: int, memory_gib: float) -> Job:
+def medium_job(num_gpus: int, global_batch: int, memory_gib: float) -> PlanJob:
     job = replace(small_job(num_gpus, global_batch, 1024 * memory_gib, "h100"), shape=MEDIUM)
     return replace(job, seq_len=4096)
 
@@ -156,8 +155,8 @@ def medium_job(num_gpus: int, global_batch: int, memory_gib: float) -> Job:
         (small_job(2, 4, 80_000.0, "h100"), {}),  # kernels are shorter than their launches
     ],
 )
-def test_nothing_beats_the_winner_by_real_prices(job: Job, pins: dict[str, tuple[Any, ...]]) -> None:
-    space, limits, pricer = Space(pins=pins, offloads=False), Limits(num_best=2, max_prices=100_000), Pricer(job)
+def test_nothing_beats_the_winner_by_real_prices(job: PlanJob, pins: dict[str, tuple[Any, ...]]) -> None:
+    space, limits, pricer = SearchSpace(pins=pins, offloads=False), Limits(num_best=2, max_prices=100_000), Pricer(job)
     every = [
         strategy_at(outline, rest, space.base)
         for outline in outlines(job, space)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.report.chrome_trace import chrome_trace, read_chrome_trace
-from shardwise.schedule import LANES, TRANSFERS, Action, Kind, Payload, ScheduleError, TimedAction
+from shardwise.schedule import LANES, TRANSFERS, Action, ActionKind, Payload, ScheduleError, TimedAction
 from shardwise.schedule.actions import COMPUTATIONS
 
 GROUPS = st.one_of(st.none(), st.text(min_size=1, max_size=8))
@@ -15,7 +15,7 @@ GROUPS = st.one_of(st.none(), st.text(min_size=1, max_size=8))
 
 @st.composite
 def timed_actions(draw) -> TimedAction:
-    kind = draw(st.sampled_from(Kind))
+    kind = draw(st.sampled_from(ActionKind))
     action = Action(
         kind,
         stage=draw(st.integers(0, 40)),

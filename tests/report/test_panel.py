@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.report import timeline_svg, timeline_text
-from shardwise.report.panel import Panel, format_s, ticks
+from shardwise.report.panel import TerminalPanel, format_s, ticks
 from shardwise.schedule import Schedule, TimedAction, bubble_fraction, data_parallel_step, simulate
-from shardwise.schedule.actions import Action, Kind
+from shardwise.schedule.actions import Action, ActionKind
 
 GPIPE = Schedule.parse("rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1F1 1B0 1B1")
 
@@ -20,32 +20,32 @@ def test_the_ranks_bubbles_average_to_the_schedules(times, shift_s):
     costs = dict(zip([(rank, action) for rank, row in enumerate(GPIPE.ranks) for action in row], times, strict=True))
     timed = simulate(GPIPE, lambda rank, action: costs[rank, action])
     late = [TimedAction(t.action, t.rank, t.start_s + shift_s, t.end_s + shift_s, t.lane) for t in timed]
-    fractions = Panel("", late).idle_fractions
+    fractions = TerminalPanel("", late).idle_fractions
     assert sum(fractions.values()) / len(fractions) == pytest.approx(bubble_fraction(timed), abs=1e-9)
-    assert Panel("", timed).bubble == bubble_fraction(timed)
+    assert TerminalPanel("", timed).bubble == bubble_fraction(timed)
 
 
 def test_the_bubble_of_a_rank_counts_only_what_it_computes():
     timed = simulate(Schedule.parse("rank 0: 0F0 0SEND_F0\nrank 1: 1RECV_F0 1F0"), lambda rank, action: 1.0)
-    assert Panel("", timed).idle_fractions == {0: 0.75, 1: 0.75}
+    assert TerminalPanel("", timed).idle_fractions == {0: 0.75, 1: 0.75}
 
 
 def test_lanes_with_time_come_in_the_order_of_the_schedule():
     step = data_parallel_step(["root", "b0"], 1, unshard_for_use=True)
-    timed = simulate(step, lambda rank, action: 0.0 if action.kind is Kind.REDUCE else 1.0)
-    unheard_of = TimedAction(Action(Kind.FETCH, group="b0"), 0, 0.0, 1.0, "a lane of tomorrow")
-    assert Panel("", [unheard_of, *timed]).lanes == ("compute", "gather", "a lane of tomorrow")
+    timed = simulate(step, lambda rank, action: 0.0 if action.kind is ActionKind.REDUCE else 1.0)
+    unheard_of = TimedAction(Action(ActionKind.FETCH, group="b0"), 0, 0.0, 1.0, "a lane of tomorrow")
+    assert TerminalPanel("", [unheard_of, *timed]).lanes == ("compute", "gather", "a lane of tomorrow")
 
 
 def test_a_ranks_stages_are_its_chunks():
     timed = simulate(Schedule.parse("rank 0: 0F0 3F0\nrank 1: 1F0 2F0"), lambda rank, action: 1.0)
-    panel = Panel("", timed)
+    panel = TerminalPanel("", timed)
     assert panel.num_chunks == 2
     assert {str(each.action): panel.chunk(each) for each in timed} == {"0F0": 0, "3F0": 1, "1F0": 0, "2F0": 1}
 
 
 def test_no_actions_are_a_timeline_of_nothing():
-    panel = Panel("", ())
+    panel = TerminalPanel("", ())
     assert (panel.start_s, panel.makespan_s, panel.rows, panel.bubble) == (0.0, 0.0, {}, 0.0)
     assert "bubble" in timeline_text.draw([panel]).plain
     assert ElementTree.fromstring(timeline_svg.draw([panel])).tag.endswith("svg")
@@ -71,7 +71,7 @@ def test_times_are_told_in_the_unit_of_the_whole():
 
 def test_the_bubble_of_formulas_is_that_within_the_longest_span():
     timed = simulate(Schedule.parse("rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1F1 1B0 1B1"), lambda rank, action: 1.0)
-    panel = Panel("", timed, formula_s=2.0)
+    panel = TerminalPanel("", timed, formula_s=2.0)
     # Rank 0 computes from 0 to 2 and from 4 to 6 of 6 s, rank 1 from 1 to 5 without a rest.
     assert panel.spans_s == {0: (6.0, 2.0), 1: (4.0, 0.0)}
     assert panel.bubble_line == "33.3 % of 6 s; within a rank's span 2 s, by the formula 2 s"

@@ -7,8 +7,8 @@ import pytest
 
 from shardwise.report import timeline_html, timeline_svg
 from shardwise.report.palette import fill
-from shardwise.report.panel import Panel
-from shardwise.schedule import Kind, Schedule, data_parallel_step, simulate
+from shardwise.report.panel import TerminalPanel
+from shardwise.schedule import ActionKind, Schedule, data_parallel_step, simulate
 from shardwise.schedule.actions import Action
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -19,11 +19,11 @@ SCHEDULE = Schedule.parse(
 
 
 def cost(rank: int, action: Action) -> float:
-    return {Kind.BACKWARD: 2.0, Kind.SEND: 0.5, Kind.RECEIVE: 0.0}.get(action.kind, 1.0)
+    return {ActionKind.BACKWARD: 2.0, ActionKind.SEND: 0.5, ActionKind.RECEIVE: 0.0}.get(action.kind, 1.0)
 
 
-def panel(title: str = "title") -> Panel:
-    return Panel(title, simulate(SCHEDULE, cost), 2.75)
+def panel(title: str = "title") -> TerminalPanel:
+    return TerminalPanel(title, simulate(SCHEDULE, cost), 2.75)
 
 
 def actions_of(text: str) -> list[ElementTree.Element]:
@@ -37,7 +37,7 @@ def test_every_action_that_takes_time_is_one_rectangle_of_its_kind_and_colour():
         f"action {each.action.kind.name.lower()}" for each in lasting
     )
     for rect in rects:
-        assert rect.get("fill") == fill(Kind[rect.get("class", "").split()[1].upper()])
+        assert rect.get("fill") == fill(ActionKind[rect.get("class", "").split()[1].upper()])
 
 
 def test_rectangles_stand_where_their_times_are():
@@ -60,7 +60,7 @@ def test_on_hover_an_action_says_what_it_is_and_when():
 
 
 def test_panels_share_an_axis_or_have_their_own():
-    slow = Panel("slow", simulate(SCHEDULE, lambda rank, action: 2 * cost(rank, action)))
+    slow = TerminalPanel("slow", simulate(SCHEDULE, lambda rank, action: 2 * cost(rank, action)))
 
     def first_widths(same_axis: bool) -> list[float]:
         rects = actions_of(timeline_svg.draw([panel(), slow], same_axis=same_axis))
@@ -76,7 +76,7 @@ def test_the_clock_may_begin_anywhere():
     late = [
         type(each)(each.action, each.rank, each.start_s + 1e4, each.end_s + 1e4, each.lane) for each in panel().actions
     ]
-    assert timeline_svg.draw([Panel("title", late, 2.75)]) == timeline_svg.draw([panel()])
+    assert timeline_svg.draw([TerminalPanel("title", late, 2.75)]) == timeline_svg.draw([panel()])
 
 
 def test_a_title_is_text_whatever_it_holds():
@@ -87,8 +87,8 @@ def test_a_title_is_text_whatever_it_holds():
 
 
 def test_the_page_holds_the_drawing_and_the_bubble_of_each_rank():
-    page = timeline_html.draw([panel(), Panel("recorded", simulate(SCHEDULE, cost))], "plan and run")
-    assert timeline_svg.draw([panel(), Panel("recorded", simulate(SCHEDULE, cost))]) in page
+    page = timeline_html.draw([panel(), TerminalPanel("recorded", simulate(SCHEDULE, cost))], "plan and run")
+    assert timeline_svg.draw([panel(), TerminalPanel("recorded", simulate(SCHEDULE, cost))]) in page
     assert "<title>plan and run</title>" in page
     # Both ranks compute for 6 s and 5 s of 9.
     fractions = panel().idle_fractions
@@ -103,14 +103,14 @@ def test_the_page_holds_the_drawing_and_the_bubble_of_each_rank():
 
 def test_many_ranks_and_micro_batches_keep_their_numbers():
     rows = ["rank 0: " + " ".join(f"0F{number}" for number in range(200))]
-    wide = Panel("wide", simulate(Schedule.parse("\n".join(rows)), cost))
+    wide = TerminalPanel("wide", simulate(Schedule.parse("\n".join(rows)), cost))
     numbers = [each.text for each in ElementTree.fromstring(timeline_svg.draw([wide])).iter(f"{SVG}text")]
     assert "99" in numbers
 
 
 def test_transfers_and_collectives_have_lanes_of_their_own():
     step = data_parallel_step(["root", "b0"], 1, unshard_for_use=True, num_ranks=2)
-    rects = actions_of(timeline_svg.draw([Panel("", simulate(step, lambda rank, action: 1.0))]))
+    rects = actions_of(timeline_svg.draw([TerminalPanel("", simulate(step, lambda rank, action: 1.0))]))
     tops: dict[str, set[float]] = {}
     for rect in rects:
         tops.setdefault(rect.get("class").split()[1], set()).add(float(rect.get("y")))

@@ -7,8 +7,8 @@ from rich.console import Console
 
 from shardwise.report import timeline_text
 from shardwise.report.palette import fill
-from shardwise.report.panel import Panel
-from shardwise.schedule import Kind, Schedule, TimedAction, simulate
+from shardwise.report.panel import TerminalPanel
+from shardwise.schedule import ActionKind, Schedule, TimedAction, simulate
 from shardwise.schedule.actions import Action
 
 ONE_F_ONE_B = Schedule.parse("rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1B0 1F1 1B1")
@@ -19,18 +19,18 @@ def gpipe(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> Schedu
     rows = []
     for rank in range(num_ranks):
         stages = [rank + num_ranks * chunk for chunk in range(num_chunks)]
-        row = [Action(Kind.FORWARD, stage, number) for stage in stages for number in numbers]
-        row += [Action(Kind.BACKWARD, stage, number) for stage in reversed(stages) for number in numbers]
+        row = [Action(ActionKind.FORWARD, stage, number) for stage in stages for number in numbers]
+        row += [Action(ActionKind.BACKWARD, stage, number) for stage in reversed(stages) for number in numbers]
         rows.append(tuple(row))
     return Schedule(tuple(rows))
 
 
 def cost(rank: int, action: Action) -> float:
-    return 2.0 if action.kind is Kind.BACKWARD else 1.0
+    return 2.0 if action.kind is ActionKind.BACKWARD else 1.0
 
 
 def drawn(schedule: Schedule, width: int, formula_s: float | None = None) -> list[str]:
-    panel = Panel("title", simulate(schedule, cost), formula_s)
+    panel = TerminalPanel("title", simulate(schedule, cost), formula_s)
     return [line.rstrip() for line in timeline_text.draw([panel], width).plain.splitlines()]
 
 
@@ -80,17 +80,17 @@ def test_what_does_not_fit_is_scaled_down_to_what_fills_most():
 
 def test_a_column_that_is_mostly_idle_is_a_dot():
     def forward(start_s: float, end_s: float) -> TimedAction:
-        return TimedAction(Action(Kind.FORWARD, micro_batch=0), 0, start_s, end_s, "compute")
+        return TimedAction(Action(ActionKind.FORWARD, micro_batch=0), 0, start_s, end_s, "compute")
 
     # Four bands of 20 columns over 400 s: the first forward fills its column to 40 %, the second to 60 %.
     timed = [forward(0.0, 2.0), forward(5.0, 8.0), forward(390.0, 400.0)]
-    lines = timeline_text.draw([Panel("", timed)], 14 + 20).plain.splitlines()
+    lines = timeline_text.draw([TerminalPanel("", timed)], 14 + 20).plain.splitlines()
     row = "".join(line[14:] for line in lines if line.startswith("rank 0"))
     assert row == "·F" + 76 * "·" + "F0"
 
 
 def test_panels_share_a_scale_or_have_their_own():
-    short, long = (Panel(name, simulate(gpipe(2, num), cost)) for name, num in (("short", 2), ("long", 6)))
+    short, long = (TerminalPanel(name, simulate(gpipe(2, num), cost)) for name, num in (("short", 2), ("long", 6)))
     same = timeline_text.draw([short, long], 80).plain.splitlines()
     own = timeline_text.draw([short, long], 80, same_axis=False).plain.splitlines()
     assert same[2].startswith("rank 0  67 %  F0 F1 ")
@@ -98,13 +98,13 @@ def test_panels_share_a_scale_or_have_their_own():
 
 
 def test_kinds_have_their_colours_and_a_plain_console_has_none():
-    panel = Panel("title", simulate(ONE_F_ONE_B, cost))
+    panel = TerminalPanel("title", simulate(ONE_F_ONE_B, cost))
     text = timeline_text.draw([panel], 80)
     colours = {
         text.plain[span.start : span.end].strip(): span.style.bgcolor.name for span in text.spans if span.style.bgcolor
     }
-    assert colours["F0"] == fill(Kind.FORWARD)
-    assert colours["B0"] == fill(Kind.BACKWARD)
+    assert colours["F0"] == fill(ActionKind.FORWARD)
+    assert colours["B0"] == fill(ActionKind.BACKWARD)
     assert colours["F1"] == colours["F0"]
     for is_terminal in (True, False):
         stream = io.StringIO()

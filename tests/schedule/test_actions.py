@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.schedule import COMPUTATIONS, LANES, TRANSFERS, Action, Kind, Payload, Schedule, ScheduleError
+from shardwise.schedule import COMPUTATIONS, LANES, TRANSFERS, Action, ActionKind, Payload, Schedule, ScheduleError
 
 counts = st.integers(0, 10_000)
 groups = st.none() | st.text("ab.3_[]%; \n\té", min_size=1, max_size=12)
@@ -12,9 +12,9 @@ groups = st.none() | st.text("ab.3_[]%; \n\té", min_size=1, max_size=12)
 
 @st.composite
 def actions(draw: st.DrawFn) -> Action:
-    kind = draw(st.sampled_from(Kind))
+    kind = draw(st.sampled_from(ActionKind))
     optional = counts if kind in COMPUTATIONS | TRANSFERS else st.none()
-    micro_batch = draw(st.none() | counts if kind in (Kind.FETCH, Kind.EVICT) else optional)
+    micro_batch = draw(st.none() | counts if kind in (ActionKind.FETCH, ActionKind.EVICT) else optional)
     payload = draw(st.sampled_from(Payload)) if kind in TRANSFERS else None
     return Action(kind, draw(counts), micro_batch, draw(groups), payload)
 
@@ -56,12 +56,12 @@ def test_order_is_by_stage_then_micro_batch_then_kind_then_payload_then_group() 
 @pytest.mark.parametrize(
     ("action", "text"),
     [
-        (Action(Kind.FORWARD, micro_batch=1), "0F1"),
-        (Action(Kind.SEND, stage=2, micro_batch=0, payload=Payload.ACTIVATION), "2SEND_F0"),
-        (Action(Kind.RECEIVE, stage=2, micro_batch=0, payload=Payload.GRADIENT), "2RECV_B0"),
-        (Action(Kind.UNSHARD, group="blocks.3"), "0UNSHARD[blocks.3]"),
-        (Action(Kind.BACKWARD_WEIGHT, stage=1, micro_batch=12, group="a b]"), "1W12[a%20b%5D]"),
-        (Action(Kind.EVICT, micro_batch=3, group="b0"), "0EVICT3[b0]"),
+        (Action(ActionKind.FORWARD, micro_batch=1), "0F1"),
+        (Action(ActionKind.SEND, stage=2, micro_batch=0, payload=Payload.ACTIVATION), "2SEND_F0"),
+        (Action(ActionKind.RECEIVE, stage=2, micro_batch=0, payload=Payload.GRADIENT), "2RECV_B0"),
+        (Action(ActionKind.UNSHARD, group="blocks.3"), "0UNSHARD[blocks.3]"),
+        (Action(ActionKind.BACKWARD_WEIGHT, stage=1, micro_batch=12, group="a b]"), "1W12[a%20b%5D]"),
+        (Action(ActionKind.EVICT, micro_batch=3, group="b0"), "0EVICT3[b0]"),
     ],
 )
 def test_text_form(action: Action, text: str) -> None:
@@ -77,13 +77,13 @@ def test_what_is_no_action_is_refused_with_an_example(text: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"kind": Kind.FORWARD}, "FORWARD has no micro_batch"),
-        ({"kind": Kind.SEND, "micro_batch": 0}, "payload=None for SEND"),
-        ({"kind": Kind.STEP, "payload": Payload.ACTIVATION}, "for STEP; SEND and RECEIVE carry one"),
-        ({"kind": Kind.UNSHARD, "micro_batch": 3}, "micro_batch=3 for UNSHARD, which belongs to none"),
-        ({"kind": Kind.STEP, "stage": -1}, "stage=-1 of STEP is negative"),
-        ({"kind": Kind.BACKWARD, "micro_batch": -2}, "micro_batch=-2 of BACKWARD is negative"),
-        ({"kind": Kind.STEP, "group": ""}, "use None for the whole stage"),
+        ({"kind": ActionKind.FORWARD}, "FORWARD has no micro_batch"),
+        ({"kind": ActionKind.SEND, "micro_batch": 0}, "payload=None for SEND"),
+        ({"kind": ActionKind.STEP, "payload": Payload.ACTIVATION}, "for STEP; SEND and RECEIVE carry one"),
+        ({"kind": ActionKind.UNSHARD, "micro_batch": 3}, "micro_batch=3 for UNSHARD, which belongs to none"),
+        ({"kind": ActionKind.STEP, "stage": -1}, "stage=-1 of STEP is negative"),
+        ({"kind": ActionKind.BACKWARD, "micro_batch": -2}, "micro_batch=-2 of BACKWARD is negative"),
+        ({"kind": ActionKind.STEP, "group": ""}, "use None for the whole stage"),
     ],
 )
 def test_meaningless_actions_are_refused(fields: dict, message: str) -> None:
@@ -108,4 +108,4 @@ def test_what_is_no_schedule_is_refused(text: str, message: str) -> None:
 
 
 def test_every_kind_has_a_lane() -> None:
-    assert set(LANES) == set(Kind)
+    assert set(LANES) == set(ActionKind)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.schedule import Action, Kind, Schedule, dependencies
+from shardwise.schedule import Action, ActionKind, Schedule, dependencies
 
 
 def followed(text: str, action: str, rank: int = 0) -> set[str]:
@@ -104,7 +104,7 @@ def test_fetch_and_evict_keep_the_actions_of_their_group_in_order() -> None:
     assert followed(row, "0F0[b]") == {"0:0F0[a]"}
 
 
-OWN_LANES = {kind: kind.name for kind in Kind}
+OWN_LANES = {kind: kind.name for kind in ActionKind}
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,12 @@ def test_what_a_kind_follows_beside_its_lane(row: str, expected: str) -> None:
 
 
 def test_lanes_are_a_parameter() -> None:
-    row = (Action(Kind.FORWARD, micro_batch=0), Action(Kind.FORWARD, micro_batch=1), Action(Kind.UNSHARD))
-    one_lane = dict.fromkeys(Kind, "all")
+    row = (
+        Action(ActionKind.FORWARD, micro_batch=0),
+        Action(ActionKind.FORWARD, micro_batch=1),
+        Action(ActionKind.UNSHARD),
+    )
+    one_lane = dict.fromkeys(ActionKind, "all")
     assert dependencies(Schedule((row,)), one_lane)[0, 2] == ((0, 1),)
     assert dependencies(Schedule((row,)))[0, 2] == ()
     sent = Schedule.parse("rank 0: 0F0 0SEND_F0 0F1\nrank 1: 1RECV_F0 1F0 1F1")

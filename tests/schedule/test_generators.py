@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from shardwise.schedule import Kind, Schedule, ScheduleError, data_parallel_step, forward_only, verify
+from shardwise.schedule import ActionKind, Schedule, ScheduleError, data_parallel_step, forward_only, verify
 
 GROUPS = ("root", "b0", "b1", "b2")
 STAGES = (
@@ -64,16 +64,16 @@ def test_collectives_a_step_equal_the_stage_table(stage, num_gathers, num_reduce
     for rank in step.ranks:
         count = Counter((action.kind, action.group) for action in rank)
         for group in GROUPS:
-            assert count[Kind.UNSHARD, group] == num_gathers(num_micro_batches)
-            assert count[Kind.REDUCE, group] == num_reduces(num_micro_batches)
-            assert count[Kind.STEP, group] == 1
-            assert count[Kind.FORWARD, group] == count[Kind.BACKWARD, group] == num_micro_batches
+            assert count[ActionKind.UNSHARD, group] == num_gathers(num_micro_batches)
+            assert count[ActionKind.REDUCE, group] == num_reduces(num_micro_batches)
+            assert count[ActionKind.STEP, group] == 1
+            assert count[ActionKind.FORWARD, group] == count[ActionKind.BACKWARD, group] == num_micro_batches
 
 
 def test_the_root_and_the_last_block_are_gathered_once_a_micro_batch() -> None:
     step = data_parallel_step(GROUPS, 3, **STAGES[3])
     count = Counter((action.kind, action.group) for action in step.ranks[0])
-    assert [count[Kind.UNSHARD, group] for group in GROUPS] == [3, 6, 6, 3]
+    assert [count[ActionKind.UNSHARD, group] for group in GROUPS] == [3, 6, 6, 3]
 
 
 @pytest.mark.parametrize("stage", range(4))

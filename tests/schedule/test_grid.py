@@ -2,8 +2,8 @@
 
 import pytest
 
-from shardwise.schedule import Action, Kind, Schedule, ScheduleError, dependencies, lower, verify
-from shardwise.schedule.grid import MAX_WIDTH, drawn
+from shardwise.schedule import Action, ActionKind, Schedule, ScheduleError, dependencies, lower, verify
+from shardwise.schedule.drawing import MAX_WIDTH, drawn
 
 
 def explained(text: str) -> list[str]:
@@ -14,7 +14,8 @@ def explained(text: str) -> list[str]:
 
 def gpipe(p: int, m: int) -> Schedule:
     rows = [
-        tuple(Action(kind, rank, i) for kind in (Kind.FORWARD, Kind.BACKWARD) for i in range(m)) for rank in range(p)
+        tuple(Action(kind, rank, i) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD) for i in range(m))
+        for rank in range(p)
     ]
     return lower(Schedule(tuple(rows)))
 

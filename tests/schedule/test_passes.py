@@ -18,7 +18,7 @@ from shardwise.schedule import (
     COMPUTATIONS,
     TRANSFERS,
     Action,
-    Kind,
+    ActionKind,
     Payload,
     Schedule,
     ScheduleError,
@@ -31,7 +31,7 @@ from shardwise.schedule import (
     simulate,
     verify,
 )
-from shardwise.schedule.grid import MAX_WIDTH
+from shardwise.schedule.drawing import MAX_WIDTH
 
 STAGE_0 = {"unshard_for_use": False, "reduce_each_backward": False, "unshard_after_step": False}
 STAGE_1 = {**STAGE_0, "unshard_after_step": True}
@@ -65,20 +65,20 @@ def random_rows(p: int, m: int, num_virtual: int, v_shaped: bool, dice: random.R
     """Computations in an order by chance, backwards whole or split by chance, the first stages frozen by chance."""
     last = p * num_virtual - 1
     frozen = dice.choice([0, 0, 0, 1, last + 1])  # that many stages have no backward
-    todo = [Action(Kind.FORWARD, s, i) for s in range(last + 1) for i in range(m)]
+    todo = [Action(ActionKind.FORWARD, s, i) for s in range(last + 1) for i in range(m)]
     for s in range(frozen, last + 1):
         for i in range(m):
             split = dice.random() < 0.5
-            kinds = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if split else (Kind.BACKWARD,)
+            kinds = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT) if split else (ActionKind.BACKWARD,)
             todo += [Action(kind, s, i) for kind in kinds]
     rows: list[list[Action]] = [[] for _ in range(p)]
     done: set[tuple[str, int, int | None]] = set()
 
     def is_ready(action: Action) -> bool:
         s, i = action.stage, action.micro_batch
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             return s == 0 or ("F", s - 1, i) in done
-        if action.kind is Kind.BACKWARD_WEIGHT:
+        if action.kind is ActionKind.BACKWARD_WEIGHT:
             return ("B", s, i) in done
         return ("F", s, i) in done and (s == last or ("B", s + 1, i) in done)
 
@@ -86,7 +86,7 @@ def random_rows(p: int, m: int, num_virtual: int, v_shaped: bool, dice: random.R
         action = dice.choice([each for each in todo if is_ready(each)])
         todo.remove(action)
         rows[rank_of(action.stage, p, v_shaped)].append(action)
-        makes = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "B"}
+        makes = {ActionKind.FORWARD: "F", ActionKind.BACKWARD: "B", ActionKind.BACKWARD_INPUT: "B"}
         done.add((makes.get(action.kind, "W"), action.stage, action.micro_batch))
     return Schedule(tuple(map(tuple, rows)))
 
@@ -142,9 +142,9 @@ class Run:
 
     def source(self, rank: int, action: Action) -> tuple[int, Payload] | None:
         """The stage on another rank whose payload a computation needs."""
-        if action.kind is Kind.BACKWARD_WEIGHT:
+        if action.kind is ActionKind.BACKWARD_WEIGHT:
             return None
-        payload = Payload.ACTIVATION if action.kind is Kind.FORWARD else Payload.GRADIENT
+        payload = Payload.ACTIVATION if action.kind is ActionKind.FORWARD else Payload.GRADIENT
         stage = action.stage + (-1 if payload is Payload.ACTIVATION else 1)
         return (stage, payload) if self.holder.get(stage, rank) != rank else None
 
@@ -161,7 +161,7 @@ class Run:
         if source is not None:
             channel, number = self.handles.pop((rank, action.stage, source[1], action.micro_batch))
             return self.sent[channel][number]
-        payload = Payload.ACTIVATION if action.kind is Kind.FORWARD else Payload.GRADIENT
+        payload = Payload.ACTIVATION if action.kind is ActionKind.FORWARD else Payload.GRADIENT
         stage = action.stage + (-1 if payload is Payload.ACTIVATION else 1)
         if stage not in self.holder:  # data, or the loss
             return hash(("edge", action.micro_batch))
@@ -170,22 +170,22 @@ class Run:
     def start(self, rank: int, action: Action) -> None:
         stage, m, state = action.stage, action.micro_batch, self.states[action.stage]
         match action.kind:
-            case Kind.SEND | Kind.RECEIVE:
+            case ActionKind.SEND | ActionKind.RECEIVE:
                 self.transfer(rank, action)
-            case Kind.BACKWARD_WEIGHT:
+            case ActionKind.BACKWARD_WEIGHT:
                 self.add(state, self.queued.pop((stage, m)))
-            case Kind.FORWARD | Kind.BACKWARD | Kind.BACKWARD_INPUT:
+            case ActionKind.FORWARD | ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT:
                 self.compute(rank, action, state)
-            case Kind.UNSHARD:
+            case ActionKind.UNSHARD:
                 self.must(state["full"] != state["shard"])
                 state.update(full=state["shard"], used=False)
-            case Kind.RESHARD:
+            case ActionKind.RESHARD:
                 self.must(state["full"] is not None and state["used"])
                 state["full"] = None
-            case Kind.REDUCE:
+            case ActionKind.REDUCE:
                 self.must(state["grads"] and (self.schedule.reduce_each_backward or not state["reduced"]))
                 state.update(reduced=state["reduced"] + state["grads"], grads=0)
-            case Kind.STEP:
+            case ActionKind.STEP:
                 self.must(state["reduced"])
                 state.update(shard=hash((state["shard"], state["reduced"])), reduced=0)
                 if not (self.schedule.unshard_for_use or self.schedule.unshard_after_step):
@@ -196,16 +196,16 @@ class Run:
         self.must(state["full"] is not None)
         state["used"] = True
         value = hash((self.taken(rank, action), state["full"]))
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             self.must((stage, Payload.ACTIVATION, m) not in self.made)
             self.made[stage, Payload.ACTIVATION, m] = value
-            trains = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+            trains = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
             if any(a.kind in trains and a.stage == stage for a in self.schedule.ranks[rank]):
                 self.saved[stage, m] = value
             return
         value = hash((value, self.saved.pop((stage, m))))
         self.made[stage, Payload.GRADIENT, m] = value
-        if action.kind is Kind.BACKWARD:
+        if action.kind is ActionKind.BACKWARD:
             self.add(state, value)
         else:
             self.queued[stage, m] = value
@@ -215,9 +215,9 @@ class Run:
         state["grads"] += value
 
     def transfer(self, rank: int, action: Action) -> None:
-        step = 1 if (action.payload is Payload.ACTIVATION) == (action.kind is Kind.SEND) else -1
+        step = 1 if (action.payload is Payload.ACTIVATION) == (action.kind is ActionKind.SEND) else -1
         peer = self.holder[action.stage + step]
-        if action.kind is Kind.SEND:
+        if action.kind is ActionKind.SEND:
             value = self.made[action.stage, action.payload, action.micro_batch]
             self.sent.setdefault((rank, peer), []).append(value)
             return
@@ -385,8 +385,8 @@ def test_a_stage_is_resharded_behind_its_last_use_and_reduced_behind_its_last_we
 def test_an_evaluation_is_neither_reduced_nor_stepped(gather: str) -> None:
     schedule = lower(Schedule.parse(EVALUATION), **{**STAGE_3, "gather": gather})
     assert {a.kind for actions in schedule.ranks for a in actions} == {
-        *(Kind.FORWARD, Kind.SEND, Kind.RECEIVE),
-        *(Kind.UNSHARD, Kind.RESHARD),
+        *(ActionKind.FORWARD, ActionKind.SEND, ActionKind.RECEIVE),
+        *(ActionKind.UNSHARD, ActionKind.RESHARD),
     }
 
 
@@ -402,7 +402,7 @@ def test_offload_of_whole_stages() -> None:
 def test_offload_of_groups_leaves_others_alone() -> None:
     step = data_parallel_step(["root", "b0"], 1, unshard_for_use=True, reduce_each_backward=True)
     moved = insert_offload(step, fetched=["b0"], evicted=["root"], stepped=["b0"])
-    moves = [str(a) for a in moved.ranks[0] if a.kind in (Kind.FETCH, Kind.EVICT)]
+    moves = [str(a) for a in moved.ranks[0] if a.kind in (ActionKind.FETCH, ActionKind.EVICT)]
     assert moves == ["0FETCH[b0]", "0EVICT[root]", "0FETCH[b0]", "0EVICT[b0]"]
     verify(moved)
 
@@ -436,9 +436,13 @@ def test_a_receive_stands_one_computation_before_its_use_or_earlier_for_order(sc
     """Between the post and the use stands a computation, wherever there is one to stand there."""
     for actions in insert_transfers(schedule).ranks:
         for index, action in enumerate(actions):
-            if action.kind is Kind.RECEIVE:
+            if action.kind is ActionKind.RECEIVE:
                 behind = [a for a in actions[index:] if a.kind in COMPUTATIONS]
-                uses = (Kind.FORWARD,) if action.payload is Payload.ACTIVATION else (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+                uses = (
+                    (ActionKind.FORWARD,)
+                    if action.payload is Payload.ACTIVATION
+                    else (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+                )
                 distance = next(
                     i
                     for i, a in enumerate(behind)

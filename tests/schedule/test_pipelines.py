@@ -10,11 +10,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as theirs
 
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 from shardwise.schedule import (
     RECIPES,
     Action,
-    Kind,
+    ActionKind,
     Schedule,
     ScheduleError,
     StagePlacement,
@@ -44,7 +44,7 @@ from shardwise.schedule.pipelines import interleaved_rounds
 NUM_RANKS = st.integers(1, 6)
 NUM_MICRO_BATCHES = st.integers(1, 20)
 SECONDS = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9))
-BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 
 
 @st.composite
@@ -61,14 +61,14 @@ def stepped(schedule: Schedule) -> Schedule:
     rows = []
     for row in schedule.ranks:
         stages = sorted({action.stage for action in row})
-        rows.append((*row, *(Action(kind, stage) for kind in (Kind.REDUCE, Kind.STEP) for stage in stages)))
+        rows.append((*row, *(Action(kind, stage) for kind in (ActionKind.REDUCE, ActionKind.STEP) for stage in stages)))
     return replace(schedule, ranks=tuple(rows))
 
 
 def timed_bubbles(schedule: Schedule, seconds: tuple[int, int, int]) -> list[float]:
     """Of each rank, where a micro-batch's forward and both parts of its backward take so long on a rank."""
     forward, backward, weight = seconds
-    prices = dict(zip((Kind.FORWARD, *BACKWARDS), (forward, backward + weight, backward, weight), strict=True))
+    prices = dict(zip((ActionKind.FORWARD, *BACKWARDS), (forward, backward + weight, backward, weight), strict=True))
     num_stages = len({action.stage for action in schedule.ranks[0]})
     timed = simulate(schedule, lambda rank, action: prices[action.kind])
     return [rank_bubble_s(timed, rank) / num_stages for rank in range(len(schedule.ranks))]
@@ -82,7 +82,7 @@ def test_every_step_verifies_and_computes_each_micro_batch_once(chosen: tuple[st
     verify(schedule)
     verify(stepped(schedule))
     placement = placement_of(name, num_ranks, chosen[-1])
-    kinds = (Kind.FORWARD, *(BACKWARDS[1:] if RECIPES[name].splits_backward else BACKWARDS[:1]))
+    kinds = (ActionKind.FORWARD, *(BACKWARDS[1:] if RECIPES[name].splits_backward else BACKWARDS[:1]))
     for rank, row in enumerate(schedule.ranks):
         assert Counter(row) == Counter(
             Action(kind, stage, micro_batch)
@@ -110,7 +110,7 @@ def test_an_evaluation_takes_the_shortest_time_in_any_placement(p: int, m: int, 
         verify(schedule)
         for rank, row in enumerate(schedule.ranks):
             stages = placement.stages_of(rank)
-            assert Counter(row) == Counter(Action(Kind.FORWARD, stage, k) for stage in stages for k in range(m))
+            assert Counter(row) == Counter(Action(ActionKind.FORWARD, stage, k) for stage in stages for k in range(m))
         seconds = makespan_s(simulate(schedule, lambda rank, action: 1))
         if placement.is_v_shaped:
             assert seconds == 2 * m + 2 * (p - 1)

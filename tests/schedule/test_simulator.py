@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shardwise.schedule import (
     COMPUTATIONS,
     Action,
-    Kind,
+    ActionKind,
     Schedule,
     ScheduleError,
     TimedAction,
@@ -37,7 +37,7 @@ def priced(**seconds: float):
 def test_without_communication_the_makespan_is_the_computing(
     num_groups: int, num_micro_batches: int, shards: bool, each: bool, num_ranks: int, dice: random.Random
 ) -> None:
-    seconds = {kind: dice.randint(1, 9) for kind in (*COMPUTATIONS, Kind.STEP)}
+    seconds = {kind: dice.randint(1, 9) for kind in (*COMPUTATIONS, ActionKind.STEP)}
     schedule = data_parallel_step(
         BLOCKS[:num_groups],
         num_micro_batches,
@@ -78,7 +78,7 @@ def test_prefetching_goes_one_block_ahead_and_no_further() -> None:
     timed = simulate(forward_only(BLOCKS, 1, unshard_for_use=True), priced(UNSHARD=1, FORWARD=10))
     starts = {(action.action.kind, action.action.group): action.start_s for action in timed}
     ends = {(action.action.kind, action.action.group): action.end_s for action in timed}
-    assert starts[Kind.UNSHARD, "b2"] == ends[Kind.FORWARD, "b0"] == 21
+    assert starts[ActionKind.UNSHARD, "b2"] == ends[ActionKind.FORWARD, "b0"] == 21
 
 
 def test_collectives_start_when_every_rank_is_ready_and_end_together() -> None:
@@ -88,9 +88,9 @@ def test_collectives_start_when_every_rank_is_ready_and_end_together() -> None:
     def cost(rank: int, action: Action) -> float:
         return slow_rank_1(rank, action) * (1 + 2 * rank)
 
-    reduces = [timed for timed in simulate(schedule, cost) if timed.action.kind is Kind.REDUCE]
+    reduces = [timed for timed in simulate(schedule, cost) if timed.action.kind is ActionKind.REDUCE]
     assert [(timed.start_s, timed.end_s) for timed in reduces] == [(9, 12), (9, 12)]
-    alone = [timed for timed in simulate(schedule, cost, meeting_kinds=()) if timed.action.kind is Kind.REDUCE]
+    alone = [timed for timed in simulate(schedule, cost, meeting_kinds=()) if timed.action.kind is ActionKind.REDUCE]
     assert [(timed.start_s, timed.end_s) for timed in alone] == [(3, 4), (9, 12)]
 
 
@@ -135,9 +135,9 @@ def test_no_action_starts_before_what_it_follows_has_ended(
 
 def test_helpers_on_nothing_and_on_gaps() -> None:
     assert makespan_s(()) == bubble_fraction(()) == 0.0
-    forward = Action(Kind.FORWARD, micro_batch=0)
+    forward = Action(ActionKind.FORWARD, micro_batch=0)
     timed = (TimedAction(forward, 0, 1.0, 2.0, "compute"), TimedAction(forward, 1, 3.0, 5.0, "compute"))
-    timed += (TimedAction(Action(Kind.UNSHARD), 1, 1.0, 5.0, "gather"),)
+    timed += (TimedAction(Action(ActionKind.UNSHARD), 1, 1.0, 5.0, "gather"),)
     assert makespan_s(timed) == 4.0
     assert bubble_fraction(timed, lane="gather") == 1 - 4 / (2 * 4)
     assert bubble_fraction(timed) == 1 - (1 + 2) / (2 * 4)

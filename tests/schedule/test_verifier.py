@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.schedule import Action, Kind, Schedule, ScheduleError, data_parallel_step, forward_only, verify
+from shardwise.schedule import Action, ActionKind, Schedule, ScheduleError, data_parallel_step, forward_only, verify
 
 RULES = (
     {},
@@ -60,35 +60,35 @@ def outcome(schedule: Schedule, row: tuple[Action, ...]) -> tuple | None:
         for action in row:
             group, m = action.group, action.micro_batch
             match action.kind:
-                case Kind.FORWARD:
+                case ActionKind.FORWARD:
                     saved[m, group] = hidden.get(m, m)
                     hidden[m] = hash(("F", saved[m, group], full[group]))
                     used.add(group)
-                case Kind.RECOMPUTE:
+                case ActionKind.RECOMPUTE:
                     if (m, group) in redone:
                         return None
                     redone[m, group] = (saved[m, group], full[group])
                     used.add(group)
-                case Kind.BACKWARD:
+                case ActionKind.BACKWARD:
                     if schedule.reduce_each_backward and group in grads:
                         return None
                     hidden[m] = hash(("B", hidden[m], full[group]))
                     inputs = redone.get((m, group), (saved.pop((m, group)), full[group]))
                     grads[group] = grads.get(group, 0) + hash((hidden[m], inputs))
                     used.add(group)
-                case Kind.UNSHARD:
+                case ActionKind.UNSHARD:
                     if full.get(group) == shard[group]:
                         return None
                     full[group] = shard[group]
                     used.discard(group)
-                case Kind.RESHARD:
+                case ActionKind.RESHARD:
                     del full[group]
                     used.remove(group)
-                case Kind.REDUCE:
+                case ActionKind.REDUCE:
                     if not schedule.reduce_each_backward and group in reduced:
                         return None
                     reduced[group] = reduced.get(group, 0) + grads.pop(group)
-                case Kind.STEP:
+                case ActionKind.STEP:
                     shard[group] = hash((shard[group], reduced.pop(group)))
                     if not (schedule.unshard_for_use or schedule.unshard_after_step):
                         full[group] = shard[group]
@@ -98,7 +98,7 @@ def outcome(schedule: Schedule, row: tuple[Action, ...]) -> tuple | None:
 
 
 def issued(row: tuple[Action, ...]) -> tuple[list[Action], ...]:
-    return tuple([action for action in row if action.kind is kind] for kind in (Kind.UNSHARD, Kind.REDUCE))
+    return tuple([action for action in row if action.kind is kind] for kind in (ActionKind.UNSHARD, ActionKind.REDUCE))
 
 
 def is_harmless(schedule: Schedule, row: tuple[Action, ...]) -> bool:
@@ -121,7 +121,7 @@ def test_a_missing_action_is_caught() -> None:
         row = schedule.ranks[-1]
         for index, action in enumerate(row):
             legal = check(schedule, row[:index] + row[index + 1 :])
-            assert legal == (action.kind is Kind.RECOMPUTE)
+            assert legal == (action.kind is ActionKind.RECOMPUTE)
 
 
 def test_a_doubled_action_is_caught() -> None:

@@ -21,7 +21,7 @@ from shardwise import Config, ConfigError, initialize
 from shardwise.dropout import KeyedDraws
 from shardwise.layout.layout import build_layout
 from shardwise.models.decoder import Decoder, DecoderConfig, lm_loss
-from shardwise.tensor.chunks import ChunkedForward, WaitingHead, chunk_model
+from shardwise.tensor.chunked import ChunkedForward, DeferredHead, chunk_model
 
 NUM_STEPS = 2
 # gpt2 drops behind its feed-forward, t5 within it.
@@ -222,7 +222,7 @@ def test_the_head_of_a_model_of_transformers_waits(family: str) -> None:
     pytest.importorskip("transformers")
     model = build_model(family)
     make_chunked(model, 3)
-    assert isinstance(model.get_output_embeddings(), WaitingHead)
+    assert isinstance(model.get_output_embeddings(), DeferredHead)
     tokens = torch.arange(12).view(2, 6)
     output = model(input_ids=tokens, labels=tokens)
     assert output.logits.is_deferred

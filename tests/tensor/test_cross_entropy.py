@@ -13,21 +13,21 @@ from torch import Tensor
 
 from harness.live_bytes import LiveBytes
 from harness.pool import WorkerPool
-from shardwise.comm import Comm
-from shardwise.group_links import GroupLinks
+from shardwise.comm.backends import ProcessGroupBackend
+from shardwise.comm.collectives import Comm
 from shardwise.models.decoder import lm_loss
-from shardwise.pool import BufferPool
-from shardwise.streams import Streams
+from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.streams import Streams
 from shardwise.tensor import cross_entropy as module
-from shardwise.tensor.cross_entropy import Terms, Vocab, cross_entropy, cross_entropy_sum
+from shardwise.tensor.cross_entropy import TokenLossTerms, VocabSplit, cross_entropy, cross_entropy_sum
 
 NUM_TOKENS, HIDDEN = 11, 6
 TERMS = [
-    Terms(),
-    Terms(ignore_index=3),
-    Terms(label_smoothing=0.1),
-    Terms(z_loss=0.01),
-    Terms(ignore_index=3, label_smoothing=0.3, z_loss=0.1),
+    TokenLossTerms(),
+    TokenLossTerms(ignore_index=3),
+    TokenLossTerms(label_smoothing=0.1),
+    TokenLossTerms(z_loss=0.01),
+    TokenLossTerms(ignore_index=3, label_smoothing=0.3, z_loss=0.1),
 ]
 Loss = Callable[..., Tensor]
 Case = tuple[Tensor, Tensor, Tensor | None, Tensor]
@@ -35,7 +35,7 @@ Case = tuple[Tensor, Tensor, Tensor | None, Tensor]
 
 def make_comm() -> Comm:
     device = torch.device("cpu")
-    return Comm(GroupLinks(dist.group.WORLD, device), "tp", device, 20.0, Streams(device), BufferPool(device))
+    return Comm(ProcessGroupBackend(dist.group.WORLD, device), "tp", device, 20.0, Streams(device), BufferPool(device))
 
 
 def make_case(vocab_size: int, has_bias: bool, dtype: torch.dtype = torch.float64) -> Case:
@@ -55,7 +55,7 @@ def factors(per_token: bool) -> Tensor:
     )
 
 
-def expected(case: Case, terms: Terms, per_token: bool) -> list[Tensor]:
+def expected(case: Case, terms: TokenLossTerms, per_token: bool) -> list[Tensor]:
     """The loss and the gradients by hidden states, weight and bias, by torch's own cross entropy."""
     hidden, weight, bias, targets = case
     leaves = [each.detach().requires_grad_() for each in (hidden, weight, bias) if each is not None]
@@ -67,7 +67,7 @@ def expected(case: Case, terms: Terms, per_token: bool) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, leaves, factors(per_token).to(loss.dtype))]
 
 
-def local_rows(whole: Tensor, vocab: Vocab) -> Tensor:
+def local_rows(whole: Tensor, vocab: VocabSplit) -> Tensor:
     """This rank's rows; padding that would be seen if it were read."""
     own = whole[vocab.start : vocab.start + vocab.num_own]
     surplus = own.new_full((vocab.num_rows - vocab.num_own, *own.shape[1:]), torch.nan)
@@ -82,7 +82,7 @@ def run_all(rank: int, world_size: int, vocab_size: int) -> list[list[Tensor]]:
 
 
 def run_each(world_size: int, vocab_size: int) -> list[list[Tensor]]:
-    vocab, results = Vocab(vocab_size, make_comm() if world_size > 1 else None), []
+    vocab, results = VocabSplit(vocab_size, make_comm() if world_size > 1 else None), []
     for terms, per_token, has_bias in product(TERMS, (False, True), (False, True)):
         hidden, weight, bias, targets = make_case(vocab_size, has_bias)
         hidden.requires_grad_()
@@ -117,7 +117,7 @@ def count_calls(rank: int, world_size: int) -> int:
     hidden, weight, _, targets = make_case(8, False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_num_tokens", lambda num_rows, device: 4)
-        rows, vocab = local_rows(weight, Vocab(8, comm)), Vocab(8, comm)
+        rows, vocab = local_rows(weight, VocabSplit(8, comm)), VocabSplit(8, comm)
         cross_entropy_sum(hidden.requires_grad_(), rows, None, targets, vocab).backward()
     return comm.books.num_calls
 
@@ -130,7 +130,7 @@ def test_one_collective_a_chunk_and_none_in_backward(ranks: WorkerPool) -> None:
 def test_a_backward_may_run_twice(function: Loss) -> None:
     hidden, weight, _, targets = make_case(8, False)
     hidden.requires_grad_()
-    loss = function(hidden, weight, None, targets, Vocab(8)).sum()
+    loss = function(hidden, weight, None, targets, VocabSplit(8)).sum()
     first, second = (torch.autograd.grad(loss * factor, hidden, retain_graph=True)[0] for factor in (1, 3))
     torch.testing.assert_close(second, 3 * first)
 
@@ -140,7 +140,7 @@ def test_a_target_beyond_the_vocabulary_is_refused(target: int) -> None:
     hidden, weight, _, targets = make_case(8, False)
     targets[5] = target
     with pytest.raises(RuntimeError, match="out of bounds"):
-        cross_entropy_sum(hidden, weight, None, targets, Vocab(8))
+        cross_entropy_sum(hidden, weight, None, targets, VocabSplit(8))
 
 
 @pytest.mark.parametrize("function", [cross_entropy_sum, cross_entropy])
@@ -148,7 +148,7 @@ def test_bf16_gradients_are_summed_over_chunks_in_fp32(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "_num_tokens", lambda num_rows, device: 2)
     hidden = torch.ones(2048, 2, dtype=torch.bfloat16)
     weight, bias = (torch.zeros(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((4, 2), (4,)))
-    losses = function(hidden, weight, bias, torch.zeros(2048, dtype=torch.int64), Vocab(4))
+    losses = function(hidden, weight, bias, torch.zeros(2048, dtype=torch.int64), VocabSplit(4))
     losses.sum().backward()
     # Each of a thousand chunks adds 1/2: sums in bf16 stand still at 128.
     assert losses.dtype == torch.float32
@@ -159,8 +159,8 @@ def test_bf16_gradients_are_summed_over_chunks_in_fp32(monkeypatch: pytest.Monke
 def test_fp16_takes_a_loss_scale_beyond_its_range() -> None:
     hidden, weight, _, targets = make_case(8, False, torch.float16)
     hidden.requires_grad_()
-    (cross_entropy_sum(hidden, weight, None, targets, Vocab(8)) * 2.0**17 / 2.0**14).backward()
-    (gradient,) = torch.autograd.grad(cross_entropy_sum(hidden, weight, None, targets, Vocab(8)), hidden)
+    (cross_entropy_sum(hidden, weight, None, targets, VocabSplit(8)) * 2.0**17 / 2.0**14).backward()
+    (gradient,) = torch.autograd.grad(cross_entropy_sum(hidden, weight, None, targets, VocabSplit(8)), hidden)
     torch.testing.assert_close(hidden.grad, gradient * 8, rtol=1e-3, atol=1e-3)
 
 
@@ -177,7 +177,7 @@ def peak_bytes(function: Loss, num_tokens: int, num_vocab: int) -> int:
 def test_full_logits_never_exist(function: Loss) -> None:
     num_tokens, num_vocab = 4096, 4096
     logits_bytes = num_tokens * num_vocab * 4
-    split = peak_bytes(lambda h, w, y: function(h, w, None, y, Vocab(num_vocab)), num_tokens, num_vocab)
+    split = peak_bytes(lambda h, w, y: function(h, w, None, y, VocabSplit(num_vocab)), num_tokens, num_vocab)
     plain = peak_bytes(lambda h, w, y: F.cross_entropy(F.linear(h, w), y), num_tokens, num_vocab)
     assert split < 0.25 * logits_bytes
     assert plain > 2 * logits_bytes
@@ -185,7 +185,7 @@ def test_full_logits_never_exist(function: Loss) -> None:
 
 @pytest.mark.parametrize("terms", TERMS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_lm_loss_of_plain_logits_knows_the_same_terms(terms: Terms, dtype: torch.dtype) -> None:
+def test_lm_loss_of_plain_logits_knows_the_same_terms(terms: TokenLossTerms, dtype: torch.dtype) -> None:
     hidden, weight, _, targets = make_case(10, False)
     targets = targets.where(targets != terms.ignore_index, -100)
     logits = (hidden @ weight.T).to(dtype).requires_grad_()
@@ -193,8 +193,8 @@ def test_lm_loss_of_plain_logits_knows_the_same_terms(terms: Terms, dtype: torch
     loss.backward()
     reference = logits.detach().double().requires_grad_()
     identity = torch.eye(10, dtype=torch.float64)
-    plain_terms = Terms(-100, terms.label_smoothing, terms.z_loss)
-    want = cross_entropy_sum(reference, identity, None, targets, Vocab(10), plain_terms)
+    plain_terms = TokenLossTerms(-100, terms.label_smoothing, terms.z_loss)
+    want = cross_entropy_sum(reference, identity, None, targets, VocabSplit(10), plain_terms)
     want.backward()
     tolerance = 1e-12 if dtype == torch.float64 else 1e-2
     torch.testing.assert_close(loss.double(), want, rtol=tolerance, atol=tolerance)
@@ -205,7 +205,7 @@ def test_lm_loss_of_plain_logits_knows_the_same_terms(terms: Terms, dtype: torch
 @pytest.mark.parametrize("function", [cross_entropy_sum, cross_entropy])
 def test_second_derivatives_are_refused(function: Callable[..., Tensor]) -> None:
     hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
-    loss = function(hidden, weight, None, torch.arange(3), Vocab(5)).sum()
+    loss = function(hidden, weight, None, torch.arange(3), VocabSplit(5)).sum()
     with pytest.raises(
         RuntimeError, match=r"no second derivatives \(create_graph=True\); take the loss of logits.comp"
     ):

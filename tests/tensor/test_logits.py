@@ -21,14 +21,14 @@ from harness.live_bytes import LiveBytes
 from harness.pool import WorkerPool
 from harness.training import make_config
 from shardwise import backward, initialize
-from shardwise.comm import Comm
-from shardwise.group_links import GroupLinks
+from shardwise.comm.backends import ProcessGroupBackend
+from shardwise.comm.collectives import Comm
 from shardwise.models.decoder import lm_loss
-from shardwise.pool import BufferPool
-from shardwise.streams import Streams
-from shardwise.tensor.cross_entropy import Vocab
-from shardwise.tensor.logits import VocabHead, VocabLogits
-from shardwise.wearing import float64_throughout
+from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.float64 import float64_throughout
+from shardwise.runtime.streams import Streams
+from shardwise.tensor.cross_entropy import VocabSplit
+from shardwise.tensor.loss_parallel import LazyLogits, LazyLogitsHead
 
 B, S, E, V = 2, 5, 4, 7
 Operation = Callable[[Any], Any]
@@ -86,20 +86,24 @@ COMPUTED: dict[str, Operation] = {
 }
 
 
-def make(dtype: torch.dtype = torch.float64, has_bias: bool = True) -> tuple[VocabLogits, Tensor, list[Tensor]]:
+def make(dtype: torch.dtype = torch.float64, has_bias: bool = True) -> tuple[LazyLogits, Tensor, list[Tensor]]:
     """Deferred logits, plain ones of the same, and the leaves of both."""
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(*shape, generator=generator).to(dtype) for shape in ((B, S, E), (V, E), (V,))]
     hidden, weight, bias = (leaf.requires_grad_() for leaf in leaves)
     given = bias if has_bias else None
-    return VocabLogits(hidden * 1, weight, given, VocabHead(Vocab(V))), F.linear(hidden * 1, weight, given), leaves
+    return (
+        LazyLogits(hidden * 1, weight, given, LazyLogitsHead(VocabSplit(V))),
+        F.linear(hidden * 1, weight, given),
+        leaves,
+    )
 
 
 @pytest.mark.parametrize("name", DEFERRED)
 def test_token_operations_stay_deferred(name: str) -> None:
     logits, plain, _ = make(torch.float32)
     result, expected = DEFERRED[name](logits), DEFERRED[name](plain)
-    assert isinstance(result, VocabLogits)
+    assert isinstance(result, LazyLogits)
     assert result.is_deferred
     assert (result.shape, result.dtype, result.requires_grad) == (expected.shape, expected.dtype, True)
     torch.testing.assert_close(result.compute(), expected)
@@ -109,7 +113,7 @@ def test_token_operations_stay_deferred(name: str) -> None:
 def test_all_else_is_computed(name: str) -> None:
     logits, plain, leaves = make()
     result, expected = COMPUTED[name](logits), COMPUTED[name](plain * 1)
-    assert not isinstance(result, VocabLogits)
+    assert not isinstance(result, LazyLogits)
     torch.testing.assert_close(result, expected)
     if expected.requires_grad:
         given = torch.autograd.grad(result.double().square().sum(), leaves)
@@ -227,7 +231,7 @@ def test_what_is_made_without_gradients_has_none_later() -> None:
     targets = torch.zeros(B * S, dtype=torch.int64)
     hidden, weight = torch.randn(B, S, E), torch.randn(V, E, requires_grad=True)
     with torch.no_grad():
-        logits = VocabLogits(hidden, weight, None, VocabHead(Vocab(V)))
+        logits = LazyLogits(hidden, weight, None, LazyLogitsHead(VocabSplit(V)))
         views = [view(make()[0]) for view in (lambda x: x.flatten(0, 1), lambda x: x.double().transpose(0, 1))]
     views[1] = views[1].flatten(0, 1)
     for each in (logits.view(-1, V), *views):
@@ -247,7 +251,7 @@ def test_copies_and_pickles_are_plain_tensors() -> None:
     for copied in (copy.deepcopy(logits), pickle.loads(pickle.dumps(logits)), torch.load(buffer)):
         assert type(copied) is Tensor
         torch.testing.assert_close(copied, plain)
-    assert copy.deepcopy(VocabHead(Vocab(V))).vocab.size == V
+    assert copy.deepcopy(LazyLogitsHead(VocabSplit(V))).vocab.size == V
 
 
 def test_code_that_bypasses_torch_functions_fails_rather_than_lose_gradients() -> None:
@@ -281,7 +285,7 @@ def test_a_loss_of_deferred_logits_never_holds_them() -> None:
     hidden, weight = torch.randn(4, 1024, 8, requires_grad=True), torch.randn(4096, 8, requires_grad=True)
     targets = torch.zeros(4, 1024, dtype=torch.int64)
     with LiveBytes() as live:
-        logits = VocabLogits(hidden * 1, weight, None, VocabHead(Vocab(4096)))
+        logits = LazyLogits(hidden * 1, weight, None, LazyLogitsHead(VocabSplit(4096)))
         F.cross_entropy(logits[:, :-1].contiguous().view(-1, 4096), targets[:, 1:].reshape(-1)).backward()
     assert live.peak_bytes() < 0.25 * 4 * 1024 * 4096 * 4
 
@@ -291,7 +295,7 @@ def test_a_loss_of_deferred_logits_never_holds_them() -> None:
 
 def make_comm() -> Comm:
     device = torch.device("cpu")
-    return Comm(GroupLinks(dist.group.WORLD, device), "tp", device, 20.0, Streams(device), BufferPool(device))
+    return Comm(ProcessGroupBackend(dist.group.WORLD, device), "tp", device, 20.0, Streams(device), BufferPool(device))
 
 
 def split_logits(rank: int, world_size: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, bool]:
@@ -299,10 +303,10 @@ def split_logits(rank: int, world_size: int, vocab_size: int) -> tuple[Tensor, T
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(3, E, generator=generator, dtype=torch.float64).requires_grad_()
     whole = torch.randn(vocab_size, E, generator=generator, dtype=torch.float64)
-    vocab = Vocab(vocab_size, make_comm())
+    vocab = VocabSplit(vocab_size, make_comm())
     own = whole[vocab.start : vocab.start + vocab.num_own]
     weight = F.pad(own, (0, 0, 0, vocab.num_rows - vocab.num_own)).requires_grad_()
-    logits = VocabLogits(hidden, weight, None, VocabHead(vocab))
+    logits = LazyLogits(hidden, weight, None, LazyLogitsHead(vocab))
     full = logits.sin()
     full.sum().backward()
     dist.all_reduce(hidden.grad)
@@ -355,7 +359,7 @@ def test_huggingface_losses(name: str, caplog: pytest.LogCaptureFixture) -> None
 
 class SplitLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return VocabLogits(x * 1, self.weight, self.bias, VocabHead(Vocab(self.out_features)))
+        return LazyLogits(x * 1, self.weight, self.bias, LazyLogitsHead(VocabSplit(self.out_features)))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
@@ -367,7 +371,7 @@ def test_huggingface_models_leave_their_logits_deferred(family: str, caplog: pyt
         expected = torch.autograd.grad(plain.loss, list(model.parameters()))
         model.get_output_embeddings().__class__ = SplitLinear
         split = model(**batch)
-        assert isinstance(split.logits, VocabLogits)
+        assert isinstance(split.logits, LazyLogits)
         assert split.logits.is_deferred
         torch.testing.assert_close(split.loss, plain.loss, rtol=1e-12, atol=1e-12)
         for given, want in zip(torch.autograd.grad(split.loss, list(model.parameters())), expected, strict=True):
@@ -384,7 +388,7 @@ class Head(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_split:
             return super().forward(x)
-        return VocabLogits(x, self.weight, self.bias, VocabHead(Vocab(self.out_features)))
+        return LazyLogits(x, self.weight, self.bias, LazyLogitsHead(VocabSplit(self.out_features)))
 
 
 class Model(nn.Module):

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from harness.pool import WorkerPool
 from harness.split_model import make_comm
-from shardwise._torch_private import fake_copy, fake_tensors
-from shardwise.comm import Comm
-from shardwise.pool import BufferPool
-from shardwise.simulated_links import SimulatedLinks
-from shardwise.streams import LaneName, Streams
+from shardwise.comm.backends import SimulatedBackend
+from shardwise.comm.collectives import Comm
+from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.streams import LaneName, Streams
+from shardwise.runtime.torch_private import fake_copy, fake_tensors
 from shardwise.tensor import collectives
-from shardwise.tensor.ops import TensorOps
+from shardwise.tensor.mappings import TpMappings
 
-Pair = Callable[[TensorOps, Tensor], Tensor]
+Pair = Callable[[TpMappings, Tensor], Tensor]
 
 PAIRS: tuple[tuple[str, Pair], ...] = (
     ("enter", lambda ops, x: ops.enter(x, "t")),
@@ -38,7 +38,7 @@ def pull(rank: int, world_size: int, pair: str, dtype: torch.dtype) -> list[Tens
     run, n = dict(PAIRS)[pair], world_size
     is_alike = pair == "split"  # its input is the same on all ranks
     x = (torch.arange(2.0 * n * 3 * n).view(2, 3 * n, n) + (0 if is_alike else 100 * rank)).to(dtype).requires_grad_()
-    ops = TensorOps(make_comm())
+    ops = TpMappings(make_comm())
     y = run(ops, x)
     upstream = torch.linspace(0, 1, y.numel(), dtype=dtype).view_as(y)
     upstream = (upstream if pair in ("leave", "gather") else upstream + rank).requires_grad_()
@@ -96,11 +96,11 @@ def share(rank: int, world_size: int) -> dict[str, bool]:
 
 
 def find_shared() -> dict[str, bool]:
-    ops = TensorOps(make_comm())
+    ops = TpMappings(make_comm())
     results = {}
     x = torch.randn(2, 4, requires_grad=True) * 1
     results["one tensor enters once"] = ops.enter(x, "t") is ops.enter(x, "t")
-    other = TensorOps(ops.comm)
+    other = TpMappings(ops.comm)
     results["engines do not share"] = other.enter(x, "t") is not ops.enter(x, "t")
     held = weakref.ref(x)
     del x
@@ -128,7 +128,7 @@ def test_what_is_shared_and_when_it_goes(ranks: WorkerPool) -> None:
 
 
 def use_twice(rank: int, world_size: int) -> list[str]:
-    ops = TensorOps(make_comm())
+    ops = TpMappings(make_comm())
     x_local = torch.randn(1, 2, 4, requires_grad=True) * 1
     whole = ops.gather_sequence(x_local, "t")
     first, second = (ops.column(whole, torch.randn(3, 4, requires_grad=True), None) for _ in range(2))
@@ -142,7 +142,7 @@ def test_siblings_gather_once(ranks: WorkerPool) -> None:
 
 def change_in_place(rank: int, world_size: int) -> list[bool]:
     """What has changed since it entered, or was gathered, is another tensor."""
-    ops = TensorOps(make_comm())
+    ops = TpMappings(make_comm())
     results = []
     for is_sequence in (False, True):
         x = torch.randn(1, 2, 4, dtype=torch.float64) * 1
@@ -166,13 +166,13 @@ def test_tensors_changed_in_place_are_seen(ranks: WorkerPool) -> None:
 
 def simulated() -> Comm:
     device = torch.device("cpu")
-    return Comm(SimulatedLinks(1, 4, "gloo"), "tp", device, 5.0, Streams(device), BufferPool(device))
+    return Comm(SimulatedBackend(1, 4, "gloo"), "tp", device, 5.0, Streams(device), BufferPool(device))
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_fake_tensors_are_counted_where_links_are_simulated(chunks: int) -> None:
     with fake_tensors():
-        ops = TensorOps(simulated(), chunks)
+        ops = TpMappings(simulated(), chunks)
         x = fake_copy(torch.empty(2, 8, 16, requires_grad=True)) * 1
         weight = torch.empty(16, 16, requires_grad=True)
         shapes = [
@@ -202,9 +202,9 @@ class ListedLanes(Streams):
 def test_what_is_waited_for_at_once_stays_on_the_current_stream() -> None:
     """On NCCL it would queue behind the gathers and reductions of a data group; the whole for the backward overlaps."""
     lanes, device = ListedLanes(), torch.device("cpu")
-    comm = Comm(SimulatedLinks(1, 2, "nccl"), "tp", device, 5.0, lanes, BufferPool(device))
+    comm = Comm(SimulatedBackend(1, 2, "nccl"), "tp", device, 5.0, lanes, BufferPool(device))
     with fake_tensors():
-        ops = TensorOps(comm)
+        ops = TpMappings(comm)
         x = fake_copy(torch.empty(1, 4, 8, requires_grad=True)) * 1
         weight = torch.empty(8, 8, requires_grad=True)
         y = ops.row(ops.column(ops.gather_sequence(x, "t"), weight, None), weight, None, True, "t")
@@ -221,7 +221,7 @@ def names() -> set[str]:
 def test_ops_are_taken_back() -> None:
     gc.collect()  # engines of other tests that were dropped and not closed
     before = names()
-    first, second = TensorOps(simulated()), TensorOps(simulated())
+    first, second = TpMappings(simulated()), TpMappings(simulated())
     assert len(names() - before) == 2
     first.close()
     assert len(names() - before) == 1
@@ -231,7 +231,7 @@ def test_ops_are_taken_back() -> None:
 
 def test_a_graph_of_a_closed_engine_raises() -> None:
     """An op that is not registered any more would read freed memory."""
-    ops = TensorOps(simulated())
+    ops = TpMappings(simulated())
     y = ops.gather_sequence(torch.ones(1, 2, 4, requires_grad=True), "t")
     ops.close()
     with pytest.raises(RuntimeError, match=r"scatter_sequence of an engine that is closed; run backwards before"):

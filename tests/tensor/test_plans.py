@@ -16,12 +16,12 @@ from torch.nn.utils import parametrizations
 
 from harness.emulated_ranks import emulate, slices
 from harness.unknown_models import ScaledEmbedding
-from shardwise.config import ConfigError
-from shardwise.layout.splits import Part
-from shardwise.layout.tensor_plan import LayerSplit, Region, SequenceStack, SplitDropout, TensorPlan, param_splits
+from shardwise.config.resolve import ConfigError
+from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, SharedInput, SplitDropout, TensorPlan, param_splits
+from shardwise.layout.tp_sharding import FusedPart
 from shardwise.models.decoder import Decoder, DecoderConfig, lm_loss
+from shardwise.runtime.float64 import float64_throughout
 from shardwise.tensor.plans import find_plan
-from shardwise.wearing import float64_throughout
 
 SIZES: Final[Mapping[str, Any]] = MappingProxyType(
     {
@@ -133,7 +133,7 @@ def styles(plan: TensorPlan, prefix: str) -> dict[str, str]:
 
 def test_decoder() -> None:
     plan = find(decoder(), 4)
-    query, kv, ffn, vocab = Part(16, 4), Part(8, 2), Part(24), Part(41, is_padded=True)
+    query, kv, ffn, vocab = FusedPart(16, 4), FusedPart(8, 2), FusedPart(24), FusedPart(41, is_padded=True)
     assert plan.layers[:2] == (LayerSplit("embed", "vocab", (vocab,)), LayerSplit("head", "head", (vocab,)))
     assert [(each.module, each.style, each.parts[0]) for each in plan.layers[2:9]] == [
         ("blocks.0.attention.query", "column", query),
@@ -144,7 +144,7 @@ def test_decoder() -> None:
         ("blocks.0.ffn.up", "column", ffn),
         ("blocks.0.ffn.down", "row", ffn),
     ]
-    assert plan.regions[:2] == (Region("blocks.0.attention", ("x",)), Region("blocks.0.ffn", ("x",)))
+    assert plan.regions[:2] == (SharedInput("blocks.0.attention", ("x",)), SharedInput("blocks.0.ffn", ("x",)))
     assert plan.stacks == (SequenceStack("blocks.0", "x", "norm", ("blocks.0", "blocks.1", "norm")),)
 
 
@@ -169,10 +169,13 @@ def test_llama() -> None:
         "mlp.up_proj": "column",
         "mlp.down_proj": "row",
     }
-    assert {each.module: each.parts for each in plan.layers}[f"{block}self_attn.k_proj"] == (Part(8, 2),)
+    assert {each.module: each.parts for each in plan.layers}[f"{block}self_attn.k_proj"] == (FusedPart(8, 2),)
     assert styles(plan, "model.e") == {"mbed_tokens": "vocab"}
     assert styles(plan, "lm") == {"_head": "head"}
-    assert plan.regions[2:] == (Region(f"{block}self_attn", ("hidden_states",)), Region(f"{block}mlp", ("x",)))
+    assert plan.regions[2:] == (
+        SharedInput(f"{block}self_attn", ("hidden_states",)),
+        SharedInput(f"{block}mlp", ("x",)),
+    )
     modules = ("model.layers.0", "model.layers.1", "model.norm")
     assert plan.stacks == (SequenceStack("model.layers.0", "hidden_states", "model.norm", modules),)
     assert plan.attributes[1] == (f"{block}self_attn", "num_key_value_groups", 1)
@@ -190,7 +193,7 @@ def test_gathered_attention_and_chunked_gates() -> None:
     layers = {each.module.removeprefix("model.layers.0."): each for each in plan.layers}
     assert layers["self_attn.qkv_proj"].gathers_output
     assert layers["self_attn.o_proj"].splits_input
-    assert layers["mlp.gate_up_proj"].parts == (Part(24), Part(24))
+    assert layers["mlp.gate_up_proj"].parts == (FusedPart(24), FusedPart(24))
     assert not layers["mlp.gate_up_proj"].gathers_output
     assert not layers["mlp.down_proj"].splits_input
     assert len(plan.notes) == 1
@@ -201,7 +204,7 @@ def test_gathered_attention_and_chunked_gates() -> None:
 def test_gpt2() -> None:
     plan = find(skeleton("gpt2", add_cross_attention=True), 2)
     layers = {each.module.removeprefix("transformer.h.0."): each for each in plan.layers}
-    head = Part(16, 4)
+    head = FusedPart(16, 4)
     assert layers["attn.c_attn"] == LayerSplit(
         "transformer.h.0.attn.c_attn", "column", (head, head, head), is_transposed=True
     )
@@ -212,7 +215,7 @@ def test_gpt2() -> None:
     assert (attention, "num_heads", 2) in plan.attributes
     assert (attention, "split_size", 8) in plan.attributes
     assert SplitDropout(f"{attention}.attn_dropout", dim=1) in plan.dropouts
-    cross = Region("transformer.h.0.crossattention", ("hidden_states",), ("encoder_hidden_states",))
+    cross = SharedInput("transformer.h.0.crossattention", ("hidden_states",), ("encoder_hidden_states",))
     assert cross in plan.regions
 
 
@@ -239,9 +242,9 @@ def test_t5() -> None:
     vocab = [each.module for each in plan.layers if each.style in ("vocab", "head")]
     assert vocab == ["shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head"]
     bias = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias"
-    assert LayerSplit(bias, "column-embedding", (Part(4),)) in plan.layers
+    assert LayerSplit(bias, "column-embedding", (FusedPart(4),)) in plan.layers
     cross = "decoder.block.1.layer.1.EncDecAttention"
-    assert Region(cross, ("hidden_states",), ("key_value_states",)) in plan.regions
+    assert SharedInput(cross, ("hidden_states",), ("key_value_states",)) in plan.regions
     assert (cross, "n_heads", 1) in plan.attributes
     assert (cross, "inner_dim", 4) in plan.attributes
     assert SplitDropout("encoder.block.0.layer.1.DenseReluDense.dropout", dim=-1) in plan.dropouts
@@ -568,16 +571,16 @@ def test_table() -> None:
     }
     plan = find(decoder(), given=table)
     assert [each.module for each in plan.layers if each.module.endswith("up")] == ["blocks.0.ffn.up"]
-    assert plan.layers[0].parts == (Part(16, 4),)
-    assert plan.regions[0] == Region("blocks.0.attention", ("x",), ("rope",))
+    assert plan.layers[0].parts == (FusedPart(16, 4),)
+    assert plan.regions[0] == SharedInput("blocks.0.attention", ("x",), ("rope",))
     assert plan.attributes[0] == ("blocks.0.attention", "head_dim", 2)
     assert plan.dropouts[0] == SplitDropout("blocks.0.attention", 1, is_functional=True)
     assert plan.partial == ("norm.weight",)
 
 
 def test_a_given_plan_is_checked() -> None:
-    plan = TensorPlan(layers=(LayerSplit("blocks.0.ffn.upp", "column", (Part(24),)),))
+    plan = TensorPlan(layers=(LayerSplit("blocks.0.ffn.upp", "column", (FusedPart(24),)),))
     with pytest.raises(ConfigError, match=r"names 'blocks.0.ffn.upp', .* did you mean blocks.0.ffn.up"):
         find(decoder(), given=plan)
-    right = TensorPlan(layers=(LayerSplit("blocks.0.ffn.up", "column", (Part(24),)),))
+    right = TensorPlan(layers=(LayerSplit("blocks.0.ffn.up", "column", (FusedPart(24),)),))
     assert find(decoder(), given=right) is right

@@ -15,9 +15,9 @@ from harness.training import make_config
 from harness.unknown_models import CASES
 from harness.zoo_cells import case_of
 from shardwise import Config, ConfigError, initialize, propose_plan
-from shardwise.layout.tensor_plan import Region
-from shardwise.tensor.proof import NotProvedError, refute
-from shardwise.tensor.prove import check_provable, check_small_copy, prove_plan, proved_layout
+from shardwise.layout.tensor_plan import SharedInput
+from shardwise.tensor.plan_proof import NotProvedError, refute
+from shardwise.tensor.prove_plan import check_provable, check_small_copy, prove_plan, proved_layout
 
 CROSSED: Final = next(case for case in CASES if case.name == "crossed")
 # The norm works on whole tensors, outside of all regions: the sum of its gradients counts it once a rank.
@@ -35,7 +35,7 @@ def test_a_region_around_queries_that_enter_elsewhere_is_refuted() -> None:
     plan = propose_plan(model, tokens, tp=2)
     assert not any("cross" in region.module for region in plan.regions)
     assert refute(model, plan, tokens, 2) == ""
-    wrong = replace(plan, regions=(*plan.regions, Region("blocks.0.cross", ("memory",))))
+    wrong = replace(plan, regions=(*plan.regions, SharedInput("blocks.0.cross", ("memory",))))
     assert "the gradient of" in refute(model, wrong, tokens, 2)
 
 

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import ConfigError
-from shardwise.layout.splits import ParamSplit
-from shardwise.layout.tensor_plan import LayerSplit, Region, TensorPlan
+from shardwise.layout.tensor_plan import LayerSplit, SharedInput, TensorPlan
+from shardwise.layout.tp_sharding import ParamSplit
 from shardwise.models import Decoder, DecoderConfig
-from shardwise.tensor.propose import propose_plan
+from shardwise.tensor.autoplan.propose import propose_plan
 
 E, HEADS, SEQ = 16, 4, 6
 
@@ -319,7 +319,7 @@ def test_meta_models_give_the_same_plan() -> None:
 
 
 def test_regions_are_modules_whose_argument_columns_alone_read() -> None:
-    assert propose_plan(nn.Sequential(Mlp()), inputs(), tp=2).regions == (Region("0", ("x",)),)
+    assert propose_plan(nn.Sequential(Mlp()), inputs(), tp=2).regions == (SharedInput("0", ("x",)),)
     assert propose_plan(nn.Sequential(Mlp(adds_input=True)), inputs(), tp=2).regions == ()
     returns_input = type("Returning", (Mlp,), {"forward": lambda self, x: (Mlp.forward(self, x), x)})
     assert propose_plan(nn.Sequential(returns_input()), inputs(), tp=2).regions == ()
@@ -383,7 +383,7 @@ def test_our_decoder(tie: bool) -> None:
     assert plan.regions == tuple(
         region
         for i in range(2)
-        for region in (Region(f"blocks.{i}.attention", ("x",)), Region(f"blocks.{i}.ffn", ("x",)))
+        for region in (SharedInput(f"blocks.{i}.attention", ("x",)), SharedInput(f"blocks.{i}.ffn", ("x",)))
     )
     assert (plan.partial, plan.attributes, plan.dropouts) == ((), (), ())
     assert_right(model, plan, tokens, 2)

@@ -15,8 +15,8 @@ from harness.simulated import Measured, measure_steps, simulated
 from harness.tensor import make_case, step_batches
 from harness.training import make_config
 from shardwise import Simulation, initialize, simulate
-from shardwise.memory import Category
 from shardwise.models import Decoder, DecoderConfig, lm_loss
+from shardwise.runtime.memory_tracker import Category
 
 NUM_MEASURED_STEPS = 3
 

@@ -32,8 +32,8 @@ from harness.training import make_config
 from harness.wire_bytes import Call as WireCall
 from harness.wire_bytes import WireBytes, ring_equivalent_bytes
 from shardwise import Layout, initialize
-from shardwise.comm import Call
-from shardwise.layout.stages import Placement
+from shardwise.comm.collectives import Collective
+from shardwise.layout.zero_stages import Placement
 from shardwise.models import Decoder, DecoderConfig, lm_loss, num_params
 
 MICRO_SIZE, LENGTH = 2, 16
@@ -56,10 +56,10 @@ class Measured:
     at_rest_bytes: int
     ledger_bytes: int
     scalar_bytes: int
-    calls: tuple[Call, ...]
+    calls: tuple[Collective, ...]
     wire: tuple[WireCall, ...]
 
-    def over(self, axis: str) -> tuple[Call, ...]:
+    def over(self, axis: str) -> tuple[Collective, ...]:
         """Collectives of the books, the step's numbers excepted."""
         return tuple(call for call in self.calls if call.axis == axis and call.op != "all_reduce_scalars")
 
@@ -146,7 +146,7 @@ def step_scalar_bytes(num_layers: int, num_ranks: int) -> Fraction:
 class Counted:
     """What one rank sent in its second step."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[Collective, ...]
     wire: tuple[WireCall, ...]
 
 

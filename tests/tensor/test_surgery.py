@@ -25,11 +25,11 @@ from harness.split_model import (
     put_together,
     split_on_rank,
 )
-from shardwise.config import ConfigError, TensorConfig
-from shardwise.hooks import recompute_forward, run_forward
-from shardwise.layout.splits import ParamSplit, Part
-from shardwise.layout.tensor_plan import LayerSplit, Region, SequenceStack, TensorPlan
-from shardwise.tensor.surgery import split_model
+from shardwise.config.resolve import ConfigError, TensorConfig
+from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, SharedInput, TensorPlan
+from shardwise.layout.tp_sharding import FusedPart, ParamSplit
+from shardwise.runtime.module_hooks import recompute_forward, run_forward
+from shardwise.tensor.apply import split_model
 
 Result = tuple[Tensor, dict[str, Tensor]]
 
@@ -303,12 +303,12 @@ class Conv1D(nn.Module):
 
 ODD_PLAN = TensorPlan(
     layers=(
-        LayerSplit("embed", "column-embedding", (Part(8),), gathers_output=True),
-        LayerSplit("fused", "column", (Part(8), Part(8), Part(8)), is_transposed=True),
-        LayerSplit("proj", "row", (Part(8),), is_transposed=True),
-        LayerSplit("first", "column", (Part(8), Part(4, 2)), gathers_output=True),
-        LayerSplit("second", "column", (Part(12, 4),), gathers_output=True),
-        LayerSplit("last", "row", (Part(8), Part(4)), splits_input=True),
+        LayerSplit("embed", "column-embedding", (FusedPart(8),), gathers_output=True),
+        LayerSplit("fused", "column", (FusedPart(8), FusedPart(8), FusedPart(8)), is_transposed=True),
+        LayerSplit("proj", "row", (FusedPart(8),), is_transposed=True),
+        LayerSplit("first", "column", (FusedPart(8), FusedPart(4, 2)), gathers_output=True),
+        LayerSplit("second", "column", (FusedPart(12, 4),), gathers_output=True),
+        LayerSplit("last", "row", (FusedPart(8), FusedPart(4)), splits_input=True),
     )
 )
 
@@ -356,7 +356,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
             messages.append(str(error))
         messages.append(str(classes == [type(each) for each in model.modules()]))
 
-    refuse(nn.Sequential(nn.Linear(8, 8)), TensorPlan(regions=(Region("0", ("hidden",)),)), {})
+    refuse(nn.Sequential(nn.Linear(8, 8)), TensorPlan(regions=(SharedInput("0", ("hidden",)),)), {})
     split = split_on_rank(rank, world_size, is_sequence=True)
     try:
         split.model(make_ids(length=7))

@@ -13,12 +13,12 @@ from harness.simulated import Measured, measure_steps, simulated
 from harness.tier_bytes import Crossings, HostPages
 from harness.training import make_config
 from shardwise import initialize, simulate
-from shardwise.config import Config
-from shardwise.layout.activations import LayerShape, activation_bytes_per_layer, offloaded_bytes
-from shardwise.memory import Category
+from shardwise.config.resolve import Config
+from shardwise.layout.activation_bytes import LayerShape, activation_bytes_per_layer, offloaded_bytes
 from shardwise.models import Decoder, lm_loss
 from shardwise.models.decoder import DecoderConfig
-from shardwise.tiers import activations
+from shardwise.offload import activations
+from shardwise.runtime.memory_tracker import Category
 
 SIZES = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn_size": 96}
 SEQ_LEN = 32

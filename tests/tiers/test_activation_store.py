@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.live_bytes import LiveBytes, storage_bytes
-from shardwise.hooks import run_forward, run_stored
-from shardwise.layout.activations import LayerShape, activation_bytes_per_layer, offloaded_bytes
-from shardwise.memory import Category, Ledger
+from shardwise.layout.activation_bytes import LayerShape, activation_bytes_per_layer, offloaded_bytes
 from shardwise.models.decoder import Decoder, DecoderConfig
-from shardwise.streams import Event, Streams
-from shardwise.tiers.activations import ActivationStore
-from shardwise.tiers.traffic import Traffic
+from shardwise.offload.activations import ActivationStore
+from shardwise.offload.counters import TransferCounters
+from shardwise.runtime.memory_tracker import Category, MemoryTracker
+from shardwise.runtime.module_hooks import run_forward, run_stored
+from shardwise.runtime.streams import Event, Streams
 
 OUT, BACK = ("device", "host"), ("host", "device")
 NUM_FEATURES = 16
@@ -50,9 +50,9 @@ class Rig:
     """A store with all that it stands on."""
 
     def __init__(self, min_bytes: int = 64) -> None:
-        self.host, self.traffic, self.ledger = Host(), Traffic(), Ledger()
+        self.host, self.traffic, self.tracker = Host(), TransferCounters(), MemoryTracker()
         self.store = ActivationStore(
-            Streams(torch.device("cpu")), self.host, self.traffic, self.ledger, min_bytes=min_bytes
+            Streams(torch.device("cpu")), self.host, self.traffic, self.tracker, min_bytes=min_bytes
         )
 
     def call(self, forward: Callable[..., Any], *args: Any, mode: str = "full", **kwargs: Any) -> Any:
@@ -222,7 +222,7 @@ def test_views_of_all_kinds_come_back_as_they_were(rig: Rig, view: Callable[[Ten
 def test_parameters_and_buffers_stay(rig: Rig) -> None:
     """Whatever the ledger books as a state, in any view: its storage may be freed and made anew."""
     flat = torch.randn(2 * ROWS * NUM_FEATURES, dtype=torch.float64)
-    rig.ledger.track(flat, Category.GATHERED)
+    rig.tracker.track(flat, Category.GATHERED)
     weight = nn.Parameter(flat[: ROWS * NUM_FEATURES].view(ROWS, NUM_FEATURES))
     buffer = flat[ROWS * NUM_FEATURES :].view(ROWS, NUM_FEATURES)
     x = make_x()
@@ -389,7 +389,7 @@ def test_memory_of_the_same_address_is_not_taken_for_the_former(rig: Rig) -> Non
             total = total + rig.call(lambda y: (y * y).sum(), x * index)
         return list(torch.autograd.grad(total, x))
 
-    with mock.patch("shardwise.tiers.activations.id", return_value=0, create=True):
+    with mock.patch("shardwise.offload.activations.id", return_value=0, create=True):
         found = run(rig)
     assert all(map(torch.equal, found, run(Plain())))
     assert rig.moved[0] == 29 * X_BYTES
@@ -512,7 +512,7 @@ def test_memory_stays_until_late_copies_are_over(num_asks: int | None, end: str)
     copies = LateCopies(rig.host, num_asks)
     rig.store._streams = SimpleNamespace(device=torch.device("cpu"), lane=copies.lane)  # type: ignore[assignment]
     expected = late_blocks(Plain(), "walked")
-    with mock.patch("shardwise.tiers.activations.Event", LateEvents(copies)):
+    with mock.patch("shardwise.offload.activations.Event", LateEvents(copies)):
         found = [late_blocks(rig, end) for _ in range(3)][-1]
         copies.run_until(len(copies.queue))
         rig.call(torch.sin, make_x())
@@ -529,7 +529,7 @@ def test_an_input_written_while_it_leaves_is_refused() -> None:
     copies = LateCopies(rig.host, None)
     rig.store._streams = SimpleNamespace(device=torch.device("cpu"), lane=copies.lane)  # type: ignore[assignment]
     held = make_x() * 1
-    with mock.patch("shardwise.tiers.activations.Event", LateEvents(copies)):
+    with mock.patch("shardwise.offload.activations.Event", LateEvents(copies)):
         y = rig.call(torch.sin, held)
         y = rig.call(lambda y: (held.detach().mul_(2), torch.sin(y))[1], y)
         with pytest.raises(RuntimeError, match="written in place"):

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shardwise.config import Config
+from shardwise.config.resolve import Config
 from shardwise.layout.layout import Layout, build_layout
-from shardwise.tiers.cost import passes_s, sweep_s
+from shardwise.offload.disk_bench import passes_s, sweep_s
 
 TIERS = st.sampled_from(["device", "host", "nvme"])
 

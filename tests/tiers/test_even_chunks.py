@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.tiers.sweep import CHUNK_NUMEL, even_chunk_numel
+from shardwise.offload.step_pipeline import CHUNK_NUMEL, even_chunk_numel
 
 
 @pytest.mark.parametrize("numel", [1, 2047, 2048, 2049, CHUNK_NUMEL, CHUNK_NUMEL + 1, 10_000_001, 218_112_000])

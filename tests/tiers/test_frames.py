@@ -9,10 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.lion import Lion
-from shardwise.tiers.blocks import StepPiece, step_pieces
-from shardwise.tiers.frames import framed
-from shardwise.tiers.rules import StepRule, rule_of
+from shardwise.offload.cpu_optimizer import CpuOptimizer, StepPiece, framed, rule_of, step_pieces
+from shardwise.runtime.optimizers import Lion
 
 NUMEL = 700
 OPTIMIZERS = {
@@ -24,7 +22,7 @@ OPTIMIZERS = {
 }
 
 
-def make_piece(rule: StepRule, options: dict[str, object], numel: int) -> StepPiece:
+def make_piece(rule: CpuOptimizer, options: dict[str, object], numel: int) -> StepPiece:
     generator = torch.Generator().manual_seed(0)
     states = {name: torch.rand(numel, generator=generator) for name in rule.tensor_states(options)}
     master, grad = torch.randn(numel, generator=generator), torch.randn(numel, generator=generator)

@@ -12,16 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise._torch_private import fake_tensors
-from shardwise.host_memory import ALIGNMENT_BYTES
-from shardwise.memory import Category, Ledger
-from shardwise.tiers.buffers import HostBuffers
+from shardwise.offload.staging_buffers import StagingBuffers
+from shardwise.runtime.memory_tracker import Category, MemoryTracker
+from shardwise.runtime.pinned_memory import ALIGNMENT_BYTES
+from shardwise.runtime.torch_private import fake_tensors
 
 
 @given(sizes=st.lists(st.integers(0, 300_000), min_size=1, max_size=8))
 def test_buffers_are_aligned_disjoint_and_of_the_size(sizes: list[int]) -> None:
-    ledger = Ledger()
-    buffers = HostBuffers(ledger=ledger)
+    tracker = MemoryTracker()
+    buffers = StagingBuffers(tracker=tracker)
     leased = [buffers.acquire(size) for size in sizes]
     ranges = sorted((each.data_ptr(), each.data_ptr() + each.numel()) for each in leased)
     assert [each.shape for each in leased] == [(size,) for size in sizes]
@@ -29,16 +29,16 @@ def test_buffers_are_aligned_disjoint_and_of_the_size(sizes: list[int]) -> None:
     assert all(start % ALIGNMENT_BYTES == 0 for start, _ in ranges)
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))
     assert buffers.live_bytes == sum(sizes) <= buffers.reserved_bytes
-    assert ledger.snapshot().live_bytes[Category.BUCKETS] >= buffers.reserved_bytes
+    assert tracker.snapshot().live_bytes[Category.BUCKETS] >= buffers.reserved_bytes
     for each in leased:
         buffers.release(each)
     buffers.trim()
     del each, leased
-    assert (buffers.live_bytes, buffers.reserved_bytes, ledger.snapshot().total_bytes) == (0, 0, 0)
+    assert (buffers.live_bytes, buffers.reserved_bytes, tracker.snapshot().total_bytes) == (0, 0, 0)
 
 
 def test_an_idle_buffer_of_about_the_size_is_used_again() -> None:
-    buffers = HostBuffers()
+    buffers = StagingBuffers()
     first = buffers.acquire(2**20)
     address = first.data_ptr()
     buffers.release(first)
@@ -53,7 +53,7 @@ def test_an_idle_buffer_of_about_the_size_is_used_again() -> None:
 
 @pytest.mark.parametrize("sizes", [(4 * 8192, 8192), (8192, 4 * 8192)])
 def test_a_buffer_for_the_larger_half_of_a_common_size_serves_all_of_it(sizes: tuple[int, ...]) -> None:
-    buffers = HostBuffers(sizes=sizes)
+    buffers = StagingBuffers(sizes=sizes)
     first = buffers.acquire(4096)
     address, num_bytes = first.data_ptr(), first.numel()
     buffers.release(first)
@@ -64,7 +64,7 @@ def test_a_buffer_for_the_larger_half_of_a_common_size_serves_all_of_it(sizes: t
 
 
 def test_what_was_not_in_use_together_is_kept_up_to_a_third_beyond() -> None:
-    buffers = HostBuffers()
+    buffers = StagingBuffers()
     for num_bytes in (3 * 2**20, 2**20, 3 * 2**20, 2**20):
         buffers.release(buffers.acquire(num_bytes))
     assert buffers.reserved_bytes == 4 * 2**20
@@ -77,7 +77,7 @@ def test_the_system_gets_what_is_trimmed() -> None:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * ALIGNMENT_BYTES
 
-    buffers = HostBuffers()
+    buffers = StagingBuffers()
     before = resident_bytes()
     for size in (2**20, 2**24):  # the C library maps neither on its own once it has freed one of 32 MiB
         leased = [buffers.acquire(size).fill_(1) for _ in range(2**25 // size)]
@@ -90,7 +90,7 @@ def test_the_system_gets_what_is_trimmed() -> None:
 
 
 def test_threads_take_and_give_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffers, busy = HostBuffers(), threading.Lock()
+    buffers, busy = StagingBuffers(), threading.Lock()
     overlaps: list[str] = []
 
     def alone(name: str) -> Callable[..., object]:
@@ -128,11 +128,11 @@ def test_threads_take_and_give_one_after_the_other(monkeypatch: pytest.MonkeyPat
 
 
 def test_fake_tensors_need_no_memory() -> None:
-    ledger = Ledger()
+    tracker = MemoryTracker()
     with fake_tensors():
-        buffers = HostBuffers(pin_memory=True, ledger=ledger)
+        buffers = StagingBuffers(pin_memory=True, tracker=tracker)
         leased = buffers.acquire(2**44)
         assert (leased.shape, leased.dtype, leased.device.type) == ((2**44,), torch.uint8, "cpu")
-        assert ledger.snapshot().live_bytes[Category.BUCKETS] == 2**44
+        assert tracker.snapshot().live_bytes[Category.BUCKETS] == 2**44
         buffers.release(leased)
         assert buffers.acquire(2**44).untyped_storage() is leased.untyped_storage()

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.host_memory import host_pages
 from shardwise.models import Decoder, DecoderConfig, lm_loss
+from shardwise.runtime.pinned_memory import host_pages
 
 MIB = 2**20
 STATES = ("params", "grads", "optimizer")

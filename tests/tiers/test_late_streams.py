@@ -19,8 +19,8 @@ from harness.late_streams import LateDevice
 from harness.models import CASES, make_batches
 from harness.training import make_config
 from shardwise import Engine, initialize
-from shardwise.loss import LossBooks
-from shardwise.zero.grads import GroupGrads
+from shardwise.comm.loss import LossAccumulator
+from shardwise.zero.grad_buckets import GroupGrads
 
 NUM_STEPS = 3
 HOST = {"params": "host", "grads": "host", "optimizer": "host"}
@@ -87,7 +87,7 @@ def test_late_copies_change_no_bit(tmp_path: Path, where: str, stage: int, accum
     tiers = {**PLACES[where], "nvme_path": str(tmp_path) if has_files else None}
     device = LateDevice()
     # Chunks of files are whole blocks.
-    with mock.patch("shardwise.zero.streamed.CHUNK_NUMEL", 2048 if has_files else 256), device.installed():
+    with mock.patch("shardwise.zero.offloaded_step.CHUNK_NUMEL", 2048 if has_files else 256), device.installed():
         found = train({**common, "tiers": tiers})
     assert device.num_late > 0
     assert found[0] == expected[0]
@@ -98,9 +98,9 @@ def test_late_copies_change_no_bit(tmp_path: Path, where: str, stage: int, accum
 def test_the_backward_begins_before_the_count_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """What gradients are divided by is waited for when a group is first stepped, with reductions behind it."""
     seen: list[str] = []
-    start_sum, reduce = LossBooks.start_sum, GroupGrads.reduce
+    start_sum, reduce = LossAccumulator.start_sum, GroupGrads.reduce
 
-    def start_noted(books: LossBooks, name: str) -> Callable[[], list[float]]:
+    def start_noted(books: LossAccumulator, name: str) -> Callable[[], list[float]]:
         seen.append("start")
         read = start_sum(books, name)
         return lambda: (seen.append("read"), read())[1]
@@ -109,7 +109,7 @@ def test_the_backward_begins_before_the_count_is_known(monkeypatch: pytest.Monke
         seen.append("reduce")
         reduce(grads, is_last)
 
-    monkeypatch.setattr(LossBooks, "start_sum", start_noted)
+    monkeypatch.setattr(LossAccumulator, "start_sum", start_noted)
     monkeypatch.setattr(GroupGrads, "reduce", reduce_noted)
     (first, second) = make_batches(CASES["transformer"], num_steps=2, world_size=1, num_micro_batches=1)
     with make_engine({"tiers": {"optimizer": "host"}, "zero": {"stage": 2}}) as engine:
@@ -143,7 +143,7 @@ def test_the_norm_is_there_before_the_gradients_are_where_they_rest(tmp_path: Pa
     (step,) = make_batches(CASES["transformer"], num_steps=1, world_size=1, num_micro_batches=1)
     tiers = {"grads": grads, "optimizer": "host", "nvme_path": str(tmp_path) if grads == "nvme" else None}
     gate = threading.Event()
-    with mock.patch("shardwise.tiers.rests.MOST_STAGED", 100), make_engine({"tiers": tiers}) as engine:
+    with mock.patch("shardwise.offload.storage.MOST_STAGED", 100), make_engine({"tiers": tiers}) as engine:
         engine.tiers.lane.submit(gate.wait)
         engine.backward(engine(step[0][0]))
         with ThreadPoolExecutor(1) as pool:

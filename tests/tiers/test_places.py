@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from shardwise.config import TiersConfig
+from shardwise.config.resolve import TiersConfig
 from shardwise.layout.layout import Layout
-from shardwise.memory import Category, Ledger
-from shardwise.streams import Streams
-from shardwise.tiers.tiers import Tiers
+from shardwise.offload.tiers import Tiers
+from shardwise.runtime.memory_tracker import Category, MemoryTracker
+from shardwise.runtime.streams import Streams
 
 NUM = 5000
 
@@ -27,7 +27,7 @@ def test_what_crosses_is_pinned(monkeypatch: pytest.MonkeyPatch, pin_memory: boo
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     streams = cast(Streams, SimpleNamespace(device=torch.device("cuda", 0)))
     layout = cast(Layout, SimpleNamespace(groups=(), states=()))
-    tiers = Tiers(TiersConfig(pin_memory=pin_memory), layout, streams, Ledger("cpu"), 0, is_simulated=False)
+    tiers = Tiers(TiersConfig(pin_memory=pin_memory), layout, streams, MemoryTracker("cpu"), 0, is_simulated=False)
     kept: list[Any] = []
     for category in (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER):
         kept.append(tiers.place("host", "state", NUM, torch.float32, category).tensor)

@@ -18,12 +18,13 @@ from harness.pool import WorkerPool
 from harness.tier_bytes import HostPages
 from harness.training import make_config
 from harness.waiting import wait_until
-from shardwise import Layout, engine, initialize
+from shardwise import Layout, initialize
+from shardwise.engine import engine
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.memory import Category, Ledger
-from shardwise.pool import BufferPool
-from shardwise.streams import Event
-from shardwise.tiers.room import most_buffer_bytes
+from shardwise.offload.sizing import most_buffer_bytes
+from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.memory_tracker import Category, MemoryTracker
+from shardwise.runtime.streams import Event
 
 PLACES = {
     "all nvme": {"params": "nvme", "grads": "nvme", "optimizer": "nvme"},
@@ -38,12 +39,12 @@ PLACES = {
 def settled_pools() -> Iterator[None]:
     """Let pools allocate only once what they have freed is free: gloo's threads let go of it when they have a core."""
 
-    def make(device: torch.device, ledger: Ledger) -> BufferPool:
+    def make(device: torch.device, tracker: MemoryTracker) -> BufferPool:
         def allocate(num_bytes: int) -> Tensor:
-            assert wait_until(lambda: ledger.snapshot().live_bytes[Category.BUCKETS] <= pool.reserved_bytes)
+            assert wait_until(lambda: tracker.snapshot().live_bytes[Category.BUCKETS] <= pool.reserved_bytes)
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
-        pool = BufferPool(device, ledger, allocate=allocate)
+        pool = BufferPool(device, tracker, allocate=allocate)
         return pool
 
     with patch.object(engine, "BufferPool", make):

@@ -12,14 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer
 
-from shardwise.config import ConfigError, OptimizerConfig
+from shardwise.config.resolve import ConfigError, OptimizerConfig
 from shardwise.layout.layout import optimizer_states
-from shardwise.lion import Lion
-from shardwise.optim import build_optimizer
-from shardwise.tiers import blocks
-from shardwise.tiers.blocks import CUT_NUMEL, StepPiece, step_pieces
-from shardwise.tiers.rules import rule_of
-from shardwise.tiers.threads import StepThreads
+from shardwise.offload import cpu_optimizer as blocks
+from shardwise.offload.cpu_optimizer import CUT_NUMEL, StepPiece, StepThreads, rule_of, step_pieces
+from shardwise.runtime.optimizers import Lion, build_optimizer
 
 NAMES = ("adam", "adamw", "sgd", "adagrad", "lion")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.tiers import speed
-from shardwise.tiers.files import SwapError
-from shardwise.tiers.speed import measure_swap
+from shardwise.offload import disk_bench as speed
+from shardwise.offload.disk_bench import measure_swap
+from shardwise.offload.nvme import SwapError
 
 MIB = 2**20
 

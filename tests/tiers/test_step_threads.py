@@ -10,7 +10,7 @@ from threading import Barrier
 import pytest
 import torch
 
-from shardwise.tiers.threads import StepThreads
+from shardwise.offload.cpu_optimizer import StepThreads
 
 
 @pytest.fixture

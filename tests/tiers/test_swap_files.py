@@ -22,10 +22,11 @@ from torch import Tensor
 
 from harness.small_disk import small_disk
 from harness.waiting import PATIENCE_S, wait_until
-from shardwise.host_memory import ALIGNMENT_BYTES, host_pages
-from shardwise.tiers import files, io_threads
-from shardwise.tiers.files import SwapError, SwapFile, SwapFolder
-from shardwise.tiers.io_threads import IoThreads, takes_direct_io
+from shardwise.offload import io_threads
+from shardwise.offload import nvme as files
+from shardwise.offload.io_threads import IoThreads, takes_direct_io
+from shardwise.offload.nvme import SwapError, SwapFile, SwapFolder
+from shardwise.runtime.pinned_memory import ALIGNMENT_BYTES, host_pages
 
 # The forked children touch nothing but files.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.tiers import files
-from shardwise.tiers.files import SwapFolder
+from shardwise.offload import nvme as files
+from shardwise.offload.nvme import SwapFolder
 
 # The forked children touch nothing but files.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
@@ -149,7 +149,7 @@ def test_a_plain_exit_leaves_nothing(tmp_path: Path) -> None:
     code = f"""
 import torch
 from pathlib import Path
-from shardwise.tiers.files import SwapFolder
+from shardwise.offload.nvme import SwapFolder
 folder = SwapFolder.open(Path({str(tmp_path)!r}), 0)
 folder.allocate("states", 2**20).write(0, torch.ones(2**20, dtype=torch.uint8))
 print(len(list(folder.path.iterdir())))

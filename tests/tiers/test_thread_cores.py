@@ -14,7 +14,7 @@ PROGRAM = """
 import json, os, sys, threading
 from pathlib import Path
 import torch
-from shardwise.tiers.cores import bind_this_thread
+from shardwise.offload.cpu_optimizer import bind_this_thread
 
 def read(path):
     try:

@@ -23,8 +23,8 @@ from harness.small_disk import small_disk
 from harness.time_outs import give_up_after
 from harness.training import make_config
 from shardwise import Engine, initialize
-from shardwise.tiers.files import SwapError
-from shardwise.tiers.lane import LaneError
+from shardwise.offload.nvme import SwapError
+from shardwise.offload.worker import HostWorkError
 
 CASE = CASES["residual-mlp"]
 NUM_STEPS, SAVED_AT, FAILS_AT = 6, 2, 3
@@ -110,10 +110,10 @@ def test_training_goes_on_from_the_checkpoint(
     engine.save(saved)
     with failing(call, nth, fault) as paths:
         error = error_of(lambda: go_on(engine, 0, 1))
-        assert isinstance(error, LaneError | SwapError)
+        assert isinstance(error, HostWorkError | SwapError)
         assert Path(paths[0]).name in str(error)
         assert Path(paths[0]).parent.parent == swap
-    if isinstance(error, LaneError):
+    if isinstance(error, HostWorkError):
         assert "load the last checkpoint" in str(error)
         uses = [
             lambda: go_on(engine, 0, 1),
@@ -142,7 +142,7 @@ def test_a_failure_of_the_last_step_is_raised_by_close(tmp_path: Path) -> None:
     with failing("preadv", 0, "EIO"):
         go_on(engine, 0, 1, 2)
         engine.tiers.lane.submit(lambda: None).end()
-    with pytest.raises(LaneError, match=r"exp_avg|master"):
+    with pytest.raises(HostWorkError, match=r"exp_avg|master"):
         engine.close()
     assert list(tmp_path.iterdir()) == []
     assert all(parameter.detach().isfinite().all() for parameter in engine.model.parameters())  # given back, whole
@@ -150,7 +150,7 @@ def test_a_failure_of_the_last_step_is_raised_by_close(tmp_path: Path) -> None:
 
 def test_a_load_that_fails_leaves_an_engine_that_refuses(tmp_path: Path) -> None:
     with make_engine(tmp_path / "swap", optimizer="nvme") as engine:
-        with failing("preadv", 0, "EIO"), pytest.raises(LaneError):
+        with failing("preadv", 0, "EIO"), pytest.raises(HostWorkError):
             go_on(engine, 0, 1)
         assert "does not exist" in str(error_of(lambda: engine.load(tmp_path / "none")))
         assert "states are mixed" in str(error_of(lambda: go_on(engine, 0, 1)))

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from shardwise.config import ConfigError
-from shardwise.train import baseline
-from shardwise.train.baseline import unigram_loss
+from shardwise.config.resolve import ConfigError
+from shardwise.train import loop as baseline
+from shardwise.train.loop import unigram_loss
 
 
 def test_equals_the_sum_written_out(monkeypatch):

@@ -9,19 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.waiting import wait_until
-from shardwise.config import ConfigError, DataConfig
+from shardwise.config.resolve import ConfigError, DataConfig
 from shardwise.train import corpus as corpus_module
-from shardwise.train.corpus import (
-    STDLIB_BYTES,
-    Tally,
-    open_corpus,
-    read_pieces,
-    sample_texts,
-)
+from shardwise.train.corpus import STDLIB_BYTES, CorpusCounts, open_corpus, read_pieces, sample_texts
 
 
-def read(path, text_key: str = "text", exclude=()) -> tuple[list[str], Tally]:
-    tally = Tally()
+def read(path, text_key: str = "text", exclude=()) -> tuple[list[str], CorpusCounts]:
+    tally = CorpusCounts()
     data = DataConfig(path=str(path), text_key=text_key)
     documents, parts = [], []
     for text, ends_document in read_pieces(open_corpus(data, exclude), tally):
@@ -65,7 +59,7 @@ def test_long_texts_are_cut_without_loss(tmp_path_factory, text):
     file.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus_module, "PIECE_CHARS", 5)
-        tally = Tally()
+        tally = CorpusCounts()
         pieces = list(read_pieces(open_corpus(DataConfig(path=str(file))), tally))
     assert tally.num_documents == 1
     assert "".join(piece.text for piece in pieces) == text
@@ -76,7 +70,7 @@ def test_long_texts_are_cut_without_loss(tmp_path_factory, text):
 def test_pieces_end_at_lines_where_they_can(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text(("x" * 999 + "\n") * 1000)
-    pieces = list(read_pieces(open_corpus(DataConfig(path=str(file))), Tally()))
+    pieces = list(read_pieces(open_corpus(DataConfig(path=str(file))), CorpusCounts()))
     assert len(pieces) > 3
     assert all(piece.text.endswith("\n") for piece in pieces)
 
@@ -85,7 +79,7 @@ def test_a_file_is_streamed(tmp_path):
     """Catches reading the whole file before the first piece."""
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"text": "y" * 1000}) + "\n" for _ in range(100)))
-    tally = Tally()
+    tally = CorpusCounts()
     next(read_pieces(open_corpus(DataConfig(path=str(file))), tally))
     assert tally.num_read_bytes < 2000
 

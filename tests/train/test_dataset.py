@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shardwise.config import BatchConfig, ConfigError, resolve_batch
+from shardwise.config.resolve import BatchConfig, ConfigError, resolve_batch
 from shardwise.train.dataset import (
     ShardIndex,
     TokenDataset,

@@ -7,9 +7,9 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from shardwise.config import Config
-from shardwise.memory import format_bytes
-from shardwise.train.dry_run import DryRun, dry_run, render
+from shardwise.config.resolve import Config
+from shardwise.runtime.memory_tracker import format_bytes
+from shardwise.verify.dry_run import DryRun, dry_run, render
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 96, "vocab_size": 64}
 NAMES = {"device": "device", "host": "host", "nvme": "NVMe"}

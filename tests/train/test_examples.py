@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.planner.clusters import parse_cluster
-from shardwise.train.job import check_job, job_config
-from shardwise.train.pipeline import schedule_line
-from shardwise.train.tiers import tiers_line
+from shardwise.planner.hardware import parse_cluster
+from shardwise.train.console_notes import schedule_line, tiers_line
+from shardwise.train.setup import check_job, job_config
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples" / "cluster.toml"

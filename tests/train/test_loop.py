@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.config import Config
-from shardwise.results import EvalResult
+from shardwise.config.resolve import Config
+from shardwise.engine.types import EvalResult
 from shardwise.train import loop
-from shardwise.train.baseline import unigram_loss
-from shardwise.train.loop import METER_EVERY, Trainer, build_trainer, peak_flops
+from shardwise.train.loop import METER_EVERY, Trainer, build_trainer, peak_flops, unigram_loss
 from shardwise.train.prepare import open_data, prepare_data
 
 TEXT = "".join(f"def double_{number}(x):\n    return {2 * number} * x\n\n" for number in range(400))

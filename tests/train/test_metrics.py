@@ -8,7 +8,7 @@ import sys
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from shardwise.schedule.actions import Action, Kind, TimedAction
+from shardwise.schedule.actions import Action, ActionKind, TimedAction
 from shardwise.train.metrics import MetricsWriter, StepRecord, to_json_line, write_timeline
 
 
@@ -91,7 +91,7 @@ def test_without_tensorboard_there_are_still_lines(tmp_path, monkeypatch, caplog
 
 
 def test_the_timeline_keeps_actions_in_their_text_form(tmp_path):
-    forward, step = Action(Kind.FORWARD, micro_batch=0, group="blocks.1"), Action(Kind.STEP)
+    forward, step = Action(ActionKind.FORWARD, micro_batch=0, group="blocks.1"), Action(ActionKind.STEP)
     actions = [TimedAction(forward, 1, 100.5, 100.75, "compute"), TimedAction(step, 1, 101.0, 101.25, "compute")]
     write_timeline(tmp_path / "timeline-1.jsonl", actions)
     lines = [json.loads(line) for line in (tmp_path / "timeline-1.jsonl").read_text().splitlines()]

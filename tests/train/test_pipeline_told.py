@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import cli
-from shardwise.config import Config
+from shardwise.cli import main as cli
+from shardwise.config.resolve import Config
 from shardwise.schedule import Action, TimedAction
 from shardwise.schedule.op_times import mean_times
-from shardwise.train.pipeline import measured_share, schedule_line
+from shardwise.train.console_notes import measured_share, schedule_line
 
 
 def timed(text: str, rank: int, start_s: float, end_s: float) -> TimedAction:

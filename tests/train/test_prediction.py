@@ -15,22 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from shardwise.config import Config
-from shardwise.planner.catalogue import find_gpu
+from shardwise.config.resolve import Config
 from shardwise.planner.configs import job_of, strategy_of
-from shardwise.planner.hardware import Cluster
+from shardwise.planner.estimate import Pricer
+from shardwise.planner.hardware import Cluster, find_gpu
 from shardwise.planner.machine import cluster_of
-from shardwise.planner.pricing import Pricer
 from shardwise.planner.profile import AttentionTime, MatmulTime, Profile, write_profile
-from shardwise.planner.refit import PARTS, PREDICTION_NAME
+from shardwise.planner.recalibrate import PARTS, PREDICTION_NAME
 from shardwise.schedule import Action, TimedAction
 from shardwise.train import prediction as prediction_module
-from shardwise.train.loop import AtRest, Trainer, build_trainer
-from shardwise.train.prediction import Measured, Prediction, compare, exposed_s, predict
+from shardwise.train.loop import BytesAtRest, Trainer, build_trainer
+from shardwise.train.prediction import MeasuredStep, PredictedStep, compare, exposed_s, predict
 from shardwise.train.prediction import _cluster as cluster_here
 from shardwise.train.prediction import _measured as measured_of
 from shardwise.train.prepare import prepare_data
-from shardwise.train.summary import Outcome, render_outcome
+from shardwise.train.summary import RunOutcome, render_outcome
 
 PROFILE = Profile(
     device="cpu",
@@ -141,7 +140,7 @@ def test_what_is_predicted_is_the_price_of_rank_0_in_the_ledgers_words(
 
 
 def test_parts_of_the_last_step_are_told_as_shares_of_the_median_one(trainer: Trainer, tmp_path: Path) -> None:
-    prediction = Prediction({}, {}, {})
+    prediction = PredictedStep({}, {}, {})
     take_steps(trainer)
     last = exposed_s(trainer.engine.timeline)
     total_s = sum(last.values())
@@ -161,13 +160,13 @@ def test_parts_of_the_last_step_are_told_as_shares_of_the_median_one(trainer: Tr
 
 def test_what_rests_in_several_memories_is_counted_together() -> None:
     states = [
-        AtRest("parameters", 5, 8),
-        AtRest("optimizer (device)", 1, 2),
-        AtRest("optimizer (host)", 1, 32),
-        AtRest("optimizer (NVMe)", 99, None),
+        BytesAtRest("parameters", 5, 8),
+        BytesAtRest("optimizer (device)", 1, 2),
+        BytesAtRest("optimizer (host)", 1, 32),
+        BytesAtRest("optimizer (NVMe)", 99, None),
     ]
     found = measured_of(SimpleNamespace(at_rest=lambda: states, peak=None), [])  # type: ignore[arg-type]
-    assert found == Measured({"parameters": 8, "gradients": 0, "optimizer": 34}, {}, {}, None)
+    assert found == MeasuredStep({"parameters": 8, "gradients": 0, "optimizer": 34}, {}, {}, None)
 
 
 def run_on(device: str, num_ranks: int) -> Any:
@@ -253,9 +252,9 @@ def test_parts_sum_to_the_time_in_which_anything_is_under_way(spans: list[tuple[
 
 @pytest.mark.parametrize(("step_s", "is_expected"), [(0.9, True), (1.1, True), (1.11, False), (0.2, False)])
 def test_a_step_that_was_not_expected_is_said_to_be_learnt_from(step_s: float, is_expected: bool) -> None:
-    prediction = Prediction({}, {}, {"compute": 1.0}, low_s=0.9, high_s=1.1)
-    measured = Measured({}, {"parameters": 1}, {"compute": step_s}, step_s)
-    outcome = Outcome(Path("runs/a"), 2, 2, 2, 1.0, 1.0, (), prediction=prediction, measured=measured)
+    prediction = PredictedStep({}, {}, {"compute": 1.0}, low_s=0.9, high_s=1.1)
+    measured = MeasuredStep({}, {"parameters": 1}, {"compute": step_s}, step_s)
+    outcome = RunOutcome(Path("runs/a"), 2, 2, 2, 1.0, 1.0, (), prediction=prediction, measured=measured)
     console = Console(width=120, file=io.StringIO())
     with console.capture() as captured:
         console.print(render_outcome(outcome))

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from shardwise.config import Config, ConfigError
+from shardwise.config.resolve import Config, ConfigError
 from shardwise.launch.environment import lone_rank
-from shardwise.launch.rank import StopFlag
+from shardwise.launch.signals import StopFlag
 from shardwise.train import corpus, dataset, prepare, run
 from shardwise.train.dataset import TokenDataset, hash_file
 from shardwise.train.prepare import open_data, prepare_data

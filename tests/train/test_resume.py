@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.checkpoint.folder import begin, commit
+from shardwise.checkpoint.commit import begin, commit
 from shardwise.checkpoint.manifest import MANIFEST_NAME, Manifest
-from shardwise.config import AttentionConfig, BatchConfig, Config, ConfigError
+from shardwise.config.resolve import AttentionConfig, BatchConfig, Config, ConfigError
 from shardwise.models import decoder_config
 from shardwise.train.checkpoints import make_root, refuse_foreign_checkpoints
-from shardwise.train.job import create_folder
 from shardwise.train.resume import FOLDER_NAME, fit_micro_size, keep_global_batch, resumed_job
+from shardwise.train.setup import create_folder
 
 SAVED = {
     "model": {"preset": "25m"},

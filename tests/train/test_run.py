@@ -14,14 +14,14 @@ import torch.distributed as dist
 from rich.console import Console
 
 from harness.waiting import wait_until
-from shardwise.config import Config
+from shardwise.config.resolve import Config
 from shardwise.launch.environment import lone_rank
-from shardwise.launch.group import LaunchError
-from shardwise.launch.rank import StopFlag
+from shardwise.launch.process_group import LaunchError
+from shardwise.launch.signals import StopFlag
 from shardwise.train import run
-from shardwise.train.job import resolve_job
 from shardwise.train.metrics import MetricsWriter
 from shardwise.train.prepare import prepare_data
+from shardwise.train.setup import resolve_job
 
 
 @pytest.fixture

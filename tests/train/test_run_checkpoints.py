@@ -20,21 +20,21 @@ import torch
 from rich.console import Console
 
 from harness.waiting import PATIENCE_S, num_lines, wait_until
-from shardwise.checkpoint import saver
-from shardwise.checkpoint.comparing import compare
-from shardwise.checkpoint.folder import step_folders
+from shardwise.checkpoint import async_saver as saver
+from shardwise.checkpoint.commit import step_folders
+from shardwise.checkpoint.compare import compare
 from shardwise.checkpoint.manifest import AbsentRankError
-from shardwise.comm import CommError
-from shardwise.config import Config
+from shardwise.comm.collectives import CommError
+from shardwise.comm.loss import NonFiniteLossError
+from shardwise.config.resolve import Config
 from shardwise.launch.environment import lone_rank
-from shardwise.launch.rank import StopFlag
-from shardwise.loss import NonFiniteLossError
+from shardwise.launch.signals import StopFlag
 from shardwise.train import run
 from shardwise.train.checkpoints import RunCheckpoints
-from shardwise.train.job import resolve_job
 from shardwise.train.loop import Trainer, build_trainer
 from shardwise.train.metrics import MetricsWriter
 from shardwise.train.prepare import open_data, prepare_data
+from shardwise.train.setup import resolve_job
 
 pytestmark = pytest.mark.begin
 
@@ -368,7 +368,7 @@ def fail_to_write(monkeypatch) -> None:
     def write(*arguments, **options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(saver.writing, "write_holdings", write)
+    monkeypatch.setattr(saver.writing, "write_state_shards", write)
 
 
 def test_a_full_disk_at_the_end_hides_nothing_of_what_was_learned(train, tmp_path, monkeypatch, capsys):
@@ -410,14 +410,14 @@ def test_a_save_that_fails_in_the_background_ends_the_run_in_a_line(train, monke
 
 def hold_up_saves(monkeypatch) -> tuple[threading.Event, threading.Event]:
     """The first says that a save is under way, the second lets it go on."""
-    write, begun, may_go = saver.writing.write_holdings, threading.Event(), threading.Event()
+    write, begun, may_go = saver.writing.write_state_shards, threading.Event(), threading.Event()
 
     def wait_and_write(*arguments, **options):
         begun.set()
         may_go.wait(60)
         return write(*arguments, **options)
 
-    monkeypatch.setattr(saver.writing, "write_holdings", wait_and_write)
+    monkeypatch.setattr(saver.writing, "write_state_shards", wait_and_write)
     return begun, may_go
 
 
@@ -484,7 +484,7 @@ def settings(num_steps: int) -> list[str]:
 
 def command_line(*arguments: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "shardwise.cli", "train", *arguments],
+        [sys.executable, "-m", "shardwise.cli.main", "train", *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -10,16 +10,17 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from shardwise.config import Config, ConfigError
-from shardwise.memory import Category
-from shardwise.tiers.files import SwapError
-from shardwise.tiers.speed import SwapSpeed
-from shardwise.train import job, tiers
-from shardwise.train.job import check_job, resolve_job
+from shardwise.config.resolve import Config, ConfigError
+from shardwise.offload.disk_bench import SwapSpeed
+from shardwise.offload.nvme import SwapError
+from shardwise.runtime.memory_tracker import Category
+from shardwise.train import console_notes as tiers
+from shardwise.train import setup as job
+from shardwise.train.console_notes import measure_disk, tiers_line
 from shardwise.train.loop import Trainer, build_trainer
 from shardwise.train.prepare import prepare_data
-from shardwise.train.summary import Outcome, render_outcome
-from shardwise.train.tiers import measure_disk, tiers_line
+from shardwise.train.setup import check_job, resolve_job
+from shardwise.train.summary import RunOutcome, render_outcome
 
 MODEL = {"preset": "tiny", "num_layers": 2, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 2, "vocab_size": 257}
 
@@ -69,7 +70,7 @@ def test_states_on_nvme_are_predicted_and_the_disk_is_measured(trainer, tmp_path
     assert found is not None, line
     assert int(found[1]) == round(2e3 * optimizer.predicted_bytes / 1e8)
     text = Console(width=100, file=io.StringIO(), record=True)
-    text.print(render_outcome(Outcome(Path("runs/a"), 2, 2, 2, 1.0, 1.0, at_disk.at_rest(), None, at_disk.host)))
+    text.print(render_outcome(RunOutcome(Path("runs/a"), 2, 2, 2, 1.0, 1.0, at_disk.at_rest(), None, at_disk.host)))
     assert re.search(r"optimizer \(NVMe\) +[\d.]+ \w+ +-", text.export_text())
 
 

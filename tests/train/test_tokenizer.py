@@ -8,7 +8,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 from shardwise.train.tokenizer import (
     END_OF_TEXT,
     NUM_BYTE_TOKENS,

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 from shardwise.layout.mesh_shape import AXES, MeshShape
-from shardwise.verify.fold import MOST_PROCESSES, fold_mesh, fold_micro_batches, fold_virtual_stages
+from shardwise.verify.job import MOST_PROCESSES, fold_mesh, fold_micro_batches, fold_virtual_stages
 
 SIZES = st.integers(1, 64)
 MESHES = st.builds(MeshShape, pp=SIZES, dp_replicate=SIZES, dp_shard=SIZES, tp=SIZES)

@@ -11,15 +11,14 @@ import torch
 from torch.nn import functional as F
 
 from harness.pool import WorkerPool
-from shardwise.comm import Comm
-from shardwise.config import Config
-from shardwise.pipeline.ports import Port
-from shardwise.verify.compare import PARITY, Trace, first_difference
+from shardwise.comm.collectives import Comm
+from shardwise.config.resolve import Config
+from shardwise.pipeline.boundary import StageBoundary
+from shardwise.runtime.float64 import float64_throughout
+from shardwise.verify.compare import PARITY, TrainingTrace, first_difference
 from shardwise.verify.job import VerifyJob, make_job, small_layout
 from shardwise.verify.rank import train_layout
-from shardwise.verify.reference import train_reference
-from shardwise.verify.run import Outcome, judge
-from shardwise.wearing import float64_throughout
+from shardwise.verify.run import VerifyOutcome, judge, train_reference
 
 QWEN2 = {
     "model_type": "qwen2",
@@ -60,22 +59,22 @@ def dropped_reduction(own):
     return reduce_scatter
 
 
-def train(rank: int, world_size: int, text: str, folder: Path, fault: str) -> Trace:
+def train(rank: int, world_size: int, text: str, folder: Path, fault: str) -> TrainingTrace:
     patches = {
         "": nullcontext(),
-        "scaled": mock.patch.object(Port, "send_gradients", scaled_gradients(Port.send_gradients)),
+        "scaled": mock.patch.object(StageBoundary, "send_gradients", scaled_gradients(StageBoundary.send_gradients)),
         "dropped": mock.patch.object(Comm, "reduce_scatter", dropped_reduction(Comm.reduce_scatter)),
     }
     with patches[fault]:
         return train_layout(VerifyJob.from_json(text), rank, folder)
 
 
-def run(ranks: WorkerPool, job: VerifyJob, folder: Path, fault: str = "") -> Outcome:
+def run(ranks: WorkerPool, job: VerifyJob, folder: Path, fault: str = "") -> VerifyOutcome:
     traces = ranks(job.world_size).run(train, job.to_json(), folder, fault)
     assert all(not trace.gradients for trace in traces[1:])
     # As the ranks hand it over: through a file.
     traces[0].save(folder / "trace.safetensors")
-    return judge(small_layout(job), Trace.load(folder / "trace.safetensors"), train_reference(job), 0.0)
+    return judge(small_layout(job), TrainingTrace.load(folder / "trace.safetensors"), train_reference(job), 0.0)
 
 
 @pytest.mark.full
@@ -179,19 +178,22 @@ def test_a_lost_reduction_is_found(ranks, tmp_path):
 
 
 def test_the_first_difference_in_time():
-    expected = Trace([2.0, 1.0], [1.0, 1.0], {"up": torch.ones(2)}, [{"up": torch.ones(2)}, {"up": torch.ones(2)}])
+    expected = TrainingTrace(
+        [2.0, 1.0], [1.0, 1.0], {"up": torch.ones(2)}, [{"up": torch.ones(2)}, {"up": torch.ones(2)}]
+    )
     assert first_difference(expected, expected) is None
     for step in (1, 2):
         losses = [2.0, 1.0]
         losses[step - 1] = float("nan")
         assert (
-            first_difference(Trace(losses, [1.0, 1.0], expected.gradients, expected.parameters), expected).step == step
+            first_difference(TrainingTrace(losses, [1.0, 1.0], expected.gradients, expected.parameters), expected).step
+            == step
         )
     later = [expected.parameters[0], {"up": torch.tensor([1.0, 1.0 + 1e-6])}]
-    found = first_difference(Trace([2.0, 1.0], [1.0, 1.0], expected.gradients, later), expected)
+    found = first_difference(TrainingTrace([2.0, 1.0], [1.0, 1.0], expected.gradients, later), expected)
     assert (found.what, found.step, found.names) == ("parameter", 2, ("up",))
-    assert first_difference(Trace([2.0], [1.0], expected.gradients, later), expected).what == "loss"
-    assert first_difference(Trace([2.0, 1.0], [1.0, 1.0], {}, later), expected).what == "gradient"
+    assert first_difference(TrainingTrace([2.0], [1.0], expected.gradients, later), expected).what == "loss"
+    assert first_difference(TrainingTrace([2.0, 1.0], [1.0, 1.0], {}, later), expected).what == "gradient"
 
 
 def test_casts_keep_float64_for_as_long_as_is_asked():

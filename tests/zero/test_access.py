@@ -14,7 +14,7 @@ from harness.pool import RankError, WorkerPool
 from harness.reference import call_model, max_error
 from harness.training import make_config, make_optimizer
 from shardwise import ConfigError, Engine, initialize
-from shardwise.zero import access
+from shardwise.zero import state_access as access
 
 STAGES = [0, 1, 2, 3]
 MESHES = {"one": (1, {}), "three": (3, {}), "hybrid": (4, {"mesh": {"dp_shard": 2}})}

@@ -21,11 +21,11 @@ from harness.pool import WorkerPool
 from harness.training import make_config
 from harness.waiting import settled
 from shardwise import ConfigError, Engine, ReleasedParameterError, initialize
-from shardwise.comm import CommError
-from shardwise.memory import Category, Ledger
-from shardwise.tiers import tape
-from shardwise.tiers.files import SwapError, SwapFile, SwapFolder
-from shardwise.zero import handover
+from shardwise.comm.collectives import CommError
+from shardwise.offload.nvme import SwapError, SwapFile, SwapFolder
+from shardwise.runtime.memory_tracker import Category, MemoryTracker
+from shardwise.zero import memory_release as handover
+from shardwise.zero import memory_release as tape
 
 STAGES = [0, 1, 2, 3]
 NUM_MICRO_BATCHES = 2
@@ -248,16 +248,16 @@ def test_restoring_goes_on_where_memory_ran_out(monkeypatch: pytest.MonkeyPatch)
     engine.train_step(batches_of(1)[0][0])
     expected = {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
     engine.offload()
-    resize, num_calls = Ledger.resize, 0
+    resize, num_calls = MemoryTracker.resize, 0
 
-    def run_out(ledger: Ledger, tensor: Any, num_bytes: int) -> None:
+    def run_out(tracker: MemoryTracker, tensor: Any, num_bytes: int) -> None:
         nonlocal num_calls
         num_calls += 1
         if num_calls == 5:
             raise torch.OutOfMemoryError("no room")
-        resize(ledger, tensor, num_bytes)
+        resize(tracker, tensor, num_bytes)
 
-    monkeypatch.setattr(Ledger, "resize", run_out)
+    monkeypatch.setattr(MemoryTracker, "resize", run_out)
     with pytest.raises(torch.OutOfMemoryError):
         engine.reload()
     with pytest.raises(RuntimeError, match="are offloaded"):
@@ -270,9 +270,9 @@ def test_restoring_goes_on_where_memory_ran_out(monkeypatch: pytest.MonkeyPatch)
 def test_nothing_is_lost_where_host_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(0)
     engine.train_step(batches_of(1)[0][0])
-    write, num_calls = tape.HostTape.write, 0
+    write, num_calls = tape.HostSpillBuffer.write, 0
 
-    def run_out(written: tape.HostTape, source: torch.Tensor) -> None:
+    def run_out(written: tape.HostSpillBuffer, source: torch.Tensor) -> None:
         nonlocal num_calls
         num_calls += 1
         if num_calls == 5:
@@ -280,7 +280,7 @@ def test_nothing_is_lost_where_host_memory_runs_out(monkeypatch: pytest.MonkeyPa
         write(written, source)
 
     before = device_bytes(engine)
-    monkeypatch.setattr(tape.HostTape, "write", run_out)
+    monkeypatch.setattr(tape.HostSpillBuffer, "write", run_out)
     with pytest.raises(MemoryError):
         engine.offload()
     assert device_bytes(engine) == before

@@ -8,12 +8,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.layout.groups import GroupSpec, build_groups
-from shardwise.layout.pieces import Rect
-from shardwise.layout.skeleton import ROOT, ParamEntry
-from shardwise.layout.splits import ParamSplit, Part
-from shardwise.layout.stages import STAGES, ZeroStage
-from shardwise.zero.held import parts_of
+from shardwise.layout.param_groups import ROOT, GroupSpec, ParamEntry, build_groups
+from shardwise.layout.slicing import Rect
+from shardwise.layout.tp_sharding import FusedPart, ParamSplit
+from shardwise.layout.zero_stages import STAGES, ZeroStage
+from shardwise.zero.checkpoint_state import parts_of
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
@@ -27,8 +26,8 @@ def splits(draw: st.DrawFn, degree: int) -> ParamSplit:
     shares = [number for number in range(1, degree + 1) if degree % number == 0]
     part = draw(
         st.sampled_from(
-            [Part(2 * degree), Part(draw(st.integers(1, 9)), is_padded=True)]
-            + [Part(3 * number, num_units=number) for number in shares]
+            [FusedPart(2 * degree), FusedPart(draw(st.integers(1, 9)), is_padded=True)]
+            + [FusedPart(3 * number, num_units=number) for number in shares]
         )
     )
     dim = draw(st.integers(0, len(shape) - 1))

@@ -17,9 +17,9 @@ from harness.pool import RankError, WorkerPool
 from harness.reference import PARITY, max_error
 from harness.training import make_config
 from shardwise import init, initialize
-from shardwise.memory import trim_host_memory
 from shardwise.models.decoder import Decoder, DecoderConfig, lm_loss
-from shardwise.rng import init_parameters
+from shardwise.runtime.keyed_rng import init_parameters
+from shardwise.runtime.memory_tracker import trim_host_memory
 
 SHAPE = DecoderConfig(
     vocab_size=37, num_layers=3, hidden_size=24, num_heads=4, num_kv_heads=2, head_dim=6, ffn_size=40, max_seq_len=16

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.tiers import tiers
-from shardwise.tiers.sweep import Chunk, Sweep
-from shardwise.zero import streamed
+from shardwise.offload import tiers
+from shardwise.offload.step_pipeline import StepChunk, StepPipeline
+from shardwise.zero import offloaded_step as streamed
 
 
 def square(output: Tensor, batch: Tensor) -> Tensor:
@@ -24,13 +24,13 @@ def test_a_sweep_over_files_begins_with_what_is_in_memory_and_goes_on_in_the_ord
     for module in (tiers, streamed):
         monkeypatch.setattr(module, "CHUNK_NUMEL", 2048)
     begun: list[int] = []
-    submit = Sweep.submit
+    submit = StepPipeline.submit
 
-    def note(sweep: Sweep, chunk: Chunk) -> object:
+    def note(sweep: StepPipeline, chunk: StepChunk) -> object:
         begun.append(chunk.start // 2048)
         return submit(sweep, chunk)
 
-    monkeypatch.setattr(Sweep, "submit", note)
+    monkeypatch.setattr(StepPipeline, "submit", note)
     config = {
         "run": {"device": "cpu"},
         "tiers": {"optimizer": "nvme", "nvme_path": str(tmp_path)},
@@ -48,13 +48,13 @@ def test_a_sweep_over_files_begins_with_what_is_in_memory_and_goes_on_in_the_ord
 
 def test_host_groups_are_stepped_in_the_order_of_the_next_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
-    submit = Sweep.submit
+    submit = StepPipeline.submit
 
-    def note(sweep: Sweep, chunk: Chunk) -> object:
+    def note(sweep: StepPipeline, chunk: StepChunk) -> object:
         begun.append(chunk.stop)
         return submit(sweep, chunk)
 
-    monkeypatch.setattr(Sweep, "submit", note)
+    monkeypatch.setattr(StepPipeline, "submit", note)
     model = nn.Sequential(*[nn.Linear(8, 8, bias=False), nn.Linear(8, 16, bias=False), nn.Linear(16, 16, bias=False)])
     config = {"run": {"device": "cpu"}, "zero": {"blocks": ["Linear"]}, "tiers": {"optimizer": "host"}}
     with shardwise.initialize(model, config, loss_fn=square) as engine:

@@ -20,7 +20,7 @@ from harness.tier_bytes import Crossings, HostPages, host_tensors, settle, swap_
 from harness.training import make_config
 from shardwise import Engine, Layout, initialize
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.memory import Category
+from shardwise.runtime.memory_tracker import Category
 
 # A file, and each part of one that is read or written, is as many whole blocks as hold it.
 BLOCK_BYTES = 4096

@@ -19,9 +19,10 @@ from harness.models import CASES, make_batches
 from harness.pool import WorkerPool
 from harness.training import make_config
 from shardwise import Engine, initialize
-from shardwise.tiers import io_threads, lane
-from shardwise.tiers.file_rest import FileRest, _FileWindow
-from shardwise.tiers.rests import DeviceRest, HostRest
+from shardwise.offload import io_threads
+from shardwise.offload import worker as lane
+from shardwise.offload.nvme_storage import NvmeStorage, _NvmeView
+from shardwise.offload.storage import DeviceStorage, HostStorage
 
 CASE = CASES["residual-mlp"]
 NUM_STEPS, NUM_MICRO_BATCHES = 4, 2
@@ -31,10 +32,14 @@ STATES = ("param", "master", "exp_avg", "exp_avg_sq")
 # What the engine's thread, its lane and the threads of its files come to.
 LATE: tuple[tuple[Any, str], ...] = (
     (lane, "_do"),
-    (io_threads._Transfer, "move"),
-    *((kind, name) for kind in (HostRest, FileRest, DeviceRest) for name in ("take", "fetch", "open", "forget")),
-    (_FileWindow, "close"),
-    (FileRest, "prefetch"),
+    (io_threads._IoTransfer, "move"),
+    *(
+        (kind, name)
+        for kind in (HostStorage, NvmeStorage, DeviceStorage)
+        for name in ("take", "fetch", "open", "forget")
+    ),
+    (_NvmeView, "close"),
+    (NvmeStorage, "prefetch"),
 )
 
 

@@ -14,18 +14,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from shardwise.attention.api import attention_backend, block_sparse_attention, block_sparse_attention_with_lse
     from shardwise.attention.backends import Draw
     from shardwise.attention.block_layout import BlockLayout, pack
-    from shardwise.attention.functional import (
-        attention_backend,
-        block_sparse_attention,
-        block_sparse_attention_with_lse,
-    )
     from shardwise.attention.huggingface import use_sparse_attention
-    from shardwise.attention.interception import sparse_sdpa, sparse_sdpa_module
     from shardwise.attention.module import SparseSelfAttention
     from shardwise.attention.padding import pad_to_block_size, unpad_sequence_output
     from shardwise.attention.positions import extend_position_embedding, extend_rope, update_tokenizer_model_max_length
+    from shardwise.attention.sdpa_patch import sparse_sdpa, sparse_sdpa_module
     from shardwise.attention.structures import (
         BigBirdSparsityConfig,
         BSLongformerSparsityConfig,
@@ -72,15 +68,15 @@ _MODULES: Final[Mapping[str, str]] = {
     "LocalSlidingWindowSparsityConfig": "structures",
     "SparseSelfAttention": "module",
     "VariableSparsityConfig": "structures",
-    "attention_backend": "functional",
-    "block_sparse_attention": "functional",
-    "block_sparse_attention_with_lse": "functional",
+    "attention_backend": "api",
+    "block_sparse_attention": "api",
+    "block_sparse_attention_with_lse": "api",
     "extend_position_embedding": "positions",
     "extend_rope": "positions",
     "pack": "block_layout",
     "pad_to_block_size": "padding",
-    "sparse_sdpa": "interception",
-    "sparse_sdpa_module": "interception",
+    "sparse_sdpa": "sdpa_patch",
+    "sparse_sdpa_module": "sdpa_patch",
     "unpad_sequence_output": "padding",
     "update_tokenizer_model_max_length": "positions",
     "use_sparse_attention": "huggingface",

@@ -42,7 +42,7 @@ class Draw:
 
 
 @dataclass(frozen=True, eq=False)
-class Extras:
+class ScoreModifiers:
     """What acts on scores besides the layout, in this order: scale, bias, key padding, softmax, dropout.
 
     Attributes:
@@ -59,7 +59,7 @@ class Extras:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class BackendPlan:
     """What a back end made of a layout, in parts that can pass through a registered op; its own to read.
 
     Attributes:
@@ -72,7 +72,7 @@ class Plan:
 
 
 @dataclass(frozen=True, eq=False)
-class Saved:
+class SavedForBackward:
     """What a forward keeps for its backward, besides extras and plan.
 
     Attributes:
@@ -91,7 +91,7 @@ class Saved:
 
 
 @dataclass(frozen=True, eq=False)
-class Grads:
+class AttentionGrads:
     """Gradients of q, k, v and, where asked for, of the bias in its own shape; in their dtypes, or the wide one."""
 
     q: Tensor
@@ -103,22 +103,24 @@ class Grads:
 class Backend(Protocol):
     """Plans once a layout; forward and backward read the plan alone. Bitwise repeatable. Strided q, k, v are taken."""
 
-    def plan(self, layout: BlockLayout, q: Tensor, k: Tensor) -> Plan:
+    def plan(self, layout: BlockLayout, q: Tensor, k: Tensor) -> BackendPlan:
         """The plan for tensors of these shapes (at any batch size), dtypes and device; kept by `layout.cached`."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, plan: Plan) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: ScoreModifiers, plan: BackendPlan
+    ) -> tuple[Tensor, Tensor]:
         """Output [B, H, Nq, D], in memory [B, Nq, H, D] where that costs nothing, and log-sum-exp [B, H, Nq]."""
 
     def backward(
         self,
         grad_out: Tensor,
         grad_lse: Tensor | None,
-        saved: Saved,
-        extras: Extras,
-        plan: Plan,
+        saved: SavedForBackward,
+        extras: ScoreModifiers,
+        plan: BackendPlan,
         needs_bias: bool,
         is_wide: bool = False,
-    ) -> Grads:
+    ) -> AttentionGrads:
         """The gradients, given those of the output and, if any, of the log-sum-exp.
 
         What is saved of the output may be that of attention over more keys than these: the gradients are then this

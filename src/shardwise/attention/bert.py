@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.attention.module import SparseSelfAttention
 from shardwise.attention.structures import FixedSparsityConfig, SparsityConfig
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 
 
 class BertSparseSelfAttention(nn.Module):

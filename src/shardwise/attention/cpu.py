@@ -8,7 +8,7 @@ lacks: dropout, gradients of bias and log-sum-exp. Both read our log-sum-exp in 
 >>> layout = BlockLayout.from_blocks(torch.eye(2), block=16)
 >>> q = torch.ones(1, 1, 32, 8)
 >>> backend = CpuBackend()
->>> out, lse = backend.forward(q, q, q, Extras(scale=1.0), backend.plan(layout, q, q))
+>>> out, lse = backend.forward(q, q, q, ScoreModifiers(scale=1.0), backend.plan(layout, q, q))
 >>> out.shape, lse.shape
 (torch.Size([1, 1, 32, 8]), torch.Size([1, 1, 32]))
 """
@@ -21,15 +21,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardwise._torch_private import cpu_flash_attention, cpu_flash_attention_backward, has_cpu_flash_attention
-from shardwise.attention import cpu_written_out
-from shardwise.attention.backends import Extras, Grads, Plan, Saved, wide_dtype
+from shardwise.attention import reference as cpu_written_out
+from shardwise.attention.backends import AttentionGrads, BackendPlan, SavedForBackward, ScoreModifiers, wide_dtype
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.attention.cpu_plan import ALL_HEADS, CpuPlan, make_plan, unfold
 from shardwise.attention.cpu_tiles import (
-    Call,
-    Heads,
+    HeadCounts,
     ScoreSource,
+    TileBatch,
     add_keys,
     calls_of,
     into_blocks,
@@ -39,7 +38,8 @@ from shardwise.attention.cpu_tiles import (
     put_rows,
     queries_of,
 )
-from shardwise.attention.cpu_written_out import Scores, TileGrads
+from shardwise.attention.reference import Scores, TileGrads
+from shardwise.runtime.torch_private import cpu_flash_attention, cpu_flash_attention_backward, has_cpu_flash_attention
 
 FLASH_SCORES: Final = 1 << 21  # of a call: keys and values of so many stay in a shared cache
 WRITTEN_OUT_SCORES: Final = 1 << 18  # of a call: in the cache of a core
@@ -59,12 +59,14 @@ class CpuBackend:
     written_out_scores: int = WRITTEN_OUT_SCORES
     may_flash: bool = True
 
-    def plan(self, layout: BlockLayout, q: Tensor, k: Tensor) -> Plan:
+    def plan(self, layout: BlockLayout, q: Tensor, k: Tensor) -> BackendPlan:
         """The tiles of a layout; the same for all dtypes and all sizes of heads."""
         group = q.shape[1] // k.shape[1]
         return layout.cached(("cpu", group), lambda whole: make_plan(whole, group))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, plan: Plan) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: ScoreModifiers, plan: BackendPlan
+    ) -> tuple[Tensor, Tensor]:
         """Output [B, H, Nq, D], in memory [B, Nq, H, D], and log-sum-exp [B, H, Nq]."""
         sources = _sources(q, k, v, extras, plan)
         is_flash = self.may_flash and extras.draw is None and has_cpu_flash_attention()
@@ -85,12 +87,12 @@ class CpuBackend:
         self,
         grad_out: Tensor,
         grad_lse: Tensor | None,
-        saved: Saved,
-        extras: Extras,
-        plan: Plan,
+        saved: SavedForBackward,
+        extras: ScoreModifiers,
+        plan: BackendPlan,
         needs_bias: bool,
         is_wide: bool = False,
-    ) -> Grads:
+    ) -> AttentionGrads:
         """The gradients; dq, dk and dv in memory [B, N, H, D] where all heads share the layout."""
         dtype = wide_dtype(saved.q.dtype) if is_wide else saved.q.dtype
         sources = _sources(saved.q, saved.k, saved.v, extras, plan)
@@ -116,7 +118,7 @@ class CpuBackend:
             out_of_blocks(grad, slots).transpose(1, 2).to(dtype)
             for grad, slots in zip(grads, (queries, keys, keys), strict=True)
         )
-        return Grads(dq, dk, dv, grad_bias)
+        return AttentionGrads(dq, dk, dv, grad_bias)
 
     def _num_scores(self, is_flash: bool) -> int:
         return self.flash_scores if is_flash else self.written_out_scores
@@ -127,22 +129,22 @@ class _Sources:
     """Inputs laid into blocks: [B, H or K, num_blocks, block, D]."""
 
     plan: CpuPlan
-    heads: Heads
+    heads: HeadCounts
     q: Tensor
     k: Tensor
     v: Tensor
     scores: ScoreSource
 
-    def of_call(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    def of_call(self, call: TileBatch) -> tuple[Tensor, Tensor, Tensor]:
         return queries_of(self.q, call), keys_of(self.k, call), keys_of(self.v, call)
 
 
-def _sources(q: Tensor, k: Tensor, v: Tensor, extras: Extras, plan: Plan) -> _Sources:
+def _sources(q: Tensor, k: Tensor, v: Tensor, extras: ScoreModifiers, plan: BackendPlan) -> _Sources:
     unfolded = unfold(plan)
     queries, keys, block = unfolded.queries, unfolded.keys, unfolded.block
     return _Sources(
         unfolded,
-        Heads(q.shape[1], k.shape[1]),
+        HeadCounts(q.shape[1], k.shape[1]),
         into_blocks(q, queries, block),
         into_blocks(k, keys, block),
         into_blocks(v, keys, block),
@@ -160,7 +162,7 @@ class _RowSource:
     grad_lse: Tensor | None
 
     @staticmethod
-    def of(grad_out: Tensor, grad_lse: Tensor | None, saved: Saved, plan: CpuPlan) -> _RowSource:
+    def of(grad_out: Tensor, grad_lse: Tensor | None, saved: SavedForBackward, plan: CpuPlan) -> _RowSource:
         """Lay them into blocks; a row that sees no key, and a gap, have an infinite log-sum-exp: their scores are 0."""
         slots = plan.queries
         lse = into_blocks(saved.lse.masked_fill(saved.lse == -torch.inf, torch.inf), slots, plan.block)
@@ -197,7 +199,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Ten
 
 
 def _flash_backward(
-    rows: _RowSource, call: Call, qkv: tuple[Tensor, Tensor, Tensor], scores: Scores, dtype: torch.dtype
+    rows: _RowSource, call: TileBatch, qkv: tuple[Tensor, Tensor, Tensor], scores: Scores, dtype: torch.dtype
 ) -> TileGrads:
     lse = queries_of(rows.lse, call).transpose(0, 1)
     of_rows = (queries_of(blocks, call) for blocks in (rows.grad_out, rows.out))
@@ -212,7 +214,7 @@ def _by_tile(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.transpose(0, 1)
 
 
-def _written_out(rows: _RowSource, call: Call, qkv: tuple[Tensor, Tensor, Tensor], scores: Scores) -> TileGrads:
+def _written_out(rows: _RowSource, call: TileBatch, qkv: tuple[Tensor, Tensor, Tensor], scores: Scores) -> TileGrads:
     grad_out, out, lse = (queries_of(blocks, call) for blocks in (rows.grad_out, rows.out, rows.lse))
     delta = (grad_out.to(lse.dtype) * out).sum(-1)  # [L, T, R]
     if rows.grad_lse is not None:

@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.attention.backends import Plan
-from shardwise.attention.block_layout import BlockLayout, Pattern
-from shardwise.attention.selected import cut, is_there
+from shardwise.attention.backends import BackendPlan
+from shardwise.attention.block_layout import BlockLayout, Pattern, cut, is_there
 
 MOST_TILE_TOKENS: Final = 256
 ALL_HEADS: Final = -1
@@ -32,7 +31,7 @@ MASK_FACTOR: Final = 1.05  # what a mask adds
 
 
 @dataclass(frozen=True, eq=False)
-class Bucket:
+class TileBucket:
     """Tiles of equal sizes.
 
     Attributes:
@@ -49,7 +48,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, eq=False)
-class Slots:
+class BlockTable:
     """Whole blocks of tokens, or of gaps.
 
     Attributes:
@@ -70,9 +69,9 @@ class CpuPlan:
     """A plan, unfolded."""
 
     block: int
-    queries: Slots
-    keys: Slots
-    buckets: tuple[Bucket, ...]
+    queries: BlockTable
+    keys: BlockTable
+    buckets: tuple[TileBucket, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +103,7 @@ class _Tiles:
     seen: Tensor  # [key blocks of all tiles, block rows]
 
 
-def make_plan(layout: BlockLayout, group: int) -> Plan:
+def make_plan(layout: BlockLayout, group: int) -> BackendPlan:
     """Plan a layout.
 
     Args:
@@ -125,13 +124,13 @@ def make_plan(layout: BlockLayout, group: int) -> Plan:
     none = torch.empty(0, dtype=torch.int64)
     listed = (torch.cat([part[index] for part in parts]) if parts else none for index in range(3))
     positions = (queries.positions, keys.positions)
-    return Plan(
+    return BackendPlan(
         (*listed, *positions, queries.token_of, queries.slot_of, keys.token_of, keys.slot_of),
         tuple(numbers),
     )
 
 
-def unfold(plan: Plan) -> CpuPlan:
+def unfold(plan: BackendPlan) -> CpuPlan:
     """What `make_plan` has put into a plan."""
     rows, columns, seen, query_positions, key_positions, *slots = plan.tensors
     block, num_query_blocks, num_key_blocks, *sizes = plan.numbers
@@ -143,13 +142,13 @@ def unfold(plan: Plan) -> CpuPlan:
         next_bit = bit + is_masked * num * height * width
         here = seen[bit:next_bit].view(num, width, height) if is_masked else None
         in_rows = rows[row:next_row].view(num, height)
-        buckets.append(Bucket(head, in_rows, columns[column:next_column].view(num, width), here))
+        buckets.append(TileBucket(head, in_rows, columns[column:next_column].view(num, width), here))
         row, column, bit = next_row, next_column, next_bit
-    queries = Slots(num_query_blocks, slots[0], slots[1], query_positions)
-    return CpuPlan(block, queries, Slots(num_key_blocks, slots[2], slots[3], key_positions), tuple(buckets))
+    queries = BlockTable(num_query_blocks, slots[0], slots[1], query_positions)
+    return CpuPlan(block, queries, BlockTable(num_key_blocks, slots[2], slots[3], key_positions), tuple(buckets))
 
 
-def _slots(layout: BlockLayout, is_query: bool) -> tuple[Slots, list[_Side]]:
+def _slots(layout: BlockLayout, is_query: bool) -> tuple[BlockTable, list[_Side]]:
     """The slots of all queries, or of all keys; and each pattern's part of them."""
     token_of, positions, sides = [], [], []
     num_tokens = num_before = num_blocks = 0
@@ -171,7 +170,7 @@ def _slots(layout: BlockLayout, is_query: bool) -> tuple[Slots, list[_Side]]:
     slot_of = (tokens >= 0).nonzero()[:, 0]
     if slot_of.numel() == tokens.numel():
         tokens = slot_of = tokens[:0].clone()
-    return Slots(num_blocks, tokens, slot_of, torch.cat(positions).flatten().to(torch.int32)), sides
+    return BlockTable(num_blocks, tokens, slot_of, torch.cat(positions).flatten().to(torch.int32)), sides
 
 
 def _tiles_of(pattern: Pattern, group: int, rows: _Side, columns: _Side) -> Iterator[_Tiles]:

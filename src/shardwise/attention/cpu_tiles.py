@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.attention.backends import Draw, Extras, wide_dtype
-from shardwise.attention.cpu_plan import ALL_HEADS, CpuPlan, Slots
-from shardwise.attention.cpu_written_out import Scores
+from shardwise.attention.backends import Draw, ScoreModifiers, wide_dtype
+from shardwise.attention.cpu_plan import ALL_HEADS, BlockTable, CpuPlan
+from shardwise.attention.reference import Scores
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadCounts:
     """Of the queries, `group` for each KV head."""
 
     num: int
@@ -30,7 +30,7 @@ class Heads:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class TileBatch:
     """What one call of a kernel computes.
 
     Attributes:
@@ -62,7 +62,9 @@ class Call:
         return slice(self.first_kv, self.first_kv + self.lanes)
 
 
-def calls_of(plan: CpuPlan, num_samples: int, heads: Heads, num_scores: int, dtype: torch.dtype) -> Iterator[Call]:
+def calls_of(
+    plan: CpuPlan, num_samples: int, heads: HeadCounts, num_scores: int, dtype: torch.dtype
+) -> Iterator[TileBatch]:
     """Every tile of every head and sample in one call each, always in the same order.
 
     Args:
@@ -85,25 +87,25 @@ def calls_of(plan: CpuPlan, num_samples: int, heads: Heads, num_scores: int, dty
                 for first in range(0, all_lanes, lanes):
                     num = min(lanes, all_lanes - first)
                     if bucket.head == ALL_HEADS:
-                        yield Call(sample, first, num, first * group, group, rows, columns, mask)
+                        yield TileBatch(sample, first, num, first * group, group, rows, columns, mask)
                     else:
-                        yield Call(sample, bucket.head // heads.group, 1, bucket.head, 1, rows, columns, mask)
+                        yield TileBatch(sample, bucket.head // heads.group, 1, bucket.head, 1, rows, columns, mask)
 
 
-def into_blocks(tensor: Tensor, slots: Slots, block: int) -> Tensor:
+def into_blocks(tensor: Tensor, slots: BlockTable, block: int) -> Tensor:
     """Lay the tokens of [B, H, N, ...] into blocks: contiguous [B, H, num_blocks, block, ...], anything in gaps."""
     if slots.token_of.numel():
         tensor = tensor.index_select(2, slots.token_of.clamp(min=0))
     return tensor.contiguous().unflatten(2, (slots.num_blocks, block))
 
 
-def out_of_blocks(blocks: Tensor, slots: Slots) -> Tensor:
+def out_of_blocks(blocks: Tensor, slots: BlockTable) -> Tensor:
     """The tokens [B, N, ...] of blocks [B, num_blocks, block, ...]."""
     tokens = blocks.flatten(1, 2)
     return tokens.index_select(1, slots.slot_of) if slots.token_of.numel() else tokens
 
 
-def queries_of(blocks: Tensor, call: Call) -> Tensor:
+def queries_of(blocks: Tensor, call: TileBatch) -> Tensor:
     """What a call's rows need, [L, T, R, ...] of blocks [B, H, num_blocks, block, ...]."""
     num_tiles, height = call.rows.shape
     taken = blocks[call.sample, call.heads].index_select(1, call.rows.reshape(-1))  # [heads, T x height, block, ...]
@@ -111,13 +113,13 @@ def queries_of(blocks: Tensor, call: Call) -> Tensor:
     return by_tile.transpose(1, 2).flatten(2, 3)
 
 
-def keys_of(blocks: Tensor, call: Call) -> Tensor:
+def keys_of(blocks: Tensor, call: TileBatch) -> Tensor:
     """What a call's keys have, [L, T, C, ...] of blocks [B, K, num_blocks, block, ...]."""
     taken = blocks[call.sample, call.kv_heads].index_select(1, call.columns.reshape(-1))
     return taken.view(call.lanes, len(call.columns), -1, *blocks.shape[4:])
 
 
-def put_rows(blocks: Tensor, call: Call, values: Tensor) -> None:
+def put_rows(blocks: Tensor, call: TileBatch, values: Tensor) -> None:
     """Write a call's rows [L, T, R, D] to where they belong in blocks [B, num_blocks, block, H, D]."""
     height = call.rows.shape[1]
     split = values.unflatten(2, (call.group, height, -1)).permute(1, 3, 4, 0, 2, 5)  # [T, height, block, L, G, D]
@@ -125,7 +127,7 @@ def put_rows(blocks: Tensor, call: Call, values: Tensor) -> None:
     blocks[call.sample, :, :, call.heads].index_copy_(0, call.rows.reshape(-1), flat)
 
 
-def put_row_numbers(blocks: Tensor, call: Call, values: Tensor) -> None:
+def put_row_numbers(blocks: Tensor, call: TileBatch, values: Tensor) -> None:
     """Write a call's numbers of rows [L, T, R] to where they belong in blocks [B, H, num_blocks, block]."""
     height = call.rows.shape[1]
     split = values.unflatten(2, (call.group, height, -1)).transpose(1, 2)  # [L, G, T, height, block]
@@ -133,14 +135,14 @@ def put_row_numbers(blocks: Tensor, call: Call, values: Tensor) -> None:
     blocks[call.sample, call.heads].index_copy_(1, call.rows.reshape(-1), flat)
 
 
-def add_keys(blocks: Tensor, call: Call, values: Tensor) -> None:
+def add_keys(blocks: Tensor, call: TileBatch, values: Tensor) -> None:
     """Add a call's gradients of keys [L, T, C, D] to blocks [B, num_blocks, block, K, D], one after another."""
     flat = values.permute(1, 2, 0, 3).to(blocks.dtype)  # [T, C, L, D]
     flat = flat.reshape(call.columns.numel(), blocks.shape[2], call.lanes, blocks.shape[4])
     blocks[call.sample, :, :, call.kv_heads].index_add_(0, call.columns.reshape(-1), flat)
 
 
-def tokens_of(slots: Slots, blocks: Tensor, block: int) -> Tensor:
+def tokens_of(slots: BlockTable, blocks: Tensor, block: int) -> Tensor:
     """The tokens [T, blocks of a tile x block] in blocks [T, blocks of a tile]; 0 in gaps."""
     in_slots = (blocks[..., None] * block + torch.arange(block)).flatten(1)
     return slots.token_of.clamp(min=0)[in_slots] if slots.token_of.numel() else in_slots
@@ -170,13 +172,13 @@ class ScoreSource:
     """
 
     plan: CpuPlan
-    extras: Extras
+    extras: ScoreModifiers
     is_padded: tuple[bool, ...]
     real: Tensor | None
     draw: Draw | None
 
     @staticmethod
-    def of(plan: CpuPlan, extras: Extras, num_samples: int) -> ScoreSource:
+    def of(plan: CpuPlan, extras: ScoreModifiers, num_samples: int) -> ScoreSource:
         """Lay what there is into blocks."""
         is_padded, real, draw = (False,) * num_samples, None, None
         if extras.key_padding is not None:
@@ -191,7 +193,7 @@ class ScoreSource:
             )
         return ScoreSource(plan, extras, is_padded, real, draw)
 
-    def scores(self, call: Call, dtype: torch.dtype) -> Scores:
+    def scores(self, call: TileBatch, dtype: torch.dtype) -> Scores:
         """What acts on a call's scores; the mask is of a dtype, the dropout's factor of the wide one."""
         mask = call.mask  # [T, R of one head, C]
         if self.real is not None and self.is_padded[call.sample]:
@@ -206,7 +208,7 @@ class ScoreSource:
             mask = bias if mask is None else bias + mask
         return Scores(self.extras.scale, mask, None if self.draw is None else _kept(self.draw, call, wide_dtype(dtype)))
 
-    def add_bias_grad(self, grad: Tensor, call: Call, values: Tensor) -> None:
+    def add_bias_grad(self, grad: Tensor, call: TileBatch, values: Tensor) -> None:
         """Add the gradient [L, T, R, C] of a call's scores to that of the bias, in the bias' shape."""
         by_head = values.unflatten(2, (call.group, -1)).transpose(1, 2).flatten(0, 1)  # [heads, T, R of one head, C]
         if grad.shape[1] == 1:
@@ -216,7 +218,7 @@ class ScoreSource:
         # Of the pairs that meet in one element, as in gaps, all but one are zero: any order of adding gives the same.
         grad[call.sample if len(grad) > 1 else 0, heads].index_put_(index, by_head.to(grad.dtype), accumulate=True)
 
-    def _bias(self, call: Call, bias: Tensor) -> Tensor:
+    def _bias(self, call: TileBatch, bias: Tensor) -> Tensor:
         """The bias of a call's scores, [1 or L, T, R, C]."""
         heads = slice(None) if bias.shape[1] == 1 else call.heads
         queries, keys = self._tokens(call)
@@ -225,13 +227,13 @@ class ScoreSource:
             return taken.repeat(1, 1, call.group, 1)
         return taken.unflatten(0, (call.lanes, call.group)).transpose(1, 2).flatten(2, 3)
 
-    def _tokens(self, call: Call) -> tuple[Tensor, Tensor]:
+    def _tokens(self, call: TileBatch) -> tuple[Tensor, Tensor]:
         """The tokens of a call's queries [T, R of one head, 1] and keys [T, 1, C]."""
         queries = tokens_of(self.plan.queries, call.rows, self.plan.block)
         return queries[:, :, None], tokens_of(self.plan.keys, call.columns, self.plan.block)[:, None]
 
 
-def _kept(draw: Draw, call: Call, dtype: torch.dtype) -> Tensor:
+def _kept(draw: Draw, call: TileBatch, dtype: torch.dtype) -> Tensor:
     """What dropout multiplies a call's probabilities with, [L, T, R, C]."""
     columns = draw.columns[0, 0][call.columns].flatten(1)[:, None]  # [T, 1, C]
     numbers = queries_of(draw.factors, call)[..., None] * columns

@@ -22,13 +22,12 @@ from typing import Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise._torch_private import cpu_flash_attention, cpu_flash_attention_backward, has_cpu_flash_attention
-from shardwise.attention.backends import Extras, Grads, Plan, Saved, wide_dtype
+from shardwise.attention.api import backend_for
+from shardwise.attention.backends import AttentionGrads, BackendPlan, SavedForBackward, ScoreModifiers, wide_dtype
 from shardwise.attention.block_layout import BlockLayout, Pattern, pack
-from shardwise.attention.functional import backend_for
-from shardwise.attention.merge import merge_partial
-from shardwise.config import ConfigError
-from shardwise.layout.runs import Runs
+from shardwise.config.resolve import ConfigError
+from shardwise.layout.token_ranges import Runs
+from shardwise.runtime.torch_private import cpu_flash_attention, cpu_flash_attention_backward, has_cpu_flash_attention
 
 CausalMask = Literal["causal"] | None
 
@@ -79,7 +78,7 @@ def is_dense(layout: BlockLayout) -> bool:
     return layout.cached("is_dense", lambda whole: all(map(_is_dense, whole.patterns)))
 
 
-def partial_backend(layout: BlockLayout, q: Tensor, extras: Extras) -> str:
+def partial_backend(layout: BlockLayout, q: Tensor, extras: ScoreModifiers) -> str:
     """The back end, one of `op.BACKENDS` or "flex", for attention over some of the keys.
 
     Args:
@@ -199,11 +198,15 @@ def _stretches(queries: Runs, keys: Runs) -> Iterator[tuple[int, bool, bool]]:
 class DenseBackend:
     """The `Backend` of dense layouts on the CPU; extras are their scale alone."""
 
-    def plan(self, layout: BlockLayout, q: Tensor, k: Tensor) -> Plan:
+    def plan(self, layout: BlockLayout, q: Tensor, k: Tensor) -> BackendPlan:
         """The bands, as eight numbers each; the same for all tensors."""
-        return Plan((), tuple(edge for band in bands_of(layout) for each in band for edge in (each.start, each.stop)))
+        return BackendPlan(
+            (), tuple(edge for band in bands_of(layout) for each in band for edge in (each.start, each.stop))
+        )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, plan: Plan) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: ScoreModifiers, plan: BackendPlan
+    ) -> tuple[Tensor, Tensor]:
         """Output [B, H, Nq, D], in memory [B, Nq, H, D], and log-sum-exp [B, H, Nq]."""
         _require_bare(extras)
         q, k, v = map(_with_close_rows, (q, k, v))
@@ -225,12 +228,12 @@ class DenseBackend:
         self,
         grad_out: Tensor,
         grad_lse: Tensor | None,
-        saved: Saved,
-        extras: Extras,
-        plan: Plan,
+        saved: SavedForBackward,
+        extras: ScoreModifiers,
+        plan: BackendPlan,
         needs_bias: bool,
         is_wide: bool = False,
-    ) -> Grads:
+    ) -> AttentionGrads:
         """The gradients, in the forms of q, k and v."""
         _require_bare(extras)
         if grad_lse is not None:
@@ -244,15 +247,15 @@ class DenseBackend:
         for band in _unfold(plan) if q.numel() else ():
             for queries, keys, mask in band.rectangles():
                 own_q, own_out, own_lse = (each[:, :, queries] for each in (q, out, saved.lse))
-                own = Saved(own_q, k[:, :, keys], v[:, :, keys], own_out, own_lse)
+                own = SavedForBackward(own_q, k[:, :, keys], v[:, :, keys], own_out, own_lse)
                 parts = _flash_backward(grad_out[:, :, queries], own, extras.scale, mask)
                 for grad, part, where in zip(grads, parts, (queries, keys, keys), strict=True):
                     grad[:, :, where] += part
         dq, dk, dv = (grad.to(dtype) for grad in grads)
-        return Grads(dq, dk, dv, None)
+        return AttentionGrads(dq, dk, dv, None)
 
 
-def _unfold(plan: Plan) -> list[Band]:
+def _unfold(plan: BackendPlan) -> list[Band]:
     edges = iter(plan.numbers)
     slices = iter([slice(start, stop) for start, stop in zip(edges, edges, strict=True)])
     return [Band(*four) for four in zip(slices, slices, slices, slices, strict=True)]
@@ -265,11 +268,11 @@ def _is_dense(pattern: Pattern) -> bool:
     return bool((seen | torch.ones_like(seen[0]).triu(1)).all())
 
 
-def _is_bare(extras: Extras) -> bool:
+def _is_bare(extras: ScoreModifiers) -> bool:
     return extras.key_padding is None and extras.bias is None and extras.draw is None
 
 
-def _require_bare(extras: Extras) -> None:
+def _require_bare(extras: ScoreModifiers) -> None:
     if not _is_bare(extras):
         raise ConfigError(
             "the dense back end has no key padding, bias or dropout; leave the choice of the back end to the library"
@@ -295,7 +298,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: CausalMask) -> t
     return out, lse
 
 
-def _flash_backward(grad_out: Tensor, saved: Saved, scale: float, mask: CausalMask) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(
+    grad_out: Tensor, saved: SavedForBackward, scale: float, mask: CausalMask
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, from an output and log-sum-exp that may be of more keys; shapes as above."""
     q, k, v, out, lse = saved.q, saved.k, saved.v, saved.out, saved.lse
     heads, wide = _Heads(q.shape[1], k.shape[1]), wide_dtype(q.dtype)
@@ -332,3 +337,24 @@ class _Heads:
     def of_keys(self, tensor: Tensor) -> Tensor:
         """From [K, Nk, D] to [K, H / K, Nk, D]."""
         return tensor.unsqueeze(1).expand(-1, self.group, -1, -1)
+
+
+@torch.no_grad()
+def merge_partial(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Merge into `out` and `lse`, in place, a partial result of the same queries over other keys.
+
+    With w = sigmoid(part_lse - lse), out becomes (1 - w) out + w part_out, and lse becomes log(exp(lse) +
+    exp(part_lse)), each shifted by the maximum. That is Section 3.1 of FlashAttention (Dao et al. 2022), as Ring
+    Attention (Liu et al. 2023) uses it, with both sums divided through by the larger; where neither side has seen a
+    key, w is 0 and not NaN. A side that has seen none leaves the other as it is, to the bit.
+
+    Args:
+        out: [B, H, n, D], in the wide dtype; may be a view. 0 where nothing has been seen.
+        lse: [B, H, n], likewise; -inf where nothing has been seen.
+        part_out: [B, H, n, D], in any floating dtype; finite also where the partial result has seen no key.
+        part_lse: [B, H, n], in the dtype of `lse`; -inf where the partial result has seen no key.
+    """
+    weight = torch.sub(part_lse, lse).sigmoid_()  # [B, H, n]
+    weight.masked_fill_(part_lse == -torch.inf, 0.0)
+    out.lerp_(part_out.to(out.dtype), weight.unsqueeze_(-1))
+    torch.logaddexp(lse, part_lse, out=lse)

@@ -26,16 +26,18 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from shardwise.attention.backends import Extras
+from shardwise.attention.backends import ScoreModifiers
 from shardwise.attention.block_layout import BlockLayout, Pattern
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 
 TILE: Final = 128  # torch's default; its kernels for some GPUs need tiles as large as this
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def flex_attention_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> tuple[Tensor, Tensor]:
+def flex_attention_of(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: ScoreModifiers
+) -> tuple[Tensor, Tensor]:
     """Attention where the layout allows it, on a GPU; differentiable in q, k, v and the bias, by both results.
 
     Args:
@@ -62,7 +64,7 @@ def flex_attention_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extr
     return out, aux.lse
 
 
-def flex_options(q: Tensor, k: Tensor, layout: BlockLayout, extras: Extras) -> dict[str, Any]:
+def flex_options(q: Tensor, k: Tensor, layout: BlockLayout, extras: ScoreModifiers) -> dict[str, Any]:
     """The arguments of torch's `flex_attention` behind q, k and v.
 
     Raises:
@@ -224,7 +226,7 @@ def _looked_up(layout: BlockLayout) -> list[Tensor]:
     return [*tokens, torch.cat([each.blocks.flatten(1) for each in layout.patterns], 1)]
 
 
-def _score_mod(extras: Extras) -> ScoreMod | None:
+def _score_mod(extras: ScoreModifiers) -> ScoreMod | None:
     """What acts on scores in whole tiles too, where no mask is asked."""
     bias, key_padding = extras.bias, extras.key_padding
     if bias is None and key_padding is None:

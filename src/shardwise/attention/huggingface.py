@@ -13,7 +13,7 @@ What is computed is the structure, and within it what the model itself lets a to
   own, cost nothing extra. Position biases (T5) are added; they are of size N x N.
 - With cached keys, queries have the last rows of the layout for all tokens so far. It equals a run without cache where
   the structure does not change with the length (windows, global blocks at the start).
-- Where a sequence is spread over ranks, a mask says so (`shardwise.attention.spread`), and `spread` computes.
+- Where a sequence is spread over ranks, a mask says so (`shardwise.attention.cp_hook`), and `spread` computes.
 - Cross attention stays dense. Windows of the model's own, soft caps, sinks, 4-D masks and weights to be returned
   (`output_attentions`) are refused.
 """
@@ -32,13 +32,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise._torch_private import constant_in_graphs
+from shardwise.attention.api import block_sparse_attention
 from shardwise.attention.block_layout import BlockLayout, keep_last, require_structure
-from shardwise.attention.functional import block_sparse_attention
-from shardwise.attention.huggingface_masks import padding_mask
-from shardwise.attention.spread import Spread, WholeSequence, is_sequence_mask, read_sequence_mask
-from shardwise.config import ConfigError
-from shardwise.wearing import set_attribute
+from shardwise.attention.cp_hook import ContextHook, SequenceMask, is_sequence_mask, read_sequence_mask
+from shardwise.config.resolve import ConfigError
+from shardwise.runtime.class_swap import set_attribute
+from shardwise.runtime.torch_private import constant_in_graphs, is_fake
 
 NAME: Final = "shardwise_block_sparse"
 _GIVEN: Final = "_shardwise_structure"
@@ -48,7 +47,7 @@ _CROSS: Final = re.compile(r"cross_?att|enc_?dec_?att|encoder_att", re.IGNORECAS
 _OWN_ATTENTION: Final = "leave the model its own attention (mesh.cp=1, attention.kind=dense)"
 
 
-class Structure(Protocol):
+class LayoutFactory(Protocol):
     """What makes layouts of any length, such as a `FixedSparsityConfig`."""
 
     def layout(self, seq_len: int) -> BlockLayout:
@@ -58,7 +57,7 @@ class Structure(Protocol):
         """Of documents packed one behind another."""
 
 
-class _Place(NamedTuple):
+class _LayoutKey(NamedTuple):
     """What a layout is made for.
 
     Attributes:
@@ -82,11 +81,11 @@ class _Layouts:
     """The layouts made last: for whole sequences, and, fewer of them, for queries behind cached keys."""
 
     def __init__(self) -> None:
-        self._whole: dict[_Place, BlockLayout] = {}
-        self._with_cache: dict[_Place, BlockLayout] = {}
-        self._read: tuple[weakref.ref[Tensor], WholeSequence] | None = None
+        self._whole: dict[_LayoutKey, BlockLayout] = {}
+        self._with_cache: dict[_LayoutKey, BlockLayout] = {}
+        self._read: tuple[weakref.ref[Tensor], SequenceMask] | None = None
 
-    def read(self, mask: Tensor) -> WholeSequence:
+    def read(self, mask: Tensor) -> SequenceMask:
         """What a mask says of whole sequences; all layers get the same one, and documents wait for the device."""
         if mask.dtype != torch.int64:
             return read_sequence_mask(mask)
@@ -95,18 +94,18 @@ class _Layouts:
             self._read = last = (weakref.ref(mask), read_sequence_mask(mask))
         return last[1]
 
-    def at(self, place: _Place) -> dict[_Place, BlockLayout]:
+    def at(self, place: _LayoutKey) -> dict[_LayoutKey, BlockLayout]:
         """Where the layout of a place is kept."""
         return self._whole if place.num_queries == place.num_keys else self._with_cache
 
-    def keep(self, place: _Place, make: Callable[[], BlockLayout]) -> None:
+    def keep(self, place: _LayoutKey, make: Callable[[], BlockLayout]) -> None:
         """See that the layout of a place is there."""
         whole = place.num_queries == place.num_keys
         keep_last(self.at(place), place, make, _MOST_LAYOUTS if whole else _MOST_WITH_CACHE)
 
 
 @dataclass(frozen=True, eq=False)
-class _Given:
+class _ModuleAttention:
     """What an attention module is given; shared by its copies, and registering itself again where it is unpickled.
 
     Attributes:
@@ -118,10 +117,10 @@ class _Given:
         own: what this module has used.
     """
 
-    structure: Structure | BlockLayout
+    structure: LayoutFactory | BlockLayout
     is_cross: bool
     name: str
-    spread: Spread | None = None
+    spread: ContextHook | None = None
     shared: _Layouts = field(default_factory=_Layouts)
     own: _Layouts = field(default_factory=_Layouts)
 
@@ -138,14 +137,14 @@ class _Given:
         Raises:
             ConfigError: the structure does not fit the model.
         """
-        at = _Place(*place)
+        at = _LayoutKey(*place)
         self.own.keep(at, lambda: self._shared(at))
 
-    def _shared(self, place: _Place) -> BlockLayout:
+    def _shared(self, place: _LayoutKey) -> BlockLayout:
         self.shared.keep(place, lambda: self._new(place))
         return self.shared.at(place)[place]
 
-    def _new(self, place: _Place) -> BlockLayout:
+    def _new(self, place: _LayoutKey) -> BlockLayout:
         if place.num_queries != place.num_keys:
             layout = self._new(place._replace(num_queries=place.num_keys))
             return layout.queries_from(place.num_keys - place.num_queries)
@@ -169,9 +168,9 @@ class _Given:
         return layout
 
 
-def _given(structure: Structure | BlockLayout, is_cross: bool, name: str) -> _Given:
+def _given(structure: LayoutFactory | BlockLayout, is_cross: bool, name: str) -> _ModuleAttention:
     register(name)
-    return _Given(structure, is_cross, name)
+    return _ModuleAttention(structure, is_cross, name)
 
 
 class SparseAttention(AbstractContextManager["SparseAttention"]):
@@ -199,10 +198,10 @@ def register(name: str = NAME) -> None:
 
 def use_sparse_attention(
     model: nn.Module,
-    structure_or_layout: Structure | BlockLayout,
+    structure_or_layout: LayoutFactory | BlockLayout,
     *,
     name: str = NAME,
-    spread: Spread | None = None,
+    spread: ContextHook | None = None,
 ) -> SparseAttention:
     """Give a Hugging Face model's self-attention a block-sparse structure, without changing the model's code.
 
@@ -237,7 +236,7 @@ def use_sparse_attention(
         each.set_attn_implementation(name)
     shared = _Layouts()
     for path, module in modules:
-        given = _Given(structure_or_layout, _crosses(path, module), name, spread, shared)
+        given = _ModuleAttention(structure_or_layout, _crosses(path, module), name, spread, shared)
         undo.append(set_attribute(module, _GIVEN, given))
     used = SparseAttention(undo)
     deaf = [type(each).__name__ for each in inner if each.config._attn_implementation != name]
@@ -250,7 +249,7 @@ def use_sparse_attention(
     return used
 
 
-def structure_given(model: nn.Module) -> Structure | BlockLayout | None:
+def structure_given(model: nn.Module) -> LayoutFactory | BlockLayout | None:
     """What `use_sparse_attention` has given a model; None where it has not."""
     return next((given.structure for _, given in _all_given(model)), None)
 
@@ -266,10 +265,10 @@ def whole_layout(model: nn.Module, lengths: tuple[int, ...]) -> BlockLayout:
     raise ConfigError(f"{type(model).__name__} has no structure; call use_sparse_attention on the whole model")
 
 
-def _all_given(model: nn.Module) -> Iterator[tuple[nn.Module, _Given]]:
+def _all_given(model: nn.Module) -> Iterator[tuple[nn.Module, _ModuleAttention]]:
     """The modules that attend to their own sequence, and what they were given."""
     for module in model.modules():
-        given: _Given | None = getattr(module, _GIVEN, None)
+        given: _ModuleAttention | None = getattr(module, _GIVEN, None)
         if given is not None and not given.is_cross:
             yield module, given
 
@@ -329,7 +328,7 @@ def sparse_attention_forward(
     Raises:
         ConfigError: the module has no structure, or asks for what block-sparse attention does not compute.
     """
-    given: _Given | None = getattr(module, _GIVEN, None)
+    given: _ModuleAttention | None = getattr(module, _GIVEN, None)
     if given is None:
         raise ConfigError(f"{type(module).__name__} has no structure; call use_sparse_attention on the whole model")
     size, value_size = query.shape[-1], value.shape[-1]
@@ -355,7 +354,7 @@ def sparse_attention_forward(
     num_heads, num_queries, num_keys = map(
         operator.index, (*query.shape[1:3], key.shape[2])
     )  # compiled code fixes them
-    place = _Place(num_heads, _rank_of(module), num_queries, num_keys, lengths, is_causal)
+    place = _LayoutKey(num_heads, _rank_of(module), num_queries, num_keys, lengths, is_causal)
     given.lay_out(*place)
     layout = given.own.at(place)[place]
     out = block_sparse_attention(
@@ -373,8 +372,8 @@ def sparse_attention_forward(
 
 
 def _spread(
-    spread: Spread,
-    given: _Given,
+    spread: ContextHook,
+    given: _ModuleAttention,
     module: nn.Module,
     qkv: tuple[Tensor, Tensor, Tensor],
     mask: Tensor,
@@ -391,7 +390,7 @@ def _spread(
             "context parallelism does not compute; set mesh.cp=1"
         )
     packed = lengths if len(lengths) > 1 else None
-    place = _Place(num_heads, _rank_of(module), num_tokens, num_tokens, packed, _is_causal(module, options))
+    place = _LayoutKey(num_heads, _rank_of(module), num_tokens, num_tokens, packed, _is_causal(module, options))
     given.lay_out(*place)
     out = spread(
         query,
@@ -485,7 +484,7 @@ def _rank_of(module: nn.Module) -> int | None:
     return None
 
 
-def _of_rank(layout: BlockLayout, place: _Place) -> BlockLayout:
+def _of_rank(layout: BlockLayout, place: _LayoutKey) -> BlockLayout:
     """The part of a layout by head that a tensor-parallel rank's module computes."""
     if layout.num_heads in (1, place.num_heads):
         return layout
@@ -495,3 +494,54 @@ def _of_rank(layout: BlockLayout, place: _Place) -> BlockLayout:
             "or one for all heads"
         )
     return layout.of_heads(place.rank * place.num_heads, place.num_heads)
+
+
+def padding_mask(batch_size: int, q_length: int, kv_length: int, **options: Any) -> Tensor | None:
+    """What transformers' mask functions are asked for, as attention needs it here: of size B x N.
+
+    Args:
+        batch_size: B.
+        q_length: queries.
+        kv_length: room for keys, more than there are in a static cache.
+        options: `q_offset`, `kv_offset`, `mask_function`, `attention_mask` [B, Nk] and others, as transformers gives
+            them.
+
+    Returns:
+        None; or bool [B, Nk], True for a real token; or, where documents are packed, their numbers as int64 [B, Nk].
+
+    Raises:
+        ConfigError: the model masks more than padding and documents.
+    """
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    mask, function = options.get("attention_mask"), options.get("mask_function", causal_mask_function)
+    is_own = options.get("use_vmap", False)
+    if is_own or options.get("kv_offset", 0) or (mask is not None and mask.ndim != 2):
+        what = "a mask function of its own" if is_own else "a sliding cache" if mask is None else "a mask not [B, N]"
+        raise ConfigError(f"block-sparse attention got {what}; it takes padding masks [B, N] and packed documents")
+    num_keys = kv_length
+    if function is not bidirectional_mask_function:
+        num_keys = min(kv_length, int(options.get("q_offset", 0)) + q_length)
+    if mask is None and function not in (causal_mask_function, bidirectional_mask_function) and q_length == kv_length:
+        return _documents(function, batch_size, q_length, torch.device(options.get("device", "cpu")))
+    if mask is None:
+        missing = torch.ones(batch_size, num_keys, dtype=torch.bool, device=options.get("device", "cpu"))
+        return missing if num_keys < kv_length else None
+    return F.pad(mask[:, :num_keys], (0, max(num_keys - mask.shape[1], 0)))  # [B, Nk]
+
+
+def _documents(function: Callable[..., Tensor], batch_size: int, length: int, device: torch.device) -> Tensor | None:
+    """Numbers of documents, int64 [B, N], which begin where a token does not see the one before; None for one each."""
+    rows = torch.arange(batch_size, device=device)[:, None]
+    tokens = torch.arange(1, length, device=device)[None]
+    begins = ~function(rows, 0, tokens, tokens - 1)  # [B, N - 1]
+    ahead = function(rows, 0, tokens - 1, tokens)  # [B, N - 1]
+    if is_fake(begins):
+        return None  # simulated tokens have no values; they count as one document
+    if ahead.expand(batch_size, -1).any():
+        raise ConfigError(
+            "the model's mask lets tokens see some after them, beyond padding and documents; such models need their "
+            "own attention"
+        )
+    numbers = F.pad(begins.expand(batch_size, -1).cumsum(-1), (1, 0))  # [B, N]
+    return numbers if numbers.any() else None

@@ -19,10 +19,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch_private import constant_in_graphs, is_fake, version
+from shardwise.attention.api import block_sparse_attention
 from shardwise.attention.block_layout import BlockLayout, keep_last, require_structure
-from shardwise.attention.functional import block_sparse_attention
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
+from shardwise.runtime.torch_private import constant_in_graphs, is_fake, version
 
 _MODES: Final = ("add", "mul")
 _MOST_LAYOUTS: Final = 32

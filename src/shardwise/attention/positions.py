@@ -12,8 +12,8 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardwise.config import ConfigError
-from shardwise.wearing import set_attribute
+from shardwise.config.resolve import ConfigError
+from shardwise.runtime.class_swap import set_attribute
 
 Model = TypeVar("Model", bound=nn.Module)
 

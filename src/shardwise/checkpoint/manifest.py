@@ -11,7 +11,7 @@ Names are those of the unmodified model: a flat buffer, a padding, a part of a t
 piece says which rectangle of which tensor lies at which offset of which file, and has a CRC-32 for each block of
 `BLOCK_BYTES`, so that whoever needs a part of it reads and checks these blocks alone. The manifest has its own CRC.
 
->>> weight = StoredState("F32", (StoredPiece(Rect((0, 0), (2, 3)), "a.safetensors", 80, (123,)),))
+>>> weight = StoredState("F32", (StoredChunk(Rect((0, 0), (2, 3)), "a.safetensors", 80, (123,)),))
 >>> tensor = StoredTensor("up.weight", (), (2, 3), {"param": weight, "step": StoredState("F32", value=3.0)})
 >>> manifest = Manifest(step=3, tensors=(tensor,), files={"a.safetensors": 104})
 >>> read_back = Manifest.from_text(manifest.to_text(), "manifest.json")
@@ -41,10 +41,10 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from shardwise.foreign import ForeignError, OneLineError, check_nesting, mismatch
-from shardwise.holdings import PARAM, Kind
+from shardwise.config.untrusted_files import OneLineError, UntrustedFileError, check_nesting, mismatch
 from shardwise.layout.mesh_shape import AXES
-from shardwise.layout.pieces import Rect, Shape
+from shardwise.layout.slicing import Rect, Shape
+from shardwise.runtime.state_shards import PARAM, Kind
 
 FORMAT: Final = "shardwise-checkpoint"
 VERSION: Final = 1
@@ -80,7 +80,7 @@ class DamagedError(CheckpointError):
 
 
 @dataclass(frozen=True)
-class StoredPiece:
+class StoredChunk:
     """One rectangle of a tensor in a file.
 
     Attributes:
@@ -111,7 +111,7 @@ class StoredState:
     """
 
     dtype: str
-    pieces: tuple[StoredPiece, ...] = ()
+    pieces: tuple[StoredChunk, ...] = ()
     value: float | None = None
     codec: str = "identity"
 
@@ -198,7 +198,7 @@ class Manifest:
                 check_nesting(content, where, cure)
                 values = json.loads(content)
             written_by = values["format"], int(values["version"])
-        except ForeignError as error:
+        except UntrustedFileError as error:
             raise DamagedError(error) from None
         except (ValueError, KeyError, TypeError, RecursionError):
             raise DamagedError(f"{where} is no manifest of a {FORMAT}; {cure}") from None
@@ -224,7 +224,7 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class RankPart:
+class RankManifest:
     """What one rank has written: its file and the tensors in it; the parts of all ranks make the manifest.
 
     Attributes:
@@ -263,11 +263,11 @@ def entry_key(name: str, shape: Shape, state: str, rect: Rect) -> str:
     return of_state if rect == Rect.whole(shape) else f"{of_state}{rect}"
 
 
-def merge_parts(parts: Iterable[RankPart]) -> tuple[tuple[StoredTensor, ...], dict[str, int]]:
+def merge_parts(parts: Iterable[RankManifest]) -> tuple[tuple[StoredTensor, ...], dict[str, int]]:
     """Tensors, in the order in which they come up first, and bytes by file, of all ranks together."""
     first: dict[str, StoredTensor] = {}
     states: dict[str, dict[str, StoredState]] = {}
-    pieces: dict[tuple[str, str], list[StoredPiece]] = {}
+    pieces: dict[tuple[str, str], list[StoredChunk]] = {}
     files: dict[str, int] = {}
     with _without_collection():
         for part in parts:
@@ -520,7 +520,7 @@ def _state_from_json(values: Mapping[str, Any]) -> StoredState:
     if "value" in values:
         return StoredState(values["dtype"], value=values["value"])
     pieces = tuple(
-        StoredPiece(
+        StoredChunk(
             rect=Rect(tuple(each["start"]), tuple(each["stop"])),
             file=each["file"],
             offset=each["offset"],

@@ -19,8 +19,16 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.disk import check_room, named_errors
-from shardwise.checkpoint.folder import MAX_MANIFEST_BYTES, begin, commit, discard, read_manifest, step_of
+from shardwise.checkpoint.commit import (
+    MAX_MANIFEST_BYTES,
+    begin,
+    check_room,
+    commit,
+    discard,
+    named_errors,
+    read_manifest,
+    step_of,
+)
 from shardwise.checkpoint.manifest import (
     BLOCK_BYTES,
     ITEM_BYTES,
@@ -28,15 +36,15 @@ from shardwise.checkpoint.manifest import (
     CheckpointError,
     DamagedError,
     Manifest,
-    StoredPiece,
+    StoredChunk,
     StoredTensor,
     entry_key,
 )
-from shardwise.checkpoint.reading import PieceReader
-from shardwise.checkpoint.tensor_files import Entry, FileTensor, encode_header, named_dtype, read_header
-from shardwise.foreign import open_regular, read_bytes
-from shardwise.host_memory import memory_of
-from shardwise.layout.pieces import Piece, Rect, Shape, flat_range_to_rects
+from shardwise.checkpoint.reader import ChunkReader
+from shardwise.checkpoint.safetensors_io import FileTensor, TensorHeader, encode_header, named_dtype, read_header
+from shardwise.config.untrusted_files import open_regular, read_bytes
+from shardwise.layout.slicing import Chunk, Rect, Shape, flat_range_to_rects
+from shardwise.runtime.pinned_memory import memory_of
 
 # Elements in memory at once: whole blocks of any dtype, and enough of them that what is done to each costs little.
 CHUNK_NUMEL: Final = 2 * BLOCK_BYTES
@@ -81,12 +89,12 @@ class Verification:
 
 
 @dataclass(frozen=True)
-class NamedPiece:
+class NamedChunk:
     """A piece with what it is of: one entry of a safetensors file."""
 
     tensor: StoredTensor
     state: str
-    piece: StoredPiece
+    piece: StoredChunk
 
     @property
     def dtype(self) -> str:
@@ -107,13 +115,13 @@ class NamedPiece:
         return entry_key(self.tensor.name, self.tensor.shape, self.state, self.piece.rect)
 
 
-def entries_by_file(manifest: Manifest) -> dict[str, list[NamedPiece]]:
+def entries_by_file(manifest: Manifest) -> dict[str, list[NamedChunk]]:
     """What lies in each file, in the order in which it lies there."""
-    by_file: dict[str, list[NamedPiece]] = {file: [] for file in manifest.files}
+    by_file: dict[str, list[NamedChunk]] = {file: [] for file in manifest.files}
     for tensor in manifest.tensors:
         for name, state in tensor.states.items():
             for piece in state.pieces:
-                by_file.setdefault(piece.file, []).append(NamedPiece(tensor, name, piece))
+                by_file.setdefault(piece.file, []).append(NamedChunk(tensor, name, piece))
     for entries in by_file.values():
         entries.sort(key=lambda entry: entry.piece.offset)
     return by_file
@@ -139,7 +147,7 @@ def verify(folder: Path, progress: Progress | None = None) -> Verification:
         return Verification(None, (Damage(MANIFEST_NAME, what),))
     except OSError as error:
         return Verification(None, (Damage(MANIFEST_NAME, f"cannot be read: {error.strerror}"),))
-    meter = _Meter(sum(manifest.files.values()), progress)
+    meter = _ReadMeter(sum(manifest.files.values()), progress)
     damages: list[Damage] = []
     if step_of(folder) not in (None, manifest.step):
         damages.append(Damage(MANIFEST_NAME, f"is of step {manifest.step}, which is not what its folder's name says"))
@@ -151,7 +159,7 @@ def verify(folder: Path, progress: Progress | None = None) -> Verification:
 
 
 @dataclass
-class _Meter:
+class _ReadMeter:
     """Counts bytes, and tells it on."""
 
     num_bytes: int
@@ -165,7 +173,7 @@ class _Meter:
             self.progress(self.num_done_bytes, self.num_bytes)
 
 
-def _check_file(path: Path, num_bytes: int, entries: Sequence[NamedPiece], meter: _Meter) -> Iterator[Damage]:
+def _check_file(path: Path, num_bytes: int, entries: Sequence[NamedChunk], meter: _ReadMeter) -> Iterator[Damage]:
     try:
         with open(open_regular(path, path.parent), "rb") as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -186,11 +194,11 @@ def _check_file(path: Path, num_bytes: int, entries: Sequence[NamedPiece], meter
         yield Damage(path.name, f"cannot be read: {error.strerror}")
 
 
-def _some(entries: Sequence[NamedPiece]) -> str:
+def _some(entries: Sequence[NamedChunk]) -> str:
     return entries[0].key if len(entries) == 1 else f"{entries[0].key} and {len(entries) - 1} more"
 
 
-def _check_header(path: Path, entries: Sequence[NamedPiece]) -> Iterator[Damage]:
+def _check_header(path: Path, entries: Sequence[NamedChunk]) -> Iterator[Damage]:
     """Whether other readers of safetensors find what the manifest says."""
     try:
         found = {each.start: each for each in read_header(path, len(entries)) if each.start < each.stop}
@@ -208,7 +216,7 @@ def _check_header(path: Path, entries: Sequence[NamedPiece]) -> Iterator[Damage]
         yield Damage(path.name, "the file's own header has it, the manifest does not", other.name)
 
 
-def _check_entry(stream: io.BufferedReader, entry: NamedPiece, meter: _Meter) -> Iterator[Damage]:
+def _check_entry(stream: io.BufferedReader, entry: NamedChunk, meter: _ReadMeter) -> Iterator[Damage]:
     piece, starts = entry.piece, range(0, entry.num_bytes, BLOCK_BYTES)
     if piece.crcs and len(piece.crcs) != len(starts):
         yield Damage(piece.file, f"it has {len(piece.crcs)} checksums for {len(starts)} blocks", entry.key)
@@ -320,13 +328,13 @@ def rewrite(
     ]
     parts[0] += [(tensor, Rect.whole(tensor.shape)) for tensor in manifest.tensors if tensor.kind == "rank"]
     num_bytes = sum(Rect.whole(tensor.shape).numel * _item_bytes(tensor) for tensor in manifest.tensors)
-    meter = _Meter(num_bytes, progress)
+    meter = _ReadMeter(num_bytes, progress)
     check_room(root, num_bytes)
     temporary = begin(root, manifest.step)
     try:
         files: dict[str, int] = {}
-        pieces: dict[tuple[str, str], list[StoredPiece]] = {}
-        with PieceReader(source) as reader:
+        pieces: dict[tuple[str, str], list[StoredChunk]] = {}
+        with ChunkReader(source) as reader:
             for index, part in enumerate(parts):
                 path = temporary / f"rank-{index:05d}-of-{num_files:05d}.safetensors"
                 if part:
@@ -346,16 +354,16 @@ def _item_bytes(tensor: StoredTensor) -> int:
 
 
 def _write_file(
-    path: Path, part: Sequence[tuple[StoredTensor, Rect]], reader: PieceReader, meter: _Meter
-) -> list[NamedPiece]:
+    path: Path, part: Sequence[tuple[StoredTensor, Rect]], reader: ChunkReader, meter: _ReadMeter
+) -> list[NamedChunk]:
     """Write these rectangles of all states as one file; returns the entries with their offsets and checksums."""
     wanted = [
-        NamedPiece(tensor, name, StoredPiece(rect, path.name, 0))
+        NamedChunk(tensor, name, StoredChunk(rect, path.name, 0))
         for tensor, rect in part
         for name, state in tensor.states.items()
         if state.value is None
     ]
-    header, offsets = encode_header([Entry(each.key, each.dtype, each.piece.rect.shape) for each in wanted])
+    header, offsets = encode_header([TensorHeader(each.key, each.dtype, each.piece.rect.shape) for each in wanted])
     written = []
     with named_errors("write", path), path.open("xb") as stream:
         stream.write(header)
@@ -372,15 +380,15 @@ def _write_file(
     return written
 
 
-def read_chunks(reader: PieceReader, tensor: StoredTensor, state: str, rect: Rect) -> Iterator[Tensor]:
+def read_chunks(reader: ChunkReader, tensor: StoredTensor, state: str, rect: Rect) -> Iterator[Tensor]:
     """The elements of a rectangle, row-major, as 1-D tensors of `CHUNK_NUMEL` elements, the last of what is left."""
     for _, values in read_pieces(reader, tensor, state, rect):
         yield values
 
 
 def read_pieces(
-    reader: PieceReader, tensor: StoredTensor, state: str, rect: Rect
-) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:
+    reader: ChunkReader, tensor: StoredTensor, state: str, rect: Rect
+) -> Iterator[tuple[tuple[Chunk, ...], Tensor]]:
     """`read_chunks`, each with the rectangles that it is."""
     dtype = named_dtype(tensor.states[state].dtype)
     for start in range(0, rect.numel, CHUNK_NUMEL):
@@ -390,7 +398,7 @@ def read_pieces(
         yield tuple(pieces), target
 
 
-def _with_pieces(tensor: StoredTensor, pieces: Mapping[tuple[str, str], Sequence[StoredPiece]]) -> StoredTensor:
+def _with_pieces(tensor: StoredTensor, pieces: Mapping[tuple[str, str], Sequence[StoredChunk]]) -> StoredTensor:
     states = {
         name: state if state.value is not None else replace(state, pieces=tuple(pieces.get((tensor.name, name), ())))
         for name, state in tensor.states.items()

@@ -21,8 +21,9 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.checkpoint.finding import Found
-from shardwise.checkpoint.folder import step_of
+from shardwise.checkpoint.commit import step_of
+from shardwise.checkpoint.find import Found
+from shardwise.checkpoint.load import listed_names
 from shardwise.checkpoint.manifest import (
     ITEM_BYTES,
     CheckpointError,
@@ -31,12 +32,11 @@ from shardwise.checkpoint.manifest import (
     StoredTensor,
     tensor_to_json,
 )
-from shardwise.checkpoint.matching import listed_names
-from shardwise.holdings import PARAM
+from shardwise.runtime.state_shards import PARAM
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint.comparing import Changed, ChangedValues, Difference
-    from shardwise.checkpoint.converting import Exported
+    from shardwise.checkpoint.compare import ChangedState, ChangedValues, StateDifference
+    from shardwise.checkpoint.convert import Exported
     from shardwise.checkpoint.offline import Verification
 
 # What is listed of many things, unless all are asked for.
@@ -203,7 +203,7 @@ def render_verification(folder: Path, found: Verification, took_s: float) -> Ren
     return Group(*lines)
 
 
-def render_difference(a: Path, b: Path, found: Difference, show_all: bool = False) -> RenderableType:
+def render_difference(a: Path, b: Path, found: StateDifference, show_all: bool = False) -> RenderableType:
     """What differs, kind by kind, and in the last line whether anything does."""
     limit = None if show_all else MAX_SHOWN
     blocks: list[RenderableType] = [Text(f"A  {a}\nB  {b}")]
@@ -354,9 +354,9 @@ def _state_json(state: StoredState) -> dict[str, Any]:
     return {"dtype": state.dtype} | extent
 
 
-def _alike(changes: Sequence[Changed]) -> list[Changed]:
+def _alike(changes: Sequence[ChangedState]) -> list[ChangedState]:
     """One for all tensors of which the same changed in the same way, such as a number of steps."""
-    groups: dict[tuple[str, str, str], list[Changed]] = {}
+    groups: dict[tuple[str, str, str], list[ChangedState]] = {}
     for change in changes:
         name = change.key.rpartition(" ")[2]
         what = name.rpartition("/")[2] if "/" in name else name if " " in change.key else PARAM
@@ -367,7 +367,7 @@ def _alike(changes: Sequence[Changed]) -> list[Changed]:
     ]
 
 
-def _changes_table(title: str, changes: Sequence[Changed]) -> Table:
+def _changes_table(title: str, changes: Sequence[ChangedState]) -> Table:
     table = _table(title, "A", "B", fold=(title, "A", "B"))
     for change in changes:
         table.add_row(change.key, _short(change.a), _short(change.b))

@@ -7,12 +7,12 @@
 | ulysses | heads for tokens, and back (Jacobs et al. 2023) |
 | ring or all-gather with `heads_over` | heads for tokens inside teams of neighbours, keys between teams |
 
-Each is a list of steps (`shardwise.context.steps`) for the same loop (`shardwise.context.loop`), which only needed keys
+Each is a list of steps (`shardwise.context.plan`) for the same loop (`shardwise.context.ring`), which only needed keys
 enter. Autograd keeps q, k, v, the output and its log-sum-exp of this rank's tokens; where heads are exchanged, those of
 this rank's heads, so that nothing of the forward travels again.
 
-Underneath are ops that each engine registers (`shardwise.op_registry`). They name what is planned by a number, as an op
-can be given no layout.
+Underneath are ops that each engine registers (`shardwise.runtime.op_registry`). They name what is planned by a number,
+as an op can be given no layout.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from operator import index
 import torch
 from torch import Tensor
 
+from shardwise.attention.api import autocast, backend_for
 from shardwise.attention.block_layout import BlockLayout
-from shardwise.attention.functional import autocast, backend_for
-from shardwise.attention.op import BACKENDS
-from shardwise.comm import Comm
-from shardwise.config import ConfigError, ContextConfig
-from shardwise.context.heads import check_heads, check_team, team_size
-from shardwise.context.kept_plans import KeptPlans
-from shardwise.context.ops import ContextOps
+from shardwise.attention.custom_op import BACKENDS
+from shardwise.comm.collectives import Comm
+from shardwise.config.resolve import ConfigError, ContextConfig
+from shardwise.context.custom_op import ContextCustomOps
+from shardwise.context.plan_cache import PlanCache
+from shardwise.context.ulysses import check_heads, check_team, team_size
 from shardwise.dropout import probability_hashes
-from shardwise.layout.token_split import TokenSplit
+from shardwise.layout.token_ranges import TokenSplit
 
 
 class ContextAttention:
@@ -50,8 +50,8 @@ class ContextAttention:
         check_team(section, comm.world_size)
         self._comm, self._section = comm, section
         self._size = team_size(section, comm.world_size)
-        self._plans = KeptPlans(comm, section)
-        self._ops = ContextOps(self._plans, comm.is_simulated)
+        self._plans = PlanCache(comm, section)
+        self._ops = ContextCustomOps(self._plans, comm.is_simulated)
         # Compiled code takes functions and tuples of numbers for constants, but neither splits nor this.
         self._place = self._plans.place_for_good
 

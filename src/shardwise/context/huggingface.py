@@ -1,7 +1,7 @@
 """Hugging Face models over the `cp` axis, unchanged: what a rank's forward is given of a batch of whole sequences.
 
 The model gets its rank's tokens with their true positions, a mask that tells its layers of the whole sequence
-(`shardwise.attention.spread`), and targets that were shifted before they were cut. Its own loss is then the mean over
+(`shardwise.attention.cp_hook`), and targets that were shifted before they were cut. Its own loss is then the mean over
 the rank's targets, whose weight is their part of all: so the ranks' losses sum to that of the whole batch.
 
     given = split_inputs(model, batch, split_of, rank)
@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise._torch_private import is_fake
+from shardwise.attention.cp_hook import sequence_mask
 from shardwise.attention.huggingface import attends_causally
-from shardwise.attention.spread import sequence_mask
-from shardwise.config import ConfigError
-from shardwise.context.sequences import take_tokens
-from shardwise.layout.runs import Runs
-from shardwise.layout.token_split import TokenSplit
+from shardwise.config.resolve import ConfigError
+from shardwise.context.batch import take_tokens
+from shardwise.layout.token_ranges import Runs, TokenSplit
+from shardwise.runtime.torch_private import is_fake
 
 _IGNORED: Final = -100  # the target that transformers' losses leave out
 _PACKING: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

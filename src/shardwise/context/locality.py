@@ -17,10 +17,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch_private import pytree
-from shardwise.config import ConfigError
-from shardwise.hooks import watch_calls
-from shardwise.wearing import float64_throughout
+from shardwise.config.resolve import ConfigError
+from shardwise.runtime.float64 import float64_throughout
+from shardwise.runtime.module_hooks import watch_calls
+from shardwise.runtime.torch_private import pytree
 
 _LOG: Final = logging.getLogger("shardwise")
 _TOLERANCE: Final = 1e-8  # of the largest

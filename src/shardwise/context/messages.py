@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.layout.runs import Runs, count_tokens, local
+from shardwise.layout.token_ranges import Runs, count_tokens, local
 
 
 def blank(like: Tensor, num_rows: int, *, num: int = 1, head_dim: int = 0, dtype: torch.dtype | None = None) -> Tensor:
@@ -96,7 +96,7 @@ def take(tensor: Tensor, rows: Runs, dim: int = 2) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
-class Landing:
+class RecvBuffer:
     """Where rows of several ranks arrive, which together are those of one tensor.
 
     Args:

@@ -5,7 +5,7 @@ others. Rows that see nearly all keys, where there are few of them, would bring 
 pushed instead, so that each rank computes them over its own keys, which also spreads their work.
 
 >>> import torch
->>> from shardwise.layout.token_split import contiguous
+>>> from shardwise.layout.token_ranges import contiguous
 >>> layout = BlockLayout.from_blocks(torch.tensor([[1, 0], [1, 1]]), block=8, causal=True)
 >>> (own, second) = plan_steps(layout, contiguous(16, 2), rank=1, one_by_one=True)
 >>> own.is_moving, second.received_keys, second.sent_keys
@@ -14,16 +14,14 @@ pushed instead, so that each rank computes them over its own keys, which also sp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from shardwise.attention.block_layout import BlockLayout
-from shardwise.config import ConfigError
-from shardwise.context.sight import Sight
-from shardwise.context.steps import Piece, Step
-from shardwise.layout.runs import Runs, count_tokens, intersect, join
-from shardwise.layout.token_split import TokenSplit
+from shardwise.config.resolve import ConfigError
+from shardwise.context.visibility import VisibilityIndex
+from shardwise.layout.token_ranges import Runs, TokenSplit, count_tokens, intersect, join
 
 PUSHED_SHARE: Final = 0.75
 """A row of blocks that sees so much of its document may be pushed."""
@@ -36,7 +34,7 @@ back, 7 H D. So 4 stands for models of H / K up to 4."""
 
 
 @dataclass(frozen=True)
-class Moves:
+class ExchangePlan:
     """Who needs what, for all ranks.
 
     Attributes:
@@ -62,7 +60,7 @@ class Moves:
         return tuple(_without_own(sources, rank) for rank, sources in enumerate(self.queries))
 
 
-def plan_steps(layout: BlockLayout, split: TokenSplit, rank: int, *, one_by_one: bool) -> tuple[Step, ...]:
+def plan_steps(layout: BlockLayout, split: TokenSplit, rank: int, *, one_by_one: bool) -> tuple[RingStep, ...]:
     """The steps of one attention, kept with the layout; equally many on all ranks, and exchanged by all together.
 
     The first one has the rank's own keys, and is there even if nothing is seen.
@@ -97,36 +95,36 @@ def require_whole(layout: BlockLayout, split: TokenSplit) -> None:
         )
 
 
-def find_moves(sight: Sight, split: TokenSplit) -> Moves:
+def find_moves(visibility: VisibilityIndex, split: TokenSplit) -> ExchangePlan:
     """Who needs what of whom, with the rows pushed that are worth it."""
-    plain = _moves(sight, split, ())
-    pushed = sight.rows_seeing_most(PUSHED_SHARE)
+    plain = _moves(visibility, split, ())
+    pushed = visibility.rows_seeing_most(PUSHED_SHARE)
     if not pushed:
         return plain
-    moves = _moves(sight, split, pushed)
+    moves = _moves(visibility, split, pushed)
     saved = sum(plain.tokens_pulled()) - sum(moves.tokens_pulled())
     return moves if saved > PUSHED_COST * sum(moves.tokens_pushed()) else plain
 
 
-def _moves(sight: Sight, split: TokenSplit, pushed: Runs) -> Moves:
+def _moves(visibility: VisibilityIndex, split: TokenSplit, pushed: Runs) -> ExchangePlan:
     kept = _others(pushed, split.num_tokens)
     local = tuple(intersect(share, kept) for share in split.shares)
-    seen = [sight.keys_seen(queries) for queries in local]
+    seen = [visibility.keys_seen(queries) for queries in local]
     keys = tuple(tuple(intersect(each, share) for share in split.shares) for each in seen)
     sent = [intersect(share, pushed) for share in split.shares]
     queries = tuple(
         tuple(
-            sight.queries_seeing(share, among=sent[source]) if source != rank and sent[source] else ()
+            visibility.queries_seeing(share, among=sent[source]) if source != rank and sent[source] else ()
             for source in range(split.degree)
         )
         for rank, share in enumerate(split.shares)
     )
-    return Moves(local, keys, queries)
+    return ExchangePlan(local, keys, queries)
 
 
-def _plan(layout: BlockLayout, split: TokenSplit, rank: int, one_by_one: bool) -> tuple[Step, ...]:
-    sight = Sight.of(layout)
-    moves = find_moves(sight, split)
+def _plan(layout: BlockLayout, split: TokenSplit, rank: int, one_by_one: bool) -> tuple[RingStep, ...]:
+    visibility = VisibilityIndex.of(layout)
+    moves = find_moves(visibility, split)
     degree = split.degree
     if one_by_one:
         steps: list[tuple[int, ...]] = [(distance,) for distance in range(degree)]
@@ -135,15 +133,20 @@ def _plan(layout: BlockLayout, split: TokenSplit, rank: int, one_by_one: bool) -
     else:
         steps = [tuple(range(degree))]
     return tuple(
-        _step(layout, split, sight, moves, rank, distances)
+        _step(layout, split, visibility, moves, rank, distances)
         for distances in steps
         if 0 in distances or any(_moving(moves, distances))
     )
 
 
 def _step(
-    layout: BlockLayout, split: TokenSplit, sight: Sight, moves: Moves, rank: int, distances: Sequence[int]
-) -> Step:
+    layout: BlockLayout,
+    split: TokenSplit,
+    visibility: VisibilityIndex,
+    moves: ExchangePlan,
+    rank: int,
+    distances: Sequence[int],
+) -> RingStep:
     """What moves between ranks so many places apart."""
     degree = split.degree
     sources = sorted((rank - distance) % degree for distance in distances if distance)
@@ -154,27 +157,27 @@ def _step(
     keys = join([*received_keys.values(), *([split.shares[rank]] if is_own else [])])
     pushed = join(received_queries.values())
     keys_move, queries_move = _moving(moves, distances)
-    return Step(
+    return RingStep(
         sent_keys=_filled((target, moves.keys[target][rank]) for target in targets),
         received_keys=received_keys,
         sent_queries=_filled((target, moves.queries[target][rank]) for target in targets),
         received_queries=received_queries,
-        pulled=_piece(layout, sight, split.shares[rank] if is_own else moves.local[rank], keys),
-        pushed=_piece(layout, sight, pushed, split.shares[rank]),
+        pulled=_piece(layout, visibility, split.shares[rank] if is_own else moves.local[rank], keys),
+        pushed=_piece(layout, visibility, pushed, split.shares[rank]),
         is_moving=keys_move or queries_move,
         is_answered=queries_move,
     )
 
 
-def _piece(layout: BlockLayout, sight: Sight, queries: Runs, keys: Runs) -> Piece | None:
+def _piece(layout: BlockLayout, visibility: VisibilityIndex, queries: Runs, keys: Runs) -> AttentionTile | None:
     """Of each run of queries, all from the first to the last that see any of the keys: few runs, which are views."""
-    seeing = sight.queries_seeing(keys, among=queries)
+    seeing = visibility.queries_seeing(keys, among=queries)
     parts = [part for run in queries if (part := intersect(seeing, (run,)))]
     hull = tuple((part[0][0], part[-1][1]) for part in parts)
-    return Piece(hull, keys, layout.select(hull, keys)) if hull else None
+    return AttentionTile(hull, keys, layout.select(hull, keys)) if hull else None
 
 
-def _moving(moves: Moves, distances: Sequence[int]) -> tuple[bool, bool]:
+def _moving(moves: ExchangePlan, distances: Sequence[int]) -> tuple[bool, bool]:
     """Whether any keys, and any queries, move between ranks so many places apart."""
     degree = len(moves.local)
     pairs = [(rank, (rank - distance) % degree) for distance in distances if distance for rank in range(degree)]
@@ -194,3 +197,44 @@ def _others(runs: Runs, num_tokens: int) -> Runs:
     """The tokens that are in none of the runs."""
     bounds = [0, *(bound for run in runs for bound in run), num_tokens]
     return tuple((start, stop) for start, stop in zip(bounds[::2], bounds[1::2], strict=True) if start < stop)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionTile:
+    """Attention that a rank computes at once.
+
+    Attributes:
+        queries: the tokens whose queries take part; some see nothing here, perhaps.
+        keys: the tokens whose keys and values take part.
+        layout: of exactly these.
+    """
+
+    queries: Runs
+    keys: Runs
+    layout: BlockLayout
+
+
+@dataclass(frozen=True, eq=False)
+class RingStep:
+    """One exchange and what is computed with it. Nothing is sent where there is nothing: runs are never empty.
+
+    Attributes:
+        sent_keys: by rank, the own tokens whose keys and values it gets.
+        received_keys: by rank, its tokens whose keys and values come from it.
+        sent_queries: by rank, the own tokens whose queries it gets, and answers with partial results.
+        received_queries: by rank, its tokens whose queries come from it.
+        pulled: own queries over received keys, and over own ones in the step that has them; None where nothing is seen,
+            and so never where keys are received.
+        pushed: all received queries, ascending over all ranks, over own keys; None where there are none.
+        is_moving: whether anything moves between any ranks; all of them know alike.
+        is_answered: whether any queries move.
+    """
+
+    sent_keys: Mapping[int, Runs]
+    received_keys: Mapping[int, Runs]
+    sent_queries: Mapping[int, Runs]
+    received_queries: Mapping[int, Runs]
+    pulled: AttentionTile | None
+    pushed: AttentionTile | None
+    is_moving: bool
+    is_answered: bool

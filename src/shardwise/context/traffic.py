@@ -13,9 +13,9 @@ contiguous split moves half of that, the mean over ranks, and a zigzag 3/4: a ra
 the other one of those whose second chunk is before its own. Where there are fewer KV heads than ranks that exchange
 heads, each gets one, so K is u there, and their gradients come back in the wide dtype, since they are summed.
 
->>> sizes = Sizes(samples=1, num_heads=8, num_kv_heads=2, head_dim=64)
+>>> sizes = AttentionSizes(samples=1, num_heads=8, num_kv_heads=2, head_dim=64)
 >>> bytes_of_heads(128, team_size=2, sizes=sizes)
-Sent(forward=163840, backward=163840)
+ContextTraffic(forward=163840, backward=163840)
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardwise.attention.block_layout import BlockLayout
-from shardwise.context.plan import plan_steps
-from shardwise.context.steps import Step
-from shardwise.layout.runs import Runs, count_tokens
-from shardwise.layout.token_split import TokenSplit
+from shardwise.context.plan import RingStep, plan_steps
+from shardwise.layout.token_ranges import Runs, TokenSplit, count_tokens
 
 
 @dataclass(frozen=True)
-class Sizes:
+class AttentionSizes:
     """Of one attention on a rank, before any heads are exchanged.
 
     Attributes:
@@ -52,7 +50,7 @@ class Sizes:
     wide_bytes: int = 4
 
 
-class Sent(NamedTuple):
+class ContextTraffic(NamedTuple):
     """Bytes that a rank sends.
 
     Attributes:
@@ -65,8 +63,14 @@ class Sent(NamedTuple):
 
 
 def bytes_of_attention(
-    layout: BlockLayout, split: TokenSplit, rank: int, sizes: Sizes, *, heads_over: int = 1, one_by_one: bool = True
-) -> Sent:
+    layout: BlockLayout,
+    split: TokenSplit,
+    rank: int,
+    sizes: AttentionSizes,
+    *,
+    heads_over: int = 1,
+    one_by_one: bool = True,
+) -> ContextTraffic:
     """Bytes that a rank sends in one attention.
 
     Args:
@@ -84,10 +88,10 @@ def bytes_of_attention(
     steps = plan_steps(layout, split.teams(heads_over), rank // heads_over, one_by_one=one_by_one)
     own = replace(sizes, num_heads=sizes.num_heads // heads_over, num_kv_heads=max(1, sizes.num_kv_heads // heads_over))
     stepped = bytes_of_steps(steps, own)
-    return Sent(exchanged.forward + stepped.forward, exchanged.backward + stepped.backward)
+    return ContextTraffic(exchanged.forward + stepped.forward, exchanged.backward + stepped.backward)
 
 
-def bytes_of_steps(steps: Sequence[Step], sizes: Sizes) -> Sent:
+def bytes_of_steps(steps: Sequence[RingStep], sizes: AttentionSizes) -> ContextTraffic:
     """Bytes that a rank sends in steps.
 
     In the forward keys with their values, and queries that are answered with their output and log-sum-exp. In the
@@ -109,10 +113,10 @@ def bytes_of_steps(steps: Sequence[Step], sizes: Sizes) -> Sent:
     forward = moved + queries * of_query * narrow + queries_here * (of_query * narrow + of_lse)
     backward = moved + queries * (3 * of_query * narrow + of_lse)
     backward += keys_here * of_key * wide + queries_here * of_query * wide
-    return Sent(forward, backward)
+    return ContextTraffic(forward, backward)
 
 
-def bytes_of_heads(num_tokens: int, team_size: int, sizes: Sizes) -> Sent:
+def bytes_of_heads(num_tokens: int, team_size: int, sizes: AttentionSizes) -> ContextTraffic:
     """Bytes that a rank sends to exchange heads for tokens and back: q, k and v and then the output; its gradient and
     then theirs.
 
@@ -126,10 +130,10 @@ def bytes_of_heads(num_tokens: int, team_size: int, sizes: Sizes) -> Sent:
     kv_bytes = sizes.wide_bytes if sizes.num_kv_heads < team_size else sizes.element_bytes
     queries = 2 * query_heads * of_head * sizes.element_bytes
     keys = 2 * kv_heads * of_head
-    return Sent(queries + keys * sizes.element_bytes, queries + keys * kv_bytes)
+    return ContextTraffic(queries + keys * sizes.element_bytes, queries + keys * kv_bytes)
 
 
-def bytes_of_ring(num_tokens: int, num_ranks: int, sizes: Sizes) -> Sent:
+def bytes_of_ring(num_tokens: int, num_ranks: int, sizes: AttentionSizes) -> ContextTraffic:
     """Bytes that a rank sends where all ranks see all keys, as the table above says; of causal attention over a zigzag
     split those of the rank that sends most, for which the others wait.
 
@@ -139,7 +143,7 @@ def bytes_of_ring(num_tokens: int, num_ranks: int, sizes: Sizes) -> Sent:
         sizes: with the heads that the rank has in it.
     """
     of_keys = (num_ranks - 1) * 2 * num_tokens * sizes.samples * sizes.num_kv_heads * sizes.head_dim
-    return Sent(of_keys * sizes.element_bytes, of_keys * (sizes.element_bytes + sizes.wide_bytes))
+    return ContextTraffic(of_keys * sizes.element_bytes, of_keys * (sizes.element_bytes + sizes.wide_bytes))
 
 
 def _count(several: Iterable[Runs]) -> int:

@@ -17,29 +17,28 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise.config import Config
-from shardwise.doctor.advice import Finding, list_findings
-from shardwise.doctor.facts import Facts, Swap, gather_facts
-from shardwise.doctor.host import read_disk
+from shardwise.config.resolve import Config
+from shardwise.doctor.checks import Finding, list_findings
+from shardwise.doctor.collective_bench import DeviceKind, measure_collectives
 from shardwise.doctor.measure import (
     MATMUL_DTYPES,
-    Collective,
-    Copy,
-    Failure,
-    Matmul,
+    CollectiveSpeed,
+    CopySpeed,
+    MatmulSpeed,
     Measurements,
+    ProbeFailure,
     measure_device_copies,
     measure_disk,
     measure_host_copy,
     measure_matmul,
 )
-from shardwise.doctor.peers import DeviceKind, measure_collectives
+from shardwise.doctor.system_info import SwapInfo, SystemInfo, gather_facts, read_disk
 from shardwise.launch.local import default_num_ranks
-from shardwise.memory import first_line
-from shardwise.tiers.speed import measure_swap
-from shardwise.train.job import check_job
+from shardwise.offload.disk_bench import measure_swap
+from shardwise.runtime.memory_tracker import first_line
+from shardwise.train.setup import check_job
 
-__all__ = ["Diagnosis", "Swap", "diagnose", "read_swap"]
+__all__ = ["Diagnosis", "SwapInfo", "diagnose", "read_swap"]
 
 SCHEMA = 1
 _GPU_BUDGET_S = 0.5
@@ -52,7 +51,7 @@ Announce = Callable[[str], None]
 class Diagnosis:
     """What is known of a machine; `measurements` is None where nothing was measured."""
 
-    facts: Facts
+    facts: SystemInfo
     measurements: Measurements | None
     findings: tuple[Finding, ...]
 
@@ -70,7 +69,7 @@ def diagnose(
     environ: Mapping[str, str],
     folder: Path,
     *,
-    swap: Swap | None = None,
+    swap: SwapInfo | None = None,
     quick: bool = False,
     announce: Announce = lambda doing: None,
 ) -> Diagnosis:
@@ -89,7 +88,7 @@ def diagnose(
     return Diagnosis(facts, measurements, tuple(list_findings(facts, measurements)))
 
 
-def read_swap(nvme_path: Path | None, config: Config | None) -> Swap | None:
+def read_swap(nvme_path: Path | None, config: Config | None) -> SwapInfo | None:
     """Look at the folder in which states of a job would rest on NVMe; None where none would.
 
     Args:
@@ -106,14 +105,14 @@ def read_swap(nvme_path: Path | None, config: Config | None) -> Swap | None:
         needed_bytes = num_ranks * sum(layout.bytes_at_rest(tier="nvme").values()) or None
         if needed_bytes is not None and nvme_path is None and config.tiers.nvme_path is not None:
             nvme_path = Path(config.tiers.nvme_path)
-    return None if nvme_path is None else Swap(read_disk(nvme_path), needed_bytes)
+    return None if nvme_path is None else SwapInfo(read_disk(nvme_path), needed_bytes)
 
 
 class _Probes:
     """Runs probes one after another, and keeps going when one fails."""
 
     def __init__(self, announce: Announce) -> None:
-        self.failures: list[Failure] = []
+        self.failures: list[ProbeFailure] = []
         self._announce = announce
 
     def run(self, name: str, probe: Callable[[], Result]) -> Result | None:
@@ -121,14 +120,14 @@ class _Probes:
         try:
             return probe()
         except (RuntimeError, OSError, MemoryError) as error:
-            self.failures.append(Failure(name, first_line(error)))
+            self.failures.append(ProbeFailure(name, first_line(error)))
             return None
 
 
-def _measure(facts: Facts, environ: Mapping[str, str], announce: Announce) -> Measurements:
+def _measure(facts: SystemInfo, environ: Mapping[str, str], announce: Announce) -> Measurements:
     probes = _Probes(announce)
-    matmuls: list[Matmul] = []
-    copies: list[Copy] = []
+    matmuls: list[MatmulSpeed] = []
+    copies: list[CopySpeed] = []
     for device, budget_s in _devices(len(facts.gpus)):
         for dtype in MATMUL_DTYPES:
             name = f"matmul in {str(dtype).removeprefix('torch.')} on {device}"
@@ -142,13 +141,13 @@ def _measure(facts: Facts, environ: Mapping[str, str], announce: Announce) -> Me
     swap = None
     if swap_disk is not None and swap_disk.writable:
         swap = probes.run("swap files", partial(measure_swap, Path(swap_disk.path)))
-    collectives: list[Collective] = []
+    collectives: list[CollectiveSpeed] = []
     for backend, device_kind, num_ranks in _groups(facts):
         name = f"{backend} between {num_ranks} processes"
         announce(f"measuring {name}")
         found, failure = measure_collectives(device_kind, num_ranks, environ)
         collectives += found
-        probes.failures += [Failure(name, failure)] if failure else []
+        probes.failures += [ProbeFailure(name, failure)] if failure else []
     copies += [host_copy] if host_copy else []
     return Measurements(tuple(matmuls), tuple(copies), tuple(collectives), disk, tuple(probes.failures), swap)
 
@@ -160,7 +159,7 @@ def _devices(num_gpus: int) -> Iterator[tuple[torch.device, float]]:
     yield torch.device("cpu"), 0.5
 
 
-def _groups(facts: Facts) -> Iterator[tuple[str, DeviceKind, int]]:
+def _groups(facts: SystemInfo) -> Iterator[tuple[str, DeviceKind, int]]:
     if facts.software.has_gloo:
         yield "gloo", "cpu", 2
     if len(facts.gpus) > 1 and facts.software.has_nccl:

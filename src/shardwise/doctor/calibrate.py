@@ -21,16 +21,16 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import Comm
-from shardwise.doctor import kernels
-from shardwise.doctor.host import read_memory
-from shardwise.doctor.peers import RESULTS, DeviceKind, comm_over, join_peers, measure_on_ranks
-from shardwise.doctor.stopwatch import Stopwatch
+from shardwise.comm.collectives import Comm
+from shardwise.doctor import kernel_bench as kernels
+from shardwise.doctor.collective_bench import RESULTS, DeviceKind, comm_over, join_peers, measure_on_ranks
+from shardwise.doctor.kernel_bench import RankTimer
+from shardwise.doctor.system_info import read_memory
 from shardwise.launch.environment import RankEnv
-from shardwise.memory import first_line
+from shardwise.offload.disk_bench import measure_swap
 from shardwise.planner.hardware import CPU
 from shardwise.planner.profile import TABLES, CollectiveTime, Profile
-from shardwise.tiers.speed import measure_swap
+from shardwise.runtime.memory_tracker import first_line
 
 SIZES_BYTES: Final = (4 * 2**10, 64 * 2**10, 2**20, 8 * 2**20, 64 * 2**20)
 OPS: Final = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
@@ -60,7 +60,7 @@ def calibrate(
     folder: Path,
     *,
     quick: bool = False,
-    argv: Sequence[str] = ("-m", "shardwise.cli", "doctor", "--launch-calibrators"),
+    argv: Sequence[str] = ("-m", "shardwise.cli.main", "doctor", "--launch-calibrators"),
 ) -> tuple[Profile, str | None]:
     """Measure on processes of their own; return the profile, and why it is not whole, if it is not.
 
@@ -123,7 +123,7 @@ def be_calibrator(env: RankEnv, folder: Path, device_kind: DeviceKind, disk: Pat
         CommError: a collective failed or hung.
     """
     comm = join_peers(env, device_kind, _COLLECTIVE_TIMEOUT_S)
-    watch = Stopwatch(comm, _QUICK_BUDGET_S if quick else _BUDGET_S, _QUICK_LIMIT_S if quick else LIMIT_S)
+    watch = RankTimer(comm, _QUICK_BUDGET_S if quick else _BUDGET_S, _QUICK_LIMIT_S if quick else LIMIT_S)
     sizes = kernels.QUICK_SIZES if quick else kernels.CPU_SIZES if device_kind == CPU else kernels.GPU_SIZES
     known = {each.name for each in fields(Profile)}
     groups = _groups(watch.comm, env)
@@ -138,7 +138,7 @@ def be_calibrator(env: RankEnv, folder: Path, device_kind: DeviceKind, disk: Pat
 
 
 def _measurements(
-    watch: Stopwatch, groups: Sequence[Comm], device_kind: DeviceKind, sizes: kernels.Sizes, disk: Path
+    watch: RankTimer, groups: Sequence[Comm], device_kind: DeviceKind, sizes: kernels.BenchSizes, disk: Path
 ) -> Iterator[tuple[str, Any]]:
     """(field, value), the most important ones first, in case that the time runs out."""
     yield "num_threads", torch.get_num_threads()
@@ -174,7 +174,7 @@ def _groups(comm: Comm, env: RankEnv) -> list[Comm]:
     return [comm, comm_over(groups[env.rank // 2], comm.device, _COLLECTIVE_TIMEOUT_S, pair)]
 
 
-def _collective_times(watch: Stopwatch, groups: Sequence[Comm]) -> Iterator[CollectiveTime]:
+def _collective_times(watch: RankTimer, groups: Sequence[Comm]) -> Iterator[CollectiveTime]:
     """Each after some computing, as in training: ranks come one after the other then, and caches are cold.
 
     On CPUs two ranks then take two to three times as long for 2 MiB. A GPU's queue is filled ahead: there they follow
@@ -213,7 +213,7 @@ def _like(full: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(full)
 
 
-def _hidden_share(watch: Stopwatch) -> float:
+def _hidden_share(watch: RankTimer) -> float:
     """How much of a gather's time passes unnoticed while products are computed beside it, of as long as it takes."""
     comm = watch.comm
     full = torch.zeros(_HIDDEN_BYTES // 4, device=comm.device)  # [n * s]

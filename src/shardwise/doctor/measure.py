@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.tiers.speed import SwapSpeed
+from shardwise.offload.disk_bench import SwapSpeed
 from shardwise.train.loop import peak_flops
 
 MATMUL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,7 +38,7 @@ _MAX_CALLS = 1000
 
 
 @dataclass(frozen=True)
-class Matmul:
+class MatmulSpeed:
     """Products of square matrices of `size` rows; the peak is that of the device's data sheet, where it is known."""
 
     device: str
@@ -50,7 +50,7 @@ class Matmul:
 
 
 @dataclass(frozen=True)
-class Copy:
+class CopySpeed:
     """A copy between memories; bytes are counted once, though a copy within one memory reads and writes them."""
 
     source: str
@@ -76,7 +76,7 @@ class DiskSpeed:
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveSpeed:
     """One collective over `num_ranks` ranks on a whole buffer of `num_bytes`, fp32.
 
     `bus_bytes_per_s` is what each rank sends as a ring does, (n - 1)/n of the buffer, twice for an all-reduce, by the
@@ -92,7 +92,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Failure:
+class ProbeFailure:
     """A probe that did not get to its end, and why."""
 
     probe: str
@@ -103,11 +103,11 @@ class Failure:
 class Measurements:
     """All that was measured; a probe that failed left what it had got by then."""
 
-    matmuls: tuple[Matmul, ...] = ()
-    copies: tuple[Copy, ...] = ()
-    collectives: tuple[Collective, ...] = ()
+    matmuls: tuple[MatmulSpeed, ...] = ()
+    copies: tuple[CopySpeed, ...] = ()
+    collectives: tuple[CollectiveSpeed, ...] = ()
     disk: DiskSpeed | None = None
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[ProbeFailure, ...] = ()
     swap: SwapSpeed | None = None
 
 
@@ -132,7 +132,7 @@ def measure_matmul(
     dtype: torch.dtype,
     budget_s: float = 0.5,
     clock: Callable[[], float] = time.perf_counter,
-) -> Matmul:
+) -> MatmulSpeed:
     """Multiply random matrices, the larger the faster the device is, in `dtype` without TF32.
 
     Args:
@@ -149,7 +149,7 @@ def measure_matmul(
         product_s = _time_matmul(device, dtype, size, _GLANCE_S)
     product_s = _time_matmul(device, dtype, size, deadline_s - clock())
     is_cuda = device.type == "cuda"
-    return Matmul(
+    return MatmulSpeed(
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         size=size,
@@ -159,14 +159,14 @@ def measure_matmul(
     )
 
 
-def measure_host_copy(budget_s: float = 0.4, num_bytes: int = _COPY_BYTES) -> Copy:
+def measure_host_copy(budget_s: float = 0.4, num_bytes: int = _COPY_BYTES) -> CopySpeed:
     """Copy a buffer larger than the caches within the host's memory, with the threads that torch has."""
     source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
     copy_s = min(call_times_s(lambda: target.copy_(source), budget_s))
-    return Copy("cpu", "cpu", False, num_bytes, num_bytes / copy_s)
+    return CopySpeed("cpu", "cpu", False, num_bytes, num_bytes / copy_s)
 
 
-def measure_device_copies(device: torch.device, budget_s: float = 0.3, num_bytes: int = _COPY_BYTES) -> list[Copy]:
+def measure_device_copies(device: torch.device, budget_s: float = 0.3, num_bytes: int = _COPY_BYTES) -> list[CopySpeed]:
     """Copy within a GPU's memory, and between it and the host's, pinned and pageable; `budget_s` for each."""
     on_device = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     copies = [_measure_copy(on_device, torch.empty_like(on_device), budget_s)]
@@ -217,7 +217,7 @@ def _time_matmul(device: torch.device, dtype: torch.dtype, size: int, budget_s: 
     return min(call_times_s(multiply, budget_s))
 
 
-def _measure_copy(source: Tensor, target: Tensor, budget_s: float) -> Copy:
+def _measure_copy(source: Tensor, target: Tensor, budget_s: float) -> CopySpeed:
     def copy() -> None:
         target.copy_(source)
         for tensor in (source, target):
@@ -225,7 +225,7 @@ def _measure_copy(source: Tensor, target: Tensor, budget_s: float) -> Copy:
 
     num_bytes = source.numel()
     pinned = source.is_pinned() or target.is_pinned()
-    return Copy(
+    return CopySpeed(
         str(source.device), str(target.device), pinned, num_bytes, num_bytes / min(call_times_s(copy, budget_s))
     )
 

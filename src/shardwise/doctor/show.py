@@ -1,6 +1,6 @@
 """The doctor's words: a diagnosis as text, at whatever width it is printed. Pure.
 
->>> from shardwise.doctor.advice import Finding
+>>> from shardwise.doctor.checks import Finding
 >>> list(verdict([Finding("error", "disk-full", "runs has 0 B free", "free some")]))
 ['1 error']
 >>> list(verdict([]))
@@ -17,11 +17,13 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.doctor import Diagnosis
-from shardwise.doctor.advice import Finding, num_train_ranks
-from shardwise.doctor.facts import Facts, Swap
-from shardwise.doctor.measure import Collective, Copy, DiskSpeed, Matmul, Measurements
-from shardwise.memory import format_bytes
-from shardwise.tiers.speed import SwapSpeed
+from shardwise.doctor.checks import Finding, num_train_ranks
+from shardwise.doctor.measure import CollectiveSpeed, CopySpeed, DiskSpeed, MatmulSpeed, Measurements
+from shardwise.doctor.system_info import SwapInfo, SystemInfo
+from shardwise.offload.disk_bench import SwapSpeed
+from shardwise.planner.machine import reached_flops_per_s
+from shardwise.planner.profile import Profile
+from shardwise.runtime.memory_tracker import format_bytes
 
 _LABEL_WIDTH = 10
 _STYLES: Mapping[str, str] = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -74,7 +76,7 @@ def _findings_grid(findings: Sequence[Finding]) -> Table:
     return grid
 
 
-def _fact_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+def _fact_rows(facts: SystemInfo) -> Iterator[tuple[str, str]]:
     software, cpu, memory, disk = facts.software, facts.cpu, facts.memory, facts.disk
     yield "shardwise", f"{software.shardwise}, Python {software.python}, {software.platform}"
     build = f"CUDA {software.torch_cuda}" if software.torch_cuda else "for CPU only"
@@ -115,7 +117,7 @@ def _measurement_rows(measured: Measurements) -> Iterator[tuple[str, str]]:
         yield "NVMe", _speeds(measured.swap)
 
 
-def _matmul_text(matmul: Matmul) -> str:
+def _matmul_text(matmul: MatmulSpeed) -> str:
     unit, name = (1e9, "GFLOP/s") if matmul.device == "cpu" else (1e12, "TFLOP/s")
     speed = f"{matmul.dtype} {matmul.flops_per_s / unit:,.0f} {name}"
     if matmul.peak_flops_per_s is None:
@@ -123,14 +125,14 @@ def _matmul_text(matmul: Matmul) -> str:
     return f"{speed} ({matmul.flops_per_s / matmul.peak_flops_per_s:.0%} of the data sheet's)"
 
 
-def _copy_text(copy: Copy) -> str:
+def _copy_text(copy: CopySpeed) -> str:
     speed = _gb(copy.bytes_per_s)
     if copy.source == copy.target:
         return f"within {copy.source}: {speed}, that is {_gb(2 * copy.bytes_per_s)} read and written"
     return f"{copy.source} to {copy.target}, {'pinned' if copy.pinned else 'pageable'}: {speed}"
 
 
-def _swap_text(swap: Swap) -> str:
+def _swap_text(swap: SwapInfo) -> str:
     filesystem = f", {swap.disk.filesystem}" if swap.disk.filesystem else ""
     needed = f", {format_bytes(swap.needed_bytes)} needed" if swap.needed_bytes is not None else ""
     return f"{format_bytes(swap.disk.free_bytes)} free at {swap.disk.path}{filesystem}{needed}"
@@ -145,7 +147,7 @@ def _speeds(disk: DiskSpeed | SwapSpeed) -> str:
     return f"write {_gb(disk.write_bytes_per_s)}, read {_gb(disk.read_bytes_per_s)}, {cache}"
 
 
-def _collective_table(collectives: Sequence[Collective]) -> Table:
+def _collective_table(collectives: Sequence[CollectiveSpeed]) -> Table:
     """A row for each backend and op, two columns for each size: the time of a call, and the bandwidth."""
     sizes = sorted({collective.num_bytes for collective in collectives})
     table = Table.grid(padding=(0, 2))
@@ -177,3 +179,77 @@ def _duration(seconds: float) -> str:
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes // 2**20} MiB" if num_bytes >= 2**20 else f"{num_bytes // 2**10} KiB"
+
+
+def render_profile(profile: Profile) -> RenderableType:
+    """Speeds first, then collectives by size."""
+    grid = Table.grid(padding=(0, 2))
+    for label, value in _rows(profile):
+        grid.add_row(label, value)
+    blocks: list[RenderableType] = [grid]
+    if profile.collectives:
+        blocks += ["", _collectives(profile)]
+    return Padding(Group(*blocks), (0, 1), expand=False)
+
+
+def rate(value: float, unit: str) -> str:
+    """With the prefix that leaves one to three digits before the point."""
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """In seconds, ms or us."""
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def _rows(profile: Profile) -> Iterator[tuple[str, str]]:
+    ranks = "1 rank" if profile.num_ranks == 1 else f"{profile.num_ranks} ranks at work at once"
+    threads = ""
+    if profile.device == "cpu":
+        threads = ", 1 thread each" if profile.num_threads == 1 else f", {profile.num_threads} threads each"
+    yield "measured", f"{ranks} on {profile.device}{threads}, torch {profile.torch_version}"
+    for dtype, flops_per_s in reached_flops_per_s(profile).items():
+        number = sum(each.dtype == dtype for each in profile.matmuls)
+        yield f"matmul {dtype}", f"at best {rate(flops_per_s, 'FLOP/s')}, of {number} shapes"
+    for table, name in ((profile.attentions, "attention"), (profile.blocks, "blocks"), (profile.heads, "heads")):
+        if table:
+            share = sum(each.backward_s for each in table) / sum(each.forward_s for each in table)
+            yield name, f"{len(table)} shapes, backward {share:.1f} times as long as forward"
+    for label, speed in (
+        ("streams", profile.stream_bytes_per_s),
+        ("optimizer", profile.step_bytes_per_s),
+        *((source.replace("->", " to "), speed) for source, speed in profile.copies_bytes_per_s),
+        ("disk read", profile.disk_read_bytes_per_s),
+        ("disk write", profile.disk_write_bytes_per_s),
+    ):
+        if speed:
+            yield label, rate(speed, "B/s")
+    if profile.call_s:
+        yield "a call", duration(profile.call_s)
+    if profile.hidden_share is not None:
+        yield "overlap", f"computing hides {profile.hidden_share:.0%} of a gather beside it"
+
+
+def _collectives(profile: Profile) -> Table:
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    sizes = sorted({each.num_bytes for each in profile.collectives})
+    table.add_column("collective", no_wrap=True)
+    table.add_column("ranks", justify="right")
+    for size in sizes:
+        table.add_column(_short(size), justify="right", no_wrap=True)
+    seconds = {(each.op, each.num_ranks, each.num_bytes): each.seconds for each in profile.collectives}
+    for op, num_ranks in dict.fromkeys((each.op, each.num_ranks) for each in profile.collectives):
+        times = [seconds.get((op, num_ranks, size)) for size in sizes]
+        cells = ["" if time is None else duration(time) for time in times]
+        table.add_row(op.replace("_", "-"), str(num_ranks), *cells)
+    return table
+
+
+def _short(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:g} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:g} KiB"

@@ -15,7 +15,7 @@ Half of a tensor, as a second rank holds it, draws as that half of the whole doe
 >>> from torch import nn
 >>> whole, half, ones = nn.Dropout(0.5), nn.Dropout(0.5), torch.ones(2, 8)
 >>> draws = KeyedDraws(seed=0)
->>> undo = [*key_dropouts(whole, draws), *key_dropouts(half, draws, {"": Zone(dim=1, index=1, degree=2)})]
+>>> undo = [*key_dropouts(whole, draws), *key_dropouts(half, draws, {"": ShardRegion(dim=1, index=1, degree=2)})]
 >>> with draws.at(step=0, micro_batch=0, first_sample=0, num_samples=2):
 ...     expected = whole(ones)
 >>> draws.forget()
@@ -24,10 +24,10 @@ Half of a tensor, as a second rank holds it, draws as that half of the whole doe
 True
 """
 
-from shardwise.dropout.bits import Tokens, Zone
+from shardwise.dropout.bits import ShardRegion, Tokens
 from shardwise.dropout.draws import KeyedDraws
 from shardwise.dropout.find import drops_by_function
 from shardwise.dropout.functions import probability_hashes
 from shardwise.dropout.sites import key_dropouts
 
-__all__ = ["KeyedDraws", "Tokens", "Zone", "drops_by_function", "key_dropouts", "probability_hashes"]
+__all__ = ["KeyedDraws", "ShardRegion", "Tokens", "drops_by_function", "key_dropouts", "probability_hashes"]

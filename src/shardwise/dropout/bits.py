@@ -13,11 +13,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardwise.layout.runs import Runs, count_tokens, part
+from shardwise.layout.token_ranges import Runs, count_tokens, part
 
 
 @dataclass(frozen=True)
-class Zone:
+class ShardRegion:
     """Where a rank's part of a split tensor lies.
 
     Attributes:
@@ -49,7 +49,7 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Grid:
+class HashGrid:
     """Hashes of the indices of a tensor, whatever is drawn for it.
 
     Attributes:
@@ -78,13 +78,13 @@ class Hashes:
 
 def grid_of(
     shape: Sequence[int],
-    zone: Zone | None,
+    zone: ShardRegion | None,
     samples: Samples,
     device: torch.device,
     first_row: int = 0,
     tokens: Tokens | None = None,
     held: Runs | None = None,
-) -> Grid:
+) -> HashGrid:
     """Hash the indices of a tensor by its place in the unsplit tensor of the whole batch.
 
     Args:
@@ -120,10 +120,10 @@ def grid_of(
     rows = _mix(spans[0])
     for span in spans[1:-1]:
         rows = _mix(rows[:, None] + span).reshape(-1)  # [rows so far, size], then flat
-    return Grid(rows, _mix(spans[-1]).view(torch.int32)[1::2].contiguous())
+    return HashGrid(rows, _mix(spans[-1]).view(torch.int32)[1::2].contiguous())
 
 
-def keyed_mask(grid: Grid, key: int, p: float) -> Tensor:
+def keyed_mask(grid: HashGrid, key: int, p: float) -> Tensor:
     """Draw what a dropout keeps, in one op: selective checkpointing asks its policy about each op in Python.
 
     A row's hash gives an odd factor a and an offset b; an element with the hash e has x = a * e + b and the number
@@ -141,7 +141,7 @@ def keyed_mask(grid: Grid, key: int, p: float) -> Tensor:
     return mask
 
 
-def keyed_hashes(grid: Grid, key: int) -> Hashes:
+def keyed_hashes(grid: HashGrid, key: int) -> Hashes:
     """The hashes by which `keyed_mask` draws, for those who draw no mask.
 
     Args:

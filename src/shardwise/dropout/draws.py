@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch_private import unseen_by_op_modes
-from shardwise.dropout.bits import Grid, Hashes, Samples, Tokens, Zone, grid_of, keyed_hashes, keyed_mask
-from shardwise.layout.runs import Runs
-from shardwise.rng import derive_seed, seeded
+from shardwise.dropout.bits import Hashes, HashGrid, Samples, ShardRegion, Tokens, grid_of, keyed_hashes, keyed_mask
+from shardwise.layout.token_ranges import Runs
+from shardwise.runtime.keyed_rng import derive_seed, seeded
+from shardwise.runtime.torch_private import unseen_by_op_modes
 
 
 @dataclass(eq=False)
-class _Part:
+class _SitePart:
     """A call on some tokens of a sequence; those on the others are one call with it.
 
     Attributes:
@@ -54,7 +54,7 @@ class _Forward:
     numbers: dict[Hashable, int] = field(default_factory=dict)
     num_calls: dict[str, int] = field(default_factory=dict)
 
-    def number(self, site: str, part: _Part | None) -> int:
+    def number(self, site: str, part: _SitePart | None) -> int:
         """Of this call of a site, in the forward and in its recomputation alike, and in every part of a sequence."""
         mark = (site, _draw_mark()) if part is None else part.mark_of(site)
         if mark not in self.numbers:
@@ -85,9 +85,9 @@ class KeyedDraws:
         self._device = torch.device(device)
         self._forwards: dict[int, _Forward] = {}
         # Sites of one shape share their grids; those of one forward at a time are kept.
-        self._grids: dict[Any, Grid] = {}
+        self._grids: dict[Any, HashGrid] = {}
         self._has_grids: _Forward | None = None
-        self._part: _Part | None = None
+        self._part: _SitePart | None = None
 
     @contextmanager
     def at(
@@ -128,7 +128,7 @@ class KeyedDraws:
             tokens: of the part; tensors that drop have it as their dim 1.
             mark: what `mark` gave for all the parts.
         """
-        before, self._part = self._part, _Part(tokens, mark)
+        before, self._part = self._part, _SitePart(tokens, mark)
         try:
             yield
         finally:
@@ -145,7 +145,7 @@ class KeyedDraws:
         """Whether a forward of this run's runs or is recomputed."""
         return bool(self._forwards) and torch.initial_seed() in self._forwards
 
-    def mask(self, site: str, shape: Sequence[int], p: float, zone: Zone | None, device: torch.device) -> Tensor:
+    def mask(self, site: str, shape: Sequence[int], p: float, zone: ShardRegion | None, device: torch.device) -> Tensor:
         """What a site keeps of a tensor in the open forward; each call draws the next.
 
         Args:
@@ -163,7 +163,7 @@ class KeyedDraws:
         return keyed_mask(self._grid(shape, zone, device, held=held), key, p).view(shape)
 
     def hashes(
-        self, site: str, shape: Sequence[int], zone: Zone | None, device: torch.device, first_row: int = 0
+        self, site: str, shape: Sequence[int], zone: ShardRegion | None, device: torch.device, first_row: int = 0
     ) -> Hashes:
         """As `mask`, whose next call this is, but its hashes: attention that makes no mask draws by them.
 
@@ -186,11 +186,11 @@ class KeyedDraws:
     def _grid(
         self,
         shape: Sequence[int],
-        zone: Zone | None,
+        zone: ShardRegion | None,
         device: torch.device,
         first_row: int = 0,
         held: Runs | None = None,
-    ) -> Grid:
+    ) -> HashGrid:
         """Of a tensor of the open forward."""
         forward = self._forwards[torch.initial_seed()]
         if self._has_grids is not forward:

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from shardwise.dropout.bits import Grid, Hashes, Samples, grid_of, keyed_hashes
+from shardwise.dropout.bits import Hashes, HashGrid, Samples, grid_of, keyed_hashes
 
 
-class Site(Protocol):
+class DropoutSite(Protocol):
     """Where dropouts draw."""
 
     def drop(self, values: Tensor, p: float, inplace: bool = False) -> Tensor:
@@ -41,7 +41,7 @@ def probability_hashes(shape: Sequence[int], device: torch.device, first_row: in
         return found
     key = torch.randint(2**62, (), device="cpu")
     grid = grid_of(shape, None, Samples(0, shape[0]), device, first_row)
-    return keyed_hashes(Grid(grid.rows ^ key, grid.columns), 0)
+    return keyed_hashes(HashGrid(grid.rows ^ key, grid.columns), 0)
 
 
 class KeyedFunctions(TorchFunctionMode):
@@ -51,7 +51,7 @@ class KeyedFunctions(TorchFunctionMode):
         site: of the module whose forward runs.
     """
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: DropoutSite) -> None:
         super().__init__()
         self._site = site
 
@@ -64,7 +64,7 @@ class KeyedFunctions(TorchFunctionMode):
 
 
 def _dropout(
-    site: Site,
+    site: DropoutSite,
     func: Any,
     input: Tensor,  # noqa: A002
     p: float = 0.5,
@@ -79,7 +79,7 @@ def _dropout(
 
 
 def _attention(
-    site: Site,
+    site: DropoutSite,
     func: Any,
     query: Tensor,
     key: Tensor,
@@ -118,7 +118,7 @@ def _attention(
 
 
 def keyed_attention(
-    site: Site,
+    site: DropoutSite,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.dropout.bits import Hashes, Zone
+from shardwise.dropout.bits import Hashes, ShardRegion
 from shardwise.dropout.draws import KeyedDraws
 from shardwise.dropout.find import DROPOUT_MODULES, drops_by_function, rate_names
 from shardwise.dropout.functions import KeyedFunctions
-from shardwise.wearing import swap_class
+from shardwise.runtime.class_swap import swap_class
 
 Undo = Callable[[], Any]
 
 
 def key_dropouts(
-    model: nn.Module, draws: KeyedDraws, zones: Mapping[str, Zone] | None = None, *, must_be_keyed: bool = False
+    model: nn.Module, draws: KeyedDraws, zones: Mapping[str, ShardRegion] | None = None, *, must_be_keyed: bool = False
 ) -> list[Undo]:
     """Have a model's dropouts draw keyed numbers.
 
@@ -49,14 +49,14 @@ def key_dropouts(
         if own not in kinds:
             kinds[own] = _keyed_module(own) if is_plain else _keyed_functions(own)
         rates = () if is_plain else rate_names(own)
-        module.__dict__[_SITE] = _Site(weakref.ref(module), name, draws, zones.get(name), rates, must_be_keyed)
+        module.__dict__[_SITE] = _ModuleSite(weakref.ref(module), name, draws, zones.get(name), rates, must_be_keyed)
         undo.append(functools.partial(module.__dict__.pop, _SITE, None))
         undo.append(swap_class(module, kinds[own]))
     return undo
 
 
 @dataclass(frozen=True)
-class _Site:
+class _ModuleSite:
     """What one module draws by. A copy of the module has it too, but it is not the copy's: that drops as torch does.
 
     Attributes:
@@ -71,7 +71,7 @@ class _Site:
     module: weakref.ref[nn.Module]
     name: str
     draws: KeyedDraws
-    zone: Zone | None
+    zone: ShardRegion | None
     rates: tuple[str, ...]
     must_be_keyed: bool
 
@@ -127,9 +127,9 @@ class _Site:
 _SITE: Final = "_shardwise_dropout_site"
 
 
-def _open_site(module: nn.Module) -> _Site | None:
+def _open_site(module: nn.Module) -> _ModuleSite | None:
     """By what a module is to draw; None where it is to drop as torch does."""
-    site: _Site | None = module.__dict__.get(_SITE)
+    site: _ModuleSite | None = module.__dict__.get(_SITE)
     if site is None or not module.training or site.module() is not module:
         return None
     return site if site.draws.is_open or site.must_be_keyed else None

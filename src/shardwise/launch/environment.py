@@ -11,7 +11,8 @@ is not a launcher and changes nothing.
 >>> detect({"RANK": "0"})
 Traceback (most recent call last):
     ...
-shardwise.config.ConfigError: RANK is set but WORLD_SIZE is not; start with torchrun, which sets all, or unset RANK
+shardwise.config.resolve.ConfigError: RANK is set but WORLD_SIZE is not; start with torchrun, which sets all, \
+or unset RANK
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 
 Launcher = Literal["local", "torchrun", "slurm", "none"]
 

@@ -5,7 +5,7 @@ stop (SIGTERM), waits, and in the end kills. Rank 0's stdout is the launcher's; 
 that dies takes the others with it, and so does one that stays stopped (SIGSTOP); the launcher says which one it was and
 why. The launcher holds the store through which the ranks meet, so that no rank can freeze it.
 
-    exit_code = launch_local(["-m", "shardwise.cli", "train"], 2, Path("runs/1"))
+    exit_code = launch_local(["-m", "shardwise.cli.main", "train"], 2, Path("runs/1"))
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any, Literal
 
-from shardwise.awake import StopWatch, is_stopped
-from shardwise.config import ConfigError
-from shardwise.launch.cores import num_cores
+from shardwise.config.resolve import ConfigError
+from shardwise.launch.cpu_affinity import num_cores
 from shardwise.launch.environment import LAUNCHER_FD, LAUNCHER_PATIENCE_S
-from shardwise.launch.failure import RankExit, exit_code, first_cause, lost_peer, report, stopped_note
+from shardwise.launch.exit_report import RankExit, exit_code, first_cause, lost_peer, report, stopped_note
+from shardwise.runtime.clock import StopDetector, is_stopped
 
 # What CUDA's allocator is told; torch reads one of these variables, and this is its name in torch >= 2.9.
 ALLOC_CONF_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -158,7 +158,7 @@ class _Ranks:
         self.alive: set[int] = set()
         self.killed: set[int] = set()
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._watches: list[StopWatch] = []
+        self._watches: list[StopDetector] = []
         self._store: Any = None
         # Ranks hold the reading end: it ends when this process does, even by kill -9 (`rank.exit_with_parent`).
         self._read_fd, self._write_fd = os.pipe()
@@ -206,7 +206,7 @@ class _Ranks:
                 start_new_session=True,
             )
         self._processes.append(process)
-        self._watches.append(StopWatch(process.pid, gap_s=2 * _LOOK_S))
+        self._watches.append(StopDetector(process.pid, gap_s=2 * _LOOK_S))
         self.alive.add(rank)
 
     def fetch_ended(self) -> list[tuple[int, int]]:

@@ -4,7 +4,7 @@ A pure value computed from the model's skeleton, the resolved config and the mes
 The engine executes it, the planner prices it, a checkpoint records it.
 
 >>> from torch import nn
->>> from shardwise.config import Config
+>>> from shardwise.config.resolve import Config
 >>> with __import__("torch").device("meta"):
 ...     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
 >>> config = Config.from_dict({"zero": {"stage": 2}, "precision": {"param": "bf16"}})
@@ -22,7 +22,7 @@ The engine executes it, the planner prices it, a checkpoint records it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -31,15 +31,21 @@ from typing import Final, TypeVar
 
 from torch import nn
 
-from shardwise.config import Config, ConfigError, Dtype, OptimizerConfig, Tier
-from shardwise.layout.groups import GroupSpec, build_groups
+from shardwise.config.resolve import Config, ConfigError, Dtype, OptimizerConfig, Tier, TiersConfig
 from shardwise.layout.mesh_shape import GRADIENT_AXES, REPLICA_AXES, SHARD_AXES, MeshShape
-from shardwise.layout.pipeline import PipelineLayout
+from shardwise.layout.param_groups import (
+    ROOT,
+    GroupSpec,
+    GroupTiers,
+    build_groups,
+    find_units,
+    read_parameters,
+    wide_parameters,
+)
+from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import DTYPE_BYTES, PrecisionPolicy, precision_policy
-from shardwise.layout.skeleton import ROOT, find_units, read_parameters, wide_parameters
-from shardwise.layout.stages import Placement, ZeroStage, effective_stage
 from shardwise.layout.tensor_plan import TensorLayout
-from shardwise.layout.tiers import assign_tiers_by_rank
+from shardwise.layout.zero_stages import Placement, ZeroStage, effective_stage
 
 Key = TypeVar("Key")
 
@@ -397,3 +403,45 @@ def _cross(across: Counter[tuple[Tier, Tier]], source: Tier, target: Tier, num_b
     if source != way[0]:
         way = way[::-1]
     across.update(dict.fromkeys(pairwise(way), num_bytes))
+
+
+def assign_tiers(groups: Sequence[GroupSpec], config: TiersConfig) -> tuple[GroupSpec, ...]:
+    """The groups, each with the tiers of its states.
+
+    Args:
+        groups: in forward order.
+        config: a tier for each state, and the share of it, by elements, that stays on the device: at most so much.
+    """
+    trainable = [group for group in groups if group.trainable]
+    sharded = [group for group in groups if not group.is_replicated]
+    params = _chosen(sharded, config.params, config.params_on_device)
+    grads = _chosen(trainable, config.grads, config.grads_on_device)
+    optimizer = _chosen(trainable, config.optimizer, config.optimizer_on_device)
+    return tuple(replace(each, tiers=GroupTiers(params(each), grads(each), optimizer(each))) for each in groups)
+
+
+def assign_tiers_by_rank(
+    groups: Sequence[GroupSpec], config: TiersConfig, rank_of: Callable[[GroupSpec], int]
+) -> tuple[GroupSpec, ...]:
+    """`assign_tiers` for what each rank of a pipeline holds: shares are of its own states.
+
+    Args:
+        groups: of all ranks.
+        config: as there.
+        rank_of: the rank that holds a group, the first of several.
+    """
+    ranks = sorted({rank_of(group) for group in groups})
+    own = {rank: [group for group in groups if rank_of(group) == rank] for rank in ranks}
+    assigned = {each.name: each for rank in ranks for each in assign_tiers(own[rank], config)}
+    return tuple(assigned[group.name] for group in groups)
+
+
+def _chosen(groups: Sequence[GroupSpec], tier: Tier, share: float) -> Callable[[GroupSpec], Tier]:
+    away: set[str] = set()
+    room = round(share * sum(group.padded_numel for group in groups))
+    for group in groups:
+        if group.padded_numel <= room:
+            room -= group.padded_numel
+        else:
+            away.add(group.name)
+    return lambda group: tier if group.name in away else "device"

@@ -1,6 +1,6 @@
 """The shape of the mesh: ranks as coordinates on named axes, and who shares a group with whom.
 
-Pure integers: the process groups are made in `shardwise.mesh`. Axes stand in the order `pp, dp_replicate,
+Pure integers: the process groups are made in `shardwise.comm.mesh`. Axes stand in the order `pp, dp_replicate,
 dp_shard, cp, tp`; the last varies fastest, so the ranks of one tp group are neighbours. Four ranks as
 dp_shard=2 x tp=2:
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Final, NamedTuple
 
-from shardwise.config import ConfigError, MeshConfig
+from shardwise.config.resolve import ConfigError, MeshConfig
 
 
 class Coordinate(NamedTuple):

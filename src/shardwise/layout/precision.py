@@ -1,7 +1,7 @@
 """The precision policy: which dtype each state rests in and each collective carries.
 
-It is a value, not behaviour: casting by it is in `shardwise.precision`. The same policy means the same in every ZeRO
-stage.
+It is a value, not behaviour: casting by it is in `shardwise.runtime.precision`. The same policy means the same in every
+ZeRO stage.
 
 >>> policy = precision_policy(PrecisionConfig(param="bf16"))
 >>> policy.reduce, policy.accumulate, policy.master
@@ -17,7 +17,7 @@ from typing import Final
 
 import torch
 
-from shardwise.config import Dtype, PrecisionConfig
+from shardwise.config.resolve import Dtype, PrecisionConfig
 
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,13 +1,13 @@
 """The plan of tensor parallelism for one model: which modules are split how. A pure value, the same on every rank.
 
 Plans are made in `shardwise.tensor.plans`, from what a model brings, from a user's table of patterns, or by tracing;
-`shardwise.tensor.surgery` carries them out; `param_splits` says where that leaves each parameter.
+`shardwise.tensor.apply` carries them out; `param_splits` says where that leaves each parameter.
 
 A feed-forward network of two matrices, the first split by its rows, the second by its columns:
 
 >>> from torch import nn
 >>> model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
->>> plan = TensorPlan(layers=(LayerSplit("0", "column", (Part(32),)), LayerSplit("2", "row", (Part(32),))))
+>>> plan = TensorPlan(layers=(LayerSplit("0", "column", (FusedPart(32),)), LayerSplit("2", "row", (FusedPart(32),))))
 >>> splits = param_splits(model, plan, degree=2, sequence_parallel=False)
 >>> {name: split.local_shape for name, split in splits.items()}
 {'0.weight': (16, 8), '0.bias': (16,), '2.weight': (8, 16), '2.bias': (8,)}
@@ -15,15 +15,15 @@ A feed-forward network of two matrices, the first split by its rows, the second 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from torch import nn
 
-from shardwise.config import ConfigError
-from shardwise.layout.plan_text import plan_lines
-from shardwise.layout.splits import ParamSplit, Part, check_divides
+from shardwise.config.resolve import ConfigError
+from shardwise.layout.tp_sharding import FusedPart, ParamSplit, check_divides
 
 LayerStyle = Literal["column", "row", "vocab", "head", "column-embedding"]
 
@@ -45,14 +45,14 @@ class LayerSplit:
 
     module: str
     style: LayerStyle
-    parts: tuple[Part, ...]
+    parts: tuple[FusedPart, ...]
     gathers_output: bool = False
     splits_input: bool = False
     is_transposed: bool = False
 
 
 @dataclass(frozen=True)
-class Region:
+class SharedInput:
     """A module that reads some arguments through column layers alone: they enter once for all of these.
 
     Entering is the identity whose backward sums over the ranks; under sequence parallelism, of an argument that arrives
@@ -119,17 +119,17 @@ class TensorPlan:
     """
 
     layers: tuple[LayerSplit, ...] = ()
-    regions: tuple[Region, ...] = ()
+    regions: tuple[SharedInput, ...] = ()
     stacks: tuple[SequenceStack, ...] = ()
     partial: tuple[str, ...] = ()
-    attributes: tuple[tuple[str, str, int | Part], ...] = ()
+    attributes: tuple[tuple[str, str, int | FusedPart], ...] = ()
     dropouts: tuple[SplitDropout, ...] = ()
     notes: tuple[str, ...] = ()
 
     def attributes_of(self, rank: int, degree: int) -> list[tuple[str, str, int]]:
         """(module, attribute, value) on a rank of a tensor-parallel group of `degree` ranks."""
         return [
-            (module, name, value.range_of(rank, degree)[0] if isinstance(value, Part) else value)
+            (module, name, value.range_of(rank, degree)[0] if isinstance(value, FusedPart) else value)
             for module, name, value in self.attributes
         ]
 
@@ -247,3 +247,63 @@ def _way(split: ParamSplit) -> str:
     if split.dim is None:
         return "a part of its gradient on each rank" if split.is_partial else "whole"
     return f"along dim {split.dim}"
+
+
+def plan_lines(plan: TensorPlan) -> list[str]:
+    """What a plan does, and its notes, each once."""
+    lines = layer_lines(plan.layers)
+    lines += [f"{pattern(name)}.{attribute} = {_shown(value)}" for name, attribute, value in plan.attributes]
+    lines += [f"{pattern(name)}: gradients summed over the ranks" for name in plan.partial]
+    lines += [f"{pattern(each.module)}: dropout drawn as of the whole tensor" for each in plan.dropouts]
+    stacks = (", ".join(dict.fromkeys(pattern(f"{name}.x")[:-2] for name in stack.modules)) for stack in plan.stacks)
+    lines += [f"{modules}: sequence split" for modules in stacks]
+    return list(dict.fromkeys([*lines, *plan.notes]))
+
+
+def _shown(value: int | FusedPart) -> str:
+    return f"the first of a rank's part of {value.size}" if isinstance(value, FusedPart) else str(value)
+
+
+def pattern(name: str) -> str:
+    """A name with a star for the number of each block that the module lies in."""
+    *blocks, own = name.split(".")
+    return ".".join([*("*" if part.isdigit() else part for part in blocks), own])
+
+
+def _prefix(names: Sequence[str]) -> str:
+    """The module that holds all of them, with a dot behind it; empty where that is the model."""
+    parts = [name.split(".")[:-1] for name in names]
+    common = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
+    return "".join(level[0] + "." for level in common)
+
+
+def layer_lines(layers: Iterable[LayerSplit]) -> list[str]:
+    """Columns and the rows behind them in a line."""
+    groups: list[list[LayerSplit]] = []
+    for layer in layers:
+        before = groups[-1][-1] if groups else layer
+        meets_whole = any(each.gathers_output or each.splits_input for each in (before, layer))
+        if groups and (before.style, layer.style) in _IN_ONE_LINE and not meets_whole:
+            groups[-1].append(layer)
+        else:
+            groups.append([layer])
+    return list(dict.fromkeys(map(_line, groups)))
+
+
+_IN_ONE_LINE: Final = (("column", "column"), ("column", "row"), ("row", "row"))
+
+
+def _line(group: Sequence[LayerSplit]) -> str:
+    prefix = pattern(_prefix([layer.module for layer in group]) + "x")[:-1] if len(group) > 1 else ""
+    columns = [pattern(layer.module)[len(prefix) :] for layer in group if layer.style != "row"]
+    rows = [pattern(layer.module)[len(prefix) :] for layer in group if layer.style == "row"]
+    first = group[0]
+    part = first.parts[0]
+    what = "tokens" if first.style in ("vocab", "head") else "features"
+    units = f"{part.num_units} heads" if part.num_units else f"{part.size} {what}"
+    place = f"{prefix[:-1]}: " if prefix else ""
+    if not (columns and rows):
+        style: str = "columns, output gathered" if first.gathers_output else first.style
+        style = "rows, input split" if first.splits_input else style
+        return f"{place}{', '.join(columns + rows)}: {style} by {units}"
+    return f"{place}{', '.join(columns)} by {units} -> {', '.join(rows)}"

@@ -3,14 +3,14 @@
 Not needed to use the engine, which takes any `nn.Module`; `shardwise train` and the proofs train this one.
 """
 
-from shardwise.models.decoder import Block, Decoder, DecoderConfig, flops_per_token, lm_loss, num_params
+from shardwise.models.decoder import Decoder, DecoderBlock, DecoderConfig, flops_per_token, lm_loss, num_params
 from shardwise.models.generate import generate
 from shardwise.models.presets import PRESETS, decoder_config, preset
 
 __all__ = [
     "PRESETS",
-    "Block",
     "Decoder",
+    "DecoderBlock",
     "DecoderConfig",
     "decoder_config",
     "flops_per_token",

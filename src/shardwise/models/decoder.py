@@ -30,10 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardwise.config import AttentionConfig, ConfigError
-from shardwise.layout.tensor_plan import TensorPlan
-from shardwise.models.attend import Attend, attend_of, attention_density
-from shardwise.models.decoder_plan import decoder_plan
+from shardwise.config.resolve import AttentionConfig, ConfigError
+from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, SharedInput, TensorPlan
+from shardwise.layout.tp_sharding import FusedPart, check_divides
+from shardwise.models.decoder_attention import Attend, attend_of, attention_density
 
 IGNORED_TARGET = -100
 INIT_STD = 0.02
@@ -100,7 +100,7 @@ class DecoderConfig:
         return cls(**{**values, "attention": AttentionConfig(**values.get("attention", {}))})
 
 
-class Linear(nn.Linear):
+class DecoderLinear(nn.Linear):
     """A linear layer without bias, drawn from normal(0, init_std)."""
 
     def __init__(self, num_in: int, num_out: int, init_std: float = INIT_STD, **factory: Any) -> None:
@@ -111,7 +111,7 @@ class Linear(nn.Linear):
         _draw_normal(self.weight, self.init_std)
 
 
-class Embedding(nn.Embedding):
+class DecoderEmbedding(nn.Embedding):
     """An embedding drawn from normal(0, 0.02): small enough to serve as the head too."""
 
     def reset_parameters(self) -> None:
@@ -162,7 +162,7 @@ class _RMSNormProduct(torch.autograd.Function):
         return grad_x.to(x.dtype), product.sum(0).to(weight.dtype), None
 
 
-class Attention(nn.Module):
+class DecoderAttention(nn.Module):
     """Causal self-attention with rotary positions; H / K query heads share each key and value head.
 
     Attributes:
@@ -181,10 +181,10 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         hidden, self.head_dim = config.hidden_size, config.head_dim
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.query = Linear(hidden, query_size, **factory)
-        self.key = Linear(hidden, kv_size, **factory)
-        self.value = Linear(hidden, kv_size, **factory)
-        self.out = Linear(query_size, hidden, _residual_std(config), **factory)
+        self.query = DecoderLinear(hidden, query_size, **factory)
+        self.key = DecoderLinear(hidden, kv_size, **factory)
+        self.value = DecoderLinear(hidden, kv_size, **factory)
+        self.out = DecoderLinear(query_size, hidden, _residual_std(config), **factory)
 
     def forward(self, x: Tensor, rope: Tensor, positions: Tensor | None = None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
@@ -200,15 +200,15 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: DecoderConfig, **factory: Any) -> None:
         super().__init__()
-        self.gate = Linear(config.hidden_size, config.ffn_size, **factory)
-        self.up = Linear(config.hidden_size, config.ffn_size, **factory)
-        self.down = Linear(config.ffn_size, config.hidden_size, _residual_std(config), **factory)
+        self.gate = DecoderLinear(config.hidden_size, config.ffn_size, **factory)
+        self.up = DecoderLinear(config.hidden_size, config.ffn_size, **factory)
+        self.down = DecoderLinear(config.ffn_size, config.hidden_size, _residual_std(config), **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """One layer: attention, then feed-forward, each normalised before and added to the residual stream.
 
     Args:
@@ -221,7 +221,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, **factory)
         attend = attend or attend_of(config.attention, config.num_heads)
-        self.attention = Attention(config, attend, **factory)
+        self.attention = DecoderAttention(config, attend, **factory)
         self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps, **factory)
         self.ffn = FeedForward(config, **factory)
 
@@ -249,11 +249,11 @@ class Decoder(nn.Module):
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = config
-        self.embed = Embedding(config.vocab_size, config.hidden_size, **factory)
+        self.embed = DecoderEmbedding(config.vocab_size, config.hidden_size, **factory)
         attend = attend_of(config.attention, config.num_heads)
-        self.blocks = nn.ModuleList(Block(config, attend, **factory) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(DecoderBlock(config, attend, **factory) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, **factory)
-        self.head = Linear(config.hidden_size, config.vocab_size, **factory)
+        self.head = DecoderLinear(config.hidden_size, config.vocab_size, **factory)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
 
@@ -440,3 +440,37 @@ def _nearest_divisors(number: int, wanted: int) -> list[int]:
     below = [d for d in divisors if d < wanted][-1:]
     above = [d for d in divisors if d > wanted][:1]
     return below + above
+
+
+def decoder_plan(config: DecoderConfig, degree: int) -> TensorPlan:
+    """The plan of a decoder: attention by heads, feed-forward by features, embedding and head by tokens.
+
+    Args:
+        config: its shape.
+        degree: ranks of the tensor-parallel group; where there are fewer KV heads, neighbours share one.
+
+    Raises:
+        ConfigError: heads, KV heads or `ffn_size` do not divide by `degree`.
+    """
+    query = FusedPart(config.num_heads * config.head_dim, config.num_heads)
+    kv = FusedPart(config.num_kv_heads * config.head_dim, config.num_kv_heads)
+    ffn = FusedPart(config.ffn_size)
+    vocab = FusedPart(config.vocab_size, is_padded=True)
+    check_divides(degree, config.num_heads, "num_heads")
+    kv.check(degree, "num_kv_heads")
+    check_divides(degree, config.ffn_size, "ffn_size")
+
+    blocks = [f"blocks.{index}" for index in range(config.num_layers)]
+    layers = [LayerSplit("embed", "vocab", (vocab,)), LayerSplit("head", "head", (vocab,))]
+    for block in blocks:
+        layers += [LayerSplit(f"{block}.attention.query", "column", (query,))]
+        layers += [LayerSplit(f"{block}.attention.{name}", "column", (kv,)) for name in ("key", "value")]
+        layers += [LayerSplit(f"{block}.attention.out", "row", (query,))]
+        layers += [LayerSplit(f"{block}.ffn.{name}", "column", (ffn,)) for name in ("gate", "up")]
+        layers += [LayerSplit(f"{block}.ffn.down", "row", (ffn,))]
+    return TensorPlan(
+        layers=tuple(layers),
+        regions=tuple(SharedInput(f"{block}.{name}", ("x",)) for block in blocks for name in ("attention", "ffn")),
+        stacks=(SequenceStack(blocks[0], "x", "norm", (*blocks, "norm")),),
+        attributes=tuple((f"{block}.attention", "first_head", FusedPart(config.num_heads)) for block in blocks),
+    )

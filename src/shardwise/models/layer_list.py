@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 
 
 class LayerSpec:

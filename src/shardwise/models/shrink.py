@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.models import DecoderConfig
 

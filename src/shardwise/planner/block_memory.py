@@ -1,11 +1,11 @@
 """What one block keeps of a micro-batch, and what its backward makes, on each rank; of the head and its loss too.
 
 >>> from shardwise.models.presets import preset
->>> from shardwise.planner.hardware import Cluster, Gpu
+>>> from shardwise.planner.hardware import Cluster, GpuSpec
 >>> from shardwise.planner.shape import ModelShape
->>> gpu = Gpu(name="h100", memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 989e12})
+>>> gpu = GpuSpec(name="h100", memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 989e12})
 >>> cluster = Cluster(gpu=gpu, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=5e10)
->>> job = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=8, cluster=cluster)
+>>> job = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=8, cluster=cluster)
 >>> round(block_bytes(job, Strategy(tp=8), has_experts=False).kept / 2**20)
 388
 """
@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
-from shardwise.layout.activations import FP32_BYTES, LayerShape, activation_bytes_per_layer
+from shardwise.layout.activation_bytes import FP32_BYTES, LayerShape, activation_bytes_per_layer
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.planner.job import Job, Practice, Strategy
-from shardwise.schedule.recipes import recipe_of
+from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
+from shardwise.schedule.registry import recipe_of
 
 MASK_BYTES: Final = 1.0
 """Kept of each element that dropout works on, beside its output."""
@@ -80,13 +80,13 @@ class HeadBytes:
     deferred: float
 
 
-def block_bytes(job: Job, strategy: Strategy, *, has_experts: bool) -> BlockBytes:
+def block_bytes(job: PlanJob, strategy: Strategy, *, has_experts: bool) -> BlockBytes:
     """Of a block of a strategy; see `layout.activations` for what is kept.
 
     A feed-forward that takes some tokens of each sequence at a time keeps its input alone. Heads that are exchanged for
     tokens are kept with what attention gave them; what is sent is saved as products are, too.
     """
-    s, shape, practice = strategy, _layer_shape(job, strategy, has_experts), job.practice
+    s, shape, traits = strategy, _layer_shape(job, strategy, has_experts), job.traits
     ffn, is_chunked = shape.ffn_size / s.tp, s.chunk_tokens is not None and not has_experts
     kept_shape = replace(shape, ffn_size=0) if is_chunked else shape
 
@@ -107,9 +107,9 @@ def block_bytes(job: Job, strategy: Strategy, *, has_experts: bool) -> BlockByte
     sent = (
         mixed + 2 * max(shape.num_kv_heads / s.tp, 1) * shape.head_dim if mixed and s.recompute == "selective" else 0.0
     )
-    drops_scores = s.recompute == "selective" and practice.selective == "all-but-scores"
+    drops_scores = s.recompute == "selective" and traits.selective == "all-but-scores"
     at_rest = kept("none", replace(kept_shape, score_bytes=0.0)) if drops_scores else kept(s.recompute)
-    in_ffn, behind_ffn = _making_bytes(job, s, shape, is_chunked=is_chunked)
+    in_ffn, after_ffn = _making_bytes(job, s, shape, is_chunked=is_chunked)
     # Sums over parts go on when the last part has its own; with gradients of weights that come later, norms' are first.
     is_early = (is_chunked and _part(job, s) < 1) or (_defers(s) and not s.sequence_parallel)
     given = feature * _stream_size(s, shape)
@@ -119,14 +119,14 @@ def block_bytes(job: Job, strategy: Strategy, *, has_experts: bool) -> BlockByte
         kept=at_rest + feature * (sent + (mixed if s.recompute != "full" else 0.0)),
         whole=kept("none") + feature * mixed,
         again=feature * (num_gathered * shape.hidden_size + sent),
-        working=given + (behind_ffn if is_early else max(in_ffn, behind_ffn)),
+        working=given + (after_ffn if is_early else max(in_ffn, after_ffn)),
         early=given + in_ffn if is_early else 0.0,
         deferred=feature * _deferred_size(s, shape, 0.0 if is_chunked else ffn),
         stream=given,
     )
 
 
-def _making_bytes(job: Job, strategy: Strategy, shape: LayerShape, *, is_chunked: bool) -> tuple[float, float]:
+def _making_bytes(job: PlanJob, strategy: Strategy, shape: LayerShape, *, is_chunked: bool) -> tuple[float, float]:
     """What the backward of a block has at its highest, beside all that was kept and the gradient of the stream.
 
     In the feed-forward, whose parts' gradients of its input wait for each other; behind it, where its inner tensors
@@ -148,7 +148,7 @@ def _making_bytes(job: Job, strategy: Strategy, shape: LayerShape, *, is_chunked
     in_norm = feature * (is_over + later)
     if job.cluster.gpu.is_cpu:
         in_norm += feature / element_bytes * stream * norm_bytes(element_bytes)
-    if not job.practice.is_own or s.tp == 1:
+    if not job.traits.is_own or s.tp == 1:
         return in_ffn, max(in_attention, in_norm)
     mixed, keys = shape.num_heads * shape.head_dim / s.tp, max(shape.num_kv_heads / s.tp, 1) * shape.head_dim
     weight = element_bytes * hidden * mixed
@@ -159,7 +159,7 @@ def _making_bytes(job: Job, strategy: Strategy, shape: LayerShape, *, is_chunked
     return in_ffn, max(in_attention, in_norm, in_row, in_columns)
 
 
-def _ffn_bytes(job: Job, strategy: Strategy, shape: LayerShape) -> float:
+def _ffn_bytes(job: PlanJob, strategy: Strategy, shape: LayerShape) -> float:
     """What the backward of a feed-forward has at its highest, beside what was kept.
 
     Of its last matrix the gradient, and that of its input; behind it the gradients of two inner tensors more than what
@@ -169,10 +169,10 @@ def _ffn_bytes(job: Job, strategy: Strategy, shape: LayerShape) -> float:
     element_bytes = DTYPE_BYTES[s.param]
     feature, num_inner = job.seq_len / s.cp * s.micro_size * element_bytes, _num_inner(shape)
     gathered = _gathered_size(s, shape)
-    weight = 0.0 if job.practice.reduces_in_place else element_bytes * hidden * ffn
+    weight = 0.0 if job.traits.reduces_in_place else element_bytes * hidden * ffn
     inner = (1 if shape.fuses_gate else 2) * ffn + (ffn + gathered if _defers(s) else 0.0)
     in_last = max(feature * (ffn + gathered) + weight, feature * inner)
-    if not job.practice.is_own or s.tp == 1:
+    if not job.traits.is_own or s.tp == 1:
         return in_last
     num_gone = num_inner - (1 + s.sequence_parallel if _defers(s) else 1)
     left = (hidden if _defers(s) else 0.0) - (num_gone if s.sequence_parallel or not _defers(s) else 1) * ffn
@@ -181,7 +181,7 @@ def _ffn_bytes(job: Job, strategy: Strategy, shape: LayerShape) -> float:
     return max(in_last, in_first)
 
 
-def _part_bytes(job: Job, strategy: Strategy, shape: LayerShape) -> float:
+def _part_bytes(job: PlanJob, strategy: Strategy, shape: LayerShape) -> float:
     """What the backward of a feed-forward in parts has at its highest, beside its gradient.
 
     The inner tensors of a part are made again, and with split sequences what it gathers; gradients of weights are
@@ -193,22 +193,22 @@ def _part_bytes(job: Job, strategy: Strategy, shape: LayerShape) -> float:
     part = _part(job, s)
     feature, num_inner = job.seq_len / s.cp * s.micro_size * element_bytes * part, _num_inner(shape)
     gathered = _gathered_size(s, shape)
-    weight = 0.0 if job.practice.reduces_in_place else element_bytes * hidden * ffn
+    weight = 0.0 if job.traits.reduces_in_place else element_bytes * hidden * ffn
     num_sums = (3 if shape.is_gated else 2) if part < 1 else 0
     with_last = feature * ((num_inner + 1) * ffn + 2 * gathered) + (num_sums + 1) * weight
-    behind_last = feature * ((num_inner + 2) * ffn + gathered) + max(0, num_sums - 1) * weight
+    after_last = feature * ((num_inner + 2) * ffn + gathered) + max(0, num_sums - 1) * weight
     num_waiting = num_sums + (2 * part < 1) if num_sums else 1
     num_given = 2 * hidden + _more_in_sum(job, s, hidden, ffn)
     in_first = feature * (ffn + gathered + num_given) + num_waiting * weight
-    return max(with_last, behind_last, in_first)
+    return max(with_last, after_last, in_first)
 
 
-def _part(job: Job, strategy: Strategy) -> float:
+def _part(job: PlanJob, strategy: Strategy) -> float:
     """Of a rank's tokens, the share that a feed-forward in parts takes at a time."""
     return min(1.0, (strategy.chunk_tokens or 1) * strategy.cp / job.seq_len)
 
 
-def _more_in_sum(job: Job, strategy: Strategy, hidden: float, out: float) -> float:
+def _more_in_sum(job: PlanJob, strategy: Strategy, hidden: float, out: float) -> float:
     """Features of a token by which the sum of two gradients of an input is larger than what the second is made from.
 
     Autograd adds in place, but not where each op is watched, as the ledger does on a CPU. The gradient of the second
@@ -267,20 +267,20 @@ def _deferred_size(strategy: Strategy, shape: LayerShape, ffn: float) -> float:
     return rows if s.sequence_parallel else rows + 2 * shape.hidden_size + mixed + 2 * keys + num_wide * ffn
 
 
-def kept_score_bytes(practice: Practice, element_bytes: int) -> float:
+def kept_score_bytes(traits: FrameworkTraits, element_bytes: int) -> float:
     """Kept of each score: by a fused softmax its output, by another also the one in fp32; by dropout its output too.
 
     >>> half = 2
-    >>> [kept_score_bytes(Practice(attention=each), half) for each in ("flash", "fused-softmax", "unfused")]
+    >>> [kept_score_bytes(FrameworkTraits(attention=each), half) for each in ("flash", "fused-softmax", "unfused")]
     [0.0, 2.0, 6.0]
-    >>> kept_score_bytes(Practice(attention="fused-softmax", has_dropout=True), half)  # Korthikanti et al., equation 1
+    >>> kept_score_bytes(FrameworkTraits(attention="fused-softmax", has_dropout=True), half)  # Korthikanti, equation 1
     5.0
     """
-    if practice.attention == "flash":
+    if traits.attention == "flash":
         return 0.0
-    is_widened = practice.attention == "unfused" and element_bytes < FP32_BYTES
+    is_widened = traits.attention == "unfused" and element_bytes < FP32_BYTES
     softmax = element_bytes + (FP32_BYTES if is_widened else 0.0)
-    return softmax + (element_bytes + MASK_BYTES if practice.has_dropout else 0.0)
+    return softmax + (element_bytes + MASK_BYTES if traits.has_dropout else 0.0)
 
 
 def norm_bytes(element_bytes: int) -> float:
@@ -293,20 +293,20 @@ def norm_bytes(element_bytes: int) -> float:
     return (NUM_WIDE_OF_NORM - 1) * element_bytes if is_wide else NUM_WIDE_OF_NORM * FP32_BYTES + element_bytes
 
 
-def head_bytes(job: Job, strategy: Strategy) -> HeadBytes:
+def head_bytes(job: PlanJob, strategy: Strategy) -> HeadBytes:
     """Of one micro-batch; what the loss's forward and its backward make is not there at once, and the higher counts."""
-    s, practice, element_bytes = strategy, job.practice, DTYPE_BYTES[strategy.param]
+    s, traits, element_bytes = strategy, job.traits, DTYPE_BYTES[strategy.param]
     hidden, tokens = job.shape.hidden_size, job.seq_len / s.cp * s.micro_size
-    vocab = math.ceil(job.shape.vocab_size / (s.tp if practice.splits_logits else 1))
+    vocab = math.ceil(job.shape.vocab_size / (s.tp if traits.splits_logits else 1))
     kind = "cpu" if job.cluster.gpu.is_cpu else "gpu"
     stream = tokens * element_bytes * hidden
-    weight = 0.0 if practice.reduces_in_place else element_bytes * vocab * hidden
+    weight = 0.0 if traits.reduces_in_place else element_bytes * vocab * hidden
     logits = tokens * element_bytes * vocab
     deferred = stream + logits if _defers(s) else 0.0
-    if practice.logits_bytes is not None:
+    if traits.logits_bytes is not None:
         at_a_time = tokens if s.chunk_tokens is None else min(tokens, s.chunk_tokens)
         given = stream / (s.tp if s.sequence_parallel else 1)
-        loss = practice.logits_bytes * at_a_time * vocab
+        loss = traits.logits_bytes * at_a_time * vocab
         return HeadBytes(given, 0.0, loss, stream, weight, deferred)
     if s.tp == 1 and s.chunk_tokens is None:
         rows = 2 * max(1, LOSS_ROWS[kind] // vocab)  # of two parts, one after the other
@@ -329,8 +329,8 @@ def head_bytes(job: Job, strategy: Strategy) -> HeadBytes:
     )
 
 
-def _layer_shape(job: Job, strategy: Strategy, has_experts: bool) -> LayerShape:
-    shape, practice, experts = job.shape, job.practice, job.shape.experts
+def _layer_shape(job: PlanJob, strategy: Strategy, has_experts: bool) -> LayerShape:
+    shape, traits, experts = job.shape, job.traits, job.shape.experts
     ffn_size, num_routed = shape.ffn_size, 0
     if has_experts and experts is not None:
         ffn_size, num_routed = experts.ffn_size * (experts.num_chosen + experts.num_shared), experts.num_chosen
@@ -341,11 +341,11 @@ def _layer_shape(job: Job, strategy: Strategy, has_experts: bool) -> LayerShape:
         head_dim=shape.head_dim,
         ffn_size=ffn_size,
         is_gated=shape.ffn == "gated",
-        score_bytes=kept_score_bytes(practice, DTYPE_BYTES[strategy.param]),
-        mask_bytes=MASK_BYTES if practice.has_dropout else 0.0,
-        norm_bytes=float(2 * FP32_BYTES) if practice.saves_norm_in_fp32 else 0.0,
+        score_bytes=kept_score_bytes(traits, DTYPE_BYTES[strategy.param]),
+        mask_bytes=MASK_BYTES if traits.has_dropout else 0.0,
+        norm_bytes=float(2 * FP32_BYTES) if traits.saves_norm_in_fp32 else 0.0,
         product_bytes=1.0 if strategy.matmul in ("fp8", "fp4") else None,
-        fuses_gate=practice.fuses_gate and shape.ffn == "gated",
-        products_share=0.5 if practice.selective == "half" else 1.0,
+        fuses_gate=traits.fuses_gate and shape.ffn == "gated",
+        products_share=0.5 if traits.selective == "half" else 1.0,
         num_routed=num_routed,
     )

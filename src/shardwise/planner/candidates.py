@@ -5,13 +5,13 @@ twice. Its variants say where states rest: ZeRO stage, size of the shard group, 
 other, and only what the engine runs.
 
 >>> from shardwise.models.presets import preset
->>> from shardwise.planner.catalogue import find_gpu
+>>> from shardwise.planner.hardware import find_gpu
 >>> from shardwise.planner.hardware import Cluster
 >>> from shardwise.planner.shape import ModelShape
->>> job = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=16,
+>>> job = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=16,
 ...           cluster=Cluster(gpu=find_gpu("h100"), num_gpus=8, gpus_per_node=8, nic_bytes_per_s=50e9))
->>> space = Space(pins={"pp": (1,), "cp": (1,), "recompute": ("none",), "micro_size": (1,)})
->>> [(each.tp, each.num_micro_batches) for each in outlines(job, space)]
+>>> space = SearchSpace(pins={"pp": (1,), "cp": (1,), "recompute": ("none",), "micro_size": (1,)})
+>>> [(each.tp, each.num_micro_batches) for each in candidates(job, space)]
 [(1, 2), (2, 4), (4, 8), (8, 16)]
 """
 
@@ -23,10 +23,10 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 from shardwise.planner.configs import KEYS
-from shardwise.planner.job import Job, Strategy
-from shardwise.schedule.recipes import RECIPES
+from shardwise.planner.job import PlanJob, Strategy
+from shardwise.schedule.registry import RECIPES
 
 # gpipe and naive keep and wait at least as much as 1f1b.
 _SCHEDULES: Final = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
@@ -47,7 +47,7 @@ _MIN_TOKENS: Final = 128
 _CROWDED_SHARE: Final = 0.2
 
 
-class Outline(NamedTuple):
+class ParallelismCandidate(NamedTuple):
     """What is computed where and when; fields as those of `Strategy`, and the ranks that take different samples."""
 
     pp: int
@@ -71,7 +71,7 @@ class Outline(NamedTuple):
         return *split, self.micro_size, self.recompute, self.recompute_every
 
 
-class Rest(NamedTuple):
+class PlacementCandidate(NamedTuple):
     """Where states rest; fields as those of `Strategy`."""
 
     zero_stage: int
@@ -98,7 +98,7 @@ def _no_pins() -> Mapping[str, tuple[Any, ...]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Space:
+class SearchSpace:
     """What is searched.
 
     Attributes:
@@ -128,7 +128,7 @@ class Space:
         return name not in self.pins or value in self.pins[name]
 
 
-def outlines(job: Job, space: Space) -> Iterator[Outline]:
+def candidates(job: PlanJob, space: SearchSpace) -> Iterator[ParallelismCandidate]:
     """Every outline of a job that the engine runs; `num_gpus` of the cluster all take part."""
     num_gpus = job.cluster.num_gpus
     for tp in _tensor_sizes(job, space):
@@ -144,7 +144,7 @@ def outlines(job: Job, space: Space) -> Iterator[Outline]:
                 for micro_size in _micro_sizes(job, space, each_batch, cp):
                     for schedule, virtual_stages in _schedules(job, space, pp):
                         for recompute, every in _recomputes(space):
-                            yield Outline(
+                            yield ParallelismCandidate(
                                 pp,
                                 num_data_ranks,
                                 cp,
@@ -161,14 +161,14 @@ def outlines(job: Job, space: Space) -> Iterator[Outline]:
                             )
 
 
-def why_none(job: Job, space: Space) -> str:
+def why_none(job: PlanJob, space: SearchSpace) -> str:
     """What leaves a job without an outline: a pin without which there is one, else batch and cluster."""
     none = f"no layout of {job.cluster.num_gpus} GPUs goes with"
     for key, name in KEYS.items():
         if name not in space.pins:
             continue
         fewer = replace(space, pins={other: values for other, values in space.pins.items() if other != name})
-        if next(outlines(job, fewer), None) is not None:
+        if next(candidates(job, fewer), None) is not None:
             values = ",".join(str(each).lower() for each in space.pins[name])
             beside = " beside what else is pinned" if len(space.pins) > 1 else ""
             return f"{none} {key}={values}{beside}; give another value, or leave it out"
@@ -176,23 +176,23 @@ def why_none(job: Job, space: Space) -> str:
     return f"{none} a global batch of {job.global_batch} and what is pinned; {cure}"
 
 
-def rests(job: Job, space: Space, outline: Outline) -> tuple[Rest, ...]:
+def rests(job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate) -> tuple[PlacementCandidate, ...]:
     """Every way in which the states of an outline may rest, those off the devices last."""
     found = []
-    for tiers in _all_tiers(job, space, outline):
+    for tiers in _all_tiers(job, space, candidate):
         is_away = tiers[:3] != ("device", "device", "device")
         for stage in space.of("zero_stage", (0, 1, 2, 3)):
-            for gather in _gathers(space, outline, stage):
-                for dp_shard in _shard_sizes(job, space, outline, stage, is_away):
-                    rest = Rest(stage, dp_shard, gather, *tiers)
-                    if _is_legal(space, outline, rest):
+            for gather in _gathers(space, candidate, stage):
+                for dp_shard in _shard_sizes(job, space, candidate, stage, is_away):
+                    rest = PlacementCandidate(stage, dp_shard, gather, *tiers)
+                    if _is_legal(space, candidate, rest):
                         found.append(rest)
     return tuple(found)
 
 
-def strategy_at(outline: Outline, rest: Rest, base: Strategy) -> Strategy:
+def strategy_at(candidate: ParallelismCandidate, rest: PlacementCandidate, base: Strategy) -> Strategy:
     """The strategy of an outline and of where its states rest."""
-    values = outline._asdict() | rest._asdict()
+    values = candidate._asdict() | rest._asdict()
     num_data_ranks = values.pop("num_data_ranks")
     taken = {name: getattr(base, name) for name in ("param", "reduce", "accumulate", "matmul", "chunk_tokens", "ep")}
     return Strategy(**values, **taken, dp_replicate=num_data_ranks // rest.dp_shard)
@@ -208,23 +208,23 @@ def divisors(number: int) -> list[int]:
     return sorted({*low, *(number // each for each in low)})
 
 
-def is_legal(job: Job, strategy: Strategy) -> bool:
+def is_legal(job: PlanJob, strategy: Strategy) -> bool:
     """Whether the engine runs a strategy on all GPUs of the job, and no other strategy is the same."""
     if strategy.num_ranks != job.cluster.num_gpus or strategy.global_batch != job.global_batch:
         return False
     pins = {name: (getattr(strategy, name),) for name in KEYS.values()}
     names = ("param", "reduce", "accumulate", "chunk_tokens")
-    space = Space(base=strategy, pins={key: value for key, value in pins.items() if key not in names})
-    return any(rests(job, space, outline) for outline in outlines(job, space))
+    space = SearchSpace(base=strategy, pins={key: value for key, value in pins.items() if key not in names})
+    return any(rests(job, space, candidate) for candidate in candidates(job, space))
 
 
-def are_states_crowded(job: Job, base: Strategy) -> bool:
+def are_states_crowded(job: PlanJob, base: Strategy) -> bool:
     """Whether the states are no small part of the devices, even where all of them share."""
     state_bytes = 16.0 if base.param in ("bf16", "fp16") else 20.0
     return state_bytes * job.shape.num_params / job.cluster.num_gpus > _CROWDED_SHARE * job.cluster.gpu.memory_bytes
 
 
-def _tensor_sizes(job: Job, space: Space) -> list[int]:
+def _tensor_sizes(job: PlanJob, space: SearchSpace) -> list[int]:
     shape, gpu = job.shape, job.cluster.gpu
     domain = max(job.cluster.gpus_per_node, gpu.link_domain if gpu.link_bytes_per_s else 1)
     ffn_sizes = {shape.ffn_size} if shape.experts is None else {shape.experts.ffn_size}
@@ -238,7 +238,7 @@ def _tensor_sizes(job: Job, space: Space) -> list[int]:
     ]
 
 
-def _contexts(job: Job, space: Space, tp: int) -> Iterator[tuple[int, str, int | None]]:
+def _contexts(job: PlanJob, space: SearchSpace, tp: int) -> Iterator[tuple[int, str, int | None]]:
     """How sequences are split; with more than one rank each needs two equal parts of them."""
     domain = max(1, job.cluster.gpus_per_node // tp)
     most = min(job.cluster.num_gpus // tp, job.seq_len // _MIN_TOKENS)
@@ -266,26 +266,26 @@ def _contexts(job: Job, space: Space, tp: int) -> Iterator[tuple[int, str, int |
                     yield cp, transport, team
 
 
-def _exchanges(job: Job, tp: int, size: int) -> bool:
-    """Whether that many ranks can exchange heads; as `shardwise.context.heads` says."""
+def _exchanges(job: PlanJob, tp: int, size: int) -> bool:
+    """Whether that many ranks can exchange heads; as `shardwise.context.ulysses` says."""
     own, own_kv = job.shape.num_heads // tp, max(1, job.shape.num_kv_heads // tp)
     return own % size == 0 and (own_kv % size == 0 or size % own_kv == 0)
 
 
-def _sequence_parallel(job: Job, space: Space, tp: int, cp: int) -> bool | None:
+def _sequence_parallel(job: PlanJob, space: SearchSpace, tp: int, cp: int) -> bool | None:
     """Wherever it can be, since it takes less memory and as many bytes on the wire; None where a pin is against it."""
     can_be = tp > 1 and job.seq_len % (tp * cp) == 0
     wanted = can_be if space.allows("sequence_parallel", can_be) else not can_be
     return wanted if space.allows("sequence_parallel", wanted) and (can_be or not wanted) else None
 
 
-def _pipeline_sizes(job: Job, space: Space, num_ranks: int) -> list[int]:
+def _pipeline_sizes(job: PlanJob, space: SearchSpace, num_ranks: int) -> list[int]:
     most = min(num_ranks, job.shape.num_layers + 2)  # the embedding and the head may be stages of their own
     sizes = [each for each in divisors(num_ranks) if each <= most]
     return [each for each in space.of("pp", sizes) if each in sizes]
 
 
-def _micro_sizes(job: Job, space: Space, each_batch: int, cp: int) -> list[int]:
+def _micro_sizes(job: PlanJob, space: SearchSpace, each_batch: int, cp: int) -> list[int]:
     most = min(_MAX_MICRO_SIZE, max(1, _MAX_TOKENS * cp // job.seq_len))
     sizes = [each for each in divisors(each_batch) if each <= most or "micro_size" in space.pins]
     return [
@@ -295,13 +295,13 @@ def _micro_sizes(job: Job, space: Space, each_batch: int, cp: int) -> list[int]:
     ]
 
 
-def _schedules(job: Job, space: Space, pp: int) -> Iterator[tuple[str, int]]:
+def _schedules(job: PlanJob, space: SearchSpace, pp: int) -> Iterator[tuple[str, int]]:
     if pp == 1:
         if space.allows("virtual_stages", 1):
             yield "1f1b", 1
         return
     num_layers = job.shape.num_layers
-    splits_weights = not job.practice.is_compiled and space.base.chunk_tokens is None
+    splits_weights = not job.traits.is_compiled and space.base.chunk_tokens is None
     for schedule in space.of("schedule", _SCHEDULES):
         recipe = RECIPES[schedule]
         if recipe.splits_backward and not splits_weights:
@@ -318,7 +318,7 @@ def _schedules(job: Job, space: Space, pp: int) -> Iterator[tuple[str, int]]:
                 yield schedule, virtual_stages
 
 
-def _recomputes(space: Space) -> list[tuple[str, int]]:
+def _recomputes(space: SearchSpace) -> list[tuple[str, int]]:
     if "recompute_every" in space.pins:
         modes = space.of("recompute", ("none", "selective", "full"))
         pairs = [(mode, every) for mode in modes for every in space.pins["recompute_every"]]
@@ -326,7 +326,7 @@ def _recomputes(space: Space) -> list[tuple[str, int]]:
     return [(mode, every) for mode, every in RECOMPUTES if space.allows("recompute", mode)]
 
 
-def _all_tiers(job: Job, space: Space, outline: Outline) -> list[tuple[str, str, str, str]]:
+def _all_tiers(job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate) -> list[tuple[str, str, str, str]]:
     """Of parameters, gradients, optimizer and activations; those with less elsewhere first."""
     names = ("params_tier", "grads_tier", "optimizer_tier", "activations_tier")
     ladder = [("device", "device", "device")]
@@ -336,7 +336,7 @@ def _all_tiers(job: Job, space: Space, outline: Outline) -> list[tuple[str, str,
         if job.cluster.host.nvme_bytes:
             ladder += [("device", "host", "nvme"), ("host", "host", "nvme"), ("nvme", "host", "nvme")]
     # Of what a block keeps under selective recomputation its input is a small part: that is tried where it is pinned.
-    activations = ["device", "host"] if outline.recompute == "full" and offloads else ["device"]
+    activations = ["device", "host"] if candidate.recompute == "full" and offloads else ["device"]
     tried = [(*states, kept) for states in ladder for kept in activations]
     if any(name in space.pins for name in names):
         options = [space.of(name, sorted({each[index] for each in tried})) for index, name in enumerate(names)]
@@ -346,44 +346,48 @@ def _all_tiers(job: Job, space: Space, outline: Outline) -> list[tuple[str, str,
     return tried
 
 
-def _gathers(space: Space, outline: Outline, stage: int) -> Sequence[str]:
-    if outline.pp == 1 or stage < 3:
+def _gathers(space: SearchSpace, candidate: ParallelismCandidate, stage: int) -> Sequence[str]:
+    if candidate.pp == 1 or stage < 3:
         return [each for each in ("batch",) if space.allows("gather", each)]
     return space.of("gather", ("batch", "micro-batch"))
 
 
-def _shard_sizes(job: Job, space: Space, outline: Outline, stage: int, is_away: bool) -> list[int]:
+def _shard_sizes(
+    job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate, stage: int, is_away: bool
+) -> list[int]:
     """Of the group that shares states: a node's ranks, some nodes', all."""
-    every = divisors(outline.num_data_ranks)
+    every = divisors(candidate.num_data_ranks)
     if "dp_shard" in space.pins or "dp_replicate" in space.pins:
         return [
             each
             for each in every
-            if space.allows("dp_shard", each) and space.allows("dp_replicate", outline.num_data_ranks // each)
+            if space.allows("dp_shard", each) and space.allows("dp_replicate", candidate.num_data_ranks // each)
         ]
     if stage == 0:
         return every[-1:]
     if len(every) > 3:
-        in_node = max(1, job.cluster.gpus_per_node // (outline.cp * outline.tp))
+        in_node = max(1, job.cluster.gpus_per_node // (candidate.cp * candidate.tp))
         sizes = {in_node, 4 * in_node, 32 * in_node}
-        every = sorted({max(each for each in every if each <= size) for size in sizes} | {outline.num_data_ranks})
-    return [each for each in every if each * outline.cp > 1 or (is_away and outline.num_data_ranks * outline.cp == 1)]
+        every = sorted({max(each for each in every if each <= size) for size in sizes} | {candidate.num_data_ranks})
+    return [
+        each for each in every if each * candidate.cp > 1 or (is_away and candidate.num_data_ranks * candidate.cp == 1)
+    ]
 
 
-def _is_legal(space: Space, outline: Outline, rest: Rest) -> bool:
+def _is_legal(space: SearchSpace, candidate: ParallelismCandidate, rest: PlacementCandidate) -> bool:
     """What the engine refuses, and what it runs as another stage's strategy."""
     is_away = rest.tiers[:3] != ("device", "device", "device")
     if is_away and rest.zero_stage == 0:
         return False
     if rest.params_tier != "device" and rest.zero_stage != 3:
         return False
-    if rest.activations_tier != "device" and outline.recompute == "none":
+    if rest.activations_tier != "device" and candidate.recompute == "none":
         return False  # only the inputs of blocks that run again are moved
     if "zero_stage" in space.pins:
         return True
-    if is_away and outline.num_data_ranks * outline.cp == 1:  # nothing is split: stages differ in what may be away
+    if is_away and candidate.num_data_ranks * candidate.cp == 1:  # nothing is split: stages differ in what may be away
         return rest.zero_stage == (3 if rest.params_tier != "device" else 2 if rest.grads_tier != "device" else 1)
-    is_stage_1 = outline.pp > 1 and rest.grads_tier == "device"
+    is_stage_1 = candidate.pp > 1 and rest.grads_tier == "device"
     if rest.zero_stage == 2 and is_stage_1:
         return False
     return not (rest.zero_stage == 1 and rest.grads_tier != "device")

@@ -4,9 +4,9 @@ A group lies over levels: devices that links join (NVLink), devices of a node (P
 of them crosses each level's border as often as it must, and moves through it what the level's ranks share; the slowest
 level bounds it, since data flows through all of them at once.
 
->>> from shardwise.planner.catalogue import find_gpu
+>>> from shardwise.planner.hardware import find_gpu
 >>> h100 = find_gpu("h100")
->>> network = Network(Cluster(gpu=h100, num_gpus=64, gpus_per_node=8, nic_bytes_per_s=h100.nic_bytes_per_s))
+>>> network = NetworkModel(Cluster(gpu=h100, num_gpus=64, gpus_per_node=8, nic_bytes_per_s=h100.nic_bytes_per_s))
 >>> [level.num_ranks for level in network.levels(num_ranks=32, stride=2)]   # 4 of each node, 8 nodes
 [4, 8]
 >>> in_node, over_nodes = network.collective_s("all_gather", 2**30, 8), network.collective_s("all_gather", 2**30, 16)
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Literal, get_args
 
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 from shardwise.planner.hardware import Cluster
 
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
@@ -53,7 +53,7 @@ _Table = tuple[tuple[float, float], ...]  # bytes and seconds, ascending
 
 
 @dataclass(frozen=True)
-class Level:
+class NetworkLevel:
     """A part of a group's way.
 
     Attributes:
@@ -67,7 +67,7 @@ class Level:
     hop_s: float
 
 
-class Network:
+class NetworkModel:
     """Times of collectives on one cluster; keeps those that were asked for.
 
     Args:
@@ -79,7 +79,7 @@ class Network:
         self.cluster = cluster
         self._collisions = collisions
         self._known: dict[tuple[str, float, int, int], float] = {}
-        self._levels: dict[tuple[int, int], tuple[Level, ...]] = {}
+        self._levels: dict[tuple[int, int], tuple[NetworkLevel, ...]] = {}
         self._tables = _read_tables(cluster)
         gpu = cluster.gpu
         share, pcie = gpu.fitted.network_share, PCIE_SHARE * (gpu.host_bytes_per_s or PLAIN_HOST_BYTES_PER_S)
@@ -119,21 +119,21 @@ class Network:
             found = self._known[key] = self._modelled_s(*key) if measured is None else measured
         return found
 
-    def levels(self, num_ranks: int, stride: int) -> tuple[Level, ...]:
+    def levels(self, num_ranks: int, stride: int) -> tuple[NetworkLevel, ...]:
         """The levels that a group lies over, the innermost first; those that join nothing are left out."""
         found = self._levels.get((num_ranks, stride))
         if found is None:
             found = self._levels[num_ranks, stride] = tuple(self._find_levels(num_ranks, stride))
         return found
 
-    def _find_levels(self, num_ranks: int, stride: int) -> list[Level]:
+    def _find_levels(self, num_ranks: int, stride: int) -> list[NetworkLevel]:
         levels, left, width = [], num_ranks, stride
         for index, (size, bytes_per_s, hop_s) in enumerate(self._tiers):
             most = left if math.isinf(size) else max(1, int(size) // width)
             num_groups = math.ceil(left / min(left, most))
             joined = math.ceil(left / num_groups)  # evenly, where a domain is not a whole number of groups
             if joined > 1:
-                levels.append(Level(joined, bytes_per_s * self._reached_share(index, joined), hop_s))
+                levels.append(NetworkLevel(joined, bytes_per_s * self._reached_share(index, joined), hop_s))
             left, width = num_groups, width * joined
         return levels
 

@@ -20,11 +20,11 @@ from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any, Final
 
-from shardwise.config import Config, ConfigError, ModelConfig
+from shardwise.config.resolve import Config, ConfigError, ModelConfig
 from shardwise.models.decoder import DecoderConfig
 from shardwise.models.presets import PRESETS, decoder_config
 from shardwise.planner.hardware import Cluster
-from shardwise.planner.job import SHARDWISE, Job, Strategy
+from shardwise.planner.job import SHARDWISE, PlanJob, Strategy
 from shardwise.planner.shape import ModelShape
 
 KEYS: Final[Mapping[str, str]] = MappingProxyType(
@@ -102,7 +102,7 @@ def strategy_of(config: Config, world_size: int) -> Strategy:
     return Strategy(**values)
 
 
-def job_of(config: Config, cluster: Cluster) -> Job:
+def job_of(config: Config, cluster: Cluster) -> PlanJob:
     """The job that a config's model, data and batch say.
 
     Args:
@@ -116,23 +116,23 @@ def job_of(config: Config, cluster: Cluster) -> Job:
     decoder = decoder_config(resolved.model, max_seq_len=resolved.data.seq_len, attention=resolved.attention)
     shape = ModelShape.of_decoder(decoder, name=resolved.model.preset)
     window = _window(resolved)
-    practice = replace(
+    traits = replace(
         SHARDWISE,
         is_compiled=resolved.compile.enabled,
         overlaps_data=resolved.zero.overlap,
         overlaps_tensor=resolved.tensor.overlap_chunks > 1,
     )
-    return Job(
+    return PlanJob(
         shape=shape if window is None else replace(shape, window=window),
         seq_len=resolved.data.seq_len,
         global_batch=resolved.batch.global_size or 1,
         cluster=cluster,
-        practice=practice,
+        traits=traits,
         optimizer=resolved.optimizer.name,
     )
 
 
-def config_of(job: Job, strategy: Strategy, base: Config | None = None) -> Config:
+def config_of(job: PlanJob, strategy: Strategy, base: Config | None = None) -> Config:
     """The config that `shardwise train` runs a strategy by.
 
     Args:
@@ -201,7 +201,7 @@ def pins_of(assignments: Sequence[str]) -> dict[str, tuple[Any, ...]]:
     >>> pins_of(["mesh.tq=4"])
     Traceback (most recent call last):
         ...
-    shardwise.config.ConfigError: mesh.tq is nothing that the planner chooses; did you mean mesh.tp?
+    shardwise.config.resolve.ConfigError: mesh.tq is nothing that the planner chooses; did you mean mesh.tp?
 
     Raises:
         ConfigError: the planner chooses no such key, or the config has no such value.

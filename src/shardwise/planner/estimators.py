@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.config import Config, ConfigError, Tier
+from shardwise.config.resolve import Config, ConfigError, Tier
 from shardwise.layout.layout import Layout, build_layout
+from shardwise.layout.param_groups import ROOT
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.layout.skeleton import ROOT
 from shardwise.planner.hardware import GIB
 
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from shardwise.config import Dtype
-from shardwise.planner.capacity import USUAL_MARGIN, shortfall
+from shardwise.config.resolve import Dtype
 from shardwise.planner.hardware import Cluster
-from shardwise.planner.job import Job, Strategy
+from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
+from shardwise.planner.memory_limit import USUAL_MARGIN, shortfall
 from shardwise.planner.neighbours import CHUNK_TOKENS
 from shardwise.planner.shape import ModelShape
 
@@ -29,7 +29,7 @@ _MOST_LENGTHS: Final = 16_384
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
+class FitSetup:
     """One way to split a job over all GPUs, by name."""
 
     name: str
@@ -46,7 +46,7 @@ class Fit:
         seq_len: tokens of a sequence of the asked model, one sample.
     """
 
-    setup: Setup
+    setup: FitSetup
     shape: ModelShape | None
     micro_size: int | None = None
     seq_len: int | None = None
@@ -87,32 +87,32 @@ def family_shape(num_heads: int) -> ModelShape:
     )
 
 
-def setups(cluster: Cluster, param: Dtype = "bf16") -> Iterator[Setup]:
+def setups(cluster: Cluster, param: Dtype = "bf16") -> Iterator[FitSetup]:
     """Ways to split a job that people know, from the simplest to the one that holds most."""
     ranks = cluster.num_gpus
     whole = replace(Strategy(dp_shard=ranks), param=param)
     if ranks > 1:
-        yield Setup(name="DDP", strategy=whole)
-        yield Setup(name="ZeRO-1", strategy=replace(whole, zero_stage=1))
-        yield Setup(name="ZeRO-2", strategy=replace(whole, zero_stage=2))
-        yield Setup(name="ZeRO-3", strategy=replace(whole, zero_stage=3))
+        yield FitSetup(name="DDP", strategy=whole)
+        yield FitSetup(name="ZeRO-1", strategy=replace(whole, zero_stage=1))
+        yield FitSetup(name="ZeRO-2", strategy=replace(whole, zero_stage=2))
+        yield FitSetup(name="ZeRO-3", strategy=replace(whole, zero_stage=3))
     else:
-        yield Setup(name="on the device", strategy=whole)
+        yield FitSetup(name="on the device", strategy=whole)
     saving = replace(whole, zero_stage=3, recompute="full")
-    yield Setup(name="... recompute full" if ranks > 1 else "recompute full", strategy=saving)
+    yield FitSetup(name="... recompute full" if ranks > 1 else "recompute full", strategy=saving)
     team = min(cluster.gpus_per_node, max(1, cluster.gpu.link_domain), 8)
     if team > 1 and ranks % team == 0:
         tensor = replace(saving, tp=team, dp_shard=ranks // team, sequence_parallel=True)
-        yield Setup(name=f"... TP {team}+SP", strategy=tensor)
-        yield Setup(name=f"... CP {team}", strategy=replace(saving, cp=team, dp_shard=ranks // team))
-    yield Setup(name="... in chunks", strategy=replace(saving, chunk_tokens=CHUNK_TOKENS))
+        yield FitSetup(name=f"... TP {team}+SP", strategy=tensor)
+        yield FitSetup(name=f"... CP {team}", strategy=replace(saving, cp=team, dp_shard=ranks // team))
+    yield FitSetup(name="... in chunks", strategy=replace(saving, chunk_tokens=CHUNK_TOKENS))
     host = replace(saving, optimizer_tier="host")
-    yield Setup(name="... optimizer on host", strategy=host)
+    yield FitSetup(name="... optimizer on host", strategy=host)
     away = replace(host, params_tier="host", grads_tier="host", activations_tier="host", chunk_tokens=CHUNK_TOKENS)
-    yield Setup(name="... chunks, all on host", strategy=away)
+    yield FitSetup(name="... chunks, all on host", strategy=away)
     if cluster.host.nvme_bytes > 0:
         on_disk = replace(away, params_tier="nvme", grads_tier="nvme", optimizer_tier="nvme")
-        yield Setup(name="... chunks, states on NVMe", strategy=on_disk)
+        yield FitSetup(name="... chunks, states on NVMe", strategy=on_disk)
 
 
 def fit(
@@ -163,5 +163,5 @@ class _Holds:
 
     def holds(self, shape: ModelShape, seq_len: int, micro_size: int) -> bool:
         strategy = replace(self._strategy, micro_size=micro_size)
-        job = Job(shape=shape, seq_len=seq_len, global_batch=strategy.global_batch, cluster=self._cluster)
+        job = PlanJob(shape=shape, seq_len=seq_len, global_batch=strategy.global_batch, cluster=self._cluster)
         return shortfall(MemoryModel(job).estimate(strategy), self._cluster, self._margin_share) is None

@@ -6,10 +6,16 @@ Speeds are in bytes or FLOPs a second, in one direction of a link, of one device
 
 from __future__ import annotations
 
+import difflib
+import re
+import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
 
+from shardwise.config.resolve import ConfigError, read_toml
 from shardwise.planner.profile import Profile
 
 CPU: Final = "cpu"
@@ -18,7 +24,7 @@ GIB: Final = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fitted:
+class FittedConstants:
     """What is fitted to published runs: at most these three numbers for each device, and none for a source.
 
     Attributes:
@@ -33,7 +39,7 @@ class Fitted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gpu:
+class GpuSpec:
     """One device, by its data sheet; a field that is not known is 0 or missing.
 
     Attributes:
@@ -65,7 +71,7 @@ class Gpu:
     nic_bytes_per_s: float = 0.0
     num_cores: int = 0
     price_per_hour: float = 0.0
-    fitted: Fitted = Fitted()
+    fitted: FittedConstants = FittedConstants()
 
     @property
     def is_cpu(self) -> bool:
@@ -95,9 +101,280 @@ class Cluster:
         profile: what was measured here; where it has a table, that is asked first.
     """
 
-    gpu: Gpu
+    gpu: GpuSpec
     num_gpus: int
     gpus_per_node: int
     nic_bytes_per_s: float
     host: Host = Host()
     profile: Profile | None = None
+
+
+# Words of a device's name that say nothing of which it is.
+_NOISE: Final = frozenset(
+    {"nvidia", "amd", "instinct", "geforce", "tesla", "quadro", "rtx", "gpu", "generation", "gb", "superchip", "nvl72"}
+)
+_FORMS: Final = re.compile(r"sxm\d?|pcie|nvl|hbm\d\w?|oam|leonardo")
+_SIZE: Final = re.compile(r"(\d{1,3})(?:gb|gib|g)?")
+# More is the memory of the host's half of a superchip.
+_MAX_SIZE_GB: Final = 300
+
+
+@dataclass(frozen=True)
+class CatalogueEntry:
+    """One device as `catalogue.toml` has it.
+
+    Attributes:
+        model: the words that a name must have, and no others but noise, a size and forms.
+        sold_gb: the memory that its name gives.
+        forms: words that tell it from others of its model.
+        sources: where each figure is from.
+    """
+
+    gpu: GpuSpec
+    model: frozenset[str]
+    sold_gb: int
+    forms: frozenset[str]
+    sources: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Words:
+    """A name taken apart."""
+
+    model: frozenset[str]
+    size_gb: int | None
+    forms: frozenset[str]
+
+
+def find_gpu(name: str) -> GpuSpec:
+    """The device that a name means: the catalogue's own, a driver's, or a paper's.
+
+    Args:
+        name: such as `h100`, `A100-80GB`, `NVIDIA GeForce RTX 4090`; where it leaves the size or the form open, the
+            usual one is taken.
+
+    Raises:
+        ConfigError: no such device is known.
+    """
+    found = known_gpu(name)
+    if found is not None:
+        return found
+    close = difflib.get_close_matches(name.lower(), GPUS, n=1, cutoff=0.5)
+    cure = f"did you mean {close[0]}?" if close else f"use one of {', '.join(GPUS)}"
+    raise ConfigError(f"{name} is no device that the planner knows; {cure}")
+
+
+def known_gpu(name: str) -> GpuSpec | None:
+    """The same, or None where none is known.
+
+    >>> known_gpu("NVIDIA RTX A4000") is None
+    True
+    """
+    if name in ENTRIES:
+        return ENTRIES[name].gpu
+    words = _words_of(name)
+    alike = [entry for entry in ENTRIES.values() if entry.model == words.model]
+    return min(alike, key=lambda entry: _distance(entry, words)).gpu if alike else None
+
+
+def _distance(entry: CatalogueEntry, words: _Words) -> tuple[float, bool, int]:
+    """Of a device of the right model: the size counts first, then whether a form is named, then one that is not."""
+    size = 0.0 if words.size_gb is None else abs(entry.sold_gb / words.size_gb - 1)
+    return size, bool(words.forms) and not words.forms & entry.forms, len(words.forms - entry.forms)
+
+
+def _words_of(name: str) -> _Words:
+    """Leave out what stands in brackets and the count of `8xA100`."""
+    bare = re.sub(r"\(.*?\)", " ", name.lower())
+    bare = re.sub(r"^\s*\d+\s*x\s*", "", bare)
+    words = [word for word in re.findall(r"[a-z0-9]+", re.sub(r"rtx(?=\d)", "rtx ", bare)) if word not in _NOISE]
+    sizes = [match for word in words if (match := _SIZE.fullmatch(word))]
+    forms = frozenset(word for word in words if _FORMS.fullmatch(word))
+    used = forms | {match[0] for match in sizes}
+    sizes_gb = [int(match[1]) for match in sizes if int(match[1]) <= _MAX_SIZE_GB]
+    return _Words(frozenset(words) - used, sizes_gb[0] if sizes_gb else None, forms)
+
+
+def _read_entries(path: Path) -> Mapping[str, CatalogueEntry]:
+    """All devices of a file, in its order."""
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    sources = tables.pop("sources")
+    return MappingProxyType({name: _entry(name, table, sources) for name, table in tables.items()})
+
+
+def _entry(name: str, table: Mapping[str, Any], sources: Mapping[str, str]) -> CatalogueEntry:
+    device = GpuSpec(
+        name=name,
+        memory_bytes=table["memory_gib"] * GIB,
+        memory_bytes_per_s=table["memory_gb_per_s"] * 1e9,
+        peak_flops_per_s=_tera(table["peak_tflops"]),
+        ceiling_flops_per_s=_tera(table.get("ceiling_tflops", {})),
+        link_bytes_per_s=table.get("link_gb_per_s", 0.0) * 1e9,
+        link_domain=table.get("link_domain", 1),
+        has_pairwise_links=table.get("has_pairwise_links", False),
+        host_bytes_per_s=table["host_gb_per_s"] * 1e9,
+        nic_bytes_per_s=table["nic_gb_per_s"] * 1e9,
+        num_cores=table["num_cores"],
+        price_per_hour=table.get("price_per_hour", 0.0),
+        fitted=FittedConstants(**table.get("fitted", {})),
+    )
+    return CatalogueEntry(
+        gpu=device,
+        model=frozenset(table["model"].split()),
+        sold_gb=table["sold_gb"],
+        forms=frozenset(table["forms"]),
+        sources=MappingProxyType({figure: sources[key] for figure, key in table["source"].items()}),
+    )
+
+
+def _tera(flops: Mapping[str, float]) -> dict[str, float]:
+    return {dtype: value * 1e12 for dtype, value in flops.items()}
+
+
+ENTRIES: Final = _read_entries(Path(__file__).with_name("catalogue.toml"))
+GPUS: Final[Mapping[str, GpuSpec]] = MappingProxyType({name: entry.gpu for name, entry in ENTRIES.items()})
+
+_COUNT: Final = re.compile(r"(?:(\d+)x)?(\d+)")
+# Of a device whose links join more than a node has.
+_NODE_OF_RACKS: Final = 4
+_USUAL_NODE: Final = 8
+
+# By key of a cluster's file: the field, and what its unit is in the field's.
+_GPU_KEYS: Final = (
+    ("memory_gib", "memory_bytes", GIB),
+    ("memory_gb_per_s", "memory_bytes_per_s", 1e9),
+    ("link_gb_per_s", "link_bytes_per_s", 1e9),
+    ("link_domain", "link_domain", 1),
+    ("host_link_gb_per_s", "host_bytes_per_s", 1e9),
+    ("price_per_hour", "price_per_hour", 1),
+)
+_HOST_KEYS: Final = (
+    ("host_memory_gib", "memory_bytes", GIB),
+    ("host_memory_gb_per_s", "memory_bytes_per_s", 1e9),
+    ("host_cores", "num_cores", 1),
+    ("nvme_gib", "nvme_bytes", GIB),
+    ("nvme_read_gb_per_s", "nvme_read_bytes_per_s", 1e9),
+    ("nvme_write_gb_per_s", "nvme_write_bytes_per_s", 1e9),
+)
+_COUNT_KEYS: Final = ("gpu", "num_gpus", "num_nodes", "gpus_per_node", "nic_gbps")
+KEYS: Final = (*_COUNT_KEYS, *(key for key, _, _ in (*_GPU_KEYS, *_HOST_KEYS)))
+"""What a cluster's file may say; `nic_gbps` is one GPU's share of the network, in gigabits a second."""
+
+
+def parse_cluster(text: str) -> Cluster:
+    """The cluster that a user means.
+
+    Args:
+        text: `GPU:NUM_GPUS`, `GPU:NUM_NODESxGPUS_PER_NODE`, or the path of a TOML file.
+
+    Raises:
+        ConfigError: there is no such device or file, or a number cannot be.
+    """
+    if text.endswith(".toml"):
+        return _read_cluster(Path(text))
+    name, _, count = text.partition(":")
+    device = find_gpu(name)
+    found = _COUNT.fullmatch(count)
+    if found is None:
+        usual = f"{device.name}:512, or {device.name}:64x8 for 64 nodes of 8"
+        raise ConfigError(f"{text} names no number of GPUs; write {usual}")
+    last = int(found[2])
+    if found[1] is not None:
+        return _cluster(in_nodes_of(last, device), int(found[1]) * last, last, text)
+    return _cluster(device, last, min(last, usual_node(device)), text)
+
+
+def usual_node(gpu: GpuSpec) -> int:
+    """Devices of a node as it is usually built.
+
+    >>> usual_node(find_gpu("h100")), usual_node(find_gpu("gb200"))
+    (8, 4)
+    """
+    return _NODE_OF_RACKS if gpu.link_domain > _USUAL_NODE else _USUAL_NODE
+
+
+def in_nodes_of(gpus_per_node: int, gpu: GpuSpec) -> GpuSpec:
+    """The device, its links joining no more than its node, unless they are of those that leave it.
+
+    >>> [in_nodes_of(4, find_gpu(name)).link_domain for name in ("h200", "gb200", "a40")]
+    [4, 72, 2]
+    """
+    if gpu.link_domain > _USUAL_NODE:
+        return gpu
+    return replace(gpu, link_domain=min(gpu.link_domain, max(1, gpus_per_node)))
+
+
+def _cluster(device: GpuSpec, num_gpus: int, gpus_per_node: int, source: str) -> Cluster:
+    if num_gpus < 1 or gpus_per_node < 1:
+        raise ConfigError(f"{source} holds no GPU; give at least 1")
+    if num_gpus % gpus_per_node:
+        below = num_gpus // gpus_per_node * gpus_per_node
+        nearest = ", ".join(str(each) for each in (below, below + gpus_per_node) if each)
+        raise ConfigError(
+            f"{source}: {num_gpus} GPUs do not fill nodes of {gpus_per_node}; nearest: {nearest}, or say nodes x GPUs, "
+            f"as in {device.name}:2x{max(1, num_gpus // 2)}"
+        )
+    return Cluster(gpu=device, num_gpus=num_gpus, gpus_per_node=gpus_per_node, nic_bytes_per_s=device.nic_bytes_per_s)
+
+
+def _read_cluster(path: Path) -> Cluster:
+    values = read_toml(path)
+    for key, value in values.items():
+        if key not in KEYS:
+            close = difflib.get_close_matches(key, KEYS, n=1)
+            cure = f"did you mean {close[0]}?" if close else f"keys are {', '.join(KEYS)}"
+            raise ConfigError(f"{path.name}: {key} is no key of a cluster; {cure}")
+        if key == "gpu":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise ConfigError(f"{path.name}: {key}={value!r} must be a number >= 0; mend it there")
+    if not isinstance(values.get("gpu"), str):
+        raise ConfigError(f'{path.name} names no device; add gpu = "h100", or another of {", ".join(GPUS)}')
+    device = find_gpu(values["gpu"])
+    per_node = _whole(values, "gpus_per_node", path, usual_node(device))
+    num_nodes = _whole(values, "num_nodes", path, 0)
+    num_gpus = _whole(values, "num_gpus", path, num_nodes * per_node)
+    if not num_gpus:
+        raise ConfigError(f"{path.name} names no number of GPUs; add num_gpus = 512, or num_nodes = 64")
+    if num_nodes and num_gpus != num_nodes * per_node:
+        raise ConfigError(
+            f"{path.name}: num_gpus={num_gpus} is not num_nodes {num_nodes} x gpus_per_node {per_node} = "
+            f"{num_nodes * per_node}; leave one of them out"
+        )
+    if "gpus_per_node" not in values:
+        per_node = min(per_node, num_gpus)
+    elif "link_domain" not in values:
+        device = in_nodes_of(per_node, device)
+    cluster = _cluster(replace(device, **_fields(values, _GPU_KEYS)), num_gpus, per_node, path.name)
+    nic = values["nic_gbps"] * 1e9 / 8 if "nic_gbps" in values else cluster.nic_bytes_per_s
+    return replace(cluster, nic_bytes_per_s=nic, host=replace(Host(), **_fields(values, _HOST_KEYS)))
+
+
+def _fields(values: Mapping[str, Any], keys: tuple[tuple[str, str, float], ...]) -> dict[str, Any]:
+    return {name: values[key] * unit for key, name, unit in keys if key in values}
+
+
+def _whole(values: Mapping[str, Any], key: str, path: Path, default: int) -> int:
+    value = values.get(key, default)
+    if not isinstance(value, int):
+        raise ConfigError(f"{path.name}: {key}={value!r} must be a whole number; mend it there")
+    return value
+
+
+def cluster_words(cluster: Cluster) -> str:
+    """A cluster in a few words.
+
+    >>> cluster_words(parse_cluster("h100:64x8"))
+    '512 x h100 in 64 nodes of 8, 79 GiB each, links 450 GB/s, network 400 Gb/s a GPU'
+    """
+    gpu, num_nodes = cluster.gpu, cluster.num_gpus // cluster.gpus_per_node
+    if gpu.is_cpu:
+        ranks = "1 process" if cluster.num_gpus == 1 else f"{cluster.num_gpus} processes"
+        return f"{ranks} on this machine's CPU, {gpu.memory_bytes / GIB:.1f} GiB each"
+    nodes = "1 node" if num_nodes == 1 else f"{num_nodes:,} nodes of {cluster.gpus_per_node}"
+    words = [f"{cluster.num_gpus:,} x {gpu.name} in {nodes}", f"{gpu.memory_bytes / GIB:.0f} GiB each"]
+    if gpu.link_bytes_per_s:
+        words.append(f"links {gpu.link_bytes_per_s / 1e9:.0f} GB/s")
+    if num_nodes > 1 and cluster.nic_bytes_per_s:
+        words.append(f"network {cluster.nic_bytes_per_s * 8 / 1e9:.0f} Gb/s a GPU")
+    return ", ".join(words)

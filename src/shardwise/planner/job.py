@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from shardwise.config import Dtype, Tier
+from shardwise.config.resolve import Dtype, Tier
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.shape import ModelShape
 
@@ -89,7 +89,7 @@ class Strategy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Practice:
+class FrameworkTraits:
     """Facts about the code that runs a job, which change what it holds and how long it takes.
 
     Attributes:
@@ -160,11 +160,11 @@ class Practice:
     is_own: bool = True
 
 
-SHARDWISE: Final = Practice()
+SHARDWISE: Final = FrameworkTraits()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class PlanJob:
     """What is to be trained, where.
 
     Attributes:
@@ -178,7 +178,7 @@ class Job:
     seq_len: int
     global_batch: int
     cluster: Cluster
-    practice: Practice = SHARDWISE
+    traits: FrameworkTraits = SHARDWISE
     optimizer: str = "adamw"
 
     @property

@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from shardwise.config import ConfigError
-from shardwise.planner.catalogue import known_gpu
-from shardwise.planner.hardware import CPU, Cluster, Fitted, Gpu, Host
+from shardwise.config.resolve import ConfigError
+from shardwise.planner.hardware import CPU, Cluster, FittedConstants, GpuSpec, Host, known_gpu
 from shardwise.planner.profile import Profile
 
 _UNKNOWN_BYTES_PER_S: Final = 1e9
@@ -54,13 +53,13 @@ def reached_flops_per_s(profile: Profile) -> Mapping[str, float]:
     return reached
 
 
-def _cpu(profile: Profile, num_ranks: int) -> Gpu:
+def _cpu(profile: Profile, num_ranks: int) -> GpuSpec:
     """A rank's share of the host, as if it were a device: nothing is lost between what was measured and what holds."""
     reached = reached_flops_per_s(profile)
     if not reached:
         raise ConfigError("the profile has no matrix product; run shardwise doctor --calibrate")
     copied = profile.copy_bytes_per_s("host", "host") or profile.stream_bytes_per_s or _UNKNOWN_BYTES_PER_S
-    return Gpu(
+    return GpuSpec(
         name=CPU,
         memory_bytes=profile.memory_bytes / num_ranks,
         memory_bytes_per_s=profile.stream_bytes_per_s or copied,
@@ -71,11 +70,11 @@ def _cpu(profile: Profile, num_ranks: int) -> Gpu:
         host_bytes_per_s=copied,
         nic_bytes_per_s=_link_bytes_per_s(profile),
         num_cores=profile.num_threads,
-        fitted=Fitted(matmul_share=1.0, memory_share=1.0, network_share=1.0),
+        fitted=FittedConstants(matmul_share=1.0, memory_share=1.0, network_share=1.0),
     )
 
 
-def _gpu(profile: Profile) -> Gpu:
+def _gpu(profile: Profile) -> GpuSpec:
     """The catalogue's device, with what was measured of it; one that is not there has what was measured alone."""
     reached = reached_flops_per_s(profile)
     stream = profile.stream_bytes_per_s
@@ -83,13 +82,13 @@ def _gpu(profile: Profile) -> Gpu:
     if known is None:
         if not reached:
             raise ConfigError(f"{profile.device} is not known and was not measured; run shardwise doctor --calibrate")
-        known = Gpu(
+        known = GpuSpec(
             name=profile.device,
             memory_bytes=profile.memory_bytes,
             memory_bytes_per_s=stream or _UNKNOWN_BYTES_PER_S,
             peak_flops_per_s=reached,
             link_domain=profile.num_ranks,
-            fitted=Fitted(matmul_share=0.9, memory_share=1.0, network_share=0.9),
+            fitted=FittedConstants(matmul_share=0.9, memory_share=1.0, network_share=0.9),
         )
     return replace(
         known,

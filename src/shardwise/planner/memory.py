@@ -5,11 +5,11 @@ micro-batches that the schedule has in flight, what a backward makes, logits, pa
 on their way; the peak is the highest of these moments, not the sum of the highest of each part.
 
 >>> from shardwise.models.presets import preset
->>> from shardwise.planner.hardware import Cluster, Gpu
+>>> from shardwise.planner.hardware import Cluster, GpuSpec
 >>> from shardwise.planner.shape import ModelShape
->>> gpu = Gpu(name="h100", memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 989e12})
+>>> gpu = GpuSpec(name="h100", memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 989e12})
 >>> cluster = Cluster(gpu=gpu, num_gpus=64, gpus_per_node=8, nic_bytes_per_s=5e10)
->>> job = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=cluster)
+>>> job = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=cluster)
 >>> worst = MemoryModel(job).estimate(Strategy(dp_shard=64, zero_stage=3, recompute="full")).worst
 >>> print(", ".join(f"{key} {size / 2**30:.1f}" for key, size in worst.peak.items() if size > 2**28))
 grads 0.5, optimizer 1.4, activations 3.1, workspace 0.5, buckets 3.3, gathered 2.8, overhead 1.7, rounding 0.4
@@ -23,24 +23,26 @@ from dataclasses import dataclass, replace
 from operator import itemgetter, mul
 from typing import Final
 
-from shardwise.layout.activations import FP32_BYTES
+from shardwise.layout.activation_bytes import FP32_BYTES
 from shardwise.layout.layout import TIERS
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.layout.stages import Placement
+from shardwise.layout.zero_stages import Placement
 from shardwise.planner.block_memory import BlockBytes, HeadBytes, block_bytes, head_bytes, norm_bytes
-from shardwise.planner.buffers import (
+from shardwise.planner.compact_layout import CompactLayout, RankLayerCounts
+from shardwise.planner.in_flight import InFlight, InFlightCounts, InFlightTable, is_remote
+from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.pool_walk import (
     NUM_TELLING,
     Buffers,
     BufferTable,
-    Gathered,
+    GatheredUnits,
+    sums_in_backward,
+    sums_of,
+    tied_bytes,
 )
-from shardwise.planner.flights import Flight, Flights, Held, is_remote
-from shardwise.planner.folded import FoldedLayout, RankFolds
-from shardwise.planner.job import Job, Strategy
 from shardwise.planner.results import MemoryEstimate, RankMemory
-from shardwise.planner.stages import Stages
-from shardwise.planner.sums import sums_in_backward, sums_of, tied_bytes
-from shardwise.precision import SCRATCH_NUMEL
+from shardwise.planner.stages import StageLayouts
+from shardwise.runtime.precision import SCRATCH_NUMEL
 
 CONTEXT_BYTES: Final = 1.0 * 2**30
 """Of a process's context on a GPU with its kernels: 0.5 to 2 GiB (stas00/ml-engineering, training/performance)."""
@@ -98,10 +100,10 @@ class StageBytes:
 class MemoryModel:
     """Memory of a job's strategies; keeps what several of them share."""
 
-    def __init__(self, job: Job, folded: FoldedLayout | None = None) -> None:
+    def __init__(self, job: PlanJob, folded: CompactLayout | None = None) -> None:
         self.job = job
-        self.folded = folded or FoldedLayout(job)
-        self._flights = Flights()
+        self.folded = folded or CompactLayout(job)
+        self._flights = InFlightTable()
         self._blocks: dict[tuple[object, ...], BlockBytes] = {}
         self._heads: dict[tuple[object, ...], HeadBytes] = {}
         self._buffer_table = BufferTable(job)
@@ -129,14 +131,14 @@ class MemoryModel:
                 break
         return MemoryEstimate(ranks=tuple(sorted(ranks, key=lambda each: each.pipeline_rank)))
 
-    def _of_rank(self, strategy: Strategy, stages: Stages, rank: int) -> RankMemory:
+    def _of_rank(self, strategy: Strategy, stages: StageLayouts, rank: int) -> RankMemory:
         at_rest = self.folded.at_rest(strategy, rank)
         by_tier = self.folded.by_tier(strategy, rank)
         here = by_tier.get("device", {"param": 0, "grad": 0, "optimizer": 0})
-        rest = {"params": here["param"] * self.job.practice.params_share, "grads": 0.0, "optimizer": 0.0}
-        if self.job.practice.trains_all:
+        rest = {"params": here["param"] * self.job.traits.params_share, "grads": 0.0, "optimizer": 0.0}
+        if self.job.traits.trains_all:
             rest["grads"] = here["grad"] + self._extra_grads(strategy, rank)
-            rest["optimizer"] = here["optimizer"] * self.job.practice.optimizer_share
+            rest["optimizer"] = here["optimizer"] * self.job.traits.optimizer_share
         else:  # the adapters' own are too few to count
             at_rest = {**at_rest, "grad": 0, "optimizer": 0}
         moments = self._moments(strategy, stages, rank)
@@ -149,12 +151,12 @@ class MemoryModel:
             at_rest=at_rest,
             peak=peak | self._of_device(strategy, peak),
             elsewhere=elsewhere,
-            cached_bytes=self.job.practice.cached_logits_share * peak.get("logits", 0.0),
+            cached_bytes=self.job.traits.cached_logits_share * peak.get("logits", 0.0),
         )
 
     def _extra_grads(self, strategy: Strategy, rank: int) -> float:
         """Gradients that other code keeps whole besides."""
-        each = self.job.practice.unsharded_grad_bytes
+        each = self.job.traits.unsharded_grad_bytes
         return each * self.folded.rank(strategy, rank).numel if each else 0.0
 
     def _of_device(self, strategy: Strategy, peak: Mapping[str, float]) -> dict[str, float]:
@@ -168,7 +170,7 @@ class MemoryModel:
         moving = sum(peak.values()) - sum(peak[name] for name in ("params", "grads", "optimizer"))
         return {"overhead": overhead, "rounding": UNUSED_SHARE * moving}
 
-    def _moments(self, strategy: Strategy, stages: Stages, rank: int) -> Iterator[dict[str, float]]:
+    def _moments(self, strategy: Strategy, stages: StageLayouts, rank: int) -> Iterator[dict[str, float]]:
         """What comes and goes, at each moment that may be the highest."""
         s = strategy
         held = stages.placement.stages_of(rank)
@@ -182,9 +184,9 @@ class MemoryModel:
 
         wholes, deferreds = [stage.whole for stage in each], [stage.deferred for stage in each]
 
-        def base(moment: Held) -> float:
+        def base(moment: InFlightCounts) -> float:
             kept = sum(map(mul, moment.whole, wholes)) + sum(map(mul, moment.deferred, deferreds))
-            if not self.job.practice.is_own:
+            if not self.job.traits.is_own:
                 return kept + stream * (min(NUM_ON_THE_WAY, s.num_micro_batches) if s.pp > 1 else 0)
             return kept + moment.num_arrived * passing + _sent_bytes(moment, inlets, s.num_micro_batches)
 
@@ -198,7 +200,7 @@ class MemoryModel:
             waiting = [one for one, moment in rest if moment.whole[index] < s.num_micro_batches]
             again = max(waiting, default=-math.inf) - kept
             yield from self._backward(s, stage, kept, gathered[index], buffers[index], held[index] == 0, again)
-            if self._reduces_behind(s):
+            if self._reduces_after(s):
                 left = [one - self._own(s, stage, moment, index) for one, moment in zip(bases, moments, strict=True)]
                 yield {
                     "activations": max(left) + stage.inlet,
@@ -215,10 +217,10 @@ class MemoryModel:
                     "gathered": max(one.num_bytes(2) for one in gathered),
                     "buckets": max(one.filling[-1] for one in buffers),
                 }
-        tied = tied_bytes(folds) if s.pp > 1 and self.job.practice.is_own else 0
+        tied = tied_bytes(folds) if s.pp > 1 and self.job.traits.is_own else 0
         yield {"workspace": self._step_bytes(s, rank) + tied, "buckets": buffers[0].stepping}
 
-    def _own(self, strategy: Strategy, stage: StageBytes, moment: Held, index: int) -> float:
+    def _own(self, strategy: Strategy, stage: StageBytes, moment: InFlightCounts, index: int) -> float:
         """What a stage has let go of when it is reduced: what it holds of one micro-batch, or of a whole batch."""
         if strategy.gather == "micro-batch":
             return stage.whole
@@ -229,7 +231,7 @@ class MemoryModel:
         strategy: Strategy,
         stage: StageBytes,
         base: float,
-        gathered: Gathered,
+        gathered: GatheredUnits,
         buffers: Buffers,
         has_table: bool,
         again: float,
@@ -261,7 +263,7 @@ class MemoryModel:
         deferred = (stage.deferred - stage.head_deferred) / max(1, num_blocks)
         yield from self._blocks_backward(s, stage, left, deferred, gathered, buffers, again)
         if has_table:
-            whole = block.stream * (s.tp if s.sequence_parallel and self.job.practice.is_own else 1)
+            whole = block.stream * (s.tp if s.sequence_parallel and self.job.traits.is_own else 1)
             is_tied = s.pp == 1 and self.job.shape.is_tied
             yield {
                 "activations": left + num_blocks * deferred + whole,
@@ -271,7 +273,7 @@ class MemoryModel:
             }
             yield {
                 "activations": left - (head.weight if is_tied else 0.0) + num_blocks * deferred + whole,
-                "workspace": max(head.weight + widened, 0 if self._reduces_behind(s) else buffers.scratch),
+                "workspace": max(head.weight + widened, 0 if self._reduces_after(s) else buffers.scratch),
                 "gathered": gathered.num_bytes(0),
                 "buckets": buffers.last if s.pp == 1 else buffers.filling[-1],
             }
@@ -282,14 +284,14 @@ class MemoryModel:
         stage: StageBytes,
         left: float,
         deferred: float,
-        gathered: Gathered,
+        gathered: GatheredUnits,
         buffers: Buffers,
         again: float,
     ) -> Iterator[dict[str, float]]:
         """The moments of the backward of a stage's blocks, beside which a rank has `left`."""
         s, block = strategy, self._block(strategy, has_experts=stage.has_experts)
         num_blocks, blocks = stage.num_blocks, stage.blocks
-        behind = self._reduces_behind(s)
+        behind = self._reduces_after(s)
         for done in _telling(num_blocks, NUM_TELLING if s.pp == 1 else s.recompute_every, is_last=deferred > 0):
             here = num_blocks - done
             of_block = {"gathered": gathered.num_bytes(min(2, here))}
@@ -307,9 +309,9 @@ class MemoryModel:
                 **of_block,
             }
 
-    def _reduces_behind(self, strategy: Strategy) -> bool:
+    def _reduces_after(self, strategy: Strategy) -> bool:
         """Whether a stage is reduced when its backward is over."""
-        return strategy.pp > 1 and self.job.practice.is_own
+        return strategy.pp > 1 and self.job.traits.is_own
 
     def _widened_bytes(self, strategy: Strategy, head: HeadBytes) -> float:
         """In which a CPU widens a gradient of a table that it adds to those of other micro-batches."""
@@ -320,26 +322,26 @@ class MemoryModel:
             return 0.0
         return FP32_BYTES * min(SCRATCH_NUMEL, head.weight / size)
 
-    def _gathered(self, strategy: Strategy, folds: RankFolds, num_stages: int) -> list[Gathered]:
+    def _gathered(self, strategy: Strategy, folds: RankLayerCounts, num_stages: int) -> list[GatheredUnits]:
         """Of each stage of a rank, while it computes."""
-        first = Gathered.of(strategy, folds)
+        first = GatheredUnits.of(strategy, folds)
         if first.is_whole or not first.param_bytes:
             return [first] * num_stages
-        each = [first, *(Gathered.of(strategy, folds, index) for index in range(1, num_stages))]
-        if not self.job.practice.moves_tensors:
+        each = [first, *(GatheredUnits.of(strategy, folds, index) for index in range(1, num_stages))]
+        if not self.job.traits.moves_tensors:
             return each
         return [replace(one, block=int(one.block * self._largest_share())) for one in each]
 
     def _buffers(self, strategy: Strategy, rank: int) -> list[Buffers]:
         """Of each stage of a rank of the pipeline, in their order; one of those that hold the same."""
-        s, practice = strategy, self.job.practice
+        s, traits = strategy, self.job.traits
         whole_bytes = 0.0
         if s.tp > 1 and self.job.cluster.gpu.is_cpu:
             whole_bytes = self._block(s, has_experts=False).stream * (s.tp if s.sequence_parallel else 1)
         reductions: tuple[tuple[int, bool], ...] = ()
         if s.pp > 1 and s.gather == "micro-batch":
             reductions = self._flights.reductions(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, rank=rank)
-        folds, share = self.folded.rank(s, rank), self._largest_share() if practice.moves_tensors else 1.0
+        folds, share = self.folded.rank(s, rank), self._largest_share() if traits.moves_tensors else 1.0
         sums = sums_of(s, whole_bytes, folds) if whole_bytes else ()
         again = sums_in_backward(s, whole_bytes, folds) if whole_bytes else ()
         return self._buffer_table.of(s, folds, sums, reductions, share, again)[::-1]
@@ -347,7 +349,7 @@ class MemoryModel:
     def _largest_weight(self, strategy: Strategy, stage: StageBytes) -> float:
         """Bytes of the gradient of a stage's largest weight, on its way to where it rests."""
         s, shape = strategy, self.job.shape
-        if self.job.practice.reduces_in_place:
+        if self.job.traits.reduces_in_place:
             return 0.0
         of_block = DTYPE_BYTES[s.param] * shape.hidden_size * shape.ffn_size / s.tp if stage.num_blocks else 0.0
         return max(of_block, self._head(s).weight if stage.head_deferred else 0.0)
@@ -362,7 +364,7 @@ class MemoryModel:
     def _step_bytes(self, strategy: Strategy, rank: int) -> float:
         """What the step widens: gradients that rest narrower than the master, of this rank's slice."""
         s = strategy
-        if not self.job.practice.trains_all or not self.job.practice.widens_grads:
+        if not self.job.traits.trains_all or not self.job.traits.widens_grads:
             return 0.0
         if s.optimizer_tier != "device" or DTYPE_BYTES[s.param] >= FP32_BYTES or s.accumulate == "fp32":
             return 0.0
@@ -372,27 +374,27 @@ class MemoryModel:
             fold.count * (fold.group.shard_numel if is_sharded else fold.group.padded_numel) for fold in folds.folds
         )
 
-    def _offloaded(self, strategy: Strategy, stages: Stages, rank: int) -> float:
+    def _offloaded(self, strategy: Strategy, stages: StageLayouts, rank: int) -> float:
         block = self._block(strategy, has_experts=False)
         num_inputs = stages.layers_on(rank) // strategy.recompute_every - NUM_INPUTS_ON_DEVICE
         return max(0, num_inputs) * _input_bytes(strategy, block)
 
-    def _flight(self, strategy: Strategy, rank: int) -> Flight:
+    def _flight(self, strategy: Strategy, rank: int) -> InFlight:
         """The moments of a rank's schedule at which it holds most."""
         s = strategy
         if s.pp == 1:
-            return Flight(((Held((1,), (0,)),),))
+            return InFlight(((InFlightCounts((1,), (0,)),),))
         # On a GPU a gradient that was sent is let go of when the next is; on a CPU when all are waited for.
         most_sent = None if self.job.cluster.gpu.is_cpu else 1
         return self._flights.of(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, rank=rank, most_sent=most_sent)
 
-    def _stage(self, strategy: Strategy, stages: Stages, stage: int) -> StageBytes:
+    def _stage(self, strategy: Strategy, stages: StageLayouts, stage: int) -> StageBytes:
         """What one stage keeps of one micro-batch."""
         s, head = strategy, self._head(strategy)
         stream = self._block(s, has_experts=False).stream
         inlet, outlet = self._passing(s, stages, stage), self._passing(s, stages, stage + 1)
         # The first block is given a whole sequence, which its recomputation splits; what is received is kept at all.
-        is_whole = s.sequence_parallel and self.job.practice.is_own and stages.starts[stage] == 0
+        is_whole = s.sequence_parallel and self.job.traits.is_own and stages.starts[stage] == 0
         num_whole = s.tp - 1 if s.recompute != "none" else s.tp if stage else 0
         deferred, blocks, again = 0.0, [is_whole * num_whole * stream], []
         num_again = 0
@@ -411,10 +413,10 @@ class MemoryModel:
                 again.append(block.whole - block.kept + block.again if is_again else 0.0)
                 index += 1
         has_norm, has_head = stage == stages.norm_stage, stage == stages.head_stage
-        is_sent = is_remote(stages.placement, stage, stage + 1) and not self.job.practice.frees_outputs
-        has_angles = self.job.practice.is_own and not self.job.shape.num_positions and bool(again)
+        is_sent = is_remote(stages.placement, stage, stage + 1) and not self.job.traits.frees_outputs
+        has_angles = self.job.traits.is_own and not self.job.shape.num_positions and bool(again)
         angles = 2 * FP32_BYTES * self.job.seq_len / s.cp * self.job.shape.head_dim if has_angles else 0.0
-        given = head.given or inlet * (not has_norm and self.job.practice.is_own)
+        given = head.given or inlet * (not has_norm and self.job.traits.is_own)
         whole = blocks[-1] + stream * has_norm + outlet * is_sent + has_head * (given + head.kept) + angles
         head_deferred = has_head * head.deferred
         return StageBytes(
@@ -423,8 +425,8 @@ class MemoryModel:
             again=tuple(again),
             deferred=deferred + head_deferred,
             head_deferred=head_deferred,
-            sent=outlet * is_sent if self.job.practice.is_own else 0.0,
-            taken=outlet * is_sent if self.job.practice.is_own else 0.0,
+            sent=outlet * is_sent if self.job.traits.is_own else 0.0,
+            taken=outlet * is_sent if self.job.traits.is_own else 0.0,
             inlet=inlet,
             outlet=outlet,
             has_experts=stages.kinds[stage][1] > 0,
@@ -432,11 +434,11 @@ class MemoryModel:
             has_head=has_head,
         )
 
-    def _passing(self, strategy: Strategy, stages: Stages, stage: int) -> float:
+    def _passing(self, strategy: Strategy, stages: StageLayouts, stage: int) -> float:
         """Bytes of what a stage is given by the one before: before the blocks and behind the norm whole sequences."""
         s, stream = strategy, self._block(strategy, has_experts=False).stream
         is_whole = stage > stages.norm_stage or stages.starts[stage] == 0
-        return stream * s.tp if is_whole and s.sequence_parallel and self.job.practice.is_own else stream
+        return stream * s.tp if is_whole and s.sequence_parallel and self.job.traits.is_own else stream
 
     def _head(self, strategy: Strategy) -> HeadBytes:
         s = strategy
@@ -471,7 +473,7 @@ def _telling(num_blocks: int, num_first: int, *, is_last: bool) -> list[int]:
     return [*found, num_blocks - 1] if is_last and num_blocks > num_first else found
 
 
-def _sent_bytes(moment: Held, inlets: Sequence[float], num_micro_batches: int) -> float:
+def _sent_bytes(moment: InFlightCounts, inlets: Sequence[float], num_micro_batches: int) -> float:
     """Of gradients that have gone: none of micro-batches that their stage still holds; else of the largest."""
     largest = max(inlets)
     if inlets.count(largest) + inlets.count(0.0) >= len(

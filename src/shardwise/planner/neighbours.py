@@ -1,10 +1,10 @@
 """Strategies one step away from another: what a change of one thing does.
 
 >>> from shardwise.models.presets import preset
->>> from shardwise.planner.catalogue import find_gpu
+>>> from shardwise.planner.hardware import find_gpu
 >>> from shardwise.planner.hardware import Cluster
 >>> from shardwise.planner.shape import ModelShape
->>> job = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=16,
+>>> job = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=16,
 ...           cluster=Cluster(gpu=find_gpu("h100"), num_gpus=8, gpus_per_node=8, nic_bytes_per_s=50e9))
 >>> changes = dict(neighbours(job, Strategy(dp_shard=8, num_micro_batches=2)))
 >>> changes["mesh.tp=2"].num_micro_batches, changes["zero.stage=3"].zero_stage
@@ -19,10 +19,10 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from shardwise.planner.candidates import RECOMPUTES, is_legal
-from shardwise.planner.capacity import Shortfall, shortfall
-from shardwise.planner.job import Job, Strategy
-from shardwise.planner.pricing import Pricing
-from shardwise.planner.results import Price
+from shardwise.planner.estimate import Pricing
+from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.memory_limit import Shortfall, shortfall
+from shardwise.planner.results import Estimate
 
 CHUNK_TOKENS: Final = 1024
 _TIERS: Final = (("host", "device", "device"), ("host", "host", "device"), ("host", "host", "host"))
@@ -41,11 +41,11 @@ class Change:
     """
 
     words: str
-    price: Price
+    price: Estimate
     missing: Shortfall | None
 
 
-def neighbours(job: Job, strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
+def neighbours(job: PlanJob, strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
     """Every strategy that the engine runs one step away, with the keys that it changes."""
     seen = {strategy}
     for words, other in _changed(job, strategy):
@@ -54,17 +54,17 @@ def neighbours(job: Job, strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
             yield words, other
 
 
-def price_changes(job: Job, strategy: Strategy, pricing: Pricing, margin_share: float) -> tuple[Change, ...]:
+def price_changes(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_share: float) -> tuple[Change, ...]:
     """All neighbours with their prices, those that fit first, the fastest first."""
     found = []
     for words, other in neighbours(job, strategy):
         memory = pricing.memory.estimate(other)
-        price = Price(job=job, strategy=other, memory=memory, time=pricing.time.estimate(other))
+        price = Estimate(job=job, strategy=other, memory=memory, time=pricing.time.estimate(other))
         found.append(Change(words=words, price=price, missing=shortfall(memory, job.cluster, margin_share)))
     return tuple(sorted(found, key=lambda each: (each.missing is not None, each.price.time.step_s)))
 
 
-def _changed(job: Job, s: Strategy) -> Iterator[tuple[str, Strategy]]:
+def _changed(job: PlanJob, s: Strategy) -> Iterator[tuple[str, Strategy]]:
     for mode, every in RECOMPUTES:
         words = f"recompute.mode={mode}" + (f" recompute.every={every}" if every > 1 else "")
         tier = s.activations_tier if mode != "none" else "device"
@@ -87,11 +87,11 @@ def _changed(job: Job, s: Strategy) -> Iterator[tuple[str, Strategy]]:
         yield words, replace(s, **tiers, **_NO_SHARES)  # type: ignore[arg-type]
     yield from _shares(s, _SHARES)
     yield "tiers.activations=host", replace(s, activations_tier="host")
-    if s.chunk_tokens is None and s.schedule in ("1f1b", "interleaved") and not job.practice.is_compiled:
+    if s.chunk_tokens is None and s.schedule in ("1f1b", "interleaved") and not job.traits.is_compiled:
         yield f"context.chunk_tokens={CHUNK_TOKENS}", replace(s, chunk_tokens=CHUNK_TOKENS)
 
 
-def more_on_device(price: Price, usable_bytes: float) -> Iterator[Strategy]:
+def more_on_device(price: Estimate, usable_bytes: float) -> Iterator[Strategy]:
     """The same with as large a share of its states on the device as may fit there, and a little less.
 
     Args:
@@ -117,7 +117,7 @@ def _with_micro(s: Strategy, micro_size: int) -> Strategy:
     return replace(s, micro_size=micro_size, num_micro_batches=s.micro_size * s.num_micro_batches // micro_size)
 
 
-def _shard_groups(job: Job, s: Strategy) -> Iterator[tuple[str, Strategy]]:
+def _shard_groups(job: PlanJob, s: Strategy) -> Iterator[tuple[str, Strategy]]:
     in_node = max(1, job.cluster.gpus_per_node // (s.cp * s.tp))
     for dp_shard in (s.num_data_ranks, in_node, s.dp_shard // 2, 2 * s.dp_shard):
         if dp_shard and s.num_data_ranks % dp_shard == 0:

@@ -5,12 +5,12 @@ pass may hide behind what the pass computes; a step waits for all gradients, unl
 are there.
 
 >>> from shardwise.models.presets import preset
->>> from shardwise.planner.catalogue import find_gpu
+>>> from shardwise.planner.hardware import find_gpu
 >>> from shardwise.planner.hardware import Cluster
 >>> from shardwise.planner.shape import ModelShape
 >>> cluster = Cluster(gpu=find_gpu("h100"), num_gpus=8, gpus_per_node=8, nic_bytes_per_s=50e9)
->>> job = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=8, cluster=cluster)
->>> times = OffloadModel(job).times(Strategy(dp_shard=8, zero_stage=2, optimizer_tier="host"))
+>>> job = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=8, cluster=cluster)
+>>> times = OffloadTimeModel(job).times(Strategy(dp_shard=8, zero_stage=2, optimizer_tier="host"))
 >>> 1.0 < times.step_s < 10.0
 True
 """
@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Literal
 
-from shardwise.config import Tier
+from shardwise.config.resolve import Tier
 from shardwise.layout.layout import TIERS, Layout
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.collectives import PLAIN_HOST_BYTES_PER_S
-from shardwise.planner.communication import HIDDEN_SHARE, exposed_s
-from shardwise.planner.folded import Fold, FoldedLayout
+from shardwise.planner.comm_time import HIDDEN_SHARE, exposed_s
+from shardwise.planner.compact_layout import CompactLayout, LayerCount
 from shardwise.planner.hardware import CPU
-from shardwise.planner.job import Job, Strategy
+from shardwise.planner.job import PlanJob, Strategy
 
 HOST_STEP_SHARE: Final = 0.4
 """Of the host's memory bandwidth that a vectorised optimizer's step reaches: tens of GB/s of a socket's 100 to 200 in
@@ -42,7 +42,7 @@ Moment = Literal["forward", "backward", "first forward", "last backward", "step"
 
 
 @dataclass(frozen=True)
-class Move:
+class TierTransfer:
     """Bytes that a rank moves from a memory to the next one, `count` times in a pass of a step."""
 
     source: Tier
@@ -92,7 +92,7 @@ class OffloadTimes:
         return (self.num_micro_batches - 1) * inner + first + exposed_s(last_s, backward_s, share) + alone_s
 
 
-class OffloadModel:
+class OffloadTimeModel:
     """Times of what the strategies of a job move between memories.
 
     Args:
@@ -100,9 +100,9 @@ class OffloadModel:
         folded: of the job, where others have it too.
     """
 
-    def __init__(self, job: Job, folded: FoldedLayout | None = None) -> None:
+    def __init__(self, job: PlanJob, folded: CompactLayout | None = None) -> None:
         self.job = job
-        self.folded = folded or FoldedLayout(job)
+        self.folded = folded or CompactLayout(job)
         cluster, host = job.cluster, job.cluster.host
         num_sharing = max(1, min(cluster.gpus_per_node, cluster.num_gpus))
         self._host_memory_bytes_per_s = host.memory_bytes_per_s / num_sharing
@@ -135,11 +135,11 @@ class OffloadModel:
             step_s=step_s,
             alone_s=step_s / max(1, sum(fold.count for _, fold in self._away(s, pipeline_rank))),
             num_micro_batches=s.num_micro_batches,
-            steps_in_backward=self.job.practice.steps_in_backward,
+            steps_in_backward=self.job.traits.steps_in_backward,
             hidden_share=HIDDEN_SHARE if "nvme" in tiers else self._hidden_share,  # a disk takes no core
         )
 
-    def moves(self, strategy: Strategy, pipeline_rank: int = 0) -> tuple[Move, ...]:
+    def moves(self, strategy: Strategy, pipeline_rank: int = 0) -> tuple[TierTransfer, ...]:
         """All moves of a step: those that `Layout.bytes_across` counts, and the inputs of recomputed blocks."""
         found = [
             move for layout, fold in self._away(strategy, pipeline_rank) for move in _moves_of(strategy, layout, fold)
@@ -148,20 +148,20 @@ class OffloadModel:
             found += self._moves_of_activations(strategy, pipeline_rank)
         return tuple(found)
 
-    def _away(self, s: Strategy, pipeline_rank: int) -> list[tuple[Layout, Fold]]:
+    def _away(self, s: Strategy, pipeline_rank: int) -> list[tuple[Layout, LayerCount]]:
         rank = self.folded.rank(s, pipeline_rank)
         return [(rank.layout, fold) for fold in rank.folds if fold.group.tiers.are_away]
 
-    def _moves_of_activations(self, s: Strategy, pipeline_rank: int) -> Iterator[Move]:
+    def _moves_of_activations(self, s: Strategy, pipeline_rank: int) -> Iterator[TierTransfer]:
         """Each kept block's input goes away in the forward and comes back in the backward."""
         tokens = self.job.seq_len * s.micro_size // s.cp
         split = s.tp if s.sequence_parallel else 1
         num_bytes = DTYPE_BYTES[s.param] * tokens * self.job.shape.hidden_size // split
         num_kept = self.folded.stages.of(s).layers_on(pipeline_rank) // s.recompute_every
-        yield Move("device", "host", num_bytes, "forward", num_kept)
-        yield Move("host", "device", num_bytes, "backward", num_kept)
+        yield TierTransfer("device", "host", num_bytes, "forward", num_kept)
+        yield TierTransfer("host", "device", num_bytes, "backward", num_kept)
 
-    def _moved_s(self, moves: tuple[Move, ...], moment: Moment) -> float:
+    def _moved_s(self, moves: tuple[TierTransfer, ...], moment: Moment) -> float:
         """Ways run side by side, so the longest counts; one disk reads and writes by turns."""
         seconds = dict.fromkeys(self._bytes_per_s, 0.0)
         for move in moves:
@@ -173,7 +173,7 @@ class OffloadModel:
         crossed_bytes = sum(seconds[way] * self._bytes_per_s[way] for way in seconds)
         return max(seconds["device", "host"], seconds["host", "device"], disk_s, crossed_bytes / through_memory)
 
-    def _host_step_s(self, layout: Layout, fold: Fold) -> float:
+    def _host_step_s(self, layout: Layout, fold: LayerCount) -> float:
         """It reads and writes all states, reads the gradient and writes the parameter: 30 bytes each under Adam."""
         group = fold.group
         if group.tiers.optimizer == "device" or not group.trainable:
@@ -204,7 +204,7 @@ class OffloadModel:
             self._hidden_share = HIDDEN_SHARE if profile.hidden_share is None else profile.hidden_share
 
 
-def _moves_of(s: Strategy, layout: Layout, fold: Fold) -> Iterator[Move]:
+def _moves_of(s: Strategy, layout: Layout, fold: LayerCount) -> Iterator[TierTransfer]:
     group, widths, count = fold.group, layout.precision, s.num_micro_batches
     tiers, numel, times = group.tiers, group.shard_numel, fold.count
     param_bytes, grad_bytes = (numel * DTYPE_BYTES[each] for each in (widths.param, widths.accumulate))
@@ -221,7 +221,7 @@ def _moves_of(s: Strategy, layout: Layout, fold: Fold) -> Iterator[Move]:
     moment: Moment = "backward" if reduces == count > 1 else "last backward"
     yield from _way("device", tiers.grads, grad_bytes, moment, times)
     if tiers.grads == "nvme" and reduces > 1:
-        yield Move("nvme", "host", grad_bytes, "last backward", times * (reduces - 1))
+        yield TierTransfer("nvme", "host", grad_bytes, "last backward", times * (reduces - 1))
     steps_on: Tier = "device" if tiers.optimizer == "device" else "host"
     kept = [each for each in layout.states if each.role == "optimizer" and each.is_kept_by(group)]
     kept_bytes = numel * sum(DTYPE_BYTES[each.dtype] for each in kept)
@@ -233,10 +233,10 @@ def _moves_of(s: Strategy, layout: Layout, fold: Fold) -> Iterator[Move]:
     yield from _way(steps_on, tiers.params, param_bytes, "step", times)
 
 
-def _way(source: Tier, target: Tier, num_bytes: int, moment: Moment, count: int) -> Iterator[Move]:
+def _way(source: Tier, target: Tier, num_bytes: int, moment: Moment, count: int) -> Iterator[TierTransfer]:
     """One move for each border on the way; between device and NVMe it leads through the host."""
     first, last = TIERS.index(source), TIERS.index(target)
     step = 1 if first <= last else -1
     if count:
         for one, other in pairwise(TIERS[index] for index in range(first, last + step, step)):
-            yield Move(one, other, num_bytes, moment, count)
+            yield TierTransfer(one, other, num_bytes, moment, count)

@@ -18,14 +18,14 @@ from itertools import repeat
 from types import MappingProxyType
 from typing import Final
 
-from shardwise.config import ConfigError
-from shardwise.schedule.actions import Action, Kind, Schedule
+from shardwise.config.resolve import ConfigError
+from shardwise.schedule.actions import Action, ActionKind, Schedule
 from shardwise.schedule.pipelines import interleaved_rounds
 from shardwise.schedule.placement import StagePlacement
-from shardwise.schedule.recipes import pipeline_rows, placement_of
+from shardwise.schedule.registry import pipeline_rows, placement_of
 
-_KIND_INDEX: Final[Mapping[Kind, int]] = MappingProxyType(
-    {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 2, Kind.BACKWARD_WEIGHT: 3}
+_KIND_INDEX: Final[Mapping[ActionKind, int]] = MappingProxyType(
+    {ActionKind.FORWARD: 0, ActionKind.BACKWARD: 1, ActionKind.BACKWARD_INPUT: 2, ActionKind.BACKWARD_WEIGHT: 3}
 )
 _NUM_KINDS = len(_KIND_INDEX)
 
@@ -229,7 +229,7 @@ def _duration(stage: StageTimes, action: Action) -> float:
     return _forward_and_backward(stage)[_KIND_INDEX[action.kind]]
 
 
-def _program_of(rows: Sequence[Sequence[tuple[Kind, int, int]]]) -> _Program:
+def _program_of(rows: Sequence[Sequence[tuple[ActionKind, int, int]]]) -> _Program:
     """Walk all rows at once, each as far as what it waits for has been written down."""
     num_ranks = len(rows)
     program = _Program(num_ranks, [], [], [], [])
@@ -245,8 +245,8 @@ def _program_of(rows: Sequence[Sequence[tuple[Kind, int, int]]]) -> _Program:
         for position in range(next_of[rank], len(row)):
             kind, stage, micro_batch = row[position]
             index, source = len(program.ranks), (-1, rank)
-            if kind is not Kind.BACKWARD_WEIGHT:
-                is_forward = kind is Kind.FORWARD
+            if kind is not ActionKind.BACKWARD_WEIGHT:
+                is_forward = kind is ActionKind.FORWARD
                 neighbour = stage - 1 if is_forward else stage + 1
                 if 0 <= neighbour <= last_stage:
                     known = made[neighbour][is_forward].get(micro_batch)

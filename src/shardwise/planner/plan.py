@@ -6,7 +6,8 @@
 >>> plan("llama-7b", "h100:8")
 Traceback (most recent call last):
     ...
-shardwise.config.ConfigError: no batch is given; say how many sequences a step takes, such as --global-batch 1024
+shardwise.config.resolve.ConfigError: no batch is given; say how many sequences a step takes, \
+such as --global-batch 1024
 """
 
 from __future__ import annotations
@@ -18,23 +19,22 @@ from typing import Final
 
 from rich.console import Console
 
-from shardwise.config import Config, ConfigError
-from shardwise.planner.asked import Asked, ask, model_of
-from shardwise.planner.clusters import parse_cluster
+from shardwise.config.resolve import Config, ConfigError
 from shardwise.planner.configs import config_of
-from shardwise.planner.hardware import Cluster
+from shardwise.planner.estimate import Pricer
+from shardwise.planner.explain import Reasons, reasons_of
+from shardwise.planner.format import gib_words, layout_words, seconds_words
+from shardwise.planner.hardware import Cluster, parse_cluster
 from shardwise.planner.plan_view import plan_view
-from shardwise.planner.pricing import Pricer
-from shardwise.planner.reasons import Reasons, reasons_of
-from shardwise.planner.results import Price
+from shardwise.planner.request import PlanRequest, ask, model_of
+from shardwise.planner.results import Estimate
 from shardwise.planner.search import Limits, SearchResult, search
-from shardwise.planner.words import gib_words, layout_words, seconds_words
 
 _WIDTH: Final = 100
 
 
 @dataclass(frozen=True, repr=False)
-class Choice:
+class PlanChoice:
     """One layout: its price, and the config that runs it.
 
     Attributes:
@@ -42,7 +42,7 @@ class Choice:
         base: what the config starts from.
     """
 
-    price: Price
+    price: Estimate
     base: Config
 
     def config(self) -> Config:
@@ -69,13 +69,13 @@ class Plan:
         asked: the job, and how the question was read.
     """
 
-    choices: tuple[Choice, ...]
+    choices: tuple[PlanChoice, ...]
     result: SearchResult
     reasons: Reasons
-    asked: Asked
+    asked: PlanRequest
 
     @property
-    def best(self) -> Choice:
+    def best(self) -> PlanChoice:
         """Of those that fit and are as fast as the fastest, the simplest.
 
         Raises:
@@ -121,5 +121,5 @@ def plan(
     asked = ask(model_of(model), place, seq_len=seq_len, global_batch=global_batch, settings=settings)
     pricer = Pricer(asked.job)
     result = search(asked.job, asked.space, limits, pricer)
-    choices = tuple(Choice(price, asked.base) for price in result.best)
+    choices = tuple(PlanChoice(price, asked.base) for price in result.best)
     return Plan(choices=choices, result=result, reasons=reasons_of(result, pricer), asked=asked)

@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any, Final
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.planner.capacity import USUAL_MARGIN
-from shardwise.planner.cautions import cautions
-from shardwise.planner.clusters import cluster_words
+from shardwise.planner.compact_layout import CompactLayout
+from shardwise.planner.compute_time import ComputeTimeModel
+from shardwise.planner.estimate import Pricer
+from shardwise.planner.explain import DefaultChoice, Reasons
 from shardwise.planner.fit import Fit
-from shardwise.planner.folded import FoldedLayout
-from shardwise.planner.hardware import GIB, Cluster
-from shardwise.planner.job import Job
+from shardwise.planner.format import count_words, gib_words, layout_words, seconds_words
+from shardwise.planner.hardware import GIB, Cluster, cluster_words
+from shardwise.planner.job import PlanJob
+from shardwise.planner.memory_limit import USUAL_MARGIN, shortfall
 from shardwise.planner.neighbours import CHUNK_TOKENS
-from shardwise.planner.pareto import cost_per_step
-from shardwise.planner.pricing import Pricer
-from shardwise.planner.reasons import Default, Reasons
-from shardwise.planner.render import (
-    YOURS,
-    blocks,
-    facts,
-    job_rows,
-    price_rows,
-    price_table,
-    stage_table,
-    time_rows,
-)
-from shardwise.planner.results import Price
-from shardwise.planner.search import SearchResult
+from shardwise.planner.render import YOURS, blocks, facts, job_rows, price_rows, price_table, stage_table, time_rows
+from shardwise.planner.results import Estimate
+from shardwise.planner.search import SearchResult, cost_per_step
 from shardwise.planner.shape import ModelShape
-from shardwise.planner.words import count_words, gib_words, layout_words, seconds_words
 
 _FEW_SHOWN: Final = 3
 _MANY_SHOWN: Final = 5
@@ -51,7 +41,7 @@ def plan_view(
     is_coloured: bool,
     num_shown: int | None = None,
     is_whole: bool = False,
-    yours: Price | None = None,
+    yours: Estimate | None = None,
     notes: Sequence[str] = (),
 ) -> RenderableType:
     """The answer on a screen: which layout, how fast, whether it fits, why; or the whole of it.
@@ -93,11 +83,11 @@ def plan_view(
     return blocks(*parts)
 
 
-def default_words(default: Default) -> str:
+def default_words(default: DefaultChoice) -> str:
     """How a popular strategy does, in a few words.
 
-    >>> default_words(Default(name="DDP", price=None, missing=None, sentence="cannot be run: heads do not divide"))
-    'cannot be run: heads do not divide'
+    >>> default_words(DefaultChoice(name="DDP", price=None, missing=None, sentence="cannot run: heads do not divide"))
+    'cannot run: heads do not divide'
     """
     if default.price is None:
         return default.sentence
@@ -112,7 +102,7 @@ def default_words(default: Default) -> str:
     return f"{words} ({name} {gib_words(size)})"
 
 
-def _trade_words(front: Sequence[Price]) -> str:
+def _trade_words(front: Sequence[Estimate]) -> str:
     """What more free memory costs in time."""
     words = dict.fromkeys(
         f"{gib_words(price.margin_bytes)} for {100 * (price.time.step_s / front[0].time.step_s - 1):+.1f} %"
@@ -140,7 +130,7 @@ def titled(title: str, rows: Sequence[tuple[str, str]]) -> RenderableType:
     return Group(Text(title, style="dim"), grid)
 
 
-def _changes_table(winner: Price, reasons: Reasons) -> Table:
+def _changes_table(winner: Estimate, reasons: Reasons) -> Table:
     """What one change of the winner does to time and memory."""
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
     table.add_column("one thing changed", overflow="fold")
@@ -186,7 +176,7 @@ def _front_table(plan: SearchResult) -> Table:
     return table
 
 
-def _spread(prices: Sequence[Price], most: int) -> list[Price]:
+def _spread(prices: Sequence[Estimate], most: int) -> list[Estimate]:
     """At most so many, the first and the last among them."""
     if len(prices) <= most:
         return list(prices)
@@ -204,7 +194,7 @@ def _counts(plan: SearchResult) -> Iterator[str]:
 
 
 def explain_view(
-    price: Price,
+    price: Estimate,
     pricer: Pricer,
     *,
     is_coloured: bool,
@@ -232,7 +222,7 @@ def explain_view(
     return blocks(facts(job_rows(price.job, notes)), facts(rows), *stages)
 
 
-def _sent_words(price: Price, folded: FoldedLayout) -> str:
+def _sent_words(price: Estimate, folded: CompactLayout) -> str:
     """What the layout gathers and reduces in a step, on the fullest rank."""
     rank = price.memory.worst.pipeline_rank
     sent = folded.on_wire(price.strategy, rank)
@@ -290,7 +280,7 @@ def fit_dict(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
     }
 
 
-def plan_dict(plan: SearchResult, reasons: Reasons, yours: Price | None = None) -> dict[str, Any]:
+def plan_dict(plan: SearchResult, reasons: Reasons, yours: Estimate | None = None) -> dict[str, Any]:
     """All of a plan, as JSON takes it, with a strategy of the user's own."""
     return {
         "job": job_dict(plan.job),
@@ -313,7 +303,7 @@ def plan_dict(plan: SearchResult, reasons: Reasons, yours: Price | None = None) 
     }
 
 
-def job_dict(job: Job) -> dict[str, Any]:
+def job_dict(job: PlanJob) -> dict[str, Any]:
     """A job's shape, batch and cluster."""
     return {
         "model": asdict(job.shape),
@@ -326,7 +316,7 @@ def job_dict(job: Job) -> dict[str, Any]:
     }
 
 
-def price_dict(price: Price) -> dict[str, Any]:
+def price_dict(price: Estimate) -> dict[str, Any]:
     """One strategy with its price."""
     time, worst = price.time, price.memory.worst
     return {
@@ -353,3 +343,57 @@ def price_dict(price: Price) -> dict[str, Any]:
             for rank in price.memory.ranks
         ],
     }
+
+
+# Of a step, from which on a part is worth a word.
+_LARGE_SHARE: Final = 0.15
+_CURES: Mapping[str, str] = MappingProxyType(
+    {
+        "tensor": "try a smaller mesh.tp, or tensor.overlap_chunks",
+        "context": "try a smaller mesh.cp, or another context.transport",
+        "experts": "keep the ranks of an expert group in one node",
+        "bubble": "try more micro-batches, more virtual stages, or a zero-bubble schedule",
+        "data": "try a smaller mesh.dp_shard with replicas, a lower zero.stage, or more micro-batches",
+        "offload": "try to keep a state on the device, or more tokens a step",
+        "recompute": "try recompute.mode=selective, or a larger recompute.every",
+    }
+)
+_WHAT: Mapping[str, str] = MappingProxyType(
+    {
+        "tensor": "collectives of tensor parallelism that nothing hides",
+        "context": "exchange of keys and values that nothing hides",
+        "experts": "exchange of tokens between experts",
+        "bubble": "waiting in the pipeline",
+        "data": "gathers and reductions that nothing hides",
+        "offload": "moves between memories that nothing hides",
+        "recompute": "computing activations again",
+    }
+)
+
+
+def cautions(price: Estimate, compute: ComputeTimeModel, margin_share: float) -> Iterator[str]:
+    """What may go wrong or is slow, on one line each.
+
+    Args:
+        price: of one strategy.
+        compute: of its job.
+        margin_share: of a device's memory that should stay free.
+    """
+    job, strategy = price.job, price.strategy
+    missing = shortfall(price.memory, job.cluster, margin_share)
+    if missing is not None and missing.tier == "device" and price.margin_bytes >= 0:
+        share = price.margin_bytes / job.cluster.gpu.memory_bytes
+        yield f"only {gib_words(price.margin_bytes)} ({100 * share:.1f} %) of device memory are left; try less"
+    elif missing is not None:
+        where = f" on pipeline rank {missing.pipeline_rank}" if strategy.pp > 1 else ""
+        free = f"{100 * margin_share:.0f} % is to stay free"
+        yield f"{missing.tier} memory lacks {gib_words(missing.missing_bytes)}{where}, where {free}"
+    if strategy.tp > max(job.cluster.gpus_per_node, job.cluster.gpu.link_domain):
+        yield f"mesh.tp={strategy.tp} reaches beyond a node of {job.cluster.gpus_per_node}, over the network"
+    if compute.waits_for_launches(strategy):
+        cure = "fewer GPUs or larger micro-batches take as long; try compile.enabled=true"
+        yield f"kernels are shorter than the host takes to launch them, so {cure}"
+    for part, cure in _CURES.items():
+        share = price.time.parts.get(part, 0.0) / price.time.step_s
+        if share >= _LARGE_SHARE:
+            yield f"{100 * share:.0f} % of a step is {_WHAT[part]}; {cure}"

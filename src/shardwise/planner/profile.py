@@ -20,8 +20,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from shardwise.config import ConfigError
-from shardwise.foreign import ForeignError, parse_json, read_text
+from shardwise.config.resolve import ConfigError
+from shardwise.config.untrusted_files import UntrustedFileError, parse_json, read_text
 
 SCHEMA: Final = 1
 """Changes when a key goes or changes its meaning."""
@@ -218,7 +218,7 @@ def find_profile(folder: Path, device: str, num_ranks: int) -> Profile | None:
     found = profile_path(folder, device, nearest)
     try:
         return Profile.from_json(read_text(found, _CURE))
-    except (ConfigError, ForeignError) as error:
+    except (ConfigError, UntrustedFileError) as error:
         raise ConfigError(f"{found}: {error}") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Final
 
@@ -12,15 +13,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.config import Tier
-from shardwise.planner.bars import MEMORY_MARKS, TIME_MARKS, legend, memory_bar, time_bar
-from shardwise.planner.capacity import held_on_node
-from shardwise.planner.clusters import cluster_words
-from shardwise.planner.hardware import GIB, Host
-from shardwise.planner.job import Job
-from shardwise.planner.pareto import cost_per_step
-from shardwise.planner.results import Price, RankMemory
-from shardwise.planner.words import (
+from shardwise.config.resolve import Tier
+from shardwise.planner.format import (
     batch_words,
     count_words,
     gib_words,
@@ -29,6 +23,11 @@ from shardwise.planner.words import (
     seconds_words,
     span_words,
 )
+from shardwise.planner.hardware import GIB, Host, cluster_words
+from shardwise.planner.job import PlanJob
+from shardwise.planner.memory_limit import held_on_node
+from shardwise.planner.results import MEMORY_CATEGORIES, TIME_PARTS, Estimate, RankMemory
+from shardwise.planner.search import cost_per_step
 
 LABEL_WIDTH: Final = 9
 YOURS: Final = "yours"
@@ -63,7 +62,7 @@ def facts(rows: Sequence[tuple[str, RenderableType]]) -> Table:
     return grid
 
 
-def job_rows(job: Job, notes: Sequence[str] = ()) -> list[tuple[str, RenderableType]]:
+def job_rows(job: PlanJob, notes: Sequence[str] = ()) -> list[tuple[str, RenderableType]]:
     """What is to be trained, and where."""
     shape = job.shape
     count = count_words(shape.num_params)
@@ -76,7 +75,7 @@ def job_rows(job: Job, notes: Sequence[str] = ()) -> list[tuple[str, RenderableT
     return rows
 
 
-def price_rows(price: Price, *, is_coloured: bool, label: str = "best") -> list[tuple[str, RenderableType]]:
+def price_rows(price: Estimate, *, is_coloured: bool, label: str = "best") -> list[tuple[str, RenderableType]]:
     """One strategy: its layout, speed, memory on the worst rank, and cost."""
     rows: list[tuple[str, RenderableType]] = [
         (label, Text(layout_words(price.strategy), style="bold green" if price.margin_bytes >= 0 else "bold red")),
@@ -90,12 +89,12 @@ def price_rows(price: Price, *, is_coloured: bool, label: str = "best") -> list[
     return rows
 
 
-def device_word(job: Job) -> str:
+def device_word(job: PlanJob) -> str:
     """What a rank computes on, in a word."""
     return "rank" if job.cluster.gpu.is_cpu else "GPU"
 
 
-def speed_words(price: Price) -> str:
+def speed_words(price: Estimate) -> str:
     """Time of a step with its interval, and what follows from it."""
     time = price.time
     words = f"{seconds_words(time.step_s)} ({span_words(time.low_s, time.high_s)})"
@@ -107,7 +106,7 @@ def speed_words(price: Price) -> str:
     return f"{words}, MFU {100 * mfu:.1f} % of {dtype} ({100 * halved:.1f} % with causal attention halved)"
 
 
-def memory_words(price: Price) -> str:
+def memory_words(price: Estimate) -> str:
     """The worst rank's peak against the device's memory, and what rests elsewhere."""
     worst, strategy = price.memory.worst, price.strategy
     where = f" on pipeline rank {worst.pipeline_rank} of {strategy.pp}" if strategy.pp > 1 else ""
@@ -119,7 +118,7 @@ def memory_words(price: Price) -> str:
     return f"{words}; {' and '.join(away)}" if away else words
 
 
-def _elsewhere_words(price: Price, tier: Tier) -> str:
+def _elsewhere_words(price: Estimate, tier: Tier) -> str:
     """What a node's ranks hold of a memory that they share, and whether anybody said how large that is."""
     host = price.job.cluster.host
     held = held_on_node(price.memory, price.job.cluster, tier)
@@ -131,7 +130,7 @@ def _elsewhere_words(price: Price, tier: Tier) -> str:
     return f"{words} (host_memory_gib in a cluster's file)" if is_assumed else words
 
 
-def cost_words(price: Price) -> str:
+def cost_words(price: Estimate) -> str:
     """What a step, a day and many tokens cost; nothing where no price is known."""
     step = cost_per_step(price)
     if step is None:
@@ -164,7 +163,7 @@ def legend_line(
     return Columns(legend(sizes, marks, is_coloured=is_coloured, digits=digits), padding=(0, 2))
 
 
-def price_table(prices: Sequence[Price], *, width: int, is_coloured: bool, yours: Price | None = None) -> Table:
+def price_table(prices: Sequence[Estimate], *, width: int, is_coloured: bool, yours: Estimate | None = None) -> Table:
     """The best few, one below the other, and one of the user's own below them."""
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim", expand=False)
     table.add_column("#", justify="right", style="dim")
@@ -186,7 +185,7 @@ def price_table(prices: Sequence[Price], *, width: int, is_coloured: bool, yours
     return table
 
 
-def _figures(price: Price, unit: int) -> Iterator[str]:
+def _figures(price: Estimate, unit: int) -> Iterator[str]:
     yield seconds_words(price.time.step_s)
     yield f"{price.tokens_per_s_per_gpu:,.0f}"
     mfu = price.mfu()
@@ -194,7 +193,7 @@ def _figures(price: Price, unit: int) -> Iterator[str]:
     yield f"{price.memory.worst.peak_bytes / unit:,.{1 if unit == GIB else 0}f}"
 
 
-def stage_table(price: Price, *, is_coloured: bool) -> Table:
+def stage_table(price: Estimate, *, is_coloured: bool) -> Table:
     """Memory of each pipeline rank by category; of a long pipeline the first, the worst and the last are shown."""
     ranks = _shown_ranks(price)
     unit, unit_name = memory_unit(ranks)
@@ -213,7 +212,7 @@ def stage_table(price: Price, *, is_coloured: bool) -> Table:
     return table
 
 
-def _shown_ranks(price: Price) -> list[RankMemory]:
+def _shown_ranks(price: Estimate) -> list[RankMemory]:
     ranks = price.memory.ranks
     if len(ranks) <= _MOST_STAGES:
         return list(ranks)
@@ -222,7 +221,7 @@ def _shown_ranks(price: Price) -> list[RankMemory]:
     return [chosen[place] for place in sorted(chosen)]
 
 
-def time_rows(price: Price, *, is_coloured: bool) -> list[tuple[str, RenderableType]]:
+def time_rows(price: Estimate, *, is_coloured: bool) -> list[tuple[str, RenderableType]]:
     """Where a step's time goes."""
     time = price.time
     unit, name = (1.0, "s") if time.step_s >= 1 else (1e-3, "ms")
@@ -239,3 +238,99 @@ def time_rows(price: Price, *, is_coloured: bool) -> list[tuple[str, RenderableT
 def blocks(*parts: RenderableType) -> RenderableType:
     """Parts with a line between them."""
     return Group(*(Padding(part, (1, 1, 0, 1), expand=False) for part in parts))
+
+
+# A letter for each, and a colour that the eight of every terminal have, or near to one.
+MEMORY_MARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "params": ("p", "blue"),
+        "grads": ("g", "green"),
+        "optimizer": ("o", "magenta"),
+        "gathered": ("u", "bright_blue"),
+        "buckets": ("b", "bright_green"),
+        "activations": ("a", "yellow"),
+        "logits": ("l", "red"),
+        "workspace": ("w", "cyan"),
+        "overhead": ("c", "white"),
+        "rounding": ("r", "bright_black"),
+    }
+)
+TIME_MARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "compute": ("c", "blue"),
+        "recompute": ("r", "bright_blue"),
+        "tensor": ("t", "magenta"),
+        "context": ("x", "bright_magenta"),
+        "experts": ("e", "bright_cyan"),
+        "bubble": ("b", "white"),
+        "data": ("d", "yellow"),
+        "offload": ("o", "red"),
+        "step": ("s", "green"),
+        "other": ("·", "bright_black"),
+    }
+)
+_FREE: Final = "·"
+_EDGE: Final = "|"
+_BLOCK: Final = "█"
+
+
+def memory_bar(rank: RankMemory, capacity_bytes: float, width: int, *, is_coloured: bool = False) -> Text:
+    """What one rank holds at its peak; what is beyond the device's memory stands behind a bar.
+
+    Args:
+        rank: by category.
+        capacity_bytes: of the device.
+        width: in characters, all of it.
+        is_coloured: whether categories differ by colour and not by letter.
+    """
+    peak = rank.peak_bytes
+    bar = _bar([(name, rank.peak.get(name, 0.0)) for name in MEMORY_CATEGORIES], MEMORY_MARKS, is_coloured)
+    if peak <= capacity_bytes:
+        filled = _filled(bar, width * peak / capacity_bytes)
+        return filled.append(_FREE * (width - len(filled)), style="dim")
+    filled = _filled(bar, width - 1)
+    edge = round((width - 1) * capacity_bytes / peak)
+    return Text.assemble(filled[:edge], (_EDGE, "bold red"), filled[edge:])
+
+
+def time_bar(parts: Mapping[str, float], width: int, *, is_coloured: bool = False) -> Text:
+    """A step by its parts, in all as long as `width`."""
+    return _filled(_bar([(name, parts.get(name, 0.0)) for name in TIME_PARTS], TIME_MARKS, is_coloured), width)
+
+
+def legend(
+    sizes: Mapping[str, float], marks: Mapping[str, tuple[str, str]], *, is_coloured: bool, digits: int = 1
+) -> list[Text]:
+    """The parts of a bar that are not nothing, by name and size.
+
+    >>> sizes = {"params": 20.04, "activations": 40.0, "logits": 0.001}
+    >>> [each.plain for each in legend(sizes, MEMORY_MARKS, is_coloured=False)]
+    ['p params 20.0', 'a activations 40.0']
+    """
+    items = []
+    for name, (letter, colour) in marks.items():
+        size = sizes.get(name, 0.0)
+        if round(size, digits) > 0:
+            sign = ("■", colour) if is_coloured else (letter, "bold")
+            items.append(Text.assemble(sign, f" {name} {size:,.{digits}f}"))
+    return items
+
+
+Segments = Sequence[tuple[str, str, float]]
+"""Of each part its character, its style and its size."""
+
+
+def _bar(sizes: Sequence[tuple[str, float]], marks: Mapping[str, tuple[str, str]], is_coloured: bool) -> Segments:
+    return [
+        (_BLOCK if is_coloured else marks[name][0], marks[name][1] if is_coloured else "", size) for name, size in sizes
+    ]
+
+
+def _filled(segments: Segments, width: float) -> Text:
+    """Parts in proportion, with rounded ends, so that all together are as wide as they are to be."""
+    total = sum(size for _, _, size in segments) or 1.0
+    ends = [round(width * end / total) for end in accumulate(size for _, _, size in segments)]
+    text = Text()
+    for (character, style, _), start, end in zip(segments, [0, *ends], ends, strict=False):
+        text.append(character * (end - start), style=style)
+    return text

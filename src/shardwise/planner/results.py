@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from shardwise.config import Tier
-from shardwise.planner.job import Job, Strategy
+from shardwise.config.resolve import Tier
+from shardwise.planner.job import PlanJob, Strategy
 
 MEMORY_CATEGORIES: Final = (
     "params",
@@ -102,10 +102,10 @@ Convention = Literal["all-keys", "causal", "hardware"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Price:
+class Estimate:
     """What one strategy costs."""
 
-    job: Job
+    job: PlanJob
     strategy: Strategy
     memory: MemoryEstimate
     time: TimeEstimate

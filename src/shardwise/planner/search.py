@@ -15,32 +15,30 @@ import math
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.planner.bounds import bubble_share, pipeline_of
 from shardwise.planner.candidates import (
-    Outline,
-    Rest,
-    Space,
+    ParallelismCandidate,
+    PlacementCandidate,
+    SearchSpace,
     are_states_crowded,
-    outlines,
+    candidates,
     rests,
     strategy_at,
     why_none,
 )
-from shardwise.planner.capacity import USUAL_MARGIN, Shortfall, missing_on_node, shortfall, usable_bytes
 from shardwise.planner.configs import KEYS
-from shardwise.planner.job import Job, Strategy
+from shardwise.planner.estimate import Pricer, Pricing
+from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.memory_limit import USUAL_MARGIN, Shortfall, missing_on_node, shortfall, usable_bytes
 from shardwise.planner.neighbours import more_on_device, neighbours
-from shardwise.planner.pareto import front
-from shardwise.planner.pricing import Pricer, Pricing
-from shardwise.planner.results import MemoryEstimate, Price
-from shardwise.planner.simplicity import TIE_SHARE, num_extras, simplest
+from shardwise.planner.results import Estimate, MemoryEstimate
+from shardwise.planner.tie_break import TIE_SHARE, num_extras, simplest
 
 _FAR: Final[Mapping[str, int]] = MappingProxyType({"device": 0, "host": 1, "nvme": 2})
 _MOST_STEPS: Final = 6
@@ -84,12 +82,12 @@ class SearchResult:
         is_proven: whether by their bounds no better one is left.
     """
 
-    job: Job
+    job: PlanJob
     limits: Limits
-    best: tuple[Price, ...]
-    runners_up: tuple[Price, ...]
-    front: tuple[Price, ...]
-    nearest: tuple[Price, Shortfall] | None
+    best: tuple[Estimate, ...]
+    runners_up: tuple[Estimate, ...]
+    front: tuple[Estimate, ...]
+    nearest: tuple[Estimate, Shortfall] | None
     rejected: Mapping[str, int]
     num_outlines: int
     num_priced: int
@@ -97,13 +95,13 @@ class SearchResult:
     elapsed_s: float
 
     @property
-    def winner(self) -> Price | None:
+    def winner(self) -> Estimate | None:
         """The best that fits."""
         return self.best[0] if self.best else None
 
 
 def search(
-    job: Job, space: Space | None = None, limits: Limits | None = None, pricer: Pricing | None = None
+    job: PlanJob, space: SearchSpace | None = None, limits: Limits | None = None, pricer: Pricing | None = None
 ) -> SearchResult:
     """Find the fastest strategies of a job that fit.
 
@@ -117,7 +115,7 @@ def search(
         ConfigError: there is no outline: batch, cluster and pins do not go together.
     """
     began = time.perf_counter()
-    run = _Search(job, space or Space(), limits or Limits(), pricer or Pricer(job))
+    run = _Search(job, space or SearchSpace(), limits or Limits(), pricer or Pricer(job))
     run.work()
     if not run.num_outlines:
         raise ConfigError(why_none(job, run.space))
@@ -139,7 +137,7 @@ def search(
     )
 
 
-def _runners_up(fitting: list[Price], num_best: int) -> Iterator[Price]:
+def _runners_up(fitting: list[Estimate], num_best: int) -> Iterator[Estimate]:
     seen: set[tuple[Any, ...]] = set()
     for price in fitting:
         s = price.strategy
@@ -154,9 +152,9 @@ def _runners_up(fitting: list[Price], num_best: int) -> Iterator[Price]:
 class _Search:
     """A search under way."""
 
-    def __init__(self, job: Job, space: Space, limits: Limits, pricer: Pricing) -> None:
+    def __init__(self, job: PlanJob, space: SearchSpace, limits: Limits, pricer: Pricing) -> None:
         self.job, self.space, self.limits, self.pricer = job, space, limits, pricer
-        self.fitting: list[Price] = []
+        self.fitting: list[Estimate] = []
         self.rejected: Counter[str] = Counter()
         self.num_outlines = self.num_prices = 0
         self._memory_cost = 0.0
@@ -164,9 +162,9 @@ class _Search:
         self._usable_bytes = usable_bytes(job.cluster, limits.margin_share)
         self._times: list[float] = []
         self._inner_s: dict[tuple[Any, ...], float] = {}
-        self._rests: dict[tuple[Any, ...], tuple[tuple[Rest, ...], tuple[float, ...], bool]] = {}
-        self._kept: dict[tuple[Any, ...], list[Outline]] = {}
-        self._too_large: dict[tuple[Any, ...], list[Outline]] = {}
+        self._rests: dict[tuple[Any, ...], tuple[tuple[PlacementCandidate, ...], tuple[float, ...], bool]] = {}
+        self._kept: dict[tuple[Any, ...], list[ParallelismCandidate]] = {}
+        self._too_large: dict[tuple[Any, ...], list[ParallelismCandidate]] = {}
         self._missed: tuple[float, Strategy] | None = None
         self._least_missed: tuple[float, Strategy] | None = None
         self._beyond_s: dict[tuple[int, int, int], float] = {}
@@ -176,39 +174,39 @@ class _Search:
         """Until the bounds pass what was found, or the prices are spent."""
         heap = self._list()
         while heap:
-            rank_s, index, outline = heapq.heappop(heap)
-            bound_s = self._bound_s(outline)
+            rank_s, index, candidate = heapq.heappop(heap)
+            bound_s = self._bound_s(candidate)
             if bound_s >= self._worst_wanted_s():
                 self.rejected["slower even at best"] += 1
                 continue
-            now_s = bound_s + self._beyond_s.get(_mesh_of(outline), 0.0)
+            now_s = bound_s + self._beyond_s.get(_mesh_of(candidate), 0.0)
             if now_s > rank_s * (1 + 1e-9):
-                heapq.heappush(heap, (now_s, index, outline))
+                heapq.heappush(heap, (now_s, index, candidate))
                 continue
             if self.num_prices + self._memory_cost >= self.limits.max_prices:
                 self.is_proven = False
                 self.rejected["not looked at"] += len(heap) + 1
                 return
-            self._expand(outline)
+            self._expand(candidate)
 
-    def _list(self) -> list[tuple[float, int, Outline]]:
+    def _list(self) -> list[tuple[float, int, ParallelismCandidate]]:
         heap = []
-        for index, outline in enumerate(outlines(self.job, self.space)):
+        for index, candidate in enumerate(candidates(self.job, self.space)):
             self.num_outlines += 1
-            if self._has_room(outline):
-                heap.append((self._bound_s(outline), index, outline))
+            if self._has_room(candidate):
+                heap.append((self._bound_s(candidate), index, candidate))
             else:
                 self.rejected["out of memory even at best"] += 1
-                self._miss(outline)
+                self._miss(candidate)
         heapq.heapify(heap)
         return heap
 
-    def _miss(self, outline: Outline) -> None:
+    def _miss(self, candidate: ParallelismCandidate) -> None:
         """Keep the outline that holds least at least."""
-        every, sizes, _ = self._known_rests(outline)
-        least = min(sizes, default=0.0) * self._params_of_rank(outline) + self._least_activation_bytes(outline)
+        every, sizes, _ = self._known_rests(candidate)
+        least = min(sizes, default=0.0) * self._params_of_rank(candidate) + self._least_activation_bytes(candidate)
         if every and (self._least_missed is None or least < self._least_missed[0]):
-            self._least_missed = least, strategy_at(outline, every[sizes.index(min(sizes))], self.space.base)
+            self._least_missed = least, strategy_at(candidate, every[sizes.index(min(sizes))], self.space.base)
 
     def _worst_wanted_s(self) -> float:
         """Of the wanted ones, and of those that would be preferred to the fastest were they simpler."""
@@ -216,44 +214,46 @@ class _Search:
             return math.inf
         return max(self._times[-1], (1 + TIE_SHARE) * self._times[0])
 
-    def _bound_s(self, outline: Outline) -> float:
-        inner_s = self._inner_s.get(outline.inner)
+    def _bound_s(self, candidate: ParallelismCandidate) -> float:
+        inner_s = self._inner_s.get(candidate.inner)
         if inner_s is None:
             # Where gradients do not rest whole none are added to others, so the highest stage computes least.
             stage = max(self.space.of("zero_stage", (3,)))
-            rest = Rest(stage, outline.num_data_ranks, "batch", *["device"] * 4)
-            inner_s = self.pricer.time.busy_s(strategy_at(outline, rest, self.space.base))
-            self._inner_s[outline.inner] = inner_s
-        return inner_s * (1 + bubble_share(*pipeline_of(outline)))
+            rest = PlacementCandidate(stage, candidate.num_data_ranks, "batch", *["device"] * 4)
+            inner_s = self.pricer.time.busy_s(strategy_at(candidate, rest, self.space.base))
+            self._inner_s[candidate.inner] = inner_s
+        return inner_s * (1 + bubble_share(*pipeline_of(candidate)))
 
-    def _known_rests(self, outline: Outline) -> tuple[tuple[Rest, ...], tuple[float, ...], bool]:
+    def _known_rests(
+        self, candidate: ParallelismCandidate
+    ) -> tuple[tuple[PlacementCandidate, ...], tuple[float, ...], bool]:
         """With the least bytes of a parameter that each keeps on the device, and whether any moves activations."""
-        key = (outline.num_data_ranks, outline.cp, outline.tp, outline.pp > 1, outline.recompute)
+        key = (candidate.num_data_ranks, candidate.cp, candidate.tp, candidate.pp > 1, candidate.recompute)
         if key not in self._rests:
-            every = rests(self.job, self.space, outline)
+            every = rests(self.job, self.space, candidate)
             moves_activations = any(rest.activations_tier != "device" for rest in every)
-            self._rests[key] = every, tuple(self._param_bytes(outline, rest) for rest in every), moves_activations
+            self._rests[key] = every, tuple(self._param_bytes(candidate, rest) for rest in every), moves_activations
         return self._rests[key]
 
-    def _has_room(self, outline: Outline) -> bool:
+    def _has_room(self, candidate: ParallelismCandidate) -> bool:
         """Whether any rest may fit, by the least that it holds."""
-        _, sizes, moves_activations = self._known_rests(outline)
-        kept = 0.0 if moves_activations else self._least_activation_bytes(outline)
-        return min(sizes, default=math.inf) * self._params_of_rank(outline) + kept <= self._usable_bytes
+        _, sizes, moves_activations = self._known_rests(candidate)
+        kept = 0.0 if moves_activations else self._least_activation_bytes(candidate)
+        return min(sizes, default=math.inf) * self._params_of_rank(candidate) + kept <= self._usable_bytes
 
-    def _params_of_rank(self, outline: Outline) -> float:
+    def _params_of_rank(self, candidate: ParallelismCandidate) -> float:
         """In the mean of the pipeline, so no more than the fullest rank has."""
-        return self._num_params / (outline.tp * outline.pp * self.space.base.ep)
+        return self._num_params / (candidate.tp * candidate.pp * self.space.base.ep)
 
-    def _param_bytes(self, outline: Outline, rest: Rest) -> float:
+    def _param_bytes(self, candidate: ParallelismCandidate, rest: PlacementCandidate) -> float:
         """Of one parameter's states at rest on the device, at least."""
         base = self.space.base
         param_bytes = DTYPE_BYTES[base.param]
         grad_bytes = param_bytes if base.accumulate == "param" else max(4, param_bytes)
         states = 2 if self.job.optimizer.startswith("adam") else 0
         optimizer_bytes = max(4, param_bytes) * (states + (param_bytes < 4))
-        shards = rest.dp_shard * outline.cp
-        sharded_grads = 3 if outline.pp > 1 else 2
+        shards = rest.dp_shard * candidate.cp
+        sharded_grads = 3 if candidate.pp > 1 else 2
         states_of = (
             (rest.params_tier, param_bytes, 3),
             (rest.grads_tier, grad_bytes, sharded_grads),
@@ -263,27 +263,27 @@ class _Search:
             size / (shards if rest.zero_stage >= stage else 1) for tier, size, stage in states_of if tier == "device"
         )
 
-    def _least_activation_bytes(self, outline: Outline) -> float:
+    def _least_activation_bytes(self, candidate: ParallelismCandidate) -> float:
         """Of the first rank of the pipeline: what every way of writing a block keeps for its backward."""
         shape, base = self.job.shape, self.space.base
         hidden, dtype_bytes = shape.hidden_size, DTYPE_BYTES[base.param]
         ffn = 0 if base.chunk_tokens is not None or shape.experts is not None else shape.ffn_size
-        inputs = hidden / (outline.tp if outline.sequence_parallel else 1)
-        kept = {"none": (3 * hidden + 2 * ffn) / outline.tp, "selective": (hidden + ffn) / outline.tp}
-        if outline.recompute == "full":
-            again = 1 / outline.recompute_every
+        inputs = hidden / (candidate.tp if candidate.sequence_parallel else 1)
+        kept = {"none": (3 * hidden + 2 * ffn) / candidate.tp, "selective": (hidden + ffn) / candidate.tp}
+        if candidate.recompute == "full":
+            again = 1 / candidate.recompute_every
             elements = inputs * again + kept["none"] * (1 - again)
         else:
-            elements = kept[outline.recompute]
-        num_layers = max(0.0, shape.num_layers / outline.pp - (2 if outline.pp > 1 else 0))
-        tokens = self.job.seq_len * outline.micro_size / outline.cp
-        return dtype_bytes * elements * num_layers * tokens * min(outline.num_micro_batches, outline.pp)
+            elements = kept[candidate.recompute]
+        num_layers = max(0.0, shape.num_layers / candidate.pp - (2 if candidate.pp > 1 else 0))
+        tokens = self.job.seq_len * candidate.micro_size / candidate.cp
+        return dtype_bytes * elements * num_layers * tokens * min(candidate.num_micro_batches, candidate.pp)
 
-    def _expand(self, outline: Outline) -> None:
+    def _expand(self, candidate: ParallelismCandidate) -> None:
         """Price an outline with every way in which its states may rest."""
-        every = self._known_rests(outline)[0]
-        fits_on_device = self._may_fit(outline, [each for each in every if each.is_on_device], "device")
-        fits_elsewhere = self._may_fit(outline, [each for each in every if not each.is_on_device], "elsewhere")
+        every = self._known_rests(candidate)[0]
+        fits_on_device = self._may_fit(candidate, [each for each in every if each.is_on_device], "device")
+        fits_elsewhere = self._may_fit(candidate, [each for each in every if not each.is_on_device], "elsewhere")
         done: dict[tuple[Any, ...], list[tuple[str, ...]]] = {}
         num_known = len(self.fitting)
         for rest in every:
@@ -293,14 +293,14 @@ class _Search:
             here = done.setdefault((rest.zero_stage, rest.dp_shard, rest.gather), [])
             if any(_moves_less(each, rest.tiers) for each in here):
                 self.rejected["that move what fits on the device"] += 1
-            elif self._price(outline, rest):
+            elif self._price(candidate, rest):
                 here.append(rest.tiers)
         if times := [each.time.step_s for each in self.fitting[num_known:]]:
-            beyond_s = max(0.0, min(times) - self._bound_s(outline))
-            mesh = _mesh_of(outline)
+            beyond_s = max(0.0, min(times) - self._bound_s(candidate))
+            mesh = _mesh_of(candidate)
             self._beyond_s[mesh] = min(self._beyond_s.get(mesh, math.inf), beyond_s)
 
-    def _may_fit(self, outline: Outline, every: list[Rest], where: str) -> bool:
+    def _may_fit(self, candidate: ParallelismCandidate, every: list[PlacementCandidate], where: str) -> bool:
         """Whether the devices hold the one that leaves them least, and none did that leaves no more, of any outline.
 
         What lies elsewhere is another's more, so that it may fit where a host is too small for this one.
@@ -308,14 +308,14 @@ class _Search:
         if not every:
             return False
         rest = max(every, key=_saving)
-        pipeline = outline._replace(micro_size=0, num_micro_batches=0, recompute="", recompute_every=0)
+        pipeline = candidate._replace(micro_size=0, num_micro_batches=0, recompute="", recompute_every=0)
         too_large = self._too_large.setdefault((pipeline, where), [])
-        if any(_holds_more(outline, each) for each in too_large):
+        if any(_holds_more(candidate, each) for each in too_large):
             return False
-        least = outline._replace(
-            micro_size=1, num_micro_batches=outline.num_micro_batches * outline.micro_size, recompute="full"
+        least = candidate._replace(
+            micro_size=1, num_micro_batches=candidate.num_micro_batches * candidate.micro_size, recompute="full"
         )
-        tried = [outline] if too_large else [least._replace(recompute_every=1), outline]
+        tried = [candidate] if too_large else [least._replace(recompute_every=1), candidate]
         for each in tried:
             memory = self._memory_of(strategy_at(each, rest, self.space.base))
             if memory.worst.peak_bytes > self._usable_bytes:
@@ -323,19 +323,19 @@ class _Search:
                 return False
         return True
 
-    def _price(self, outline: Outline, rest: Rest) -> bool:
+    def _price(self, candidate: ParallelismCandidate, rest: PlacementCandidate) -> bool:
         """Whether it fits, or need not be looked at as something that recomputes less does."""
-        like = (outline._replace(recompute="", recompute_every=0), rest._replace(activations_tier="device"))
+        like = (candidate._replace(recompute="", recompute_every=0), rest._replace(activations_tier="device"))
         kept = self._kept.setdefault(like, [])
-        if any(_recomputes_less(each, outline) for each in kept):
+        if any(_recomputes_less(each, candidate) for each in kept):
             self.rejected["that compute twice what fits kept"] += 1
             return True
-        if self._param_bytes(outline, rest) * self._params_of_rank(outline) > self._usable_bytes:
+        if self._param_bytes(candidate, rest) * self._params_of_rank(candidate) > self._usable_bytes:
             self.rejected["out of memory"] += 1
             return False
-        if not self._add(strategy_at(outline, rest, self.space.base)):
+        if not self._add(strategy_at(candidate, rest, self.space.base)):
             return False
-        kept.append(outline)
+        kept.append(candidate)
         return True
 
     def _add(self, strategy: Strategy, below_s: float = math.inf) -> bool:
@@ -348,7 +348,7 @@ class _Search:
         self.num_prices += 1
         if quick.step_s >= below_s:
             return False
-        price = Price(job=self.job, strategy=strategy, memory=memory, time=quick)
+        price = Estimate(job=self.job, strategy=strategy, memory=memory, time=quick)
         self.fitting.append(price)
         insort(self._times, price.time.step_s)
         del self._times[self.limits.num_best :]
@@ -380,7 +380,7 @@ class _Search:
         self.fitting += [each for each in run.fitting if each.strategy not in seen]
         self.num_prices += run.num_prices
 
-    def finish(self) -> list[Price]:
+    def finish(self) -> list[Estimate]:
         """All that fit: the best, which is the simplest of the fastest, then the fastest first.
 
         Schedules are simulated until those of all that are shown are; what is left has no better quick time.
@@ -435,7 +435,7 @@ class _Search:
             return False
         return all(self.space.allows(name, getattr(strategy, name)) for name in KEYS.values())
 
-    def nearest(self) -> tuple[Price, Shortfall] | None:
+    def nearest(self) -> tuple[Estimate, Shortfall] | None:
         """What misses by least."""
         found = self._missed or self._least_missed
         if found is None:
@@ -443,11 +443,11 @@ class _Search:
         strategy = found[1]
         memory = self.pricer.memory.estimate(strategy)
         missing = shortfall(memory, self.job.cluster, self.limits.margin_share)
-        price = Price(job=self.job, strategy=strategy, memory=memory, time=self.pricer.time.estimate(strategy))
+        price = Estimate(job=self.job, strategy=strategy, memory=memory, time=self.pricer.time.estimate(strategy))
         return None if missing is None else (price, missing)
 
 
-def _ordered(prices: Iterable[Price]) -> list[Price]:
+def _ordered(prices: Iterable[Estimate]) -> list[Estimate]:
     """The simplest of the fastest, then the fastest first."""
     every = sorted(prices, key=lambda each: (each.time.step_s, num_extras(each.strategy)))
     if not every:
@@ -456,36 +456,93 @@ def _ordered(prices: Iterable[Price]) -> list[Price]:
     return [best, *(each for each in every if each is not best)]
 
 
-def _mesh_of(outline: Outline) -> tuple[int, int, int]:
+def _mesh_of(candidate: ParallelismCandidate) -> tuple[int, int, int]:
     """What decides most about what a step takes beyond its bound, as it gathers and reduces."""
-    return outline.pp, outline.tp, outline.num_micro_batches
+    return candidate.pp, candidate.tp, candidate.num_micro_batches
 
 
-def _saving(rest: Rest) -> tuple[int, int, bool, int]:
+def _saving(rest: PlacementCandidate) -> tuple[int, int, bool, int]:
     """What of rests holds least on the device."""
     num_away = sum(_FAR[tier] > 0 for tier in rest.tiers)
     return num_away, rest.zero_stage, rest.gather == "micro-batch", rest.dp_shard
 
 
-def _holds_more(outline: Outline, known: Outline) -> bool:
+def _holds_more(candidate: ParallelismCandidate, known: ParallelismCandidate) -> bool:
     """Whether an outline holds at least what a known one of the same pipeline does."""
     is_known_least = known.recompute == "full" and known.recompute_every == 1
-    is_known_kept_less = is_known_least or known.recompute == outline.recompute or outline.recompute == "none"
-    if known.recompute == outline.recompute == "full":
-        is_known_kept_less = known.recompute_every <= outline.recompute_every
-    return is_known_kept_less and outline.micro_size >= known.micro_size
+    is_known_kept_less = is_known_least or known.recompute == candidate.recompute or candidate.recompute == "none"
+    if known.recompute == candidate.recompute == "full":
+        is_known_kept_less = known.recompute_every <= candidate.recompute_every
+    return is_known_kept_less and candidate.micro_size >= known.micro_size
 
 
-def _recomputes_less(known: Outline, outline: Outline) -> bool:
-    if outline.recompute != "full":
-        return known.recompute == "none" != outline.recompute
+def _recomputes_less(known: ParallelismCandidate, candidate: ParallelismCandidate) -> bool:
+    if candidate.recompute != "full":
+        return known.recompute == "none" != candidate.recompute
     return (
         known.recompute == "none"
-        or known.recompute_every > outline.recompute_every
-        or (known.recompute == "selective" and outline.recompute_every == 1)
+        or known.recompute_every > candidate.recompute_every
+        or (known.recompute == "selective" and candidate.recompute_every == 1)
     )
 
 
 def _moves_less(known: tuple[str, ...], tiers: tuple[str, ...]) -> bool:
     """Whether of a known one nothing rests further away."""
     return known != tiers and all(_FAR[one] <= _FAR[other] for one, other in zip(known, tiers, strict=True))
+
+
+# Forward, and gradients of inputs and of weights, do not take quite the same.
+_OF_THIRDS: Final = 0.9
+
+
+def bubble_share(schedule: str, pp: int, num_micro_batches: int, virtual_stages: int) -> float:
+    """The least bubble of a pipeline, by what its ranks compute.
+
+    With p ranks, m micro-batches and v stages a rank: (p - 1) / (m v) by Narayanan et al. 2021 (arXiv 2104.04473),
+    section 2.2, a third of it for zero-bubble H1 and nothing for H2 and V, were F = B = W (Qi et al. 2023, arXiv
+    2401.10241, sections 2.3 and 6). With few micro-batches the first rank waits for the first of them to come back,
+    p (F + B) or with W, and has the other backwards to do behind it, of V half of them.
+
+    >>> bubble_share("interleaved", 4, 8, 3), bubble_share("zb-h2", 4, 8, 1)
+    (0.125, 0.0)
+    >>> bubble_share("interleaved", 4, 1, 3), round(bubble_share("zb-h2", 4, 1, 1), 3)
+    (3.0, 1.8)
+    """
+    p, m = pp, num_micro_batches
+    if schedule == "zb-v":
+        return _OF_THIRDS * max(0.0, 2 * p - 2 * m - 0.5) / (3 * m)
+    if schedule.startswith("zb-"):
+        # Less than the third, since W may be longer than the others.
+        filled = (p - 1) / (4 * m) if schedule == "zb-h1" else 0.0
+        return max(filled, _OF_THIRDS * (2 * p - m - 1) / (3 * m))
+    return max((p - 1) / (m * virtual_stages), (p - m) / m)
+
+
+def pipeline_of(candidate: ParallelismCandidate) -> tuple[str, int, int, int]:
+    return candidate.schedule, candidate.pp, candidate.num_micro_batches, candidate.virtual_stages
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the points that no other beats, in order of their first number.
+
+    Args:
+        points: of each a number that is better small, and one that is better large.
+    """
+    found: list[int] = []
+    for index in sorted(range(len(points)), key=lambda each: (points[each][0], -points[each][1])):
+        if not found or points[index][1] > points[found[-1]][1]:
+            found.append(index)
+    return found
+
+
+def front(prices: Sequence[Estimate]) -> tuple[Estimate, ...]:
+    """The prices that no other beats in both step time and free memory of the device, the fastest first."""
+    return tuple(prices[index] for index in pareto([(each.time.step_s, each.margin_bytes) for each in prices]))
+
+
+def cost_per_step(price: Estimate) -> float | None:
+    """In dollars, of all devices for one step; None where their price is not known."""
+    cluster = price.job.cluster
+    if not cluster.gpu.price_per_hour:
+        return None
+    return cluster.gpu.price_per_hour * cluster.num_gpus * price.time.step_s / 3600

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise._config_sections import MAX_LAYERS
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
+from shardwise.config.sections import MAX_LAYERS
 from shardwise.models.decoder import DecoderConfig
 
 

@@ -1,10 +1,10 @@
 """Which blocks each pipeline stage of a strategy has, and where embedding, norm and head are.
 
->>> from shardwise.planner.hardware import Cluster, Gpu
+>>> from shardwise.planner.hardware import Cluster, GpuSpec
 >>> from shardwise.models.presets import preset
->>> gpu = Gpu(name="h100", memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 989e12})
+>>> gpu = GpuSpec(name="h100", memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 989e12})
 >>> cluster = Cluster(gpu=gpu, num_gpus=16, gpus_per_node=8, nic_bytes_per_s=5e10)
->>> job = Job(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=16, cluster=cluster)
+>>> job = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=16, cluster=cluster)
 >>> StageTable(job).of(Strategy(pp=4, num_micro_batches=8)).layers
 (7, 9, 9, 7)
 """
@@ -12,23 +12,131 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from shardwise.config import ConfigError
-from shardwise.layout.stage_costs import UnitCost
-from shardwise.layout.stage_cut import cut_stages
-from shardwise.layout.stage_units import StageUnit
-from shardwise.planner.job import Job, Strategy
+from shardwise.config.resolve import ConfigError
+from shardwise.layout.param_groups import ParamEntry
+from shardwise.layout.stage_partition import cut_stages
+from shardwise.layout.stage_units import StageUnit, UnitCost
+from shardwise.layout.tp_sharding import FusedPart, ParamSplit
+from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.shape import ModelShape
-from shardwise.planner.skeleton import SkeletonParam, block_params, embedding_params, head_params, norm_params
 from shardwise.schedule.placement import StagePlacement
-from shardwise.schedule.recipes import placement_of
+from shardwise.schedule.registry import placement_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkeletonParam:
+    """One parameter of a unit.
+
+    Attributes:
+        name: within its unit.
+        dim: along which tp splits it into `part`; None where every rank holds all of it.
+        is_of_experts: one of each expert's, side by side along dim 0.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    part: FusedPart | None = None
+    is_of_experts: bool = False
+
+    def split(self, tp: int) -> ParamSplit:
+        """Over the tensor-parallel group."""
+        return ParamSplit(self.shape, tp, self.dim, () if self.part is None else (self.part,))
+
+    def entry(self, unit: str) -> ParamEntry:
+        """As the Layout reads it from a module."""
+        return ParamEntry(f"{unit}.{self.name}", (), unit, self.shape, requires_grad=True)
+
+
+def block_params(shape: ModelShape, *, has_experts: bool = False, expert_ranks: int = 1) -> tuple[SkeletonParam, ...]:
+    """Of one layer, in the order of its module.
+
+    Args:
+        has_experts: whether its feed-forward is experts.
+        expert_ranks: over which whole experts are spread; the parameters are those of one.
+    """
+    ffn = _expert_params(shape, expert_ranks) if has_experts else _ffn_params(shape, "ffn", shape.ffn_size)
+    norms = (_norm(shape, "attention_norm"), _norm(shape, "ffn_norm"))
+    return (*norms[0], *_attention_params(shape), *norms[1], *ffn)
+
+
+def embedding_params(shape: ModelShape) -> tuple[SkeletonParam, ...]:
+    """The table of tokens, and that of positions where they are learned."""
+    vocab = FusedPart(shape.vocab_size, is_padded=True)
+    tokens = SkeletonParam(name="embed.weight", shape=(shape.vocab_size, shape.hidden_size), dim=0, part=vocab)
+    if not shape.num_positions:
+        return (tokens,)
+    return tokens, SkeletonParam(name="positions.weight", shape=(shape.num_positions, shape.hidden_size))
+
+
+def norm_params(shape: ModelShape) -> tuple[SkeletonParam, ...]:
+    """Of the norm behind the blocks."""
+    return tuple(_norm(shape, "norm"))
+
+
+def head_params(shape: ModelShape) -> tuple[SkeletonParam, ...]:
+    """Of the head, were it not tied."""
+    vocab = FusedPart(shape.vocab_size, is_padded=True)
+    return (SkeletonParam(name="head.weight", shape=(shape.vocab_size, shape.hidden_size), dim=0, part=vocab),)
+
+
+def _norm(shape: ModelShape, name: str) -> Iterator[SkeletonParam]:
+    yield SkeletonParam(name=f"{name}.weight", shape=(shape.hidden_size,))
+    if shape.has_biases:
+        yield SkeletonParam(name=f"{name}.bias", shape=(shape.hidden_size,))
+
+
+def _attention_params(shape: ModelShape) -> Iterator[SkeletonParam]:
+    query = FusedPart(shape.num_heads * shape.head_dim, shape.num_heads)
+    kv = FusedPart(shape.num_kv_heads * shape.head_dim, shape.num_kv_heads)
+    for name, part in (("query", query), ("key", kv), ("value", kv)):
+        yield from _column(shape, f"attention.{name}", shape.hidden_size, part)
+    yield from _row(shape, "attention.out", query, shape.hidden_size)
+
+
+def _ffn_params(shape: ModelShape, name: str, ffn_size: int) -> Iterator[SkeletonParam]:
+    part = FusedPart(ffn_size)
+    for column in ("gate", "up") if shape.ffn == "gated" else ("up",):
+        yield from _column(shape, f"{name}.{column}", shape.hidden_size, part)
+    yield from _row(shape, f"{name}.down", part, shape.hidden_size)
+
+
+def _expert_params(shape: ModelShape, expert_ranks: int) -> Iterator[SkeletonParam]:
+    experts = shape.experts
+    if experts is None:
+        return
+    yield SkeletonParam(name="ffn.router.weight", shape=(experts.num_experts, shape.hidden_size))
+    if experts.num_shared:
+        yield from _ffn_params(shape, "ffn.shared", experts.num_shared * experts.ffn_size)
+    num_here, size, hidden = -(-experts.num_experts // expert_ranks), experts.ffn_size, shape.hidden_size
+    for name in ("gate", "up") if shape.ffn == "gated" else ("up",):
+        yield SkeletonParam(
+            name=f"ffn.experts.{name}", shape=(num_here, size, hidden), dim=1, part=FusedPart(size), is_of_experts=True
+        )
+    yield SkeletonParam(
+        name="ffn.experts.down", shape=(num_here, hidden, size), dim=2, part=FusedPart(size), is_of_experts=True
+    )
+
+
+def _column(shape: ModelShape, name: str, num_inputs: int, part: FusedPart) -> Iterator[SkeletonParam]:
+    yield SkeletonParam(name=f"{name}.weight", shape=(part.size, num_inputs), dim=0, part=part)
+    if shape.has_biases:
+        yield SkeletonParam(name=f"{name}.bias", shape=(part.size,), dim=0, part=part)
+
+
+def _row(shape: ModelShape, name: str, part: FusedPart, num_outputs: int) -> Iterator[SkeletonParam]:
+    yield SkeletonParam(name=f"{name}.weight", shape=(num_outputs, part.size), dim=1, part=part)
+    if shape.has_biases:
+        yield SkeletonParam(name=f"{name}.bias", shape=(num_outputs,))
 
 
 @dataclass(frozen=True)
-class Stages:
+class StageLayouts:
     """The stages of a pipeline; without one there is a single stage of everything.
 
     Attributes:
@@ -81,13 +189,13 @@ class Stages:
 class StageTable:
     """The stages of a job's strategies; those that are cut alike are cut once."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: PlanJob) -> None:
         self.job = job
-        self._stages: dict[tuple[object, ...], Stages] = {}
+        self._stages: dict[tuple[object, ...], StageLayouts] = {}
         self._cuts: dict[StagePlacement, tuple[tuple[int, ...], int]] = {}  # several schedules have one placement
 
-    def of(self, strategy: Strategy) -> Stages:
-        """The stages of a strategy: its own, or as `shardwise.layout.cut` cuts our decoder, or evenly.
+    def of(self, strategy: Strategy) -> StageLayouts:
+        """The stages of a strategy: its own, or as `shardwise.layout.stage_partition` cuts our decoder, or evenly.
 
         Raises:
             ConfigError: the schedule has no such stages, there are more stages than units, or the strategy's own are
@@ -100,22 +208,22 @@ class StageTable:
             found = self._stages[key] = self._cut(s)
         return found
 
-    def _cut(self, s: Strategy) -> Stages:
+    def _cut(self, s: Strategy) -> StageLayouts:
         shape = self.job.shape
         num_dense = shape.num_layers - shape.num_expert_layers
         if s.pp == 1:
-            return Stages(StagePlacement(1), (shape.num_layers,), num_dense, 0)
+            return StageLayouts(StagePlacement(1), (shape.num_layers,), num_dense, 0)
         placement = placement_of(s.schedule, s.pp, s.virtual_stages)
         if s.stage_layers is not None:
             _check_layers(s.stage_layers, placement, shape)
-            return Stages(placement, s.stage_layers, num_dense, placement.num_stages - 1)
-        if self.job.practice.cuts_evenly:
+            return StageLayouts(placement, s.stage_layers, num_dense, placement.num_stages - 1)
+        if self.job.traits.cuts_evenly:
             layers = even_layers(shape.num_layers, placement.num_stages)
-            return Stages(placement, layers, num_dense, placement.num_stages - 1)
+            return StageLayouts(placement, layers, num_dense, placement.num_stages - 1)
         if placement not in self._cuts:
             self._cuts[placement] = cut_by_cost(shape, placement)
         layers, norm_stage = self._cuts[placement]
-        return Stages(placement, layers, num_dense, norm_stage)
+        return StageLayouts(placement, layers, num_dense, norm_stage)
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -131,18 +239,18 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def cut_by_cost(shape: ModelShape, placement: StagePlacement) -> tuple[tuple[int, ...], int]:
-    """Blocks of each stage where `shardwise.layout.stage_cut` cuts, and the stage of the norm behind them.
+    """Blocks of each stage where `shardwise.layout.stage_partition` cuts, and the stage of the norm behind them.
 
     Raises:
         ConfigError: there are more stages than units.
     """
     chosen = None if shape.experts is None else shape.experts.num_chosen / shape.experts.num_experts
     num_dense = shape.num_layers - shape.num_expert_layers
-    kinds = {has: _Unit.of(block_params(shape, has_experts=has), chosen) for has in (False, True)}
+    kinds = {has: _PlannedUnit.of(block_params(shape, has_experts=has), chosen) for has in (False, True)}
     head = head_params(shape)
-    units = [("embed", _Unit(0.0, _Unit.of(embedding_params(shape)).numel))]
+    units = [("embed", _PlannedUnit(0.0, _PlannedUnit.of(embedding_params(shape)).numel))]
     units += [(f"blocks.{index}", kinds[index >= num_dense]) for index in range(shape.num_layers)]
-    units += [("norm", _Unit.of(norm_params(shape))), ("head", _Unit.of(head))]
+    units += [("norm", _PlannedUnit.of(norm_params(shape))), ("head", _PlannedUnit.of(head))]
     entry = head[0].entry("head")
     cut = cut_stages(
         [StageUnit(name, (name,), (entry,), name != "blocks.0" or not shape.num_positions) for name, _ in units],
@@ -156,12 +264,12 @@ def cut_by_cost(shape: ModelShape, placement: StagePlacement) -> tuple[tuple[int
 
 
 @dataclass(frozen=True)
-class _Unit:
+class _PlannedUnit:
     flops: float
     numel: float
 
     @classmethod
-    def of(cls, params: tuple[SkeletonParam, ...], share_of_experts: float | None = None) -> _Unit:
+    def of(cls, params: tuple[SkeletonParam, ...], share_of_experts: float | None = None) -> _PlannedUnit:
         flops = numel = 0.0
         for param in params:
             size = float(math.prod(param.shape))

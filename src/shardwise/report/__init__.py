@@ -3,10 +3,10 @@
 Pure: from timed actions to text, with no process group, no device and no torch.
 
 >>> from shardwise.report import timeline_text
->>> from shardwise.report.panel import Panel
+>>> from shardwise.report.panel import TerminalPanel
 >>> from shardwise.schedule import COMPUTATIONS, Schedule, simulate
 >>> schedule = Schedule.parse("rank 0: 0F0 0F1 0B0 0B1\\nrank 1: 1F0 1B0 1F1 1B1")
->>> panel = Panel("two stages", simulate(schedule, lambda rank, action: 1.0))
+>>> panel = TerminalPanel("two stages", simulate(schedule, lambda rank, action: 1.0))
 >>> print(timeline_text.draw([panel], width=40).plain.splitlines()[3])
 rank 1  67 %  ····F0  B0  F1  B1  ····
 """

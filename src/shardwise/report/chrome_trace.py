@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shardwise.report.panel import Panel, describe
+from shardwise.report.panel import TerminalPanel, describe
 from shardwise.schedule import Action, ScheduleError, TimedAction
 
 _US_PER_S = 1e6
@@ -32,7 +32,7 @@ def chrome_trace(actions: Sequence[TimedAction], rank_name: str = "pp rank") -> 
         actions: of all ranks, on one clock, in seconds.
         rank_name: what a rank is called; its number follows.
     """
-    panel = Panel("", actions)
+    panel = TerminalPanel("", actions)
     # Lanes without time are lanes, too: nothing is to be lost.
     lanes = [*panel.lanes, *sorted({each.lane for each in actions} - set(panel.lanes))]
     events = [

@@ -3,7 +3,7 @@
 A layout of more blocks than there is room for is drawn in cells of several, shaded by the share that is visible; any
 at all shows.
 
->>> print(terminal([Panel("", ((1, 0, 0), (0.5, 1, 0), (0.01, 0, 1)))], width=80, is_causal=True).plain)
+>>> print(terminal([LayoutPanel("", ((1, 0, 0), (0.5, 1, 0), (0.01, 0, 1)))], width=80, is_causal=True).plain)
 ██
 ▒▒██
 ░░··██
@@ -44,7 +44,7 @@ text { font: 13px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-seri
 
 
 @dataclass(frozen=True)
-class Panel:
+class LayoutPanel:
     """One drawing: a title, and the share of each cell that is visible, 0 to 1, rows of queries from the top."""
 
     title: str
@@ -57,7 +57,7 @@ def cells_across(width: int, num_panels: int) -> int:
     return max(8, min(40, beside if beside >= 16 else width // 2))
 
 
-def terminal(panels: Sequence[Panel], width: int, *, is_causal: bool) -> Text:
+def terminal(panels: Sequence[LayoutPanel], width: int, *, is_causal: bool) -> Text:
     """Panels beside each other where they fit, two characters a cell.
 
     Args:
@@ -90,7 +90,7 @@ def _shade(share: float) -> str:
     return SHADES[-1] if share >= 1.0 else SHADES[1 + min(2, int(3 * share))]
 
 
-def svg(panels: Sequence[Panel], lines: Sequence[str]) -> str:
+def svg(panels: Sequence[LayoutPanel], lines: Sequence[str]) -> str:
     """Panels beside each other, under them lines of text; a cell's opacity is its share, which it tells on hover."""
     width = _MARGIN + max(len(panels) * (_SIDE + _MARGIN), max(map(len, lines), default=0) * _LETTER_WIDTH)
     height = _TITLE_HEIGHT + _SIDE + 2 * _MARGIN + _LINE_HEIGHT * len(lines)
@@ -109,7 +109,7 @@ def svg(panels: Sequence[Panel], lines: Sequence[str]) -> str:
     return "\n".join([*drawn, "</svg>\n"])
 
 
-def _cells(panel: Panel) -> list[str]:
+def _cells(panel: LayoutPanel) -> list[str]:
     """Cells of a panel; neighbours in a row that share a shade are one rectangle."""
     size = _SIDE / len(panel.shares)
     drawn = [f'<rect class="none" width="{_SIDE}" height="{_SIDE}"/>']

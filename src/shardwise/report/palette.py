@@ -1,8 +1,8 @@
 """The colours of actions, the same in every drawing: a hue for each kind, a lighter shade for each further stage.
 
->>> fill(Kind.FORWARD), fill(Kind.FORWARD, chunk=1, num_chunks=2)
+>>> fill(ActionKind.FORWARD), fill(ActionKind.FORWARD, chunk=1, num_chunks=2)
 ('#2f6fb7', '#97b7db')
->>> ink(fill(Kind.FORWARD)), ink(fill(Kind.FORWARD, chunk=1, num_chunks=2))
+>>> ink(fill(ActionKind.FORWARD)), ink(fill(ActionKind.FORWARD, chunk=1, num_chunks=2))
 ('#ffffff', '#14181f')
 """
 
@@ -11,33 +11,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from shardwise.schedule import Kind
+from shardwise.schedule import ActionKind
 
 DARK_INK = "#14181f"
 LIGHT_INK = "#ffffff"
 
-_HUES: Mapping[Kind, str] = MappingProxyType(
+_HUES: Mapping[ActionKind, str] = MappingProxyType(
     {
-        Kind.FORWARD: "#2f6fb7",
-        Kind.RECOMPUTE: "#8a6fc8",
-        Kind.BACKWARD: "#2b8a5a",
-        Kind.BACKWARD_INPUT: "#1f9aa0",
-        Kind.BACKWARD_WEIGHT: "#d99a1c",
-        Kind.SEND: "#c2557f",
-        Kind.RECEIVE: "#e59ab8",
-        Kind.UNSHARD: "#7d8794",
-        Kind.RESHARD: "#b4bcc6",
-        Kind.REDUCE: "#5a4a42",
-        Kind.FETCH: "#6fae3d",
-        Kind.EVICT: "#a8772f",
-        Kind.STEP: "#c8452e",
+        ActionKind.FORWARD: "#2f6fb7",
+        ActionKind.RECOMPUTE: "#8a6fc8",
+        ActionKind.BACKWARD: "#2b8a5a",
+        ActionKind.BACKWARD_INPUT: "#1f9aa0",
+        ActionKind.BACKWARD_WEIGHT: "#d99a1c",
+        ActionKind.SEND: "#c2557f",
+        ActionKind.RECEIVE: "#e59ab8",
+        ActionKind.UNSHARD: "#7d8794",
+        ActionKind.RESHARD: "#b4bcc6",
+        ActionKind.REDUCE: "#5a4a42",
+        ActionKind.FETCH: "#6fae3d",
+        ActionKind.EVICT: "#a8772f",
+        ActionKind.STEP: "#c8452e",
     }
 )
 _LIGHTEST = 0.75
 _MID_LUMINANCE = 150
 
 
-def fill(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
+def fill(kind: ActionKind, chunk: int = 0, num_chunks: int = 1) -> str:
     """The colour of an action as `#rrggbb`.
 
     Args:

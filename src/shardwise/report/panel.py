@@ -1,6 +1,6 @@
-"""What is drawn: a `Panel` of timed actions, and what every drawing says about one, whatever its form.
+"""What is drawn: a `TerminalPanel` of timed actions, and what every drawing says about one, whatever its form.
 
->>> panel = Panel("plan", [TimedAction(Action.parse("0F0"), rank=1, start_s=2.0, end_s=3.0, lane="compute")])
+>>> panel = TerminalPanel("plan", [TimedAction(Action.parse("0F0"), rank=1, start_s=2.0, end_s=3.0, lane="compute")])
 >>> panel.start_s, panel.makespan_s, panel.idle_fractions
 (2.0, 1.0, {1: 0.0})
 """
@@ -17,7 +17,7 @@ from shardwise.schedule import (
     COMPUTATIONS,
     LANES,
     Action,
-    Kind,
+    ActionKind,
     TimedAction,
     bubble_fraction,
     makespan_s,
@@ -25,45 +25,45 @@ from shardwise.schedule import (
     rank_span_s,
 )
 
-COMPUTE = LANES[Kind.FORWARD]
+COMPUTE = LANES[ActionKind.FORWARD]
 # Times are sums of floats: what misses the next round number by less than this has reached it.
 _ROUNDING = 1 + 1e-9
 _ZERO = 1e-9
 _MANY = 1e4
 
-LETTERS: Mapping[Kind, str] = MappingProxyType(
+LETTERS: Mapping[ActionKind, str] = MappingProxyType(
     {
-        Kind.FORWARD: "F",
-        Kind.RECOMPUTE: "R",
-        Kind.BACKWARD: "B",
-        Kind.BACKWARD_INPUT: "I",
-        Kind.BACKWARD_WEIGHT: "W",
-        Kind.STEP: "S",
+        ActionKind.FORWARD: "F",
+        ActionKind.RECOMPUTE: "R",
+        ActionKind.BACKWARD: "B",
+        ActionKind.BACKWARD_INPUT: "I",
+        ActionKind.BACKWARD_WEIGHT: "W",
+        ActionKind.STEP: "S",
     }
 )
 """One letter for each kind that a drawing writes into its cells."""
 
-WORDS: Mapping[Kind, str] = MappingProxyType(
+WORDS: Mapping[ActionKind, str] = MappingProxyType(
     {
-        Kind.FORWARD: "forward",
-        Kind.RECOMPUTE: "recomputed forward",
-        Kind.BACKWARD: "backward",
-        Kind.BACKWARD_INPUT: "input gradient",
-        Kind.BACKWARD_WEIGHT: "weight gradient",
-        Kind.SEND: "send",
-        Kind.RECEIVE: "receive",
-        Kind.UNSHARD: "unshard",
-        Kind.RESHARD: "reshard",
-        Kind.REDUCE: "reduce",
-        Kind.FETCH: "fetch",
-        Kind.EVICT: "evict",
-        Kind.STEP: "optimizer step",
+        ActionKind.FORWARD: "forward",
+        ActionKind.RECOMPUTE: "recomputed forward",
+        ActionKind.BACKWARD: "backward",
+        ActionKind.BACKWARD_INPUT: "input gradient",
+        ActionKind.BACKWARD_WEIGHT: "weight gradient",
+        ActionKind.SEND: "send",
+        ActionKind.RECEIVE: "receive",
+        ActionKind.UNSHARD: "unshard",
+        ActionKind.RESHARD: "reshard",
+        ActionKind.REDUCE: "reduce",
+        ActionKind.FETCH: "fetch",
+        ActionKind.EVICT: "evict",
+        ActionKind.STEP: "optimizer step",
     }
 )
 
 
 @dataclass(frozen=True)
-class Panel:
+class TerminalPanel:
     """One timeline under its title.
 
     Args:
@@ -102,10 +102,10 @@ class Panel:
         return tuple(sorted(used, key=lambda lane: (known.index(lane) if lane in known else len(known), lane)))
 
     @cached_property
-    def kinds(self) -> tuple[Kind, ...]:
-        """The kinds on which time is spent, in the order of `Kind`."""
+    def kinds(self) -> tuple[ActionKind, ...]:
+        """The kinds on which time is spent, in the order of `ActionKind`."""
         used = {each.action.kind for each in self.actions if each.duration_s > 0}
-        return tuple(kind for kind in Kind if kind in used)
+        return tuple(kind for kind in ActionKind if kind in used)
 
     @cached_property
     def stages(self) -> dict[int, tuple[int, ...]]:
@@ -163,7 +163,7 @@ class Panel:
 def describe(action: Action) -> str:
     """An action in words.
 
-    >>> describe(Action(Kind.FORWARD, stage=1, micro_batch=2))
+    >>> describe(Action(ActionKind.FORWARD, stage=1, micro_batch=2))
     'forward of stage 1, micro-batch 2'
     >>> describe(Action.parse("1SEND_F0"))
     'send activation of stage 1, micro-batch 0'
@@ -174,7 +174,7 @@ def describe(action: Action) -> str:
     return f"{WORDS[action.kind]}{payload} of stage {action.stage}{group}{micro_batch}"
 
 
-def typical_s(panel: Panel) -> float:
+def typical_s(panel: TerminalPanel) -> float:
     """Seconds of a short but usual computation, by which a drawing chooses its scale; without one, the makespan.
 
     The lower quartile: the fastest of a recorded run may be a stray.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from shardwise.report import timeline_svg
-from shardwise.report.panel import COMPUTE, Panel, format_s, percent
+from shardwise.report.panel import COMPUTE, TerminalPanel, format_s, percent
 
 _COLUMNS = ("computing", "idle", "idle in its span", "bubble")
 _HINT = (
@@ -57,7 +57,7 @@ for (const drawing of document.querySelectorAll(".drawing")) {{
 """
 
 
-def draw(panels: Sequence[Panel], title: str = "Timeline", *, same_axis: bool = True) -> str:
+def draw(panels: Sequence[TerminalPanel], title: str = "Timeline", *, same_axis: bool = True) -> str:
     """A page with the drawing of `timeline_svg.draw`, and a table of busy and idle time by rank.
 
     Args:
@@ -75,7 +75,7 @@ def draw(panels: Sequence[Panel], title: str = "Timeline", *, same_axis: bool = 
     )
 
 
-def _table(panels: Sequence[Panel]) -> Iterator[str]:
+def _table(panels: Sequence[TerminalPanel]) -> Iterator[str]:
     head = "".join(f"<th>{each}</th>" for each in _COLUMNS)
     yield "<table>\n<thead>"
     yield f"<tr><th></th>{''.join(f'<th colspan={len(_COLUMNS)}>{escape(each.title)}</th>' for each in panels)}</tr>"
@@ -91,7 +91,7 @@ def _table(panels: Sequence[Panel]) -> Iterator[str]:
     yield "</tfoot>\n</table>"
 
 
-def _cells(panel: Panel, rank: int) -> str:
+def _cells(panel: TerminalPanel, rank: int) -> str:
     if rank not in panel.rows:
         return _row("", "", "", "")
     idle = panel.idle_fractions[rank]

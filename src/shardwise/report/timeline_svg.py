@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from shardwise.report.palette import fill, ink
-from shardwise.report.panel import WORDS, Panel, describe, format_s, percent, ticks, typical_s
-from shardwise.schedule import Kind, TimedAction
+from shardwise.report.panel import WORDS, TerminalPanel, describe, format_s, percent, ticks, typical_s
+from shardwise.schedule import ActionKind, TimedAction
 
 _LABEL_WIDTH = 118
 _MARGIN = 16
@@ -54,18 +54,18 @@ text { font: 12px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-seri
 
 
 @dataclass(frozen=True)
-class _Place:
+class _RowPlace:
     """Where a panel stands, in pixels."""
 
     top: float
     per_s: float
     width: float
 
-    def x(self, panel: Panel, time_s: float) -> float:
+    def x(self, panel: TerminalPanel, time_s: float) -> float:
         return _LABEL_WIDTH + (time_s - panel.start_s) * self.per_s
 
 
-def draw(panels: Sequence[Panel], *, same_axis: bool = True) -> str:
+def draw(panels: Sequence[TerminalPanel], *, same_axis: bool = True) -> str:
     """Timelines under each other, each with its bubble, and one legend.
 
     Args:
@@ -79,7 +79,7 @@ def draw(panels: Sequence[Panel], *, same_axis: bool = True) -> str:
     pinned: list[str] = []
     for panel in panels:
         span_s = longest_s if same_axis else panel.makespan_s
-        place = _Place(top, width / span_s if span_s > 0 else 0.0, width)
+        place = _RowPlace(top, width / span_s if span_s > 0 else 0.0, width)
         drawn += _panel(panel, place)
         pinned += _pinned(panel, place)
         top += _TITLE_HEIGHT + _AXIS_HEIGHT + len(panel.rows) * _pitch(panel) + _PANEL_GAP
@@ -102,23 +102,23 @@ def draw(panels: Sequence[Panel], *, same_axis: bool = True) -> str:
     )
 
 
-def _width(panel: Panel) -> float:
+def _width(panel: TerminalPanel) -> float:
     """Pixels of the time axis: room for a number in a usual cell, within limits."""
     usual_s = typical_s(panel)
     num_cells = panel.makespan_s / usual_s if usual_s > 0 else 1.0
     return min(_MAX_WIDTH, max(min(_MIN_WIDTH, num_cells * _MAX_CELL_WIDTH), num_cells * _CELL_WIDTH))
 
 
-def _pitch(panel: Panel) -> float:
+def _pitch(panel: TerminalPanel) -> float:
     """From one rank's row to the next."""
     return _ROW_HEIGHT + _LANE_HEIGHT * (len(panel.lanes) - 1) + _ROW_GAP
 
 
-def _row_top(panel: Panel, place: _Place, index: int) -> float:
+def _row_top(panel: TerminalPanel, place: _RowPlace, index: int) -> float:
     return place.top + _TITLE_HEIGHT + _AXIS_HEIGHT + index * _pitch(panel)
 
 
-def _panel(panel: Panel, place: _Place) -> Iterator[str]:
+def _panel(panel: TerminalPanel, place: _RowPlace) -> Iterator[str]:
     """The rows and the time axis."""
     end = place.x(panel, panel.start_s + panel.makespan_s)
     bottom = _row_top(panel, place, len(panel.rows)) - _ROW_GAP
@@ -138,7 +138,7 @@ def _panel(panel: Panel, place: _Place) -> Iterator[str]:
                 yield from _action(panel, place, _row_top(panel, place, index), timed)
 
 
-def _action(panel: Panel, place: _Place, row_top: float, timed: TimedAction) -> Iterator[str]:
+def _action(panel: TerminalPanel, place: _RowPlace, row_top: float, timed: TimedAction) -> Iterator[str]:
     kind = timed.action.kind
     lane = panel.lanes.index(timed.lane)
     y = row_top if lane == 0 else row_top + _ROW_HEIGHT + _LANE_HEIGHT * (lane - 1) + 1
@@ -157,13 +157,13 @@ def _action(panel: Panel, place: _Place, row_top: float, timed: TimedAction) -> 
         yield f'<text class="number" style="fill: {ink(colour)}" {middle}>{number}</text>'
 
 
-def _hover(panel: Panel, timed: TimedAction) -> str:
+def _hover(panel: TerminalPanel, timed: TimedAction) -> str:
     start_s, end_s = (format_s(time_s - panel.start_s, panel.makespan_s) for time_s in (timed.start_s, timed.end_s))
     length = format_s(timed.duration_s)
     return f"{timed.action}: {describe(timed.action)}\nrank {timed.rank}, {start_s} to {end_s} ({length})"
 
 
-def _pinned(panel: Panel, place: _Place) -> Iterator[str]:
+def _pinned(panel: TerminalPanel, place: _RowPlace) -> Iterator[str]:
     """Title, bubble and the names of the ranks, on paper, since a page lets the rows slide under them."""
     top = _row_top(panel, place, 0) - _AXIS_HEIGHT
     height = len(panel.rows) * _pitch(panel) + _AXIS_HEIGHT
@@ -177,9 +177,9 @@ def _pinned(panel: Panel, place: _Place) -> Iterator[str]:
         yield f'<text class="quiet" text-anchor="end" x="{_LABEL_WIDTH - 8}" y="{y:g}">{busy}</text>'
 
 
-def _legend(panels: Sequence[Panel], top: float) -> Iterator[str]:
+def _legend(panels: Sequence[TerminalPanel], top: float) -> Iterator[str]:
     x = float(_MARGIN)
-    for kind in Kind:
+    for kind in ActionKind:
         if any(kind in panel.kinds for panel in panels):
             yield f'<rect x="{x:g}" y="{top:g}" width="14" height="14" fill="{fill(kind)}"/>'
             yield f'<text x="{x + 19:g}" y="{top + 11:g}">{WORDS[kind]}</text>'

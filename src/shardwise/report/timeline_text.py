@@ -16,8 +16,8 @@ from rich.style import Style
 from rich.text import Text
 
 from shardwise.report.palette import fill, ink
-from shardwise.report.panel import COMPUTE, LETTERS, WORDS, Panel, format_s, ticks, typical_s
-from shardwise.schedule import Kind, TimedAction
+from shardwise.report.panel import COMPUTE, LETTERS, WORDS, TerminalPanel, format_s, ticks, typical_s
+from shardwise.schedule import ActionKind, TimedAction
 
 IDLE = "·"
 _MAX_BANDS = 4
@@ -29,7 +29,7 @@ _DIM = Style(dim=True)
 
 
 @dataclass(frozen=True)
-class _Grid:
+class _TextGrid:
     """How time is laid on columns: `columns_per_s`, and so many columns a band behind a label."""
 
     columns_per_s: float
@@ -37,7 +37,7 @@ class _Grid:
     label_columns: int
 
 
-def draw(panels: Sequence[Panel], width: int = 100, *, same_axis: bool = True) -> Text:
+def draw(panels: Sequence[TerminalPanel], width: int = 100, *, same_axis: bool = True) -> Text:
     """Timelines under each other, each with its bubble, and one legend.
 
     Args:
@@ -53,12 +53,12 @@ def draw(panels: Sequence[Panel], width: int = 100, *, same_axis: bool = True) -
         scale = min(scales) if same_axis else scale
         cell = round(scale * typical_s(panel))
         band_columns = num_columns - num_columns % cell if cell > 1 else num_columns
-        _add_panel(text, panel, _Grid(scale, band_columns, label_columns))
+        _add_panel(text, panel, _TextGrid(scale, band_columns, label_columns))
     _add_legend(text, panels)
     return text
 
 
-def _columns_per_s(panel: Panel, num_columns: int) -> float:
+def _columns_per_s(panel: TerminalPanel, num_columns: int) -> float:
     """The scale: a usual cell as wide as its label, in as few bands as that takes; narrower where it takes too many."""
     if panel.makespan_s <= 0.0:
         return 1.0
@@ -76,7 +76,7 @@ def _columns_per_s(panel: Panel, num_columns: int) -> float:
     return _MAX_BANDS * num_columns / panel.makespan_s
 
 
-def _add_panel(text: Text, panel: Panel, grid: _Grid) -> None:
+def _add_panel(text: Text, panel: TerminalPanel, grid: _TextGrid) -> None:
     text.append(f"{panel.title}\n", Style(bold=True))
     num_columns = math.ceil(panel.makespan_s * grid.columns_per_s - _FUZZ)
     cells = {rank: _cells(panel, row, num_columns, grid.columns_per_s) for rank, row in panel.rows.items()}
@@ -89,12 +89,12 @@ def _add_panel(text: Text, panel: Panel, grid: _Grid) -> None:
     text.append("bubble".ljust(grid.label_columns) + panel.bubble_line + "\n\n")
 
 
-def _label(panel: Panel, rank: int) -> str:
+def _label(panel: TerminalPanel, rank: int) -> str:
     digits = len(str(max(panel.rows, default=0)))
     return f"rank {rank:>{digits}} {1.0 - panel.idle_fractions.get(rank, 1.0):>4.0%}  ".replace("%", " %")
 
 
-def _axis(panel: Panel, grid: _Grid, first: int, num_columns: int) -> str:
+def _axis(panel: TerminalPanel, grid: _TextGrid, first: int, num_columns: int) -> str:
     """Times above the columns of a band; each stands where its column begins."""
     line = [" "] * (grid.band_columns + _TICK_COLUMNS)
     end = min(first + grid.band_columns, num_columns)
@@ -108,7 +108,7 @@ def _axis(panel: Panel, grid: _Grid, first: int, num_columns: int) -> str:
 
 
 def _cells(
-    panel: Panel, row: Sequence[TimedAction], num_columns: int, columns_per_s: float
+    panel: TerminalPanel, row: Sequence[TimedAction], num_columns: int, columns_per_s: float
 ) -> list[TimedAction | None]:
     """For each column the action that fills most of it, or None where less than half of it is filled."""
     filled = [0.0] * num_columns
@@ -125,7 +125,7 @@ def _cells(
     return [each if fill >= 0.5 - _FUZZ else None for fill, (_, each) in zip(filled, largest, strict=True)]
 
 
-def _add_cells(text: Text, panel: Panel, columns: Sequence[TimedAction | None]) -> None:
+def _add_cells(text: Text, panel: TerminalPanel, columns: Sequence[TimedAction | None]) -> None:
     for each, run in groupby(columns):
         length = len(list(run))
         if each is None:
@@ -135,7 +135,7 @@ def _add_cells(text: Text, panel: Panel, columns: Sequence[TimedAction | None]) 
             text.append(name.ljust(length), _style(panel, each))
 
 
-def _names(panel: Panel, timed: TimedAction) -> tuple[str, ...]:
+def _names(panel: TerminalPanel, timed: TimedAction) -> tuple[str, ...]:
     """What may be written into a cell, the fullest first."""
     letter = LETTERS.get(timed.action.kind, "")
     number = "" if timed.action.micro_batch is None else str(timed.action.micro_batch)
@@ -143,13 +143,13 @@ def _names(panel: Panel, timed: TimedAction) -> tuple[str, ...]:
     return f"{stage}{letter}{number}", f"{letter}{number}", letter
 
 
-def _style(panel: Panel, timed: TimedAction) -> Style:
+def _style(panel: TerminalPanel, timed: TimedAction) -> Style:
     colour = fill(timed.action.kind, panel.chunk(timed), panel.num_chunks)
     return Style(color=ink(colour), bgcolor=colour)
 
 
-def _add_legend(text: Text, panels: Sequence[Panel]) -> None:
-    kinds = [kind for kind in Kind if kind in LETTERS and any(kind in panel.kinds for panel in panels)]
+def _add_legend(text: Text, panels: Sequence[TerminalPanel]) -> None:
+    kinds = [kind for kind in ActionKind if kind in LETTERS and any(kind in panel.kinds for panel in panels)]
     for kind in kinds:
         text.append(f" {LETTERS[kind]} ", Style(color=ink(fill(kind)), bgcolor=fill(kind)))
         text.append(f" {WORDS[kind]}   ")

@@ -16,17 +16,18 @@ from shardwise.schedule.actions import (
     LANES,
     TRANSFERS,
     Action,
-    Kind,
+    ActionKind,
     Payload,
     Schedule,
     ScheduleError,
     TimedAction,
 )
+from shardwise.schedule.auto_schedule import zero_bubble_searched
 from shardwise.schedule.dependencies import Position, dependencies
 from shardwise.schedule.formulas import bubble_s, max_in_flight
 from shardwise.schedule.generators import data_parallel_step, forward_only
 from shardwise.schedule.in_flight import num_deferred, num_in_flight, peak_held_bytes
-from shardwise.schedule.passes import Gather, insert_gathers, insert_offload, insert_transfers, lower
+from shardwise.schedule.lower import Gather, insert_gathers, insert_offload, insert_transfers, lower
 from shardwise.schedule.pipelines import (
     gpipe,
     interleaved,
@@ -38,10 +39,9 @@ from shardwise.schedule.pipelines import (
     zero_bubble_v,
 )
 from shardwise.schedule.placement import StagePlacement
-from shardwise.schedule.recipes import RECIPES, Recipe, pipeline_rows, pipeline_step, placement_of
-from shardwise.schedule.searched import zero_bubble_searched
-from shardwise.schedule.simulator import Cost, bubble_fraction, makespan_s, rank_bubble_s, rank_span_s, simulate
-from shardwise.schedule.verifier import verify
+from shardwise.schedule.registry import RECIPES, ScheduleRecipe, pipeline_rows, pipeline_step, placement_of
+from shardwise.schedule.simulate import Cost, bubble_fraction, makespan_s, rank_bubble_s, rank_span_s, simulate
+from shardwise.schedule.verify import verify
 
 __all__ = [
     "COLLECTIVES",
@@ -50,14 +50,14 @@ __all__ = [
     "RECIPES",
     "TRANSFERS",
     "Action",
+    "ActionKind",
     "Cost",
     "Gather",
-    "Kind",
     "Payload",
     "Position",
-    "Recipe",
     "Schedule",
     "ScheduleError",
+    "ScheduleRecipe",
     "StagePlacement",
     "TimedAction",
     "bubble_fraction",

@@ -3,13 +3,13 @@
 Values only: nothing here runs, moves data or knows a schedule by name. The text forms round-trip and read
 like those of torch.distributed.pipelining, with the ZeRO group in brackets:
 
->>> Action.parse("2SEND_F0") == Action(Kind.SEND, stage=2, micro_batch=0, payload=Payload.ACTIVATION)
+>>> Action.parse("2SEND_F0") == Action(ActionKind.SEND, stage=2, micro_batch=0, payload=Payload.ACTIVATION)
 True
->>> print(Action(Kind.UNSHARD, group="blocks.3"))
+>>> print(Action(ActionKind.UNSHARD, group="blocks.3"))
 0UNSHARD[blocks.3]
 >>> schedule = Schedule.parse("rank 0: 0F0 0SEND_F0 0RECV_B0 0B0\\nrank 1: 1RECV_F0 1F0 1B0 1SEND_B0")
 >>> schedule.ranks[1][0].kind
-<Kind.RECEIVE: 'RECV'>
+<ActionKind.RECEIVE: 'RECV'>
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ScheduleError(ValueError):
     """A schedule that cannot be run, or a text that is none; the first line states value, rule and cure."""
 
 
-class Kind(Enum):
+class ActionKind(Enum):
     """What an action does; the value is its code in the text form."""
 
     FORWARD = "F"
@@ -58,21 +58,29 @@ class Payload(Enum):
     __hash__ = object.__hash__
 
 
-COMPUTATIONS = frozenset({Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
-TRANSFERS = frozenset({Kind.SEND, Kind.RECEIVE})
-COLLECTIVES = frozenset({Kind.UNSHARD, Kind.REDUCE})
+COMPUTATIONS = frozenset(
+    {
+        ActionKind.FORWARD,
+        ActionKind.RECOMPUTE,
+        ActionKind.BACKWARD,
+        ActionKind.BACKWARD_INPUT,
+        ActionKind.BACKWARD_WEIGHT,
+    }
+)
+TRANSFERS = frozenset({ActionKind.SEND, ActionKind.RECEIVE})
+COLLECTIVES = frozenset({ActionKind.UNSHARD, ActionKind.REDUCE})
 
 # The actions of one lane run one after another; lanes run side by side. RESHARD computes nothing, but it
 # stands in line with the computations because memory is given back right behind the computation that used it.
-LANES: Mapping[Kind, str] = MappingProxyType(
+LANES: Mapping[ActionKind, str] = MappingProxyType(
     {
-        **dict.fromkeys((*COMPUTATIONS, Kind.STEP, Kind.RESHARD), "compute"),
-        Kind.UNSHARD: "gather",
-        Kind.REDUCE: "reduce",
-        Kind.SEND: "send",
-        Kind.RECEIVE: "receive",
-        Kind.FETCH: "fetch",
-        Kind.EVICT: "evict",
+        **dict.fromkeys((*COMPUTATIONS, ActionKind.STEP, ActionKind.RESHARD), "compute"),
+        ActionKind.UNSHARD: "gather",
+        ActionKind.REDUCE: "reduce",
+        ActionKind.SEND: "send",
+        ActionKind.RECEIVE: "receive",
+        ActionKind.FETCH: "fetch",
+        ActionKind.EVICT: "evict",
     }
 )
 
@@ -93,7 +101,7 @@ class Action:
     is that of the rank that acts. Raises ScheduleError where a field is missing or has no meaning.
     """
 
-    kind: Kind
+    kind: ActionKind
     stage: int = 0
     micro_batch: int | None = None
     group: str | None = None
@@ -113,7 +121,7 @@ class Action:
         needs_micro_batch = kind in COMPUTATIONS or kind in TRANSFERS
         if needs_micro_batch and micro_batch is None:
             raise ScheduleError(f"{kind.name} has no micro_batch; computations and transfers belong to one, name it")
-        if not needs_micro_batch and micro_batch is not None and kind not in (Kind.FETCH, Kind.EVICT):
+        if not needs_micro_batch and micro_batch is not None and kind not in (ActionKind.FETCH, ActionKind.EVICT):
             raise ScheduleError(f"micro_batch={micro_batch} for {kind.name}, which belongs to none; leave it out")
 
     def __str__(self) -> str:
@@ -134,12 +142,12 @@ class Action:
     def parse(cls, text: str) -> Self:
         """Read the text form, such as 0F1, 2SEND_F0 or 0UNSHARD[blocks.3]; raises ScheduleError."""
         match = _ACTION_TEXT.fullmatch(text.strip())
-        codes = [kind.value for kind in Kind]
+        codes = [kind.value for kind in ActionKind]
         if match is None or match["code"] not in codes:
             example = "0F1, 2SEND_F0 or 0UNSHARD[blocks.3]"
             raise ScheduleError(f"{text!r} is not an action; write stage, kind, micro-batch, [group], as in {example}")
         return cls(
-            kind=Kind(match["code"]),
+            kind=ActionKind(match["code"]),
             stage=int(match["stage"]),
             micro_batch=None if match["micro_batch"] is None else int(match["micro_batch"]),
             group=None if match["group"] is None else unquote(match["group"]),

@@ -5,7 +5,7 @@ directions between two ranks, and channels of other pairs, are independent of ea
 
 >>> from shardwise.schedule.actions import Schedule
 >>> crossed = Schedule.parse("rank 0: 0F0 0SEND_F0 0F1 0SEND_F1\\nrank 1: 1RECV_F1 1RECV_F0 1F0 1F1")
->>> next(flaws(crossed, Places.of(crossed)))[0]
+>>> next(flaws(crossed, ActionPlaces.of(crossed)))[0]
 '1RECV_F1 on rank 1 takes what 0SEND_F0 on rank 0 gives; a channel delivers in order, align the two'
 """
 
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.schedule.actions import TRANSFERS, Action, Kind, Schedule
-from shardwise.schedule.dependencies import Places, Position, other_end, source_of
+from shardwise.schedule.actions import TRANSFERS, Action, ActionKind, Schedule
+from shardwise.schedule.dependencies import ActionPlaces, Position, other_end, source_of
 
 Flaw = tuple[str, tuple[Position, ...]]
 """Value, rule and cure in one line; and where."""
@@ -22,7 +22,7 @@ Flaw = tuple[str, tuple[Position, ...]]
 _Found = dict[tuple[int, Action], int]  # rank and transfer -> index
 
 
-def flaws(schedule: Schedule, places: Places) -> Iterator[Flaw]:
+def flaws(schedule: Schedule, places: ActionPlaces) -> Iterator[Flaw]:
     """Every SEND has its maker and its one RECEIVE, that has its user, and channels deliver in order."""
     found: _Found = {}
     for rank, row in enumerate(schedule.ranks):
@@ -36,7 +36,7 @@ def flaws(schedule: Schedule, places: Places) -> Iterator[Flaw]:
         yield from _disorder(schedule, found, places)
 
 
-def _unmatched(found: _Found, places: Places) -> Iterator[Flaw]:
+def _unmatched(found: _Found, places: ActionPlaces) -> Iterator[Flaw]:
     for (rank, action), index in found.items():
         here = ((rank, index),)
         stage = other_end(action)
@@ -48,36 +48,36 @@ def _unmatched(found: _Found, places: Places) -> Iterator[Flaw]:
         elif (peer, partner := _other_side(action, stage)) not in found:
             yield f"{action} on rank {rank} is unmatched; add {partner} on rank {peer}, or drop it", here
         elif (rank, None, action.payload, action.stage, action.micro_batch) not in places.flow:
-            text = "sends what nothing computes" if action.kind is Kind.SEND else "receives what nothing uses"
+            text = "sends what nothing computes" if action.kind is ActionKind.SEND else "receives what nothing uses"
             yield f"{action} on rank {rank} {text}; add the computation, or drop both ends", here
 
 
 def _other_side(transfer: Action, stage: int) -> Action:
-    kind = Kind.RECEIVE if transfer.kind is Kind.SEND else Kind.SEND
+    kind = ActionKind.RECEIVE if transfer.kind is ActionKind.SEND else ActionKind.SEND
     return Action(kind, stage, transfer.micro_batch, payload=transfer.payload)
 
 
-def _left_out(schedule: Schedule, found: _Found, places: Places) -> Iterator[Flaw]:
+def _left_out(schedule: Schedule, found: _Found, places: ActionPlaces) -> Iterator[Flaw]:
     """A payload that another rank makes and no RECEIVE brings, though there are transfers."""
     for (rank, kind, payload, stage, micro_batch), (index, _) in places.flow.items():
         source = stage + source_of(payload)
         peer = None if kind is not None else places.peer(rank, stage, source)
         if peer is None or peer == rank or (peer, None, payload, source, micro_batch) not in places.flow:
             continue
-        receive = Action(Kind.RECEIVE, stage, micro_batch, payload=payload)
+        receive = Action(ActionKind.RECEIVE, stage, micro_batch, payload=payload)
         if (rank, receive) not in found:
-            send = Action(Kind.SEND, source, micro_batch, payload=payload)
+            send = Action(ActionKind.SEND, source, micro_batch, payload=payload)
             text = f"{schedule.ranks[rank][index]} on rank {rank} uses what nothing brings from rank {peer}"
             yield f"{text}; add {send} there and {receive} here", ((rank, index),)
 
 
-def _disorder(schedule: Schedule, found: _Found, places: Places) -> Iterator[Flaw]:
+def _disorder(schedule: Schedule, found: _Found, places: ActionPlaces) -> Iterator[Flaw]:
     """The two ends of a channel, whose transfers match one to one, have them in one order."""
     ends: dict[tuple[int, int], tuple[list[int], list[int]]] = {}  # sender, receiver -> indices there
     for (rank, action), index in found.items():
         peer = places.partner(rank, action)
         if peer is not None:
-            sends = action.kind is Kind.SEND
+            sends = action.kind is ActionKind.SEND
             channel = ends.setdefault((rank, peer) if sends else (peer, rank), ([], []))
             channel[0 if sends else 1].append(index)
     for (sender, receiver), channel in ends.items():

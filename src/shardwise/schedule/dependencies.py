@@ -31,57 +31,76 @@ from collections import Counter, deque
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.schedule.actions import COLLECTIVES, COMPUTATIONS, LANES, TRANSFERS, Action, Kind, Payload, Schedule
+from shardwise.schedule.actions import (
+    COLLECTIVES,
+    COMPUTATIONS,
+    LANES,
+    TRANSFERS,
+    Action,
+    ActionKind,
+    Payload,
+    Schedule,
+)
 
 Position = tuple[int, int]
 """Rank, and index in the rank's row."""
 
 Follows = Mapping[Position, tuple[Position, ...]]
 
-USERS = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT)
+USERS = (ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 """The computations that read parameters; a weight's gradient needs none."""
 
-_ON_A_GROUP = (*USERS, Kind.BACKWARD_WEIGHT, Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE, Kind.STEP)
-_MOVES = (Kind.FETCH, Kind.EVICT)
+_ON_A_GROUP = (
+    *USERS,
+    ActionKind.BACKWARD_WEIGHT,
+    ActionKind.UNSHARD,
+    ActionKind.RESHARD,
+    ActionKind.REDUCE,
+    ActionKind.STEP,
+)
+_MOVES = (ActionKind.FETCH, ActionKind.EVICT)
 
-_FOLLOWS: Mapping[Kind, tuple[Kind, ...]] = {
-    Kind.FORWARD: (Kind.UNSHARD, *_MOVES),
-    Kind.RECOMPUTE: (Kind.UNSHARD, *_MOVES),
-    Kind.BACKWARD: (Kind.UNSHARD, Kind.REDUCE, *_MOVES),
-    Kind.BACKWARD_INPUT: (Kind.UNSHARD, *_MOVES),
-    Kind.BACKWARD_WEIGHT: (Kind.REDUCE, *_MOVES),
-    Kind.UNSHARD: (Kind.STEP, *_MOVES),
-    Kind.RESHARD: (*USERS, Kind.UNSHARD, *_MOVES),
-    Kind.REDUCE: (Kind.BACKWARD, Kind.BACKWARD_WEIGHT, *_MOVES),
-    Kind.STEP: _MOVES,
+_FOLLOWS: Mapping[ActionKind, tuple[ActionKind, ...]] = {
+    ActionKind.FORWARD: (ActionKind.UNSHARD, *_MOVES),
+    ActionKind.RECOMPUTE: (ActionKind.UNSHARD, *_MOVES),
+    ActionKind.BACKWARD: (ActionKind.UNSHARD, ActionKind.REDUCE, *_MOVES),
+    ActionKind.BACKWARD_INPUT: (ActionKind.UNSHARD, *_MOVES),
+    ActionKind.BACKWARD_WEIGHT: (ActionKind.REDUCE, *_MOVES),
+    ActionKind.UNSHARD: (ActionKind.STEP, *_MOVES),
+    ActionKind.RESHARD: (*USERS, ActionKind.UNSHARD, *_MOVES),
+    ActionKind.REDUCE: (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT, *_MOVES),
+    ActionKind.STEP: _MOVES,
     # Which of the group's states moves is not written in the action, so the group's actions stay in order
     # around it.
-    Kind.FETCH: (*_ON_A_GROUP, *_MOVES),
-    Kind.EVICT: (*_ON_A_GROUP, *_MOVES),
+    ActionKind.FETCH: (*_ON_A_GROUP, *_MOVES),
+    ActionKind.EVICT: (*_ON_A_GROUP, *_MOVES),
 }
-_FOLLOWS_ANY: Mapping[Kind, tuple[Kind, ...]] = {Kind.STEP: (Kind.REDUCE,), Kind.UNSHARD: (Kind.RESHARD,)}
+_FOLLOWS_ANY: Mapping[ActionKind, tuple[ActionKind, ...]] = {
+    ActionKind.STEP: (ActionKind.REDUCE,),
+    ActionKind.UNSHARD: (ActionKind.RESHARD,),
+}
 
 # Rule 4: what a computation needs of its own micro-batch and group on its rank, and which computations make a
 # payload; each of these also uses one of that kind, but at the ends of the pipeline.
-_NEEDS: Mapping[Kind, tuple[Kind, ...]] = {
-    Kind.RECOMPUTE: (Kind.FORWARD,),
-    Kind.BACKWARD: (Kind.FORWARD, Kind.RECOMPUTE),
-    Kind.BACKWARD_INPUT: (Kind.FORWARD, Kind.RECOMPUTE),
-    Kind.BACKWARD_WEIGHT: (Kind.BACKWARD_INPUT,),
+_NEEDS: Mapping[ActionKind, tuple[ActionKind, ...]] = {
+    ActionKind.RECOMPUTE: (ActionKind.FORWARD,),
+    ActionKind.BACKWARD: (ActionKind.FORWARD, ActionKind.RECOMPUTE),
+    ActionKind.BACKWARD_INPUT: (ActionKind.FORWARD, ActionKind.RECOMPUTE),
+    ActionKind.BACKWARD_WEIGHT: (ActionKind.BACKWARD_INPUT,),
 }
-_MAKES: Mapping[Kind, Payload] = {
-    Kind.FORWARD: Payload.ACTIVATION,
-    Kind.BACKWARD: Payload.GRADIENT,
-    Kind.BACKWARD_INPUT: Payload.GRADIENT,
+_MAKES: Mapping[ActionKind, Payload] = {
+    ActionKind.FORWARD: Payload.ACTIVATION,
+    ActionKind.BACKWARD: Payload.GRADIENT,
+    ActionKind.BACKWARD_INPUT: Payload.GRADIENT,
 }
 
-_FlowKey = tuple[int, Kind | None, Payload, int, int | None]
+_FlowKey = tuple[int, ActionKind | None, Payload, int, int | None]
 
 
-def dependencies(schedule: Schedule, lanes: Mapping[Kind, str] = LANES) -> dict[Position, tuple[Position, ...]]:
+def dependencies(schedule: Schedule, lanes: Mapping[ActionKind, str] = LANES) -> dict[Position, tuple[Position, ...]]:
     """For each position, those that must have ended before it starts; `lanes` gives each kind its lane."""
-    places = Places.of(schedule)
-    channelled = {lanes[kind] for kind in TRANSFERS} - {lanes[kind] for kind in Kind if kind not in TRANSFERS}
+    places = ActionPlaces.of(schedule)
+    channelled = {lanes[kind] for kind in TRANSFERS} - {lanes[kind] for kind in ActionKind if kind not in TRANSFERS}
     follows: dict[Position, tuple[Position, ...]] = {}
     for rank, row in enumerate(schedule.ranks):
         groups = stage_groups(row)
@@ -119,8 +138,8 @@ def _within_row(row: Sequence[Action], queues: Sequence[Hashable]) -> Iterator[s
     follows = {kind: tuple(each for each in _FOLLOWS.get(kind, ()) if each in present) for kind in present}
     followed = {each for kinds in follows.values() for each in kinds}
     last_in_queue: dict[Hashable, int] = {}
-    last_of_kind: dict[Kind, int] = {}
-    last_on_group: dict[tuple[Kind, int, str | None], int] = {}
+    last_of_kind: dict[ActionKind, int] = {}
+    last_on_group: dict[tuple[ActionKind, int, str | None], int] = {}
     for index, action in enumerate(row):
         kind, stage = action.kind, action.stage
         about = touched(action, groups)
@@ -135,7 +154,7 @@ def _within_row(row: Sequence[Action], queues: Sequence[Hashable]) -> Iterator[s
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class ActionPlaces:
     """Where the data of each micro-batch is made and moved.
 
     `holders`: the ranks that compute a stage. `computed`: the index of a computation of (rank, kind, stage,
@@ -144,11 +163,11 @@ class Places:
     """
 
     holders: dict[int, list[int]]
-    computed: dict[tuple[int, Kind, int, int | None, str | None], int]
+    computed: dict[tuple[int, ActionKind, int, int | None, str | None], int]
     flow: dict[_FlowKey, tuple[int, int]]
 
     @classmethod
-    def of(cls, schedule: Schedule) -> Places:
+    def of(cls, schedule: Schedule) -> ActionPlaces:
         places = cls({}, {}, {})
         for rank, row in enumerate(schedule.ranks):
             groups = stage_groups(row)
@@ -187,16 +206,16 @@ class Places:
         kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
         keys = ((rank, need, stage, micro_batch, group) for need in _NEEDS.get(kind, ()) for group in groups)
         yield from ((rank, self.computed[key]) for key in keys if key in self.computed)
-        if kind is Kind.SEND and action.payload is not None:
+        if kind is ActionKind.SEND and action.payload is not None:
             yield from self._last((rank, None, action.payload, stage, micro_batch))
-        elif kind is Kind.RECEIVE and action.payload is not None:
-            yield from self._from_neighbour(Kind.SEND, rank, action.payload, stage, micro_batch)
+        elif kind is ActionKind.RECEIVE and action.payload is not None:
+            yield from self._from_neighbour(ActionKind.SEND, rank, action.payload, stage, micro_batch)
         elif kind in _MAKES and index == self.flow[rank, None, _MAKES[kind], stage, micro_batch][0]:
-            received = tuple(self._last((rank, Kind.RECEIVE, _MAKES[kind], stage, micro_batch)))
+            received = tuple(self._last((rank, ActionKind.RECEIVE, _MAKES[kind], stage, micro_batch)))
             yield from received or self._from_neighbour(None, rank, _MAKES[kind], stage, micro_batch)
 
     def _from_neighbour(
-        self, kind: Kind | None, rank: int, payload: Payload, stage: int, micro_batch: int | None
+        self, kind: ActionKind | None, rank: int, payload: Payload, stage: int, micro_batch: int | None
     ) -> Iterator[Position]:
         neighbour = stage + source_of(payload)
         peer = self.peer(rank, stage, neighbour)
@@ -216,7 +235,7 @@ def source_of(payload: Payload) -> int:
 def other_end(transfer: Action) -> int:
     """The stage that a SEND goes to, or that a RECEIVE takes from."""
     source = source_of(transfer.payload or Payload.ACTIVATION)
-    return transfer.stage + (-source if transfer.kind is Kind.SEND else source)
+    return transfer.stage + (-source if transfer.kind is ActionKind.SEND else source)
 
 
 Meeting = tuple[Position, ...]
@@ -224,7 +243,7 @@ Meeting = tuple[Position, ...]
 
 
 def execution_order(
-    schedule: Schedule, follows: Follows, *, meeting_kinds: Collection[Kind] = COLLECTIVES
+    schedule: Schedule, follows: Follows, *, meeting_kinds: Collection[ActionKind] = COLLECTIVES
 ) -> tuple[list[Meeting], dict[Position, tuple[Position, ...]]]:
     """Order the actions so that each comes behind all it follows, the ranks of a collective together.
 
@@ -261,7 +280,7 @@ def execution_order(
     return order, blocked
 
 
-def _meetings(schedule: Schedule, meeting_kinds: Collection[Kind]) -> tuple[list[Meeting], dict[Position, int]]:
+def _meetings(schedule: Schedule, meeting_kinds: Collection[ActionKind]) -> tuple[list[Meeting], dict[Position, int]]:
     """The meetings, and for each position the number of its own."""
     members: list[list[Position]] = []
     number_of: dict[Position, int] = {}

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from shardwise.schedule.actions import ScheduleError
 from shardwise.schedule.pipelines import interleaved_rounds
-from shardwise.schedule.recipes import placement_of
+from shardwise.schedule.registry import placement_of
 
 _UNKNOWN = "has no closed form; simulate the schedule"
 

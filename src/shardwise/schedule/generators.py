@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from shardwise.schedule.actions import Action, Kind, Schedule, ScheduleError
+from shardwise.schedule.actions import Action, ActionKind, Schedule, ScheduleError
 
 
 def data_parallel_step(
@@ -49,16 +49,16 @@ def data_parallel_step(
     for micro_batch in range(num_micro_batches):
         row += _forward(groups, micro_batch, unshard_for_use, keeps_last=ends_kept)
         if unshard_for_use and not ends_kept:
-            row += [Action(Kind.RESHARD, group=root), Action(Kind.UNSHARD, group=root)]
+            row += [Action(ActionKind.RESHARD, group=root), Action(ActionKind.UNSHARD, group=root)]
         reduces = reduce_each_backward or micro_batch == num_micro_batches - 1
         for action in _backward(groups, micro_batch, unshard_for_use, ends_kept, recompute):
             row.append(action)
-            if reduces and action.kind is Kind.BACKWARD:
-                row.append(Action(Kind.REDUCE, group=action.group))
+            if reduces and action.kind is ActionKind.BACKWARD:
+                row.append(Action(ActionKind.REDUCE, group=action.group))
     for group in groups:
-        row.append(Action(Kind.STEP, group=group))
+        row.append(Action(ActionKind.STEP, group=group))
         if unshard_after_step:
-            row.append(Action(Kind.UNSHARD, group=group))
+            row.append(Action(ActionKind.UNSHARD, group=group))
     return Schedule(
         (tuple(row),) * num_ranks,
         unshard_for_use=unshard_for_use,
@@ -79,21 +79,21 @@ def forward_only(
     for micro_batch in range(num_micro_batches):
         row += _forward(groups, micro_batch, unshard_for_use, keeps_last=False)
         if unshard_for_use:
-            row.append(Action(Kind.RESHARD, group=groups[0]))
+            row.append(Action(ActionKind.RESHARD, group=groups[0]))
     return Schedule((tuple(row),) * num_ranks, unshard_for_use=unshard_for_use)
 
 
 def _forward(groups: Sequence[str], micro_batch: int, unshard_for_use: bool, keeps_last: bool) -> Iterator[Action]:
     """The forward of all groups; blocks end as they rested, but the root group, and a kept last block, stay whole."""
     if unshard_for_use:
-        yield Action(Kind.UNSHARD, group=groups[0])
+        yield Action(ActionKind.UNSHARD, group=groups[0])
     for index, group in enumerate(groups):
         if unshard_for_use and index + 1 < len(groups):
-            yield Action(Kind.UNSHARD, group=groups[index + 1])
-        yield Action(Kind.FORWARD, micro_batch=micro_batch, group=group)
+            yield Action(ActionKind.UNSHARD, group=groups[index + 1])
+        yield Action(ActionKind.FORWARD, micro_batch=micro_batch, group=group)
         is_kept = index == 0 or (keeps_last and index == len(groups) - 1)
         if unshard_for_use and not is_kept:
-            yield Action(Kind.RESHARD, group=group)
+            yield Action(ActionKind.RESHARD, group=group)
 
 
 def _backward(
@@ -103,15 +103,15 @@ def _backward(
     root, *blocks = groups
     order = (*reversed(blocks), root)
     if unshard_for_use and blocks and not ends_kept:
-        yield Action(Kind.UNSHARD, group=order[0])
+        yield Action(ActionKind.UNSHARD, group=order[0])
     for index, group in enumerate(order):
         if unshard_for_use and index + 1 < len(blocks):
-            yield Action(Kind.UNSHARD, group=order[index + 1])
+            yield Action(ActionKind.UNSHARD, group=order[index + 1])
         if group in recompute:
-            yield Action(Kind.RECOMPUTE, micro_batch=micro_batch, group=group)
-        yield Action(Kind.BACKWARD, micro_batch=micro_batch, group=group)
+            yield Action(ActionKind.RECOMPUTE, micro_batch=micro_batch, group=group)
+        yield Action(ActionKind.BACKWARD, micro_batch=micro_batch, group=group)
         if unshard_for_use:
-            yield Action(Kind.RESHARD, group=group)
+            yield Action(ActionKind.RESHARD, group=group)
 
 
 def _check(groups: Sequence[str], num_micro_batches: int, num_ranks: int) -> None:

@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from shardwise.schedule.actions import Action, Kind, Schedule, ScheduleError
+from shardwise.schedule.actions import Action, ActionKind, Schedule, ScheduleError
 from shardwise.schedule.channels import Flaw
 
-_ENDS_FLIGHT = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-_SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+_ENDS_FLIGHT = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+_SPLIT = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 
 
 def num_in_flight(schedule: Schedule) -> tuple[int, ...]:
@@ -63,9 +63,9 @@ def _held(row: Sequence[Action], in_flight_bytes: float, deferred_bytes: float) 
     Of a stage's groups, where a row names them, the first forward begins to hold and the last backward ends.
     """
     first: dict[tuple[int, int | None], int] = {}
-    last: dict[tuple[Kind, int, int | None], int] = {}
+    last: dict[tuple[ActionKind, int, int | None], int] = {}
     for index, action in enumerate(row):
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             first.setdefault((action.stage, action.micro_batch), index)
         last[action.kind, action.stage, action.micro_batch] = index
     # What is held during action k is the sum of the changes up to k.

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.schedule.actions import COMPUTATIONS, Kind, TimedAction
-from shardwise.schedule.simulator import Cost
+from shardwise.schedule.actions import COMPUTATIONS, ActionKind, TimedAction
+from shardwise.schedule.simulate import Cost
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class OpTimes:
     def cost(self, num_stages: int) -> Cost:
         """What `simulate` asks for, where a rank has `num_stages` equal ones; all else takes no time."""
         seconds = {
-            Kind.FORWARD: self.forward_s / num_stages,
-            Kind.BACKWARD: (self.backward_input_s + self.backward_weight_s) / num_stages,
-            Kind.BACKWARD_INPUT: self.backward_input_s / num_stages,
-            Kind.BACKWARD_WEIGHT: self.backward_weight_s / num_stages,
-            Kind.SEND: self.transfer_s,
+            ActionKind.FORWARD: self.forward_s / num_stages,
+            ActionKind.BACKWARD: (self.backward_input_s + self.backward_weight_s) / num_stages,
+            ActionKind.BACKWARD_INPUT: self.backward_input_s / num_stages,
+            ActionKind.BACKWARD_WEIGHT: self.backward_weight_s / num_stages,
+            ActionKind.SEND: self.transfer_s,
         }
         return lambda rank, action: seconds.get(action.kind, 0.0)
 
@@ -41,13 +41,13 @@ def mean_times(actions: Sequence[TimedAction]) -> OpTimes:
     computations = [each for each in actions if each.action.kind in COMPUTATIONS]
     num_passes = len({(each.rank, each.action.micro_batch) for each in computations})
 
-    def mean_s(kind: Kind) -> float:
+    def mean_s(kind: ActionKind) -> float:
         return sum(each.duration_s for each in computations if each.action.kind is kind) / max(1, num_passes)
 
-    half_s = mean_s(Kind.BACKWARD) / 2
+    half_s = mean_s(ActionKind.BACKWARD) / 2
     return OpTimes(
-        forward_s=mean_s(Kind.FORWARD),
+        forward_s=mean_s(ActionKind.FORWARD),
         # What is computed again is computed for the backward.
-        backward_input_s=half_s + mean_s(Kind.BACKWARD_INPUT) + mean_s(Kind.RECOMPUTE),
-        backward_weight_s=half_s + mean_s(Kind.BACKWARD_WEIGHT),
+        backward_input_s=half_s + mean_s(ActionKind.BACKWARD_INPUT) + mean_s(ActionKind.RECOMPUTE),
+        backward_weight_s=half_s + mean_s(ActionKind.BACKWARD_WEIGHT),
     )

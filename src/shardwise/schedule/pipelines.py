@@ -26,17 +26,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import starmap
 
-from shardwise.schedule.actions import Action, Kind, Schedule, ScheduleError
+from shardwise.schedule.actions import Action, ActionKind, Schedule, ScheduleError
 from shardwise.schedule.placement import StagePlacement
 
-_F, _B, _I, _W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+_F, _B, _I, _W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 
-_Pattern = Iterable[tuple[Kind, int]]
+_Pattern = Iterable[tuple[ActionKind, int]]
 """A row without micro-batches: kinds and stages."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ScheduleRows:
     """The computations of a pipeline's ranks, each written when it is asked for.
 
     `pattern` gives a rank's row without micro-batches. Raises ScheduleError on a count below 1.
@@ -52,9 +52,9 @@ class Rows:
     def __post_init__(self) -> None:
         _check_micro_batches(self.num_micro_batches)
 
-    def of(self, rank: int) -> list[tuple[Kind, int, int]]:
+    def of(self, rank: int) -> list[tuple[ActionKind, int, int]]:
         """Kind, stage and micro-batch of each: the pattern, numbered, without what is beyond the last micro-batch."""
-        num_before: Counter[tuple[Kind, int]] = Counter()
+        num_before: Counter[tuple[ActionKind, int]] = Counter()
         row = []
         for key in self.pattern(rank):
             number = num_before[key]
@@ -76,7 +76,9 @@ def naive(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is
     return naive_rows(num_ranks, num_micro_batches, virtual_stages, is_v_shaped=is_v_shaped).schedule()
 
 
-def naive_rows(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is_v_shaped: bool = False) -> Rows:
+def naive_rows(
+    num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is_v_shaped: bool = False
+) -> ScheduleRows:
     """The rows of `naive`."""
     placement = StagePlacement(num_ranks, virtual_stages, is_v_shaped)
 
@@ -84,7 +86,7 @@ def naive_rows(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, 
         stages = placement.stages_of(rank)
         return [*_each(_F, stages), *_each(_B, reversed(stages))] * num_micro_batches
 
-    return Rows(placement, num_micro_batches, pattern)
+    return ScheduleRows(placement, num_micro_batches, pattern)
 
 
 def gpipe(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is_v_shaped: bool = False) -> Schedule:
@@ -95,7 +97,9 @@ def gpipe(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is
     return gpipe_rows(num_ranks, num_micro_batches, virtual_stages, is_v_shaped=is_v_shaped).schedule()
 
 
-def gpipe_rows(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is_v_shaped: bool = False) -> Rows:
+def gpipe_rows(
+    num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is_v_shaped: bool = False
+) -> ScheduleRows:
     """The rows of `gpipe`."""
     placement = StagePlacement(num_ranks, virtual_stages, is_v_shaped)
 
@@ -104,7 +108,7 @@ def gpipe_rows(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, 
         forwards = [(_F, stage) for stage in stages for _ in range(num_micro_batches)]
         return forwards + [(_B, stage) for stage in reversed(stages) for _ in range(num_micro_batches)]
 
-    return Rows(placement, num_micro_batches, pattern)
+    return ScheduleRows(placement, num_micro_batches, pattern)
 
 
 def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
@@ -116,13 +120,13 @@ def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
     return one_f_one_b_rows(num_ranks, num_micro_batches).schedule()
 
 
-def one_f_one_b_rows(num_ranks: int, num_micro_batches: int) -> Rows:
+def one_f_one_b_rows(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
     """The rows of `one_f_one_b`."""
 
     def pattern(rank: int) -> _Pattern:
         return [(_F, rank)] * (num_ranks - rank) + [(_B, rank), (_F, rank)] * num_micro_batches
 
-    return Rows(StagePlacement(num_ranks), num_micro_batches, pattern)
+    return ScheduleRows(StagePlacement(num_ranks), num_micro_batches, pattern)
 
 
 def interleaved(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> Schedule:
@@ -137,7 +141,7 @@ def interleaved(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> 
     return interleaved_rows(num_ranks, num_micro_batches, virtual_stages).schedule()
 
 
-def interleaved_rows(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> Rows:
+def interleaved_rows(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> ScheduleRows:
     """The rows of `interleaved`."""
     placement = StagePlacement(num_ranks, virtual_stages)
     rounds = interleaved_rounds(num_ranks, num_micro_batches)
@@ -153,7 +157,7 @@ def interleaved_rows(num_ranks: int, num_micro_batches: int, virtual_stages: int
             yield backward
         yield from backwards[len(forwards) - num_warm_up :]
 
-    return Rows(placement, num_micro_batches, pattern)
+    return ScheduleRows(placement, num_micro_batches, pattern)
 
 
 def interleaved_rounds(num_ranks: int, num_micro_batches: int) -> tuple[int, ...]:
@@ -181,13 +185,13 @@ def zero_bubble_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
     return zero_bubble_h1_rows(num_ranks, num_micro_batches).schedule()
 
 
-def zero_bubble_h1_rows(num_ranks: int, num_micro_batches: int) -> Rows:
+def zero_bubble_h1_rows(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
     """The rows of `zero_bubble_h1`."""
 
     def pattern(rank: int) -> _Pattern:
         return _split_one_f_one_b(rank, num_micro_batches, num_warm_up=num_ranks - rank, num_deferred=rank)
 
-    return Rows(StagePlacement(num_ranks), num_micro_batches, pattern)
+    return ScheduleRows(StagePlacement(num_ranks), num_micro_batches, pattern)
 
 
 def zero_bubble_h2(num_ranks: int, num_micro_batches: int) -> Schedule:
@@ -200,14 +204,14 @@ def zero_bubble_h2(num_ranks: int, num_micro_batches: int) -> Schedule:
     return zero_bubble_h2_rows(num_ranks, num_micro_batches).schedule()
 
 
-def zero_bubble_h2_rows(num_ranks: int, num_micro_batches: int) -> Rows:
+def zero_bubble_h2_rows(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
     """The rows of `zero_bubble_h2`."""
 
     def pattern(rank: int) -> _Pattern:
         num_warm_up = 2 * (num_ranks - rank) - 1
         return _split_one_f_one_b(rank, num_micro_batches, num_warm_up=num_warm_up, num_deferred=2 * rank)
 
-    return Rows(StagePlacement(num_ranks), num_micro_batches, pattern)
+    return ScheduleRows(StagePlacement(num_ranks), num_micro_batches, pattern)
 
 
 def zero_bubble_v(num_ranks: int, num_micro_batches: int) -> Schedule:
@@ -220,7 +224,7 @@ def zero_bubble_v(num_ranks: int, num_micro_batches: int) -> Schedule:
     return zero_bubble_v_rows(num_ranks, num_micro_batches).schedule()
 
 
-def zero_bubble_v_rows(num_ranks: int, num_micro_batches: int) -> Rows:
+def zero_bubble_v_rows(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
     """The rows of `zero_bubble_v`."""
     placement = StagePlacement(num_ranks, stages_per_rank=2, is_v_shaped=True)
     num_steady = max(num_micro_batches - num_ranks, num_ranks - 1)
@@ -242,7 +246,7 @@ def zero_bubble_v_rows(num_ranks: int, num_micro_batches: int) -> Rows:
             *[(_W, down)] * rank,
         ]
 
-    return Rows(placement, num_micro_batches, pattern)
+    return ScheduleRows(placement, num_micro_batches, pattern)
 
 
 def pipeline_evaluation(placement: StagePlacement, num_micro_batches: int) -> Schedule:
@@ -260,7 +264,7 @@ def pipeline_evaluation(placement: StagePlacement, num_micro_batches: int) -> Sc
             return ahead + [*_each(_F, reversed(stages))] * num_micro_batches
         return [(_F, stage) for length in rounds for stage in stages for _ in range(length)]
 
-    return Rows(placement, num_micro_batches, pattern).schedule()
+    return ScheduleRows(placement, num_micro_batches, pattern).schedule()
 
 
 def _split_one_f_one_b(stage: int, num_micro_batches: int, *, num_warm_up: int, num_deferred: int) -> _Pattern:
@@ -274,7 +278,7 @@ def _split_one_f_one_b(stage: int, num_micro_batches: int, *, num_warm_up: int, 
     yield from [(_W, stage)] * num_deferred
 
 
-def _each(kind: Kind, stages: Iterable[int]) -> _Pattern:
+def _each(kind: ActionKind, stages: Iterable[int]) -> _Pattern:
     return ((kind, stage) for stage in stages)
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardwise.comm import Comm
-from shardwise.streams import LaneName
+from shardwise.comm.collectives import Comm
+from shardwise.runtime.streams import LaneName
 
 
 def all_reduce(comm: Comm, x: Tensor, name: str) -> Tensor:

@@ -19,7 +19,7 @@ tokens, whose gradients get factors that are known in the backward only, do take
 The gradient of the hidden states is this rank's part: who split the head sums it over the ranks.
 
 >>> hidden, weight, targets = torch.randn(6, 8), torch.randn(16, 8), torch.arange(6)
->>> loss = cross_entropy_sum(hidden, weight, None, targets, Vocab(16))
+>>> loss = cross_entropy_sum(hidden, weight, None, targets, VocabSplit(16))
 >>> torch.allclose(loss, F.cross_entropy(hidden @ weight.T, targets, reduction="sum"))
 True
 """
@@ -34,12 +34,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.comm import Comm
+from shardwise.comm.collectives import Comm
 from shardwise.tensor import collectives
 
 
 @dataclass(frozen=True)
-class Vocab:
+class VocabSplit:
     """A vocabulary of `size` tokens over the ranks of `comm`; None where one rank has all of it.
 
     At most `chunk_tokens` tokens of a text are worked through at a time; None leaves that to the device.
@@ -66,7 +66,7 @@ class Vocab:
 
 
 @dataclass(frozen=True)
-class Terms:
+class TokenLossTerms:
     """What the loss of a token consists of.
 
     Attributes:
@@ -85,8 +85,8 @@ def cross_entropy_sum(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    vocab: Vocab,
-    terms: Terms | None = None,
+    vocab: VocabSplit,
+    terms: TokenLossTerms | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The loss, summed over the tokens that count; all ranks call it, and get equal bits.
@@ -104,7 +104,7 @@ def cross_entropy_sum(
         IndexError: a target is neither ignored nor in the vocabulary; an assertion of the device on CUDA. The message
             is torch's own.
     """
-    job = _Job.of(hidden, vocab, terms, dtype)
+    job = _ChunkJob.of(hidden, vocab, terms, dtype)
     return _Sum.apply(hidden, weight, bias, targets, job)
 
 
@@ -113,26 +113,26 @@ def cross_entropy(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    vocab: Vocab,
-    terms: Terms | None = None,
+    vocab: VocabSplit,
+    terms: TokenLossTerms | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The loss of each token, [N], 0 where it does not count; otherwise as `cross_entropy_sum`."""
-    job = _Job.of(hidden, vocab, terms, dtype)
+    job = _ChunkJob.of(hidden, vocab, terms, dtype)
     return _EachToken.apply(hidden, weight, bias, targets, job)
 
 
 @dataclass(frozen=True)
-class _Job:
-    vocab: Vocab
-    terms: Terms
+class _ChunkJob:
+    vocab: VocabSplit
+    terms: TokenLossTerms
     wide: torch.dtype
     is_recorded: bool
 
     @staticmethod
-    def of(hidden: Tensor, vocab: Vocab, terms: Terms | None, dtype: torch.dtype | None) -> _Job:
+    def of(hidden: Tensor, vocab: VocabSplit, terms: TokenLossTerms | None, dtype: torch.dtype | None) -> _ChunkJob:
         wide = torch.promote_types(torch.promote_types(hidden.dtype, torch.float32), dtype or torch.float32)
-        return _Job(vocab, terms or Terms(), wide, torch.is_grad_enabled())
+        return _ChunkJob(vocab, terms or TokenLossTerms(), wide, torch.is_grad_enabled())
 
     def chunks(self, hidden: Tensor, targets: Tensor) -> Iterator[tuple[slice, Tensor, _Targets]]:
         """Some tokens at a time: which, their hidden states, their targets."""
@@ -191,7 +191,7 @@ class _Targets:
     index: Tensor
 
     @staticmethod
-    def of(targets: Tensor, job: _Job) -> _Targets:
+    def of(targets: Tensor, job: _ChunkJob) -> _Targets:
         counts = targets != job.terms.ignore_index
         valid = targets.where(counts, 0)
         # Raises, or asserts on the device, where one is not in the vocabulary, and asks the host for no value.
@@ -232,7 +232,7 @@ class _Gradients:
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, job: _Job
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, job: _ChunkJob
     ) -> Tensor:  # [N, E], [v, E], [v], [N]
         needed = tuple(each and job.is_recorded for each in ctx.needs_input_grad)
         gradients = _Gradients(hidden, weight, bias, needed)
@@ -262,7 +262,7 @@ class _Sum(torch.autograd.Function):
 class _EachToken(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, job: _Job
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, job: _ChunkJob
     ) -> Tensor:  # [N, E], [v, E], [v], [N]
         losses = torch.empty(len(targets), dtype=job.wide, device=hidden.device)
         log_totals = torch.empty_like(losses)

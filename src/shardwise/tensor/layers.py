@@ -1,4 +1,4 @@
-"""What split modules become: classes that they wear beside their own, by `shardwise.wearing.become`.
+"""What split modules become: classes that they wear beside their own, by `shardwise.runtime.class_swap.become`.
 
 A layer's `weight` and `bias` hold this rank's part; its forward is given here. A region, and the ends of a
 sequence-parallel stack, change tensors on their way into or out of a module's own forward. They compose: a module may
@@ -24,27 +24,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.config import ConfigError
-from shardwise.tensor.logits import VocabHead, VocabLogits
-from shardwise.tensor.ops import TensorOps
-from shardwise.wearing import become
+from shardwise.config.resolve import ConfigError
+from shardwise.runtime.class_swap import become
+from shardwise.tensor.loss_parallel import LazyLogits, LazyLogitsHead
+from shardwise.tensor.mappings import TpMappings
 
 __all__ = [
     "ColumnEmbedding",
     "ColumnLinear",
     "EmbeddingState",
-    "EntryState",
-    "ExitState",
-    "Head",
+    "ForwardArgument",
+    "GatherState",
     "HeadState",
     "LinearState",
-    "Place",
-    "Region",
-    "RegionState",
     "RowLinear",
-    "StackEntry",
-    "StackExit",
+    "ScatterState",
+    "SequenceGather",
+    "SequenceScatter",
+    "SharedInputModule",
+    "SharedInputState",
     "VocabEmbedding",
+    "VocabParallelHead",
     "become",
 ]
 
@@ -54,7 +54,7 @@ Order = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class LayerState:
     """What a module's forward needs besides its parameters.
 
     Attributes:
@@ -62,7 +62,7 @@ class State:
         name: of the module, for counts and messages.
     """
 
-    ops: TensorOps
+    ops: TpMappings
     name: str
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -76,7 +76,7 @@ class State:
 
 
 @dataclass(frozen=True, eq=False)
-class LinearState(State):
+class LinearState(LayerState):
     """Of a linear layer.
 
     Attributes:
@@ -137,13 +137,13 @@ class RowLinear(nn.Module):
 
 
 @dataclass(frozen=True, eq=False)
-class HeadState(State):
+class HeadState(LayerState):
     """Of a head: how its words lie over the ranks."""
 
-    head: VocabHead
+    head: LazyLogitsHead
 
 
-class Head(nn.Module):
+class VocabParallelHead(nn.Module):
     """A linear layer to the vocabulary, split by its words; its logits wait for who reads them."""
 
     weight: Tensor
@@ -153,14 +153,14 @@ class Head(nn.Module):
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:  # [..., in] -> [..., words]
         (x,) = (*args, *kwargs.values())
         state = self._shardwise_head
-        return VocabLogits(state.ops.enter(x, state.title), self.weight, self.bias, state.head)
+        return LazyLogits(state.ops.enter(x, state.title), self.weight, self.bias, state.head)
 
     def extra_repr(self) -> str:
         return _described(super().extra_repr(), "vocabulary", self._shardwise_head)
 
 
 @dataclass(frozen=True, eq=False)
-class EmbeddingState(State):
+class EmbeddingState(LayerState):
     """Of an embedding.
 
     Attributes:
@@ -213,7 +213,7 @@ class ColumnEmbedding(nn.Module):
 
 
 @dataclass(frozen=True)
-class Place:
+class ForwardArgument:
     """An argument of a forward: its name, and its position where it may be given by position."""
 
     name: str
@@ -233,7 +233,7 @@ class Place:
 
 
 @dataclass(frozen=True, eq=False)
-class RegionState(State):
+class SharedInputState(LayerState):
     """Of a region.
 
     Attributes:
@@ -241,14 +241,14 @@ class RegionState(State):
         sequences: arguments that arrive split along dim 1.
     """
 
-    whole: tuple[Place, ...] = ()
-    sequences: tuple[Place, ...] = ()
+    whole: tuple[ForwardArgument, ...] = ()
+    sequences: tuple[ForwardArgument, ...] = ()
 
 
-class Region(nn.Module):
+class SharedInputModule(nn.Module):
     """A module whose column layers share what enters: arguments enter once, sequences are gathered."""
 
-    _shardwise_region: RegionState
+    _shardwise_region: SharedInputState
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._shardwise_region
@@ -270,20 +270,20 @@ class Region(nn.Module):
 
 
 @dataclass(frozen=True, eq=False)
-class EntryState(State):
+class ScatterState(LayerState):
     """Of a stack's first module: the argument to split."""
 
-    place: Place
+    place: ForwardArgument
 
 
-class StackEntry(nn.Module):
+class SequenceScatter(nn.Module):
     """The first module of a sequence-parallel stack: one argument is split along dim 1.
 
     Raises:
         ConfigError: its length does not divide by the number of ranks, and there is a backward to come.
     """
 
-    _shardwise_entry: EntryState
+    _shardwise_entry: ScatterState
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._shardwise_entry
@@ -292,14 +292,14 @@ class StackEntry(nn.Module):
 
 
 @dataclass(frozen=True, eq=False)
-class ExitState(State):
+class GatherState(LayerState):
     """Of a stack's last module."""
 
 
-class StackExit(nn.Module):
+class SequenceGather(nn.Module):
     """The last module of a sequence-parallel stack: the first tensor of its output is gathered along dim 1."""
 
-    _shardwise_exit: ExitState
+    _shardwise_exit: GatherState
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._shardwise_exit
@@ -348,6 +348,6 @@ def _in_order(x: Tensor, state: LinearState) -> Tensor:
     return torch.cat([part for _, part in sorted(slices, key=lambda each: each[0])], dim=-1)
 
 
-def _described(own: str, style: str, state: State) -> str:
+def _described(own: str, style: str, state: LayerState) -> str:
     comm = state.ops.comm
     return f"{own}, {style} {comm.rank} of tp={comm.world_size}"

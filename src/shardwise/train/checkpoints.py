@@ -7,10 +7,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.checkpoint.folder import set_aside, step_folders, step_of
+from shardwise.checkpoint.commit import set_aside, step_folders, step_of
+from shardwise.checkpoint.load import LENIENT_CURE
 from shardwise.checkpoint.manifest import CheckpointError
-from shardwise.checkpoint.matching import LENIENT_CURE
-from shardwise.config import Config, ConfigError
+from shardwise.config.resolve import Config, ConfigError
 from shardwise.layout.layout import Layout
 from shardwise.train.loop import Trainer
 from shardwise.train.resume import FOLDER_NAME
@@ -34,7 +34,7 @@ class Resumed:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """What checkpoints a run leaves behind.
 
     Attributes:
@@ -119,7 +119,7 @@ class RunCheckpoints:
             keep_every=config.keep_every,
         )
 
-    def finish(self) -> Saved | None:
+    def finish(self) -> SavedCheckpoint | None:
         """Wait for the save under way, and say on rank 0 what this run has left; None where it has saved nothing.
 
         Raises:
@@ -130,7 +130,7 @@ class RunCheckpoints:
         if newest is None or self._trainer.engine.comm.rank:
             return None
         num_bytes = sum(file.stat().st_size for file in newest.iterdir())
-        return Saved(self.root, len(step_folders(self.root)), newest, num_bytes)
+        return SavedCheckpoint(self.root, len(step_folders(self.root)), newest, num_bytes)
 
 
 def saves_from_files(layout: Layout) -> bool:

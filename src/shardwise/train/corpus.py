@@ -4,7 +4,7 @@
 size of a file. Not here: tokens (`tokenizer`, `prepare`).
 
 >>> corpus = open_corpus(DataConfig())
->>> tally = Tally()
+>>> tally = CorpusCounts()
 >>> first = next(read_pieces(corpus, tally))
 >>> len(first.text) <= PIECE_CHARS, corpus.num_bytes <= STDLIB_BYTES
 (True, True)
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from shardwise.config import ConfigError, DataConfig
+from shardwise.config.resolve import ConfigError, DataConfig
 
 PIECE_CHARS = 1 << 18
 STDLIB_BYTES = 12_000_000
@@ -77,7 +77,7 @@ class Corpus:
         return digest.hexdigest()
 
 
-class Piece(NamedTuple):
+class CorpusChunk(NamedTuple):
     """A whole document or, of a document longer than PIECE_CHARS, a part that ends at a line where it can."""
 
     text: str
@@ -85,7 +85,7 @@ class Piece(NamedTuple):
 
 
 @dataclass
-class Tally:
+class CorpusCounts:
     """What `read_pieces` has read, in documents, in bytes of UTF-8 text and in bytes of the files."""
 
     num_documents: int = 0
@@ -133,7 +133,7 @@ def open_corpus(data: DataConfig, exclude: Collection[Path] = ()) -> Corpus:
     return Corpus(label=data.path, files=tuple(files), text_key=data.text_key, skip_binary=stat.S_ISDIR(mode))
 
 
-def read_pieces(corpus: Corpus, tally: Tally) -> Iterator[Piece]:
+def read_pieces(corpus: Corpus, tally: CorpusCounts) -> Iterator[CorpusChunk]:
     """Stream the corpus in order and count in `tally`; empty documents are dropped.
 
     Raises:
@@ -159,7 +159,7 @@ def read_pieces(corpus: Corpus, tally: Tally) -> Iterator[Piece]:
 
 def sample_texts(corpus: Corpus, num_bytes: int) -> Iterator[str]:
     """About `num_bytes` of the corpus in pieces spread evenly over it; all of it where it is smaller."""
-    tally, num_taken, num_all = Tally(), 0, corpus.num_bytes
+    tally, num_taken, num_all = CorpusCounts(), 0, corpus.num_bytes
     for text, _ in read_pieces(corpus, tally):
         if num_taken * num_all < num_bytes * tally.num_read_bytes:
             num_taken += len(text.encode())
@@ -207,13 +207,13 @@ def _text_file(path: Path, name: str) -> TextFile:
     return TextFile(path, name, status.st_size, mtime_ns=status.st_mtime_ns, ctime_ns=status.st_ctime_ns)
 
 
-def _documents(file: TextFile, corpus: Corpus, tally: Tally) -> Iterator[Iterable[str]]:
+def _documents(file: TextFile, corpus: Corpus, tally: CorpusCounts) -> Iterator[Iterable[str]]:
     """The documents of a file, each as blocks of text: one of a text file, one for every line of JSONL."""
     if file.is_jsonl:
         yield from _jsonl_documents(file, corpus.text_key, tally)
         return
     try:
-        for _ in _text_blocks(file.path, Tally()):
+        for _ in _text_blocks(file.path, CorpusCounts()):
             pass
     except UnicodeDecodeError as error:
         if not corpus.skip_binary:
@@ -226,7 +226,7 @@ def _documents(file: TextFile, corpus: Corpus, tally: Tally) -> Iterator[Iterabl
     yield _text_blocks(file.path, tally)
 
 
-def _text_blocks(path: Path, tally: Tally) -> Iterator[str]:
+def _text_blocks(path: Path, tally: CorpusCounts) -> Iterator[str]:
     """The file's text a block at a time; a zero byte, valid UTF-8 but never text, counts as undecodable."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     with path.open("rb") as file:
@@ -238,7 +238,7 @@ def _text_blocks(path: Path, tally: Tally) -> Iterator[str]:
     yield decoder.decode(b"", final=True)
 
 
-def _jsonl_documents(file: TextFile, text_key: str, tally: Tally) -> Iterator[Iterable[str]]:
+def _jsonl_documents(file: TextFile, text_key: str, tally: CorpusCounts) -> Iterator[Iterable[str]]:
     with file.path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             tally.num_read_bytes += len(line)
@@ -273,18 +273,18 @@ def _text_of_line(line: bytes, where: str, text_key: str) -> str:
     return text
 
 
-def _cut(blocks: Iterable[str]) -> Iterator[Piece]:
+def _cut(blocks: Iterable[str]) -> Iterator[CorpusChunk]:
     """Join blocks into pieces of at most PIECE_CHARS, the last one marked."""
     held = ""
     for block in blocks:
         text, start = held + block, 0
         while len(text) - start > PIECE_CHARS:
             end = _cut_point(text, start)
-            yield Piece(text[start:end], ends_document=False)
+            yield CorpusChunk(text[start:end], ends_document=False)
             start = end
         held = text[start:]
     if held:
-        yield Piece(held, ends_document=True)
+        yield CorpusChunk(held, ends_document=True)
 
 
 def _cut_point(text: str, start: int) -> int:

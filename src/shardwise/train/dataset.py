@@ -25,8 +25,8 @@ import torch
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shardwise.config import BatchConfig, ConfigError
-from shardwise.foreign import open_regular, read_json
+from shardwise.config.resolve import BatchConfig, ConfigError
+from shardwise.config.untrusted_files import open_regular, read_json
 
 SHARD_FORMAT: Final = 2
 INDEX_NAME, TOKENS_NAME, CHECKSUMS_NAME = "index.json", "tokens.bin", "tokens.crc"

@@ -20,17 +20,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shardwise.checkpoint.manifest import CheckpointError
-from shardwise.config import Config
-from shardwise.engine import Engine
-from shardwise.memory import Category, MemorySnapshot, first_line, is_out_of_memory
+from shardwise.config.resolve import Config, ConfigError
+from shardwise.engine.engine import Engine
+from shardwise.engine.initialize import initialize
+from shardwise.engine.types import StepResult
 from shardwise.models import Decoder, decoder_config, flops_per_token, generate, lm_loss
-from shardwise.planner.catalogue import known_gpu
-from shardwise.results import StepResult
-from shardwise.rng import keyed_generator
-from shardwise.start import initialize
-from shardwise.train.baseline import unigram_loss
+from shardwise.planner.hardware import known_gpu
+from shardwise.runtime.keyed_rng import keyed_generator
+from shardwise.runtime.memory_tracker import Category, MemorySnapshot, first_line, is_out_of_memory
 from shardwise.train.dataset import TokenDataset, batches_for_step, sample_order
 from shardwise.train.metrics import StepRecord
 from shardwise.train.prepare import PreparedData
@@ -52,7 +52,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class AtRest:
+class BytesAtRest:
     """Bytes of one state between steps on rank 0: as the Layout predicts them, and as the ledger found them.
 
     On NVMe no ledger counts them.
@@ -190,7 +190,7 @@ class Trainer:
         tokenizer = self.data.tokenizer
         return Sample(tokenizer.decode(ids[: len(prompt_ids)]), tokenizer.decode(ids[len(prompt_ids) :]))
 
-    def at_rest(self) -> list[AtRest]:
+    def at_rest(self) -> list[BytesAtRest]:
         """The states between steps, predicted and measured."""
         by_tier = self.engine.layout.bytes_by_tier()
         live = {
@@ -204,7 +204,7 @@ class Trainer:
                 if predicted[role] or len(by_tier) == 1:
                     where = "" if len(by_tier) == 1 else f" ({'NVMe' if tier == 'nvme' else tier})"
                     measured_bytes = live[tier][category] if tier in live else None
-                    states.append(AtRest(category.value + where, predicted[role], measured_bytes))
+                    states.append(BytesAtRest(category.value + where, predicted[role], measured_bytes))
         return states
 
     @property
@@ -328,3 +328,38 @@ def _record(result: StepResult, step_s: float, snapshot: MemorySnapshot, is_mete
         if is_metered
         else None,
     )
+
+
+_CHUNK_TOKENS = 1 << 22
+
+
+def unigram_loss(
+    train_tokens: NDArray[np.unsignedinteger], held_out_tokens: NDArray[np.unsignedinteger], vocab_size: int
+) -> float:
+    """Nats a held-out token, under token frequencies of the training split with add-one smoothing.
+
+    Args:
+        train_tokens: [T] token ids; read in chunks, so it may be a memory map.
+        held_out_tokens: [H] token ids, H > 0.
+        vocab_size: number of ids; tokens never seen in training get 1 / (T + vocab_size).
+
+    Raises:
+        ConfigError: there is no held-out token, or an id is not below `vocab_size`.
+    """
+    if not len(held_out_tokens):
+        raise ConfigError("the held-out split has no tokens; raise data.val_fraction or give more data")
+    probability = (_count(train_tokens, vocab_size) + 1) / (len(train_tokens) + vocab_size)
+    share = _count(held_out_tokens, vocab_size) / len(held_out_tokens)
+    return float(-(share * np.log(probability)).sum())
+
+
+def _count(tokens: NDArray[np.unsignedinteger], vocab_size: int) -> NDArray[np.int64]:
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for start in range(0, len(tokens), _CHUNK_TOKENS):
+        chunk = np.bincount(tokens[start : start + _CHUNK_TOKENS], minlength=vocab_size)
+        if len(chunk) > vocab_size:
+            raise ConfigError(
+                f"token id {len(chunk) - 1} is not below vocab_size={vocab_size}; use the tokenizer's own"
+            )
+        counts += chunk
+    return counts

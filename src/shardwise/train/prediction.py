@@ -19,16 +19,15 @@ from typing import Any, Final
 
 import torch
 
-from shardwise.memory import Category
-from shardwise.planner.catalogue import known_gpu
 from shardwise.planner.configs import job_of, strategy_of
-from shardwise.planner.hardware import CPU, Cluster, Gpu
+from shardwise.planner.estimate import Pricer
+from shardwise.planner.hardware import CPU, Cluster, GpuSpec, known_gpu
 from shardwise.planner.machine import cluster_of
-from shardwise.planner.pricing import Pricer
 from shardwise.planner.profile import find_profile
-from shardwise.planner.refit import PARTS, PREDICTION_NAME, by_part
+from shardwise.planner.recalibrate import PARTS, PREDICTION_NAME, by_part
 from shardwise.planner.shape import ModelShape
-from shardwise.schedule.actions import COMPUTATIONS, Kind, TimedAction
+from shardwise.runtime.memory_tracker import Category
+from shardwise.schedule.actions import COMPUTATIONS, ActionKind, TimedAction
 from shardwise.train.loop import Trainer
 
 SCHEMA: Final = 1
@@ -44,17 +43,17 @@ _LEDGER: Final[Mapping[Category, tuple[str, ...]]] = MappingProxyType(
         Category.ACTIVATIONS: ("activations", "logits", "workspace"),
     }
 )
-_PART_OF: Final[Mapping[Kind, str]] = MappingProxyType(
+_PART_OF: Final[Mapping[ActionKind, str]] = MappingProxyType(
     {
         **dict.fromkeys(COMPUTATIONS, "compute"),
-        Kind.RESHARD: "compute",
-        Kind.STEP: "step",
-        Kind.UNSHARD: "data",
-        Kind.REDUCE: "data",
-        Kind.SEND: "bubble",
-        Kind.RECEIVE: "bubble",
-        Kind.FETCH: "offload",
-        Kind.EVICT: "offload",
+        ActionKind.RESHARD: "compute",
+        ActionKind.STEP: "step",
+        ActionKind.UNSHARD: "data",
+        ActionKind.REDUCE: "data",
+        ActionKind.SEND: "bubble",
+        ActionKind.RECEIVE: "bubble",
+        ActionKind.FETCH: "offload",
+        ActionKind.EVICT: "offload",
     }
 )
 # Where several are under way, the first counts: the others are hidden behind it.
@@ -64,7 +63,7 @@ log = logging.getLogger("shardwise")
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """What a run took on rank 0.
 
     Attributes:
@@ -81,7 +80,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PredictedStep:
     """What the planner says of rank 0, in the ledger's categories and the timeline's parts.
 
     Attributes:
@@ -103,7 +102,7 @@ class Prediction:
         return sum(self.parts.values()) if self.parts else None
 
 
-def predict(trainer: Trainer, folder: Path, cache: Path | None) -> Prediction | None:
+def predict(trainer: Trainer, folder: Path, cache: Path | None) -> PredictedStep | None:
     """Ask the planner about a run, and keep the answer in its folder; None, and a warning, where there is none.
 
     Args:
@@ -120,7 +119,9 @@ def predict(trainer: Trainer, folder: Path, cache: Path | None) -> Prediction | 
     return prediction
 
 
-def compare(trainer: Trainer, folder: Path, prediction: Prediction | None, step_s: Sequence[float]) -> Measured | None:
+def compare(
+    trainer: Trainer, folder: Path, prediction: PredictedStep | None, step_s: Sequence[float]
+) -> MeasuredStep | None:
     """Keep what was measured beside what was predicted.
 
     Args:
@@ -177,7 +178,7 @@ def _cluster(trainer: Trainer, cache: Path | None) -> tuple[Cluster, str]:
         return cluster, "times are of data sheets; shardwise doctor --calibrate measures this machine"
     # Speeds of 1 give sizes, which depend on none.
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    gpu = Gpu(
+    gpu = GpuSpec(
         name=CPU,
         memory_bytes=host_bytes / num_ranks,
         memory_bytes_per_s=1.0,
@@ -190,7 +191,7 @@ def _cluster(trainer: Trainer, cache: Path | None) -> tuple[Cluster, str]:
     return Cluster(gpu=gpu, num_gpus=num_ranks, gpus_per_node=num_ranks, nic_bytes_per_s=1.0), note
 
 
-def _priced(trainer: Trainer, cluster: Cluster, note: str) -> Prediction:
+def _priced(trainer: Trainer, cluster: Cluster, note: str) -> PredictedStep:
     config = trainer.config
     shape = replace(ModelShape.of_decoder(trainer.decoder.config), name=config.model.preset)
     job = job_of(config, cluster)
@@ -199,7 +200,7 @@ def _priced(trainer: Trainer, cluster: Cluster, note: str) -> Prediction:
     memory, layout = price.memory.ranks[0], trainer.engine.layout
     at_rest = layout.bytes_at_rest()
     is_known = cluster.profile is not None or not cluster.gpu.is_cpu
-    return Prediction(
+    return PredictedStep(
         at_rest={
             Category.PARAMETERS.value: at_rest["param"],
             Category.GRADIENTS.value: at_rest["grad"],
@@ -213,23 +214,23 @@ def _priced(trainer: Trainer, cluster: Cluster, note: str) -> Prediction:
     )
 
 
-def _measured(trainer: Trainer, step_s: Sequence[float]) -> Measured:
+def _measured(trainer: Trainer, step_s: Sequence[float]) -> MeasuredStep:
     at_rest = dict.fromkeys((Category.PARAMETERS.value, Category.GRADIENTS.value, Category.OPTIMIZER.value), 0)
     for state in trainer.at_rest():
         at_rest[state.name.partition(" ")[0]] += state.measured_bytes or 0
     peak = {} if trainer.peak is None else {each.value: size for each, size in trainer.peak.peak_live_bytes.items()}
     if not step_s:
-        return Measured(at_rest, peak, {}, None)
+        return MeasuredStep(at_rest, peak, {}, None)
     median_s = sorted(step_s)[len(step_s) // 2]
     last = exposed_s(trainer.engine.timeline)
     # The timeline is the last step's; its parts are told as shares of the median one.
     scale = median_s / max(step_s[-1], 1e-9)
     parts = {name: scale * last.get(name, 0.0) for name in PARTS}
     parts["other"] = max(median_s - sum(parts.values()), 0.0)
-    return Measured(at_rest, peak, parts, median_s)
+    return MeasuredStep(at_rest, peak, parts, median_s)
 
 
-def _write(trainer: Trainer, folder: Path, prediction: Prediction, measured: Measured | None) -> None:
+def _write(trainer: Trainer, folder: Path, prediction: PredictedStep, measured: MeasuredStep | None) -> None:
     """All that a later look at the planner's models needs, whole or not at all."""
     config = trainer.config
     values: dict[str, Any] = {

@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.config import Config, ConfigError
+from shardwise.config.resolve import Config, ConfigError
 from shardwise.models.presets import decoder_config
-from shardwise.train.corpus import Corpus, Piece, Tally, open_corpus, read_pieces, sample_texts
+from shardwise.train.corpus import Corpus, CorpusChunk, CorpusCounts, open_corpus, read_pieces, sample_texts
 from shardwise.train.dataset import (
     CHECKSUMS_NAME,
     DOCUMENTS_NAME,
@@ -40,13 +40,7 @@ from shardwise.train.dataset import (
     split_point,
     write_checksums,
 )
-from shardwise.train.tokenizer import (
-    SAMPLE_BYTES,
-    Tokenizer,
-    load_tokenizer,
-    make_tokenizer,
-    tokenizer_fingerprint,
-)
+from shardwise.train.tokenizer import SAMPLE_BYTES, Tokenizer, load_tokenizer, make_tokenizer, tokenizer_fingerprint
 
 BATCH_CHARS = 1 << 20
 ABANDONED_AFTER_S = 3600.0
@@ -163,7 +157,7 @@ def _build(path: Path, corpus: Corpus, tokenizer: Tokenizer, val_fraction: float
     folder.mkdir()
     try:
         dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-        tally = Tally()
+        tally = CorpusCounts()
         encoded = _encode(corpus, tokenizer, dtype, tally, progress)
         num_tokens = _write_tokens(folder, encoded, val_fraction)
         write_checksums(folder)
@@ -189,7 +183,7 @@ def _build(path: Path, corpus: Corpus, tokenizer: Tokenizer, val_fraction: float
 
 
 def _encode(
-    corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype, tally: Tally, progress: Progress | None
+    corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype, tally: CorpusCounts, progress: Progress | None
 ) -> Iterator[tuple[NDArray, bool]]:
     """Token ids of every piece, the end of text appended to a document's last one, which is marked."""
     num_all = corpus.num_bytes
@@ -201,8 +195,8 @@ def _encode(
             progress(tally.num_read_bytes, num_all)
 
 
-def _in_batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
+def _in_batches(pieces: Iterator[CorpusChunk]) -> Iterator[list[CorpusChunk]]:
+    batch: list[CorpusChunk] = []
     num_chars = 0
     for piece in pieces:
         batch.append(piece)

@@ -23,7 +23,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.memory import format_bytes
+from shardwise.runtime.memory_tracker import format_bytes
 
 SPARK_POINTS = 40
 _SPARK_LEVELS = "▁▂▃▄▅▆▇█"

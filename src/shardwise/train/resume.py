@@ -9,8 +9,8 @@ machines of then (world size, devices, folders) is not taken over, and the globa
 >>> fit_micro_size(batch, num_data_ranks=5)
 Traceback (most recent call last):
     ...
-shardwise.config.ConfigError: 5 data-parallel ranks do not divide the global batch of 24; nearest legal: 4, 6; or set \
-batch.global_size
+shardwise.config.resolve.ConfigError: 5 data-parallel ranks do not divide the global batch of 24; nearest legal: 4, 6; \
+or set batch.global_size
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from shardwise.checkpoint.finding import newest_whole
-from shardwise.checkpoint.folder import step_folders, step_of
+from shardwise.checkpoint.commit import step_folders, step_of
+from shardwise.checkpoint.find import newest_whole
 from shardwise.checkpoint.manifest import CheckpointError, DamagedError, Manifest
-from shardwise.config import BatchConfig, Config, ConfigError, TiersConfig, read_toml
-from shardwise.foreign import ForeignError, read_json
+from shardwise.config.resolve import BatchConfig, Config, ConfigError, TiersConfig, read_toml
+from shardwise.config.untrusted_files import UntrustedFileError, read_json
 from shardwise.layout.mesh_shape import MeshShape
-from shardwise.layout.splits import nearest_legal
+from shardwise.layout.tp_sharding import nearest_legal
 from shardwise.models import decoder_config
-from shardwise.train.job import CONFIG_NAME, RUN_NAME, job_config
+from shardwise.train.setup import CONFIG_NAME, RUN_NAME, job_config
 
 AUTO: Final = "auto"
 FOLDER_NAME: Final = "checkpoints"
@@ -208,7 +208,7 @@ def _config_of(run: Path) -> Any:
     """What a run's folder says of its config; nothing where that cannot be read."""
     try:
         return read_json(run / CONFIG_NAME, "")
-    except ForeignError:
+    except UntrustedFileError:
         return {}
 
 

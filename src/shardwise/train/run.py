@@ -1,6 +1,6 @@
 """A run from its start to its exit code: starts ranks here or joins those there are, and is one of them.
 
-Not here: what a rank computes (`loop`), and the environment, which `shardwise.cli` reads and hands in.
+Not here: what a rank computes (`loop`), and the environment, which `shardwise.cli.main` reads and hands in.
 """
 
 from __future__ import annotations
@@ -26,31 +26,30 @@ from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as ProgressBar
 
-from shardwise.awake import AwakeClock
 from shardwise.checkpoint.manifest import AbsentRankError, CheckpointError
-from shardwise.comm import CommError
-from shardwise.config import Config, ConfigError
-from shardwise.foreign import ForeignError, read_text
+from shardwise.comm.collectives import CommError
+from shardwise.comm.loss import NonFiniteLossError
+from shardwise.comm.store import PatientStore
+from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.untrusted_files import UntrustedFileError, read_text
 from shardwise.launch.environment import RankEnv
-from shardwise.launch.group import LaunchError, start_process_group
 from shardwise.launch.local import default_num_ranks, launch_local
-from shardwise.launch.rank import StopFlag
-from shardwise.loss import NonFiniteLossError
-from shardwise.memory import format_bytes
-from shardwise.recording import save_timeline
-from shardwise.store import PatientStore
-from shardwise.tiers.files import SwapError
-from shardwise.tiers.lane import LaneError
+from shardwise.launch.process_group import LaunchError, start_process_group
+from shardwise.launch.signals import StopFlag
+from shardwise.offload.nvme import SwapError
+from shardwise.offload.worker import HostWorkError
+from shardwise.runtime.clock import AwakeClock
+from shardwise.runtime.memory_tracker import format_bytes
 from shardwise.train.checkpoints import RunCheckpoints, checkpoint_root, make_root
-from shardwise.train.job import CONFIG_NAME, create_folder, device_kind, prepare_job_data, resolve_job
+from shardwise.train.console_notes import measure_disk, measured_note, plan_note
 from shardwise.train.loop import Trainer, build_trainer
 from shardwise.train.metrics import write_timeline
-from shardwise.train.observer import Observer
-from shardwise.train.pipeline import measured_note, plan_note
 from shardwise.train.prediction import predict
 from shardwise.train.prepare import PreparedData, open_data
-from shardwise.train.summary import Ending, render_outcome
-from shardwise.train.tiers import measure_disk
+from shardwise.train.rank0_logger import RunLogger
+from shardwise.train.recording import save_timeline
+from shardwise.train.setup import CONFIG_NAME, create_folder, device_kind, prepare_job_data, resolve_job
+from shardwise.train.summary import RunEnding, render_outcome
 
 # A rank that is asked to stop bounds its step itself (`StopFlag.armed`); its save may take long.
 STOP_GRACE_S = 1800.0
@@ -72,7 +71,7 @@ _EXPECTED = (
     CommError,
     LaunchError,
     SwapError,
-    LaneError,
+    HostWorkError,
 )
 
 log = logging.getLogger("shardwise")
@@ -100,7 +99,7 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
     folder = create_folder(resolved, time.localtime())
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     _say(console, f"run folder {folder}, starting {ranks}")
-    argv = ["-m", "shardwise.cli", "train", "--prepared", str(folder), str(data.path)]
+    argv = ["-m", "shardwise.cli.main", "train", "--prepared", str(folder), str(data.path)]
     exit_code = launch_local(
         argv if resume is None else [*argv, "--resume", str(resume)],
         num_ranks,
@@ -142,7 +141,7 @@ def run_prepared(
     """Be one of the ranks that `start` started, and return the exit code."""
     try:
         config = Config.from_json(read_text(folder / CONFIG_NAME, "let shardwise train start its ranks itself"))
-    except ForeignError as error:
+    except UntrustedFileError as error:
         raise ConfigError(error) from None
     start_process_group(env, device_kind(config), config.run.timeout_s)
     return run_rank(config, folder, shard_path, env=env, stop=stop, console=console, resume=resume)
@@ -187,7 +186,7 @@ def run_rank(
             for note in filter(None, [*notes, plan_note(trainer)]):
                 _say(console, note)
             trainer.data.tokenizer.save(folder / "tokenizer", config.data.tokenizer)
-            observer = Observer(trainer, folder, console, stop, resumed, predict(trainer, folder, env.cache))
+            observer = RunLogger(trainer, folder, console, stop, resumed, predict(trainer, folder, env.cache))
         ending = _train(trainer, checkpoints, folder, observer, stop, console)
         write_timeline(folder / f"timeline-{env.rank}.jsonl", trainer.engine.timeline)
         if observer is not None:
@@ -214,10 +213,10 @@ def _train(
     trainer: Trainer,
     checkpoints: RunCheckpoints,
     folder: Path,
-    observer: Observer | None,
+    observer: RunLogger | None,
     stop: StopFlag,
     console: Console,
-) -> Ending:
+) -> RunEnding:
     """Take the steps, save, and write the sample; on every rank alike."""
     announce = observer.announce if observer is not None else log.info
     failure: CheckpointError | None = None
@@ -254,7 +253,7 @@ def _train(
             if record.peak_bytes is not None:
                 peak = format_bytes(sum(record.peak_bytes.values()))
                 log.info("step %d: loss %.4f, %.3f s, peak %s", record.step, record.loss, record.step_s, peak)
-        ending = Ending() if trainer.was_stopped else _evaluate_and_sample(trainer, announce)
+        ending = RunEnding() if trainer.was_stopped else _evaluate_and_sample(trainer, announce)
         try:
             with stop.saving():
                 saved = checkpoints.finish()
@@ -265,7 +264,7 @@ def _train(
     return replace(ending, saved=saved, failure=failure, pipeline=measured_note(trainer))
 
 
-def _evaluate_and_sample(trainer: Trainer, announce: Callable[[str], None]) -> Ending:
+def _evaluate_and_sample(trainer: Trainer, announce: Callable[[str], None]) -> RunEnding:
     eval_loss = sample = None
     if trainer.engine.num_steps == trainer.first_step:  # else the last step has been evaluated
         announce("evaluating on held-out data")
@@ -275,7 +274,7 @@ def _evaluate_and_sample(trainer: Trainer, announce: Callable[[str], None]) -> E
     elif trainer.config.run.sample_tokens:
         announce("writing a sample")
         sample = trainer.sample()
-    return Ending(eval_loss, sample)
+    return RunEnding(eval_loss, sample)
 
 
 def _finish_save_unless_alone(trainer: Trainer, error: Exception) -> None:

@@ -1,6 +1,6 @@
 """What is said when a run is over: its figures beside those to compare them with, a sample, where it all is.
 
-Pure: an `Outcome` and a width give the text. Not here: the display while it trains (`progress`).
+Pure: an `RunOutcome` and a width give the text. Not here: the display while it trains (`progress`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.checkpoint.manifest import CheckpointError
-from shardwise.memory import MemorySnapshot, format_bytes
-from shardwise.train.checkpoints import Saved
-from shardwise.train.loop import AtRest, Sample
-from shardwise.train.prediction import Measured, Prediction
+from shardwise.runtime.memory_tracker import MemorySnapshot, format_bytes
+from shardwise.train.checkpoints import SavedCheckpoint
+from shardwise.train.loop import BytesAtRest, Sample
+from shardwise.train.prediction import MeasuredStep, PredictedStep
 from shardwise.train.progress import clock
 
 _LABEL_WIDTH = 13
@@ -28,7 +28,7 @@ _LEAST_SHARE = 0.005
 
 
 @dataclass(frozen=True)
-class Ending:
+class RunEnding:
     """What came after the last step.
 
     Attributes:
@@ -40,13 +40,13 @@ class Ending:
 
     eval_loss: float | None = None
     sample: Sample | None = None
-    saved: Saved | None = None
+    saved: SavedCheckpoint | None = None
     failure: CheckpointError | None = None
     pipeline: str = ""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run ended.
 
     Attributes:
@@ -59,7 +59,7 @@ class Outcome:
         elapsed_s: of the steps.
         tokens_per_s: of all ranks, over all steps of this run.
         peak: of the last step whose memory was measured.
-        pipeline: as in `Ending`.
+        pipeline: as in `RunEnding`.
         prediction: what the planner said of rank 0 before the first step; None where it could not.
         measured: what came of it.
         host: of the host tier; None where nothing rests off the device.
@@ -71,7 +71,7 @@ class Outcome:
     total_steps: int
     elapsed_s: float
     tokens_per_s: float
-    at_rest: Sequence[AtRest]
+    at_rest: Sequence[BytesAtRest]
     peak: MemorySnapshot | None = None
     host: MemorySnapshot | None = None
     stopped_by: str | None = None
@@ -80,12 +80,12 @@ class Outcome:
     eval_loss: float | None = None
     unigram_loss: float | None = None
     sample: Sample | None = None
-    saved: Saved | None = None
-    prediction: Prediction | None = None
-    measured: Measured | None = None
+    saved: SavedCheckpoint | None = None
+    prediction: PredictedStep | None = None
+    measured: MeasuredStep | None = None
 
 
-def render_outcome(outcome: Outcome) -> RenderableType:
+def render_outcome(outcome: RunOutcome) -> RenderableType:
     """The summary, at whatever width it is printed; uncropped, since paths and commands are for copying."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", width=_LABEL_WIDTH)
@@ -98,7 +98,7 @@ def render_outcome(outcome: Outcome) -> RenderableType:
     return Group("", Padding(grid, (0, 1), expand=False), "", *lines)
 
 
-def _to_copy(outcome: Outcome) -> Iterator[tuple[str, str]]:
+def _to_copy(outcome: RunOutcome) -> Iterator[tuple[str, str]]:
     saved = outcome.saved
     if saved is not None:
         # The folder of a run is shorter than that of its checkpoints, and does as well.
@@ -109,7 +109,7 @@ def _to_copy(outcome: Outcome) -> Iterator[tuple[str, str]]:
     yield "run folder", str(outcome.folder)
 
 
-def _rows(outcome: Outcome) -> Iterator[tuple[str, RenderableType]]:
+def _rows(outcome: RunOutcome) -> Iterator[tuple[str, RenderableType]]:
     if outcome.stopped_by is not None:
         by = f" by {outcome.stopped_by}" if outcome.stopped_by else ""
         yield "stopped", f"at step {outcome.num_steps} of {outcome.total_steps}{by}"
@@ -154,7 +154,7 @@ def _peak_text(peak: MemorySnapshot) -> str:
     return f"{format_bytes(peak.peak_bytes)}: {parts}"
 
 
-def _at_rest_table(states: Sequence[AtRest]) -> Table:
+def _at_rest_table(states: Sequence[BytesAtRest]) -> Table:
     return _beside(
         (
             state.name,
@@ -176,7 +176,7 @@ def _beside(rows: Iterable[tuple[str, str, str]]) -> Table:
     return table
 
 
-def _peak_rows(prediction: Prediction, measured: Measured) -> Iterator[tuple[str, str, str]]:
+def _peak_rows(prediction: PredictedStep, measured: MeasuredStep) -> Iterator[tuple[str, str, str]]:
     names = [name for name in measured.peak if measured.peak[name] or prediction.peak.get(name)]
     for name in sorted(names, key=lambda name: -measured.peak[name]):
         said = format_bytes(prediction.peak[name]) if name in prediction.peak else "-"
@@ -184,7 +184,7 @@ def _peak_rows(prediction: Prediction, measured: Measured) -> Iterator[tuple[str
     yield "all", format_bytes(sum(prediction.peak.values())), format_bytes(sum(measured.peak.values()))
 
 
-def _time_rows(prediction: Prediction, measured: Measured) -> Iterator[tuple[str, str, str]]:
+def _time_rows(prediction: PredictedStep, measured: MeasuredStep) -> Iterator[tuple[str, str, str]]:
     for name, seconds in prediction.parts.items():
         found_s = measured.parts[name]
         if max(seconds, found_s) >= _LEAST_SHARE * (measured.step_s or 0.0):
@@ -192,7 +192,7 @@ def _time_rows(prediction: Prediction, measured: Measured) -> Iterator[tuple[str
     yield "all", _seconds(prediction.step_s or 0.0), _seconds(measured.step_s or 0.0)
 
 
-def _planner_words(prediction: Prediction, measured: Measured, runs: Path) -> str:
+def _planner_words(prediction: PredictedStep, measured: MeasuredStep, runs: Path) -> str:
     """What would make the prediction better; nothing where the step is as it was expected."""
     if prediction.note or measured.step_s is None or not prediction.high_s:
         return prediction.note

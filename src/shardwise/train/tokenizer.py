@@ -25,7 +25,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTE_TOKENS = 257

@@ -1,7 +1,7 @@
-"""What two trainings left behind, and the first of it that differs. No process group; a `Trace` is a file, too.
+"""What two trainings left behind, and the first of it that differs. No process group; a `TrainingTrace` is a file, too.
 
->>> expected = Trace([2.0], [1.0], {"up": torch.ones(2), "down": torch.ones(2)})
->>> actual = Trace([2.0], [1.0], {"up": torch.ones(2), "down": torch.tensor([1.0, 1.5])})
+>>> expected = TrainingTrace([2.0], [1.0], {"up": torch.ones(2), "down": torch.ones(2)})
+>>> actual = TrainingTrace([2.0], [1.0], {"up": torch.ones(2), "down": torch.tensor([1.0, 1.5])})
 >>> found = first_difference(actual, expected)
 >>> found.what, found.step, found.names, found.error
 ('gradient', 1, ('down',), 0.5)
@@ -27,7 +27,7 @@ What = Literal["loss", "gradient", "gradient norm", "parameter"]
 
 
 @dataclass(frozen=True)
-class Trace:
+class TrainingTrace:
     """What a training leaves behind: an entry a step, and the gradients of the first step, before they are clipped.
 
     Parameters stand under their first name, in the order of `named_parameters()`.
@@ -47,7 +47,7 @@ class Trace:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"trace": json.dumps(numbers)})
 
     @classmethod
-    def load(cls, path: Path) -> Trace:
+    def load(cls, path: Path) -> TrainingTrace:
         """Read what `save` wrote."""
         with safe_open(path, framework="pt") as file:
             trace = cls(**json.loads(file.metadata()["trace"]))
@@ -59,7 +59,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Difference:
+class TrainingDifference:
     """Where two trainings part.
 
     Attributes:
@@ -77,7 +77,9 @@ class Difference:
     values: tuple[float, float]
 
 
-def first_difference(actual: Trace, expected: Trace, tolerance: float = PARITY) -> Difference | None:
+def first_difference(
+    actual: TrainingTrace, expected: TrainingTrace, tolerance: float = PARITY
+) -> TrainingDifference | None:
     """The first thing, in the order of the training, that is not equal; None where all is.
 
     Equal is max |a - b| <= tolerance * max |b|, of tensors over all of the model.
@@ -87,17 +89,21 @@ def first_difference(actual: Trace, expected: Trace, tolerance: float = PARITY) 
         names = tuple(name for name, error in errors.items() if error > tolerance)
         if names:
             pair = _worst_pair(values.get(names[0]), references[names[0]])
-            return Difference(what, step, errors[names[0]], names if what in ("gradient", "parameter") else (), pair)
+            return TrainingDifference(
+                what, step, errors[names[0]], names if what in ("gradient", "parameter") else (), pair
+            )
     return None
 
 
-def largest_error(actual: Trace, expected: Trace) -> float:
-    """Of all losses, norms, gradients and parameters; as in `Difference.error`."""
+def largest_error(actual: TrainingTrace, expected: TrainingTrace) -> float:
+    """Of all losses, norms, gradients and parameters; as in `TrainingDifference.error`."""
     pairs = (_errors(values, references) for _, _, values, references in _stations(actual, expected))
     return max(error for errors in pairs for error in errors.values())
 
 
-def _stations(actual: Trace, expected: Trace) -> Iterator[tuple[What, int, Mapping[str, Tensor], Mapping[str, Tensor]]]:
+def _stations(
+    actual: TrainingTrace, expected: TrainingTrace
+) -> Iterator[tuple[What, int, Mapping[str, Tensor], Mapping[str, Tensor]]]:
     for index in range(len(expected.losses)):
         yield "loss", index + 1, _number(actual.losses, index), _number(expected.losses, index)
         if index == 0:

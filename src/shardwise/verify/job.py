@@ -14,15 +14,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from torch import nn
 
-from shardwise.config import Config, ConfigError, ContextConfig
+from shardwise.config.resolve import Config, ConfigError, ContextConfig
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import AXES, MeshShape
-from shardwise.layout.skeleton import find_units
-from shardwise.layout.splits import check_length
+from shardwise.layout.param_groups import find_units
+from shardwise.layout.tp_sharding import check_length
 from shardwise.models import DecoderConfig, decoder_config
 from shardwise.models.shrink import (
     ModelSizes,
@@ -32,11 +32,75 @@ from shardwise.models.shrink import (
     shrink_huggingface,
     shrink_seq_len,
 )
-from shardwise.schedule.recipes import placement_of
-from shardwise.tensor.layout import plan_layout
-from shardwise.train.job import check_job
-from shardwise.verify.fold import MOST_PROCESSES, fold_mesh, fold_micro_batches, fold_virtual_stages
+from shardwise.schedule.registry import placement_of
+from shardwise.tensor.plan_layout import plan_layout
+from shardwise.train.setup import check_job
 from shardwise.verify.model import ModelSpec, build_skeleton
+
+MOST_PROCESSES: Final = 16
+MOST_VIRTUAL_STAGES: Final = 2
+# With four ranks a pipeline has a first, a last, and two whose neighbours are both inner ones or ends.
+_MOST_PP: Final = 4
+# What is made smaller where the product is still too large: axis, from, to; in this order. A mesh in which all five
+# axes are in use does not fit otherwise than without its replicas.
+_SHRINKS: Final = (("tp", 4, 2), ("pp", 4, 3), ("pp", 3, 2), ("dp_replicate", 2, 1))
+
+
+def fold_mesh(mesh: MeshShape, num_kv_heads: int | None = None, most: int = MOST_PROCESSES) -> MeshShape:
+    """The smallest mesh in which every axis of several ranks has several.
+
+    Such an axis gets 2, but `pp` up to 4, whose schedule has inner ranks. `tp` gets 4 where its ranks share KV heads of
+    which there are several, so that some share one and some do not.
+
+    Args:
+        mesh: of the run.
+        num_kv_heads: of the model; None where that plays no part.
+        most: ranks of the folded mesh.
+
+    Raises:
+        ConfigError: it does not fit into `most`.
+    """
+    shares_some = num_kv_heads is not None and 1 < num_kv_heads < mesh.tp
+    limits = {**dict.fromkeys(AXES, 2), "pp": _MOST_PP, "tp": 4 if shares_some else 2}
+    sizes = {axis: min(size, limits[axis]) for axis, size in zip(AXES, mesh.sizes, strict=True)}
+    for axis, size, smaller in _SHRINKS:
+        # Replicas go only where nothing else can, and never for a limit that the user has set.
+        may_shrink = smaller > 1 or most == MOST_PROCESSES
+        if may_shrink and sizes[axis] == size and MeshShape(**sizes).world_size > most:
+            sizes[axis] = smaller
+    folded = MeshShape(**sizes)
+    if folded.world_size > most:
+        used = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+        raise ConfigError(
+            f"{most} processes do not hold {used} = {folded.world_size}, which the layout's axes need at least; "
+            f"allow {folded.world_size}"
+        )
+    return folded
+
+
+def fold_micro_batches(num_micro_batches: int, num_ranks: int, num_folded_ranks: int) -> int:
+    """As many micro-batches a step as bring a folded pipeline into its steady state: 2 p + 1 or a few more.
+
+    Even numbers stay even and odd ones odd; multiples of the pipeline's ranks stay multiples where both can be.
+    """
+    enough = 2 * num_folded_ranks + 1
+    if num_micro_batches <= enough:
+        return num_micro_batches
+    fits = range(enough, enough + 2 * num_folded_ranks)
+    same_parity = [number for number in fits if number % 2 == num_micro_batches % 2]
+    is_multiple = num_micro_batches % num_ranks == 0
+    alike = [number for number in same_parity if (number % num_folded_ranks == 0) == is_multiple]
+    return min(num_micro_batches, (alike or same_parity)[0])
+
+
+def fold_virtual_stages(virtual_stages: int) -> int:
+    """Stages a rank: several stay several.
+
+    >>> [fold_virtual_stages(number) for number in (1, 2, 6)]
+    [1, 2, 2]
+    """
+    return min(virtual_stages, MOST_VIRTUAL_STAGES)
+
 
 DEFAULT_STEPS = 3
 _MOST_MICRO_SIZE = 2

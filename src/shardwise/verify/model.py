@@ -10,9 +10,9 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 from shardwise.models import Decoder, DecoderConfig, lm_loss
-from shardwise.rng import derive_seed, init_parameters, keyed_generator
+from shardwise.runtime.keyed_rng import derive_seed, init_parameters, keyed_generator
 
 IGNORED: Final = -100
 _FIRST_TOKEN: Final = 4  # behind the special ones

@@ -13,15 +13,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardwise.config import Config
-from shardwise.engine import Engine
+from shardwise.config.resolve import Config
+from shardwise.engine.engine import Engine
+from shardwise.engine.initialize import initialize
 from shardwise.launch.environment import RankEnv
-from shardwise.launch.group import start_process_group
-from shardwise.start import initialize
-from shardwise.verify.compare import Trace
+from shardwise.launch.process_group import start_process_group
+from shardwise.runtime.float64 import float64_throughout
+from shardwise.verify.compare import TrainingTrace
 from shardwise.verify.job import VerifyJob
 from shardwise.verify.model import build_for_engine, build_whole, loss_of, make_batch
-from shardwise.wearing import float64_throughout
 
 JOB_NAME: Final = "job.json"
 TRACE_NAME: Final = "trace.safetensors"
@@ -48,7 +48,7 @@ def be_rank(env: RankEnv, folder: Path) -> None:
         trace.save(folder / TRACE_NAME)
 
 
-def train_layout(job: VerifyJob, rank: int, folder: Path) -> Trace:
+def train_layout(job: VerifyJob, rank: int, folder: Path) -> TrainingTrace:
     """Train as the job says on this rank of the process group.
 
     Args:
@@ -67,7 +67,7 @@ def train_layout(job: VerifyJob, rank: int, folder: Path) -> Trace:
     probe = config
     for section, update in _PROBE:
         probe = _with(probe, section, update)
-    trace = Trace()
+    trace = TrainingTrace()
     with float64_throughout():
         trace.gradients.update(_first_gradients(replace(job, config=probe), rank))
         with _engine(job, config) as engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import signal
 import tempfile
@@ -11,22 +12,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from shardwise.config import ConfigError
+import torch
+from torch import Tensor, nn
+
+from shardwise.config.resolve import Config, ConfigError
+from shardwise.context.huggingface import target_counter
+from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.launch.local import launch_local
 from shardwise.layout.layout import Layout
-from shardwise.layout.mesh_shape import AXES, PIPELINE_AXES, Coordinate
-from shardwise.verify.compare import Difference, Trace, first_difference, largest_error
+from shardwise.layout.mesh_shape import AXES, PIPELINE_AXES, Coordinate, MeshShape
+from shardwise.runtime.float64 import float64_throughout
+from shardwise.runtime.optimizers import build_optimizer, own_scheduler
+from shardwise.verify.compare import TrainingDifference, TrainingTrace, first_difference, largest_error
 from shardwise.verify.job import VerifyJob, small_layout
+from shardwise.verify.model import build_whole, loss_of, make_batch
 from shardwise.verify.rank import JOB_NAME, TRACE_NAME
-from shardwise.verify.reference import train_reference
 
-RANK_ARGV: Final = ("-m", "shardwise.cli", "verify", "--be-rank")
+RANK_ARGV: Final = ("-m", "shardwise.cli.main", "verify", "--be-rank")
 _STOPPED: Final = tuple(128 + signum for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 _NOT_PIPELINE: Final = tuple(axis for axis in AXES if axis not in PIPELINE_AXES)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class VerifyOutcome:
     """What a verification found.
 
     Attributes:
@@ -39,7 +47,7 @@ class Outcome:
     """
 
     exit_code: int
-    difference: Difference | None = None
+    difference: TrainingDifference | None = None
     holders: tuple[str, str] = ("", "")
     error: float = 0.0
     elapsed_s: float = 0.0
@@ -52,7 +60,7 @@ def verify(
     *,
     announce: Callable[[str], None] = lambda doing: None,
     argv: Sequence[str] = RANK_ARGV,
-) -> Outcome:
+) -> VerifyOutcome:
     """Train on both sides and compare; call it on the main thread, since it handles signals meanwhile.
 
     Args:
@@ -78,15 +86,15 @@ def verify(
         )
         if exit_code != 0:
             keeps_logs = exit_code not in _STOPPED
-            return Outcome(exit_code, folder=folder if keeps_logs else None)
-        actual = Trace.load(folder / TRACE_NAME)
+            return VerifyOutcome(exit_code, folder=folder if keeps_logs else None)
+        actual = TrainingTrace.load(folder / TRACE_NAME)
     finally:
         if not keeps_logs:
             shutil.rmtree(folder, ignore_errors=True)
     return judge(layout, actual, expected, time.perf_counter() - start_s)
 
 
-def _train_reference(job: VerifyJob) -> Trace:
+def _train_reference(job: VerifyJob) -> TrainingTrace:
     try:
         return train_reference(job)
     except Exception as error:
@@ -97,7 +105,7 @@ def _train_reference(job: VerifyJob) -> Trace:
         ) from error
 
 
-def judge(layout: Layout, actual: Trace, expected: Trace, elapsed_s: float) -> Outcome:
+def judge(layout: Layout, actual: TrainingTrace, expected: TrainingTrace, elapsed_s: float) -> VerifyOutcome:
     """Compare the two sides.
 
     Args:
@@ -108,10 +116,10 @@ def judge(layout: Layout, actual: Trace, expected: Trace, elapsed_s: float) -> O
     """
     found = first_difference(actual, expected)
     if found is None:
-        return Outcome(0, error=largest_error(actual, expected), elapsed_s=elapsed_s)
+        return VerifyOutcome(0, error=largest_error(actual, expected), elapsed_s=elapsed_s)
     names = found.names or ("", "")
     holders = (_holders(layout, names[0]), _holders(layout, names[-1]))
-    return Outcome(1, found, holders, found.error, elapsed_s)
+    return VerifyOutcome(1, found, holders, found.error, elapsed_s)
 
 
 def _holders(layout: Layout, name: str) -> str:
@@ -139,3 +147,67 @@ def _rank_text(ranks: Sequence[int]) -> str:
     if ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"ranks {ranks[0]} to {ranks[-1]}"
     return f"ranks {', '.join(map(str, ranks))}"
+
+
+def train_reference(job: VerifyJob) -> TrainingTrace:
+    """Train as the job says, without its layout."""
+    config, seed = job.config, job.config.run.seed
+    model = build_whole(job.model, seed)
+    draws = KeyedDraws(seed)
+    key_dropouts(model, draws, {})
+    optimizer = build_optimizer(config.optimizer, _param_groups(model, config))
+    scheduler = own_scheduler(config, optimizer)
+    trace = TrainingTrace()
+    for step in range(job.num_steps):
+        optimizer.zero_grad()
+        with float64_throughout():
+            trace.losses.append(_accumulate(job, model, draws, step))
+        draws.forget()
+        if step == 0:
+            trace.gradients.update({name: _gradient(each) for name, each in model.named_parameters()})
+        limit = config.optimizer.clip_norm
+        norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf if limit is None else limit)
+        trace.grad_norms.append(norm.item())
+        optimizer.step()
+        scheduler.step()
+        trace.parameters.append({name: each.detach().clone() for name, each in model.named_parameters()})
+    return trace
+
+
+def _accumulate(job: VerifyJob, model: nn.Module, draws: KeyedDraws, step: int) -> float:
+    """Leave the gradient of sum / count over all micro-batches of all data ranks in `.grad`; return sum / count."""
+    num_data_ranks = MeshShape.from_config(job.config.mesh).num_data_ranks
+    micro_size, accumulation = job.config.batch.micro_size or 1, job.config.batch.accumulation or 1
+    loss_fn = loss_of(job.model)
+    total, total_count = 0.0, 0.0
+    for number in range(accumulation * num_data_ranks):
+        batch = make_batch(job.model, job.config.run.seed, step, number, (micro_size, job.seq_len))
+        with draws.at(step, number // num_data_ranks, number * micro_size, micro_size):
+            output = model(batch[0]) if loss_fn is not None else model(**batch)
+        loss_sum, count = _own_loss(model, output.loss, batch) if loss_fn is None else loss_fn(output, batch)
+        loss_sum.backward()
+        total += loss_sum.item()
+        total_count += float(count)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= total_count
+    return total / total_count
+
+
+def _own_loss(model: nn.Module, mean: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int]:
+    """Return the sum and the count of a model's own mean over its targets; a mean over something else counts as one."""
+    num_targets = target_counter(model)(batch)
+    return (mean, 1) if num_targets is None else (mean * num_targets, num_targets)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+
+
+def _param_groups(model: nn.Module, config: Config) -> list[dict[str, object]]:
+    """Biases and norms are not decayed, unless the config says so."""
+    section = config.optimizer
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    decayed = [each for each in parameters if each.dim() >= 2 or section.decay_1d]
+    others = [each for each in parameters if each.dim() < 2 and not section.decay_1d]
+    return [{"params": decayed, "weight_decay": section.weight_decay}, {"params": others, "weight_decay": 0.0}]

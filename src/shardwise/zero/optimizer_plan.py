@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.config import ConfigError, OptimizerConfig
+from shardwise.config.resolve import ConfigError, OptimizerConfig
 from shardwise.layout.layout import Layout
-from shardwise.optim import build_optimizer
+from shardwise.runtime.optimizers import build_optimizer
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.comm import Comms
-from shardwise.deferred import ValueSource
-from shardwise.memory import Ledger
-from shardwise.pool import BufferPool
-from shardwise.tiers.tiers import Tiers
-from shardwise.timeline import Timeline
+from shardwise.comm.collectives import CommGroups
+from shardwise.deferred_init.parameters import ParamInitializer
+from shardwise.offload.tiers import Tiers
+from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.memory_tracker import MemoryTracker
+from shardwise.runtime.timeline import Timeline
 
 
 @dataclass(frozen=True)
-class Resources:
+class ShardingResources:
     """What all groups of an engine share."""
 
-    comms: Comms
+    comms: CommGroups
     pool: BufferPool
-    ledger: Ledger
+    tracker: MemoryTracker
     timeline: Timeline
-    values: ValueSource
+    values: ParamInitializer
     tiers: Tiers
     overlap: bool
     lockstep: bool = False

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shardwise.hooks import Deferred, deferred, read_with
-from shardwise.layout.skeleton import ROOT
-from shardwise.schedule.actions import Kind
-from shardwise.zero.group import ParamGroup
+from shardwise.layout.param_groups import ROOT
+from shardwise.runtime.module_hooks import DeferredTensor, deferred, read_with
+from shardwise.schedule.actions import ActionKind
+from shardwise.zero.param_group import ParamGroup
 
 if TYPE_CHECKING:
-    from shardwise.zero.driver import ZeroDriver
+    from shardwise.zero.sharding_state import ShardingState
 
 
 class Unit:
@@ -25,7 +25,7 @@ class Unit:
         driver: of the engine; it sets `groups`, those of the trainable and of the frozen parameters.
     """
 
-    def __init__(self, name: str, driver: ZeroDriver) -> None:
+    def __init__(self, name: str, driver: ShardingState) -> None:
         self.name = name
         self.groups: tuple[ParamGroup, ...] = ()
         self.stage: int | None = None  # of a pipeline, which computes now; None for all that the module belongs to
@@ -74,23 +74,23 @@ class Unit:
         self._driver.enter_forward(self)
         self.wait()
         for group in self.used_groups:
-            group.expose()
+            group.unguard()
         self._driver.on_forward()
         self._forward_start_s = self._driver.timeline.now()
 
     def after_forward(self, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
         """Release what the backward does not follow on at once."""
-        self._driver.timeline.add(Kind.FORWARD, self.name, self._forward_start_s)
+        self._driver.timeline.add(ActionKind.FORWARD, self.name, self._forward_start_s)
         if backward_follows is False:
             backward_follows = self._settle(deferred(outputs))
         read = read_with(outputs)
         for group in self.groups:
             if group.params.is_viewed_by(read):
                 self._driver.keep_until_backward(group)
-            group.conceal()
+            group.guard()
         self._driver.on_forward_end(self, backward_follows)
 
-    def _settle(self, outputs: Sequence[Deferred]) -> bool | None:
+    def _settle(self, outputs: Sequence[DeferredTensor]) -> bool | None:
         """Compute outputs while the parameters are present; within an engine's call leave them to the loss.
 
         Returns:
@@ -127,7 +127,7 @@ class Unit:
                 self._driver.keep_until_backward(group)
         self.wait()
         for group in self.used_groups:
-            group.expose()  # to a recomputation, which runs inside the module's own hooks
+            group.unguard()  # to a recomputation, which runs inside the module's own hooks
         if begins:
             self._backward_start_s = self._driver.timeline.now()
             self._driver.on_backward(self)
@@ -153,7 +153,7 @@ class Unit:
     def close_backward(self) -> None:
         """Release the parameters and record the backward, if one has begun."""
         if self._backward_start_s is not None:
-            self._driver.timeline.add(Kind.BACKWARD, self.name, self._backward_start_s)
+            self._driver.timeline.add(ActionKind.BACKWARD, self.name, self._backward_start_s)
             self._backward_start_s = None
             self._driver.num_in_backward -= self.name != ROOT
         self._num_awaited_inputs = 0

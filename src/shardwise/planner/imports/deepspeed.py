@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 from shardwise.planner.imports.huggingface import read_json
-from shardwise.planner.imports.imported import MAX_KEYS, Imported, short, whole_number
+from shardwise.planner.imports.imported import MAX_KEYS, ImportedJob, short, whole_number
 
 _READ: Final = (
     "train_batch_size",
@@ -49,7 +49,7 @@ _NO_SHARDS: Final = (None, 0, -1)
 """What `mics_shard_size` is where there is no such group."""
 
 
-def read_deepspeed(path: str | Path) -> Imported:
+def read_deepspeed(path: str | Path) -> ImportedJob:
     """The strategy in a DeepSpeed config.
 
     Raises:
@@ -58,7 +58,7 @@ def read_deepspeed(path: str | Path) -> Imported:
     return settings_of(read_json(path), Path(path).name)
 
 
-def settings_of(values: Mapping[str, Any], source: str) -> Imported:
+def settings_of(values: Mapping[str, Any], source: str) -> ImportedJob:
     """The strategy that a parsed DeepSpeed config describes; values "auto" are left open.
 
     Args:
@@ -88,7 +88,7 @@ def settings_of(values: Mapping[str, Any], source: str) -> Imported:
         if checkpointing.get("cpu_checkpointing"):
             settings["tiers.activations"] = "host"
     batch = whole_number(given, ("train_batch_size",), source) if "train_batch_size" in given else None
-    return Imported(settings=settings, global_batch=batch, notes=_notes(given, zero))
+    return ImportedJob(settings=settings, global_batch=batch, notes=_notes(given, zero))
 
 
 def is_deepspeed(values: Mapping[str, Any]) -> bool:

@@ -13,10 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from shardwise.config import ConfigError
-from shardwise.foreign import ForeignError
-from shardwise.foreign import read_json as read_foreign_json
-from shardwise.planner.imports.imported import Imported, whole_number
+from shardwise.config.resolve import ConfigError
+from shardwise.config.untrusted_files import UntrustedFileError
+from shardwise.config.untrusted_files import read_json as read_foreign_json
+from shardwise.planner.imports.imported import ImportedJob, whole_number
 from shardwise.planner.shape import Experts, ModelShape
 
 _HIDDEN: Final = ("hidden_size", "n_embd", "d_model", "n_embed", "dim")
@@ -76,7 +76,7 @@ _FAMILIES: Mapping[str, _Family] = MappingProxyType(
 )
 
 
-def read_huggingface(path: str | Path) -> Imported:
+def read_huggingface(path: str | Path) -> ImportedJob:
     """The shape in a `config.json`, and the longest sequence it was made for.
 
     Raises:
@@ -85,7 +85,7 @@ def read_huggingface(path: str | Path) -> Imported:
     return imported_of(read_json(path), Path(path).name)
 
 
-def imported_of(values: Mapping[str, Any], source: str) -> Imported:
+def imported_of(values: Mapping[str, Any], source: str) -> ImportedJob:
     """The same of a parsed one.
 
     Args:
@@ -95,7 +95,7 @@ def imported_of(values: Mapping[str, Any], source: str) -> Imported:
     Raises:
         ConfigError: a size is missing or is none.
     """
-    return Imported(
+    return ImportedJob(
         shape=shape_of(values, source), seq_len=_num_positions(_text_part(values), source), notes=_notes(values)
     )
 
@@ -117,7 +117,7 @@ def read_json(path: str | Path) -> Mapping[str, Any]:
     """
     try:
         values = read_foreign_json(path, "give the path of a JSON file")
-    except ForeignError as error:
+    except UntrustedFileError as error:
         raise ConfigError(error) from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no JSON object; give a file of keys and values")

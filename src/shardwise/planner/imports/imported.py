@@ -1,6 +1,6 @@
 """What is read from another tool's files, in the planner's words and the config's keys.
 
->>> Imported(settings={"zero.stage": 3, "precision.param": "bf16"}).assignments
+>>> ImportedJob(settings={"zero.stage": 3, "precision.param": "bf16"}).assignments
 ['zero.stage=3', 'precision.param="bf16"']
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from shardwise.config import ConfigError
+from shardwise.config.resolve import ConfigError
 from shardwise.planner.shape import ModelShape
 
 # What no model and no job has.
@@ -22,7 +22,7 @@ MAX_KEYS: Final = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Imported:
+class ImportedJob:
     """A job as another tool's file describes it; what that leaves open is None or missing.
 
     Attributes:
@@ -69,7 +69,7 @@ def whole_number(
     >>> whole_number({"hiden_size": 768}, ("hidden_size", "n_embd"), "config.json")
     Traceback (most recent call last):
         ...
-    shardwise.config.ConfigError: config.json misses hidden_size; did you mean it by hiden_size?
+    shardwise.config.resolve.ConfigError: config.json misses hidden_size; did you mean it by hiden_size?
     """
     names = tuple(names)
     for name in names:

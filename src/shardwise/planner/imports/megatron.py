@@ -15,10 +15,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from shardwise.config import ConfigError
-from shardwise.foreign import ForeignError, read_text
-from shardwise.planner.imports.imported import Imported
-from shardwise.planner.imports.megatron_text import Flags, flags_in, refuse_unset, yaml_flags
+from shardwise.config.resolve import ConfigError
+from shardwise.config.untrusted_files import UntrustedFileError, read_text
+from shardwise.planner.imports.imported import ImportedJob
+from shardwise.planner.imports.megatron_args import Flags, flags_in, refuse_unset, yaml_flags
 from shardwise.planner.shape import Experts, ModelShape
 
 _READ: Final = (
@@ -87,7 +87,7 @@ _CURE: Final = "give our TOML, another tool's JSON, or a script or YAML file of 
 _FLAG_SHARE: Final = 0.93
 
 
-def read_megatron(source: str | Path) -> Imported:
+def read_megatron(source: str | Path) -> ImportedJob:
     """The job that a script, a YAML file or a command line starts.
 
     Args:
@@ -102,7 +102,7 @@ def read_megatron(source: str | Path) -> Imported:
     path = Path(source)
     try:
         text = read_text(path, _CURE, max_bytes=_MAX_BYTES)
-    except ForeignError as error:
+    except UntrustedFileError as error:
         raise ConfigError(error) from None
     flags = yaml_flags(text) if path.suffix in (".yaml", ".yml") else flags_in(text)
     if not flags:
@@ -110,7 +110,7 @@ def read_megatron(source: str | Path) -> Imported:
     return job_of_flags(flags, path.name)
 
 
-def job_of_flags(flags: Flags, source: str) -> Imported:
+def job_of_flags(flags: Flags, source: str) -> ImportedJob:
     """The job that flags describe.
 
     Args:
@@ -127,7 +127,7 @@ def job_of_flags(flags: Flags, source: str) -> Imported:
     if "micro-batch-size" in flags:
         settings["batch.micro_size"] = _number(flags, "micro-batch-size", source)
     ranks_per_node, num_nodes = _number(flags, "nproc-per-node", source, 0), _number(flags, "nnodes", source, 1)
-    return Imported(
+    return ImportedJob(
         shape=_shape(flags, source),
         settings=settings,
         seq_len=_number(flags, "seq-length", source),

@@ -7,6 +7,6 @@
 ('blocks.0.attention.query', 'column')
 """
 
-from shardwise.tensor.plans.find import find_plan
+from shardwise.tensor.hf_plans import find_plan
 
 __all__ = ["find_plan"]

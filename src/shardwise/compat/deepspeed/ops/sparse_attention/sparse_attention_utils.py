@@ -11,7 +11,7 @@ from shardwise.attention import padding, positions, structures
 from shardwise.attention.huggingface import use_sparse_attention
 from shardwise.compat.deepspeed.ops.sparse_attention.bert_sparse_self_attention import BertSparseSelfAttention
 from shardwise.compat.deepspeed.ops.sparse_attention.sparsity_config import FixedSparsityConfig
-from shardwise.wearing import set_attribute
+from shardwise.runtime.class_swap import set_attribute
 
 
 class SparseAttentionUtils:

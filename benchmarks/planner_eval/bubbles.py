@@ -1,0 +1,74 @@
+"""The share of a pipeline's time in which its ranks stand still, by the schedule and the times of its computations.
+
+>>> round(bubble_rate("1f1b", 8, 24, 1, OpTimes(18.522, 18.086, 9.337, 0.601)), 4)
+0.2431
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from shardwise.planner.pipeline_time import PipelineTimes, StageTimes, span_of
+from shardwise.schedule.auto_schedule import zero_bubble_searched
+from shardwise.schedule.op_times import OpTimes
+from shardwise.schedule.registry import placement_of
+
+SEARCHED: Final[Mapping[str, tuple[str, int]]] = MappingProxyType({"zb-1p": ("zb-h1", 1), "zb-2p": ("zb-h2", 2)})
+"""Schedules that are made for their times: in the memory of which recipe, and how many times p that is."""
+
+
+def bubble_rate(
+    recipe_name: str,
+    num_ranks: int,
+    num_micro_batches: int,
+    virtual_stages: int,
+    times: OpTimes,
+    *,
+    deferred_share: float = 1.0,
+) -> float:
+    """The bubble rate of Qi et al. 2023 (arXiv 2401.10241), section 2.3: (cost - m(F + B + W)) / cost.
+
+    The cost is the longest time between a rank's first computation and its last, since in their runs no rank waits
+    for the others before it updates its parameters.
+
+    Args:
+        recipe_name: as `pipeline.schedule`; or zb-1p or zb-2p, which are searched for the times that are given.
+        virtual_stages: of each rank.
+        times: of a micro-batch on each rank, all its stages together.
+        deferred_share: as `deferred_share` gives it.
+
+    Raises:
+        ConfigError: no such schedule, or not with so many stages a rank.
+        ScheduleError: a count below 1.
+    """
+    of_recipe, times_p = SEARCHED.get(recipe_name, (recipe_name, 0))
+    placement = placement_of(of_recipe, num_ranks, virtual_stages)
+    num_virtual = placement.stages_per_rank
+    stage = StageTimes(
+        forward_s=times.forward_s / num_virtual,
+        backward_input_s=times.backward_input_s / num_virtual,
+        backward_weight_s=times.backward_weight_s / num_virtual,
+    )
+    stages = [stage] * placement.num_stages
+    span = PipelineTimes().span(
+        of_recipe, num_ranks, virtual_stages, num_micro_batches, stages, transfer_s=times.transfer_s
+    )
+    if not times_p:
+        return span.bubble_rate
+    searched = zero_bubble_searched(
+        num_ranks, num_micro_batches, times, max_held=times_p * num_ranks, deferred_share=deferred_share
+    )
+    return min(span.bubble_rate, span_of(searched, stages, times.transfer_s).bubble_rate)
+
+
+def deferred_share(hidden_size: int, num_heads: int, seq_len: int) -> float:
+    """M_W / M_B: of what a block keeps for its backward, what its gradients of weights still need behind it.
+
+    32 sbh of sb(34h + 5as) bytes, where the scores of attention are kept: Qi et al. 2023 (arXiv 2401.10241), table 1.
+
+    >>> round(deferred_share(2304, 24, 1024), 3)
+    0.366
+    """
+    return 32 * hidden_size / (34 * hidden_size + 5 * num_heads * seq_len)

@@ -1,0 +1,258 @@
+"""What the planner predicts of published runs, in the quantities and by the conventions in which they were reported.
+
+>>> from planner_eval.cases import read_case
+>>> row = {"model": {"layers": 32, "hidden": 4096, "heads": 32, "ffn": 11008, "seq": 4096},
+...        "hardware": {"gpu": "H100-SXM5-80GB", "num_gpus": 16},
+...        "parallel": {"tp": 2, "zero_stage": 1, "micro_batch": 1, "global_batch": 64, "recompute": "none"}}
+>>> predict(read_case(row), convention="all-keys").feasible
+True
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from planner_eval.bubbles import bubble_rate, deferred_share
+from planner_eval.cases import Case, KnownStates
+from planner_eval.rows import tidied
+from planner_eval.traits import is_after_h100
+from shardwise.planner.candidates import RECOMPUTES
+from shardwise.planner.estimate import Pricer
+from shardwise.planner.estimators import estimate_model_states
+from shardwise.planner.hardware import GIB
+from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.pipeline_time import PipelineTimes
+from shardwise.planner.results import Convention, Estimate, RankMemory
+from shardwise.planner.step_time import TimeModel
+
+MemoryKind = Literal["states", "activations", "states+activations", "allocated", "reserved", "device"]
+"""What a figure of memory counts: states at rest, activations or both, tensors of the peak, what the allocator holds
+for them, or all that the device has given out."""
+
+PARTS_OF_A_STEP: Final = ("single_layer_time", "activation_memory_ratio")
+"""Quantities of which no whole run is told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Of a published run; None where its inputs do not allow one.
+
+    Attributes:
+        tflops_per_gpu: by the convention that was asked for.
+        memory_gib_per_gpu: on the worst rank, of the kind that was asked for.
+        price: what all this is taken from.
+    """
+
+    iteration_time_s: float | None = None
+    tflops_per_gpu: float | None = None
+    memory_gib_per_gpu: float | None = None
+    feasible: bool | None = None
+    bubble_rate: float | None = None
+    price: Estimate | None = None
+
+    def as_row(self) -> dict[str, float | bool | None]:
+        """All but the price."""
+        names = ("iteration_time_s", "tflops_per_gpu", "memory_gib_per_gpu", "feasible", "bubble_rate")
+        return {name: getattr(self, name) for name in names}
+
+
+def convention_of(written: str | None, case: Case) -> Convention:
+    """How a row's FLOPs are counted, from its own words, or as was usual for such runs where it has none.
+
+    Full recomputation in fp16 was reported with what is computed twice; on devices that came after Hopper keys are
+    mostly halved.
+
+    >>> convention_of("model FLOPs with causal attention halved", Case(id="", group="", tier="", quantity=""))
+    'causal'
+    """
+    text = (written or "").lower()
+    if not text:
+        if case.strategy is not None and case.strategy.recompute == "full" and case.strategy.param == "fp16":
+            return "hardware"
+        is_late = case.job is not None and is_after_h100(case.job.cluster.gpu)
+        return "causal" if is_late else "all-keys"
+    if "causal" in text and "non-causal" not in text:
+        return "causal"
+    is_hardware = "hardware" in text or "96bslh" in text or "counts recompute" in text
+    return "hardware" if is_hardware and not text.startswith("model") else "all-keys"
+
+
+def memory_kind_of(written: str | None) -> MemoryKind:
+    """What a row's memory counts, from its own words; the tensors of the peak where it has none."""
+    text = (written or "").lower()
+    if "state" in text or "params+grads" in text:
+        return "states+activations" if "activation" in text else "states"
+    if "activation" in text:
+        return "activations"
+    if "reserved" in text:
+        return "reserved"
+    is_of_allocator = not text or any(mark in text for mark in ("alloc", "peak", "torch"))
+    return "allocated" if is_of_allocator else "device"
+
+
+def is_of_first_rank(written: str | None) -> bool:
+    """Whether a row's memory is what one process logged, which is the first: it leads the logs of most codes.
+
+    >>> is_of_first_rank("max_memory_allocated as logged"), is_of_first_rank("peak as printed, worst rank")
+    (True, False)
+    """
+    text = (written or "").lower()
+    is_worst = any(mark in text for mark in ("worst", "over ranks", "all ranks"))
+    return not is_worst and any(mark in text for mark in ("as logged", "as printed", "rank 0", "first rank"))
+
+
+def flops_per_token(job: PlanJob, strategy: Strategy, convention: Convention) -> float:
+    """FLOPs of forward and backward for one token by a convention.
+
+    As `hardware`, a full recomputation adds the forward of all blocks, a selective one that of the attention's scores
+    (Narayanan et al. 2021, arXiv 2104.04473, equation 3; Korthikanti et al. 2022, arXiv 2205.05198, appendix A).
+    """
+    shape = job.shape
+    total = shape.flops_per_token(job.seq_len, is_causal_halved=convention == "causal")
+    if convention != "hardware" or strategy.recompute == "none":
+        return total
+    head = 6.0 * shape.vocab_size * shape.hidden_size
+    scores = total - 6.0 * shape.num_matmul_params
+    again = (total - head) / 3 if strategy.recompute == "full" else scores / 3
+    return total + again / strategy.recompute_every
+
+
+def memory_gib(rank: RankMemory, kind: MemoryKind) -> float:
+    """Of one rank, of a kind, in GiB."""
+    states = ("params", "grads", "optimizer")
+    if kind == "states":
+        return sum(rank.at_rest.values()) / GIB
+    if kind in ("activations", "states+activations"):
+        return rank.bytes_of("activations", *(states if kind == "states+activations" else ())) / GIB
+    left_out = {"allocated": ("overhead", "rounding"), "reserved": ("overhead",), "device": ()}[kind]
+    cached = 0.0 if kind == "allocated" else rank.cached_bytes
+    return (rank.peak_bytes - rank.bytes_of(*left_out) + cached) / GIB
+
+
+def settled(case: Case, pipelines: PipelineTimes | None = None) -> Estimate | None:
+    """The price of a case's run; of what was not written of it, that which computes least again and fits.
+
+    Of several micro-batches the fastest counts, as whoever ran it will have looked for that. Where nothing fits, the
+    price of what takes least memory.
+
+    Args:
+        pipelines: what is known of schedules, to be shared by many cases.
+    """
+    if case.job is None or case.strategy is None:
+        return None
+    pricer = Pricer(case.job)
+    if pipelines is not None:
+        pricer.time.pipelines = pipelines
+    prices: list[Estimate] = []
+    for strategies in _candidates(case, case.strategy):
+        prices = [pricer.price(each) for each in strategies]
+        fitting = [each for each in prices if each.margin_bytes >= 0]
+        if fitting:
+            return min(fitting, key=lambda each: each.time.step_s)
+    return min(prices, key=lambda each: each.memory.worst.peak_bytes)
+
+
+def _candidates(case: Case, strategy: Strategy) -> Iterator[list[Strategy]]:
+    """Of each way to spare memory, the least thorough first, every size of a micro-batch that the run may have had."""
+    each = strategy.micro_size * strategy.num_micro_batches
+    sizes = [strategy.micro_size]
+    if "micro_batch" in case.guesses and "global_batch" not in case.guesses:
+        least = 2 * strategy.pp if strategy.pp > 1 else 1  # micro-batches, that the pipeline is not mostly empty
+        sizes = [size for size in (4, 2) if each % size == 0 and each // size >= least] + [1]
+    # As few blocks as fit, where nobody says: frameworks say how many.
+    modes = RECOMPUTES if "recompute" in case.guesses else ((strategy.recompute, strategy.recompute_every),)
+    stages = [strategy.zero_stage]
+    if "zero_stage" in case.guesses:
+        stages.append(3)
+    tiers = [(strategy.activations_tier, strategy.optimizer_tier)]
+    if "offload" in case.guesses:
+        tiers += [("host", strategy.optimizer_tier), ("host", "host")]
+    for (kept, states), stage, (mode, every) in itertools.product(tiers, stages, modes):
+        sparing = dataclasses.replace(
+            strategy,
+            activations_tier=kept,
+            optimizer_tier=states,
+            zero_stage=stage,
+            recompute=mode,
+            recompute_every=every,
+        )
+        yield [dataclasses.replace(sparing, micro_size=size, num_micro_batches=each // size) for size in sizes]
+
+
+def predict(
+    case: Case,
+    *,
+    convention: Convention | None = None,
+    memory_kind: MemoryKind | None = None,
+    of_first_rank: bool = False,
+    pipelines: PipelineTimes | None = None,
+) -> Prediction:
+    """What a case's run takes; only the model's states, or only the bubble, where no more is known.
+
+    Args:
+        convention: of the FLOPs; None as was usual.
+        memory_kind: None for the tensors of the peak.
+        of_first_rank: memory is that of the pipeline's first rank, not of the fullest.
+        pipelines: what is known of schedules, to be shared by many cases.
+    """
+    if case.quantity in PARTS_OF_A_STEP:
+        return Prediction()
+    price = settled(case, pipelines)
+    if price is None:
+        return Prediction() if case.states is None else _of_states(case.states)
+    ranks = price.memory.ranks[:1] if of_first_rank else price.memory.ranks
+    memory = [memory_gib(rank, memory_kind or "allocated") for rank in ranks]
+    time_s = price.time.step_s * case.tokens_scale
+    flops = flops_per_token(price.job, price.strategy, convention or convention_of(None, case)) * case.trained_share
+    tokens = price.job.tokens * case.tokens_scale
+    return Prediction(
+        iteration_time_s=time_s,
+        tflops_per_gpu=flops * tokens / time_s / price.job.cluster.num_gpus / 1e12,
+        memory_gib_per_gpu=max(memory),
+        feasible=price.margin_bytes >= 0,
+        bubble_rate=_bubble_rate(case, price),
+        price=price,
+    )
+
+
+def _of_states(states: KnownStates) -> Prediction:
+    """By the states alone: what they need, and that they must fit."""
+    config = {"precision": {"accumulate": "param"}, "tiers": dict(states.tiers)}
+    found = estimate_model_states(
+        states.num_params, num_gpus=states.num_gpus, stages=(states.zero_stage,), config=config
+    )[0]
+    fits = None if states.gpu is None else found.device_bytes <= states.gpu.memory_bytes
+    return Prediction(memory_gib_per_gpu=found.device_bytes / GIB or None, feasible=fits)
+
+
+def _bubble_rate(case: Case, price: Estimate) -> float | None:
+    """Of the times that were measured where there are any, else as it is priced."""
+    if case.op_times is None and case.quantity != "schedule_bubble":
+        return price.time.bubble_rate
+    shape, strategy = price.job.shape, price.strategy
+    return bubble_rate(
+        case.searched_schedule or strategy.schedule,
+        strategy.pp,
+        strategy.num_micro_batches,
+        strategy.virtual_stages,
+        case.op_times or TimeModel(price.job).op_times(strategy),
+        deferred_share=deferred_share(shape.hidden_size, shape.num_heads, price.job.seq_len),
+    )
+
+
+def predict_row(row: Mapping[str, Any], case: Case, pipelines: PipelineTimes | None = None) -> Prediction:
+    """The same, in the conventions that a row names, be it beside its inputs or among its outputs."""
+    row = tidied(row)
+    places = (row, row["parallel"], row["outputs"])
+    written = {
+        key: next((place[key] for place in places if place.get(key)), None)
+        for key in ("flops_convention", "memory_kind")
+    }
+    kind = memory_kind_of(written["memory_kind"])
+    convention = convention_of(written["flops_convention"], case)
+    of_first_rank = is_of_first_rank(written["memory_kind"])
+    return predict(case, convention=convention, memory_kind=kind, of_first_rank=of_first_rank, pipelines=pipelines)

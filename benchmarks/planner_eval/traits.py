@@ -1,0 +1,172 @@
+"""How the code of a published run worked: by what a row says of its kernels, and by what code of its time did.
+
+>>> from planner_eval.words import gpu_of
+>>> shape = ModelShape(
+...     num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=4, head_dim=16, ffn_size=256, vocab_size=512
+... )
+>>> row = {"model": {"seq": 2048}, "parallel": {"attention_kernel": "FA2"}}
+>>> practice = practice_of(row, shape, Strategy(tp=2), gpu_of("A100"))
+>>> practice.attention, practice.splits_logits
+('flash', False)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+from planner_eval import words as words
+from shardwise.layout.activation_bytes import FP32_BYTES
+from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.planner.hardware import GpuSpec
+from shardwise.planner.job import Attention, FrameworkTraits, Strategy
+from shardwise.planner.shape import ModelShape
+
+LONG_SEQUENCE: Final = 8192
+"""Tokens from which on nobody trains with scores kept whole."""
+
+TORCHS_LOSS_BYTES: Final = 3.0 * FP32_BYTES
+"""Of each logit: widened, its log-softmax, its gradient."""
+
+
+def traits_of(row: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu: GpuSpec) -> FrameworkTraits:
+    """How the code of the run worked, by what it says of its kernels and by what code of its time did."""
+    p = row.get("parallel") or {}
+    kernel = str(p.get("attention_kernel") or "").lower()
+    seq_len = int(row["model"]["seq"])
+    attention = words.attention_of(p.get("attention_kernel")) or _attention(strategy, shape, gpu, seq_len)
+    is_early = attention != "flash" and not kernel
+    is_compiled = bool(p.get("compile"))
+    is_liger = bool(p.get("liger"))
+    group = p.get("zero_group")
+    is_new = strategy.matmul in ("fp8", "fp4")
+    splits_logits = not _gathers_logits(kernel, strategy)
+    logits_bytes = _logits_bytes(p, strategy, gpu, splits_logits=splits_logits)
+    has_fused_norm = "rms" in kernel or is_compiled or is_liger
+    overlaps_tensor = strategy.sequence_parallel and (is_new or strategy.schedule == "interleaved")
+    overlaps_tensor &= "fp8" in gpu.peak_flops_per_s and strategy.zero_stage < 3
+    return FrameworkTraits(
+        attention=attention,
+        logits_bytes=logits_bytes,
+        # Torch's loss lets the narrow logits go, but needs wide ones from then on.
+        cached_logits_share=DTYPE_BYTES["bf16"] / logits_bytes if logits_bytes == TORCHS_LOSS_BYTES else 0.0,
+        optimizer_shards=group if isinstance(group, int) and strategy.zero_stage in (1, 2) else None,
+        # Gradients come in the parameters' dtype, and stay beside those that they are added to.
+        unsharded_grad_bytes=4.0 if p.get("fp32_grad_accum_unsharded") else 2.0 if p.get("fp32_grad_accum") else 0.0,
+        reduces_once=bool(p.get("fp32_grad_accum_unsharded")),
+        is_compiled=is_compiled or is_liger or is_new or (_splits_model(strategy) and not kernel),
+        is_graphed=bool(p.get("cuda_graphs")),
+        defers_gathers=not is_before_h100(gpu),
+        reduces_in_place=True,
+        is_own=False,
+        frees_outputs=strategy.schedule == "interleaved",
+        widens_grads=not is_new and _keeps_master(p),
+        optimizer_share=1.0 if _keeps_master(p) else 2.0 * DTYPE_BYTES[strategy.param] / (3.0 * FP32_BYTES),
+        params_share=_params_share(str(p.get("precision")), strategy, gpu),
+        overlaps_data=_overlaps_data(strategy, gpu) and not is_early,
+        overlaps_tensor=bool(p.get("async_tp", overlaps_tensor)),
+        saves_norm_in_fp32=shape.ffn == "gated" and bool(kernel) and not has_fused_norm,
+        has_dropout=is_early and strategy.param != "fp32",
+        splits_logits=splits_logits,
+        selective=_selective(p, strategy.zero_stage),
+        fuses_gate=is_compiled or is_liger or is_new,
+        cuts_evenly=True,
+        # What sharded parameters in fp16 hooked into each layer of the model; who came later, in bf16, wraps blocks.
+        moves_tensors=strategy.zero_stage == 3 and strategy.param == "fp16",
+        trains_all=not words.is_adapter(p),
+        has_tuned_attention=words.is_tuned_attention(p.get("attention_kernel")) or is_after_h100(gpu),
+        has_first_flash=words.is_first_flash(p.get("attention_kernel")),
+    )
+
+
+def compiles_blocks(p: Mapping[str, Any], zero_stage: int) -> bool:
+    """Whether blocks are compiled and gathered one by one, as by torch's own code for sharded parameters."""
+    return bool(p.get("compile")) and zero_stage == 3
+
+
+def _selective(p: Mapping[str, Any], zero_stage: int) -> Literal["half", "all-but-scores"]:
+    """As it is written; torch's own code keeps every other product where it is not told otherwise (torchtitan's
+    configs, and those of torchtune and NeMo AutoModel that follow them)."""
+    written = str(p.get("recompute") or "").lower()
+    is_usual = not written and compiles_blocks(p, zero_stage)
+    return "half" if is_usual or re.search(r"\bop\b", written) else "all-but-scores"
+
+
+def _gathers_logits(kernel: str, strategy: Strategy) -> bool:
+    """Whether each tp rank takes the loss of all logits, as torch's own loss does, in code whose kernels are chosen one
+    by one; not in the codes that brought interleaving, split sequences and fp8, whose loss is split by vocabulary."""
+    is_of_megatron = strategy.schedule == "interleaved" or strategy.cp > 1 or strategy.matmul is not None
+    return bool(kernel) and not is_of_megatron
+
+
+def _logits_bytes(p: Mapping[str, Any], strategy: Strategy, gpu: GpuSpec, *, splits_logits: bool) -> float:
+    """Of each logit at the peak of the loss, all its copies together.
+
+    Torch's loss holds logits widened, their log-softmax and its gradient; code that splits the model holds the narrow
+    ones and their gradient besides, as a stage's output. A loss that is split by vocabulary writes the gradient over
+    the softmax. A fused loss has the narrow logits and their gradient, one that is fused with the head neither.
+    """
+    narrow = DTYPE_BYTES["bf16"]
+    if p.get("liger"):
+        return 0.0
+    is_model_split = _splits_model(strategy)
+    kernel = str(p.get("attention_kernel") or "").lower()
+    # FlashAttention comes with a fused loss; codes that can split the model do not take it.
+    is_data_alone = strategy.zero_stage >= 2 and not is_model_split
+    has_fused_loss = is_data_alone and "flash" in kernel and p.get("liger") is None
+    # Where blocks are gathered one by one they are compiled one by one; the loss came in with the next devices.
+    compiles_loss = bool(p.get("compile")) and (is_after_h100(gpu) or not compiles_blocks(p, strategy.zero_stage))
+    if has_fused_loss or compiles_loss:
+        return 2.0 * narrow
+    if is_model_split and splits_logits:
+        return narrow + 2.0 * FP32_BYTES
+    return TORCHS_LOSS_BYTES + (2.0 * narrow if is_model_split else 0.0)
+
+
+def _keeps_master(p: Mapping[str, Any]) -> bool:
+    """Whether Adam steps a copy of the parameters in fp32, with moments so; else it has two moments in their dtype."""
+    return p.get("fp32_master") is not False
+
+
+def _params_share(precision: str, strategy: Strategy, gpu: GpuSpec) -> float:
+    """Of half precision, in which parameters rest: in fp8 code that splits the model keeps them as products take them.
+
+    Before Blackwell a product in fp8 takes both factors along rows alone, so that a weight and its transpose rest; in
+    blocks that have scales of their own it does so there too (Transformer Engine, "FP8 primary weights").
+    """
+    is_of_blocks = "mx" in precision.lower()
+    takes_any_layout = is_after_h100(gpu) and not is_of_blocks
+    return 0.5 if strategy.matmul == "fp8" and strategy.zero_stage == 1 and takes_any_layout else 1.0
+
+
+def _overlaps_data(strategy: Strategy, gpu: GpuSpec) -> bool:
+    """Codes that split models beside stages 0 and 1 learned to only with the devices that came after A100."""
+    return not (is_before_h100(gpu) and _splits_model(strategy) and strategy.zero_stage < 2)
+
+
+def _splits_model(strategy: Strategy) -> bool:
+    return strategy.tp > 1 or strategy.pp > 1
+
+
+def is_before_h100(gpu: GpuSpec) -> bool:
+    """Whether a device is as slow as those that H100 came after."""
+    return max(gpu.peak_flops_per_s.get(dtype, 0.0) for dtype in ("bf16", "fp16")) < 500e12
+
+
+def is_after_h100(gpu: GpuSpec) -> bool:
+    """Whether a device multiplies in fp4, as those do that came after H100 and its like."""
+    return "fp4" in gpu.peak_flops_per_s
+
+
+def _attention(strategy: Strategy, shape: ModelShape, gpu: GpuSpec, seq_len: int) -> Attention:
+    """Before bf16 was usual, and where only full recomputation made room, scores were written out."""
+    if seq_len >= LONG_SEQUENCE or shape.ffn == "gated":
+        return "flash"
+    if strategy.param == "fp32":
+        return "unfused"  # flash and kernels of fused softmax take half precision alone
+    is_late = "fp8" in gpu.peak_flops_per_s  # no code kept scores when such devices came
+    if "v100" in gpu.name or (strategy.param == "fp16" and not is_late):
+        return "fused-softmax"
+    is_full = strategy.recompute == "full" and not strategy.sequence_parallel
+    return "fused-softmax" if is_full and "a100" in gpu.name else "flash"

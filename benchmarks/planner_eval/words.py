@@ -1,0 +1,189 @@
+"""The words in which people write down a published run, as values: devices, networks, dtypes, recomputation.
+
+Each reader takes what is written, or None, and is lenient: what it cannot read is as if it were not written.
+
+>>> nic_bytes_per_s("NVLink + 4x100Gb Omni-Path per node", gpus_per_node=8) / 1e9
+6.25
+>>> matmul_dtype("fp8-cs"), matmul_dtype("amp_bf16"), recompute_of("selective(every 2nd layer)")
+('fp8', 'bf16', ('full', 2))
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+from planner_eval.bubbles import SEARCHED
+from shardwise.planner.hardware import GpuSpec, find_gpu, known_gpu
+from shardwise.planner.job import Attention, MatmulDtype
+
+Recompute = Literal["none", "selective", "full"]
+
+
+def gpu_of(written: str | None) -> GpuSpec | None:
+    """The catalogue's device that is meant; None where none is.
+
+    Of devices of several kinds the slowest is taken, since the others wait for it. What else stands in a name, such as
+    that of a machine, is passed over.
+
+    >>> gpu_of("DGX A100 80GB").name, gpu_of("RTX-3090+Titan-RTX (heterogeneous)").name, gpu_of("abacus")
+    ('a100-80', 'rtx-3090', None)
+    """
+    found = [each for part in re.split(r"[+/,](?![^(]*\))", written or "") if (each := _one_gpu(part)) is not None]
+    return min(found, key=lambda each: max(each.peak_flops_per_s.values()), default=None)
+
+
+def find_written_gpu(written: str) -> GpuSpec:
+    """The same of a name that must mean a device.
+
+    Raises:
+        ConfigError: no such device is known.
+    """
+    return gpu_of(written) or find_gpu(written)
+
+
+def _one_gpu(written: str) -> GpuSpec | None:
+    known = known_gpu(written)
+    if known is not None:
+        return known
+    size = re.search(r"\d+\s*gi?b\b", written.lower())
+    words = re.findall(r"[a-z]+[- ]?\d+[a-z]?|\d{4}(?: ?ti)?", written.lower())
+    return next((each for word in words if (each := known_gpu(f"{word} {size.group() if size else ''}"))), None)
+
+
+def nic_bytes_per_s(written: str | None, gpus_per_node: int) -> float | None:
+    """A device's share of its node's network; None where no speed is written.
+
+    A single number of 400 Gb/s or less without `per node` is a device's own, as such networks are built.
+    """
+    text = (written or "").lower()
+    if "dgx-2" in text:
+        return 8 * 100e9 / 8 / 16
+    if match := re.search(r"(\d+)\s*x\s*(\d+)\s*gb", text):
+        return int(match.group(1)) * int(match.group(2)) * 1e9 / 8 / gpus_per_node
+    if match := re.search(r"(\d+)\s*gb(?:ps|/s|it)?", text):
+        gigabits = int(match.group(1))
+        is_of_node = "per node" in text or ("per gpu" not in text and gigabits > 400)
+        return gigabits * 1e9 / 8 / (gpus_per_node if is_of_node else 1)
+    if "slingshot" in text:
+        return 25e9
+    if "ethernet" in text and "lab" in text:
+        return 10e9 / 8 / gpus_per_node
+    return None
+
+
+def matmul_dtype(written: str | None) -> MatmulDtype:
+    """Of matrix products: the narrowest that is written; bf16 where nothing is."""
+    text = (written or "bf16").lower()
+    for mark, dtype in _DTYPES:
+        if mark in text:
+            return dtype
+    return "bf16"
+
+
+_DTYPES: Final[tuple[tuple[str, MatmulDtype], ...]] = (
+    ("fp4", "fp4"),
+    ("float4", "fp4"),
+    ("fp8", "fp8"),
+    ("float8", "fp8"),
+    ("e4m3", "fp8"),
+    ("bf16", "bf16"),
+    ("bfloat16", "bf16"),
+    ("fp16", "fp16"),
+    ("float16", "fp16"),
+    ("half", "fp16"),
+    ("16-mixed", "fp16"),
+    ("tf32", "tf32"),
+    ("fp32", "fp32"),
+    ("float32", "fp32"),
+    ("32-true", "fp32"),
+)
+
+
+def recompute_of(written: str | None) -> tuple[Recompute, int] | None:
+    """What is computed again, and of every how many layers; None where that is not written.
+
+    Selective with a number of layers is full recomputation of every n-th layer, as some frameworks name it.
+    """
+    text = (written or "").lower()
+    if re.search(r"(?<![a-z])(none|no|false|off|without|disabled?)(?![a-z])", text):
+        return "none", 1
+    if match := re.search(r"every (\d+)", text):
+        return "full", int(match.group(1))
+    if "selective" in text or "op" in text.split() or re.search(r"\bsac\b|core_?attn", text):
+        return "selective", 1
+    if re.search(r"full|true|uniform|block|\bon\b|\byes\b|\ball\b|checkpoint|granular", text):
+        return "full", 1
+    return None
+
+
+def is_adapter(parallel: Mapping[str, Any]) -> bool:
+    """Whether adapters alone are trained."""
+    return "lora" in f"{parallel.get('training')} {parallel.get('recompute')}".lower()
+
+
+def attention_of(written: str | None) -> Attention | None:
+    """What the attention's kernel saves; None where no kernel is written."""
+    text = (written or "").lower()
+    if not text:
+        return None
+    if re.search(r"flash|\bfa\d?\b|cudnn|sdpa|triton|mem", text):
+        return "flash"
+    if "fused" in text:
+        return "fused-softmax"
+    return "unfused"
+
+
+def is_tuned_attention(written: str | None) -> bool:
+    """Whether a kernel is named that was written for Hopper or what came after it.
+
+    >>> is_tuned_attention("FA3"), is_tuned_attention("flash_attention2 + RMS kernel")
+    (True, False)
+    """
+    return bool(re.search(r"\bfa[34]\b|flash_?attention-?[34]|cudnn", (written or "").lower()))
+
+
+def is_first_flash(written: str | None) -> bool:
+    """Whether the first FlashAttention is named, which was called so without a number until there was a second.
+
+    >>> is_first_flash("flash_attentionv1.0.8"), is_first_flash("FA2"), is_first_flash("flash"), is_first_flash(None)
+    (True, False, True, False)
+    """
+    text = (written or "").lower()
+    return bool(re.search(r"\bfa1\b|flash[ _-]?(attention|attn)?[ _-]?v?1|^\s*flash[ _-]?(attention|attn)?\s*$", text))
+
+
+def schedule_of(written: str | None, num_stages: int, virtual_stages: int) -> str:
+    """Our name of a pipeline schedule, or of the nearest; 1f1b where it is not written, or there is no pipeline.
+
+    DualPipe is two pipelines that go through each other, which its V cuts in half (the README of DualPipe).
+    """
+    text = (written or "").lower()
+    if num_stages == 1:
+        return "1f1b"
+    for mark, name in _SCHEDULES:
+        if mark in text:
+            return name
+    return "interleaved" if virtual_stages > 1 or "interleav" in text else "1f1b"
+
+
+_SCHEDULES: Final = (
+    ("zb-v", "zb-v"),
+    ("zbv", "zb-v"),
+    ("dualpipe", "zb-v"),
+    ("zb-2p", "zb-h2"),
+    ("zb-h2", "zb-h2"),
+    ("zb-1p", "zb-h1"),
+    ("zb-h1", "zb-h1"),
+    ("zb1p", "zb-h1"),
+    ("gpipe", "gpipe"),
+    ("afab", "gpipe"),
+    ("naive", "naive"),
+)
+
+
+def searched_schedule_of(written: str | None) -> str | None:
+    """Of zero-bubble schedules, the one that is made for its times, if it is."""
+    text = (written or "").lower()
+    return next((name for name in SEARCHED if name in text), None)

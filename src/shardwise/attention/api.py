@@ -1,0 +1,275 @@
+"""The functional entry to block-sparse attention.
+
+>>> import torch
+>>> from shardwise.attention import BlockLayout
+>>> layout = BlockLayout.from_blocks(torch.ones(2, 2).tril(), block=16, causal=True)
+>>> q = torch.randn(1, 4, 32, 8)
+>>> k, v = torch.randn(2, 1, 2, 32, 8)
+>>> out = block_sparse_attention(q, k, v, layout)
+>>> expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+>>> torch.allclose(out, expected, atol=1e-6)
+True
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardwise.attention.backends import Draw, ScoreModifiers
+from shardwise.attention.block_layout import BlockLayout
+from shardwise.attention.custom_op import BACKENDS, attend
+from shardwise.config.resolve import ConfigError
+from shardwise.dropout import probability_hashes
+from shardwise.runtime.torch_private import constant_in_graphs, is_transformed
+
+_FLEX: Final = "flex"
+_DEFAULT_ON_DEVICES: Final = "triton"
+_forced: Final[ContextVar[str | None]] = ContextVar("shardwise_attention_backend", default=None)
+
+
+@contextmanager
+def attention_backend(name: str) -> Iterator[None]:
+    """Inside the context, block-sparse attention runs on the back end "cpu", "dense", "triton" or "flex".
+
+    Recomputations run where the backward does, so a forward that is recomputed must enter the context itself. Compiled
+    code keeps the back end that it was compiled with.
+
+    Raises:
+        ConfigError: there is no such back end.
+    """
+    known = [*BACKENDS, _FLEX]
+    if name not in known:
+        raise ConfigError(f"attention backend {name!r} does not exist; there are {', '.join(known)}")
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    *,
+    key_padding: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout: float | Draw = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of the blocks of a layout: softmax(scale * q k^T + bias) v over the keys that a query sees.
+
+    Rows that see no key give 0, and so do all gradients through them. Under autocast q, k and v are cast.
+
+    Args:
+        q: [B, H, Nq, D]: samples, heads, queries, head size.
+        k: [B, K, Nk, D]; H is a multiple of K, and query head h reads KV head h // (H / K).
+        v: as k.
+        layout: of Nq queries and Nk keys, with 1 or H heads.
+        key_padding: [B, Nk], bool, True for a real token; no query sees the others.
+        bias: [1 or B, 1 or H, Nq, Nk], floating, added to the scaled scores; it gets a gradient. -inf is allowed.
+        dropout: the rate, of 0 up to but without 1, at which probabilities are dropped, or the draw itself. A rate's
+            bits are keyed in an engine's forward, and follow torch's generator for the CPU elsewhere.
+        scale: 1 / sqrt(D) when left out.
+
+    Returns:
+        [B, H, Nq, D].
+
+    Raises:
+        ConfigError: the arguments do not fit each other.
+    """
+    return block_sparse_attention_with_lse(
+        q, k, v, layout, key_padding=key_padding, bias=bias, dropout=dropout, scale=scale
+    )[0]
+
+
+def block_sparse_attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    *,
+    key_padding: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout: float | Draw = 0.0,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `block_sparse_attention`, with the log-sum-exp of each row's scores, which has a gradient too.
+
+    Returns:
+        [B, H, Nq, D]; and [B, H, Nq], in fp32 (fp64 for fp64), -inf where a query sees no key.
+    """
+    q, k, v = (autocast(each) for each in (q, k, v))
+    _check_tensors(q, k, v)
+    _check_untransformed(q, k, v, bias)
+    _check_layout(q, k, layout)
+    _check_extras(q, k, key_padding, bias)
+    p = dropout.p if isinstance(dropout, Draw) else dropout
+    if not 0.0 <= p < 1.0:
+        raise ConfigError(f"dropout={p} is no rate; nearest legal: {0.0 if p < 0 else 0.99}")
+    draw = dropout if isinstance(dropout, Draw) else None
+    if draw is not None:
+        _check_draw(q, k, draw)
+    elif p > 0.0 and q.numel() and k.numel():
+        draw = drawn(q, layout, p)
+    extras = ScoreModifiers(q.shape[-1] ** -0.5 if scale is None else float(scale), key_padding, bias, draw)
+    backend = backend_for(q.device.type)
+    if backend == _FLEX:
+        # Imported when it is first used, as it brings the compiler along.
+        flex: Any = importlib.import_module("shardwise.attention.flex")
+        found: tuple[Tensor, Tensor] = flex.flex_attention_of(q, k, v, layout, extras)
+        return found
+    return attend(q, k, v, extras, layout, backend)
+
+
+def autocast(tensor: Tensor) -> Tensor:
+    """A floating input of attention in the dtype that autocast says, if any: as torch casts its own, all but fp64."""
+    kind = tensor.device.type
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind)) if tensor.is_floating_point() else tensor
+
+
+@constant_in_graphs
+def backend_for(device_type: str, preferred: str | None = None) -> str:
+    """Of a device: the back end that is forced, else the preferred one, else the one measured faster."""
+    return _forced.get() or preferred or ("cpu" if device_type in ("cpu", "meta") else _DEFAULT_ON_DEVICES)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    names = (("q", q), ("k", k), ("v", v))
+    for name, each in names:
+        if each.ndim != 4:
+            raise ConfigError(
+                f"{name} of shape {tuple(each.shape)} has {each.ndim} dims; give [samples, heads, tokens, head size]"
+            )
+    if k.shape != v.shape:
+        raise ConfigError(
+            f"k of shape {tuple(k.shape)} and v of shape {tuple(v.shape)} differ; pad the smaller head size with zeros"
+        )
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ConfigError(
+            f"q of shape {tuple(q.shape)} and k of shape {tuple(k.shape)} differ in samples or head size; "
+            "make both alike"
+        )
+    if not q.shape[1] or not q.shape[3]:
+        raise ConfigError(f"q of shape {tuple(q.shape)} has no heads or no head size; give 1 or more of each")
+    if not k.shape[1] or q.shape[1] % k.shape[1]:
+        legal = [number for number in range(1, q.shape[1] + 1) if q.shape[1] % number == 0]
+        raise ConfigError(
+            f"{k.shape[1]} KV heads do not divide {q.shape[1]} query heads; legal: {', '.join(map(str, legal))}"
+        )
+    if not q.is_floating_point():
+        raise ConfigError(f"q is of {q.dtype}; attention needs float16, bfloat16, float32 or float64")
+    for name, each in names[1:]:
+        if each.dtype != q.dtype or each.device != q.device:
+            raise ConfigError(
+                f"{name} is of {each.dtype} on {each.device} and q of {q.dtype} on {q.device}; move {name} with "
+                f"{name}.to(q)"
+            )
+
+
+def _check_untransformed(*tensors: Tensor | None) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if any(each is not None and is_transformed(each) for each in tensors):
+        raise NotImplementedError(
+            "block-sparse attention has no rule for torch.func's transforms (vmap, grad, jvp) nor for forward-mode "
+            "derivatives; use loss.backward(), more samples in place of vmap, or dense attention"
+        )
+
+
+def _check_layout(q: Tensor, k: Tensor, layout: BlockLayout) -> None:
+    if not isinstance(layout, BlockLayout):
+        raise ConfigError(
+            f"layout is of type {type(layout).__name__}, not BlockLayout; give structure.layout(seq_len), or "
+            "BlockLayout.from_blocks(blocks, block)"
+        )
+    if (q.shape[2], k.shape[2]) != (layout.num_queries, layout.num_keys):
+        raise ConfigError(
+            f"{q.shape[2]} queries and {k.shape[2]} keys do not fit a layout of {layout.num_queries} and "
+            f"{layout.num_keys}; make the layout for this length, or pad to it"
+        )
+    if layout.num_heads not in (1, q.shape[1]):
+        raise ConfigError(
+            f"a layout of {layout.num_heads} heads does not fit {q.shape[1]} query heads; legal: 1 or {q.shape[1]}"
+        )
+
+
+def _check_extras(q: Tensor, k: Tensor, key_padding: Tensor | None, bias: Tensor | None) -> None:
+    if key_padding is not None:
+        if key_padding.dtype != torch.bool:
+            raise ConfigError(f"key_padding is of {key_padding.dtype}; give bools, True for a real token: mask != 0")
+        _check_shape("key_padding", key_padding, [(k.shape[0],), (k.shape[2],)])
+        _check_device("key_padding", key_padding, q)
+    if bias is not None:
+        if not bias.is_floating_point():
+            raise ConfigError(f"bias is of {bias.dtype}; give floats, -inf where a query must not see a key")
+        _check_shape("bias", bias, [(1, q.shape[0]), (1, q.shape[1]), (q.shape[2],), (k.shape[2],)])
+        _check_device("bias", bias, q)
+
+
+def _check_draw(q: Tensor, k: Tensor, draw: Draw) -> None:
+    rows = [(size,) for size in q.shape[:3]]
+    for name, each, shape in (
+        ("dropout.factors", draw.factors, rows),
+        ("dropout.offsets", draw.offsets, rows),
+        ("dropout.columns", draw.columns, [(k.shape[2],)]),
+    ):
+        _check_shape(name, each, shape)
+        _check_device(name, each, q)
+        if each.dtype != torch.int32:
+            raise ConfigError(f"{name} is of {each.dtype}; give int32")
+
+
+def _check_shape(name: str, tensor: Tensor, legal: Sequence[tuple[int, ...]]) -> None:
+    """Each dim's size must be one of its legal ones."""
+    if tensor.ndim != len(legal) or any(size not in sizes for size, sizes in zip(tensor.shape, legal, strict=True)):
+        cure = ", ".join(" or ".join(map(str, dict.fromkeys(sizes))) for sizes in legal)
+        raise ConfigError(f"{name} of shape {tuple(tensor.shape)} does not fit; give [{cure}]")
+
+
+def _check_device(name: str, tensor: Tensor, q: Tensor) -> None:
+    if tensor.device != q.device:
+        raise ConfigError(f"{name} is on {tensor.device} and q on {q.device}; move it with {name}.to(q.device)")
+
+
+def drawn(q: Tensor, layout: BlockLayout, p: float) -> Draw:
+    """The draw of one dropout: keyed in an engine's forward, by torch's generator for the CPU elsewhere.
+
+    Queries behind cached keys draw by their true positions; those of several documents count through.
+
+    Args:
+        q: [B, H, Nq, D].
+        layout: of the attention.
+        p: the rate; more than 0 and less than 1.
+
+    Raises:
+        ConfigError: the layout is of other queries or keys than all, or than the last queries of one document.
+    """
+    num_samples, num_heads, num_queries, _ = q.shape
+    first = _first_position(layout)
+    hashes = probability_hashes((num_samples, num_heads, num_queries, layout.num_keys), q.device, first)
+    shape = (num_samples, num_heads, num_queries)
+    return Draw(hashes.factors.view(shape), hashes.offsets.view(shape), hashes.columns, p)
+
+
+def _first_position(layout: BlockLayout) -> int:
+    """That of the first query; those behind it follow."""
+    num_tokens = sum(pattern.num_tokens for pattern in layout.patterns)
+    first = num_tokens - layout.num_queries
+    is_last = layout.patterns[0].query_runs == ((first, num_tokens),)
+    if layout.num_keys != num_tokens or (first and not is_last):
+        raise ConfigError(
+            f"dropout over {layout.num_queries} queries and {layout.num_keys} keys of {num_tokens} tokens has no "
+            "positions to draw by; give a Draw of these queries and keys, or all keys and the last queries"
+        )
+    return first

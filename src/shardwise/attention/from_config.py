@@ -1,0 +1,57 @@
+"""The block-sparse structure that a config's `attention` section chooses.
+
+>>> from shardwise.config.resolve import AttentionConfig
+>>> structure_of(AttentionConfig(), num_heads=4) is None
+True
+>>> layout = structure_of(AttentionConfig(kind="fixed", num_local_blocks=2), num_heads=4).layout(256)
+>>> layout.patterns[0].blocks[0].int().tolist()
+[[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1]]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from shardwise.attention.structures import (
+    BigBirdSparsityConfig,
+    BSLongformerSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    SparsityConfig,
+    VariableSparsityConfig,
+)
+from shardwise.config.resolve import AttentionConfig, ConfigError
+from shardwise.config.validate import ATTENTION_KEYS, wrong_attention
+
+_STRUCTURES: Final[Mapping[str, type[SparsityConfig]]] = MappingProxyType(
+    {
+        "fixed": FixedSparsityConfig,
+        "variable": VariableSparsityConfig,
+        "bigbird": BigBirdSparsityConfig,
+        "bslongformer": BSLongformerSparsityConfig,
+        "sliding-window": LocalSlidingWindowSparsityConfig,
+    }
+)
+
+
+def structure_of(section: AttentionConfig, num_heads: int, *, causal: bool = True) -> SparsityConfig | None:
+    """The structure of a section; None for dense attention, which needs none.
+
+    Args:
+        section: of a config.
+        num_heads: query heads, over all ranks.
+        causal: a token sees none after it.
+
+    Raises:
+        ConfigError: the kind has no such key, or its values do not go together.
+    """
+    for message in wrong_attention(section):
+        raise ConfigError(message)
+    if section.kind == "dense":
+        return None
+    given = {key: getattr(section, key) for key in ATTENTION_KEYS[section.kind]}
+    options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    options["attention"] = "unidirectional" if causal else "bidirectional"
+    return _STRUCTURES[section.kind](num_heads, **options)

@@ -1,0 +1,1 @@
+"""Block-sparse attention on GPUs, in Triton."""

@@ -1,0 +1,340 @@
+"""Which kernels a forward and a backward launch, as values: tests compile them for GPUs that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import e, log2
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from shardwise.attention.backends import BackendPlan, ScoreModifiers
+from shardwise.attention.block_layout import BlockLayout
+from shardwise.attention.triton import backward, forward
+from shardwise.attention.triton.common import (
+    KernelInputs,
+    KernelScalars,
+    KernelShape,
+    LutPointers,
+    ModifierArgs,
+    SplitTiles,
+    StridedRows,
+)
+from shardwise.attention.triton.lut import ITEM_HEAD, HeadGroups, TileSide, best_width, tables_of
+
+NO_BIAS_STRIDES = (0, 0, 0, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class KernelLaunch:
+    """A kernel, its grid, its arguments, and the warps, stages and registers that it is compiled for."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    arguments: tuple[Any, ...]
+    num_warps: int
+    num_stages: int
+    most_registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        limit = {} if self.most_registers is None else {"maxnreg": self.most_registers}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True, **limit}
+
+    def run(self) -> None:
+        if all(self.grid):
+            self.kernel[self.grid](*self.arguments, **self.options)
+
+
+def rows_of(tensor: Tensor) -> StridedRows:
+    sample, head, token, _ = tensor.stride()
+    return StridedRows(tensor, sample, head, token)
+
+
+def forward_launches(
+    inputs: Sequence[Tensor], extras: ScoreModifiers, table: DeviceLut, results: Sequence[Tensor]
+) -> list[KernelLaunch]:
+    """The forward's kernel, and the merge of split tiles.
+
+    Args:
+        inputs: q, k, v.
+        extras: of the attention.
+        table: of queries.
+        results: out, and lse [B, H, Nq], to be written.
+    """
+    q, out, lse = inputs[0], *results
+    shape, numbers, given = _shape(inputs, extras, table), _numbers(inputs, extras, table), _given(extras)
+    samples, heads = q.shape[:2]
+    sums = _slots(q, heads, table, (table.tile, shape.WIDE_D))
+    most, total = (_slots(q, heads, table, (table.tile,)) for _ in range(2))
+    attended = forward.ForwardOutputs(rows_of(out), lse, sums, most, total)
+    arguments = (KernelInputs(*map(rows_of, inputs)), attended, _lists(table), given, numbers, shape)
+    warps, stages = warps_and_stages(table.tile, shape.WIDE_D, q.dtype)
+    registers = _registers(shape, warps, q.dtype)
+    launches = [KernelLaunch(forward.forward, (table.num_items, heads, samples), arguments, warps, stages, registers)]
+    if table.num_slots:
+        grid = (table.num_merges, heads, samples)
+        launches.append(KernelLaunch(forward.merge_softmax, grid, (attended, _merges(table), numbers, shape), 8, 2))
+    return launches
+
+
+def prepare_launch(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor | None], incoming: backward.OutputGrad
+) -> KernelLaunch:
+    """delta and the log-sum-exp in powers of 2, into `incoming`; outputs: out, lse, and lse's gradient or None."""
+    q = inputs[0]
+    out, lse, grad_lse = outputs
+    assert out is not None
+    shape = _bare_shape(inputs, 32)
+    prepared = backward.RowInputs(rows_of(out), lse, grad_lse)
+    arguments = (prepared, incoming, _bare_numbers(inputs), grad_lse is not None, shape)
+    return KernelLaunch(backward.prepare, (triton.cdiv(q.shape[2], 32), q.shape[1], q.shape[0]), arguments, 4, 2)
+
+
+def query_launches(
+    inputs: Sequence[Tensor],
+    incoming: backward.OutputGrad,
+    extras: ScoreModifiers,
+    table: DeviceLut,
+    grads: tuple[Tensor, Tensor | None],
+) -> list[KernelLaunch]:
+    """dQ, and the gradient of the bias where it is wanted.
+
+    A bias broadcast over samples or heads takes one launch for each of them, which adds to what the one before wrote.
+
+    Args:
+        inputs: q, k, v.
+        incoming: as `prepare` leaves it.
+        extras: of the attention.
+        table: of queries.
+        grads: of q, to be written; of the bias, zeros in its shape, or None.
+    """
+    q, (grad, grad_bias) = inputs[0], grads
+    shape, numbers, given = _shape(inputs, extras, table), _numbers(inputs, extras, table), _given(extras)
+    samples, heads = q.shape[:2]
+    sums = _slots(q, heads, table, (table.tile, shape.WIDE_D))
+    out = backward.GradOfQueries(rows_of(grad), sums, grad_bias, *_bias_strides(grad_bias), 0, 0)
+    over = (samples, heads) if grad_bias is None else grad_bias.shape[:2]  # of one launch
+    mode = 0 if grad_bias is None else 1 + (tuple(over) != (samples, heads))
+    warps, stages = warps_and_stages(table.tile, shape.WIDE_D, q.dtype)
+    registers = None if mode else _registers(shape, warps, q.dtype)
+    launches = []
+    for sample in range(0, samples, over[0]):
+        for head in range(0, heads, over[1]):
+            here = out._replace(sample=sample, head=head)
+            arguments = (
+                KernelInputs(*map(rows_of, inputs)), incoming, here, _lists(table), given, numbers, mode, shape
+            )  # fmt: skip
+            grid = (table.num_items, over[1], over[0])
+            launches.append(KernelLaunch(backward.backward_queries, grid, arguments, warps, stages, registers))
+    if table.num_slots:
+        grid = (table.num_merges, heads, samples)
+        launches.append(
+            KernelLaunch(backward.merge_sums, grid, (sums, rows_of(grad), _merges(table), numbers, shape), 8, 2)
+        )
+    return launches
+
+
+def key_launches(
+    inputs: Sequence[Tensor],
+    incoming: backward.OutputGrad,
+    extras: ScoreModifiers,
+    table: DeviceLut,
+    grads: tuple[Tensor, Tensor],
+) -> list[KernelLaunch]:
+    """dK and dV, which are the `grads` to be written."""
+    q, k, _ = inputs
+    shape, numbers, given = _shape(inputs, extras, table, of_keys=True), _numbers(inputs, extras, table), _given(extras)
+    samples, heads = k.shape[:2]
+    sums = [_slots(q, heads, table, (table.tile, shape.WIDE_D)) for _ in range(2)]
+    out = backward.GradOfKeys(*map(rows_of, grads), *sums)
+    arguments = (KernelInputs(*map(rows_of, inputs)), incoming, out, _lists(table), given, numbers, shape)
+    warps, stages = warps_and_stages(table.tile, shape.WIDE_D, q.dtype, of_keys=True)
+    launches = [KernelLaunch(backward.backward_keys, (table.num_items, heads, samples), arguments, warps, stages)]
+    if table.num_slots:
+        grid = (table.num_merges, heads, samples)
+        for each, grad in zip(sums, grads, strict=True):
+            merged = (each, rows_of(grad), _merges(table), numbers, shape)
+            launches.append(KernelLaunch(backward.merge_sums, grid, merged, 8, 2))
+    return launches
+
+
+def _registers(shape: KernelShape, warps: int, dtype: torch.dtype) -> int | None:
+    """Of a thread at most: those with which two programs run on a multiprocessor, where next to nothing spills."""
+    is_apart = shape.SUB < shape.ENTRY or dtype == torch.float32  # gathered, or without matrix instructions
+    is_light = not (shape.HAS_BIAS or shape.HAS_DROPOUT or shape.HAS_PADDING or is_apart)
+    return 65_536 // (2 * 32 * warps) if is_light and shape.WIDE_D <= 64 and warps > 4 else None
+
+
+def _slots(like: Tensor, heads: int, table: DeviceLut, sizes: tuple[int, ...]) -> Tensor:
+    """Room for the partial sums of split tiles."""
+    return torch.empty(like.shape[0], heads, table.num_slots, *sizes, dtype=torch.float32, device=like.device)
+
+
+def _lists(table: DeviceLut) -> LutPointers:
+    return LutPointers(table.items, table.full, table.partial, _group_stride(table.items))
+
+
+def _merges(table: DeviceLut) -> SplitTiles:
+    return SplitTiles(table.merges, _group_stride(table.merges))
+
+
+def _group_stride(tensor: Tensor) -> int:
+    """Between the tables of two heads; 0 where all share one."""
+    return tensor.stride(0) if tensor.shape[0] > 1 else 0
+
+
+def _given(extras: ScoreModifiers) -> ModifierArgs:
+    draw = extras.draw
+    parts = (None, None, None, 0) if draw is None else (draw.factors, draw.offsets, draw.columns, draw.threshold)
+    return ModifierArgs(extras.key_padding, extras.bias, *_bias_strides(extras.bias), *parts)
+
+
+def _bias_strides(bias: Tensor | None) -> tuple[int, int, int, int]:
+    if bias is None:
+        return NO_BIAS_STRIDES
+    strides = [stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride(), strict=True)]
+    return strides[0], strides[1], strides[2], strides[3]
+
+
+def _bare_numbers(inputs: Sequence[Tensor]) -> KernelScalars:
+    q, k, _ = inputs
+    return KernelScalars(q.shape[1], k.shape[1], q.shape[2], k.shape[2], 0, 1.0, 1.0, 1.0)
+
+
+def _numbers(inputs: Sequence[Tensor], extras: ScoreModifiers, table: DeviceLut) -> KernelScalars:
+    kept_scale = 1.0 if extras.draw is None else 1.0 / (1.0 - extras.draw.p)
+    return _bare_numbers(inputs)._replace(
+        num_slots=table.num_slots,
+        scale=extras.scale,
+        scale_log2=extras.scale * log2(e),
+        kept_scale=kept_scale,
+    )
+
+
+def _bare_shape(inputs: Sequence[Tensor], tile: int) -> KernelShape:
+    q, k, _ = inputs
+    return KernelShape(
+        D=q.shape[3],
+        WIDE_D=max(16, triton.next_power_of_2(q.shape[3])),
+        TILE=tile,
+        ENTRY=16,
+        RUN=tile,
+        SUB=16,
+        GROUP=q.shape[1] // k.shape[1],
+        LISTS=1,
+        HAS_PADDING=False,
+        HAS_BIAS=False,
+        HAS_DROPOUT=False,
+        IS_SPLIT=False,
+        IS_PLAIN=True,
+        IS_AHEAD=True,
+        UPCAST=not isinstance(forward.forward, JITFunction),
+    )
+
+
+def _shape(inputs: Sequence[Tensor], extras: ScoreModifiers, table: DeviceLut, of_keys: bool = False) -> KernelShape:
+    is_heavy = extras.bias is not None or extras.draw is not None
+    return _bare_shape(inputs, table.tile)._replace(
+        ENTRY=table.entry,
+        RUN=table.run,
+        SUB=table.sub_block,
+        LISTS=table.num_lists,
+        HAS_PADDING=extras.key_padding is not None,
+        HAS_BIAS=extras.bias is not None,
+        HAS_DROPOUT=extras.draw is not None,
+        IS_SPLIT=table.num_slots > 0,
+        IS_PLAIN=extras.scale >= 0,
+        IS_AHEAD=not (is_heavy or (of_keys and table.sub_block < table.entry)),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceLut:
+    """One side's tables (`tiles.Tables`) on the device, int32; with a row behind the entries, for a load ahead."""
+
+    items: Tensor
+    full: Tensor
+    partial: Tensor
+    merges: Tensor
+    tile: int
+    entry: int
+    run: int
+    sub_block: int
+    num_slots: int
+
+    @property
+    def num_items(self) -> int:
+        return self.items.shape[1]
+
+    @property
+    def num_merges(self) -> int:
+        return self.merges.shape[1]
+
+    @property
+    def num_lists(self) -> int:
+        return (self.items.shape[2] - ITEM_HEAD) // 4
+
+
+def plan_of(
+    layout: BlockLayout,
+    heads: HeadGroups,
+    *,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    limit: int | None = None,
+) -> BackendPlan:
+    """The tables of queries, then those of keys.
+
+    Args:
+        layout: of the attention.
+        heads: of its tensors.
+        head_dim: of q, k and v.
+        dtype: of q, k and v.
+        device: where the tables go.
+        limit: see `tables_of`.
+    """
+    tensors: list[Tensor] = []
+    numbers: list[int] = []
+    for of_queries in (True, False):
+        width = best_width(layout, of_queries, *widest(head_dim, dtype, of_queries))
+        tables = tables_of(layout, TileSide(of_queries, width), heads, limit)
+        full, partial = (np.pad(each, ((0, 1), (0, 0))) for each in (tables.full, tables.partial))
+        arrays = (tables.items, full, partial, tables.merges)
+        tensors += [torch.from_numpy(each).to(device, torch.int32) for each in arrays]
+        numbers += [width.tile, width.entry, tables.run, tables.sub_block, tables.num_slots]
+    return BackendPlan(tuple(tensors), tuple(numbers))
+
+
+def tables_in(plan: BackendPlan) -> tuple[DeviceLut, DeviceLut]:
+    """Of queries, and of keys."""
+    return _table(plan.tensors[:4], plan.numbers[:5]), _table(plan.tensors[4:], plan.numbers[5:])
+
+
+def _table(tensors: tuple[Tensor, ...], numbers: tuple[int, ...]) -> DeviceLut:
+    items, full, partial, merges = tensors
+    tile, entry, run, sub_block, num_slots = numbers
+    return DeviceLut(items, full, partial, merges, tile, entry, run, sub_block, num_slots)
+
+
+def widest(head_dim: int, dtype: torch.dtype, of_queries: bool) -> tuple[int, int]:
+    """Tokens of an entry, and at most of a tile: what registers hold without spilling."""
+    if dtype == torch.float32:
+        return (32, 64) if head_dim <= 64 else (16, 32) if head_dim <= 128 else (16, 16)
+    if of_queries:
+        return (64, 128) if head_dim <= 128 else (32, 64)
+    return (32, 128) if head_dim <= 128 else (16, 64)
+
+
+def warps_and_stages(tile: int, wide_head_dim: int, dtype: torch.dtype, of_keys: bool = False) -> tuple[int, int]:
+    """How many warps share a tile, and how many entries are in flight: what spills least (`ptxas` for sm_90)."""
+    if dtype == torch.float32:  # products without matrix instructions
+        return 8, 2
+    is_wide = tile >= 128 or wide_head_dim > 128 or (of_keys and tile >= 64 and wide_head_dim > 64)
+    return 8 if is_wide else 4, 3 if wide_head_dim <= 128 else 2

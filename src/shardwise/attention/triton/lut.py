@@ -1,0 +1,418 @@
+"""How a document's queries, or its keys, are cut into tiles, wherever its tokens are spread. Pure numpy; no Triton.
+
+Tensors hold a document's tokens one run behind another. A tile takes them as they lie, from several runs where their
+GRANULES (a power of two of tokens that divides a block) are whole. The kernels compare a query's place in its tensor
+with a key's, n <= m + shift, with one shift a tile: which is right for a STRETCH of tokens.
+
+>>> zigzag = TokenAxis(own=((0, 4), (8, 12)), other=((0, 12),), places=(0, 0), of_queries=True)
+>>> [(each.begin, each.index, each.shift) for each in stretches_of(zigzag, causal=True)]
+[(0, 0, 0), (8, 4, 4)]
+>>> tiles_of(zigzag, causal=True, granule=4, width=8).tokens.tolist()
+[[0, 0, 4, 0], [4, 4, 8, 4]]
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import gcd
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.attention.block_layout import BlockLayout, Pattern
+from shardwise.layout.token_ranges import Runs
+
+Ints: TypeAlias = NDArray[np.int64]
+
+NOT_CAUSAL: Final = 1 << 30  # a shift that lets every query see every key
+
+
+@dataclass(frozen=True)
+class TokenAxis:
+    """One axis of a document.
+
+    Attributes:
+        own: its tokens.
+        other: those of the other axis.
+        places: where the first of each lies in its tensor.
+        of_queries: whether it is that of queries.
+    """
+
+    own: Runs
+    other: Runs
+    places: tuple[int, int]
+    of_queries: bool
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Tokens of one run to which one shift applies.
+
+    Attributes:
+        begin: the first token.
+        end: after the last.
+        index: where `begin` lies in the tensor.
+        shift: the right one; None where no token is on the other axis too, and each from `least` on is right.
+        least: see there.
+    """
+
+    begin: int
+    end: int
+    index: int
+    shift: int | None
+    least: int
+
+
+@dataclass(frozen=True, eq=False)
+class Granules:
+    """Tokens of one granule and one stretch.
+
+    Attributes:
+        stretch: which one.
+        begin: the first token.
+        end: after the last.
+        index: where `begin` lies in the tensor.
+    """
+
+    stretch: Ints
+    begin: Ints
+    end: Ints
+    index: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class AxisTiles:
+    """The tiles of an axis.
+
+    Attributes:
+        tokens: [tiles, 4]: origin, begin and end in the tensor, and the shift.
+        granules: in the order of the tiles.
+        slots: [granules], where each lies: granules from the origin of the first tile, if all tiles were whole.
+    """
+
+    tokens: Ints
+    granules: Granules
+    slots: Ints
+
+
+def stretches_of(axis: TokenAxis, *, causal: bool) -> list[Stretch]:
+    """The runs of an axis, cut where a causal pattern needs another shift.
+
+    Bits tell of granules that lie wholly before or after others. So the comparison must be exact only for tokens that
+    are on both axes, and must let pass what is seen elsewhere. For queries that holds until another run of keys begins,
+    but for the first run, before which there is nothing to see; for keys from where a run of queries ended, but for the
+    last one, after which nobody sees.
+    """
+    starts, stops = [start for start, _ in axis.other], [stop for _, stop in axis.other]
+    sums = [0, *accumulate(stop - start for start, stop in axis.other)]
+    cuts = [] if not causal else starts[1:] if axis.of_queries else stops[:-1]
+    found = []
+    index = axis.places[0]
+    for run in axis.own:
+        for begin, end in pairwise([run[0], *cuts[bisect_right(cuts, run[0]) : bisect_left(cuts, run[1])], run[1]]):
+            shift, least = None, -NOT_CAUSAL
+            if causal:
+                nearest = bisect_right(stops, begin)  # of the other axis' runs, the first that does not end before
+                start = starts[nearest] if nearest < len(starts) else end
+                before = axis.places[1] + sums[nearest] + max(0, begin - start)  # the other axis' tokens before `begin`
+                if start < end:
+                    shift = (before - index - max(0, start - begin)) * (1 if axis.of_queries else -1)
+                else:
+                    least = before - 1 - index if axis.of_queries else index + end - begin - 1 - before
+            found.append(Stretch(begin, end, index, shift, least))
+            index += end - begin
+    return found
+
+
+def granules_of(stretches: Sequence[Stretch], granule: int) -> Granules:
+    """The tokens of stretches, cut at granules."""
+    cuts = [np.arange(each.begin // granule * granule, each.end, granule) for each in stretches]
+    stretch = np.repeat(np.arange(len(stretches)), _ints([len(each) for each in cuts]))  # [granules]
+    first, last, place = _ints([(each.begin, each.end, each.index) for each in stretches]).reshape(-1, 3)[stretch].T
+    begin = np.concatenate([_ints([]), *cuts])
+    end, begin = np.minimum(begin + granule, last), np.maximum(begin, first)
+    return Granules(stretch, begin, end, begin - first + place)
+
+
+def tiles_of(axis: TokenAxis, *, causal: bool, granule: int, width: int) -> AxisTiles:
+    """The tiles of an axis.
+
+    In a long run they begin at multiples of their width in the document, as what patterns repeat does. They go on into
+    the next run where that leaves granules whole and the shift right.
+
+    Args:
+        axis: of one document.
+        causal: whether a token sees none after it.
+        granule: tokens of one; divides the width and the block.
+        width: tokens of a tile.
+    """
+    stretches = stretches_of(axis, causal=causal)
+    anchors: list[int] = []  # of each stretch: where slots are counted from
+    origins: list[int] = []  # of each tile
+    shifts: list[tuple[int | None, int]] = []  # of each tile: the exact one, and the least
+    for each in stretches:
+        place = each.index - origins[-1] if origins else 0  # in the tile before
+        is_whole = bool(origins) and each.begin % granule == 0 == place % granule
+        both = _agreed(shifts[-1], (each.shift, each.least)) if is_whole and place < width else None
+        if both is not None:
+            origin, shifts[-1] = origins.pop(), both
+        else:
+            is_long = each.begin // width < (each.end - 1) // width
+            origin = each.index - (0 if is_whole and place == width else each.begin % (width if is_long else granule))
+        anchors.append(origin - len(origins) * width)
+        origins += range(origin, each.index + each.end - each.begin, width)
+        shifts += [(each.shift, each.least)] * (len(origins) - len(shifts))
+    granules = granules_of(stretches, granule)
+    slots = (granules.index - _ints(anchors)[granules.stretch]) // granule
+    borders = np.searchsorted(slots, np.arange(len(origins) + 1) * (width // granule))  # [tiles + 1], of granules
+    begin = granules.index[borders[:-1]]
+    end = (granules.index + granules.end - granules.begin)[borders[1:] - 1]
+    exact = [NOT_CAUSAL if shift is None else shift for shift, _ in shifts]
+    return AxisTiles(np.stack([_ints(origins), begin, end, _ints(exact)], 1), granules, slots)
+
+
+def _agreed(one: tuple[int | None, int], other: tuple[int | None, int]) -> tuple[int | None, int] | None:
+    """The shift of two stretches together, if there is one: what is exact, and at least."""
+    exact = {shift for shift, _ in (one, other) if shift is not None}
+    least = max(one[1], other[1])
+    if len(exact) > 1 or any(shift < least for shift in exact):
+        return None
+    return (*exact, None)[0], least
+
+
+def _ints(numbers: Sequence[int] | Sequence[tuple[int, ...]]) -> Ints:
+    return np.array(numbers, dtype=np.int64)
+
+
+Bools: TypeAlias = NDArray[np.bool_]
+
+ITEM_HEAD: Final = 5  # numbers of an item before its ranges: origin, begin, end, shift, slot
+_PROGRAMS: Final = 264  # that run at once: two for each multiprocessor of an H100 or H200
+_FEWEST_ENTRIES: Final = 16  # a part of a split tile has as many, or merging costs more than it gains
+_MOST_SUB_BLOCKS: Final = 16  # of an entry: their bits are those of one int32
+
+
+@dataclass(frozen=True)
+class TileWidth:
+    """Tokens of a tile and of an entry; powers of two, at least 16."""
+
+    tile: int
+    entry: int
+
+
+@dataclass(frozen=True)
+class TileSide:
+    """Whether tiles are of queries (else of keys), and their width."""
+
+    of_queries: bool
+    width: TileWidth
+
+
+@dataclass(frozen=True)
+class HeadGroups:
+    """Query heads, and the key and value heads that they share."""
+
+    query: int
+    kv: int
+
+
+@dataclass(frozen=True, eq=False)
+class Lut:
+    """What the programs of one side read; `groups` is 1 where all heads share a layout.
+
+    Attributes:
+        items: [groups, items, 5 + 4 * lists], longest first: origin, begin and end of the tile's tokens, shift (a query
+            m sees a key n where n <= m + shift), slot of partial sums or -1; then for each of the `lists` query heads
+            its range of `full` and of `partial`. Rows of begin = end are empty.
+        full: [entries, sub-blocks], where each sub-block begins.
+        partial: [entries, 2 * sub-blocks + runs of a tile]: begins, ends, and for each run the bits of what it sees.
+        merges: [groups, split tiles, 5]: origin, begin, end, first slot, slots.
+        run: tokens of a run of a tile.
+        sub_block: tokens of a sub-block.
+        num_slots: for partial sums, of a head.
+    """
+
+    items: Ints
+    full: Ints
+    partial: Ints
+    merges: Ints
+    run: int
+    sub_block: int
+    num_slots: int
+
+
+def tables_of(layout: BlockLayout, side: TileSide, heads: HeadGroups, limit: int | None = None) -> Lut:
+    """The tables of one side of a layout.
+
+    Args:
+        layout: its heads are 1 or those of the queries.
+        side: queries for forward and dQ, keys for dK and dV.
+        heads: of the tensors.
+        limit: entries a program may visit, beyond which a tile is split; from the layout's own balance when left out.
+    """
+    parts = [_heads_lists(*each, side) for each in _places(layout)]  # per document and head
+    tokens = np.concatenate([part[0].tokens for part in parts])
+    ranges, full, partial = [], [], []
+    num_full = num_partial = 0
+    for head in range(layout.num_heads):
+        of_head = [part[head] for part in parts]
+        lengths = np.concatenate([part.lengths for part in of_head])  # [tiles, 2]: full and partial entries
+        ends = lengths.cumsum(0) + np.array([num_full, num_partial])
+        ranges.append(np.stack([ends[:, 0] - lengths[:, 0], ends[:, 0], ends[:, 1] - lengths[:, 1], ends[:, 1]], 1))
+        num_full, num_partial = num_full + int(lengths[:, 0].sum()), num_partial + int(lengths[:, 1].sum())
+        full += [part.full for part in of_head]
+        partial += [part.partial for part in of_head]
+    lists = heads.query // heads.kv if layout.num_heads > 1 and not side.of_queries else 1
+    shape = layout.num_heads // lists, lists, len(tokens), 4
+    grouped = np.stack(ranges).reshape(shape).swapaxes(1, 2)  # [groups, tiles, lists, 4]
+    programs = heads.query if side.of_queries else heads.kv
+    if limit is None:
+        work = (grouped[..., 1::2] - grouped[..., ::2]).sum() * programs // len(grouped)
+        limit = max(_FEWEST_ENTRIES, -(-int(work) // _PROGRAMS))
+    items, merges, num_slots = _items(tokens, grouped, limit)
+    run, sub_block = _runs(layout.block, side.width)
+    return Lut(items, np.concatenate(full), np.concatenate(partial), merges, run, sub_block, num_slots)
+
+
+def best_width(layout: BlockLayout, of_queries: bool, entry: int, most_tile: int) -> TileWidth:
+    """The tile whose entries cost least: a narrow one visits fewer pairs that nobody sees, a wide one reads less."""
+    entry = min(entry, _MOST_SUB_BLOCKS * _granule(layout.block))
+    costs = {}
+    for tile in (128, 64, 32, 16):
+        if tile <= most_tile:
+            side = TileSide(of_queries, TileWidth(tile, entry))
+            lengths = sum(part.lengths.sum() for each in _places(layout) for part in _heads_lists(*each, side))
+            costs[tile] = int(lengths) * (tile + _ENTRY_COST) * (1.0 if tile >= 64 else _NARROW_COST)
+    return TileWidth(min(costs, key=lambda tile: costs[tile]), entry)
+
+
+_ENTRY_COST: Final = 24  # what an entry costs beside its products, in tokens of a tile
+_NARROW_COST: Final = 1.6  # a tile below 64 cannot use the widest matrix instructions
+
+
+@dataclass(frozen=True, eq=False)
+class _TileLists:
+    """Of one document and head: tiles [tiles, 4], lengths [tiles, 2], and their entries."""
+
+    tokens: Ints
+    lengths: Ints
+    full: Ints
+    partial: Ints
+
+
+def _places(layout: BlockLayout) -> list[tuple[Pattern, int, int]]:
+    """Each document, and where its queries and its keys begin in the tensors."""
+    found = []
+    query = key = 0
+    for pattern in layout.patterns:
+        found.append((pattern, query, key))
+        query, key = query + pattern.num_queries, key + pattern.num_keys
+    return found
+
+
+def _granule(block: int) -> int:
+    """The largest power of two that divides a block; at most 128."""
+    return gcd(block, 128)
+
+
+def _runs(block: int, width: TileWidth) -> tuple[int, int]:
+    return min(_granule(block), width.tile), min(_granule(block), width.entry)
+
+
+def _heads_lists(pattern: Pattern, query: int, key: int, side: TileSide) -> list[_TileLists]:
+    """The entries of each tile of a document, for each head."""
+    run, sub_block = _runs(pattern.block, side.width)
+    queries = TokenAxis(pattern.query_runs, pattern.key_runs, (query, key), of_queries=True)
+    keys = TokenAxis(pattern.key_runs, pattern.query_runs, (key, query), of_queries=False)
+    own, other = (queries, keys) if side.of_queries else (keys, queries)
+    tiles = tiles_of(own, causal=pattern.causal, granule=run, width=side.width.tile)
+    entries = granules_of(stretches_of(other, causal=False), sub_block)
+    return [_lists(pattern, head.numpy(), tiles, entries, side) for head in pattern.blocks]
+
+
+def _lists(pattern: Pattern, blocks: Bools, tiles: AxisTiles, entries: Granules, side: TileSide) -> _TileLists:
+    """The entries of each tile of a document, for one head."""
+    run, sub_block = _runs(pattern.block, side.width)
+    some, every = _pairs(pattern, blocks if side.of_queries else blocks.T, (tiles.granules, entries), side.of_queries)
+    shape = len(tiles.tokens), side.width.tile // run, len(entries.begin)  # [tiles, runs, sub-blocks]
+    seen, whole = np.zeros(shape, dtype=bool), np.ones(shape, dtype=bool)
+    for found, into in ((some, seen), (every, whole)):
+        into.reshape(shape[0] * shape[1], shape[2])[tiles.slots] = found
+    is_full = whole.all(1) & (entries.end - entries.begin == sub_block)  # [tiles, sub-blocks]
+    num_subs = side.width.entry // sub_block
+    rank = is_full.cumsum(1) - 1
+    is_full &= rank < (is_full.sum(1, keepdims=True) // num_subs) * num_subs  # the rest join the partial ones
+    is_partial = seen.any(1) & ~is_full
+    full = entries.index[np.nonzero(is_full)[1]].reshape(-1, num_subs)
+    lengths = np.stack([is_full.sum(1) // num_subs, -(-is_partial.sum(1) // num_subs)], 1)
+    return _TileLists(tiles.tokens, lengths, full, _partial(is_partial, seen, entries, num_subs))
+
+
+def _pairs(pattern: Pattern, blocks: Bools, axes: tuple[Granules, Granules], of_queries: bool) -> tuple[Bools, Bools]:
+    """Of granules [of tiles, of entries]: whether any pair of tokens is seen, and whether all are."""
+    tiles, entries = axes
+    seen = blocks[np.ix_(tiles.begin // pattern.block, entries.begin // pattern.block)]
+    if not pattern.causal:
+        return seen, seen
+    if of_queries:
+        any_pair = entries.begin < tiles.end[:, None]
+        all_pairs = entries.end <= tiles.begin[:, None] + 1
+    else:
+        any_pair = tiles.begin[:, None] < entries.end
+        all_pairs = tiles.end[:, None] <= entries.begin + 1
+    return seen & any_pair, seen & all_pairs
+
+
+def _partial(is_partial: Bools, seen: Bools, entries: Granules, num_subs: int) -> Ints:
+    """The partial entries of all tiles, [entries, 2 * sub-blocks + runs]; sub-blocks that miss are empty."""
+    tile, column = np.nonzero(is_partial)
+    counts = is_partial.sum(1)
+    num_entries = -(-counts // num_subs)
+    rank = np.arange(len(tile)) - np.repeat(counts.cumsum() - counts, counts)
+    entry = np.repeat(num_entries.cumsum() - num_entries, counts) + rank // num_subs
+    place = rank % num_subs
+    table = np.zeros((int(num_entries.sum()), 2 * num_subs + seen.shape[1]), dtype=np.int64)
+    table[entry, place] = entries.index[column]
+    table[entry, num_subs + place] = (entries.index + entries.end - entries.begin)[column]
+    bits = seen[tile, :, column].astype(np.int64) << place[:, None]  # [sub-blocks, runs]
+    np.add.at(table[:, 2 * num_subs :], entry, bits)
+    return table
+
+
+def _items(tokens: Ints, ranges: Ints, limit: int) -> tuple[Ints, Ints, int]:
+    """Items and merges of all groups, and the slots that the largest group needs.
+
+    Args:
+        tokens: [tiles, 4]: origin, begin, end, shift.
+        ranges: [groups, tiles, lists, 4].
+        limit: entries of an item.
+    """
+    items, merges = [], []
+    for of_group in ranges:
+        lengths = of_group[..., 1::2] - of_group[..., ::2]  # [tiles, lists, 2]
+        work = lengths.sum((1, 2))
+        parts = np.where(work * 4 > limit * 5, -(-work // limit), 1)
+        tile = np.repeat(np.arange(len(tokens)), parts)
+        part = np.arange(len(tile)) - np.repeat(parts.cumsum() - parts, parts)
+        is_split = parts[tile] > 1
+        slot = np.where(is_split, is_split.cumsum() - 1, -1)
+        cuts = [of_group[tile, :, ::2] + lengths[tile] * each[:, None, None] // parts[tile, None, None]
+                for each in (part, part + 1)]  # fmt: skip
+        cut = np.stack(cuts, -1).reshape(len(tile), 4 * of_group.shape[1])
+        order = np.argsort(-(cuts[1] - cuts[0]).sum((1, 2)), kind="stable")
+        items.append(np.concatenate([tokens[tile], slot[:, None], cut], 1)[order])
+        split = np.nonzero(parts > 1)[0]
+        first = parts[split].cumsum() - parts[split]
+        merges.append(np.concatenate([tokens[split, :3], first[:, None], parts[split, None]], 1))
+    num_slots = max(int(each[:, 4].sum()) for each in merges)
+    return _stacked(items), _stacked(merges), num_slots
+
+
+def _stacked(groups: list[Ints]) -> Ints:
+    """[groups, rows, numbers], with rows of zeros below those that have fewer."""
+    most = max(len(each) for each in groups)
+    return np.stack([np.pad(each, ((0, most - len(each)), (0, 0))) for each in groups])

@@ -1,0 +1,455 @@
+"""Saves checkpoints while training goes on: at most one at a time, whole on all ranks or on none.
+
+A `Saver` is idle; then staging, the only part that holds up training; then writing, on a thread of its own; and then
+idle again, or failed until the error has been raised. Rank 0 makes the temporary folder; every rank writes its file
+there; rank 0 puts the parts together and commits. What the ranks say to each other is in `rounds`, what lies on the
+disk and when in `folder`.
+
+>>> import tempfile
+>>> from shardwise.runtime.state_shards import TensorFlatState
+>>> from shardwise.layout.slicing import LocalTensor
+>>> saver = Saver(None, rank=0, world_size=1, timeout_s=60.0, device=torch.device("cpu"))
+>>> pieces = LocalTensor.whole((2, 3)).pieces
+>>> held = StateShard("up", (), "param", (2, 3), TensorFlatState(torch.arange(6.0)), pieces, written=pieces)
+>>> with tempfile.TemporaryDirectory() as root:
+...     request = SaveRequest(Path(root), Manifest(step=3, tensors=(), files={}), (held,))
+...     saver.start(request, wait=False)
+...     saver.wait().name
+'step-00000003'
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.checkpoint import commit as folder
+from shardwise.checkpoint import writer as writing
+from shardwise.checkpoint.commit import await_folder
+from shardwise.checkpoint.coordination import StoreBarrier
+from shardwise.checkpoint.manifest import CheckpointError, Manifest, RankManifest, merge_parts
+from shardwise.comm.consistency import listed
+from shardwise.layout.slicing import Chunk
+from shardwise.runtime.state_shards import ScalarState, StateShard, TensorFlatState
+
+log = logging.getLogger("shardwise")
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """What is saved, and where.
+
+    Attributes:
+        root: the folder of the step folders, one and the same for all ranks, by whatever path.
+        manifest: without tensors and files, which come of the save; what counts is rank 0's.
+        holdings: of this rank.
+        numbers: of this rank.
+        keep_last: as in `folder.retain`.
+        keep_every: likewise.
+        is_damaged: the checkpoint that `root` has of this step is known to be damaged, and is set aside for this one.
+        is_in_files: some states, on whichever rank, lie in files, since memory for them is what there is too little of.
+    """
+
+    root: Path
+    manifest: Manifest
+    state_shards: tuple[StateShard, ...]
+    numbers: tuple[ScalarState, ...] = ()
+    keep_last: int | None = None
+    keep_every: int | None = None
+    is_damaged: bool = False
+    is_in_files: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the states that this rank writes."""
+        return sum(state_shard.num_written_bytes for state_shard in self.state_shards)
+
+
+@dataclass
+class _Background:
+    """The thread of a save, and the error that nobody has heard of yet."""
+
+    thread: threading.Thread | None = None
+    failure: BaseException | None = None
+
+    def join(self) -> None:
+        # The thread itself comes here where it holds the last reference to the saver.
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join()
+            self.thread = None
+
+    def take_failure(self) -> BaseException | None:
+        failure, self.failure = self.failure, None
+        return failure
+
+
+class Saver:
+    """The saves of one engine on one rank; every rank makes the same calls in the same order, on one thread.
+
+    Args:
+        store: of the engine; None where there is one rank.
+        rank: of this process.
+        world_size: how many ranks save.
+        timeout_s: for how long a rank may show no progress before the others give it up.
+        device: on which the states rest.
+        patience_s: a rank that shows no progress for so long is named in the log.
+
+    Attributes:
+        blocked_s: for how long the last `start` has held its caller, with the wait for a save before it.
+        last_committed: the folder of the newest checkpoint of this saver.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store | None,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        device: torch.device,
+        patience_s: float = math.inf,
+    ) -> None:
+        self._store = store
+        self._patience_s = patience_s
+        self._rank, self._world_size = rank, world_size
+        self._timeout_s = timeout_s
+        self._staging = StagingMemory(device)
+        self._background = _Background()
+        self._num_saves = 0
+        self._cleaned: set[Path] = set()
+        self._has_said_so = False
+        self.blocked_s = 0.0
+        self.last_committed: Path | None = None
+        # A run that ends has its checkpoint; and a daemon thread inside the store's C++ would abort the process then.
+        weakref.finalize(self, _end, self._background)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way."""
+        thread = self._background.thread
+        return thread is not None and thread.is_alive()
+
+    def start(self, request: SaveRequest, wait: bool) -> None:
+        """Save; a save that is under way is finished first.
+
+        Args:
+            request: of the same step on all ranks.
+            wait: True writes straight from the states, without a copy, and returns when the checkpoint is committed.
+                False returns when what this rank writes has been copied to host memory; but where states lie in files,
+                for want of memory, it is as True.
+
+        Raises:
+            CheckpointError: an earlier save has failed and nobody knows yet; nothing is saved then. Or, with `wait`,
+                this one has failed, on whichever rank.
+        """
+        start_s = time.monotonic()
+        try:
+            self.wait()
+            self._clean(request.root)
+            wait = wait or self._must_wait(request)
+            number, self._num_saves = self._num_saves, self._num_saves + 1
+            prepared = self._prepare(request, stage=not wait)
+            if wait:
+                self._save(number, *prepared)
+                return
+            thread = threading.Thread(
+                target=self._save_aside, args=(number, *prepared), name="shardwise-saver", daemon=True
+            )
+            thread.start()
+            self._background.thread = thread
+        finally:
+            self.blocked_s = time.monotonic() - start_s
+
+    def poll(self) -> None:
+        """Raise, once, the error of a save in the background; costs nothing where there is none.
+
+        Raises:
+            CheckpointError: it has failed, on whichever rank.
+        """
+        if (failure := self._background.take_failure()) is not None:
+            raise failure
+
+    def wait(self) -> Path | None:
+        """Finish the save under way, and return the newest checkpoint's folder; None where there is none.
+
+        Raises:
+            CheckpointError: it has failed, on whichever rank, and that was not raised yet.
+        """
+        self._background.join()
+        self.poll()
+        return self.last_committed
+
+    def close(self) -> None:
+        """Finish the save under way, and give the memory of copies back.
+
+        It ends at the latest when the others have shown no progress for `timeout_s`.
+
+        Raises:
+            CheckpointError: as in `wait`; this is the last moment to say so.
+        """
+        try:
+            self.wait()
+        finally:
+            self._staging.release()
+
+    def _clean(self, root: Path) -> None:
+        """Before the first save into a root, remove what dead runs have left there: nobody else saves there now."""
+        if self._rank == 0 and root not in self._cleaned:
+            self._cleaned.add(root)
+            try:
+                folder.clean(root)
+            except CheckpointError as error:
+                log.warning("%s", error)
+
+    def _must_wait(self, request: SaveRequest) -> bool:
+        """Whether no copy can be made of what is saved."""
+        if not request.is_in_files:
+            return False
+        if not self._has_said_so:
+            self._has_said_so = True
+            log.warning("states rest on NVMe, and host memory for a copy is not assumed: every save holds up training")
+        return True
+
+    def _prepare(self, request: SaveRequest, stage: bool) -> tuple[SaveRequest, Exception | None]:
+        """The request as it is written, over copies if so asked. A failure is told to all ranks in the first round."""
+        try:
+            state_shards = self._staging.copy(request.state_shards) if stage else request.state_shards
+            return replace(request, manifest=_copied(request.manifest), state_shards=state_shards), None
+        except Exception as error:
+            return replace(request, state_shards=()), error
+
+    def _save_aside(self, number: int, request: SaveRequest, failure: Exception | None) -> None:
+        try:
+            self._save(number, request, failure)
+        except CheckpointError as error:
+            self._background.failure = error
+        except BaseException as error:
+            unforeseen = CheckpointError(f"{_subject(request)} failed: {type(error).__name__}: {error}")
+            unforeseen.__cause__ = error
+            self._background.failure = unforeseen
+
+    def _save(self, number: int, request: SaveRequest, failure: Exception | None) -> None:
+        timeouts = {"timeout_s": self._timeout_s, "patience_s": self._patience_s}
+        rounds = StoreBarrier(self._store, number, self._rank, self._world_size, subject=_subject(request), **timeouts)
+        try:
+            self.last_committed = _Save(request, self._rank, self._world_size, rounds, self._timeout_s).run(failure)
+            if self._rank == 0:
+                _retain(request)
+        finally:
+            rounds.finish()
+
+
+@dataclass
+class _Save:
+    """One save on one rank."""
+
+    request: SaveRequest
+    rank: int
+    world_size: int
+    rounds: StoreBarrier
+    timeout_s: float
+    start_s: float = field(default_factory=time.monotonic)
+
+    def run(self, failure: Exception | None) -> Path:
+        """Write and commit; returns the step folder.
+
+        Args:
+            failure: of what came before, on this rank.
+        """
+        root = self.request.root
+
+        def plan() -> str:
+            if failure is not None:
+                raise failure
+            return json.dumps([self.request.manifest.step, self.request.num_bytes])
+
+        temporary = root / self.rounds.run("begin", plan, self._begin)
+        try:
+            name = self.rounds.run("commit", lambda: self._write(temporary), lambda said: self._commit(temporary, said))
+        except CheckpointError:
+            if self.rank == 0:
+                folder.discard(temporary)
+            raise
+        return root / name
+
+    def _begin(self, said: Mapping[int, str]) -> str:
+        step, root = self.request.manifest.step, self.request.root
+        plans: dict[int, list[int]] = {rank: json.loads(text) for rank, text in said.items()}
+        if odd := [rank for rank, plan in plans.items() if plan[0] != step]:
+            raise CheckpointError(
+                f"{listed(odd)} saves step {plans[odd[0]][0]}, not {step}; save on every rank at the same step"
+            )
+        folder.check_room(root, sum(num_bytes for _, num_bytes in plans.values()))
+        if self.request.is_damaged:
+            folder.set_aside_step(root, step)
+        return folder.begin(root, step).name
+
+    def _write(self, temporary: Path) -> str:
+        await_folder(temporary, self.timeout_s / 2)
+        file = f"rank-{self.rank:05d}-of-{self.world_size:05d}.safetensors"
+        state_shards, numbers = self.request.state_shards, self.request.numbers
+        part = writing.write_state_shards(temporary, file, state_shards, numbers, lambda _: self.rounds.show_progress())
+        return part.to_text()
+
+    def _commit(self, temporary: Path, said: Mapping[int, str]) -> str:
+        tensors, files = merge_parts(RankManifest.from_text(said[rank]) for rank in sorted(said))
+        saved_at = datetime.now(UTC).isoformat(timespec="seconds")
+        manifest = replace(
+            self.request.manifest, tensors=tensors, files=files, saved_at=saved_at, library=library_version()
+        )
+        committed = folder.commit(temporary, self.request.root, manifest)
+        took_s = time.monotonic() - self.start_s
+        log.info("%s committed: %s, %d bytes, %.1f s", _subject(self.request), committed, sum(files.values()), took_s)
+        return committed.name
+
+
+def _subject(request: SaveRequest) -> str:
+    return f"checkpoint of step {request.manifest.step}"
+
+
+def _copied(manifest: Manifest) -> Manifest:
+    """As it will be read: what the caller changes from now on, as in `extra`, is not in it."""
+    try:
+        text = manifest.to_text()
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the manifest cannot be written as JSON: {error}; let `extra` be of numbers, texts, lists and dicts"
+        ) from error
+    return Manifest.from_text(text, "the manifest")
+
+
+def _retain(request: SaveRequest) -> None:
+    """Delete old checkpoints. What goes wrong here does not make the new one worse."""
+    try:
+        folder.retain(request.root, request.keep_last, request.keep_every)
+    except Exception as error:
+        log.warning("old checkpoints in %s stay: %s", request.root, error)
+
+
+def library_version() -> str:
+    """Of this library, as a manifest names it."""
+    try:
+        return version("shardwise")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _end(background: _Background) -> None:
+    background.join()
+    if (failure := background.take_failure()) is not None:
+        log.error("%s", failure)
+
+
+# cudaHostRegisterPortable: pinned for every device of the process.
+_PORTABLE = 1
+
+
+class StagingMemory:
+    """Host memory for the pieces that one rank writes; it grows, and never shrinks until it is released.
+
+    Args:
+        device: of the engine; the memory is pinned if it is a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the memory."""
+        return self._buffer.numel()
+
+    @torch.no_grad()
+    def copy(self, state_shards: Sequence[StateShard]) -> tuple[StateShard, ...]:
+        """Copy what this rank writes, and return when it is there.
+
+        It runs on the current stream: whoever changes the states next does so behind it, and the caller waits for it
+        anyway, so that a stream of its own would gain nothing.
+
+        Returns:
+            The holdings, in the same order, over this memory; each has the pieces that this rank writes, and no others.
+
+        Raises:
+            CheckpointError: there is no memory for them.
+        """
+        num_bytes = sum(state_shard.num_written_bytes for state_shard in state_shards)
+        if num_bytes > self.num_bytes:
+            self.release()  # the old memory goes first
+            self._buffer = self._make(num_bytes)
+        copies = [
+            _copy(state_shard, place)
+            for state_shard, place in zip(state_shards, self._places(state_shards), strict=True)
+        ]
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return tuple(copies)
+
+    def release(self) -> None:
+        """Give the memory back; the next copy makes it anew. No copy may be in use."""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def _places(self, state_shards: Sequence[StateShard]) -> Iterator[Tensor]:
+        """A part of the memory for each; the widest elements lie in front, so that all are aligned without gaps."""
+        offset_bytes, starts = 0, {}
+        for index in sorted(range(len(state_shards)), key=lambda index: -state_shards[index].flat.dtype.itemsize):
+            starts[index] = offset_bytes
+            offset_bytes += state_shards[index].num_written_bytes
+        for index, state_shard in enumerate(state_shards):
+            part = self._buffer[starts[index] : starts[index] + state_shard.num_written_bytes]
+            yield part.view(state_shard.flat.dtype)
+
+    def _make(self, num_bytes: int) -> Tensor:
+        """New memory. torch's own pinned memory comes in powers of two: up to twice of what is needed here."""
+        try:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"there is no host memory for a copy of the {num_bytes} bytes that this rank writes; "
+                "wait for the save, which then needs none"
+            ) from error
+        if self._device.type == "cuda":
+            runtime = torch.cuda.cudart()
+            if int(runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, _PORTABLE)) != 0:
+                log.warning("cannot pin %d bytes of host memory: saves hold up training for longer", num_bytes)
+            else:
+                weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
+        return buffer
+
+
+def _copy(state_shard: StateShard, place: Tensor) -> StateShard:
+    """Copy the written pieces, one behind the other, to `place`: 1-D, of their elements and dtype."""
+    pieces, offset = [], 0
+    for piece in state_shard.written:
+        pieces.append(Chunk(piece.rect, offset))
+        offset += piece.rect.numel
+    offset = 0
+    for start, stop in _runs(state_shard.written):
+        place[offset : offset + stop - start].copy_(state_shard.flat.read(start, stop), non_blocking=True)
+        offset += stop - start
+    return replace(state_shard, flat=TensorFlatState(place), pieces=tuple(pieces), written=tuple(pieces))
+
+
+def _runs(pieces: Sequence[Chunk]) -> Iterator[tuple[int, int]]:
+    """The ranges of the buffer in which pieces follow one another: a flat range is several rectangles, and one copy."""
+    start = stop = 0
+    for piece in pieces:
+        if piece.local_offset != stop:
+            if stop > start:
+                yield start, stop
+            start = piece.local_offset
+        stop = piece.local_stop
+    if stop > start:
+        yield start, stop

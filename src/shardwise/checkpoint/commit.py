@@ -1,0 +1,549 @@
+"""What lies in a folder of checkpoints, and how a checkpoint comes, goes and is never seen half: the commit protocol.
+
+    runs/a/
+      step-00000050/                       whole: it has a manifest, and all files that this names
+      step-00000100/
+      step-00000150.3f9c01aa.partial/      being written, or what a dead run has left
+      step-00000020.77ab3c10.deleted/      being deleted, likewise
+      step-00000100.aside-1/               of a run that was resumed from an older checkpoint; no candidate any more
+      latest                               one line: step-00000100
+
+Only rename makes a step folder, and only when everything in it has reached the disk; the first thing that happens to
+one that shall go is a rename. `latest` moves after that. It is for people and other tools: a kill before it moves
+leaves a newer whole checkpoint than it names, so nothing here looks for checkpoints by it.
+
+One process calls these, rank 0, except `candidates` and `read_manifest`, which any may. A root belongs to one run at a
+time.
+
+>>> from tempfile import TemporaryDirectory
+>>> with TemporaryDirectory() as place:
+...     for step in (50, 100, 150):
+...         temporary = begin(Path(place), step)
+...         _ = (temporary / "a.safetensors").write_bytes(b"pieces")
+...         folder = commit(temporary, Path(place), Manifest(step=step, tensors=(), files={"a.safetensors": 6}))
+...     names = [each.name for each in retain(Path(place), keep_last=1, keep_every=100)]
+...     names, [each.name for each in candidates(Path(place))]
+(['step-00000050'], ['step-00000150', 'step-00000100'])
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from shardwise.checkpoint.manifest import MANIFEST_NAME, CheckpointError, DamagedError, Manifest
+from shardwise.config.untrusted_files import open_regular, read_bytes
+
+__all__ = [
+    "LATEST_NAME",
+    "MAX_MANIFEST_BYTES",
+    "begin",
+    "candidates",
+    "check_room",
+    "clean",
+    "commit",
+    "discard",
+    "read_latest",
+    "read_manifest",
+    "retain",
+    "set_aside",
+    "set_aside_step",
+    "step_folders",
+    "step_name",
+    "step_of",
+    "steps_to_delete",
+]
+
+LATEST_NAME: Final = "latest"
+_STEP: Final = re.compile(r"step-([0-9]{8,})")
+_PARTIAL, _DELETED, _ASIDE = ".partial", ".deleted", ".aside-"
+_LEFTOVER: Final = re.compile(r"(step-[0-9]{8,}|latest)\.[0-9a-f]+\.(partial|deleted)")
+# What a file system says of what it cannot give back, and what stands in the place of a file or a folder.
+_DAMAGE: Final = (
+    errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.EFBIG, errno.ENXIO,
+)  # fmt: skip
+MAX_MANIFEST_BYTES: Final = 2**30
+
+
+def step_name(step: int) -> str:
+    """The name of a step's folder.
+
+    >>> step_name(100)
+    'step-00000100'
+    """
+    return f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a step folder's name says; None for any other name.
+
+    >>> step_of(Path("runs/step-00000100")), step_of(Path("step-00000100.aside-1")), step_of(Path("step-100"))
+    (100, None, None)
+    """
+    found = _STEP.fullmatch(folder.name)
+    step = int(found[1]) if found else None
+    return step if step is not None and folder.name == step_name(step) else None
+
+
+def step_folders(root: Path) -> list[Path]:
+    """The step folders in a root, newest first; none where there is no root yet. They need not be whole."""
+    by_step = {step: each for each in entries(root) if (step := step_of(each)) is not None and each.is_dir()}
+    return [by_step[step] for step in sorted(by_step, reverse=True)]
+
+
+def candidates(path: Path) -> list[Path]:
+    """The step folders that one may try to load, newest first.
+
+    Args:
+        path: of one checkpoint, which gives itself, or of a root, which gives its step folders, perhaps none.
+
+    Raises:
+        CheckpointError: there is no such folder.
+    """
+    with named_errors("look into", path):
+        if not path.is_dir():
+            raise CheckpointError(_missing(path))
+        is_step = step_of(path) is not None or (path / MANIFEST_NAME).is_file()
+    return [path] if is_step else step_folders(path)
+
+
+def begin(root: Path, step: int) -> Path:
+    """Make the temporary folder, in the root, in which a checkpoint of this step is written; and the root, if need be.
+
+    Raises:
+        CheckpointError: there is a checkpoint of this step, or the folder cannot be made.
+    """
+    final = root / step_name(step)
+    with named_errors("make a folder in", root):
+        _make_root(root)
+        _refuse_taken(final)
+        temporary = name_beside(final, _PARTIAL)
+        temporary.mkdir()
+    return temporary
+
+
+def commit(temporary: Path, root: Path, manifest: Manifest) -> Path:
+    """Make a written checkpoint one that is found: manifest, rename, and then `latest`, each on disk before the next.
+
+    Args:
+        temporary: from `begin`; the files in it are on disk already.
+        root: the same.
+        manifest: of what is in it.
+
+    Returns:
+        The step folder.
+
+    Raises:
+        CheckpointError: a file is not there as the manifest says, the step has a checkpoint already, or the system
+            refuses; what was committed before is as it was.
+    """
+    with named_errors("read what was written in", temporary):
+        wrong = _wrong_file(temporary, manifest)
+    if wrong:
+        raise CheckpointError(f"{wrong}; save to one folder that all ranks share, not to a disk of each machine's own")
+    with named_errors("write", temporary / MANIFEST_NAME):
+        write_text(temporary / MANIFEST_NAME, manifest.to_text())
+        sync_folder(temporary)
+    final = root / step_name(manifest.step)
+    with named_errors("make", final):
+        _rename(temporary, final)
+        sync_folder(root)
+    _move_latest(root, final.name)
+    return final
+
+
+def discard(temporary: Path) -> None:
+    """Remove what was begun, as far as that works: it is called when something else has failed already."""
+    with suppress(OSError):
+        remove(temporary)
+
+
+def clean(root: Path) -> list[Path]:
+    """Remove what dead runs have left: folders half written and half deleted.
+
+    Args:
+        root: of one run at a time; another that is saving there loses what it is writing.
+
+    Returns:
+        What is gone.
+
+    Raises:
+        CheckpointError: the system refuses.
+    """
+    leftovers = [each for each in entries(root) if _LEFTOVER.fullmatch(each.name)]
+    gone = []
+    for each in leftovers:
+        with named_errors("remove", each):
+            if remove(each):
+                gone.append(each)
+    return gone
+
+
+def read_manifest(step_folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint, and check that each file it names is there with its size.
+
+    Raises:
+        DamagedError: the manifest, or a file, is missing, torn, cannot be read from the disk, or is another step's.
+        CheckpointError: a newer version has written it, or this user may not read it.
+    """
+    path = step_folder / MANIFEST_NAME
+    try:
+        manifest = Manifest.from_text(read_bytes(path, MAX_MANIFEST_BYTES, step_folder), str(path))
+        wrong = _wrong_file(step_folder, manifest)
+    except FileNotFoundError:
+        wrong = f"{step_folder} is no whole checkpoint: it has no {MANIFEST_NAME}"
+    except OSError as error:
+        where = f"cannot read {error.filename or path}: {error.strerror}"
+        if error.errno not in _DAMAGE:
+            raise CheckpointError(f"{where}; mend that, or use another checkpoint") from error
+        wrong = where
+    if wrong:
+        raise DamagedError(f"{wrong}; use an older checkpoint")
+    if step_of(step_folder) not in (None, manifest.step):
+        raise DamagedError(
+            f"{path} is of step {manifest.step}, which is not what its folder's name says; name it "
+            f"{step_name(manifest.step)}, or use an older checkpoint"
+        )
+    return manifest
+
+
+def steps_to_delete(steps: Iterable[int], keep_last: int | None, keep_every: int | None) -> list[int]:
+    """Which of these steps' checkpoints are not to be kept, oldest first.
+
+    Args:
+        steps: of whole checkpoints.
+        keep_last: how many of the newest to keep; all, if None.
+        keep_every: keep those of each multiple of it too; none, if None.
+
+    >>> steps_to_delete([100, 150, 200, 250, 300], keep_last=2, keep_every=100)
+    [150]
+    """
+    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+        if value is not None and value < 1:
+            raise CheckpointError(f"{name}={value} is less than 1; give a positive number, or None")
+    if keep_last is None:
+        return []
+    return [step for step in sorted(steps)[:-keep_last] if not _is_milestone(step, keep_every)]
+
+
+def retain(root: Path, keep_last: int | None, keep_every: int | None) -> list[Path]:
+    """Delete the whole checkpoints that need not be kept, oldest first.
+
+    Those that cannot be read are neither counted nor deleted: somebody may want to look. What `latest` names stays
+    too: it may be older than others, where a run has gone on from before them.
+
+    Args:
+        root: its step folders.
+        keep_last: as in `steps_to_delete`.
+        keep_every: likewise.
+
+    Returns:
+        The names of what is gone.
+
+    Raises:
+        CheckpointError: the system refuses.
+    """
+    whole: dict[int, Path] = {}
+    for folder in step_folders(root) if keep_last else []:
+        step = step_of(folder) or 0
+        # A manifest may be long: those that stay anyway are not read.
+        is_surely_kept = len(whole) >= (keep_last or 0) and _is_milestone(step, keep_every)
+        if not is_surely_kept and _is_whole(folder):
+            whole[step] = folder
+    latest = read_latest(root)
+    going = [whole[step] for step in steps_to_delete(whole, keep_last, keep_every) if whole[step].name != latest]
+    for folder in going:
+        _delete(folder)
+    return going
+
+
+def set_aside(root: Path, after_step: int) -> list[Path]:
+    """Rename the checkpoints of later steps, so that a run resumed from this one can save these steps again.
+
+    Args:
+        root: its step folders.
+        after_step: of the checkpoint that the run resumes from; `latest` moves back to it.
+
+    Returns:
+        The new names, `step-00000100.aside-1` and so on, newest first; they are no candidates.
+
+    Raises:
+        CheckpointError: the system refuses.
+    """
+    folders = step_folders(root)
+    later = [each for each in folders if (step_of(each) or 0) > after_step]
+    if not later:
+        return []
+    # Before anything is renamed: a kill between must not leave `latest` naming what is gone.
+    _move_latest(root, next((each.name for each in folders if each not in later and _is_whole(each)), ""))
+    moved = []
+    with named_errors("rename checkpoints in", root):
+        for folder in later:
+            moved.append(_next_aside(folder))
+            os.rename(folder, moved[-1])
+        sync_folder(root)
+    return moved
+
+
+def set_aside_step(root: Path, step: int) -> None:
+    """Rename the checkpoint of this step, if there is one: it is damaged, and is about to be saved again.
+
+    Raises:
+        CheckpointError: the system refuses.
+    """
+    folder = root / step_name(step)
+    with named_errors("rename", folder):
+        if folder.is_dir():
+            os.rename(folder, _next_aside(folder))
+            sync_folder(root)
+
+
+def _missing(path: Path) -> str:
+    """Say what there is instead."""
+    if path.exists():
+        return f"{path} is a file; give the folder of a checkpoint, or the one that these are in"
+    parent = next(each for each in path.parents if each.is_dir())
+    names = [each.name for each in step_folders(parent)]
+    names += sorted({each.name for each in entries(parent)} - set(names))
+    wanted = path.relative_to(parent).parts[0]
+    close = difflib.get_close_matches(wanted, names, n=3)
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    there = f"has {', '.join(names[:5])}{more}" if names else "is empty"
+    cure = (
+        f"did you mean {' or '.join(close)}?" if close else "give the folder of a checkpoint, or the one these are in"
+    )
+    return f"{path} does not exist, {parent.absolute()} {there}; {cure}"
+
+
+def _make_root(root: Path) -> None:
+    for each in reversed([each for each in (root, *root.parents) if not each.exists()]):
+        each.mkdir(exist_ok=True)
+        sync_folder(each.parent)
+    if not root.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(root))
+
+
+def _refuse_taken(final: Path) -> None:
+    if os.path.lexists(final):
+        raise CheckpointError(
+            f"{final} exists and a checkpoint is never overwritten; resume from it, move it away, or {ELSEWHERE}"
+        )
+
+
+def _rename(temporary: Path, final: Path) -> None:
+    try:
+        os.rename(temporary, final)
+    except OSError as error:
+        # Made since `begin`: the system puts nothing in the place of a folder with files in it, or of a file.
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            _refuse_taken(final)
+        raise
+
+
+def _wrong_file(folder: Path, manifest: Manifest) -> str:
+    """What is wrong with the first file that is not as the manifest says; empty if all are."""
+    for name, num_bytes in manifest.files.items():
+        path = folder / name
+        try:
+            # Opened, for a network file system may else tell an old size of what another machine has written.
+            with open(open_regular(path, folder), "rb") as file:
+                found_bytes = os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            return f"{path} is missing"
+        if found_bytes != num_bytes:
+            return f"{path} has {found_bytes} bytes and the manifest says {num_bytes}"
+    return ""
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _is_milestone(step: int, keep_every: int | None) -> bool:
+    return keep_every is not None and step % keep_every == 0
+
+
+def read_latest(root: Path) -> str:
+    """What `latest` names; nothing where there is none."""
+    with named_errors("read", root / LATEST_NAME):
+        try:
+            return read_bytes(root / LATEST_NAME).decode(errors="replace").strip()
+        except FileNotFoundError:
+            return ""
+
+
+def _move_latest(root: Path, name: str) -> None:
+    """Have `latest` name this folder; or be gone, if there is none to name."""
+    latest = root / LATEST_NAME
+    temporary = name_beside(latest, _PARTIAL)
+    doing = f"name {name}, which is whole, in" if name else "remove"
+    with named_errors(doing, latest):
+        try:
+            if name:
+                write_text(temporary, f"{name}\n")
+                os.replace(temporary, latest)
+            else:
+                latest.unlink(missing_ok=True)
+        except OSError:
+            discard(temporary)
+            raise
+        sync_folder(root)
+
+
+def _next_aside(folder: Path) -> Path:
+    number = 1
+    while os.path.lexists(aside := folder.with_name(f"{folder.name}{_ASIDE}{number}")):
+        number += 1
+    return aside
+
+
+def _delete(folder: Path) -> None:
+    deleted = name_beside(folder, _DELETED)
+    with named_errors("delete", folder):
+        os.rename(folder, deleted)
+        sync_folder(folder.parent)
+        remove(deleted)
+
+
+_FOLDER_S: Final = 30.0
+_POLL_S: Final = 0.05
+ELSEWHERE: Final = "use another folder"
+_MORE_ROOM: Final = f"free some room, keep fewer checkpoints (keep_last), or {ELSEWHERE}"
+_CURES: Final[Mapping[int, str]] = MappingProxyType(
+    {
+        errno.ENOSPC: _MORE_ROOM,
+        errno.EDQUOT: _MORE_ROOM,
+        errno.EROFS: f"mount it for writing, or {ELSEWHERE}",
+        errno.EACCES: f"give this user the right to, or {ELSEWHERE}",
+        errno.EPERM: f"give this user the right to, or {ELSEWHERE}",
+        errno.ENOTDIR: f"a file stands where a folder must be: move it, or {ELSEWHERE}",
+        errno.EEXIST: f"a file stands where a folder must be: move it, or {ELSEWHERE}",
+        errno.EIO: f"check the disk, and {ELSEWHERE}",
+    }
+)
+
+
+@contextmanager
+def named_errors(doing: str, path: Path) -> Iterator[None]:
+    """Turn an `OSError` into a `CheckpointError` that says what failed, where, why, and what would help.
+
+    >>> with named_errors("write", Path("/runs/a/latest")):
+    ...     raise OSError(errno.EROFS, "Read-only file system")
+    Traceback (most recent call last):
+        ...
+    shardwise.checkpoint.manifest.CheckpointError: cannot write /runs/a/latest: Read-only file system; mount it for \
+writing, or use another folder
+    """
+    try:
+        yield
+    except OSError as error:
+        cure = _CURES.get(error.errno or 0, f"mend that, or {ELSEWHERE}")
+        raise CheckpointError(f"cannot {doing} {path}: {error.strerror or error}; {cure}") from error
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder reach the disk, where its file system can say so.
+
+    Some network file systems refuse to sync a folder; these keep names at once, or there is nothing to be done.
+    """
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(folder)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, and return when its bytes are on disk."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def name_beside(path: Path, ending: str) -> Path:
+    """A name that nothing has, in the same folder, hence in the same file system, where a rename is atomic."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}{ending}")
+
+
+def await_folder(path: Path, timeout_s: float) -> None:
+    """Return once a folder that another rank has made is there; a network file system may show it late.
+
+    Args:
+        path: of the folder.
+        timeout_s: after which it will not come, or `_FOLDER_S`, if that is less.
+
+    Raises:
+        CheckpointError: it has not come.
+    """
+    deadline_s = time.monotonic() + min(_FOLDER_S, timeout_s)
+    while not path.is_dir():
+        if time.monotonic() > deadline_s:
+            raise CheckpointError(f"{path}, made by rank 0, is not there; save to a folder that all ranks share")
+        time.sleep(_POLL_S)
+
+
+def entries(root: Path) -> list[Path]:
+    """What is in a folder; nothing where there is none."""
+    with named_errors("list", root):
+        try:
+            return list(root.iterdir())
+        except FileNotFoundError:
+            return []
+
+
+def remove(path: Path) -> bool:
+    """Remove a folder, a file or a link to one; whether it is gone.
+
+    A network file system keeps names of files that somebody still reads: then what is left stays, for another try.
+    """
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EBUSY):
+            raise
+    return not os.path.lexists(path)
+
+
+def check_room(root: Path, num_bytes: int) -> None:
+    """Raise if there is less room for a checkpoint than it needs; before anything is written.
+
+    Args:
+        root: which need not exist yet.
+        num_bytes: of all files of all ranks together.
+
+    Raises:
+        CheckpointError: so it is.
+    """
+    with named_errors("ask for the room in", root):
+        room = os.statvfs(next(each for each in (root, *root.parents) if each.exists()))
+    free_bytes = room.f_bavail * room.f_frsize
+    # A file system without blocks does not know.
+    if room.f_blocks and num_bytes > free_bytes:
+        needed, free = _in_words(num_bytes), _in_words(free_bytes)
+        raise CheckpointError(f"{root} has {free} free and the checkpoint needs {needed}; {_MORE_ROOM}")
+
+
+def _in_words(num_bytes: int) -> str:
+    unit, unit_bytes = ("GiB", 2**30) if num_bytes >= 2**30 else ("MiB", 2**20)
+    return f"{num_bytes / unit_bytes:.2f} {unit}"

@@ -1,0 +1,254 @@
+"""Checkpoints to folders of Hugging Face and back, without an engine; file after file, in the memory of a few blocks.
+
+>>> import tempfile, torch
+>>> from safetensors.torch import load_file, save_file
+>>> with tempfile.TemporaryDirectory() as name:
+...     place = Path(name)
+...     (place / "hf").mkdir()
+...     save_file({"up.weight": torch.arange(6.0).view(2, 3)}, place / "hf" / "model.safetensors")
+...     step_folder, _ = import_folder(place / "hf", place / "run", num_files=1)
+...     _ = (place / "config.json").write_text('{"model_type": "llama"}')
+...     exported = export_checkpoint(step_folder, place / "out", dtype="bf16", hf_config=place / "config.json")
+...     step_folder.name, load_file(exported.folder / "model.safetensors")["up.weight"].tolist()
+('step-00000000', [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from shardwise.checkpoint.async_saver import library_version
+from shardwise.checkpoint.commit import read_manifest
+from shardwise.checkpoint.hf import (
+    GENERATION_NAME,
+    ExportPlan,
+    ExportTensor,
+    NameMap,
+    begin_export,
+    config_files,
+    decoder_config_of,
+    decoder_names,
+    describe_decoder,
+    discard_export,
+    exported_dtype,
+    family_names,
+    finish_export,
+    in_order,
+    names_of,
+    open_folder,
+    plan_export,
+    read_config,
+    wanted_of,
+    write_export,
+)
+from shardwise.checkpoint.load import match
+from shardwise.checkpoint.manifest import CheckpointError, Manifest, StoredTensor
+from shardwise.checkpoint.offline import Progress, read_pieces, rewrite
+from shardwise.checkpoint.reader import ChunkReader
+from shardwise.checkpoint.safetensors_io import dtype_name
+from shardwise.config.resolve import Dtype
+from shardwise.config.untrusted_files import UntrustedFileError, read_json
+from shardwise.layout.slicing import Rect
+from shardwise.models import Decoder
+from shardwise.runtime.precision import torch_dtype
+from shardwise.runtime.state_shards import PARAM, StateShard, TensorFlatState
+
+# What transformers' tokenizers are saved as.
+_TOKENIZER_NAMES: Final = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt"),
+)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A folder that was written: its weights' dtype by safetensors' name, and what it has of them."""
+
+    folder: Path
+    dtype: str
+    num_tensors: int
+    num_bytes: int
+
+
+def export_checkpoint(
+    source: Path,
+    folder: Path,
+    *,
+    dtype: Dtype | None = None,
+    hf_config: Path | None = None,
+    tokenizer: Path | None = None,
+    progress: Progress | None = None,
+) -> Exported:
+    """Write the weights of a checkpoint as a Hugging Face folder: the bytes that its engine would have exported.
+
+    Args:
+        source: the folder of the step, which any layout has saved.
+        folder: not there yet, or empty.
+        dtype: of the weights, buffers excepted; None for that of the parameters of the run.
+        hf_config: the config.json to put there, its dtype set; None to make it from the checkpoint.
+        tokenizer: the folder whose tokenizer is put there.
+        progress: told how far this is.
+
+    Raises:
+        CheckpointError: it has not all weights, nothing says what model it is of, or the folder cannot be written.
+        DamagedError: the source is damaged.
+    """
+    manifest = read_manifest(source)
+    if manifest.contents == "trainable":
+        raise CheckpointError(
+            f"{source} has the trainable parameters alone; load it beside its base, and use engine.export_weights"
+        )
+    tensors = [tensor for tensor in manifest.tensors if tensor.kind != "rank" and PARAM in tensor.states]
+    wanted = dtype or manifest.layout.get("precision", {}).get("param")
+    kept = {tensor.name for tensor in tensors if tensor.kind == "buffer"}
+    kept.update(manifest.layout.get("wide", ()) if dtype is None else ())
+    exported = [
+        ExportTensor(
+            each.name, each.aliases, each.shape, exported_dtype(stored, _named(wanted) or stored, each.name in kept)
+        )
+        for each in tensors
+        for stored in [each.states[PARAM].dtype]
+    ]
+    main_dtype = _named(wanted) or (exported[0].dtype if exported else "F32")
+    others, names = _described(manifest, source, main_dtype, hf_config)
+    plan = plan_export(in_order(exported), names)
+    begin_export(plan, folder, {**others, **_tokenizer_files(tokenizer)})
+    try:
+        _write(plan, folder, source, tensors, progress)
+        finish_export(folder)
+    except BaseException:
+        discard_export(folder)
+        raise
+    return Exported(folder, main_dtype, len(plan.tensors), plan.num_tensor_bytes)
+
+
+def import_folder(
+    folder: Path, root: Path, num_files: int, *, is_decoder: bool = False, progress: Progress | None = None
+) -> tuple[Path, Mapping[str, int]]:
+    """Write a Hugging Face folder as a checkpoint of weights alone, of step 0, in the dtypes that the folder has.
+
+    Args:
+        folder: with `model.safetensors`, or the index and files of a sharded one.
+        root: where the folder of the step comes to be, at once and whole or not at all.
+        num_files: that share the tensors.
+        is_decoder: name tensors as our decoder does, which `shardwise train` trains; otherwise as transformers does.
+        progress: told how far this is.
+
+    Returns:
+        The folder of the step, and the bytes of each of its files.
+
+    Raises:
+        CheckpointError: the folder has no weights that can be read, or not our decoder's; or the root has step 0.
+        DamagedError: a file is missing or torn.
+    """
+    stored, described = _decoder_tensors(folder) if is_decoder else _family_tensors(folder)
+    manifest = Manifest(
+        step=0,
+        tensors=stored,
+        files={},
+        contents="weights",
+        model=described,
+        saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        library=library_version(),
+    )
+    return rewrite(manifest, folder, root, num_files, progress)
+
+
+def _described(
+    manifest: Manifest, source: Path, dtype: str, hf_config: Path | None
+) -> tuple[Mapping[str, bytes | Path], NameMap]:
+    """The files beside the weights, and the rules for names."""
+    names = names_of(manifest.model)
+    if hf_config is None:
+        others = config_files(manifest.model, dtype)
+        if not others:
+            raise CheckpointError(
+                f"{source} is of {manifest.model.get('class', 'a model')}, and does not say how transformers would "
+                "build it; give the config.json of that model: --hf-config"
+            )
+        return dict(others), names
+    values = _read_config_file(hf_config)
+    architecture, *_ = values.get("architectures") or [manifest.model.get("class", "")]
+    return dict(config_files({"class": architecture, "config": values}, dtype)), names.then(family_names(values))
+
+
+def _tokenizer_files(folder: Path | None) -> dict[str, Path]:
+    if folder is None:
+        return {}
+    files = {name: folder / name for name in _TOKENIZER_NAMES if (folder / name).is_file()}
+    if not files:
+        raise CheckpointError(f"{folder} has no tokenizer.json; give a folder that AutoTokenizer loads")
+    return files
+
+
+def _read_config_file(path: Path) -> dict[str, Any]:
+    try:
+        values = read_json(path, "give a config.json of transformers")
+    except UntrustedFileError as error:
+        raise CheckpointError(error) from None
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise CheckpointError(f"{path} has no model_type; give a config.json of transformers")
+    return values
+
+
+def _write(
+    plan: ExportPlan, folder: Path, source: Path, tensors: list[StoredTensor], progress: Progress | None
+) -> None:
+    num_done_bytes = 0
+
+    def advance(num_bytes: int) -> None:
+        nonlocal num_done_bytes
+        num_done_bytes += num_bytes
+        if progress is not None:
+            progress(num_done_bytes, plan.num_tensor_bytes)
+
+    with ChunkReader(source) as reader, torch.no_grad():
+        num_bytes = write_export(plan, folder, _parts(reader, tensors), advance)
+    if num_bytes != plan.num_tensor_bytes:
+        raise CheckpointError(f"{source} has {num_bytes} bytes of {plan.num_tensor_bytes}; use another checkpoint")
+
+
+def _parts(reader: ChunkReader, tensors: list[StoredTensor]) -> Iterator[StateShard]:
+    """The values of all tensors, some of them at a time."""
+    for tensor in tensors:
+        for pieces, values in read_pieces(reader, tensor, PARAM, Rect.whole(tensor.shape)):
+            yield StateShard(tensor.name, tensor.aliases, PARAM, tensor.shape, TensorFlatState(values), pieces, pieces)
+
+
+def _family_tensors(folder: Path) -> tuple[tuple[StoredTensor, ...], dict[str, Any]]:
+    """A folder's tensors under the names of the model of transformers, which the config describes."""
+    config = read_config(folder)
+    rules = family_names(config)
+    names = {rules.model_name(tensor.name): () for tensor in open_folder(folder, {})}
+    architecture, *_ = config.get("architectures") or [str(config.get("model_type", "unknown"))]
+    described = {"class": architecture, "config": config}
+    if generation := read_config(folder, GENERATION_NAME):
+        described["generation_config"] = generation
+    return open_folder(folder, names), described
+
+
+def _decoder_tensors(folder: Path) -> tuple[tuple[StoredTensor, ...], dict[str, Any]]:
+    """A folder's tensors under the names of our decoder, all of which it must have."""
+    config = decoder_config_of(read_config(folder), str(folder / "config.json"))
+    if config.num_layers > (num_tensors := len(open_folder(folder, {}))):
+        raise CheckpointError(
+            f"{folder} has {num_tensors} tensors, too few for num_hidden_layers={config.num_layers}; fetch it again"
+        )
+    try:
+        wanted = wanted_of(Decoder(config, device="meta"))
+    except (RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"{folder / 'config.json'} is of no model that can be: {error}; fetch it again") from None
+    stored = open_folder(folder, {each.name: each.aliases for each in wanted}, decoder_names())
+    match(stored, wanted).check(str(folder))
+    return stored, describe_decoder(config)
+
+
+def _named(dtype: Dtype | None) -> str:
+    """Safetensors' name of a config's dtype; empty where there is none."""
+    return "" if dtype is None else dtype_name(torch_dtype(dtype))

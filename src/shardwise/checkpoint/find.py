@@ -1,0 +1,106 @@
+"""Which checkpoints there are at a path that a user names, and which of them are whole; needs no torch.
+
+>>> from tempfile import TemporaryDirectory
+>>> from shardwise.checkpoint.commit import begin, commit
+>>> with TemporaryDirectory() as place:
+...     root = Path(place)
+...     for step in (100, 200):
+...         _ = commit(begin(root, step), root, Manifest(step=step, tensors=(), files={}))
+...     _ = (root / "step-00000200" / MANIFEST_NAME).write_text("torn")
+...     newest_whole(root)[0].name, [(found.folder.name, bool(found.damage)) for found in survey(root)]
+('step-00000100', [('step-00000200', True), ('step-00000100', False)])
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.checkpoint.commit import candidates, read_latest, read_manifest, step_folders, step_of
+from shardwise.checkpoint.load import listed_names
+from shardwise.checkpoint.manifest import MANIFEST_NAME, CheckpointError, DamagedError, Manifest
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint, or what is left of one.
+
+    Attributes:
+        folder: of the step.
+        manifest: None where it is damaged, as far as the manifest and the sizes of its files tell.
+        damage: what is wrong then.
+        is_latest: the file `latest` names it.
+    """
+
+    folder: Path
+    manifest: Manifest | None
+    damage: str = ""
+    is_latest: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its files."""
+        return sum(self.manifest.files.values()) if self.manifest is not None else 0
+
+
+def is_root(path: Path) -> bool:
+    """Whether a path that has checkpoints is the folder that they are in."""
+    return step_of(path) is None and not (path / MANIFEST_NAME).is_file()
+
+
+def find(path: Path, step: int | None = None) -> list[Path]:
+    """The step folders that a user means, newest first; at least one.
+
+    Args:
+        path: a step folder, or a root.
+        step: only this one.
+
+    Raises:
+        CheckpointError: there is none; the message says what there is.
+    """
+    folders = candidates(path)
+    if not folders:
+        raise CheckpointError(_without_checkpoints(path))
+    if step is None:
+        return folders
+    wanted = [folder for folder in folders if step_of(folder) == step]
+    if not wanted:
+        steps = [str(step_of(folder)) for folder in folders]
+        raise CheckpointError(f"{path} has no step {step}; it has {listed_names(steps)}")
+    return wanted
+
+
+def newest_whole(path: Path, step: int | None = None) -> tuple[Path, Manifest]:
+    """The newest checkpoint there whose files are all there with their sizes.
+
+    Raises:
+        CheckpointError: there is none, or a newer version has written it.
+        DamagedError: every one is damaged; the message says how the newest one is.
+    """
+    damaged: DamagedError | None = None
+    for folder in find(path, step):
+        try:
+            return folder, read_manifest(folder)
+        except DamagedError as error:
+            damaged = damaged or error
+    raise damaged or CheckpointError(f"{path} has no checkpoint")
+
+
+def survey(root: Path) -> list[Found]:
+    """Every step folder in a root, newest first."""
+    latest = read_latest(root)
+    found = []
+    for folder in step_folders(root):
+        try:
+            found.append(Found(folder, read_manifest(folder), is_latest=folder.name == latest))
+        except CheckpointError as error:
+            found.append(Found(folder, None, str(error), folder.name == latest))
+    return found
+
+
+def _without_checkpoints(path: Path) -> str:
+    names = sorted(each.name for each in path.iterdir())
+    below = [str(path / name) for name in names if (path / name).is_dir() and step_folders(path / name)]
+    there = f"it has {listed_names(names)}" if names else "it is empty"
+    cure = f"; did you mean {' or '.join(below[:3])}?" if below else ""
+    return f"{path} has no checkpoint, a folder such as step-00000100; {there}{cure}"

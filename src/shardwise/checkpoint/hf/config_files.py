@@ -1,0 +1,131 @@
+"""What stands in a folder beside the weights: config.json, generation_config.json, by what is known of the model.
+
+The same from a live model and from a checkpoint's manifest, which keeps the description.
+
+>>> import json
+>>> from shardwise.models import Decoder, DecoderConfig
+>>> config = DecoderConfig(vocab_size=64, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2,
+...                        head_dim=4, ffn_size=48, max_seq_len=32)
+>>> described = describe(Decoder(config))
+>>> described["class"], described["config"]["num_kv_heads"]
+('Decoder', 2)
+>>> files = config_files(described, "BF16")
+>>> [(name, json.loads(text)["model_type"]) for name, text in files.items()]
+[('config.json', 'llama')]
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
+from typing import Any, Final
+
+from torch import nn
+
+from shardwise.checkpoint.hf.families import TORCH_NAMES, decoder_names, family_names, hf_config_of
+from shardwise.checkpoint.hf.importer import CONFIG_NAME
+from shardwise.checkpoint.hf.key_map import NameMap
+from shardwise.checkpoint.load import WantedState
+from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.models import Decoder, DecoderConfig
+from shardwise.runtime.torch_private import persistent_buffers
+
+log = logging.getLogger("shardwise")
+
+GENERATION_NAME: Final = "generation_config.json"
+_DECODER: Final = Decoder.__name__
+_DTYPE_KEYS: Final = ("dtype", "torch_dtype")
+
+
+def describe(model: nn.Module) -> dict[str, Any]:
+    """A model's class, and its config where it is a Hugging Face model's or a dataclass, and JSON keeps it."""
+    described: dict[str, Any] = {"class": type(model).__name__}
+    config = getattr(model, "config", None)
+    try:
+        if callable(getattr(config, "to_json_string", None)):
+            described["config"] = _values_of(config)
+            generation = getattr(model, "generation_config", None)
+            if callable(getattr(generation, "to_json_string", None)):
+                described["generation_config"] = _values_of(generation)
+        elif isinstance(config, DecoderConfig):
+            described["config"] = config.values()
+        elif is_dataclass(config) and not isinstance(config, type):
+            described["config"] = json.loads(json.dumps(asdict(config), default=str))
+    except (TypeError, ValueError) as error:  # no reason not to save
+        log.warning("the model's config is left out: %s", error)
+    return described
+
+
+def describe_decoder(config: DecoderConfig) -> dict[str, Any]:
+    """What `describe` says of our decoder."""
+    return {"class": _DECODER, "config": config.values()}
+
+
+def names_of(described: Mapping[str, Any]) -> NameMap:
+    """Rules for the names of a described model in a folder."""
+    if decoder_config(described) is not None:
+        return decoder_names()
+    return family_names(described.get("config", {}))
+
+
+def wanted_of(model: nn.Module) -> list[WantedState]:
+    """A model's parameters and persistent buffers, which may be on meta: what a folder should have."""
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(persistent_buffers(model))}
+    named: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        named.setdefault(id(tensor), []).append(name)
+    return [WantedState(first, tuple(aliases), tuple(tensors[first].shape)) for first, *aliases in named.values()]
+
+
+def config_files(described: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
+    """The files of a folder that say what model it is of, by name; none for a model of which that is not known.
+
+    Args:
+        described: by `describe`.
+        dtype: safetensors' name of the weights' dtype.
+    """
+    decoder, values = decoder_config(described), described.get("config", {})
+    if decoder is not None:
+        if decoder.attention.kind != "dense":
+            log.warning("config.json is a Llama's, whose attention is dense; here it is %s", decoder.attention.kind)
+        return {CONFIG_NAME: _text(hf_config_of(decoder, dtype))}
+    if "model_type" not in values:
+        return {}
+    values = {**_without_dtype(values), "architectures": [described["class"]], "torch_dtype": TORCH_NAMES[dtype]}
+    files = {CONFIG_NAME: _text(values)}
+    if "generation_config" in described:
+        files[GENERATION_NAME] = _text(described["generation_config"])
+    return files
+
+
+def decoder_config(described: Mapping[str, Any]) -> DecoderConfig | None:
+    """The shape of our decoder, if it is one that is described."""
+    values = described.get("config", {})
+    names = {field.name for field in fields(DecoderConfig)}
+    if described.get("class") != _DECODER or values.keys() | {"attention"} != names:
+        return None
+    try:
+        return DecoderConfig.from_values(values)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"the model's config is none of our decoder's: {error}; use another checkpoint") from None
+
+
+def _values_of(config: Any) -> Any:
+    """What transformers would write into the file of a config, less what only concerns the process."""
+    values = json.loads(config.to_json_string())
+    return {key: value for key, value in values.items() if not key.startswith("_")}
+
+
+def _without_dtype(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what parts of a model were once loaded in, at any depth."""
+    return {
+        key: _without_dtype(value) if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if key not in _DTYPE_KEYS
+    }
+
+
+def _text(values: Mapping[str, Any]) -> bytes:
+    return f"{json.dumps(values, indent=2, sort_keys=True)}\n".encode()

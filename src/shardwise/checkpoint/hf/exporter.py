@@ -1,0 +1,510 @@
+"""A standard Hugging Face folder, written by all ranks together, each its own rectangles in place; nothing is gathered.
+
+A plan says at which offset of which file each tensor lies. It depends on names, shapes and dtypes alone, so that every
+rank makes the same one and the bytes are the same under every layout. One rank begins, all write, one finishes:
+
+    plan = plan_export(tensors, names)           # every rank
+    begin_export(plan, folder, {"config.json": ...})    # one; then a barrier
+    write_export(plan, folder, holdings)         # every rank; then a barrier
+    finish_export(folder)                        # one
+
+Until it is finished the folder has another name, and a folder that has anything in it is never written to. Where a rank
+fails, `discard_export` takes away what was begun.
+
+>>> plan = plan_export([ExportTensor("up.weight", (), (4, 2), "BF16"), ExportTensor("up.bias", (), (4,), "BF16")])
+>>> [(each.name, each.file) for each in plan.tensors], plan.num_tensor_bytes
+([('up.weight', 'model.safetensors'), ('up.bias', 'model.safetensors')], 24)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.commit import await_folder, check_room, named_errors, sync_folder
+from shardwise.checkpoint.coordination import StoreBarrier
+from shardwise.checkpoint.file_ranges import written_parts
+from shardwise.checkpoint.hf.importer import INDEX_NAME, WEIGHTS_NAME
+from shardwise.checkpoint.hf.key_map import NameMap, WeightPart
+from shardwise.checkpoint.manifest import ITEM_BYTES, CheckpointError
+from shardwise.checkpoint.safetensors_io import TensorHeader, dtype_name, encode_header, named_dtype
+from shardwise.comm.consistency import listed
+from shardwise.layout.slicing import Shape
+from shardwise.runtime.pinned_memory import memory_of
+from shardwise.runtime.state_shards import PARAM, StateShard
+
+# What is cast, copied from a device and written at once.
+_CHUNK_BYTES: Final = 4 * 2**20
+MAX_FILE_BYTES: Final = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class ExportTensor:
+    """A tensor of the model's state dict, as it is to be exported.
+
+    Attributes:
+        name: the first of its names in the model.
+        aliases: its other names, which the folder leaves out; who reads it ties them again.
+        shape: of the whole tensor.
+        dtype: safetensors' name of the one to write.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: Shape
+    dtype: str
+
+
+@dataclass(frozen=True)
+class PlacedTensor:
+    """A tensor of the folder: where it lies, `offset` in bytes from the start of its file."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    file: str
+    offset: int
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What every file of the folder will hold, and where.
+
+    Attributes:
+        tensors: of the folder, in the model's order.
+        parts: of each of the model's tensors, by its name, and the tensors of the folder that they are.
+        headers: the first bytes of each file, by its name.
+        num_file_bytes: of each file, by its name.
+        index: the text of `model.safetensors.index.json`; empty where there is one file only.
+    """
+
+    tensors: tuple[PlacedTensor, ...]
+    parts: Mapping[str, tuple[tuple[WeightPart, PlacedTensor], ...]]
+    headers: Mapping[str, bytes]
+    num_file_bytes: Mapping[str, int]
+    index: str
+
+    @property
+    def num_tensor_bytes(self) -> int:
+        """Bytes of all tensors: the sum of what `write_export` returns on all ranks."""
+        return sum(map(_num_bytes, self.tensors))
+
+
+def plan_export(
+    tensors: Sequence[ExportTensor],
+    names: NameMap | Mapping[str, Any] | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> ExportPlan:
+    """Lay a model's tensors out in the files of a folder, in the model's order.
+
+    Args:
+        tensors: in the model's order.
+        names: rules for names that differ; see `NameMap.of`.
+        max_file_bytes: of the tensors in a file; a tensor larger than that has a file of its own.
+
+    Raises:
+        CheckpointError: two tensors have one name in the folder, or a rule does not fit a shape.
+    """
+    rules = NameMap.of(names)
+    parts = {tensor.name: rules.split(tensor.name, tensor.shape) for tensor in tensors}
+    _check_names(tensors, rules, parts)
+    unplaced = [
+        PlacedTensor(part.stored, tensor.dtype, part.stored_shape, "", 0)
+        for tensor in tensors
+        for part in parts[tensor.name]
+    ]
+    groups = list(_fill_files(unplaced, max_file_bytes))
+    files = [WEIGHTS_NAME] if len(groups) == 1 else [_file_name(i, len(groups)) for i in range(len(groups))]
+    headers, placed = {}, dict[str, PlacedTensor]()
+    for file, group in zip(files, groups, strict=True):
+        headers[file], in_file = _place(file, group)
+        placed.update((tensor.name, tensor) for tensor in in_file)
+    ordered = tuple(placed[tensor.name] for tensor in unplaced)
+    num_file_bytes = {file: len(header) for file, header in headers.items()}
+    for tensor in ordered:
+        num_file_bytes[tensor.file] += _num_bytes(tensor)
+    return ExportPlan(
+        tensors=ordered,
+        parts={name: tuple((part, placed[part.stored]) for part in of_tensor) for name, of_tensor in parts.items()},
+        headers=headers,
+        num_file_bytes=num_file_bytes,
+        index=_index(ordered) if len(groups) > 1 else "",
+    )
+
+
+def temporary_folder(folder: Path) -> Path:
+    """What the folder is called until it is finished."""
+    return folder.with_name(f".{folder.name}.unfinished")
+
+
+def begin_export(plan: ExportPlan, folder: Path, others: Mapping[str, bytes | Path] | None = None) -> None:
+    """Make the temporary folder with all its files; on one rank. What a dead export has left there is removed.
+
+    Args:
+        plan: of the export.
+        folder: to be; it must not exist, or be empty.
+        others: what stands beside the weights, by file name, as bytes or as the file to copy: `config.json`,
+            `generation_config.json`, those of the tokenizer.
+
+    Raises:
+        CheckpointError: there is such a folder, too little room, or the system refuses.
+    """
+    _refuse_taken(folder)
+    temporary = temporary_folder(folder)
+    with named_errors("export to", temporary):
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        check_room(temporary, sum(plan.num_file_bytes.values()))
+        temporary.mkdir(parents=True)
+        for file, header in plan.headers.items():
+            with (temporary / file).open("xb") as stream:
+                stream.write(header)
+                stream.truncate(plan.num_file_bytes[file])
+        weights = {*plan.headers, WEIGHTS_NAME, INDEX_NAME}
+        if plan.index:
+            (temporary / INDEX_NAME).write_text(plan.index, encoding="utf-8")
+        for name, content in (others or {}).items():
+            if name in weights or Path(name).name != name:
+                raise CheckpointError(
+                    f"{name} cannot stand beside the weights of {folder}; give another plain file name"
+                )
+            if isinstance(content, Path):
+                with named_errors("copy", content):
+                    shutil.copyfile(content, temporary / name)
+            else:
+                (temporary / name).write_bytes(content)
+
+
+def write_export(
+    plan: ExportPlan, folder: Path, state_shards: Iterable[StateShard], progress: Callable[[int], None] | None = None
+) -> int:
+    """Write what this rank writes of the parameters and buffers in the plan; returns when it is on disk.
+
+    At most a few MiB beside the holdings are taken up at any time; some 40 MiB where these lie in files.
+
+    Args:
+        plan: of the export.
+        folder: as given to `begin_export`, which has been called.
+        holdings: of this rank; states other than `param`, and tensors that are not in the plan, are passed over.
+        progress: told the bytes written, time and again.
+
+    Returns:
+        Bytes written. If their sum over all ranks is not `plan.num_tensor_bytes`, something has not been written.
+
+    Raises:
+        CheckpointError: a holding has another shape than the plan, or the system refuses.
+    """
+    temporary, num_bytes = temporary_folder(folder), 0
+    with named_errors("export to", temporary), _RunWriter(temporary) as writer:
+        for state_shard in state_shards:
+            if state_shard.state != PARAM or state_shard.name not in plan.parts:
+                continue
+            for block, start, placed in _blocks(plan, state_shard):
+                for chunk, chunk_start in _chunks(block, start):
+                    written = _write_chunk(writer, chunk, chunk_start, placed)
+                    num_bytes += written
+                    if progress is not None:
+                        progress(written)
+    return num_bytes
+
+
+def finish_export(folder: Path) -> None:
+    """Have everything on disk and give the folder its name; on one rank, after all have written.
+
+    Raises:
+        CheckpointError: a folder of this name has come to be meanwhile, or the system refuses.
+    """
+    temporary = temporary_folder(folder)
+    _refuse_taken(folder)
+    with named_errors("finish", folder):
+        for path in temporary.iterdir():
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        sync_folder(temporary)
+        # The system renames over an empty folder, and over no other.
+        temporary.rename(folder)
+        sync_folder(folder.parent)
+
+
+def discard_export(folder: Path) -> None:
+    """Remove what was begun, as far as that works: it is called when something else has failed already."""
+    shutil.rmtree(temporary_folder(folder), ignore_errors=True)
+
+
+def _refuse_taken(folder: Path) -> None:
+    with named_errors("export to", folder):
+        if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+            raise CheckpointError(f"{folder} is there already, and is not overwritten; give another, or remove it")
+
+
+def _check_names(tensors: Iterable[ExportTensor], rules: NameMap, parts: Mapping[str, Sequence[WeightPart]]) -> None:
+    """No two tensors may have one name in the folder, nor one that a tied tensor is read by."""
+    owners: dict[str, str] = {}
+    for tensor in tensors:
+        stored = [part.stored for part in parts[tensor.name]]
+        for name in itertools.chain(stored, *map(rules.stored_names, tensor.aliases)):
+            if owners.setdefault(name, tensor.name) != tensor.name:
+                raise CheckpointError(
+                    f"{owners[name]} and {tensor.name} are both {name} in the folder; mend the name rules"
+                )
+
+
+def _num_bytes(tensor: PlacedTensor) -> int:
+    return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
+
+
+def _fill_files(tensors: Iterable[PlacedTensor], max_file_bytes: int) -> Iterator[list[PlacedTensor]]:
+    """In their order, as many into a file as fit."""
+    group: list[PlacedTensor] = []
+    filled = 0
+    for tensor in tensors:
+        if group and filled + _num_bytes(tensor) > max_file_bytes:
+            yield group
+            group, filled = [], 0
+        group.append(tensor)
+        filled += _num_bytes(tensor)
+    yield group
+
+
+def _file_name(index: int, count: int) -> str:
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _place(file: str, group: Sequence[PlacedTensor]) -> tuple[bytes, list[PlacedTensor]]:
+    """The header of a file, and the tensors where it has them."""
+    header, offsets = encode_header([TensorHeader(each.name, each.dtype, each.shape) for each in group])
+    return header, [replace(each, file=file, offset=offset) for each, offset in zip(group, offsets, strict=True)]
+
+
+def _index(tensors: Sequence[PlacedTensor]) -> str:
+    values = {
+        "metadata": {"total_size": sum(map(_num_bytes, tensors))},
+        "weight_map": {tensor.name: tensor.file for tensor in tensors},
+    }
+    return f"{json.dumps(values, indent=2)}\n"
+
+
+def _blocks(plan: ExportPlan, state_shard: StateShard) -> Iterator[tuple[Tensor, Shape, PlacedTensor]]:
+    """What this rank writes of one holding, as views, each with its first index in a tensor of the folder."""
+    for held in written_parts(state_shard):
+        pairs = ((*each, piece) for each in plan.parts[held.name] for piece in held.written)
+        for part, placed, piece in pairs:
+            rect = part.rect.intersect(piece.rect)
+            if rect is None:
+                continue
+            values = held.flat.read(piece.local_offset, piece.local_stop).view(piece.rect.shape)
+            block = values[rect.slices_in(piece.rect)]
+            start = rect.slices_in(part.rect)
+            first = tuple(each.start for each in start)
+            if part.is_stacked:
+                block, first = block[0], first[1:]
+            if part.is_transposed:
+                block, first = block.T, first[::-1]
+            yield block.detach(), first, placed
+
+
+def _chunks(block: Tensor, start: Shape) -> Iterator[tuple[Tensor, Shape]]:
+    """Cut a block, in its order, into some of at most `_CHUNK_BYTES`."""
+    most = _CHUNK_BYTES // block.element_size()
+    if block.numel() <= most:
+        yield block, start
+        return
+    dim = next(i for i, length in enumerate(block.shape) if length > 1)
+    step = max(1, most * block.shape[dim] // block.numel())
+    for first in range(0, block.shape[dim], step):
+        part = block.narrow(dim, first, min(step, block.shape[dim] - first))
+        yield from _chunks(part, (*start[:dim], start[dim] + first, *start[dim + 1 :]))
+
+
+def _write_chunk(writer: _RunWriter, chunk: Tensor, start: Shape, placed: PlacedTensor) -> int:
+    """Cast a chunk and write the runs of bytes that it is in its file."""
+    values = torch.empty(chunk.numel(), dtype=named_dtype(placed.dtype))
+    values.view(chunk.shape).copy_(chunk)
+    data = memory_of(values)
+    item_bytes = ITEM_BYTES[placed.dtype]
+    # A run goes through the dims that the chunk has whole, and through the one before them.
+    dim = len(placed.shape) - 1
+    while dim > 0 and chunk.shape[dim] == placed.shape[dim]:
+        dim -= 1
+    dim = max(dim, 0)
+    run_bytes = math.prod(chunk.shape[dim:]) * item_bytes
+    strides = [math.prod(placed.shape[i + 1 :]) * item_bytes for i in range(len(placed.shape))]
+    base = placed.offset + sum(index * stride for index, stride in zip(start, strides, strict=True))
+    offsets = (range(0, chunk.shape[i] * strides[i], strides[i]) for i in range(dim))
+    for number, offset in enumerate(itertools.product(*offsets)):
+        writer.write(placed.file, base + sum(offset), data[number * run_bytes : (number + 1) * run_bytes])
+    return len(data)
+
+
+class _RunWriter:
+    """Writes runs of bytes in place into the files of a folder, runs that follow one another at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._handles: dict[str, int] = {}
+        self._file = ""
+        self._offset = 0
+        self._pending = bytearray()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._flush()
+                for handle in self._handles.values():
+                    os.fsync(handle)
+        finally:
+            for handle in self._handles.values():
+                os.close(handle)
+
+    def write(self, file: str, offset: int, data: memoryview) -> None:
+        follows = file == self._file and offset == self._offset + len(self._pending)
+        if not follows or len(self._pending) + len(data) > _CHUNK_BYTES:
+            self._flush()
+            self._file, self._offset = file, offset
+        self._pending += data
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        if self._file not in self._handles:
+            self._handles[self._file] = os.open(self._folder / self._file, os.O_WRONLY)
+        with memoryview(self._pending) as rest:
+            written = 0
+            while written < len(rest):
+                written += os.pwrite(self._handles[self._file], rest[written:], self._offset + written)
+        self._pending.clear()
+
+
+_FLOATS: Final = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What is exported, and where to.
+
+    Attributes:
+        folder: to be; one and the same for all ranks, by whatever path.
+        holdings: parameters and buffers, of this rank.
+        dtype: safetensors' name of the one that numbers with a point are written in; others stay as they are.
+        kept: names of the tensors that stay in their own dtype whatever it is.
+        others: the files beside the weights; what counts is rank 0's.
+        names: rules for names that differ in the folder.
+        max_file_bytes: of the tensors in a file.
+    """
+
+    folder: Path
+    state_shards: Sequence[StateShard]
+    dtype: str
+    kept: Set[str]
+    others: Mapping[str, bytes | Path]
+    names: NameMap | Mapping[str, Any] | None = None
+    max_file_bytes: int = MAX_FILE_BYTES
+
+    @cached_property
+    def plan(self) -> ExportPlan:
+        """The same on all ranks."""
+        tensors = [
+            ExportTensor(
+                each.name, each.aliases, each.global_shape, exported_dtype(own, self.dtype, each.name in self.kept)
+            )
+            for each in self.state_shards
+            if each.state == PARAM
+            for own in [dtype_name(each.flat.dtype)]
+        ]
+        return plan_export(in_order(tensors), self.names, self.max_file_bytes)
+
+
+def exported_dtype(dtype: str, wanted: str, is_kept: bool) -> str:
+    """The dtype in which a tensor of one dtype is written: the wanted one, unless it is kept, or of integers.
+
+    >>> exported_dtype("F32", "BF16", is_kept=False), exported_dtype("I64", "BF16", is_kept=False)
+    ('BF16', 'I64')
+    """
+    return wanted if dtype in _FLOATS and not is_kept else dtype
+
+
+def in_order(tensors: Iterable[ExportTensor]) -> list[ExportTensor]:
+    """By name, numbers by value: an order that no layout and no checkpoint changes.
+
+    >>> tensors = [ExportTensor(name, (), (), "F32") for name in ("h.10.up", "h.9.up", "h.9.down")]
+    >>> [tensor.name for tensor in in_order(tensors)]
+    ['h.9.down', 'h.9.up', 'h.10.up']
+    """
+    return sorted(
+        tensors,
+        key=lambda tensor: [
+            (0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"\.", tensor.name)
+        ],
+    )
+
+
+def export_jointly(request: ExportRequest, rounds: StoreBarrier, rank: int, timeout_s: float) -> Path:
+    """Export on all ranks, each of which calls this; returns the folder, whole.
+
+    Args:
+        request: of the same model, dtype and names on all ranks.
+        rounds: of this export alone; left when it ends.
+        rank: of this process.
+        timeout_s: half of which a folder that rank 0 has made may take to show on other ranks.
+
+    Raises:
+        CheckpointError: it failed on whichever rank, with the same words on all; nothing is left of it.
+    """
+    folder = request.folder
+
+    def plan() -> str:
+        parts = [request.plan.index, *map(repr, request.plan.headers.items())]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def begin(said: Mapping[int, str]) -> str:
+        odd = [each for each, digest in said.items() if digest != said[0]]
+        if odd:
+            raise CheckpointError(
+                f"{listed(odd)} would export other tensors than rank 0; call it with the same dtype and names on all"
+            )
+        begin_export(request.plan, folder, request.others)
+        return ""
+
+    def write() -> str:
+        await_folder(temporary_folder(folder), timeout_s / 2)
+        return str(write_export(request.plan, folder, request.state_shards, lambda _: rounds.show_progress()))
+
+    def finish(said: Mapping[int, str]) -> str:
+        written, planned = sum(map(int, said.values())), request.plan.num_tensor_bytes
+        if written != planned:
+            raise CheckpointError(f"the ranks have written {written} bytes of {planned}; this is a defect of shardwise")
+        finish_export(folder)
+        return ""
+
+    try:
+        rounds.run("begin", plan, begin)
+        rounds.run("finish", write, finish)
+    except CheckpointError:
+        if rank == 0:
+            discard_export(folder)
+        raise
+    finally:
+        rounds.finish()
+    return folder

@@ -1,0 +1,209 @@
+"""Our decoder as a Llama of Hugging Face and back, and how families name in folders what their models name otherwise.
+
+>>> from shardwise.models import DecoderConfig
+>>> config = DecoderConfig(vocab_size=64, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2,
+...                        head_dim=4, ffn_size=48, max_seq_len=32)
+>>> decoder_config_of(hf_config_of(config, "BF16")) == config
+True
+>>> decoder_names().stored_names("blocks.1.ffn.down.weight")
+('model.layers.1.mlp.down_proj.weight',)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Final
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from shardwise.checkpoint.hf.key_map import NameMap
+from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.config.untrusted_files import mismatch
+from shardwise.models import DecoderConfig
+
+_DECODER: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "embed.weight": "model.embed_tokens.weight",
+        "blocks.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
+        "blocks.*.attention.query.weight": "model.layers.*.self_attn.q_proj.weight",
+        "blocks.*.attention.key.weight": "model.layers.*.self_attn.k_proj.weight",
+        "blocks.*.attention.value.weight": "model.layers.*.self_attn.v_proj.weight",
+        "blocks.*.attention.out.weight": "model.layers.*.self_attn.o_proj.weight",
+        "blocks.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
+        "blocks.*.ffn.gate.weight": "model.layers.*.mlp.gate_proj.weight",
+        "blocks.*.ffn.up.weight": "model.layers.*.mlp.up_proj.weight",
+        "blocks.*.ffn.down.weight": "model.layers.*.mlp.down_proj.weight",
+        "norm.weight": "model.norm.weight",
+        "head.weight": "lm_head.weight",
+    }
+)
+
+# The models of transformers from version 5 on have one tensor of all experts, the folders one of each.
+_MIXTRAL: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "**.mlp.experts.gate_up_proj": {
+            "stored": ("**.block_sparse_moe.experts.#.w1.weight", "**.block_sparse_moe.experts.#.w3.weight"),
+            "dim": 1,
+        },
+        "**.mlp.experts.down_proj": "**.block_sparse_moe.experts.#.w2.weight",
+        "**.mlp.gate.weight": "**.block_sparse_moe.gate.weight",
+    }
+)
+_QWEN_MOE: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "**.mlp.experts.gate_up_proj": {
+            "stored": ("**.mlp.experts.#.gate_proj.weight", "**.mlp.experts.#.up_proj.weight"),
+            "dim": 1,
+        },
+        "**.mlp.experts.down_proj": "**.mlp.experts.#.down_proj.weight",
+    }
+)
+_FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {"mixtral": _MIXTRAL, "qwen2_moe": _QWEN_MOE, "qwen3_moe": _QWEN_MOE, "olmoe": _QWEN_MOE}
+)
+
+# What a config.json leaves out is what its family has; `num_key_value_heads` of a Llama: as many as heads.
+_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "llama": {"max_position_embeddings": 2048},
+        "mistral": {"max_position_embeddings": 4096 * 32, "num_key_value_heads": 8, "sliding_window": 4096},
+    }
+)
+TORCH_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+)
+
+
+def decoder_names() -> NameMap:
+    """What our decoder's tensors are called in a folder of a Llama."""
+    return NameMap.of(_DECODER)
+
+
+def family_names(config: Mapping[str, Any]) -> NameMap:
+    """Rules for an unmodified model of transformers, by its config.json; none where names are the folder's own.
+
+    A model that has another name for a tensor than its folder needs them in import and export: mixtures of experts.
+    """
+    return NameMap.of(_FAMILIES.get(str(config.get("model_type")), {}))
+
+
+def hf_config_of(config: DecoderConfig, dtype: str) -> dict[str, Any]:
+    """The config.json with which transformers reads an exported decoder as a Llama; block-sparse attention is lost.
+
+    Args:
+        config: of the decoder.
+        dtype: safetensors' name of the weights' dtype.
+    """
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_seq_len,
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        # Which tokens these are is the tokenizer's to say; the family's own would be 1 and 2.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": TORCH_NAMES[dtype],
+    }
+
+
+def decoder_config_of(config: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
+    """The shape of our decoder for which a folder has weights.
+
+    Args:
+        config: what its config.json says.
+        where: its path, for messages.
+
+    Raises:
+        CheckpointError: our decoder lacks what the folder's model has; the message says what.
+    """
+    family = str(config.get("model_type"))
+    if family not in _DEFAULTS:
+        lacks = {"qwen2": ": its biases of query, key and value", "qwen3": ": its norms of query and key"}.get(family)
+        raise CheckpointError(
+            f"{where} is of a {family!r}, which our decoder cannot be{lacks or ''}; train the model of transformers, "
+            f"or give a folder of one of: {', '.join(_DEFAULTS)}"
+        )
+    values = {**_DEFAULTS[family], **config}
+    try:
+        _LLAMA.validate_python(values, strict=True)
+    except ValidationError as error:
+        raise CheckpointError(f"{where} has {mismatch(error)}; take the config.json of the model") from None
+    rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+    lacking = [key for key, is_met in _conditions(values, rope).items() if not is_met]
+    if lacking:
+        found = ", ".join(f"{key}={rope.get(key, values.get(key))!r}" for key in lacking)
+        raise CheckpointError(f"{where} has {found}, which our decoder lacks; train the model of transformers")
+    missing = [key for key in _NEEDED if key not in values]
+    if missing:
+        raise CheckpointError(f"{where} does not give {', '.join(missing)}; take the config.json of the model")
+    num_heads = values["num_attention_heads"]
+    return DecoderConfig(
+        vocab_size=values["vocab_size"],
+        num_layers=values["num_hidden_layers"],
+        hidden_size=values["hidden_size"],
+        num_heads=num_heads,
+        num_kv_heads=values.get("num_key_value_heads") or num_heads,
+        head_dim=values.get("head_dim") or values["hidden_size"] // num_heads,
+        ffn_size=values["intermediate_size"],
+        max_seq_len=values["max_position_embeddings"],
+        rope_theta=float(rope.get("rope_theta", values.get("rope_theta", 10_000.0))),
+        norm_eps=values.get("rms_norm_eps", 1e-6),
+        tie_embeddings=values.get("tie_word_embeddings", False),
+    )
+
+
+_Size = Annotated[int, Field(gt=0, lt=2**31)]
+
+
+class _RopeJson(TypedDict, total=False):
+    rope_theta: float
+
+
+class _LlamaJson(TypedDict, total=False):
+    vocab_size: _Size
+    hidden_size: _Size
+    intermediate_size: _Size
+    max_position_embeddings: _Size
+    num_hidden_layers: _Size
+    num_attention_heads: _Size
+    num_key_value_heads: _Size | None
+    head_dim: _Size | None
+    sliding_window: _Size | None
+    rope_scaling: _RopeJson | None
+    rope_parameters: _RopeJson | None
+    rope_theta: float
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+
+
+_LLAMA: Final = TypeAdapter(_LlamaJson)
+_NEEDED: Final = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+
+
+def _conditions(values: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, bool]:
+    """What must hold of a config.json's values, by their keys."""
+    window = values.get("sliding_window")
+    rope_key = "rope_type" if "rope_type" in rope else "type"
+    return {
+        "hidden_act": values.get("hidden_act", "silu") == "silu",
+        "attention_bias": not values.get("attention_bias"),
+        "mlp_bias": not values.get("mlp_bias"),
+        "attention_dropout": not values.get("attention_dropout"),
+        "sliding_window": window is None or window >= values["max_position_embeddings"],
+        rope_key: rope.get(rope_key, "default") == "default",
+        "partial_rotary_factor": rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)) == 1.0,
+    }

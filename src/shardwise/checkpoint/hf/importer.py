@@ -1,0 +1,263 @@
+"""A Hugging Face folder as stored tensors of a model's names: headers are read here, slices later by who needs them.
+
+Names are made to meet without knowing the family. The base model's prefix may be there or not on either side
+(`wte.weight`, `transformer.wte.weight`), a tied weight may be left out or be there twice, and what old versions saved
+beside weights, masks and frequencies, is passed over. What else a folder has comes out under its own name, so that
+whoever loads can say that it is left over.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from shardwise.checkpoint.hf.families import family_names
+from shardwise.checkpoint.hf.key_map import NameMap, WeightPart
+from shardwise.checkpoint.manifest import CheckpointError, DamagedError, StoredChunk, StoredState, StoredTensor
+from shardwise.checkpoint.safetensors_io import FileTensor, read_header
+from shardwise.config.untrusted_files import UntrustedFileError, mismatch, open_regular, read_json
+from shardwise.layout.slicing import Rect, Shape
+from shardwise.runtime.state_shards import PARAM
+
+WEIGHTS_NAME: Final = "model.safetensors"
+INDEX_NAME: Final = "model.safetensors.index.json"
+CONFIG_NAME: Final = "config.json"
+_PICKLES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_SAMPLE_BYTES: Final = 64 * 1024
+_MAX_INDEX_BYTES: Final = 16 * 2**20
+# Parts of a name that a model may have before those of its base.
+_MAX_PREFIX: Final = 16
+
+
+@dataclass(frozen=True)
+class _WeightEntry:
+    """A tensor of the folder and the file that it is in."""
+
+    file: str
+    tensor: FileTensor
+
+
+def open_folder(
+    folder: Path, model_names: Mapping[str, Sequence[str]], names: NameMap | Mapping[str, Any] | None = None
+) -> tuple[StoredTensor, ...]:
+    """Find a model's tensors in a Hugging Face folder; reads its headers, and no values.
+
+    Args:
+        folder: with `model.safetensors`, or the index and files of a sharded one.
+        model_names: the aliases of each tensor of the model's state dict, by its first name.
+        names: rules for names that differ; see `NameMap.of`. Those of the family, by config.json, come behind them.
+
+    Returns:
+        What there is of the model's tensors, in its order, with the shapes that the folder has; then what is left over,
+        under the folder's names. The pieces have no checksums. A base model of a folder that has a head beside it
+        leaves no head over.
+
+    Raises:
+        DamagedError: a file is missing or torn.
+        CheckpointError: the folder has no safetensors; its weights are quantized; the model ties what differs in it.
+    """
+    config = read_config(folder)
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method")
+        raise CheckpointError(f"{folder} has weights quantized by {method}, which cannot be trained; give one without")
+    rules = NameMap.of(names).then(family_names(config))
+    wanted = {
+        kind for name, aliases in model_names.items() for each in (name, *aliases) for kind in _kinds(rules, each)
+    }
+    entries = {name: entry for name, entry in _entries(folder) if _kind(name) in wanted or not _is_junk(name, entry)}
+    renamed, is_head = _meet(wanted, entries)
+    found = {renamed(name): entry for name, entry in entries.items()}
+    shapes = {name: entry.tensor.shape for name, entry in found.items()}
+
+    tensors, used = [], set[str]()
+    for name, aliases in model_names.items():
+        joined = [each for each in (rules.join(alias, shapes) for alias in (name, *aliases)) if each is not None]
+        if not joined:
+            continue
+        shape, parts = joined[0]
+        for _, others in joined:
+            used.update(part.stored for part in others)
+            _check_tied(folder, name, [found[part.stored] for part in parts], [found[part.stored] for part in others])
+        tensors.append(_tensor(name, tuple(aliases), shape, [(part, found[part.stored]) for part in parts]))
+    for name, entry in entries.items():
+        if renamed(name) not in used and not is_head(name):
+            part = WeightPart(name, Rect.whole(entry.tensor.shape))
+            tensors.append(_tensor(name, (), entry.tensor.shape, [(part, entry)]))
+    return tuple(tensors)
+
+
+def read_config(folder: Path, name: str = CONFIG_NAME) -> dict[str, Any]:
+    """What the folder's config.json, or another file of JSON, says; nothing where it has none.
+
+    Raises:
+        DamagedError: it is no JSON.
+    """
+    path = folder / name
+    return _typed(_ConfigJson, _read_json(path), path) if os.path.lexists(path) else {}
+
+
+def _entries(folder: Path) -> Iterator[tuple[str, _WeightEntry]]:
+    """The tensors of all files, by name, in their order."""
+    if (folder / WEIGHTS_NAME).is_file():
+        yield from ((tensor.name, _WeightEntry(WEIGHTS_NAME, tensor)) for tensor in read_header(folder / WEIGHTS_NAME))
+        return
+    if not (folder / INDEX_NAME).is_file():
+        raise CheckpointError(_no_weights(folder))
+    weight_map = _typed(_IndexJson, _read_json(folder / INDEX_NAME), folder / INDEX_NAME)["weight_map"]
+    listed = set(weight_map)
+    for file, num_known in Counter(weight_map.values()).items():
+        if Path(file).name != file or file == ".." or len(file.encode(errors="replace")) > 255:
+            raise CheckpointError(f"{folder / INDEX_NAME} names the file {file!r} of another folder; put all into one")
+        if not (folder / file).is_file():
+            raise DamagedError(f"{folder / file} is missing, {INDEX_NAME} names it; fetch the folder again")
+        for tensor in read_header(folder / file, num_known):
+            if weight_map.get(tensor.name, file) == file:
+                listed.discard(tensor.name)
+                yield tensor.name, _WeightEntry(file, tensor)
+    for name in sorted(listed):
+        raise DamagedError(f"{folder / weight_map[name]} lacks {name}, which {INDEX_NAME} has there; fetch it again")
+
+
+def _no_weights(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"{folder} is no folder; give one with {WEIGHTS_NAME} or {INDEX_NAME}"
+    pickles = [name for name in _PICKLES if (folder / name).is_file()]
+    if pickles:
+        return (
+            f"{folder} has its weights as a pickle alone ({pickles[0]}), which may run any code when read; convert it "
+            "where you trust it: AutoModel.from_pretrained(folder).save_pretrained(new_folder) of transformers"
+        )
+    return f"{folder} has neither {WEIGHTS_NAME} nor {INDEX_NAME}; give a folder that save_pretrained has written"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = read_json(path, "fetch the file again", max_bytes=_MAX_INDEX_BYTES, folder=path.parent)
+    except UntrustedFileError as error:
+        raise DamagedError(error) from error.__cause__
+    if not isinstance(values, dict):
+        raise DamagedError(f"{path} has no table of values; fetch the file again")
+    return values
+
+
+class _ConfigJson(TypedDict, total=False):
+    architectures: list[str] | None
+    model_type: str
+    quantization_config: dict[str, Any] | None
+
+
+class _IndexJson(TypedDict):
+    weight_map: Annotated[dict[str, str], Field(min_length=1)]
+
+
+def _typed(schema: type[Any], values: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The values, of the types that are read of them."""
+    try:
+        TypeAdapter(schema).validate_python(values, strict=True)
+    except ValidationError as error:
+        raise DamagedError(f"{path} is not what transformers writes: {mismatch(error)}; fetch the file again") from None
+    return values
+
+
+def _kind(name: str) -> str:
+    """The name with all numbers between dots the same, so that a model has few kinds of names."""
+    return re.sub(r"(?<![^.])(\d+|#)(?![^.])", "0", name)
+
+
+def _kinds(rules: NameMap, name: str) -> Iterator[str]:
+    return map(_kind, rules.stored_names(name))
+
+
+def _is_junk(name: str, entry: _WeightEntry) -> bool:
+    """Masks, frequencies and positions, which old versions of transformers saved; a bias of attention is 1-D."""
+    shape, leaf = entry.tensor.shape, name.rpartition(".")[2]
+    is_of_attention = re.search(r"\.attn\.|\.attention\.", name) is not None
+    return (
+        (leaf == "inv_freq" and "rotary_emb" in name)
+        or (leaf == "bias" and is_of_attention and len(shape) == 4)
+        or (leaf == "masked_bias" and is_of_attention and not shape)
+        or (leaf == "position_ids" and entry.tensor.dtype == "I64")
+    )
+
+
+def _meet(wanted: set[str], entries: Mapping[str, _WeightEntry]) -> tuple[Callable[[str], str], Callable[[str], bool]]:
+    """How the folder's names become those that are wanted, and which are of a head that the model has not.
+
+    A prefix is put before names, or taken off, only where that serves most of them.
+    """
+    stored = {_kind(name) for name in entries}
+    fitting, missing, spare = wanted & stored, wanted - stored, stored - wanted
+
+    def prefix(longer: set[str], shorter: set[str], num_all: int) -> str | None:
+        count = Counter(head for name in longer for head, tail in _cuts(name) if tail in shorter)
+        for head, num in count.most_common(1):
+            if 2 * num > num_all:
+                return f"{head}."
+        return None
+
+    lacked = prefix(missing, spare, len(stored))
+    if lacked is not None:
+        return lambda name: f"{lacked}{name}" if _kind(f"{lacked}{name}") in missing else name, lambda name: False
+    extra = prefix(spare, missing, len(wanted))
+    if extra is None:
+        return lambda name: name, lambda name: False
+
+    def without(name: str) -> str:
+        return name.removeprefix(extra) if _kind(name.removeprefix(extra)) in missing else name
+
+    return without, lambda name: not fitting and not name.startswith(extra)
+
+
+def _cuts(name: str) -> Iterator[tuple[str, str]]:
+    """The name cut in two at each of its dots."""
+    for dot in islice(re.finditer(r"\.", name), _MAX_PREFIX):
+        yield name[: dot.start()], name[dot.end() :]
+
+
+def _tensor(
+    name: str, aliases: tuple[str, ...], shape: Shape, parts: list[tuple[WeightPart, _WeightEntry]]
+) -> StoredTensor:
+    dtypes = {entry.tensor.dtype for _, entry in parts}
+    if len(dtypes) > 1:
+        found = ", ".join(f"{part.stored} {entry.tensor.dtype}" for part, entry in parts[:4])
+        raise CheckpointError(f"{name} is made of tensors of different dtypes ({found}); convert them to one")
+    pieces = tuple(
+        StoredChunk(part.rect, entry.file, entry.tensor.start, is_transposed=part.is_transposed)
+        for part, entry in parts
+    )
+    return StoredTensor(name, aliases, shape, {PARAM: StoredState(dtypes.pop(), pieces)})
+
+
+def _check_tied(folder: Path, name: str, entries: list[_WeightEntry], others: list[_WeightEntry]) -> None:
+    """Compare a sample of what the model ties and the folder has twice: what was trained apart differs everywhere."""
+    for entry, other in zip(entries, others, strict=False):
+        if entry.tensor.name == other.tensor.name or entry.tensor.dtype != other.tensor.dtype:
+            continue
+        is_same_shape = entry.tensor.shape == other.tensor.shape
+        if not is_same_shape or list(_sample(folder, entry)) != list(_sample(folder, other)):
+            raise CheckpointError(
+                f"{folder / other.file} has {other.tensor.name} other than {entry.tensor.name}, but the model has them "
+                f"as one tensor, {name}; build the model untied (tie_word_embeddings=False)"
+            )
+
+
+def _sample(folder: Path, entry: _WeightEntry) -> Iterator[bytes]:
+    """The first, middle and last bytes of a tensor."""
+    first, stop = entry.tensor.start, entry.tensor.stop
+    last = max(first, stop - _SAMPLE_BYTES)
+    handle = open_regular(folder / entry.file, folder)
+    try:
+        for start in (first, (first + last) // 2, last):
+            yield os.pread(handle, min(_SAMPLE_BYTES, stop - start), start)
+    finally:
+        os.close(handle)

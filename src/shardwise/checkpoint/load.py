@@ -1,0 +1,309 @@
+"""Reading a checkpoint into what a rank holds: first whether it fits, then the bytes.
+
+A layer of 2 x 4 whose rows lie over a mesh of 2 x 2, two ranks in each row: of a checkpoint that one rank has written,
+the second rank of a row reads what it holds, the row's last half.
+
+>>> import tempfile
+>>> from dataclasses import replace
+>>> from shardwise.checkpoint.manifest import merge_parts
+>>> from shardwise.checkpoint.writer import write_state_shards
+>>> from shardwise.runtime.state_shards import TensorFlatState
+>>> from shardwise.layout.slicing import Chunk, Rect
+>>> whole = (Chunk(Rect((0, 0), (2, 4)), 0),)
+>>> saved = StateShard("up.weight", (), "param", (2, 4), TensorFlatState(torch.arange(8.0)), whole, written=whole)
+>>> half = (Chunk(Rect((1, 2), (2, 4)), 0),)
+>>> mine = StateShard("up.weight", (), "param", (2, 4), TensorFlatState(torch.zeros(2)), half, written=())
+>>> with tempfile.TemporaryDirectory() as folder:
+...     tensors, files = merge_parts([write_state_shards(Path(folder), "all.safetensors", [saved], [])])
+...     plan = plan_load(Manifest(3, tensors, files), [mine], folder, {}, strict=True, weights_only=False)
+...     num_bytes = plan.read(Path(folder), [mine])  # until now nothing was changed
+>>> mine.flat.tensor, num_bytes
+(tensor([6., 7.]), 32)
+>>> other = replace(mine, name="up.wieght")
+>>> plan_load(Manifest(3, tensors, files), [other], "step-00000003", {}, strict=True, weights_only=False)
+Traceback (most recent call last):
+    ...
+shardwise.checkpoint.manifest.CheckpointError: step-00000003 does not fit the model: missing up.wieght (is up.weight \
+meant?); unexpected up.weight; load with strict=False to take what fits
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.file_ranges import windows_of
+from shardwise.checkpoint.manifest import CheckpointError, Manifest, StoredState, StoredTensor
+from shardwise.checkpoint.reader import ChunkReader
+from shardwise.checkpoint.safetensors_io import named_dtype
+from shardwise.runtime.state_shards import PARAM, ScalarState, StateShard
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load has done.
+
+    Attributes:
+        path: the checkpoint that was loaded.
+        step: optimizer steps taken when it was saved.
+        missing: parameters and buffers of the model that it has not; they are as before.
+        skipped: what of it was not used, a line each.
+        damaged: newer checkpoints that were not used, and why.
+        extra: what the user gave to `save`.
+        num_read_bytes: read on this rank.
+    """
+
+    path: Path
+    step: int
+    missing: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
+    extra: Any = None
+    num_read_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What of a checkpoint goes where.
+
+    Attributes:
+        manifest: of the checkpoint.
+        match: stored tensors by the model's names.
+        with_states: whether the optimizer's states and the trajectory are taken over too.
+        misfits: what of the trajectory is left out, each with why; see `trajectory.misfits`.
+        skipped: all that is left out, a line each.
+    """
+
+    manifest: Manifest
+    match: StateMatch
+    with_states: bool
+    misfits: Mapping[str, str]
+    skipped: tuple[str, ...]
+
+    def optimizer_states(self) -> dict[str, dict[str, ScalarState | torch.dtype | None]]:
+        """By parameter and state: the number; or of a tensor its dtype, or None where that is the parameter's."""
+        if not self.with_states:
+            return {}
+        return {
+            name: {
+                state: _wanted(name, state, stored, tensor.states.get(PARAM))
+                for state, stored in tensor.states.items()
+                if state != PARAM
+            }
+            for name, tensor in self.match.found.items()
+        }
+
+    def read(
+        self, folder: Path, state_shards: Iterable[StateShard], progress: Callable[[], None] = lambda: None
+    ) -> int:
+        """Fill the holdings that the checkpoint has, and return the bytes that were read.
+
+        Raises:
+            DamagedError: a file is not what was written; some holdings may have been filled by then.
+            OSError: a state that lies in a file cannot be written.
+        """
+        with ChunkReader(folder) as reader:
+            for state_shard in state_shards:
+                progress()
+                tensor = self.match.found.get(state_shard.name)
+                if tensor is not None and state_shard.state in tensor.states and state_shard.pieces:
+                    _fill(reader, tensor, state_shard, progress)
+            return reader.num_read_bytes
+
+
+def _fill(reader: ChunkReader, stored: StoredTensor, state_shard: StateShard, progress: Callable[[], None]) -> None:
+    """Read a state to where it rests; where that is a file, through a buffer of at most `WINDOW_BYTES`."""
+    flat = state_shard.flat
+    if flat.tensor is not None:
+        before = flat.tensor.clone() if state_shard.kind == "buffer" else None
+        reader.read(stored, state_shard.state, state_shard.pieces, flat.tensor)
+        if before is not None and _is_rounded(before, flat.tensor, named_dtype(stored.states[state_shard.state].dtype)):
+            flat.tensor.copy_(before)
+        return
+    found = list(windows_of(flat, state_shard.pieces))
+    buffer = torch.empty(max(window.stop - window.start for window in found), dtype=flat.dtype)
+    for window in found:
+        values = buffer[: window.stop - window.start]
+        if window.has_gaps:
+            values.copy_(flat.read(window.start, window.stop))
+        reader.read(stored, state_shard.state, window.pieces, values)
+        flat.write(window.start, values)
+        progress()
+
+
+def _is_rounded(values: Tensor, read: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a buffer of a narrower dtype is these values rounded: a table from a run that cast its buffers."""
+    is_narrower = dtype.is_floating_point and dtype.itemsize < values.dtype.itemsize
+    return is_narrower and torch.equal(values.to(dtype), read.to(dtype))
+
+
+def plan_load(
+    manifest: Manifest,
+    state_shards: Sequence[StateShard],
+    where: str,
+    misfits: Mapping[str, str],
+    *,
+    strict: bool,
+    weights_only: bool,
+) -> LoadPlan:
+    """Decide what of a checkpoint goes where; the same on every rank.
+
+    Args:
+        manifest: of the checkpoint.
+        holdings: this rank's parameters, all of the model's, and its buffers.
+        where: the checkpoint, for messages.
+        misfits: what of the checkpoint's trajectory does not fit the engine's optimizer and schedule.
+        strict: refuse what does not fit, instead of skipping it.
+        weights_only: leave optimizer and trajectory alone.
+
+    Raises:
+        CheckpointError: it does not fit the model.
+    """
+    stored = [tensor for tensor in manifest.tensors if tensor.kind != "rank"]
+    # Adapters alone may be loaded into a model that is frozen by now, such as one that only generates.
+    is_partial = manifest.contents == "trainable"
+    there = {name for tensor in stored for name in (tensor.name, *tensor.aliases)} if is_partial else set()
+    wanted = [
+        WantedState(each.name, each.aliases, each.global_shape)
+        for each in state_shards
+        if each.kind != "rank"
+        and each.state == PARAM
+        and (each.trainable or not is_partial or not there.isdisjoint((each.name, *each.aliases)))
+    ]
+    result = match(stored, wanted)
+    with_states = not weights_only and manifest.contents != "weights"
+    misfits = misfits if with_states else {}
+    if strict:
+        cure = "; weights_only=True takes no optimizer and no schedule" if misfits else ""
+        result.check(where, [*misfits.values()], cure)
+    skipped = [f"unexpected {name}" for name in result.unexpected]
+    skipped += [f"of another shape: {line}" for line in result.misshapen]
+    skipped += misfits.values()
+    return LoadPlan(manifest, result, with_states and "states" not in misfits, misfits, tuple(skipped))
+
+
+def _wanted(name: str, state: str, stored: StoredState, values: StoredState | None) -> ScalarState | torch.dtype | None:
+    if stored.value is None:
+        # A state in the parameter's precision follows the precision; counts and the like stay what they are.
+        return None if values is not None and values.dtype == stored.dtype else named_dtype(stored.dtype)
+    is_python = stored.dtype in ("int", "float")
+    dtype = stored.dtype if is_python else str(named_dtype(stored.dtype)).removeprefix("torch.")
+    return ScalarState(name, state, stored.value, dtype)
+
+
+def own_tensors(manifest: Manifest, rank: int) -> Mapping[str, StoredTensor]:
+    """What was `rank`'s alone, by its name there."""
+    prefix = rank_name(rank, "")
+    return {
+        tensor.name.removeprefix(prefix): tensor
+        for tensor in manifest.tensors
+        if tensor.kind == "rank" and tensor.name.startswith(prefix)
+    }
+
+
+def rank_name(rank: int, name: str) -> str:
+    """The name under which a checkpoint keeps what is one rank's alone."""
+    return f"rank-{rank}/{name}"
+
+
+# How a caller of `Engine.load` goes on; `shardwise train` says what its user can do instead.
+LENIENT_CURE: Final = "; load with strict=False to take what fits"
+_NUM_NAMED = 8
+_MAX_COMPARED = 1000
+
+
+@dataclass(frozen=True)
+class WantedState:
+    """A parameter or buffer of the model: its names and its whole shape."""
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StateMatch:
+    """What fits, and what does not.
+
+    Attributes:
+        found: stored tensors by the model's name.
+        missing: names of the model that the checkpoint has not.
+        unexpected: names of the checkpoint that the model has not, or has tied to another.
+        misshapen: a line for each that both have in different shapes.
+    """
+
+    found: Mapping[str, StoredTensor]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    misshapen: tuple[str, ...]
+
+    def check(self, where: str, others: Sequence[str] = (), cure: str = "") -> None:
+        """Raise unless everything fits.
+
+        Args:
+            where: the checkpoint, for the message.
+            others: what else of it does not fit.
+            cure: for these.
+
+        Raises:
+            CheckpointError: listing what does not.
+        """
+        parts = []
+        if self.missing:
+            close = difflib.get_close_matches(self.missing[0], self.unexpected[:_MAX_COMPARED], n=1)
+            parts.append(f"missing {listed_names(self.missing)}" + (f" (is {close[0]} meant?)" if close else ""))
+        if self.unexpected:
+            parts.append(f"unexpected {listed_names(self.unexpected)}")
+        if self.misshapen:
+            parts.append(f"of another shape {listed_names(self.misshapen)}")
+        parts += others
+        if parts:
+            raise CheckpointError(f"{where} does not fit the model: {'; '.join(parts)}{LENIENT_CURE}{cure}")
+
+
+def match(stored: Sequence[StoredTensor], wanted: Sequence[WantedState]) -> StateMatch:
+    """Find the stored tensor of each wanted one.
+
+    Args:
+        stored: parameters and buffers of a checkpoint.
+        wanted: all that the checkpoint should have of the model.
+    """
+    by_name = {name: tensor for tensor in stored for name in (tensor.name, *tensor.aliases)}
+    found: dict[str, StoredTensor] = {}
+    missing, misshapen = [], []
+    used: set[str] = set()
+    tied: dict[str, str] = {}
+    for each in wanted:
+        name = next((name for name in (each.name, *each.aliases) if name in by_name), None)
+        if name is None:
+            missing.append(each.name)
+            continue
+        tensor = by_name[name]
+        used.add(tensor.name)
+        tied.update(dict.fromkeys((each.name, *each.aliases), each.name))
+        if tensor.shape == each.shape:
+            found[each.name] = tensor
+        else:
+            misshapen.append(f"{each.name} ({tensor.shape} there, {each.shape} in the model)")
+    unexpected = tuple(
+        f"{tensor.name} (tied to {tied[tensor.name]} in the model)" if tensor.name in tied else tensor.name
+        for tensor in stored
+        if tensor.name not in used
+    )
+    return StateMatch(found, tuple(missing), unexpected, tuple(misshapen))
+
+
+def listed_names(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are.
+
+    >>> listed_names(["up", "down"])
+    'up, down'
+    """
+    more = len(names) - _NUM_NAMED
+    return ", ".join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,373 @@
+"""What a run needs to go on besides tensors, as JSON: the optimizer's options, the schedule, the state of generators.
+
+>>> parameter = torch.nn.Parameter(torch.zeros(1))
+>>> optimizer = torch.optim.AdamW([parameter], lr=0.5)
+>>> saved = json.loads(json.dumps(optimizer_options(optimizer)))
+>>> saved["kind"], saved["groups"][0]["lr"]
+('AdamW', 0.5)
+>>> optimizer.param_groups[0]["lr"] = 0.1
+>>> restore_options(optimizer, saved)
+>>> optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]
+(0.5, (0.9, 0.999))
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import json
+import logging
+import math
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.layout.slicing import LocalTensor
+from shardwise.runtime.pinned_memory import memory_of
+from shardwise.runtime.state_shards import PARAM, Kind, StateShard, TensorFlatState
+from shardwise.runtime.torch_private import persistent_buffers
+
+# How a step is computed, not what: the machine that goes on decides.
+_HINTS: Final = frozenset({"params", "fused", "foreach", "capturable", "differentiable"})
+# JSON has no keys but text: a dict with others is kept as its items.
+_ITEMS: Final = "__items__"
+# Words of the Mersenne Twister's state.
+_NUMPY_KEYS: Final = 624
+_SCALER: Final = MappingProxyType({"scale": 1.0, "num_good_steps": 0})
+_CURE: Final = "weights_only=True, which takes no optimizer and no schedule"
+
+log = logging.getLogger("shardwise")
+
+
+def optimizer_options(optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's class and its groups' options, as JSON takes them."""
+    groups = [
+        {key: _plain(value, f"option {key} of the optimizer") for key, value in group.items() if key not in _HINTS}
+        for group in optimizer.param_groups
+    ]
+    return {"kind": type(optimizer).__name__, "groups": groups}
+
+
+def restore_options(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Give the groups, as many as there were, the options that `optimizer_options` returned."""
+    for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
+        for key, value in ((key, value) for key, value in options.items() if key not in _HINTS):
+            current = group.get(key)
+            if isinstance(current, Tensor):  # whoever recorded a graph with it reads it there
+                current.fill_(value)
+            else:
+                group[key] = _like(current, value)
+
+
+def scheduler_state(scheduler: Any) -> dict[str, Any] | None:
+    """The schedule's class and state; None of one without `state_dict`, which a resumed run starts anew."""
+    if not hasattr(scheduler, "state_dict"):
+        log.warning("%s has no state_dict(), so a resumed run starts it anew", type(scheduler).__name__)
+        return None
+    name = type(scheduler).__name__
+    state = scheduler.state_dict()
+    return {"kind": name, "state": {key: _plain(value, f"{key} of {name}") for key, value in state.items()}}
+
+
+def restore_scheduler(scheduler: Any, saved: Mapping[str, Any] | None) -> None:
+    """Give the schedule, of the same class, the state that `scheduler_state` returned."""
+    if saved is not None:
+        scheduler.load_state_dict(_like(scheduler.state_dict(), saved["state"]))
+
+
+def advance_schedule(scheduler: LambdaLR, saved: Mapping[str, Any] | None, step: int) -> None:
+    """Put a schedule that the config names at the saved step, and set the rates that it gives there.
+
+    So a resumed run whose config has another rate, or another length, follows its own config.
+
+    Args:
+        scheduler: of the config.
+        saved: what `scheduler_state` returned, of any schedule; skipped steps do not count in it.
+        step: where it says nothing.
+    """
+    last_epoch = int((saved or {}).get("state", {}).get("last_epoch", step))
+    scheduler.load_state_dict({"last_epoch": last_epoch, "_step_count": last_epoch + 1, "lr_lambdas": [None]})
+    rates = []
+    for group, base, factor in zip(
+        scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+    ):
+        rates.append(base * factor(last_epoch))
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rates[-1])
+        else:
+            group["lr"] = rates[-1]
+    scheduler.load_state_dict({"_last_lr": rates, "lr_lambdas": [None]})
+
+
+def misfits(saved: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, takes_options: bool) -> dict[str, str]:
+    """What of a saved trajectory does not fit, each with why: its `states`, its `options`, its `scheduler`.
+
+    Args:
+        saved: with what `optimizer_options` and `scheduler_state` returned.
+        optimizer: that is to go on.
+        scheduler: likewise.
+        takes_options: whether options and schedule come from the checkpoint, and not from a config.
+    """
+    found: dict[str, str] = {}
+    kind, saved_optimizer = type(optimizer).__name__, saved["optimizer"]
+    if saved_optimizer.get("kind", kind) != kind:
+        found["states"] = f"states of {saved_optimizer['kind']}, but the optimizer is {kind}"
+    if not takes_options:
+        return found
+    groups = saved_optimizer["groups"]
+    if len(groups) != len(optimizer.param_groups):
+        there = len(optimizer.param_groups)
+        found["options"] = f"options of {len(groups)} parameter groups, but the optimizer has {there}"
+    elif wrong := [each for pair in zip(optimizer.param_groups, groups, strict=True) for each in _strange(*pair)]:
+        found["options"] = f"the optimizer's {wrong[0]}"
+    elif wrong := [text for each in groups if (text := _refusal(optimizer, each))]:
+        found["options"] = f"options that {kind} refuses: {wrong[0]}"
+    kind, saved_scheduler = type(scheduler).__name__, saved["scheduler"]
+    if saved_scheduler is None:
+        return found
+    if saved_scheduler["kind"] != kind or not hasattr(scheduler, "load_state_dict"):
+        found["scheduler"] = f"a {saved_scheduler['kind']}, but the scheduler is {kind}"
+    elif len(groups) != len(optimizer.param_groups):
+        found["scheduler"] = f"a {kind} of {len(groups)} parameter groups"
+    elif wrong := _strange(scheduler.state_dict(), saved_scheduler["state"]):
+        found["scheduler"] = f"{kind}'s {wrong[0]}"
+    return found
+
+
+def check_whole(saved: Mapping[str, Any]) -> None:
+    """Raise where a trajectory lacks what a load reads, or a number is none.
+
+    Raises:
+        CheckpointError: so it is.
+    """
+    last_epoch = (saved.get("scheduler") or {}).get("state", {}).get("last_epoch", 0)
+    wrong = [f"no {key}" for key in ("normaliser", "scaler", "optimizer", "scheduler") if key not in saved]
+    wrong += [f"no {key} of the optimizer" for key in ("kind", "groups") if key not in saved.get("optimizer", {})]
+    wrong += [f"no {key} of the scheduler" for key in ("kind", "state") if key not in (saved.get("scheduler") or {key})]
+    wrong += [] if _fits(0, last_epoch) else [f"last_epoch={last_epoch!r:.50}"]
+    scaler = saved.get("scaler") or _SCALER  # empty where the scale is not dynamic
+    wrong += [f"no {key} of the loss" for key in _SCALER if key not in scaler]
+    wrong += _strange({"normaliser": 0.0}, saved) + _strange(_SCALER, scaler)
+    if wrong:
+        raise CheckpointError(f"the state of the run is not whole: {wrong[0]}; use an older checkpoint, or {_CURE}")
+
+
+def _refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str:
+    """What the optimizer's class says against options, such as betas above 1; nothing if it takes them."""
+    accepted = inspect.signature(type(optimizer)).parameters.keys() - _HINTS
+    given = {key: _like(optimizer.defaults.get(key), value) for key, value in options.items() if key in accepted}
+    try:
+        type(optimizer)([torch.zeros(1)], **given)
+    except ValueError as error:
+        return str(error)
+    except Exception:  # it cannot be made like that
+        return ""
+    return ""
+
+
+def _strange(current: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Of values that were saved by name, those that cannot stand for what is there."""
+    values = {key: value for key, value in saved.items() if key in current and key not in _HINTS}
+    return [
+        f"{key} is {value!r:.50}, which cannot stand for {current[key]!r:.50}"
+        for key, value in values.items()
+        if not _fits(current[key], value)
+    ]
+
+
+def _fits(current: Any, plain: Any) -> bool:
+    """Whether `_like` makes of what JSON has a value that can stand for the one that is there.
+
+    >>> _fits(0.1, 0.5), _fits(0.1, "x"), _fits(0.1, float("nan")), _fits((0.9, 0.5), [0.9]), _fits({"a": 1}, {"b": 2})
+    (True, False, False, False, True)
+    """
+    if isinstance(current, bool):
+        return isinstance(plain, int)
+    if isinstance(current, int | float | Tensor):
+        is_number = isinstance(plain, int | float) and not isinstance(plain, bool)
+        is_bounded = not isinstance(current, float) or math.isfinite(current)
+        return is_number and (abs(plain) <= sys.float_info.max or not is_bounded)
+    if isinstance(current, list | tuple):
+        is_alike = isinstance(plain, list) and (isinstance(current, list) or len(plain) == len(current))
+        return is_alike and all(map(_fits, current, plain))
+    if isinstance(current, Mapping):
+        return isinstance(plain, dict) and (plain.keys() == {_ITEMS} or not _strange(current, plain))
+    return not isinstance(current, str) or isinstance(plain, str)
+
+
+def generator_states(device: torch.device) -> dict[str, Tensor]:
+    """The states of the generators that user code may draw from, as 1-D uint8 tensors by name."""
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    numpy_state = [kind, np.asarray(keys).tolist(), position, has_gauss, cached]
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": _text_tensor(json.dumps(random.getstate())),
+        "numpy": _text_tensor(json.dumps(numpy_state)),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Let the generators go on where `generator_states` found them.
+
+    Raises:
+        CheckpointError: what is stored is no state of a generator.
+    """
+    try:
+        _restore_generators(states, device)
+    except (RuntimeError, ValueError, TypeError, OverflowError) as error:
+        raise CheckpointError(
+            f"the state of a generator is none: {error}; use an older checkpoint, or {_CURE}"
+        ) from None
+
+
+def _restore_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+    if "python" in states:
+        version, internal, gauss = json.loads(_text(states["python"]))
+        random.setstate((version, tuple(internal), gauss))
+    if "numpy" in states:
+        kind, keys, position, has_gauss, cached = json.loads(_text(states["numpy"]))
+        if len(keys) != _NUMPY_KEYS or not 0 <= position <= _NUMPY_KEYS:  # NumPy would read beyond them
+            raise ValueError(f"NumPy's has {len(keys)} words and stands at {position}")
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+
+
+def _plain(value: Any, what: str) -> Any:
+    """A value as JSON gives it back, tuples as lists; `_like` makes of it again what it was."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            return {_ITEMS: [[_plain(key, what), _plain(each, what)] for key, each in value.items()]}
+        return {key: _plain(each, what) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each, what) for each in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise CheckpointError(
+        f"{what} is a {type(value).__name__}, but a checkpoint keeps numbers, text, lists and dicts of them; keep it "
+        "out of the state, or save it by yourself"
+    )
+
+
+def _like(current: Any, plain: Any) -> Any:
+    """A value that `_plain` returned, in the types of the one that is there.
+
+    >>> _like({"betas": (0.9, 0.5), "at": {3: 1}}, {"betas": [0.9, 0.99], "at": {"__items__": [[5, 1]]}})
+    {'betas': (0.9, 0.99), 'at': {5: 1}}
+    """
+    if isinstance(plain, dict):
+        pairs = dict(plain[_ITEMS]) if plain.keys() == {_ITEMS} else plain
+        known = current if isinstance(current, Mapping) else {}
+        values = {key: _like(known.get(key), value) for key, value in pairs.items()}
+        if not isinstance(current, dict) or type(current) is dict:
+            return values
+        same = copy.copy(current)  # such as the Counter of a MultiStepLR
+        same.clear()
+        same.update(values)
+        return same
+    if isinstance(plain, list):
+        is_alike = isinstance(current, list | tuple) and len(current) == len(plain)
+        members = [_like(current[at] if is_alike else None, value) for at, value in enumerate(plain)]
+        return tuple(members) if isinstance(current, tuple) else members
+    if isinstance(current, float) and isinstance(plain, int):
+        return float(plain)
+    if isinstance(current, Tensor) and isinstance(plain, int | float):
+        return torch.full_like(current, plain)
+    return plain
+
+
+def _text_tensor(text: str) -> Tensor:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def _text(tensor: Tensor) -> str:
+    return bytes(tensor.tolist()).decode()
+
+
+# What a rank does with a buffer: it runs its module, and writes it too; or only other ranks do.
+Role = Literal["writes", "runs", "keeps"]
+
+
+@dataclass(frozen=True)
+class SavedBuffer:
+    """A buffer and its holding, whose values are the buffer's own memory where that is contiguous, else a copy."""
+
+    state_shard: StateShard
+    buffer: Tensor
+    role: Role
+
+    @property
+    def values(self) -> Tensor:
+        """What the holding has, 1-D, its own memory."""
+        return self.state_shard.flat.read(0, self.state_shard.flat.numel)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Let the buffer have what was read into its holding."""
+        values = self.values.view(self.buffer.shape)
+        if any(not step and size > 1 for step, size in zip(self.buffer.stride(), self.buffer.shape, strict=True)):
+            self.buffer.data = values.clone()  # elements of an expanded one share memory: torch writes into none
+        elif self.buffer.data_ptr() != values.data_ptr():
+            self.buffer.copy_(values)
+
+
+def held_buffers(model: nn.Module, role_of: Callable[[str], Role]) -> list[SavedBuffer]:
+    """The persistent buffers of a model.
+
+    Args:
+        model: all of it.
+        role_of: this rank's, by the buffer's first name.
+    """
+    names: dict[int, list[str]] = {}
+    buffers: dict[int, Tensor] = {}
+    for name, buffer in persistent_buffers(model):
+        names.setdefault(id(buffer), []).append(name)
+        buffers[id(buffer)] = buffer
+    found = []
+    for key, (first, *others) in names.items():
+        role, buffer = role_of(first), buffers[key]
+        state_shard = whole(first, buffer, tuple(others), kind="buffer", is_written=role == "writes")
+        found.append(SavedBuffer(state_shard, buffer, role))
+    return found
+
+
+def digests(held: Sequence[SavedBuffer]) -> dict[str, str]:
+    """By name, what stands for the values of each buffer that this rank writes."""
+    return {each.state_shard.name: _digest(each) for each in held if each.role == "writes"}
+
+
+def differing(held: Sequence[SavedBuffer], others: Mapping[str, str]) -> list[SavedBuffer]:
+    """The buffers that this rank runs too, and that are not as they were where `digests` returned `others`."""
+    return [each for each in held if each.role == "runs" and _digest(each) != others.get(each.state_shard.name)]
+
+
+def whole(name: str, tensor: Tensor, aliases: tuple[str, ...] = (), *, kind: Kind, is_written: bool) -> StateShard:
+    """The holding of a tensor that this rank has all of."""
+    shape = tuple(tensor.shape)
+    pieces = LocalTensor.whole(shape).pieces
+    flat = TensorFlatState(tensor.detach().contiguous().view(-1))
+    return StateShard(name, aliases, PARAM, shape, flat, pieces, pieces if is_written else (), kind, trainable=False)
+
+
+def _digest(held: SavedBuffer) -> str:
+    return hashlib.blake2b(memory_of(held.values.cpu()), digest_size=16).hexdigest()

@@ -1,0 +1,309 @@
+"""Writes what a rank has to save into one safetensors file, straight from where it rests.
+
+On the CPU the file is written from the tensors' own memory, on a GPU through one small pinned buffer, of a state that
+lies in a file in reads of a few MiB; nothing is ever copied whole. Checksums are taken beside the writing, by a helper
+thread, and another one reads such files ahead.
+
+>>> import tempfile, torch
+>>> from shardwise.runtime.state_shards import TensorFlatState
+>>> from shardwise.layout.slicing import Chunk, Rect
+>>> half = (Chunk(Rect((2, 0), (4, 3)), 0),)
+>>> held = StateShard("up.weight", (), "exp_avg", (4, 3), TensorFlatState(torch.zeros(6)), half, half)
+>>> with tempfile.TemporaryDirectory() as folder:
+...     part = write_state_shards(Path(folder), "rank-00001-of-00002.safetensors", [held], [])
+>>> part.num_bytes, part.tensors[0].states["exp_avg"].pieces[0].rect == half[0].rect
+(152, True)
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, groupby, pairwise
+from multiprocessing.pool import AsyncResult, ThreadPool
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.file_ranges import read_spans
+from shardwise.checkpoint.manifest import (
+    BLOCK_BYTES,
+    CheckpointError,
+    RankManifest,
+    StoredChunk,
+    StoredState,
+    StoredTensor,
+    entry_key,
+    merge_parts,
+)
+from shardwise.checkpoint.safetensors_io import TensorHeader, dtype_name, encode_header
+from shardwise.layout.slicing import Chunk, Rect, stack
+from shardwise.runtime.pinned_memory import memory_of
+from shardwise.runtime.state_shards import ScalarState, StateShard
+
+# What one call writes at most, in bytes and in buffers; the kernel takes 1024 buffers.
+_BATCH_BYTES: Final = 4 * BLOCK_BYTES
+_BATCH_BUFFERS: Final = 512
+# Pages go to the disk by this much while the next ones are written, not all at once in the fsync.
+_WRITE_BACK_BYTES: Final = 32 * BLOCK_BYTES
+_CURES: Final = MappingProxyType(
+    {
+        errno.ENOSPC: "make room there, or save elsewhere",
+        errno.EDQUOT: "make room within the quota, or save elsewhere",
+        errno.EFBIG: "save on a file system, or under a limit, that allows files so large",
+        errno.EROFS: "make the folder writable, or save elsewhere",
+        errno.EACCES: "make the folder writable, or save elsewhere",
+        errno.EEXIST: "save to a fresh folder",
+    }
+)
+
+
+def write_state_shards(
+    folder: Path,
+    file: str,
+    state_shards: Sequence[StateShard],
+    numbers: Sequence[ScalarState],
+    progress: Callable[[int], None] | None = None,
+) -> RankManifest:
+    """Write the pieces that are this rank's to write into one new file, and sync it.
+
+    Args:
+        folder: where; it exists.
+        file: the name of the new file. A rank that has nothing to write makes none.
+        holdings: what the rank holds; several may be parts of one state.
+        numbers: states that are one number, of parameters that are among the holdings; they go into the result alone.
+        progress: told, now and then, how many bytes more have been written.
+
+    Returns:
+        What lies where, with the checksums.
+
+    Raises:
+        CheckpointError: the file cannot be written, a dtype has no name in it, or a number is of no parameter held.
+    """
+    jobs = [
+        _WriteJob.of(state_shard, rect, pieces)
+        for state_shard in state_shards
+        for rect, pieces in stack(state_shard.written)
+    ]
+    header, offsets = encode_header([job.entry for job in jobs])
+    num_bytes = max((offset + job.num_bytes for job, offset in zip(jobs, offsets, strict=True)), default=0)
+    if jobs:
+        in_file = sorted(zip(offsets, jobs, strict=True), key=lambda pair: pair[0])
+        _write_file(folder / file, header, [job for _, job in in_file], num_bytes, progress or (lambda _: None))
+    pieces_of: dict[int, list[StoredChunk]] = {}
+    for job, offset in zip(jobs, offsets, strict=True):
+        pieces_of.setdefault(id(job.state_shard), []).append(StoredChunk(job.rect, file, offset, tuple(job.crcs)))
+    tensors = [
+        _stored(state_shard, {state_shard.state: StoredState(dtype_name(state_shard.flat.dtype), tuple(pieces))})
+        for state_shard in state_shards
+        # A tensor of no elements has no pieces, and must be in the manifest all the same.
+        if (pieces := pieces_of.get(id(state_shard), [])) or not math.prod(state_shard.global_shape)
+    ]
+    tensors += _stored_numbers(state_shards, numbers)
+    merged, _ = merge_parts([RankManifest("", 0, (tensor,)) for tensor in tensors])
+    return RankManifest(file if jobs else "", num_bytes, merged)
+
+
+def _stored(state_shard: StateShard, states: dict[str, StoredState]) -> StoredTensor:
+    names = (state_shard.name, state_shard.aliases, state_shard.global_shape)
+    return StoredTensor(*names, states, state_shard.kind, state_shard.trainable)
+
+
+def _stored_numbers(state_shards: Sequence[StateShard], numbers: Sequence[ScalarState]) -> Iterator[StoredTensor]:
+    by_name = {state_shard.name: state_shard for state_shard in state_shards}
+    for number in numbers:
+        if number.name not in by_name:
+            raise CheckpointError(
+                f"{number.name}/{number.state} is a state of no parameter here; list its holding, too"
+            )
+        is_python = number.dtype in ("int", "float")
+        dtype = number.dtype if is_python else dtype_name(getattr(torch, number.dtype))
+        yield _stored(by_name[number.name], {number.state: StoredState(dtype, value=number.value)})
+
+
+@dataclass
+class _WriteJob:
+    """One entry of the file: a rectangle, and the spans of bytes of the holding's state that are it row-major.
+
+    `source` is the state's memory, 1-D uint8; None where it lies in a file. `crcs` fills as its blocks are written.
+    """
+
+    state_shard: StateShard
+    rect: Rect
+    entry: TensorHeader
+    source: Tensor | None
+    spans: tuple[tuple[int, int], ...]
+    crcs: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, state_shard: StateShard, rect: Rect, pieces: Sequence[Chunk]) -> _WriteJob:
+        item, tensor = state_shard.flat.dtype.itemsize, state_shard.flat.tensor
+        spans: list[tuple[int, int]] = []
+        for piece in pieces:
+            start, stop = piece.local_offset * item, piece.local_stop * item
+            if spans and spans[-1][1] == start:
+                spans[-1] = (spans[-1][0], stop)
+            else:
+                spans.append((start, stop))
+        key = entry_key(state_shard.name, state_shard.global_shape, state_shard.state, rect)
+        entry = TensorHeader(key, dtype_name(state_shard.flat.dtype), rect.shape)
+        source = None if tensor is None else tensor.detach().view(torch.uint8)
+        return cls(state_shard, rect, entry, source, tuple(spans))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(stop - start for start, stop in self.spans)
+
+    def blocks(self) -> Iterator[list[tuple[int, int]]]:
+        """The spans of each `BLOCK_BYTES` of the entry."""
+        block: list[tuple[int, int]] = []
+        room = BLOCK_BYTES
+        for start, stop in self.spans:
+            while stop - start >= room:
+                yield [*block, (start, start + room)]
+                block, start, room = [], start + room, BLOCK_BYTES
+            if start < stop:
+                block.append((start, stop))
+                room -= stop - start
+        if block:
+            yield block
+
+
+@dataclass(frozen=True)
+class _ShardBlock:
+    job: _WriteJob
+    spans: list[tuple[int, int]]
+    num_bytes: int
+
+
+def _batches(jobs: Sequence[_WriteJob]) -> Iterator[list[_ShardBlock]]:
+    batch: list[_ShardBlock] = []
+    num_bytes = 0
+    for job in jobs:
+        for spans in job.blocks():
+            block = _ShardBlock(job, spans, sum(stop - start for start, stop in spans))
+            if num_bytes + block.num_bytes > _BATCH_BYTES or len(batch) == _BATCH_BUFFERS:
+                yield batch
+                batch, num_bytes = [], 0
+            batch.append(block)
+            num_bytes += block.num_bytes
+    yield batch
+
+
+class _WriteBuffer:
+    """Brings blocks where the host can write them from: nothing to do for memory of the host in one stretch."""
+
+    def __init__(self) -> None:
+        self._pinned: Tensor | None = None
+
+    def load(self, batch: Sequence[_ShardBlock]) -> list[memoryview]:
+        """The bytes of each block, good until the next call."""
+        found: list[memoryview] = []
+        place = 0
+        for _, same_job in groupby(batch, key=lambda block: id(block.job)):
+            blocks = list(same_job)
+            source = blocks[0].job.source
+            if source is None:
+                found += _from_file(blocks)
+            elif source.device.type == "cpu":
+                found += [_in_host_memory(source, block.spans) for block in blocks]
+            else:
+                for block in blocks:
+                    found.append(self._pin(source, block, place))
+                    place += block.num_bytes
+        return found
+
+    def _pin(self, source: Tensor, block: _ShardBlock, place: int) -> memoryview:
+        """The bytes of a block of a GPU, copied to a place of the pinned buffer."""
+        if self._pinned is None:
+            self._pinned = torch.empty(_BATCH_BYTES, dtype=torch.uint8, pin_memory=True)
+        staged = self._pinned[place : place + block.num_bytes]
+        parts = [source[start:stop] for start, stop in block.spans]
+        staged.copy_(parts[0] if len(parts) == 1 else torch.cat(parts))
+        return memory_of(staged)
+
+
+def _in_host_memory(source: Tensor, spans: Sequence[tuple[int, int]]) -> memoryview:
+    view = memory_of(source)
+    if len(spans) == 1:
+        return view[slice(*spans[0])]
+    return memoryview(b"".join([view[start:stop] for start, stop in spans]))
+
+
+def _from_file(blocks: Sequence[_ShardBlock]) -> Iterator[memoryview]:
+    """The bytes of blocks that follow one another in one entry, in as few reads as they can be had."""
+    memory = read_spans(blocks[0].job.state_shard, [span for block in blocks for span in block.spans])
+    place = 0
+    for block in blocks:
+        yield memory[place : place + block.num_bytes]
+        place += block.num_bytes
+
+
+def _loaded(jobs: Sequence[_WriteJob], helpers: ThreadPool) -> Iterator[tuple[list[_ShardBlock], list[memoryview]]]:
+    """The batches with their bytes, good until the next one; files are read while the batch before is written."""
+    staging = _WriteBuffer()
+    ahead: AsyncResult[list[memoryview]] | None = None
+    for batch, following in pairwise(chain(_batches(jobs), [[]])):
+        buffers = staging.load(batch) if ahead is None else ahead.get()
+        is_in_files = bool(following) and all(block.job.source is None for block in following)
+        ahead = helpers.apply_async(staging.load, (following,)) if is_in_files else None
+        yield batch, buffers
+
+
+def _write_file(
+    path: Path, header: bytes, jobs: Sequence[_WriteJob], num_bytes: int, progress: Callable[[int], None]
+) -> None:
+    end = written_back = 0
+    try:
+        # No executor of `concurrent.futures`: it takes no work once the main thread has ended, while a save goes on.
+        with path.open("xb", buffering=0) as file, ThreadPool(2) as helpers:
+            descriptor = file.fileno()
+            _reserve(descriptor, num_bytes)
+            end += _write(descriptor, [memoryview(header)])
+            for batch, buffers in _loaded(jobs, helpers):
+                crcs = helpers.apply_async(lambda buffers: [zlib.crc32(buffer) for buffer in buffers], (buffers,))
+                written = _write(descriptor, buffers)
+                for block, crc in zip(batch, crcs.get(), strict=True):
+                    block.job.crcs.append(crc)
+                end += written
+                progress(written)
+                if end - written_back >= _WRITE_BACK_BYTES:
+                    # On Linux this advice starts the write-back of dirty pages, and does not wait for it: as fast as
+                    # sync_file_range, which Python has not, and as direct I/O, which needs aligned copies, or faster.
+                    os.posix_fadvise(descriptor, written_back, end - written_back, os.POSIX_FADV_DONTNEED)
+                    written_back = end
+            os.fsync(descriptor)
+    except OSError as error:
+        cure = _CURES.get(error.errno or 0, "look at that disk, or save elsewhere")
+        raise CheckpointError(
+            f"{path}: {error.strerror}, after {end} of the {num_bytes} bytes that this rank saves; {cure}"
+        ) from error
+
+
+def _reserve(descriptor: int, num_bytes: int) -> None:
+    """Let the file have its blocks before anything is written, so that a full disk shows at once."""
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some file systems cannot
+            raise
+
+
+def _write(descriptor: int, buffers: Sequence[memoryview]) -> int:
+    """Write all of the buffers; a call may write less than it was given."""
+    total = sum(map(len, buffers))
+    left = list(buffers)
+    while left:
+        written = os.writev(descriptor, left)
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if left:
+            left[0] = left[0][written:]
+    return total

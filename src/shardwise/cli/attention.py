@@ -1,0 +1,261 @@
+"""The command `shardwise attention show`: the block layout of a config's attention, drawn, and what it can save.
+
+With `mesh.cp` it says how evenly ranks share that, and what they send; of dense attention it says that alone.
+
+Nothing is started. As in `shardwise.cli.main`, errors are one line and an exit code: 2 for what the user can mend, 1
+for a disk that fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from shardwise.config.resolve import Config, ConfigError
+from shardwise.report import layout_drawing
+from shardwise.report.console import Terminal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shardwise.attention.block_layout import BlockLayout
+
+
+_EXAMPLES = """\
+examples:
+  shardwise attention show my.toml
+  shardwise attention show attention.kind=bigbird attention.block=64 --seq-len 16384
+  shardwise attention show my.toml --heads 16 --svg layout.svg
+  shardwise attention show my.toml --cp 8 --seq-len 65536
+"""
+_TILES = (64, 128)
+_MAX_PANELS = 4
+_SVG_CELLS = 240
+_MAX_BLOCKS = 2**15
+
+Split = Callable[[Sequence[str]], tuple[str | None, list[str]]]
+"""From a command's settings to its config file, if there is one, and the assignments."""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Split) -> None:
+    """Add `attention` to the commands of `shardwise`."""
+    attention = commands.add_parser("attention", help="draw which blocks of keys each block of queries sees")
+    actions = attention.add_subparsers(title="actions", metavar="ACTION", required=True)
+    parser = actions.add_parser(
+        "show",
+        help="draw the layout of a config's attention",
+        description="Draw the block layout of a config's attention, and say what it leaves of dense attention.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("settings", nargs="*", metavar="config.toml | key=value", help="as for train")
+    parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of the sequence (default: data.seq_len)")
+    parser.add_argument("--heads", type=int, metavar="N", help="query heads (default: the model's)")
+    parser.add_argument("--cp", type=int, metavar="N", help="ranks that share the sequence (default: mesh.cp)")
+    parser.add_argument("--bidirectional", action="store_true", help="as in an encoder, where tokens look both ways")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture instead")
+    parser.set_defaults(run=partial(_show, split=split))
+
+
+def _show(arguments: argparse.Namespace, split: Split) -> int:
+    try:
+        config, seq_len = _config(arguments, split)
+        num_heads, layout = _layout(config, seq_len, arguments.heads, causal=not arguments.bidirectional)
+        ranks = _figures_of_ranks(config, layout, num_heads) if config.mesh.cp > 1 else []
+    except ConfigError as error:
+        print(f"shardwise: {error}", file=sys.stderr)
+        return 2
+    causal = "causal" if layout.patterns[0].causal else "both ways"
+    title = f"{config.attention.kind}, {causal}: {seq_len:,} tokens, {num_heads} {_noun(num_heads, 'head')}"
+    is_dense = config.attention.kind == "dense"
+    lines = [*([] if is_dense else figures(layout)), *ranks]
+    if arguments.svg is not None:
+        try:
+            drawing = layout_drawing.svg(panels(layout, _SVG_CELLS), [title, *lines])
+            arguments.svg.write_text(drawing, encoding="utf-8")
+        except OSError as error:
+            print(
+                f"shardwise: cannot write {error.filename}: {error.strerror}; give the path of a file", file=sys.stderr
+            )
+            return 1
+        print(f"wrote {arguments.svg}")
+        return 0
+    console = Terminal(highlight=False)
+    console.print(title, style="bold", soft_wrap=True)
+    if not is_dense:
+        _draw(console, layout)
+    for line in lines:
+        console.print(line, soft_wrap=True, markup=False)
+    return 0
+
+
+def _config(arguments: argparse.Namespace, split: Split) -> tuple[Config, int]:
+    """The config that is asked for, as `shardwise train` takes it, and the length of the sequence."""
+    from shardwise.train.setup import job_config
+
+    path, assignments = split(arguments.settings)
+    if arguments.cp is not None:
+        assignments = [*assignments, f"mesh.cp={arguments.cp}"]
+    config = job_config(path, assignments)
+    return config, config.data.seq_len if arguments.seq_len is None else arguments.seq_len
+
+
+def _draw(console: Console, layout: BlockLayout) -> None:
+    cells = layout_drawing.cells_across(console.width, min(layout.num_heads, _MAX_PANELS))
+    drawn = panels(layout, cells)
+    text = layout_drawing.terminal(drawn, console.width, is_causal=layout.patterns[0].causal)
+    console.print(text, soft_wrap=True)
+    per_cell = _blocks_per_cell(layout.patterns[0].blocks.shape[-1], cells)
+    if per_cell > 1:
+        shades = f"{layout_drawing.SHADES[1]} to {layout_drawing.SHADES[-1]}"
+        console.print(f"cells        of {per_cell} x {per_cell} blocks, from {shades} as more of them are visible")
+
+
+def _layout(config: Config, seq_len: int, num_heads: int | None, *, causal: bool) -> tuple[int, BlockLayout]:
+    """Query heads, those of the model where none are given, and the layout."""
+    # torch takes seconds to import.
+    from shardwise.attention.dense import dense_layout
+    from shardwise.attention.from_config import structure_of
+    from shardwise.models import decoder_config
+
+    if num_heads is None:
+        num_heads = decoder_config(config.model).num_heads
+    if seq_len < 1:
+        raise ConfigError(f"seq_len={seq_len} has no token; give 1 or more")
+    structure = structure_of(config.attention, num_heads, causal=causal)
+    if structure is None:
+        if config.mesh.cp > 1:
+            return num_heads, dense_layout(seq_len, causal=causal)
+        raise ConfigError(
+            "attention.kind=dense has no blocks to draw; set attention.kind=fixed, variable, bigbird, bslongformer or "
+            "sliding-window, or mesh.cp to see what ranks share"
+        )
+    if seq_len > _MAX_BLOCKS * structure.block:  # some GiB of blocks, for a picture
+        raise ConfigError(
+            f"{seq_len:,} tokens in blocks of {structure.block} are too many to draw; draw "
+            f"{_MAX_BLOCKS * structure.block:,} or fewer, or take a larger attention.block"
+        )
+    return num_heads, structure.layout(seq_len)
+
+
+def _figures_of_ranks(config: Config, layout: BlockLayout, num_heads: int) -> list[str]:
+    """What ranks of the `cp` axis share and send, in the config's model with so many query heads."""
+    from shardwise.cli.attention_cp import figures_of_ranks
+    from shardwise.context.traffic import AttentionSizes
+    from shardwise.models import decoder_config
+    from shardwise.runtime.precision import torch_dtype
+
+    shape, tp = decoder_config(config.model), config.mesh.tp
+    num_kv_heads = shape.num_kv_heads if num_heads % shape.num_kv_heads == 0 else num_heads
+    element_bytes = torch_dtype(config.precision.param or "fp32").itemsize
+    sizes = AttentionSizes(
+        samples=config.batch.micro_size or 1,
+        num_heads=max(1, num_heads // tp),
+        num_kv_heads=max(1, num_kv_heads // tp),
+        head_dim=shape.head_dim,
+        element_bytes=element_bytes,
+        wide_bytes=max(4, element_bytes),
+    )
+    return figures_of_ranks(layout, sizes, config.context, config.mesh.cp)
+
+
+def panels(layout: BlockLayout, max_cells: int) -> list[layout_drawing.LayoutPanel]:
+    """Drawings of the heads that differ, the first few of them, each under the heads that it is of.
+
+    Args:
+        layout: of one sequence.
+        max_cells: of a row; where there are more blocks, a cell is of several.
+    """
+    heads: dict[bytes, list[int]] = {}
+    blocks = layout.patterns[0].blocks  # [heads or 1, num_blocks, num_blocks]
+    for head, its in enumerate(blocks):
+        heads.setdefault(its.numpy().tobytes(), []).append(head)
+    groups = list(heads.values())
+    drawn = []
+    for group in groups[:_MAX_PANELS]:
+        title = "" if len(groups) == 1 else f"{_noun(len(group), 'head')} {', '.join(map(str, group))}"
+        drawn.append(layout_drawing.LayoutPanel(title, _shares(blocks[group[0]], max_cells)))
+    if len(groups) > _MAX_PANELS:
+        last = drawn[-1]
+        rest = f" and {len(groups) - _MAX_PANELS} more layouts, not drawn"
+        drawn[-1] = layout_drawing.LayoutPanel(last.title + rest, last.shares)
+    return drawn
+
+
+def _blocks_per_cell(num_blocks: int, max_cells: int) -> int:
+    return -(-num_blocks // max_cells)
+
+
+def _shares(blocks: Tensor, max_cells: int) -> list[list[float]]:
+    """The share of visible blocks in each cell, in at most so many cells a row."""
+    import torch
+
+    num_blocks = len(blocks)
+    per_cell = _blocks_per_cell(num_blocks, max_cells)
+    index = torch.arange(num_blocks) // per_cell  # [num_blocks]
+    num_cells = int(index[-1]) + 1
+    by_row = torch.zeros(num_cells, num_blocks).index_add_(0, index, blocks.float())
+    cells = torch.zeros(num_cells, num_cells).index_add_(1, index, by_row)
+    sizes = index.bincount().float()
+    shares: list[list[float]] = (cells / (sizes * sizes[:, None])).tolist()
+    return shares
+
+
+def figures(layout: BlockLayout) -> list[str]:
+    """What a layout leaves of dense attention, and what a kernel makes of that, as lines of text."""
+    from shardwise.attention.block_layout import BlockLayout, keys_of_rows
+
+    pattern = layout.patterns[0]
+    num_blocks, block = pattern.blocks.shape[-1], pattern.block
+    per_head = int(pattern.blocks.sum()) / layout.num_heads
+    rows = keys_of_rows(pattern).double()  # [heads or 1, num_blocks]
+    causal_half = f", {_percent(layout.causal_density)} of the causal half" if pattern.causal else ""
+    lines = [
+        f"blocks       {per_head:,.0f} of {num_blocks**2:,} a head, of {block} tokens",
+        f"visible      {_percent(layout.density)} of all pairs{causal_half}",
+    ]
+    dense = BlockLayout.from_blocks(
+        pattern.blocks.new_ones(num_blocks, num_blocks), block, causal=pattern.causal, num_tokens=pattern.num_tokens
+    )
+    for tile in _TILES if layout.density else ():
+        computed = layout.tile_density(tile, tile)
+        times = dense.tile_density(tile, tile) / computed
+        lines.append(f"tiles of {tile:<4}{_percent(computed)} computed: at most {times:.1f} times as fast as dense")
+    mean = rows.mean().item()
+    if mean:
+        longest = f"{rows.max().item() / mean:.1f} times the mean row of blocks"
+        lines.append(f"longest row  {longest}{'; kernels split it' if rows.max() > 2 * mean else ''}")
+    num_empty = int((rows == 0).sum())
+    if num_empty:
+        lines.append(f"empty rows   {num_empty} of blocks see no key, and give 0")
+    hint = _hint(layout, dense)
+    return [*lines, f"hint         {hint}"] if hint else lines
+
+
+def _hint(layout: BlockLayout, dense: BlockLayout) -> str | None:
+    tile, block = _TILES[0], layout.block
+    if not layout.density:
+        return None
+    computed = layout.tile_density(tile, tile)
+    if block < tile and computed > 1.2 * layout.density:
+        return (
+            f"tiles of {tile} compute {computed / layout.density:.1f} times what is visible; attention.block={tile} "
+            f"wastes less (divide the counts of blocks by {tile / block:.3g} to see as far)"
+        )
+    if 1.5 * computed > dense.tile_density(tile, tile):
+        return f"little is saved at {layout.num_keys:,} tokens; --seq-len shows other lengths"
+    return None
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _noun(number: int, noun: str) -> str:
+    return noun if number == 1 else noun + "s"

@@ -1,0 +1,190 @@
+"""The command `shardwise verify`: a config's layout on a scaled-down copy of its model, against one process.
+
+As in `shardwise.cli.main`, errors are one line and an exit code: 2 for what the user can mend in the config, 1 for a
+layout that does not train as one process does, 128 + n for signal n.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.config.resolve import ConfigError
+from shardwise.config.untrusted_files import UntrustedFileError, read_json
+from shardwise.launch.environment import detect, lone_rank
+from shardwise.launch.signals import exit_with_parent
+from shardwise.report.console import Terminal
+from shardwise.schedule import ScheduleError
+
+if TYPE_CHECKING:
+    from shardwise.verify.compare import TrainingDifference
+    from shardwise.verify.job import VerifyJob
+    from shardwise.verify.run import VerifyOutcome
+
+
+_EXAMPLES = """\
+The config's layout is checked at its own size, then folded to at most 16 processes of this machine: every axis of
+several ranks keeps several. A small copy of the model is trained in float64, on these and in one plain process.
+
+examples:
+  shardwise verify my.toml                                 the ranks that the mesh says
+  shardwise verify my.toml --world-size 512 mesh.pp=16
+  shardwise verify my.toml --model meta-llama/config.json  a Hugging Face model in place of the config's
+
+exit code: 0 equal, 1 different or a rank failed, 2 the config cannot be
+"""
+
+Split = Callable[[Sequence[str]], tuple[str | None, list[str]]]
+"""From a command's settings to its config file, if there is one, and the assignments."""
+
+
+def add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Split, environ: Mapping[str, str]
+) -> None:
+    """Add `verify` to the commands of `shardwise`."""
+    parser = commands.add_parser(
+        "verify",
+        help="prove a config's layout on a small copy of its model, without its machines",
+        description="Prove that a config's layout trains as one process does, on local CPU processes, in float64.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("settings", nargs="*", metavar="config.toml | key=value", help="as for train")
+    parser.add_argument("--world-size", type=int, metavar="N", help="ranks of the run, where the mesh leaves that open")
+    parser.add_argument("--model", type=Path, metavar="PATH", help="a Hugging Face folder or config.json")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps to train (default: 3)")
+    parser.add_argument("--processes", type=int, default=16, metavar="N", help="processes at most (default: 16)")
+    parser.add_argument("--be-rank", type=Path, help=argparse.SUPPRESS)
+    parser.set_defaults(run=partial(_verify, split=split, environ=environ))
+
+
+def _verify(arguments: argparse.Namespace, split: Split, environ: Mapping[str, str]) -> int:
+    exit_with_parent(environ)
+    if arguments.be_rank is not None:
+        _be_rank(arguments.be_rank, environ)
+    console, progress = Terminal(highlight=False), Console(stderr=True)
+    try:
+        with progress.status("laying the run out at its own size"):
+            job = _job(arguments, split)
+        console.print(describe(job))
+        from shardwise.verify.run import verify
+
+        with progress.status("training") as status:
+            outcome = verify(job, _rank_environ(environ), announce=status.update)
+    except (ConfigError, ScheduleError) as error:
+        print(f"shardwise: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("shardwise: stopped by Ctrl-C; nothing is proved", file=sys.stderr)
+        return 130
+    console.print(conclude(job, outcome))
+    return outcome.exit_code
+
+
+def _be_rank(folder: Path, environ: Mapping[str, str]) -> None:
+    from shardwise.comm.collectives import CommError
+    from shardwise.launch.process_group import LaunchError, leave
+    from shardwise.verify.rank import be_rank
+
+    try:
+        be_rank(detect(environ) or lone_rank(), folder)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        leave(2)
+    except (LaunchError, CommError) as error:
+        print(error, file=sys.stderr)
+        leave(1)
+    leave(0)
+
+
+def _job(arguments: argparse.Namespace, split: Split) -> VerifyJob:
+    from shardwise.train.setup import job_config
+    from shardwise.verify.job import make_job
+
+    config = job_config(*split(arguments.settings))
+    return make_job(
+        config,
+        arguments.world_size,
+        huggingface=None if arguments.model is None else read_model(arguments.model),
+        num_steps=arguments.steps,
+        most_processes=arguments.processes,
+    )
+
+
+def read_model(path: Path) -> dict[str, Any]:
+    """The values of a Hugging Face `config.json`, or of the one in a folder.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        values = read_json(file, "give a Hugging Face config.json")
+    except UntrustedFileError as error:
+        raise ConfigError(f"--model: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"--model {file} is no table of keys; give a Hugging Face config.json")
+    return values
+
+
+def _rank_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Of the ranks: they need no GPU."""
+    return {**environ, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def describe(job: VerifyJob) -> Table:
+    """What is trained in place of the run."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    config, mesh = job.config, job.config.mesh
+    axes = {"pp": mesh.pp, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "cp": mesh.cp, "tp": mesh.tp}
+    sizes = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size != 1)
+    processes = "1 process" if job.world_size == 1 else f"{job.world_size} processes"
+    schedule = f", {config.pipeline.schedule}" if mesh.pp > 1 else ""
+    rows = [
+        ("layout", f"{processes}{' = ' if sizes else ''}{sizes}, ZeRO-{config.zero.stage}{schedule}"),
+        ("folded", ", ".join(job.folded) or "nothing"),
+        ("shrunk", ", ".join(job.shrunk) or "nothing"),
+        ("replaced", ", ".join(job.replaced)),
+    ]
+    for label, text in rows:
+        if text:
+            grid.add_row(label, Text(text))
+    return grid
+
+
+def conclude(job: VerifyJob, outcome: VerifyOutcome) -> Text:
+    """What came out of it, in a few lines."""
+    found, steps = outcome.difference, f"{job.num_steps} step{'s' if job.num_steps > 1 else ''}"
+    if outcome.exit_code == 0:
+        line = f"{steps} in {outcome.elapsed_s:.1f} s, largest error {outcome.error:.1e} of 1e-9 allowed"
+        return Text.assemble(("equal", "bold green"), f": losses, gradients and parameters, {line}")
+    if found is None:
+        why = "stopped" if outcome.folder is None else f"the small run failed; its logs are in {outcome.folder}"
+        return Text.assemble(("nothing is proved", "bold red"), f": {why}")
+    return Text("\n").join(_difference(found, outcome))
+
+
+def _difference(found: TrainingDifference, outcome: VerifyOutcome) -> list[Text]:
+    actual, expected = found.values
+    by = f"by {found.error:.1e} of the largest value ({actual:.6g} where one process has {expected:.6g})"
+    if not found.names:
+        return [Text.assemble(("different", "bold red"), f": the {found.what} of step {found.step}, {by}")]
+    first, last = found.names[0], found.names[-1]
+    lines = [
+        Text.assemble(("different", "bold red"), f": the {found.what} of ", (first, "bold"), f" in step {found.step}"),
+        Text(f"  held by {outcome.holders[0]}; it differs {by}"),
+    ]
+    if len(found.names) > 1:
+        where = f"the last, at which a backward begins, is {last}, held by {outcome.holders[1]}"
+        lines.append(Text(f"  {len(found.names)} tensors differ; {where}"))
+    return lines

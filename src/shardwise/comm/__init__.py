@@ -1,0 +1,1 @@
+"""The only caller of torch.distributed's collectives."""

@@ -1,0 +1,378 @@
+"""Ranks compare through the store, without a tensor, what they must do or hold alike.
+
+Once for each engine: the model and the config (`agree_on_setup`), and whether it stands (`all_or_none`). In the first
+step, of ranks that share layers: the batches (`BatchCheck`). In the debug mode `run.check_collectives`: every batch
+and, before it starts, every collective (`CallCheck`). A rank gives its note, the first rank of the group judges all of
+them, and every rank gets the verdict: so the traffic grows with the ranks, not with their square.
+
+>>> first, other = RankFacts({}, {"up": {"of shape": "(13, 8)"}}), RankFacts({}, {"up": {"of shape": "(13, 7)"}})
+>>> first.difference(other)
+('up of shape (13, 8)', '(13, 7)')
+>>> RankFacts({"zero.stage": "2"}, {}).difference(RankFacts({"zero.stage": "3"}, {}))
+('zero.stage=2', '3')
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm.records import Collective, CollectiveNote, CommError, MissingRankError
+from shardwise.comm.store import StoreSilentError
+from shardwise.config.resolve import Config, ConfigError, RunConfig
+from shardwise.layout.layout import Layout
+from shardwise.runtime.clock import AwakeClock
+from shardwise.runtime.torch_private import pytree
+
+# Each rank may name its own folders and threads.
+_OWN_KEYS: Final = frozenset(
+    {
+        "run.dir",
+        "run.name",
+        "run.num_threads",
+        "data.path",
+        "data.cache_dir",
+        "data.tokenizer",
+        "checkpoint.path",
+        "tiers.nvme_path",
+        "tiers.cores",
+    }
+)
+# The first rank finds out who is missing; the others wait this much longer, to hear it from there.
+_VERDICT_S: Final = 5.0
+_DIFFERENT: Final = "different"
+# A verdict's first letter: so it is never empty, which some stores take for missing.
+_COMPLETE, _ABSENT = "c", "a"
+_MIN_SLEEP_S, _MAX_SLEEP_S = 5e-5, 5e-3
+# From one look to the next; what lies beyond was sleep of this process.
+_MAX_GAP_S: Final = 1.0
+
+
+@dataclass(frozen=True)
+class RankExchange:
+    """Ranks that compare notes: `ranks` of the world, of which `rank` is this one, for at most `timeout_s`."""
+
+    store: dist.Store
+    ranks: tuple[int, ...]
+    rank: int
+    timeout_s: float
+
+    def verdict(self, key: str, note: str, judge: Callable[[Mapping[int, str]], str], subject: str) -> str:
+        """Give this rank's note, and return what the first rank says of all of them; the keys are gone thereafter.
+
+        Args:
+            key: of this comparison alone.
+            note: of this rank.
+            judge: run on the first rank only, with all notes by rank; empty where there is nothing to say.
+            subject: what the ranks come to.
+
+        Raises:
+            AbsentError: not all have come in time, or the store is silent.
+        """
+        try:
+            return self._verdict(key, note, judge, subject)
+        except StoreSilentError as error:
+            raise MissingRankError(f"{error}; {listed(self.ranks)} were to come to {subject}") from None
+
+    def _verdict(self, key: str, note: str, judge: Callable[[Mapping[int, str]], str], subject: str) -> str:
+        first, verdict_key = self.ranks[0], f"{key}/verdict"
+        self.store.set(f"{key}/{self.rank}", note)
+        if self.rank == first:
+            self.store.set(verdict_key, self._judge(key, judge, subject))
+        elif not self._await([verdict_key], self.timeout_s + _VERDICT_S):
+            raise MissingRankError(f"rank {first} did not come to {subject} within {self.timeout_s:g} s")
+        kind, text = (verdict := self.store.get(verdict_key).decode())[0], verdict[1:]
+        if self.store.add(f"{key}/read", 1) == len(self.ranks):
+            for name in (*self.ranks, "verdict", "read"):
+                self.store.delete_key(f"{key}/{name}")
+        if kind == _ABSENT:
+            raise MissingRankError(text)
+        return text
+
+    def _judge(self, key: str, judge: Callable[[Mapping[int, str]], str], subject: str) -> str:
+        keys = {rank: f"{key}/{rank}" for rank in self.ranks}
+        if not self._await(list(keys.values()), self.timeout_s):
+            missing = [rank for rank in self.ranks if not self.store.check([keys[rank]])]
+            return f"{_ABSENT}{listed(missing)} did not come to {subject} within {self.timeout_s:g} s"
+        return _COMPLETE + judge({rank: self.store.get(keys[rank]).decode() for rank in self.ranks})
+
+    def _await(self, keys: list[str], timeout_s: float) -> bool:
+        """Whether all keys are there in time. A store's own wait prints warnings when its time is up."""
+        clock = AwakeClock(gap_s=_MAX_GAP_S)
+        while not self.store.check(keys):
+            waited_s = clock.now_s()
+            if waited_s > timeout_s:
+                return False
+            time.sleep(min(_MAX_SLEEP_S, max(_MIN_SLEEP_S, waited_s / 4)))
+        return True
+
+
+class CallCheck:
+    """Compares every collective with those of its group's ranks, before it starts.
+
+    Args:
+        store: of the engine.
+        rank: of this process in the world.
+        timeout_s: for all ranks to come.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, timeout_s: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._timeout_s = timeout_s
+
+    def __call__(self, call: Collective) -> None:
+        """Return when all ranks of the group are about to start the same collective.
+
+        Raises:
+            CommError: they are not; every rank raises it, with the same words.
+            AbsentError: not all have come in time.
+        """
+        meeting = RankExchange(self._store, call.group.ranks, self._rank, self._timeout_s)
+        note = call.note()
+        text = meeting.verdict(
+            f"calls/{note.group}/{note.position}", json.dumps(asdict(note)), _judge_calls, subject=note.title
+        )
+        if text:
+            raise CommError(text)
+
+
+class BatchCheck:
+    """Compares the batches of ranks that compute one forward together, where another batch would give a wrong result.
+
+    Args:
+        store: of the engine; None where there is one process.
+        ranks: of the world, that share the model's layers or the layers' matrices.
+        rank: of this process in the world.
+        config: of the run; with `check_collectives` all batches are compared, and not only those of the first step.
+    """
+
+    def __init__(self, store: dist.Store | None, ranks: tuple[int, ...], rank: int, config: RunConfig) -> None:
+        self._meeting = (
+            RankExchange(store, ranks, rank, config.timeout_s) if store is not None and len(ranks) > 1 else None
+        )
+        self._compares_all = config.check_collectives
+        self._num_compared = 0
+
+    def __call__(self, batch: Any, is_first_step: bool) -> None:
+        """Return when all ranks have come with the same batch.
+
+        Raises:
+            ConfigError: one has another; every rank raises it.
+            CommError: not all have come in time.
+        """
+        meeting = self._meeting
+        if meeting is None or not (is_first_step or self._compares_all):
+            return
+        key = f"batches/{meeting.ranks[0]}/{self._num_compared}"
+        self._num_compared += 1
+        try:
+            text = meeting.verdict(key, _batch_digest(batch), _judge_batches, "the same forward")
+        except MissingRankError as error:
+            raise CommError(f"{error}; see its log, or allow more time with run.timeout_s") from None
+        if text:
+            raise ConfigError(
+                f"{text} in one forward, whose layers they share; give {listed(meeting.ranks)} "
+                "the same batches: read data by engine.layout.mesh.data_index(rank), not by rank"
+            )
+
+
+def _batch_digest(batch: Any) -> str:
+    digest = hashlib.sha256()
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            flat = leaf.detach().cpu().contiguous().view(-1)
+            digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode() + flat.view(torch.uint8).numpy().tobytes())
+        else:
+            digest.update(repr(leaf).encode() if isinstance(leaf, int | float | str) else type(leaf).__name__.encode())
+    return digest.hexdigest()
+
+
+def _judge_batches(notes: Mapping[int, str]) -> str:
+    first, *_ = sorted(notes)
+    odd = [rank for rank in sorted(notes) if notes[rank] != notes[first]]
+    return f"{listed(odd)} {'has' if len(odd) == 1 else 'have'} another batch than rank {first}" if odd else ""
+
+
+def divergence(notes: Mapping[int, CollectiveNote]) -> str:
+    """What differs between the calls that ranks make at one position of their group, and the cure; empty if nothing.
+
+    >>> gather = CollectiveNote(12, "all_gather", "blocks.7", "dp_shard", "0.0", 9, 4096, "bf16")
+    >>> reduce = CollectiveNote(12, "reduce_scatter", "blocks.6", "dp_shard", "0.0", 9, 4096, "bf16")
+    >>> print(divergence({0: gather, 1: reduce, 2: gather}).partition(";")[0])
+    rank 1 is at reduce_scatter #12 of blocks.6 (4096 x bf16 over dp_shard), ranks 0, 2 at all_gather #12 of blocks.7 \
+(4096 x bf16 over dp_shard)
+    >>> divergence({0: gather, 1: gather})
+    ''
+    """
+    ranks_of: dict[tuple[str, str, int, str], list[int]] = {}
+    for rank, note in sorted(notes.items()):
+        ranks_of.setdefault(note.signature, []).append(rank)
+    if len(ranks_of) <= 1:
+        return ""
+    # The fewest first; of equally many, those without the lowest rank.
+    camps = sorted(ranks_of.values(), key=lambda ranks: (len(ranks), -ranks[0]))
+    texts = [f"{listed(ranks)}{' is' if len(ranks) == 1 else ' are'} at {notes[ranks[0]]}" for ranks in camps[:1]]
+    texts += [f"{listed(ranks)} at {notes[ranks[0]]}" for ranks in camps[1:]]
+    same_names = len({signature[:2] for signature in ranks_of}) == 1
+    cure = (
+        "build the same model under the same config on every rank"
+        if same_names
+        else "let every rank run the same blocks in the same order, or set zero.lockstep=true"
+    )
+    return f"{', '.join(texts)}; {cure}"
+
+
+def _judge_calls(notes: Mapping[int, str]) -> str:
+    if len(set(notes.values())) == 1:
+        return ""
+    return divergence({rank: CollectiveNote(**json.loads(note)) for rank, note in notes.items()})
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What ranks must have alike: values of config keys; facts of parameters and buffers, by name, in order."""
+
+    config: Mapping[str, str]
+    model: Mapping[str, Mapping[str, str]]
+
+    @classmethod
+    def of(cls, layout: Layout, config: Config, buffers: Iterable[tuple[str, Tensor]]) -> Self:
+        """The setup of this rank.
+
+        Args:
+            layout: of the model.
+            config: resolved.
+            buffers: of the model, by name.
+        """
+        values = {
+            f"{section}.{key}": json.dumps(value)
+            for section, keys in config.model_dump().items()
+            for key, value in keys.items()
+            if f"{section}.{key}" not in _OWN_KEYS
+        }
+        model: dict[str, dict[str, str]] = {}
+        for group in layout.model_groups:
+            facts = {"in block": group.unit, "on stages": str(group.stages), "with requires_grad": str(group.trainable)}
+            model |= {place.name: {"of shape": str(place.shape), **facts} for place in group.params}
+        for name, buffer in buffers:
+            model[f"buffer {name}"] = {"of shape": str(tuple(buffer.shape)), "of dtype": str(buffer.dtype)}
+        return cls(values, model)
+
+    def to_json(self) -> str:
+        """As other ranks are told."""
+        return json.dumps(asdict(self))
+
+    def difference(self, other: RankFacts) -> tuple[str, str] | None:
+        """The first thing that is not the same, as this rank and as the other has it; a config's keys first."""
+        for key, value in self.config.items():
+            if other.config.get(key) != value:
+                return f"{key}={value}", str(other.config.get(key))
+        for name in (*self.model, *other.model):
+            own, others = self.model.get(name), other.model.get(name)
+            if own is None or others is None:
+                return (f"no {name}", "has it") if own is None else (f"{name}", "not")
+            for fact, value in own.items():
+                if others.get(fact) != value:
+                    return f"{name} {fact} {value}", str(others.get(fact))
+        for number, names in enumerate(zip(self.model, other.model, strict=True)):
+            if names[0] != names[1]:
+                return f"{names[0]} as parameter {number}", names[1]
+        return None
+
+
+def agree_on_setup(store: dist.Store | None, rank: int, setup: RankFacts, timeout_s: float) -> None:
+    """Return once all ranks of the world have the same setup.
+
+    Args:
+        store: of the engine; None where there is one rank.
+        rank: of this process.
+        setup: of this rank.
+        timeout_s: for all ranks to come.
+
+    Raises:
+        ConfigError: they differ, on every rank; the message names the first difference.
+        CommError: not all have come in time.
+    """
+    if store is None:
+        return
+    meeting = RankExchange(store, tuple(range(dist.get_world_size())), rank, timeout_s)
+    digest = hashlib.sha256(setup.to_json().encode()).hexdigest()
+    try:
+        if meeting.verdict("setup", digest, _judge_digests, "shardwise.initialize") == _DIFFERENT:
+            raise ConfigError(meeting.verdict("setup in full", setup.to_json(), _judge_setups, "its description"))
+    except MissingRankError as error:
+        raise CommError(f"{error}; see its log, or allow more time with run.timeout_s") from None
+
+
+@contextmanager
+def all_or_none(store: dist.Store | None, rank: int, timeout_s: float, part: str) -> Iterator[None]:
+    """Inside the context each rank works for itself; behind it all go on, or all raise.
+
+    Args:
+        store: of the engine; None where there is one rank.
+        rank: of this process.
+        timeout_s: for all ranks to come.
+        part: of the start, each its own: a rank may be in the next one while another hears of the last.
+
+    Raises:
+        CommError: another rank has failed, or not all have come in time; a rank that failed raises its own error.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    if store is not None:
+        meeting = RankExchange(store, tuple(range(dist.get_world_size())), rank, timeout_s)
+        note = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        try:
+            text = meeting.verdict(f"start/{part}", note, _judge_failures, "the end of shardwise.initialize")
+        except MissingRankError as error:
+            text = str(error)
+        if text and failure is None:
+            raise CommError(text)
+    if failure is not None:
+        raise failure
+
+
+def _judge_failures(notes: Mapping[int, str]) -> str:
+    failed = [rank for rank, note in sorted(notes.items()) if note]
+    return f"{listed(failed)} failed in shardwise.initialize: {notes[failed[0]]}" if failed else ""
+
+
+def _judge_digests(notes: Mapping[int, str]) -> str:
+    return "" if len(set(notes.values())) == 1 else _DIFFERENT
+
+
+def _judge_setups(notes: Mapping[int, str]) -> str:
+    first, *_ = sorted(notes)
+    odd = next(rank for rank in sorted(notes) if notes[rank] != notes[first])
+    alike = [rank for rank in sorted(notes) if notes[rank] == notes[odd]]
+    setups = [RankFacts(**json.loads(notes[rank])) for rank in (odd, first)]
+    theirs, its = setups[0].difference(setups[1]) or ("another setup", "its own")
+    return (
+        f"{listed(alike)} {'has' if len(alike) == 1 else 'have'} {theirs}, rank {first} {its}; "
+        "build the same model under the same config on every rank"
+    )
+
+
+def listed(ranks: Iterable[int], num_shown: int = 8) -> str:
+    """Ranks in words.
+
+    >>> listed([3]), listed(range(3)), listed(range(12), num_shown=2)
+    ('rank 3', 'ranks 0, 1, 2', 'ranks 0, 1 and 10 more')
+    """
+    numbers = list(ranks)
+    shown = ", ".join(map(str, numbers[:num_shown]))
+    more = f" and {len(numbers) - num_shown} more" if len(numbers) > num_shown else ""
+    return f"rank{'s' if len(numbers) > 1 else ''} {shown}{more}"

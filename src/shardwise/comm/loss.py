@@ -1,0 +1,241 @@
+"""Losses as sums and counts, so that every token that counts weighs the same over ranks and micro-batches.
+
+>>> total = read_loss(torch.ones(3), None, lambda output, batch: (output.sum(), 3))
+>>> total.mean()
+tensor(1.)
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import Comm, CommGroups
+from shardwise.config.resolve import ConfigError
+from shardwise.runtime.module_hooks import watch_outputs
+
+LossFn = Callable[[Any, Any], Any]
+
+_LOG: Final = logging.getLogger("shardwise")
+
+
+class NonFiniteLossError(ArithmeticError, ValueError):
+    """A loss or gradient is NaN or infinite; the message names the first module that produced such a value."""
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """A loss summed over what counts: `total` and `count`, both 0-d tensors on one device.
+
+    `is_counted` is False for a lone number: how much it is the mean of is not known, so it counts as one.
+    """
+
+    total: Tensor
+    count: Tensor
+    is_counted: bool = True
+
+    def mean(self) -> Tensor:
+        """The mean loss; 0 where nothing counts."""
+        return self.total / self.divisor()
+
+    def divisor(self) -> Tensor:
+        """The count, and 1 where nothing counts."""
+        return torch.where(self.count == 0, torch.ones_like(self.count), self.count)
+
+
+def read_loss(
+    output: Any,
+    batch: Any,
+    loss_fn: LossFn | None,
+    num_parts: int = 1,
+    own_weight: Tensor | None = None,
+    num_targets: Tensor | None = None,
+) -> LossSum:
+    """Take the loss from `loss_fn`, or from the model's output: a scalar, (sum, count), (loss, ...), `.loss`,
+    `["loss"]`.
+
+    Args:
+        output: of the model.
+        batch: what the loss is of.
+        loss_fn: None where the output has the loss.
+        num_parts: ranks that share the batch's tokens; their scalars, each a mean over some, count as one together.
+        own_weight: of this rank's scalar among theirs, if it is the model's own; alike when left out.
+        num_targets: that the model's own scalar is the mean of, which count; it counts as one when left out.
+
+    Raises:
+        ConfigError: there is no scalar loss in it.
+    """
+    loss = output if loss_fn is None else loss_fn(output, batch)
+    if loss_fn is None and not isinstance(loss, Tensor | tuple):
+        loss = loss.get("loss") if isinstance(loss, Mapping) else getattr(loss, "loss", None)
+    if _is_sum_and_count(loss):
+        total, count = loss
+    else:
+        is_outputs = loss_fn is None and isinstance(loss, tuple) and len(loss) > 0
+        total, count = loss[0] if is_outputs else loss, 1 if num_parts == 1 else 1 / num_parts
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        source = "the model's output" if loss_fn is None else "what loss_fn returned"
+        found = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(loss).__name__}"
+        raise ConfigError(f"{source} is {found} and no scalar loss; pass a loss_fn that returns (sum, count)")
+    if num_parts > 1 and not _is_sum_and_count(loss):
+        total = total / num_parts if loss_fn is not None or own_weight is None else total * own_weight
+    is_counted = _is_sum_and_count(loss)
+    if loss_fn is None and num_targets is not None and not is_counted:
+        widened = total.to(torch.promote_types(total.dtype, torch.float32))
+        total, count = widened * num_targets.to(total.device), num_targets / num_parts
+        is_counted = True
+    return LossSum(total.reshape(()), _on_device(count, total).detach().reshape(()), is_counted)
+
+
+def _on_device(count: Tensor | float, total: Tensor) -> Tensor:
+    """A count where the loss is; a copy of a number would hold up the host until the device has done all it has."""
+    if isinstance(count, Tensor):
+        return count.to(total.device, non_blocking=True)
+    dtype = torch.promote_types(total.dtype, torch.float32) if isinstance(count, float) else None
+    return torch.full((), count, dtype=dtype, device=total.device)
+
+
+def _is_sum_and_count(loss: Any) -> bool:
+    if not isinstance(loss, tuple) or len(loss) != 2:
+        return False
+    return isinstance(loss[1], int | float) or (isinstance(loss[1], Tensor) and loss[1].numel() == 1)
+
+
+class LossAccumulator:
+    """What the losses since the last step sum to, and which of them still await their backward.
+
+    Gradients of sums are taken divided by `normaliser`, a power of two near the count of the first micro-batch: large
+    counts would overflow fp16 and small ones underflow it, and a power of two changes no other bit.
+
+    Args:
+        comms: of the engine; ranks that share a layer's matrices compute the same loss, which counts once.
+    """
+
+    def __init__(self, comms: CommGroups) -> None:
+        self.normaliser = 0.0
+        self._comms = comms
+        self._has_told = False
+        self._sums: Tensor | None = None
+        self._open: list[tuple[weakref.ref[Tensor], LossSum]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been counted in since the last step."""
+        return self._sums is None
+
+    @property
+    def has_open(self) -> bool:
+        """Whether a loss still awaits its backward."""
+        return any(reference() is not None for reference, _ in self._open)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of those that have counted a loss in."""
+        return self._sums is not None and self._comms.model.rank == 0
+
+    def add(self, total: LossSum) -> None:
+        """Count a loss in."""
+        pair = torch.stack([total.total.detach().double(), total.count.double()])
+        self._sums = pair if self._sums is None else self._sums + pair
+
+    def open(self, total: LossSum) -> Tensor:
+        """Return the mean loss, to be given to `close` by whoever runs its backward."""
+        mean = total.mean()
+        self._open = [(reference, other) for reference, other in self._open if reference() is not None]
+        self._open.append((weakref.ref(mean), replace(total, total=total.total.detach())))
+        return mean
+
+    def count_in(self, total: LossSum) -> Tensor:
+        """Count a loss in and return the weight of its mean's gradient, a 0-d tensor."""
+        meets_others = self._sums is not None or self._comms.data.world_size > 1
+        self.add(total)
+        if meets_others and not total.is_counted and not self._has_told:
+            self._has_told = True
+            if self.is_first:
+                _LOG.warning(
+                    "the loss is one number without a count, so every micro-batch of every rank weighs the same; where "
+                    "they hold different numbers of targets, pass a loss_fn that returns (sum, count)"
+                )
+        return total.divisor() / self._agree_on_normaliser(total.count)
+
+    def close(self, mean: Tensor) -> Tensor:
+        """Count in a loss that `open` returned, and return the weight of its gradient, a 0-d tensor.
+
+        Raises:
+            ValueError: `mean` is not such a loss.
+        """
+        for position, (reference, total) in enumerate(self._open):
+            if reference() is mean:
+                del self._open[position]
+                return self.count_in(total)
+        raise ValueError(
+            "backward got a tensor that engine(batch) did not return, or the same one twice, so how much counts in it "
+            "is unknown; compute the loss in loss_fn and pass on what engine(batch) returns"
+        )
+
+    def sum_with(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:
+        """Sum loss, count, a vector of further values and numbers of the host over the ranks."""
+        return self._comms.all.sum_scalars(self._before(values), name, known)
+
+    def sum_over_ranks(self, name: str) -> tuple[float, float]:
+        """The loss's sum and count over the ranks."""
+        values = torch.zeros(0, dtype=torch.float64, device=self._comms.all.device)
+        loss_sum, count = self.sum_with(values, name)
+        return loss_sum, count
+
+    def start_sum(self, name: str) -> Callable[[], list[float]]:
+        """Start `sum_over_ranks`; what is returned waits for it."""
+        values = torch.zeros(0, dtype=torch.float64, device=self._comms.all.device)
+        return self._comms.all.start_sum_scalars(self._before(values), name)
+
+    def _before(self, values: Tensor) -> Tensor:
+        """Loss and count of this rank, where they count, before further values."""
+        own = self._sums if self._comms.tensor.rank == 0 else None
+        return torch.cat([own if own is not None else values.new_zeros(2), values])
+
+    def clear(self) -> None:
+        """Start the next step."""
+        self._sums = None
+        self._open.clear()
+
+    def _agree_on_normaliser(self, count: Tensor) -> float:
+        if self.normaliser == 0.0:
+            (largest,) = self._comms.data.max_scalars(count.double().reshape(1), "loss normaliser")
+            self.normaliser = 2.0 ** round(math.log2(largest)) if largest > 0 else 1.0
+        return self.normaliser
+
+
+def first_nonfinite_module(
+    model: nn.Module, batches: Sequence[Any], forward: Callable[[Any], object], comm: Comm
+) -> str:
+    """Run the step's forwards again and say which module's output is the first that is not finite, on which rank.
+
+    Each rank finds its own first; of those it is the first one in the model's order of modules. All ranks call it, with
+    as many batches each.
+    """
+    found: list[str] = []
+
+    def inspect(name: str, tensors: Sequence[Tensor]) -> None:
+        if not found and not all(bool(tensor.isfinite().all()) for tensor in tensors if tensor.is_floating_point()):
+            found.append(name)
+
+    modules = [name for name, _ in model.named_modules()]
+    with torch.no_grad(), watch_outputs(model, inspect):
+        for batch in batches:
+            forward(batch)
+    reports = torch.zeros(comm.world_size, dtype=torch.float64, device=comm.device)
+    reports[comm.rank] = modules.index(found[0]) or len(modules) if found else 0  # the model itself comes last
+    summed = comm.sum_scalars(reports, "first non-finite module")
+    reported = [(int(report), rank) for rank, report in enumerate(summed) if report]
+    if not reported:
+        return "every module's output is finite, so it arose in the loss or in the backward"
+    position, rank = min(reported)  # a stage hands on to the next, which may be a lower rank's, what it has computed
+    name = modules[position % len(modules)] or type(model).__name__
+    return f"the first module with a non-finite output is {name} on rank {rank}"

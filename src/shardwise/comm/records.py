@@ -1,0 +1,280 @@
+"""What the collectives of one engine have come to: how many and how large, the latest, and the one this rank is in.
+
+`shardwise.comm.collectives` writes these books, and the watchdog's thread reads them meanwhile: so what changes is
+replaced whole.
+
+>>> books = CommLog(rank=1)
+>>> group = books.open_group("dp_shard", (0, 1))
+>>> call = books.add("all_gather", "blocks.7", group, torch.zeros(8, dtype=torch.bfloat16), passes=1)
+>>> print(call)
+all_gather #1 of blocks.7 over dp_shard (2 ranks)
+>>> print(call.note())
+all_gather #1 of blocks.7 (8 x bf16 over dp_shard)
+>>> call.wire_bytes, call.position
+(8, 1)
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardwise.runtime.precision import TORCH_DTYPES
+from shardwise.runtime.streams import Event
+
+Result = TypeVar("Result")
+
+# Enough for the collectives of one step, which the host may have enqueued ahead of the device.
+_MAX_ENQUEUED = 4096
+
+# The two ends of a message, and what they have in common.
+SEND: Final = "send"
+RECEIVE: Final = "receive"
+MESSAGE: Final = "message"
+
+# In which each rank sends others as much as it likes.
+EXCHANGE: Final = "exchange"
+
+
+class CommError(RuntimeError):
+    """A collective failed or was not begun alike; the message says which rank was in which collective, and why."""
+
+
+class MissingRankError(CommError):
+    """A rank did not come to compare its collective."""
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """The ranks of the world among which collectives run in one order; `index` counts the groups of an engine.
+
+    A pipe, from the first of two ranks to the second, has a name instead: not all ranks have as many.
+    """
+
+    index: int
+    axis: str
+    ranks: tuple[int, ...]
+    pipe: str = ""
+
+    @property
+    def key(self) -> str:
+        """A name that its members share and no other group of the engine has."""
+        return f"{self.pipe or self.index}.{self.ranks[0]}"
+
+
+@dataclass(frozen=True)
+class CollectiveNote:
+    """What ranks tell each other of a collective: plain values.
+
+    Attributes:
+        number: counts up over all collectives of one engine on one rank.
+        op: such as all_gather.
+        name: of what it carries.
+        axis: of the mesh.
+        group: key of the group of ranks.
+        position: counts up over the collectives of that group; all its ranks are at the same.
+        numel: elements of the buffer; of an exchange, those that this rank sends.
+        dtype: of each, on the wire.
+    """
+
+    number: int
+    op: str
+    name: str
+    axis: str
+    group: str
+    position: int
+    numel: int
+    dtype: str
+
+    @property
+    def signature(self) -> tuple[str, str, int, str]:
+        """What must be alike on all ranks of the group at one position."""
+        op = MESSAGE if self.op in (SEND, RECEIVE) else self.op
+        return op, self.name, 0 if op == EXCHANGE else self.numel, self.dtype
+
+    @property
+    def title(self) -> str:
+        """Number and name."""
+        return f"{self.op} #{self.number} of {self.name}"
+
+    def __str__(self) -> str:
+        amount = f"{self.numel} bytes sent" if self.op == EXCHANGE else f"{self.numel} x {self.dtype}"
+        return f"{self.title} ({amount} over {self.axis})"
+
+
+class Collective(NamedTuple):
+    """One collective of this rank; fields as in `CollectiveNote`."""
+
+    number: int
+    op: str
+    name: str
+    group: RankGroup
+    position: int
+    numel: int
+    dtype: torch.dtype
+    wire_bytes: int
+
+    @property
+    def axis(self) -> str:
+        """Of the mesh."""
+        return self.group.axis
+
+    @property
+    def num_ranks(self) -> int:
+        """That take part."""
+        return len(self.group.ranks)
+
+    def note(self) -> CollectiveNote:
+        """As other ranks are told."""
+        dtype = next((name for name, dtype in TORCH_DTYPES.items() if dtype == self.dtype), str(self.dtype))
+        return CollectiveNote(
+            self.number, self.op, self.name, self.axis, self.group.key, self.position, self.numel, dtype
+        )
+
+    def __str__(self) -> str:
+        return f"{self.op} #{self.number} of {self.name} over {self.axis} ({self.num_ranks} ranks)"
+
+
+@dataclass
+class CollectiveCount:
+    """Calls and bytes of one op on one axis."""
+
+    num_calls: int = 0
+    wire_bytes: int = 0
+
+
+class CollectiveEvent(NamedTuple):
+    """A collective and when this rank entered or left it, in seconds of `time.monotonic`, on which thread."""
+
+    call: Collective
+    at_s: float
+    thread: int
+
+
+@dataclass(eq=False)
+class CommLog:
+    """The books of one engine, over all its groups of ranks.
+
+    Attributes:
+        rank: of this process in the world.
+        counts: by axis and op.
+        recent: the latest calls, oldest first.
+        num_calls: all of them; the next one's number is one more.
+        positions: how many of them each group has begun, by key.
+        num_groups: that have been opened, pipes apart.
+        inside: the collective that the host is in, starting it or waiting.
+        left: the latest that it has been in.
+        enqueued: collectives on the device, and what tells that they are done; oldest first, kept where one watches.
+        check: compares a call with those of its group before it starts.
+        explain: says why a call does not end, where the ranks can be asked.
+        has_failed: a collective has, and the connections between the ranks with it.
+    """
+
+    rank: int = 0
+    counts: dict[tuple[str, str], CollectiveCount] = field(default_factory=dict)
+    recent: deque[Collective] = field(default_factory=lambda: deque(maxlen=32))
+    num_calls: int = 0
+    positions: dict[str, int] = field(default_factory=dict)
+    num_groups: int = 0
+    inside: CollectiveEvent | None = None
+    left: CollectiveEvent | None = None
+    enqueued: deque[tuple[Collective, Event]] = field(default_factory=lambda: deque(maxlen=_MAX_ENQUEUED))
+    check: Callable[[Collective], None] | None = None
+    explain: Callable[[Collective], str | None] | None = None
+    has_failed: bool = False
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody looks for collectives that do not end."""
+        return self.explain is not None
+
+    def open_group(self, axis: str, ranks: tuple[int, ...]) -> RankGroup:
+        """Book a group of ranks; all of them open their groups in the same order."""
+        group = RankGroup(self.num_groups, axis, ranks)
+        self.num_groups += 1
+        self.positions[group.key] = 0
+        return group
+
+    def open_pipe(self, axis: str, ranks: tuple[int, int], name: str) -> RankGroup:
+        """Book a pipe from one rank to another, by a name that both give it and no other one on this rank has."""
+        group = RankGroup(-1, axis, ranks, name)
+        if group.key in self.positions:
+            raise ValueError(f"rank {self.rank} has a pipe {name!r} already; give each its own name")
+        self.positions[group.key] = 0
+        return group
+
+    def add_message(self, op: str, name: str, pipe: RankGroup, buffer: Tensor) -> Collective:
+        """Book one end of a message: what it sends counts where it is sent, and nothing where it is received."""
+        return self.add(op, name, pipe, buffer, passes=2 if op == SEND else 0)  # of which (n - 1)/n are all of it
+
+    def add(self, op: str, name: str, group: RankGroup, buffer: Tensor, passes: int) -> Collective:
+        """Book a collective that sends `passes` times (n - 1)/n of the buffer from each rank, as a ring does."""
+        num_ranks = len(group.ranks)
+        wire_bytes = passes * buffer.numel() * buffer.element_size() * (num_ranks - 1) // num_ranks
+        return self._add(op, name, group, buffer.numel(), buffer.dtype, wire_bytes)
+
+    def add_exchange(self, name: str, group: RankGroup, num_bytes: int) -> Collective:
+        """Book an exchange in which this rank sends `num_bytes`; other ranks may send more or less."""
+        return self._add(EXCHANGE, name, group, num_bytes, torch.uint8, num_bytes)
+
+    def _add(self, op: str, name: str, group: RankGroup, numel: int, dtype: torch.dtype, wire_bytes: int) -> Collective:
+        self.num_calls += 1
+        self.positions[group.key] += 1
+        position = self.positions[group.key]
+        call = Collective(self.num_calls, op, name, group, position, numel, dtype, wire_bytes)
+        self.recent.append(call)
+        count = self.counts.setdefault((group.axis, op), CollectiveCount())
+        count.num_calls += 1
+        count.wire_bytes += wire_bytes
+        return call
+
+    def enqueue(self, call: Collective, done: Event) -> None:
+        """Book that `call` is on the device and over at `done`."""
+        if self.is_watched:
+            self.enqueued.append((call, done))
+
+    def enter(self, call: Collective) -> None:
+        """The host starts `call`, or begins to wait for it."""
+        self.inside = CollectiveEvent(call, time.monotonic(), threading.get_ident())
+
+    def leave(self) -> None:
+        """The host goes on."""
+        inside, self.inside = self.inside, None
+        if inside is not None:
+            self.left = CollectiveEvent(inside.call, time.monotonic(), inside.thread)
+
+    def guarded(self, call: Collective, run: Callable[[], Result]) -> Result:
+        """What `run`, a part of `call`, returns.
+
+        Raises:
+            CommError: it failed; the message says in which call, and why as far as the ranks can tell.
+        """
+        self.enter(call)
+        try:
+            return run()
+        except (torch.OutOfMemoryError, CommError):
+            raise
+        except RuntimeError as error:
+            self.has_failed = True
+            raise CommError(f"rank {self.rank} failed in {call}: {self.cause(call)} ({_reason(error)})") from error
+        finally:
+            self.leave()
+
+    def cause(self, call: Collective) -> str:
+        """Why other ranks do not take part."""
+        cause = self.explain(call) if self.explain is not None else None
+        return cause or "another rank died, hangs or runs other code: see its log"
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, without gloo's place in its source and its advice."""
+    line = (str(error).splitlines() or ["no reason given"])[0]
+    return re.sub(r"^\[[^\]]*\]\s*", "", line).partition(". ")[0]

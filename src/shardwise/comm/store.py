@@ -1,0 +1,149 @@
+"""A store whose requests end. torch bounds how long a key is waited for, not how long the store's host may be silent:
+if that is stopped or its machine freezes, a request of torch's never returns, whatever time-out it was given.
+
+>>> store = PatientStore(dist.HashStore(), timeout_s=5.0, prefix="part")
+>>> store.set("key", "value")
+>>> store.get("key"), store.check(["other"])
+(b'value', False)
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Final, TypeVar
+
+import torch.distributed as dist
+
+from shardwise.runtime.clock import AwakeClock
+
+Answer = TypeVar("Answer")
+
+_SLICE_S: Final = 0.5
+# A host that has been silent is asked again, but not waited for so long.
+_AGAIN_S: Final = 1.0
+
+_Request = tuple[Future[Any], Callable[[], Any]] | None
+
+
+class StoreSilentError(RuntimeError):
+    """The process that holds the store does not answer; it has not closed the connection either."""
+
+
+class PatientStore(dist.Store):
+    """A part of a store; what is asked of it is asked on a thread of its own, and waited for no longer than said.
+
+    Args:
+        store: any; of another one of this class, what is beneath it.
+        timeout_s: for an answer.
+        prefix: of the keys.
+    """
+
+    def __init__(self, store: dist.Store, timeout_s: float, prefix: str = "") -> None:
+        super().__init__()
+        beneath: dist.Store = store._store if isinstance(store, PatientStore) else store
+        self._store: dist.Store = dist.PrefixStore(prefix, beneath) if prefix else beneath
+        self._timeout_s = timeout_s
+        self._is_silent = False
+        self._asker = _RequestThread()
+        weakref.finalize(self, self._asker.end)
+
+    def close(self) -> None:
+        """End the thread; one more request starts another."""
+        self._asker.end()
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(partial(self._store.set, key, value))
+
+    def get(self, key: str) -> bytes:
+        return self._ask(partial(self._store.get, key))
+
+    def add(self, key: str, value: int) -> int:
+        return self._ask(partial(self._store.add, key, value))
+
+    def check(self, keys: list[str]) -> bool:
+        return self._ask(partial(self._store.check, keys))
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        return self._ask(partial(self._store.compare_set, key, expected_value, desired_value))
+
+    def delete_key(self, key: str) -> bool:
+        return self._ask(partial(self._store.delete_key, key))
+
+    def num_keys(self) -> int:
+        return self._ask(self._store.num_keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Return once all keys are there, waiting for at most `timeout`, or for an answer."""
+        timeout = timedelta(seconds=self._timeout_s) if timeout is None else timeout
+        self._ask(partial(self._store.wait, keys, timeout), self._timeout_s + timeout.total_seconds())
+
+    def _ask(self, request: Callable[[], Answer], timeout_s: float | None = None) -> Answer:
+        patience_s = _AGAIN_S if self._is_silent else self._timeout_s if timeout_s is None else timeout_s
+        answer: Future[Answer] = Future()
+        self._asker.put(answer, request)
+        # In slices: where this process was stopped itself, the answer has had no chance to be late.
+        clock = AwakeClock(gap_s=2 * _SLICE_S)
+        while (left_s := patience_s - clock.now_s()) > 0:
+            with suppress(TimeoutError):
+                found = answer.result(min(_SLICE_S, left_s))
+                self._is_silent = False
+                return found
+        answer.cancel()
+        self._is_silent = True
+        raise StoreSilentError(
+            f"the store has not answered for {patience_s:g} s: the process that holds it, mostly rank 0's or the "
+            "launcher's, is stopped or its machine hangs"
+        )
+
+
+def ask_in_time(request: Callable[[], Answer], timeout_s: float) -> Answer:
+    """Return what a request of torch's returns that begins with a store, such as opening one.
+
+    Raises:
+        StoreSilentError: it has not returned within `timeout_s`; it is left behind.
+    """
+    asker = PatientStore(dist.HashStore(), timeout_s)
+    try:
+        return asker._ask(request)
+    finally:
+        asker.close()
+
+
+class _RequestThread:
+    """A thread that asks, and may be left behind in a request that nobody answers."""
+
+    def __init__(self) -> None:
+        self._requests: SimpleQueue[_Request] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, answer: Future[Any], request: Callable[[], Any]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(self._requests,), name="shardwise-store", daemon=True)
+            self._thread.start()
+        self._requests.put((answer, request))
+
+    def end(self) -> None:
+        """End the thread; at the interpreter's end a request under way must not return into what is no more."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._requests.put(None)
+            if thread is not threading.current_thread():
+                thread.join(timeout=_AGAIN_S)
+
+
+def _serve(requests: SimpleQueue[_Request]) -> None:
+    while (asked := requests.get()) is not None:
+        answer, request = asked
+        if answer.set_running_or_notify_cancel():
+            try:
+                answer.set_result(request())
+            except Exception as error:
+                answer.set_exception(error)
+        del asked, answer, request

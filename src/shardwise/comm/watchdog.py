@@ -1,0 +1,487 @@
+"""The watchdog: says which rank waits for which collective, and which rank is behind, while the run hangs.
+
+A thread of each rank looks once a second whether this rank waits too long in a collective. If so it raises an alarm
+through the store; the threads of all ranks answer with what their main thread does, also where that sleeps or loops;
+and the lowest rank that waits puts the answers together (`shardwise.comm.watchdog`) and logs one report. A rank whose
+collective fails asks in the same way, so that its error names the cause.
+
+The thread reaches the engine's books and timeline through weak references only, and never waits long for the store:
+where that is silent it says what it knows of its own rank. It ends with the engine, with the interpreter, or quietly
+with the store.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.consistency import divergence, listed
+from shardwise.comm.records import Collective, CollectiveEvent, CollectiveNote, CommLog
+from shardwise.comm.store import PatientStore, StoreSilentError
+from shardwise.config.resolve import RunConfig
+from shardwise.runtime.clock import AwakeClock
+from shardwise.runtime.timeline import Timeline
+
+_POLL_S: Final = 1.0
+_QUICK_POLL_S: Final = 0.1
+_ANSWER_S: Final = 1.0
+_NUM_ACTIONS: Final = 8
+_MAX_FRAMES: Final = 24
+_NUM_INNERMOST: Final = 3
+
+log = logging.getLogger("shardwise")
+
+
+class Watchdog:
+    """Watches the collectives of one engine on one rank; `watch` makes and starts it.
+
+    Args:
+        store: of the engine, the same on all ranks.
+        books: of the engine.
+        timeline: of the engine.
+        world_size: how many ranks answer.
+        patience_s: how long a collective may take.
+    """
+
+    def __init__(
+        self, store: dist.Store, comm_log: CommLog, timeline: Timeline, world_size: int, patience_s: float
+    ) -> None:
+        self._store = PatientStore(store, _ANSWER_S)
+        self._rank = comm_log.rank
+        self._world_size = world_size
+        self._patience_s = patience_s
+        self._poll_s = min(_POLL_S, patience_s / 4)
+        self._comm_log = weakref.ref(comm_log)
+        self._timeline = weakref.ref(timeline)
+        self._main_thread = threading.get_ident()
+        self._start_s = time.monotonic()
+        self._head: tuple[Collective, float] | None = None
+        self._clock = AwakeClock(gap_s=2 * self._poll_s)
+        self._seen: tuple[CollectiveEvent, float] | None = None
+        self._failed: Collective | None = None
+        self._raised: set[str] = set()
+        self._told: set[str] = set()
+        self._num_alarms = 0
+        self._pending: dict[int, tuple[float, CollectiveEvent]] = {}
+        self._wake = threading.Event()
+        self._has_ended = False
+        self._thread = threading.Thread(target=self._run, name="shardwise-watchdog", daemon=True)
+        comm_log.explain = self.explain
+        # At the interpreter's end too: a daemon thread inside the store's C++ would abort the process then.
+        self._finalizer = weakref.finalize(comm_log, self._end)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the watch, and let the other ranks know."""
+        if self._finalizer.detach() is not None:
+            self._end()
+            try:
+                self._store.set(f"answer/left/{self._rank}", "")
+            except RuntimeError:
+                log.debug("the store has gone before the watchdog of rank %d", self._rank)
+            self._store.close()
+
+    def note_failure(self, text: str) -> None:
+        """Let the ranks that will wait for this one in vain know why; an empty text takes that back."""
+        with suppress(RuntimeError):  # the store may have gone
+            self._store.set(f"failed/{self._rank}", f" {text}")  # some stores take what is empty for missing
+
+    def _noted_failure(self) -> str | None:
+        """What the first rank that has failed has said."""
+        for rank in range(self._world_size):
+            if self._store.check([key := f"failed/{rank}"]) and (text := self._store.get(key).decode().strip()):
+                return f"rank {rank} has failed: {text}"
+        return None
+
+    def explain(self, call: Collective) -> str | None:
+        """Ask all ranks why `call` has failed; None where that cannot be told. Takes seconds, unless one has said so.
+
+        Called on the thread that is in `call`; the watchdog's own thread answers for this rank meanwhile.
+        """
+        deadline_s = time.monotonic() + 2 * self._answer_s + 2 * self._poll_s
+        self._failed = call
+        key = f"diagnosis/{_key(call)}"
+        while True:
+            try:
+                if (failure := self._noted_failure()) is not None:
+                    return failure
+                # The state at the failure counts, not what was reported while the rank waited.
+                self._raise_alarm(f"{_key(call)}/failed")
+                while time.monotonic() < deadline_s and self._thread.is_alive():
+                    if self._store.check([key]):
+                        return self._store.get(key).decode()
+                    time.sleep(_QUICK_POLL_S / 2)
+                return None
+            except StoreSilentError as error:
+                if time.monotonic() > deadline_s:
+                    return str(error)
+            except RuntimeError:
+                return (
+                    "the store does not answer: the process that holds it, mostly rank 0's or the launcher's, has died"
+                )
+
+    @property
+    def _answer_s(self) -> float:
+        """How long after an alarm an answer may come."""
+        return self._poll_s + _ANSWER_S
+
+    def _end(self) -> None:
+        self._has_ended = True
+        self._wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=2.0)
+
+    def _run(self) -> None:
+        try:
+            while not self._has_ended:
+                self._wake.wait(_QUICK_POLL_S if self._pending else self._poll_s)
+                self._wake.clear()
+                if not self._has_ended:
+                    self._look()
+        except RuntimeError as error:
+            log.debug("the watchdog of rank %d ends with its store: %s", self._rank, error)
+
+    def _look(self) -> None:
+        comm_log = self._comm_log()
+        if comm_log is None:
+            return
+        moment = self._moment(comm_log)
+        waited_s = self._waited_s(moment)
+        try:
+            if moment is not None and waited_s > self._patience_s:
+                self._raise_alarm(_key(moment.call))
+            number = self._store.add("num_alarms", 0)
+            if number > self._num_alarms:
+                self._num_alarms = number
+                self._answer(number, comm_log, moment, waited_s)
+            for number, (deadline_s, answered) in list(self._pending.items()):
+                has_all = self._store.add(f"num_answers/{number}", 0) >= self._world_size
+                if has_all or time.monotonic() > deadline_s:
+                    del self._pending[number]
+                    if self._store.get(f"lowest/{number}").decode() == str(self._rank):
+                        self._report(number, is_over=self._moment(comm_log) != answered)
+        except StoreSilentError as error:
+            if moment is not None and waited_s > self._patience_s and (key := _key(moment.call)) not in self._told:
+                self._told.add(key)
+                own = self._own_report(comm_log, moment)
+                log.error("shardwise: rank %d is %s: %s\n%s", self._rank, own.state(), error, "\n".join(details(own)))
+
+    def _waited_s(self, moment: CollectiveEvent | None) -> float:
+        """For how long this rank has been seen in a collective while this thread was awake.
+
+        A rank that was stopped itself comes back to a collective that is old by the clock, and well.
+        """
+        now_s = self._clock.now_s()
+        if moment is None or self._seen is None or self._seen[0] != moment:
+            self._seen = None if moment is None else (moment, now_s)
+        return 0.0 if self._seen is None else now_s - self._seen[1]
+
+    def _moment(self, comm_log: CommLog) -> CollectiveEvent | None:
+        """The collective that holds this rank up, and since when.
+
+        The host only enqueues collectives on the device: there it is the oldest one that is not done, since it became
+        the oldest, because a host may be far ahead of a device that is only busy.
+        """
+        inside = comm_log.inside
+        if not comm_log.enqueued:
+            return inside
+        while comm_log.enqueued and comm_log.enqueued[0][1].is_reached():
+            comm_log.enqueued.popleft()
+        call = comm_log.enqueued[0][0] if comm_log.enqueued else None
+        if call is None or self._head is None or self._head[0] is not call:
+            self._head = None if call is None else (call, time.monotonic())
+        return None if self._head is None else CollectiveEvent(*self._head, self._main_thread)
+
+    def _raise_alarm(self, key: str) -> None:
+        """Raise the alarm, once for each key, whichever rank comes first."""
+        if key in self._raised:
+            return
+        if self._store.compare_set(f"stuck/{key}", "", str(self._rank)).decode() == str(self._rank):
+            self._store.add("num_alarms", 1)
+        self._raised.add(key)
+        self._wake.set()
+
+    def _answer(self, number: int, comm_log: CommLog, moment: CollectiveEvent | None, waited_s: float) -> None:
+        report = self._own_report(comm_log, moment)
+        log.info("alarm %d: rank %d is %s\n%s", number, self._rank, report.state(), "\n".join(details(report)))
+        self._store.set(f"answer/{number}/{self._rank}", report.to_json())
+        # A rank that has but entered its collective is not held up, and has nothing to report.
+        if moment is not None and (report.has_failed or waited_s > self._patience_s / 2):
+            self._raised.add(_key(moment.call))
+            self._pending[number] = time.monotonic() + self._answer_s, moment
+            self._lower(f"lowest/{number}")
+        self._store.add(f"num_answers/{number}", 1)
+
+    def _lower(self, key: str) -> None:
+        """Make the number under `key` the lowest of those of the ranks that do so."""
+        known = ""
+        while known == "" or int(known) > self._rank:
+            known = self._store.compare_set(key, known, str(self._rank)).decode()
+
+    def _report(self, number: int, is_over: bool) -> None:
+        """On one rank: gather the answers, publish the diagnosis and log the report, unless the wait is over."""
+        reports: dict[int, RankReport | None] = {}
+        for rank in range(self._world_size):
+            key = f"answer/{number}/{rank}"
+            reports[rank] = None
+            if self._store.check([key]):
+                reports[rank] = RankReport.from_json(self._store.get(key).decode())
+                self._store.delete_key(key)
+            elif self._store.check([f"answer/left/{rank}"]):
+                reports[rank] = RankReport(rank, "", 0, has_left=True)
+        failed = [report.inside for report in reports.values() if report is not None and report.has_failed]
+        for call in failed:
+            if call is not None:
+                self._store.set(f"diagnosis/{call.group}/{call.position}", diagnose(reports))
+        # Ranks that fail say so themselves; where the wait is over, the answers are of different moments.
+        level = logging.INFO if failed else logging.DEBUG if is_over else logging.ERROR
+        log.log(level, "%s", render(reports, self._rank))
+
+    def _own_report(self, comm_log: CommLog, moment: CollectiveEvent | None) -> RankReport:
+        now_s = time.monotonic()
+        timeline = self._timeline()
+        actions = timeline.latest(_NUM_ACTIONS) if timeline is not None else ()
+        place, stack = _stack_of(self._main_thread if moment is None else moment.thread)
+        left = comm_log.left
+        return RankReport(
+            rank=self._rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            inside=moment.call.note() if moment is not None else None,
+            inside_s=now_s - moment.at_s if moment is not None else 0.0,
+            members=moment.call.group.ranks if moment is not None else (),
+            positions=dict(comm_log.positions),
+            recent=tuple(call.note() for call in comm_log.recent.copy()),
+            idle_s=now_s - (left.at_s if left is not None else self._start_s),
+            actions=tuple(f"{each.action} {1e3 * each.duration_s:.0f} ms" for each in actions),
+            place=place,
+            stack=stack,
+            has_failed=moment is not None and moment.call is self._failed,
+        )
+
+
+def watch(store: dist.Store | None, comm_log: CommLog, timeline: Timeline, run: RunConfig) -> Watchdog | None:
+    """Start to watch an engine's collectives; call it on the thread that trains.
+
+    Args:
+        store: of the engine; None where there is one rank, which never waits for another.
+        books: of the engine's collectives.
+        timeline: of its actions.
+        run: the patience; never more than half of the time-out, when it would be too late.
+    """
+    if store is None or run.watchdog_s == 0:
+        return None
+    return Watchdog(store, comm_log, timeline, dist.get_world_size(), watch_patience_s(run))
+
+
+def watch_patience_s(run: RunConfig) -> float:
+    """Return for how long a rank waits for others before it says so; no end where the watchdog is off."""
+    return min(run.watchdog_s, run.timeout_s / 2) if run.watchdog_s else math.inf
+
+
+def _key(call: Collective) -> str:
+    return f"{call.group.key}/{call.position}"
+
+
+def _stack_of(thread: int) -> tuple[str, tuple[str, ...]]:
+    """The innermost line of user code on a thread, and its stack without torch's inner frames, innermost last."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return "the end of its thread", ()
+    # No source is read: the disk may be what hangs.
+    frames = [(each.f_code.co_filename, line, each.f_code.co_name) for each, line in traceback.walk_stack(frame)][::-1]
+    library = str(Path(__file__).parent)
+    own = [each for each in frames if not _is_torch_or_python(each[0]) and not each[0].startswith(library)]
+    path, line, name = (own or frames)[-1]
+    shown = [each for each in frames[:-_NUM_INNERMOST] if not _is_torch_or_python(each[0])] + frames[-_NUM_INNERMOST:]
+    stack = tuple(f"{path}:{line} in {name}" for path, line, name in shown[-_MAX_FRAMES:])
+    return f"{Path(path).name}:{line} in {name}", stack
+
+
+def _is_torch_or_python(path: str) -> bool:
+    if "site-packages" in path or "dist-packages" in path:
+        return path.startswith(str(Path(torch.__file__).parent))
+    return path.startswith((sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen"))
+
+
+_NUM_CALLS, _NUM_DETAILED = 8, 4
+_SILENT: Final = "it died, was stopped or hangs in native code"
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank says of itself.
+
+    Attributes:
+        rank: of the world.
+        host: where it runs.
+        pid: of its process.
+        inside: the collective it is in, if any.
+        inside_s: for how long.
+        members: the ranks of that collective.
+        positions: how many collectives each group of ranks has begun here, by the group's key.
+        recent: its latest collectives, oldest first.
+        idle_s: since it left the last one, or since its engine began.
+        actions: its latest timed actions, oldest first.
+        place: the innermost line of user code that it runs.
+        stack: of its main thread, innermost last.
+        has_failed: the collective has failed here, and the rank is about to raise.
+        has_left: its engine is closed.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    inside: CollectiveNote | None = None
+    inside_s: float = 0.0
+    members: tuple[int, ...] = ()
+    positions: Mapping[str, int] = field(default_factory=dict)
+    recent: tuple[CollectiveNote, ...] = ()
+    idle_s: float = 0.0
+    actions: tuple[str, ...] = ()
+    place: str = "an unknown place"
+    stack: tuple[str, ...] = ()
+    has_failed: bool = False
+    has_left: bool = False
+
+    def to_json(self) -> str:
+        """As it travels through the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote."""
+        values: dict[str, Any] = json.loads(text)
+        if values["inside"] is not None:
+            values["inside"] = CollectiveNote(**values["inside"])
+        values["recent"] = tuple(CollectiveNote(**note) for note in values["recent"])
+        for key in ("members", "actions", "stack"):
+            values[key] = tuple(values[key])
+        return cls(**values)
+
+    @property
+    def state_s(self) -> float:
+        """How long it has been inside the collective, or outside any."""
+        return self.idle_s if self.inside is None else self.inside_s
+
+    def state(self) -> str:
+        """Where the rank is, in words."""
+        if self.has_left:
+            return "done, its engine closed"
+        if self.inside is not None:
+            return f"in {self.inside} for {self.inside_s:.0f} s"
+        since = self.recent[-1].title if self.recent else "its engine began, and in no collective yet"
+        return f"at {self.place}, {self.idle_s:.0f} s after {since}"
+
+    def kind(self) -> tuple[object, ...]:
+        """What ranks in the same state have in common."""
+        return self.has_left, self.inside or (self.place, self.recent[-1:])
+
+
+Reports = Mapping[int, RankReport | None]
+
+
+def diagnose(reports: Reports) -> str:
+    """Say in one line why ranks wait: where they diverged, else who keeps them waiting.
+
+    Args:
+        reports: of every rank of the world; None of those that do not answer.
+    """
+    waiting = {rank: report for rank, report in reports.items() if report is not None and report.inside is not None}
+    if not waiting:
+        return "no rank waits any more"
+    diverged = _first_divergence(reports)
+    if diverged:
+        return diverged
+    behind = list(dict.fromkeys(_behind(reports, waiting)))
+    if behind:
+        more = f"; and {len(behind) - _NUM_DETAILED} more ranks" if len(behind) > _NUM_DETAILED else ""
+        return "; ".join(behind[:_NUM_DETAILED]) + more
+    calls = {(report.inside.group, report.inside.position) for report in waiting.values() if report.inside}
+    if len(calls) == 1:
+        report = next(iter(waiting.values()))
+        return f"all its ranks are in {report.inside}: the network or a device is stuck, or only slow"
+    return "; ".join(f"rank {rank} waits in {report.inside}" for rank, report in list(waiting.items())[:_NUM_DETAILED])
+
+
+def _first_divergence(reports: Reports) -> str:
+    """Where ranks of one group first went to different collectives, as far as they remember."""
+    notes_at: dict[tuple[str, int], dict[int, CollectiveNote]] = {}
+    for rank, report in reports.items():
+        for note in report.recent if report is not None else ():
+            notes_at.setdefault((note.group, note.position), {})[rank] = note
+    texts = (divergence(notes_at[place]) for place in sorted(notes_at, key=lambda place: place[1]))
+    return next((text for text in texts if text), "")
+
+
+def _behind(reports: Reports, waiting: Mapping[int, RankReport]) -> Iterator[str]:
+    """The ranks that are in no collective, or silent, and for which others wait."""
+    for rank, report in reports.items():
+        awaited = [each for each in waiting.values() if rank in each.members and each.inside is not None]
+        calls = [each.inside for each in awaited if each.inside is not None]
+        if not calls or rank in waiting:
+            continue
+        call = min(calls, key=lambda call: call.number)
+        waiters = listed([each.rank for each in awaited])
+        verb = "waits" if len(awaited) == 1 else "wait"
+        if report is None:
+            yield f"rank {rank} does not answer: {_SILENT}; {waiters} {verb} for it in {call.title}"
+        elif report.has_left:
+            yield f"rank {rank} has closed its engine; {waiters} {verb} for it in {call.title}"
+        else:
+            did = "has started" if report.positions.get(call.group, 0) >= call.position else "has not started"
+            yield f"rank {rank} {did} {call.title}: it is {report.state()}"
+
+
+def render(reports: Reports, reporter: int) -> str:
+    """The whole report: the diagnosis, a line for each group of ranks in one state, and details of a few.
+
+    Args:
+        reports: as for `diagnose`.
+        reporter: the rank that speaks.
+    """
+    own = reports[reporter]
+    lines = [f"shardwise: rank {reporter} is {own.state() if own is not None else 'waiting'}: {diagnose(reports)}"]
+    alike: dict[tuple[object, ...], list[RankReport]] = {}
+    for _, report in sorted(reports.items()):
+        if report is not None:
+            alike.setdefault(report.kind(), []).append(report)
+    for members in alike.values():
+        longest = max(members, key=lambda report: report.state_s)
+        lines.append(f"  {listed([report.rank for report in members])}: {longest.state()}")
+    silent = [rank for rank, report in sorted(reports.items()) if report is None]
+    if silent:
+        lines.append(f"  {listed(silent)}: no answer; {_SILENT}")
+    # One rank for each state, and first those that keep the others waiting.
+    shown = sorted((members[0] for members in alike.values()), key=lambda report: report.inside is not None)
+    for report in shown[:_NUM_DETAILED]:
+        lines += details(report)
+    return "\n".join(lines)
+
+
+def details(report: RankReport) -> Iterator[str]:
+    """Lines on one rank: its latest collectives and actions, and its stack."""
+    if report.has_left:
+        return
+    yield f"  on rank {report.rank}, process {report.pid} on {report.host}:"
+    yield f"    last collectives: {', '.join(note.title for note in report.recent[-_NUM_CALLS:]) or 'none'}"
+    yield f"    last actions: {', '.join(report.actions) or 'none'}"
+    yield "    its main thread, innermost last:"
+    yield from (f"      {line}" for line in report.stack)

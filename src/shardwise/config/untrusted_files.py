@@ -1,0 +1,217 @@
+"""Files that others made: read within bounds of kind, size and depth, or refused in one line.
+
+A checkpoint, a folder of Hugging Face's, a config or a trace may come from anywhere, and may be damaged or made to
+hurt. Nothing of it is believed before it is checked: only regular files are opened, so that a pipe hangs nobody; size
+and nesting are bounded before anything is parsed; and what is told of it is one line that a terminal may show.
+
+It stands below every other module, for configs, checkpoints, the planner and the commands all read such files.
+
+>>> parse_json('{"a": [1, 2.5, null]}', "config.json", "fetch it again")
+{'a': [1, 2.5, None]}
+>>> parse_json("[" * 100_000, "config.json", "fetch it again")
+Traceback (most recent call last):
+    ...
+shardwise.config.untrusted_files.UntrustedFileError: config.json is nested deeper than 64 levels; fetch it again
+>>> print(printable("a\\x1b[31m red\\nname"))
+a\\x1b[31m red\\nname
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+
+MAX_DEPTH: Final = 64
+# Of a config or a script. What may be larger says so itself.
+MAX_BYTES: Final = 4 * 2**20
+_MAX_TOML_BYTES: Final = 2**16
+# Of a message: what is longer loses its middle, which is some value's.
+_MAX_LINE: Final = 2000
+# An empty list takes 3 bytes of text and 60 of memory: many of them in little text are no file that a tool writes.
+_BYTES_A_LIST: Final = 12
+_MANY_LISTS: Final = 100_000
+_KINDS: Final = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
+_NO_BRACKETS: Final = re.compile(r'"(?:[^"\\]++|\\.)*+\\?"?|[^][{}"]++', re.DOTALL)
+# Control characters, and what reorders, hides or cannot be written; but joiners, which are letters of some scripts.
+_STEERING: Final = re.compile("[\x00-\x1f\x7f-\x9f\xad\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
+# Nests without brackets, and Python takes n cubed steps for n parts.
+_DOTTED_KEY: Final = re.compile(rf"(?<![\w'\"-])(?:[\w'\"-]++[ \t]*+\.[ \t]*+){{{MAX_DEPTH}}}")
+
+
+class OneLineError(ValueError):
+    """A message for people, which may name what a foreign file has: one line, and nothing that steers a terminal."""
+
+    # Not in __init__: torch's compiler reads errors that are raised while it traces, and follows no constructor.
+    def __str__(self) -> str:
+        line = printable(super().__str__())
+        return line if len(line) <= _MAX_LINE else f"{line[: _MAX_LINE // 2]} ... {line[-_MAX_LINE // 2 :]}"
+
+
+class UntrustedFileError(OneLineError):
+    """A file cannot be used; the message names it and says what is wrong and what would help."""
+
+
+def steering(text: str) -> str:
+    """The first character of a text that no path, log or terminal should have; empty where there is none."""
+    found = _STEERING.search(text)
+    return found[0] if found else ""
+
+
+def printable(text: str) -> str:
+    """The text, what no terminal should get written as Python writes it."""
+    return _STEERING.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def open_regular(path: str | Path, folder: str | Path | None = None) -> int:
+    """Open a regular file for reading, without waiting for anybody, and return its descriptor.
+
+    Args:
+        path: of the file.
+        folder: that it must be in, where a link may not lead elsewhere. The cache of the Hugging Face hub may keep the
+            files of its `snapshots` in its `blobs`.
+
+    Raises:
+        OSError: it is no regular file, or lies elsewhere, or the system refuses.
+    """
+    if folder is not None and os.path.islink(path):
+        real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+        is_of_hub = home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
+        if real.parent != home and not is_of_hub:
+            raise OSError(errno.EINVAL, f"it is a link to {real}, out of its folder", str(path))
+        path = real
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if folder is None else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
+            raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_bytes(path: str | Path, max_bytes: int = MAX_BYTES, folder: str | Path | None = None) -> bytes:
+    """Read a regular file of at most so many bytes.
+
+    Raises:
+        OSError: as `open_regular`; or it is larger.
+    """
+    with open(open_regular(path, folder), "rb") as file:
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(path))
+        return file.read()
+
+
+def read_text(path: str | Path, cure: str, *, max_bytes: int = MAX_BYTES, folder: str | Path | None = None) -> str:
+    """Read a regular file of UTF-8 text.
+
+    Args:
+        path: of the file.
+        cure: what would help, for messages.
+        max_bytes: that it may have.
+        folder: as in `open_regular`.
+
+    Raises:
+        ForeignError: it is no such file.
+    """
+    try:
+        return read_bytes(path, max_bytes, folder).decode()
+    except OSError as error:
+        raise UntrustedFileError(f"cannot read {path}: {error.strerror or error}; {cure}") from error
+    except UnicodeDecodeError:
+        raise UntrustedFileError(f"{path} is not UTF-8 text; {cure}") from None
+
+
+def read_json(path: str | Path, cure: str, *, max_bytes: int = MAX_BYTES, folder: str | Path | None = None) -> Any:
+    """Read and parse a file of JSON; see `read_text` and `parse_json`."""
+    return parse_json(read_text(path, cure, max_bytes=max_bytes, folder=folder), str(path), cure)
+
+
+def parse_json(text: str, where: str, cure: str) -> Any:
+    """Parse JSON.
+
+    Args:
+        text: of a file.
+        where: its path, for messages.
+        cure: what would help, likewise.
+
+    Raises:
+        ForeignError: it is none, is nested deeply, names a key twice, or has numbers that nobody writes.
+    """
+    return _parsed(lambda: json.loads(text, object_pairs_hook=_table), "JSON", text, where, cure)
+
+
+def read_toml(path: str | Path, cure: str) -> dict[str, Any]:
+    """Read and parse a file of TOML; see `read_text` and `parse_toml`."""
+    return parse_toml(read_text(path, cure, max_bytes=_MAX_TOML_BYTES), str(path), cure)
+
+
+def parse_toml(text: str, where: str, cure: str) -> dict[str, Any]:
+    """Parse TOML.
+
+    Raises:
+        ForeignError: as `parse_json`.
+    """
+    if _DOTTED_KEY.search(text):
+        raise UntrustedFileError(f"{where} is nested deeper than {MAX_DEPTH} levels; {cure}")
+    values: dict[str, Any] = _parsed(lambda: tomllib.loads(text), "TOML", text, where, cure)
+    return values
+
+
+def mismatch(error: ValidationError) -> str:
+    """The first value that a schema refuses: where it stands, and the rule."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc']))[:200]}: {first['msg']}"
+
+
+def check_nesting(text: str, where: str, cure: str) -> None:
+    """Refuse text whose brackets are too deep, or too many, to be parsed in a memory like its own.
+
+    Raises:
+        ForeignError: they are.
+    """
+    num_opened = text.count("[") + text.count("{")
+    if num_opened > _MANY_LISTS + len(text) // _BYTES_A_LIST:
+        raise UntrustedFileError(
+            f"{where} is made of {num_opened:,} lists and tables, with next to nothing in them; {cure}"
+        )
+    depth = 0
+    for sign in _NO_BRACKETS.sub("", text) if num_opened > MAX_DEPTH else "":
+        depth += 1 if sign in "[{" else -1 if sign in "]}" else 0
+        if depth > MAX_DEPTH:
+            raise UntrustedFileError(f"{where} is nested deeper than {MAX_DEPTH} levels; {cure}")
+
+
+def _parsed(parse: Callable[[], Any], kind: str, text: str, where: str, cure: str) -> Any:
+    check_nesting(text, where, cure)
+    try:
+        return parse()
+    except RecursionError:
+        raise UntrustedFileError(f"{where} is nested too deeply; {cure}") from None
+    except ValueError as error:  # of its syntax, and of integers that are too long
+        what = str(error).partition("; use sys.")[0]
+        raise UntrustedFileError(f"{where} is not valid {kind}: {what}; {cure}") from None
+
+
+def _table(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {twice!r} stands twice in one table")
+    return values

@@ -1,0 +1,207 @@
+"""What sections of a config mean together: which values do not go with each other. Messages, for
+`shardwise.config.resolve`.
+
+>>> from shardwise.config.sections import RecomputeConfig, TiersConfig, ZeroConfig
+>>> list(wrong_tiers(TiersConfig(optimizer="host"), ZeroConfig(stage=2), RecomputeConfig()))
+[]
+>>> for message in wrong_tiers(TiersConfig(params="host"), ZeroConfig(stage=2), RecomputeConfig()):
+...     print(message)
+tiers.params=host needs zero.stage=3, which gathers parameters for their use, not 2; set zero.stage=3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from shardwise.config.sections import (
+    MAX_PIPELINE_CELLS,
+    AttentionConfig,
+    CompileConfig,
+    ContextConfig,
+    MeshConfig,
+    PipelineConfig,
+    RecomputeConfig,
+    TiersConfig,
+    ZeroConfig,
+)
+
+
+def wrong_tiers(tiers: TiersConfig, zero: ZeroConfig, recompute: RecomputeConfig) -> Iterator[str]:
+    """What cannot be, or would do nothing, in where states rest: value, rule and cure, on one line each."""
+    states = {"params": tiers.params, "grads": tiers.grads, "optimizer": tiers.optimizer}
+    shares = {
+        "params": tiers.params_on_device,
+        "grads": tiers.grads_on_device,
+        "optimizer": tiers.optimizer_on_device,
+    }
+    away = {state: tier for state, tier in states.items() if tier != "device"}
+    for state, tier in away.items():
+        if zero.stage == 0:
+            rule = "needs zero.stage=1 or more, in which each rank has a slice to move, not 0"
+            yield f"tiers.{state}={tier} {rule}; set zero.stage={3 if 'params' in away else 2}"
+    if "params" in away and zero.stage in (1, 2):
+        rule = f"needs zero.stage=3, which gathers parameters for their use, not {zero.stage}"
+        yield f"tiers.params={tiers.params} {rule}; set zero.stage=3"
+    for state, share in shares.items():
+        if share > 0 and state not in away:
+            rule = f"is a share of what rests elsewhere, and all {state} rest on the device"
+            yield f"tiers.{state}_on_device={share} {rule}; set tiers.{state}=host or leave the share out"
+    on_nvme = [state for state, tier in away.items() if tier == "nvme"]
+    if on_nvme and not tiers.nvme_path:
+        cure = "set tiers.nvme_path to one on a local disk"
+        yield f"tiers.{on_nvme[0]}=nvme needs a folder for the files that states rest in; {cure}"
+    if tiers.nvme_path is not None and not on_nvme:
+        cure = "set tiers.optimizer=nvme or leave the path out"
+        yield f"tiers.nvme_path={tiers.nvme_path} is the folder of states on NVMe, and none rest there; {cure}"
+    if tiers.activations != "device" and recompute.mode == "none":
+        rule = "moves the inputs of recomputed blocks, and recompute.mode=none recomputes none"
+        yield f"tiers.activations={tiers.activations} {rule}; set recompute.mode=full"
+
+
+def wrong_pipeline(
+    pipeline: PipelineConfig, mesh: MeshConfig, zero: ZeroConfig, compile_config: CompileConfig
+) -> Iterator[str]:
+    """What cannot be, or would do nothing, in how stages are cut and run.
+
+    >>> from shardwise.config.sections import CompileConfig, MeshConfig, PipelineConfig
+    >>> zb, compiled = PipelineConfig(schedule="zb-h1"), CompileConfig(enabled=True)
+    >>> next(wrong_pipeline(zb, MeshConfig(pp=2), ZeroConfig(), compiled)).partition(";")[2]
+    ' set compile.enabled=false, or pipeline.schedule=1f1b'
+    """
+    if mesh.pp == 1:
+        defaults = PipelineConfig()
+        for key, value in pipeline:
+            if value != getattr(defaults, key):
+                rule = "says how stages lie on the ranks of a pipeline, and mesh.pp=1 has none"
+                yield f"pipeline.{key}={value} {rule}; set mesh.pp to 2 or more, or leave the key out"
+        return
+    if zero.lockstep:
+        rule = "gathers every block once a forward, and in a pipeline each rank has some of them"
+        yield f"zero.lockstep=true {rule}; set zero.lockstep=false"
+    if compile_config.enabled and pipeline.schedule.startswith("zb-"):
+        rule = f"compiles backwards whole, and pipeline.schedule={pipeline.schedule} splits them"
+        yield f"compile.enabled=true {rule}; set compile.enabled=false, or pipeline.schedule=1f1b"
+    if pipeline.gather == "micro-batch" and zero.stage < 3:
+        rule = f"is how parameters that rest as shards are gathered, and in zero.stage={zero.stage} they rest whole"
+        yield f"pipeline.gather=micro-batch {rule}; set zero.stage=3, or leave the key out"
+
+
+def wrong_schedule_size(
+    num_micro_batches: int, pipeline: PipelineConfig, mesh: MeshConfig, max_cells: int = MAX_PIPELINE_CELLS
+) -> Iterator[str]:
+    """Refuse schedules of more forwards than `max_cells`, which take minutes to build.
+
+    >>> from shardwise.config.sections import MeshConfig, PipelineConfig
+    >>> next(wrong_schedule_size(10**6, PipelineConfig(), MeshConfig(pp=2))).partition(";")[2]
+    ' use batch.accumulation=200,000 or less'
+    """
+    num_cells = mesh.pp * pipeline.virtual_stages * num_micro_batches
+    if mesh.pp > 1 and num_cells > max_cells:
+        most = max_cells // mesh.pp // pipeline.virtual_stages
+        cure = f"use batch.accumulation={most:,} or less" if most else f"use mesh.pp={max_cells:,} or less"
+        rule = f"make a schedule of {num_cells:,} forwards, more than {max_cells:,}"
+        yield f"mesh.pp={mesh.pp} and {num_micro_batches:,} micro-batches {rule}; {cure}"
+
+
+def wrong_chunks(context: ContextConfig, pipeline: PipelineConfig, compile_config: CompileConfig) -> Iterator[str]:
+    """What would keep whole what `context.chunk_tokens` is to keep in parts.
+
+    >>> from shardwise.config.sections import CompileConfig, ContextConfig, PipelineConfig
+    >>> chunks, compiled = ContextConfig(chunk_tokens=8), CompileConfig(enabled=True)
+    >>> next(wrong_chunks(chunks, PipelineConfig(), compiled)).partition(";")[2]
+    ' set compile.enabled=false or leave context.chunk_tokens out'
+    """
+    if context.chunk_tokens is None:
+        return
+    key = f"context.chunk_tokens={context.chunk_tokens}"
+    if compile_config.enabled:
+        rule = "recomputes parts of a block, and compiled blocks decide what they keep"
+        yield f"{key} {rule}; set compile.enabled=false or leave context.chunk_tokens out"
+    if pipeline.schedule.startswith("zb-"):
+        rule = f"keeps no inner states, and pipeline.schedule={pipeline.schedule} holds them for gradients of weights"
+        yield f"{key} {rule}; set pipeline.schedule=1f1b or leave context.chunk_tokens out"
+
+
+# Those of `context` that are for one rank too.
+_OF_LONG_SEQUENCES: Final = frozenset({"chunk_tokens"})
+
+
+def wrong_context(context: ContextConfig, mesh: MeshConfig) -> Iterator[str]:
+    """What cannot be, or would do nothing, in how sequences are split.
+
+    >>> from shardwise.config.sections import ContextConfig, MeshConfig
+    >>> next(wrong_context(ContextConfig(heads_over=4), MeshConfig(cp=6)))
+    'context.heads_over=4 does not divide mesh.cp=6; nearest legal: 3, 6'
+    """
+    if mesh.cp == 1:
+        defaults = ContextConfig()
+        for key, value in context:
+            if value != getattr(defaults, key) and key not in _OF_LONG_SEQUENCES:
+                rule = "says how sequences are split over ranks, and mesh.cp=1 splits none"
+                yield f"context.{key}={value} {rule}; set mesh.cp to 2 or more, or leave the key out"
+        return
+    if context.heads_over is None:
+        return
+    if mesh.cp % context.heads_over:
+        divisors = [each for each in range(1, mesh.cp + 1) if mesh.cp % each == 0]
+        below = [each for each in divisors if each < context.heads_over][-1:]
+        above = [each for each in divisors if each > context.heads_over][:1]
+        legal = ", ".join(map(str, below + above))
+        yield f"context.heads_over={context.heads_over} does not divide mesh.cp={mesh.cp}; nearest legal: {legal}"
+    elif context.transport == "ulysses" and context.heads_over != mesh.cp:
+        rule = f"is less than mesh.cp={mesh.cp}, and context.transport=ulysses exchanges heads over all ranks"
+        yield f"context.heads_over={context.heads_over} {rule}; leave it out, or set context.transport=ring"
+    elif context.transport != "ulysses" and context.heads_over == mesh.cp:
+        rule = f"leaves context.transport={context.transport} nothing to carry, as mesh.cp={mesh.cp}"
+        yield f"context.heads_over={context.heads_over} {rule}; set context.transport=ulysses, or fewer ranks"
+
+
+_OF_HEADS: Final = ("block", "different_layout_per_head")
+ATTENTION_KEYS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "dense": (),
+        "fixed": (
+            *_OF_HEADS,
+            "num_local_blocks",
+            "num_global_blocks",
+            "horizontal_global_attention",
+            "num_different_global_patterns",
+        ),
+        "variable": (
+            *_OF_HEADS,
+            "num_random_blocks",
+            "local_window_blocks",
+            "global_block_indices",
+            "global_block_end_indices",
+            "horizontal_global_attention",
+            "seed",
+        ),
+        "bigbird": (*_OF_HEADS, "num_random_blocks", "num_sliding_window_blocks", "num_global_blocks", "seed"),
+        "bslongformer": (
+            *_OF_HEADS,
+            "num_sliding_window_blocks",
+            "global_block_indices",
+            "global_block_end_indices",
+        ),
+        "sliding-window": ("block", "num_sliding_window_blocks"),
+    }
+)
+"""The keys of `attention` that each of its kinds has."""
+
+
+def wrong_attention(attention: AttentionConfig) -> Iterator[str]:
+    """Keys that the kind of attention does not have; whether those that it has go together, the structure says.
+
+    >>> from shardwise.config.sections import AttentionConfig
+    >>> next(wrong_attention(AttentionConfig(seed=2))).partition(";")[0]
+    'attention.seed=2 is a key of variable, bigbird, and attention.kind=dense has none'
+    """
+    keys, defaults = ATTENTION_KEYS[attention.kind], AttentionConfig()
+    for key, value in attention:
+        if key == "kind" or key in keys or value == getattr(defaults, key):
+            continue
+        kinds = [kind for kind, its in ATTENTION_KEYS.items() if key in its]
+        rule = f"is a key of {', '.join(kinds)}, and attention.kind={attention.kind} has {', '.join(keys) or 'none'}"
+        yield f"attention.{key}={value} {rule}; set attention.kind={kinds[0]} or leave the key out"

@@ -1,0 +1,348 @@
+"""The attention of a config, given to a model that was built without it: on one rank, or over those of the `cp` axis.
+
+Which models can be given the latter: those of transformers, and our decoder and models like it, which have a forward
+with an argument `positions`, the places of its tokens in the whole sequence, and modules with an attribute `attend`
+(`shardwise.models.decoder_attention.Attend`) that are handed them on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from operator import index
+from typing import Any, Final, Generic, TypeVar
+
+from torch import Tensor, nn
+
+from shardwise.attention.block_layout import BlockLayout, keep_last
+from shardwise.attention.cp_hook import DenseVisibility
+from shardwise.attention.huggingface import attends_causally, use_sparse_attention, whole_layout
+from shardwise.comm.collectives import Comm
+from shardwise.config.resolve import Config, ConfigError, ContextConfig
+from shardwise.context.attention import ContextAttention
+from shardwise.context.batch import (
+    POSITIONS,
+    BatchSharder,
+    TokenShard,
+    TokenShardedBatch,
+    WholeBatch,
+    by_name,
+    cut_batch,
+    halves_for_proof,
+    main_input,
+)
+from shardwise.context.huggingface import (
+    check_length,
+    check_model,
+    inputs_for_proof,
+    is_huggingface,
+    split_inputs,
+    target_counter,
+    trained_length,
+)
+from shardwise.context.load_balance import choose_split
+from shardwise.context.locality import NO_CONTEXT, attend_alone, check_tokens_apart, copy_for_proof
+from shardwise.context.ulysses import check_heads, team_size
+from shardwise.layout.token_ranges import TokenSplit
+from shardwise.models.apply_attention import apply_attention
+from shardwise.models.decoder_attention import Attend
+from shardwise.runtime.class_swap import set_attribute
+from shardwise.runtime.torch_private import constant_in_graphs
+
+
+@dataclass(frozen=True)
+class AppliedContext:
+    """What a model has been given.
+
+    Attributes:
+        sequences: takes this rank's share of batches.
+        undo: takes it back; in reverse order.
+    """
+
+    sequences: BatchSharder
+    undo: list[Callable[[], None]]
+
+
+def check_context(model: nn.Module, config: Config) -> None:
+    """See that a model can be given attention over the `cp` axis.
+
+    Args:
+        model: of which only modules and their attributes are looked at.
+        config: resolved.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    cp = config.mesh.cp
+    if cp == 1:
+        return
+    if is_huggingface(model):
+        check_model(model)
+    elif not _takes_positions(model) or not _attending(model):
+        raise ConfigError(
+            f"mesh.cp={cp} needs a model whose attention the library can reach: one of transformers, Decoder, or one "
+            f"whose forward takes positions and hands them to modules with an attend, and this {type(model).__name__} "
+            "is none; set mesh.cp=1, and see docs/context.md"
+        )
+    for num_heads, num_kv_heads in _heads(model):
+        check_heads(num_heads, num_kv_heads, config.context, cp, config.mesh.tp)
+
+
+def check_split(model: nn.Module, config: Config, length: int) -> None:
+    """See that sequences of one length can be split as the config says.
+
+    Args:
+        model: like our decoder.
+        config: resolved.
+        length: of the sequences.
+
+    Raises:
+        ConfigError: the length does not divide.
+    """
+    if config.mesh.cp > 1:
+        _own_splits(model, config)(length)
+
+
+def apply_context_parallel(model: nn.Module, config: Config, comm: Comm) -> AppliedContext:
+    """Give a model the attention of a config, over the ranks of the `cp` axis where there are several.
+
+    Args:
+        model: before its layers are split.
+        config: resolved.
+        comm: over the `cp` axis.
+
+    Raises:
+        ConfigError: the model cannot be given it.
+    """
+    if config.mesh.cp == 1:
+        return AppliedContext(WholeBatch(target_counter(model)), apply_attention(model, config.attention))
+    check_context(model, config)
+    attention = ContextAttention(comm, config.context)
+    if is_huggingface(model):
+        num_positions = None if comm.is_simulated else prove_huggingface(model)
+        given = _give_huggingface(model, config, attention, comm.rank, num_positions)
+    else:
+        given = _give_own(model, config, attention, comm.rank, None if comm.is_simulated else prove_own(model))
+    return AppliedContext(given.sequences, [attention.close, *given.undo])
+
+
+def prove_huggingface(model: nn.Module) -> int | None:
+    """See that a model of transformers computes tokens apart from each other, but for attention, by running a copy.
+
+    Returns:
+        the number of positions up to which it does; None where any will do.
+
+    Raises:
+        ConfigError: it does not, or its attention is not one that can be given.
+    """
+    copied = _copy_alone(model)
+    if copied is None:
+        return None
+    try:
+        check_tokens_apart(*inputs_for_proof(copied))
+    except ConfigError as error:
+        num_positions = trained_length(model)
+        again = None if num_positions is None else _copy_alone(model)  # the first may have grown its frequencies
+        if again is None:
+            raise
+        try:
+            check_tokens_apart(*inputs_for_proof(again, num_positions))
+        except ConfigError:
+            raise error from None
+        return num_positions
+    return None
+
+
+def _copy_alone(model: nn.Module) -> nn.Module | None:
+    copied = copy_for_proof(model)
+    try:
+        if copied is not None:
+            use_sparse_attention(copied, DenseVisibility(attends_causally(copied)), spread=_alone)
+    except ConfigError as error:
+        raise ConfigError(f"mesh.cp is not for {type(model).__name__}: {error}; or {NO_CONTEXT}") from error
+    return copied
+
+
+def prove_own(model: nn.Module) -> Callable[[Mapping[str, Any]], None] | None:
+    """As `prove_huggingface`, of a model that takes positions: what is to be given its first inputs, by name."""
+    copied = copy_for_proof(model)
+    if copied is None:
+        return None
+    for module in _attending(copied):
+        module.attend = _alone
+    return lambda inputs: check_tokens_apart(copied, [halves_for_proof(inputs)])
+
+
+def _alone(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> Tensor:
+    return attend_alone(q, k, v)
+
+
+def _give_own(
+    model: nn.Module,
+    config: Config,
+    attention: ContextAttention,
+    rank: int,
+    prove: Callable[[Mapping[str, Any]], None] | None,
+) -> AppliedContext:
+    undo = apply_attention(model, config.attention)
+    split_of = _own_splits(model, config)
+    made: dict[int, ContextParallelAttend] = {}  # layers that share theirs share what is planned
+    for module in _attending(model):
+        own = module.attend
+        if id(own) not in made:
+            made[id(own)] = ContextParallelAttend(own, attention, split_of, config.mesh.cp)
+        undo.append(set_attribute(module, "attend", made[id(own)]))
+    return AppliedContext(TokenShardedBatch(model, rank, split_of, prove), undo)
+
+
+def _give_huggingface(
+    model: nn.Module, config: Config, attention: ContextAttention, rank: int, num_positions: int | None
+) -> AppliedContext:
+    split_of = TokenSplits(partial(whole_layout, model), config.context, config.mesh.cp)
+
+    def spread(
+        q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, lengths: tuple[int, ...], **extras: Any
+    ) -> Tensor:  # [B, H, S / cp, D], [B, K, S / cp, D]
+        return attention(q, k, v, layout, split_of(lengths), **extras)
+
+    undo = apply_attention(model, config.attention, spread)
+    return AppliedContext(HuggingFaceSequences(model, rank, split_of, num_positions), undo)
+
+
+class HuggingFaceSequences:
+    """A rank has its tokens of every sample, with what a model of transformers is to know of the others.
+
+    Args:
+        model: with a model of transformers in it.
+        rank: of this process along the `cp` axis.
+        split_of: who has which tokens of a sequence of documents of some lengths.
+        num_positions: that a batch may have; None for any number.
+    """
+
+    def __init__(
+        self, model: nn.Module, rank: int, split_of: TokenSplits[tuple[int, ...]], num_positions: int | None
+    ) -> None:
+        self._model, self._num_positions = model, num_positions
+        self._names = list(inspect.signature(model.forward).parameters)
+        self._count_targets = target_counter(model)
+        self._rank = rank
+        self._split_of = split_of
+
+    def share(self, batch: Any, has_more: bool) -> TokenShard:
+        """The tokens of this rank.
+
+        Raises:
+            ConfigError: the batch cannot be split.
+        """
+        inputs = by_name(batch[0] if has_more else batch, self._names)
+        if self._num_positions is not None:
+            check_length(self._model, inputs, self._num_positions)
+        own = split_inputs(self._model, inputs, self._split_of, self._rank)
+        cut, num_targets = cut_batch(batch, main_input(inputs), own.tokens), self._count_targets(inputs)
+        return TokenShard(cut, own.inputs, own.tokens, own.loss_weight, num_targets)
+
+
+def _own_splits(model: nn.Module, config: Config) -> TokenSplits[int]:
+    first = _attending(model)[0]
+    attend, num_heads = first.attend, first.num_heads
+    return TokenSplits(lambda length: attend.layout(length, 0, num_heads), config.context, config.mesh.cp)
+
+
+def _heads(model: nn.Module) -> set[tuple[int, int]]:
+    """Query heads and KV heads of the whole model's layers."""
+    if not is_huggingface(model):
+        return {(module.num_heads, module.num_kv_heads) for module in _attending(model)}
+    configs = [module.config for module in model.modules() if hasattr(module, "base_model_prefix")]
+    numbers = [(each, getattr(each, "num_attention_heads", None)) for each in configs]
+    return {(number, getattr(each, "num_key_value_heads", None) or number) for each, number in numbers if number}
+
+
+def _takes_positions(model: nn.Module) -> bool:
+    return POSITIONS in inspect.signature(model.forward).parameters
+
+
+def _attending(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if callable(getattr(module, "attend", None))]
+
+
+Kind = TypeVar("Kind", bound=Hashable)
+
+_MAX_LAYOUTS: Final = 32
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSplits(Generic[Kind]):
+    """Who has which tokens of sequences of some kind, such as of a length: as the work of a model's attention says.
+
+    Attributes:
+        layout_of: what all heads of the model see of such a sequence.
+        section: of the config.
+        degree: ranks of the `cp` axis.
+    """
+
+    layout_of: Callable[[Kind], BlockLayout]
+    section: ContextConfig
+    degree: int
+    _splits: dict[Kind, TokenSplit] = field(default_factory=dict, init=False, repr=False)
+
+    def __call__(self, kind: Kind) -> TokenSplit:
+        """The split of a sequence.
+
+        Raises:
+            ConfigError: its length does not divide.
+        """
+        keep_last(self._splits, kind, lambda: self._choose(kind), _MAX_LAYOUTS)
+        return self._splits[kind]
+
+    def _choose(self, kind: Kind) -> TokenSplit:
+        size = team_size(self.section, self.degree)
+        return choose_split(self.section.token_layout, self.layout_of(kind), self.degree, size)
+
+
+@dataclass(frozen=True, eq=False)
+class ContextParallelAttend:
+    """Attends over the ranks where tokens are given their positions, and plainly where the whole sequence is here.
+
+    Attributes:
+        own: what it stands in the place of; says which keys each query sees.
+        attention: over the ranks.
+        split_of: who has which tokens of a sequence of some length.
+        degree: ranks of the `cp` axis.
+    """
+
+    own: Attend
+    attention: ContextAttention
+    split_of: Callable[[int], TokenSplit]
+    degree: int
+    _layouts: dict[tuple[int, int, int], tuple[BlockLayout, TokenSplit]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, first_head: int, positions: Tensor | None = None
+    ) -> Tensor:  # [B, H, S / cp, D], [B, K, S / cp, D]
+        if positions is None:
+            return self.own(q, k, v, first_head)
+        place = index(q.shape[2]) * self.degree, first_head, index(q.shape[1])  # compiled code fixes them
+        self._lay_out(*place)
+        layout, split = self._layouts[place]
+        return self.attention(q, k, v, layout, split)
+
+    def layout(self, length: int, first_head: int, num_heads: int) -> BlockLayout:
+        """As of `own`."""
+        return self.own.layout(length, first_head, num_heads)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallelAttend:
+        return self
+
+    @constant_in_graphs
+    def _lay_out(self, length: int, first_head: int, num_heads: int) -> None:
+        """Keep layout and split; compiled code does so when it is compiled."""
+        keep_last(
+            self._layouts,
+            (length, first_head, num_heads),
+            lambda: (self.own.layout(length, first_head, num_heads), self.split_of(length)),
+            _MAX_LAYOUTS,
+        )

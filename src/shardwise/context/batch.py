@@ -1,0 +1,235 @@
+"""How the engine splits a batch of whole sequences: not at all, or each rank of the `cp` axis takes its tokens.
+
+Every tensor of a batch whose dim 1 is the sequence is cut to the rank's tokens, ascending, however deep it lies; the
+others stay. Dim 1 is known by its size: what has as many there by chance is cut too, so give that another shape, such
+as [samples, 1, size]. Targets, one for each token, are those that the data have shifted already: a loss that shifts
+them itself would do so at every edge of the rank's runs.
+
+With cp=2 and tp=2, ranks 0 and 1 are one tensor-parallel group and take the same tokens, ranks 2 and 3 the others. Of 8
+tokens in zigzag the first two have these, where a tensor of one value for each sample stays whole:
+
+>>> batch = (torch.arange(8).view(1, 8), {"targets": torch.arange(1, 9).view(1, 8), "weights": torch.ones(1)})
+>>> tokens, others = cut_batch(batch, batch[0], ((0, 2), (6, 8)))
+>>> tokens, others
+(tensor([[0, 1, 6, 7]]), {'targets': tensor([[1, 2, 7, 8]]), 'weights': tensor([1.])})
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.config.resolve import ConfigError
+from shardwise.layout.token_ranges import Runs, TokenSplit
+from shardwise.runtime.torch_private import pytree
+
+# What models call their tokens.
+_MAIN_INPUTS: Final = ("input_ids", "inputs_embeds")
+POSITIONS: Final = "positions"
+_NUM_PROOF_TOKENS: Final = 128
+
+
+@dataclass(frozen=True)
+class TokenShard:
+    """What a rank computes of a batch.
+
+    Attributes:
+        batch: for the loss.
+        inputs: for the model.
+        tokens: of the sequence, that this rank has; None where it has all of it.
+        loss_weight: of the mean that the model itself gives for its loss, 0-d; None for one over the number of ranks.
+        num_targets: of the batch, over which the model's own loss is a mean, 0-d; None where that is not known.
+    """
+
+    batch: Any
+    inputs: Any
+    tokens: Runs | None = None
+    loss_weight: Tensor | None = None
+    num_targets: Tensor | None = None
+
+
+class BatchSharder(Protocol):
+    """Takes a rank's share of batches."""
+
+    def share(self, batch: Any, has_more: bool) -> TokenShard:
+        """This rank's share of a batch of whole sequences.
+
+        Args:
+            batch: on the device.
+            has_more: only its first item is for the model.
+
+        Raises:
+            ConfigError: it cannot be split.
+        """
+
+
+class WholeBatch:
+    """Each rank computes every token of its samples.
+
+    Args:
+        count_targets: as `shardwise.context.huggingface.target_counter` returns it.
+    """
+
+    def __init__(self, count_targets: Callable[[Any], Tensor | None]) -> None:
+        self._count_targets = count_targets
+
+    def share(self, batch: Any, has_more: bool) -> TokenShard:
+        """All of it."""
+        inputs = batch[0] if has_more else batch
+        return TokenShard(batch, inputs, num_targets=self._count_targets(inputs))
+
+
+class TokenShardedBatch:
+    """A rank has its tokens of every sample, and a model that takes `positions` gets their places in the sequence.
+
+    Args:
+        model: whose forward has an argument `positions`.
+        rank: of this process along the `cp` axis.
+        split_of: who has which tokens of a sequence of some length.
+        prove: is given the first batch's inputs and positions, of the whole sequences.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rank: int,
+        split_of: Callable[[int], TokenSplit],
+        prove: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> None:
+        self._prove = prove
+        self._names = list(inspect.signature(model.forward).parameters)
+        self._check_length: Callable[[int], None] = getattr(model, "check_length", _any_length)
+        self._rank = rank
+        self._split_of = split_of
+
+    def share(self, batch: Any, has_more: bool) -> TokenShard:
+        """The tokens of this rank.
+
+        Raises:
+            ConfigError: the batch has no sequence, or one that does not divide, or positions of its own.
+        """
+        main = main_input(batch[0] if has_more else batch)
+        length = main.shape[1]
+        self._check_length(length)
+        tokens = self._split_of(length).shares[self._rank]
+        if self._prove is not None:
+            whole = by_name(batch[0] if has_more else batch, self._names)
+            self._prove({**whole, POSITIONS: torch.arange(length)})
+            self._prove = None
+        own = cut_batch(batch, main, tokens)
+        inputs = own[0] if has_more else own
+        given = by_name(inputs, self._names)
+        if POSITIONS in given:
+            raise ConfigError(
+                "the batch gives positions, which under mesh.cp the engine gives the model; leave them out"
+            )
+        return TokenShard(own, {**given, POSITIONS: positions_of(tokens, main.device)}, tokens)
+
+
+def by_name(inputs: Any, names: Collection[str]) -> Mapping[str, Any]:
+    """What a model is given, as keyword arguments: `names` are those of its forward, in order.
+
+    Raises:
+        ConfigError: there are more inputs than names.
+    """
+    if isinstance(inputs, Mapping):
+        return inputs
+    values = inputs if isinstance(inputs, list | tuple) else [inputs]
+    if len(values) > len(names):
+        raise ConfigError(
+            f"the batch has {len(values)} inputs and the model's forward takes {len(names)} ({', '.join(names)}); give "
+            "as many, or a loss_fn and the rest of the batch behind the inputs"
+        )
+    return dict(zip(names, values, strict=False))
+
+
+def halves_for_proof(inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The first tokens of the first sample, on the CPU in fp64, and each half of them.
+
+    Args:
+        inputs: by name, and positions, of whole sequences.
+    """
+    length = len(inputs[POSITIONS])
+    half = min(length, _NUM_PROOF_TOKENS) // 2
+
+    def take(tokens: slice) -> dict[str, Any]:
+        def cut(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            leaf = leaf.detach().cpu()
+            leaf = leaf.double() if leaf.is_floating_point() else leaf
+            return leaf[:1, tokens] if leaf.dim() > 1 and leaf.shape[1] == length else leaf[:1]
+
+        given = {name: pytree.tree_map(cut, value) for name, value in inputs.items() if name != POSITIONS}
+        return {**given, POSITIONS: inputs[POSITIONS][tokens]}
+
+    return [take(slice(2 * half)), take(slice(half)), take(slice(half, 2 * half))]
+
+
+def _any_length(length: int) -> None:
+    """Most models say nothing of how long a sequence may be."""
+
+
+def main_input(inputs: Any) -> Tensor:
+    """What of a model's inputs has the sequence along dim 1: `input_ids`, `inputs_embeds` or the first that may.
+
+    Raises:
+        ConfigError: none may.
+    """
+    named = [inputs.get(name) for name in _MAIN_INPUTS] if isinstance(inputs, Mapping) else []
+    for leaf in [*named, *pytree.tree_leaves(inputs)]:
+        if isinstance(leaf, Tensor) and leaf.dim() >= 2 and leaf.shape[1]:
+            return leaf
+    raise ConfigError(
+        "the batch has no tensor of [samples, tokens, ...] that mesh.cp could split; give one of 1 or more tokens, or "
+        "set mesh.cp=1"
+    )
+
+
+def cut_batch(batch: Any, main: Tensor, tokens: Runs) -> Any:
+    """A pytree with all tensors of [samples, length, ...] cut to some tokens.
+
+    Args:
+        batch: of whole sequences.
+        main: as `main_input` finds it: samples and length are as in it.
+        tokens: of this rank.
+
+    Raises:
+        ConfigError: there is a mask of all pairs of tokens.
+    """
+    length = main.shape[1]
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() < 2:
+            return leaf
+        if leaf.shape[-2:] == (length, length) and _is_mask(leaf, main.shape[0]):
+            raise ConfigError(
+                f"the batch has a mask of shape {tuple(leaf.shape)}, of all pairs of {length} tokens, which mesh.cp "
+                "does not split; choose which keys a query sees by the section attention, or set mesh.cp=1"
+            )
+        return take_tokens(leaf, tokens) if leaf.shape[1] == length else leaf
+
+    return pytree.tree_map(cut, batch)
+
+
+def _is_mask(square: Tensor, num_samples: int) -> bool:
+    """Whether a tensor whose last dims are alike is of pairs, and not of samples or features, as many as tokens."""
+    if square.dim() == 2:
+        return square.shape[0] != num_samples
+    return square.dim() > 3 or square.dtype == torch.bool
+
+
+def take_tokens(tensor: Tensor, tokens: Runs) -> Tensor:
+    """Some tokens of a tensor of [samples, tokens, ...], as it holds them: one run behind another."""
+    parts = [tensor.narrow(1, start, stop - start) for start, stop in tokens]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def positions_of(tokens: Runs, device: torch.device) -> Tensor:
+    """The places of tokens in their sequence, int64 [tokens]."""
+    return torch.cat([torch.arange(start, stop, device=device) for start, stop in tokens])

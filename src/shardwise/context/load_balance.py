@@ -1,0 +1,296 @@
+"""Which split of a sequence's tokens spreads a layout's work evenly, and moves little.
+
+Costs are in pairs of a query and a key, the mean over heads. A key that is pulled costs time on the wire, and counts as
+`PULLED_PAIRS` pairs, so that both are one price: the slowest rank's.
+
+>>> import torch
+>>> layout = BlockLayout.from_blocks(torch.ones(8, 8), block=128, causal=True)
+>>> work_per_rank(layout, contiguous(1024, 2)), work_per_rank(layout, zigzag(1024, 2))
+((131328.0, 393472.0), (262400.0, 262400.0))
+>>> choose_split("auto", layout, degree=2).kind
+'zigzag'
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.attention.block_layout import BlockLayout, Pattern
+from shardwise.config.resolve import ConfigError
+from shardwise.context.plan import PUSHED_COST, PUSHED_SHARE, ExchangePlan, find_moves, require_whole
+from shardwise.context.visibility import VisibilityIndex
+from shardwise.layout.token_ranges import Runs, TokenSplit, contiguous, intersect, join, shift, zigzag
+
+PULLED_PAIRS: Final = 400
+"""Pairs that are computed while one token's keys and values travel, forward and backward, to a rank.
+
+With D of a head, in bf16: 14 D FLOPs a pair and query head (two products forward, five backward), 16 D bytes a token
+and KV head (2 x 4 D there, 8 D of fp32 gradients back). On an H100 at half its 989 TFLOPS, 450 GB/s of NVLink bring a
+byte in 1,100 FLOPs: 1,260 pairs for H = K heads, and 310 at H = 4 K; between nodes, at 50 GB/s, nine times as much. A
+ring hides what travels behind what is computed, so the lower figures are nearer to what is seen.
+"""
+
+_MOST_UNITS: Final = 64  # of a rank
+_EVEN: Final = 1.05
+
+
+class Balance(NamedTuple):
+    """How evenly a split spreads a layout.
+
+    Attributes:
+        token_layout: the split's kind.
+        work: the most of any rank, over the mean.
+        traffic: of the tokens of other ranks, the share whose keys a rank needs; the mean over ranks.
+    """
+
+    token_layout: str
+    work: float
+    traffic: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Cost:
+    """What tokens cost, summed over heads: sums over all tokens before each, int64 [num_tokens + 1].
+
+    Attributes:
+        queries: pairs of each query.
+        pushed: pairs of each query that may be pushed.
+        keys: the same pairs, by their key.
+        num_heads: of the layout.
+    """
+
+    queries: Tensor
+    pushed: Tensor
+    keys: Tensor
+    num_heads: int
+
+    def of(self, local: Runs, share: Runs, is_pushing: bool) -> float:
+        """The mean over heads of the pairs of local queries and, where any are pushed, of pushed ones with own keys."""
+        pairs = _sum(self.queries, local) + (_sum(self.keys, share) if is_pushing else 0)
+        return pairs / self.num_heads
+
+
+def work_per_rank(layout: BlockLayout, split: TokenSplit) -> tuple[float, ...]:
+    """Visible pairs that each rank computes under `plan_steps`; the mean over heads.
+
+    Args:
+        layout: of the whole sequence.
+        split: of its tokens.
+
+    Raises:
+        ConfigError: the split is of another number of tokens, or the layout is not of a whole sequence.
+    """
+    require_whole(layout, split)
+    visibility = VisibilityIndex.of(layout)
+    return _work(_cost(layout, visibility), split, find_moves(visibility, split))
+
+
+def balanced(layout: BlockLayout, degree: int) -> TokenSplit:
+    """Blocks, or runs of them, dealt out by their cost: the dearest first, to the rank that has least so far.
+
+    Several sizes of runs are tried, dealt out so, and by place: there and back over the ranks. Of the splits whose
+    slowest rank is within 5% of the best, that which moves least is taken, so runs are as long as balance allows.
+
+    Source: Graham 1969, "Bounds on multiprocessing timing anomalies", with equally many runs for each rank. (There and
+    back in the order of cost, as "PTRR" in torch's context parallelism, left up to 7% more on the slowest rank.)
+
+    Args:
+        layout: of the whole sequence.
+        degree: ranks.
+
+    Raises:
+        ConfigError: the sequence does not divide.
+    """
+    return layout.cached(("balanced", degree), lambda whole: _balanced(whole, degree))
+
+
+def choose_split(token_layout: str, layout: BlockLayout, degree: int, heads_over: int = 1) -> TokenSplit:
+    """The split of a name, kept with the layout; for "auto" that of the least price of those that divide.
+
+    The price is that of the dearest rank: its pairs, and `PULLED_PAIRS` for each token whose keys come to it,
+    `PUSHED_COST` times as many for each whose query does. Of equal prices the split of fewer runs is taken: so
+    contiguous for windows, for dense attention both ways and where heads are exchanged for all tokens; zigzag for dense
+    causal attention.
+
+    Args:
+        token_layout: contiguous, zigzag, balanced or auto.
+        layout: of the whole sequence, and of all heads, so that tensor-parallel ranks choose alike.
+        degree: ranks of the axis.
+        heads_over: neighbouring ranks that exchange heads, and have each other's tokens for attention.
+
+    Raises:
+        ConfigError: the sequence does not divide.
+    """
+    key = ("split", token_layout, degree, heads_over)
+    return layout.cached(key, lambda whole: _choose(token_layout, whole, degree, heads_over))
+
+
+def balance_table(layout: BlockLayout, degree: int, heads_over: int = 1) -> list[Balance]:
+    """Work and traffic of each token layout that divides, contiguous first.
+
+    Args:
+        layout: of the whole sequence.
+        degree: ranks of the axis.
+        heads_over: neighbouring ranks that exchange heads.
+
+    Raises:
+        ConfigError: none divides.
+    """
+    visibility = VisibilityIndex.of(layout)
+    cost = _cost(layout, visibility)
+    rows = []
+    for split in _candidates(layout, degree):
+        teams = split.teams(heads_over)
+        moves = find_moves(visibility, teams)
+        work = _work(cost, teams, moves)
+        mean = sum(work) / len(work)
+        remote = teams.degree * (teams.num_tokens - teams.own_size)
+        traffic = sum(moves.tokens_pulled()) / remote if remote else 0.0
+        rows.append(Balance(split.kind, max(work) / mean if mean else 1.0, traffic))
+    return rows
+
+
+def _choose(token_layout: str, layout: BlockLayout, degree: int, heads_over: int) -> TokenSplit:
+    length = layout.num_queries
+    if token_layout == "contiguous" or degree == 1 or (token_layout == "auto" and heads_over == degree):
+        return contiguous(length, degree)
+    if token_layout == "zigzag":
+        return zigzag(length, degree)
+    if token_layout == "balanced":
+        return balanced(layout, degree)
+    visibility = VisibilityIndex.of(layout)
+    cost = _cost(layout, visibility)
+    return min(_candidates(layout, degree), key=lambda split: _price(cost, visibility, split.teams(heads_over)))
+
+
+def _candidates(layout: BlockLayout, degree: int) -> list[TokenSplit]:
+    """The splits that divide, of few runs first.
+
+    Raises:
+        ConfigError: none does.
+    """
+    length = layout.num_queries
+    found = [contiguous(length, degree)]
+    if length % (2 * degree) == 0:
+        found.append(zigzag(length, degree))
+    if _units(layout, degree):
+        found.append(balanced(layout, degree))
+    return found
+
+
+def _price(cost: _Cost, visibility: VisibilityIndex, split: TokenSplit) -> float:
+    moves = find_moves(visibility, split)
+    work, pulled, pushed = _work(cost, split, moves), moves.tokens_pulled(), moves.tokens_pushed()
+    return max(
+        pairs + PULLED_PAIRS * (keys + PUSHED_COST * queries)
+        for pairs, keys, queries in zip(work, pulled, pushed, strict=True)
+    )
+
+
+def _balanced(layout: BlockLayout, degree: int) -> TokenSplit:
+    length = layout.num_queries
+    units = _units(layout, degree)
+    if not units:
+        step = layout.block * degree
+        below = length // step * step
+        legal = ", ".join(str(each) for each in (below, below + step) if each)
+        raise ConfigError(
+            f"mesh.cp={degree} with context.token_layout=balanced does not divide a sequence of {length} tokens into "
+            f"equal runs; nearest legal: {legal}"
+        )
+    visibility = VisibilityIndex.of(layout)
+    cost = _cost(layout, visibility)
+    is_pushing = find_moves(visibility, contiguous(length, degree)).is_pushing
+    dealt = dict.fromkeys(
+        _deal(cost, unit, degree, is_by_cost, is_pushing) for unit in units for is_by_cost in (False, True)
+    )
+    splits = [TokenSplit("balanced", length, shares) for shares in dealt]
+    moves = [find_moves(visibility, split) for split in splits]
+    most = [max(_work(cost, split, each)) for split, each in zip(splits, moves, strict=True)]
+    even = [at for at, pairs in enumerate(most) if pairs <= _EVEN * min(most)]
+    return splits[min(even, key=lambda at: (sum(moves[at].tokens_pulled()), sum(map(len, splits[at].shares))))]
+
+
+def _units(layout: BlockLayout, degree: int) -> list[int]:
+    """Sizes of runs that give each rank equally many, whole blocks if that goes, the largest first."""
+    length, block = layout.num_queries, layout.block
+    for least in (block, 1):
+        size, rest = divmod(length, least * degree)
+        nums = [num for num in range(1, _MOST_UNITS + 1) if size % num == 0] if not rest else []
+        if len(nums) > 1:
+            return [size // num * least for num in nums]
+    return []
+
+
+def _deal(cost: _Cost, unit: int, degree: int, is_by_cost: bool, is_pushing: bool) -> tuple[Runs, ...]:
+    """The runs of each rank, equally many."""
+    sums = cost.queries - cost.pushed + cost.keys if is_pushing else cost.queries
+    costs = torch.diff(sums[::unit])  # of each run
+    if is_by_cost:
+        own = _least_loaded(costs, degree)
+    else:
+        there = torch.arange(len(costs)).view(-1, degree)  # [runs of a rank, degree]
+        there[1::2] = there[1::2].flip(1)
+        own = there.T.tolist()
+    return tuple(join([tuple((unit * each, unit * (each + 1)) for each in some)]) for some in own)
+
+
+def _least_loaded(costs: Tensor, degree: int) -> list[list[int]]:
+    own: list[list[int]] = [[] for _ in range(degree)]
+    loads = [(0, rank) for rank in range(degree)]  # of ranks that have room, a heap
+    pairs = costs.tolist()
+    for each in costs.argsort(descending=True, stable=True).tolist():
+        load, rank = heapq.heappop(loads)
+        own[rank].append(each)
+        if len(own[rank]) < len(pairs) // degree:
+            heapq.heappush(loads, (load + pairs[each], rank))
+    return own
+
+
+def _work(cost: _Cost, split: TokenSplit, moves: ExchangePlan) -> tuple[float, ...]:
+    pairs = zip(moves.local, split.shares, strict=True)
+    return tuple(cost.of(local, share, moves.is_pushing) for local, share in pairs)
+
+
+def _cost(layout: BlockLayout, visibility: VisibilityIndex) -> _Cost:
+    pushed, before, parts = visibility.rows_seeing_most(PUSHED_SHARE), 0, []
+    for pattern in layout.patterns:
+        rows = shift(intersect(pushed, ((before, before + pattern.num_tokens),)), -before)
+        parts.append(_pairs(pattern, rows))
+        before += pattern.num_tokens
+    pairs = torch.cat(parts, dim=1)  # [3, num_tokens]
+    sums = torch.cat([pairs.new_zeros(3, 1), pairs.cumsum(1)], dim=1)  # [3, num_tokens + 1]
+    return _Cost(sums[0], sums[1], sums[2], layout.num_heads)
+
+
+def _pairs(pattern: Pattern, pushed: Runs) -> Tensor:
+    """Pairs of each query, of each pushed one, and of each key with those, which are whole rows; int64 [3, tokens]."""
+    block, num_tokens = pattern.block, pattern.num_tokens
+    num_blocks = pattern.blocks.shape[-1]
+    missing = num_blocks * block - num_tokens  # of the last block
+    is_pushed = torch.zeros(num_blocks, dtype=torch.bool)
+    for start, stop in pushed:
+        is_pushed[start // block : -(-stop // block)] = True
+    of_rows, of_columns, diagonal = torch.zeros(3, num_blocks, dtype=torch.int64)
+    for blocks in pattern.blocks:  # [num_blocks, num_blocks], of a head
+        whole = blocks.tril(-1) if pattern.causal else blocks
+        of_rows += whole.sum(-1) * block - whole[:, -1] * missing
+        of_columns += whole[is_pushed].sum(0) * block - whole[-1] * (missing * is_pushed[-1])
+        if pattern.causal:
+            diagonal += blocks.diagonal()
+    at = torch.arange(num_tokens)
+    inside, of = at % block, at // block  # place in its block, and which it is
+    left = ((of + 1) * block).clamp(max=num_tokens) - at
+    of_queries = of_rows[of] + diagonal[of] * (inside + 1)
+    of_keys = of_columns[of] + (diagonal * is_pushed)[of] * left
+    return torch.stack([of_queries, of_queries * is_pushed[of], of_keys])
+
+
+def _sum(sums: Tensor, runs: Runs) -> int:
+    bounds = torch.tensor(runs, dtype=torch.int64).reshape(-1, 2)
+    return int((sums[bounds[:, 1]] - sums[bounds[:, 0]]).sum())

@@ -1,0 +1,1 @@
+"""Construction of a model without holding it whole."""

@@ -1,0 +1,201 @@
+"""Starting an engine: the process group where there is none, the device, the resolved config, the layout.
+
+>>> import torch
+>>> from shardwise.config.resolve import Config
+>>> model = torch.nn.Linear(4, 1)
+>>> config = Config.from_dict({"optimizer": {"name": "sgd", "lr": 0.1}, "run": {"device": "cpu"}})
+>>> with initialize(model, config, loss_fn=lambda output, batch: output.square().mean()) as engine:
+...     result = engine.train_step([torch.ones(2, 4)])
+>>> result.step, result.skipped
+(1, False)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.comm.collectives import CommError, ProcessGroupFactory
+from shardwise.comm.consistency import RankExchange, RankFacts, agree_on_setup, all_or_none
+from shardwise.comm.loss import LossFn
+from shardwise.comm.mesh import Mesh, open_store
+from shardwise.comm.records import MissingRankError
+from shardwise.config.resolve import Config, ConfigError, TiersConfig
+from shardwise.deferred_init.parameters import left_blank
+from shardwise.engine.engine import Engine
+from shardwise.engine.hf_api import Names, check_folder
+from shardwise.engine.types import Scheduler
+from shardwise.launch.cpu_affinity import (
+    check_cores,
+    machine_name,
+    quota_cores,
+    read_places,
+    share_of_cores,
+    show_list,
+    usable_cores,
+)
+from shardwise.launch.process_group import ensure_process_group
+from shardwise.layout.tensor_plan import TensorPlan
+from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory
+from shardwise.runtime.optimizers import schedule_of
+from shardwise.tensor.plan_layout import with_own_dtype
+from shardwise.tensor.prove_plan import proved_layout
+from shardwise.zero.optimizer_plan import OptimizerFactory
+
+
+def initialize(
+    model: nn.Module,
+    config: Config | Mapping[str, Any] | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    optimizer: Optimizer | OptimizerFactory | None = None,
+    scheduler: Scheduler | None = None,
+    plan: TensorPlan | Mapping[str, Any] | None = None,
+    weights: str | Path | None = None,
+    names: Names | None = None,
+) -> Engine:
+    """Shard a model's states over the ranks and return the engine that trains it; every rank calls it alike.
+
+    Args:
+        model: any module, also one built inside `shardwise.init()` or on meta; rank 0's parameter values are
+            everybody's. It is changed in place: parameters move to the engine's buffers and dtype.
+        config: as written by the user; it is resolved for the world size here.
+        loss_fn: `loss_fn(output, batch)` returns the loss's sum and the count of what is summed, or a scalar, which
+            counts as one; without it the model's own output carries the loss, and transformers' counts by its targets.
+            Where `mesh.cp` splits sequences a scalar is of the rank's tokens, and all ranks weigh alike: better a sum.
+        optimizer: None for the config's; a torch optimizer over the model's parameters, whose groups keep their
+            meaning; or a function from parameter groups to an optimizer. Element-wise ones only.
+        scheduler: None for the config's, constant where it names none; or a torch scheduler on the given optimizer.
+        plan: how layers are split where `mesh.tp` is more than 1: a table of name patterns and styles, or what
+            `shardwise.propose_plan` returned; None for the plan that the model brings, or its family has.
+        weights: a Hugging Face folder that the values come from: none are drawn first, and none of the model are used.
+            It must have all of the model; beside adapters use `engine.import_weights`, which is the same otherwise.
+        names: what tensors are called there; as in `engine.import_weights`.
+
+    Raises:
+        ConfigError: config, model or world size do not fit each other, or the ranks' models or configs differ.
+        LaunchError, CommError: not all ranks come, or call it, within `run.timeout_s`; or another one refuses.
+        CheckpointError: the folder of `weights` does not fit the model, or cannot be read.
+    """
+    config = config if isinstance(config, Config) else Config.from_dict(config or {})
+    if scheduler is None:
+        schedule_of(config)  # refused before ranks meet
+    device_kind = _device_kind(config)
+    world_size = ensure_process_group(device_kind, config.run.timeout_s)
+    device = torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else torch.device("cpu")
+    rank, store = dist.get_rank(), open_store(config.run.timeout_s)
+    with all_or_none(store, rank, config.run.timeout_s, "layout"):
+        config = with_own_dtype(model, config, rank=rank).resolve(world_size)
+        check_tiers(config.tiers)
+        layout = proved_layout(model, config, plan, rank=rank)
+        if weights is not None:
+            check_folder(model, Path(weights), names)
+    agree_on_setup(store, rank, RankFacts.of(layout, config, model.named_buffers()), config.run.timeout_s)
+    config = with_own_cores(config, store, rank, usable_cores(), quota_cores())
+    comm_factory = ProcessGroupFactory(Mesh(layout.mesh, config.run.timeout_s), device, store)
+    options: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": optimizer, "scheduler": scheduler}
+    memory, where = MemoryTracker(device), f"on rank {rank} while its engine is made"
+    try:
+        with nullcontext() if weights is None else left_blank(model), explain_out_of_memory(memory, config, where):
+            engine = Engine(model, config, layout, memory, comm_factory, **options)
+    except Exception:
+        comm_factory.close()
+        raise
+    return engine if weights is None else _with_weights(engine, weights, names)
+
+
+def _with_weights(engine: Engine, weights: str | Path, names: Names | None) -> Engine:
+    try:
+        engine.import_weights(weights, names=names)
+    except Exception:
+        engine.close()
+        raise
+    return engine
+
+
+def check_tiers(tiers: TiersConfig) -> None:
+    """Refuse states on NVMe without a folder for them, and cores that this process may not use.
+
+    Raises:
+        ConfigError: it names the state, or the cores.
+    """
+    check_nvme_path(tiers)
+    if tiers.cores is not None:
+        check_cores(tiers.cores, usable_cores())
+
+
+def check_nvme_path(tiers: TiersConfig) -> None:
+    """Refuse states on NVMe without a folder for them.
+
+    Raises:
+        ConfigError: it names the state.
+    """
+    for state in ("params", "grads", "optimizer"):
+        if getattr(tiers, state) == "nvme" and tiers.nvme_path is None:
+            raise ConfigError(f"tiers.{state}=nvme needs a folder; set tiers.nvme_path to one on a local NVMe disk")
+
+
+def _device_kind(config: Config) -> Literal["cpu", "cuda"]:
+    kind = config.run.device
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device=cuda but torch sees no GPU; use run.device=cpu or install a CUDA build of torch")
+    return "cuda" if kind != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def with_own_cores(
+    config: Config, store: dist.Store | None, rank: int, usable: Sequence[int], quota: float | None
+) -> Config:
+    """The config with this rank's `tiers.cores` filled in, if `tiers.bind_cores` is set; every rank calls it.
+
+    Args:
+        config: of the run; `tiers.cores` that are given stay.
+        store: of the engine; None where there is one rank.
+        rank: of this process in the world.
+        usable: cores that this process may run on.
+        quota: how many cores' time its cgroup allows; more cores than that would stall each other.
+
+    Raises:
+        CommError: not all ranks have come in time.
+    """
+    tiers = config.tiers
+    if not tiers.bind_cores:
+        return config
+    place, num_sharing = _meet(config, store, rank, usable)
+    if tiers.cores is not None:  # the others have met this rank all the same
+        return config
+    share = share_of_cores(usable, num_sharing, place, read_places(usable))
+    num_allowed = len(share) if quota is None else max(1, int(quota / num_sharing))
+    return config.model_copy(update={"tiers": tiers.model_copy(update={"cores": share[:num_allowed]})})
+
+
+def places_among_sharers(notes: Mapping[int, str]) -> dict[int, tuple[int, int]]:
+    """By rank: its place among the ranks that have given the same note, and their number.
+
+    >>> places_among_sharers({0: "node1: 0-7", 1: "node1: 0-7", 2: "node2: 0-7"})
+    {0: (0, 2), 1: (1, 2), 2: (0, 1)}
+    """
+    sharers: dict[str, list[int]] = {}
+    for rank in sorted(notes):
+        sharers.setdefault(notes[rank], []).append(rank)
+    return {rank: (sharers[note].index(rank), len(sharers[note])) for rank, note in sorted(notes.items())}
+
+
+def _meet(config: Config, store: dist.Store | None, rank: int, usable: Sequence[int]) -> tuple[int, int]:
+    if store is None:
+        return 0, 1
+    meeting = RankExchange(store, tuple(range(dist.get_world_size())), rank, config.run.timeout_s)
+    note = f"{machine_name()}: {show_list(usable)}"
+    try:
+        text = meeting.verdict("cores", note, lambda notes: json.dumps(places_among_sharers(notes)), "share cores")
+    except MissingRankError as error:
+        raise CommError(f"{error}; see its log, or allow more time with run.timeout_s") from None
+    place, num_sharing = json.loads(text)[str(rank)]
+    return place, num_sharing

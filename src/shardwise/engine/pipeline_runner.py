@@ -1,0 +1,305 @@
+"""An engine's run through a pipeline: what a schedule's actions do with the engine's parts.
+
+A table of handlers carries a schedule out (`shardwise.pipeline.executor`). Computations and transfers are the
+pipeline's own; here are those that touch the states (gathers, reductions, the step), and what surrounds a computation:
+data, random numbers, loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.loss import LossAccumulator, LossSum
+from shardwise.comm.p2p import P2PChannels
+from shardwise.comm.records import CommError
+from shardwise.config.resolve import Config
+from shardwise.engine.steps import RankBatch, run_model
+from shardwise.engine.types import StepResult
+from shardwise.layout.layout import Layout
+from shardwise.layout.pipeline_layout import PipelineLayout
+from shardwise.pipeline.boundary import open_ports
+from shardwise.pipeline.executor import Handlers, StageCompute, evaluation_schedule, execute, pipeline_of, step_schedule
+from shardwise.pipeline.split_backward import WeightGradQueue
+from shardwise.pipeline.stage_module import RecordedOutputs, StageForward
+from shardwise.runtime.precision import torch_dtype
+from shardwise.runtime.timeline import Timeline
+from shardwise.schedule.actions import Action, ActionKind
+from shardwise.schedule.registry import recipe_of
+from shardwise.zero.pipeline_adapter import PipelineAdapter
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
+
+
+def make_stages(model: nn.Module, layout: Layout, device: torch.device, is_simulated: bool) -> StageForward | None:
+    """What computes one stage of a model; to be made while its modules are as the user built them.
+
+    Returns:
+        None without a pipeline.
+    """
+    pipeline = layout.pipeline
+    if pipeline is None:
+        return None
+    dtypes = {
+        id(model.get_parameter(place.name)): torch_dtype(layout.precision_of(group).param)
+        for group in layout.model_groups
+        for place in group.params
+    }
+    return StageForward(model, pipeline.units, sorted(pipeline.held), device, is_simulated, dtypes)
+
+
+class PipelineRunner:
+    """Carries out the schedule of a layout's pipeline.
+
+    Args:
+        config: resolved.
+        layout: with a pipeline.
+        forward: runs one stage of the model.
+        groups: of this rank's stages.
+        pipes: to the neighbours.
+        timeline: of the engine.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        forward: StageForward,
+        groups: PipelineAdapter,
+        pipes: P2PChannels,
+        timeline: Timeline,
+    ) -> None:
+        pipeline = pipeline_of(layout)
+        self.schedule = step_schedule(config, layout)
+        self._config = config
+        self._layout = layout
+        self._pipeline = pipeline
+        self._row = self.schedule.ranks[pipeline.index]
+        self._forward = forward
+        self._groups = groups
+        self._pipes = pipes
+        self._timeline = timeline
+        timeline.is_scheduled = True
+        describe = None if pipes.examples is None else pipes.examples.__getitem__
+        inlets, outlets = open_ports(
+            pipes, pipeline.placement, pipeline.index, (RecordedOutputs, *forward.types), describe
+        )
+        queue = WeightGradQueue() if recipe_of(config.pipeline.schedule).splits_backward else None
+        self._compute = StageCompute(forward, pipeline.num_stages, inlets, outlets, timeline, queue)
+        self._evaluations: dict[int, Sequence[Action]] = {}
+        self._has_failed = False
+        self._is_out_of_step = False
+
+    def check_direct(self, call: str) -> None:
+        """Raise: a rank has some of the layers.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"{call} cannot run alone under mesh.pp={self._layout.mesh.pp}, where each rank has some of the layers; "
+            "call engine.train_step(batches) or engine.eval_step(batches)"
+        )
+
+    def train(self, engine: Engine, batches: Sequence[Any]) -> StepResult:
+        """Take a step as the schedule says."""
+        self._check_in_step()
+        engine._before_model()  # here, since behind the first stage's a rank would wait for what never comes
+        work = _StepWork(self._pipeline, self._forward, self._groups, engine, batches, engine._losses)
+        step = _StateActions(self._row, self._groups, self._layout, engine, self._compute)
+        engine._batches.extend(batches)
+        self._timeline.is_recording = True
+        engine._is_broken, engine._syncs = True, False  # the schedule alone says when to reduce
+        try:
+            self._perform(engine, self._row, work, step)
+        finally:
+            engine._syncs = True
+            self._timeline.close_step()  # behind what follows the step in the schedule
+        if step.result is None:
+            raise RuntimeError("the schedule has no STEP; add one")
+        return step.result
+
+    def evaluate(self, engine: Engine, batches: Sequence[Any], comm_log: LossAccumulator) -> None:
+        """Run the forwards as a schedule says."""
+        engine._check_usable(params_suffice=True)
+        self._check_in_step()
+        if len(batches) not in self._evaluations:  # mostly as many each time
+            schedule = evaluation_schedule(self._config, self._layout, len(batches))
+            self._evaluations[len(batches)] = schedule.ranks[self._pipeline.index]
+        row = self._evaluations[len(batches)]
+        work = _StepWork(self._pipeline, self._forward, self._groups, engine, batches, comm_log)
+        self._timeline.is_recording = False
+        state = _StateActions(row, self._groups, self._layout, engine, self._compute)
+        self._perform(engine, row, work, state)
+
+    def forward(self, engine: Engine, batch: Any) -> LossSum | None:
+        """Run the forward of one batch through all stages."""
+        self.evaluate(engine, [batch], LossAccumulator(engine._comms))
+        return None
+
+    def end_step(self) -> None:
+        """Forget what an exception has left under way."""
+        self._compute.abandon()
+        self._groups.end_step()
+
+    def close(self) -> None:
+        """Give the channels up."""
+        self._compute.close()
+
+    def _check_in_step(self) -> None:
+        """Raise where messages to or from other stages may be left of a schedule that has not reached its end.
+
+        Raises:
+            RuntimeError: they may.
+        """
+        if self._is_out_of_step:
+            raise RuntimeError(
+                "an exception has ended a step or an evaluation amid its schedule, so the stages are no longer at the "
+                "same message; call engine.close() on every rank, or start anew from a checkpoint"
+            )
+
+    def _perform(self, engine: Engine, row: Sequence[Action], work: _StepWork, state: _StateActions) -> None:
+        """Carry a row out; where it fails, those that wait for this rank hear why."""
+        try:
+            execute(row, {**self._compute.handlers(work), **state.handlers()}, self._timeline)
+            self._compute.finish()
+        except BaseException as error:
+            self._is_out_of_step |= not state.has_begun
+            self.end_step()
+            if isinstance(error, Exception) and not isinstance(error, CommError) and engine._watchdog is not None:
+                # The other stages wait for this one, in vain, and are to say why.
+                engine._watchdog.note_failure(f"{type(error).__name__}: {error}")
+                self._has_failed = True
+            if not state.has_begun:
+                self._pipes.hang_up()
+            raise
+        if self._has_failed and engine._watchdog is not None:
+            engine._watchdog.note_failure("")
+            self._has_failed = False
+
+
+class _StepWork:
+    """What surrounds the computations of some batches on one rank."""
+
+    def __init__(
+        self,
+        pipeline: PipelineLayout,
+        forward: StageForward,
+        groups: PipelineAdapter,
+        engine: Engine,
+        batches: Sequence[Any],
+        comm_log: LossAccumulator,
+    ) -> None:
+        self._last = pipeline.num_stages - 1
+        self._stage_forward = forward
+        self._groups = groups
+        self._engine = engine
+        self._losses = comm_log
+        self.taken: list[RankBatch] = []
+        num_samples = 0
+        for number, batch in enumerate(batches):
+            self.taken.append(RankBatch.of(engine, batch, num_samples, number))
+            num_samples += self.taken[-1].num_samples
+
+    def forward(self, stage: int, micro_batch: int) -> Any:
+        """Run the model's forward on a micro-batch; on the last stage return the mean loss."""
+        self._groups.enter(stage)
+        self._groups.wait(stage)
+        taken = self.taken[micro_batch]
+        output = run_model(self._engine, taken, lambda output: self._read(output, taken, stage))
+        if torch.is_grad_enabled():
+            self._groups.set_aside(stage, micro_batch)
+        return output
+
+    def before_backward(self, stage: int, micro_batch: int) -> None:
+        """Have the states ready for a backward."""
+        self._groups.enter(stage)
+        self._groups.wait(stage)
+        self._groups.take_up(stage, micro_batch)
+        self._engine._begin_backward()
+
+    def before_weight_gradients(self, stage: int, micro_batch: int) -> None:
+        """Expect gradients; no parameter is needed for them."""
+        self._groups.enter(stage)
+        self._engine._driver.is_expecting_gradients = True
+
+    def after_backward(self, stage: int, micro_batch: int) -> None:
+        """Its gradients are there."""
+        self._engine._driver.is_expecting_gradients = False
+
+    def loss_weight(self, loss: Tensor) -> Tensor:
+        """The gradient of a loss that `forward` returned."""
+        return self._losses.close(loss) * self._engine._scaler.scale
+
+    def _read(self, output: Any, taken: RankBatch, stage: int) -> Any:
+        if stage != self._last:
+            return output
+        total = self._stage_forward.read_loss(lambda: taken.loss(self._engine, output))
+        if torch.is_grad_enabled():
+            return self._losses.open(total)
+        self._losses.add(total)
+        return None
+
+
+class _StateActions:
+    """The actions of one execution of a row that touch states, and the result of its step."""
+
+    def __init__(
+        self,
+        row: Sequence[Action],
+        groups: PipelineAdapter,
+        layout: Layout,
+        engine: Engine,
+        compute: StageCompute,
+    ) -> None:
+        self.result: StepResult | None = None
+        self.has_begun = False  # the step: all messages between stages are over
+        self._groups = groups
+        self._engine = engine
+        self._compute = compute
+        self._keeps = layout.stage.unshard_for_use and pipeline_of(layout).gathers_once
+        self._num_reduces = dict.fromkeys({action.stage for action in row}, 0)
+        for action in row:
+            self._num_reduces[action.stage] += action.kind is ActionKind.REDUCE
+
+    def handlers(self) -> Handlers:
+        """What to do for each kind."""
+        return {
+            ActionKind.UNSHARD: self._unshard,
+            ActionKind.RESHARD: self._reshard,
+            ActionKind.REDUCE: self._reduce,
+            ActionKind.STEP: self._step,
+            ActionKind.FETCH: self._fetch,
+            ActionKind.EVICT: _nothing,  # gradients leave as their reduction ends, states as their step does
+        }
+
+    def _unshard(self, action: Action) -> None:
+        """Gather a stage; but behind the step that has begun, and for each micro-batch blocks gather themselves."""
+        if self._keeps:
+            self._groups.unshard(action.stage)
+
+    def _reshard(self, action: Action) -> None:
+        self._groups.reshard(action.stage)
+
+    def _reduce(self, action: Action) -> None:
+        self._num_reduces[action.stage] -= 1
+        self._groups.reduce(action.stage, is_last=self._num_reduces[action.stage] == 0)
+
+    def _step(self, action: Action) -> None:
+        """The first takes the step of all stages of this rank: one norm clips them all."""
+        if self.result is None:
+            self._compute.check_done()
+            self._engine._is_broken, self.has_begun = False, True
+            self.result = self._engine._step()
+
+    def _fetch(self, action: Action) -> None:
+        if self.result is None:
+            self._groups.prefetch(action.stage)
+
+
+def _nothing(action: Action) -> None:
+    pass

@@ -1,0 +1,151 @@
+"""How an engine computes the micro-batches of a step: one after the other, or as a schedule says.
+
+An engine has one run for its lifetime. What a step is does not depend on it: forwards, backwards, then `Engine._step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.loss import LossAccumulator, LossSum, read_loss
+from shardwise.context.batch import TokenShard
+from shardwise.engine.types import StepResult
+from shardwise.runtime.precision import explain_dtypes, to_device, torch_dtype
+from shardwise.runtime.recompute import call_model
+from shardwise.runtime.torch_private import pytree
+from shardwise.tensor.apply import explain_shapes
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
+
+
+Result = TypeVar("Result")
+
+
+class StepRunner(Protocol):
+    """Computes micro-batches with an engine, which is given each time: a run does not keep it alive."""
+
+    def check_direct(self, call: str) -> None:
+        """Raise where forwards, backwards and steps cannot be called one by one."""
+
+    def forward(self, engine: Engine, batch: Any) -> LossSum | None:
+        """Run the forward of one batch; None where another rank has its loss."""
+
+    def train(self, engine: Engine, batches: Sequence[Any]) -> StepResult:
+        """Take a step over micro-batches."""
+
+    def evaluate(self, engine: Engine, batches: Sequence[Any], comm_log: LossAccumulator) -> None:
+        """Count the losses of batches into `comm_log`, forward only."""
+
+    def end_step(self) -> None:
+        """Forget what a step, or an exception, has left."""
+
+    def close(self) -> None:
+        """Give up what the run has opened."""
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """A rank's share of a batch, on the device, and its samples.
+
+    Attributes:
+        share: its inputs in the parameters' dtype.
+        num_samples: 0 where that cannot be told.
+        first_sample: how many samples of this step this rank has before it.
+        number: of its forward in the step.
+    """
+
+    share: TokenShard
+    num_samples: int
+    first_sample: int
+    number: int
+
+    @classmethod
+    def of(cls, engine: Engine, batch: Any, first_sample: int, number: int) -> Self:
+        """Take a batch, which must be the same on ranks that compute it together."""
+        engine._check_batch(batch, is_first_step=engine.num_steps == 0)
+        has_more = engine._loss_fn is not None and isinstance(batch, list | tuple)
+        share = engine._sequences.share(to_device(batch, engine.device), has_more)
+        inputs = to_device(share.inputs, engine.device, torch_dtype(engine.layout.precision.param))
+        sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+        return cls(replace(share, inputs=inputs), sizes[0] if sizes else 0, first_sample, number)
+
+    def loss(self, engine: Engine, output: Any) -> LossSum:
+        """What the model's output says of this share."""
+        share = self.share
+        cp = engine.layout.mesh.cp
+        return read_loss(output, share.batch, engine._loss_fn, cp, share.loss_weight, share.num_targets)
+
+
+def run_model(engine: Engine, taken: RankBatch, read: Callable[[Any], Result]) -> Result:
+    """What `read` makes of the model's output, while the parameters that it reads are there."""
+    driver = engine._driver
+    driver.is_serving = True
+    try:
+        with _numbers_for(engine, taken):
+            return read(call_model(engine.model, taken.share.inputs))
+    except BaseException as error:
+        driver.abandon_forward()
+        explain_shapes(error, engine.model, engine.layout.tensor)
+        explain_dtypes(error, engine.model, torch_dtype(engine.layout.precision.param))
+        raise
+    finally:
+        driver.is_serving = False
+        if not torch.is_grad_enabled():
+            driver.reshard_all()  # what the loss has read
+
+
+def _numbers_for(engine: Engine, taken: RankBatch) -> AbstractContextManager[None]:
+    """Inside, a forward in training mode draws the numbers of its samples, whichever rank computes them."""
+    if not (engine._draws_numbers and engine.model.training and taken.num_samples):
+        return nullcontext()
+    mesh = engine.layout.mesh
+    data_rank = mesh.data_index(engine._comm_factory.rank)
+    first_sample = taken.first_sample * mesh.num_data_ranks + data_rank * taken.num_samples
+    return engine._draws.at(engine.num_steps, taken.number, first_sample, taken.num_samples, taken.share.tokens)
+
+
+class SequentialRunner:
+    """Forward and backward of each micro-batch in turn."""
+
+    def __init__(self) -> None:
+        self._num_forwards = self._num_samples = 0
+
+    def check_direct(self, call: str) -> None:
+        """They can."""
+
+    def forward(self, engine: Engine, batch: Any) -> LossSum:
+        """Run the forward."""
+        engine._check_usable(params_suffice=not torch.is_grad_enabled())
+        taken = RankBatch.of(engine, batch, self._num_samples, self._num_forwards)
+        self._num_forwards, self._num_samples = taken.number + 1, taken.first_sample + taken.num_samples
+        return run_model(engine, taken, lambda output: taken.loss(engine, output))
+
+    def train(self, engine: Engine, batches: Sequence[Any]) -> StepResult:
+        """Take a step; the last backward may step what is final behind it."""
+        for index, batch in enumerate(batches, 1):
+            loss = engine(batch)
+            engine._ahead.is_armed = index == len(batches)
+            engine.backward(loss)
+        # Not `step`: an error of a save, raised there, would leave the gradients of these batches to the next step.
+        return engine._step()
+
+    def evaluate(self, engine: Engine, batches: Sequence[Any], comm_log: LossAccumulator) -> None:
+        """Run the forwards."""
+        for batch in batches:
+            total = engine._forward(batch)
+            assert total is not None, "this run has every loss"
+            comm_log.add(total)
+
+    def end_step(self) -> None:
+        """The next forward is the first of a step."""
+        self._num_forwards = self._num_samples = 0
+
+    def close(self) -> None:
+        """Nothing is open."""

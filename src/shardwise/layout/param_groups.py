@@ -1,0 +1,404 @@
+"""Parameter groups: the flat ranges in which a unit's parameters are stored, gathered and reduced.
+
+A group lays its parameters one behind the other in one flat buffer, each at an aligned offset, padded so that the ranks
+of the shard group hold equal shards. Drawn for two parameters of 5 and 9 elements over 2 ranks (`.` is padding):
+
+    offset   0    5  8         17                    32
+             |aaaaa..bbbbbbbbb......................|
+    shard    |------ rank 0 -------|--- rank 1 -----|     16 elements each
+
+>>> a, b = ParamSpec("a", (), (5,), 0), ParamSpec("b", (), (3, 3), 8)
+>>> group = GroupSpec("root", "root", (a, b), True, num_ranks=2, num_shards=2)
+>>> group.numel, group.padded_numel, group.shard_range(1)
+(14, 32, (16, 32))
+>>> [(slot.param.name, slot.start, slot.stop, slot.offset) for slot in group.slots(*group.shard_range(1))]
+[('b', 8, 9, 0)]
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Final
+
+import torch
+from torch import nn
+
+from shardwise.config.resolve import ConfigError, PrecisionConfig, Tier
+from shardwise.layout.precision import buffer_dtype
+from shardwise.layout.slicing import Chunk, intersect
+from shardwise.layout.tp_sharding import ParamSplit
+from shardwise.layout.zero_stages import Placement
+
+# 16 bytes in the narrowest dtype: what vectorised kernels and NCCL want of every parameter's and shard's first element.
+ALIGNMENT_NUMEL: Final = 8
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter's place in its group.
+
+    Attributes:
+        name: the first of its names.
+        aliases: the others, where it is tied.
+        shape: of this rank's tensor, the same on every rank of the tensor-parallel group.
+        offset: its first element in the flat buffer.
+        over_tp: how the whole parameter lies over that group; None for one rank.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    offset: int
+    over_tp: ParamSplit | None = None
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of this rank's local tensor."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def split(self) -> ParamSplit:
+        """How the whole parameter lies over the tensor-parallel group."""
+        return self.over_tp or ParamSplit(self.shape)
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return self.split.global_shape
+
+
+@dataclass(frozen=True)
+class ParamSlice:
+    """The part [start, stop) of a flattened parameter that lies at `offset` in a range of the flat buffer."""
+
+    param: ParamSpec
+    start: int
+    stop: int
+    offset: int
+
+    def pieces(self, tp_index: int = 0) -> tuple[Chunk, ...]:
+        """The rectangles of the whole parameter in this slot of tensor-parallel rank `tp_index`, with offsets from the
+        slot's first element."""
+        return intersect(self.param.split.local(tp_index), self.start, self.stop)
+
+
+@dataclass(frozen=True)
+class GroupTiers:
+    """The memory in which a group's states rest."""
+
+    params: Tier = "device"
+    grads: Tier = "device"
+    optimizer: Tier = "device"
+
+    @property
+    def are_away(self) -> bool:
+        """Whether any state rests off the device."""
+        return not self.params == self.grads == self.optimizer == "device"
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """A group of parameters that are gathered and reduced together.
+
+    Attributes:
+        name: the unit's name, with `:fp32` for the group of its wide parameters and `:frozen` for that of frozen ones.
+        unit: the module whose forward uses them; `root` for the rest of the model.
+        params: in flat order.
+        trainable: whether the group has gradients and optimizer states.
+        num_ranks: ranks that average the gradients; the flat buffer divides evenly among them in every stage.
+        num_shards: ranks that share the sharded states.
+        is_replicated: every rank holds the parameters whole in every stage; of frozen groups only.
+        tiers: where its states rest.
+        stages: of the pipeline that use it; several where a parameter is tied across a cut, and each holds it.
+        is_wide: whether all its states are in fp32 although `precision.param` is narrower.
+    """
+
+    name: str
+    unit: str
+    params: tuple[ParamSpec, ...]
+    trainable: bool
+    num_ranks: int
+    num_shards: int
+    is_replicated: bool = False
+    tiers: GroupTiers = GroupTiers()
+    stages: tuple[int, ...] = (0,)
+    is_wide: bool = False
+
+    @property
+    def rests_whole(self) -> bool:
+        """Whether the parameters rest whole on the device whatever the stage: nothing else holds a part of them."""
+        return self.is_replicated or (self.num_shards == 1 and self.tiers.params == "device")
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the parameters, padding not counted."""
+        return sum(param.numel for param in self.params)
+
+    @cached_property
+    def padded_numel(self) -> int:
+        """Elements of the flat buffer."""
+        last = self.params[-1]
+        return _round_up(last.offset + last.numel, ALIGNMENT_NUMEL * math.lcm(self.num_ranks, self.num_shards))
+
+    @cached_property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard."""
+        return self.padded_numel // self.num_shards
+
+    def shard_range(self, index: int) -> tuple[int, int]:
+        """First and last-plus-one element of shard `index`."""
+        return index * self.shard_numel, (index + 1) * self.shard_numel
+
+    def held_range(self, placement: Placement, index: int) -> tuple[int, int]:
+        """The range of the flat buffer that the holder of shard `index` has under a placement."""
+        is_whole = self.is_replicated or placement is not Placement.SHARD
+        return (0, self.padded_numel) if is_whole else self.shard_range(index)
+
+    def written_range(self, shard: int, replica: int) -> tuple[int, int]:
+        """The range that the holder of shard `shard` in replica `replica` writes into a checkpoint.
+
+        It holds it in every stage, and the ranges of all ranks that average gradients are the whole buffer.
+        """
+        numel = self.padded_numel // self.num_ranks
+        start = (shard * (self.num_ranks // self.num_shards) + replica) * numel
+        return start, start + numel
+
+    def slots(self, start: int, stop: int) -> tuple[ParamSlice, ...]:
+        """The parameters' parts in the range [start, stop) of the flat buffer, in order; padding has no slot."""
+        return tuple(self._slots(start, stop))
+
+    def _slots(self, start: int, stop: int) -> Iterator[ParamSlice]:
+        for param in self.params:
+            first, last = max(start, param.offset), min(stop, param.offset + param.numel)
+            if first < last:
+                yield ParamSlice(param, first - param.offset, last - param.offset, first - start)
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of the flat buffer that are padding."""
+        ends = [0, *(param.offset + param.numel for param in self.params)]
+        starts = [*(param.offset for param in self.params), self.padded_numel]
+        return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
+
+
+def build_groups(
+    entries: Sequence[ParamEntry],
+    units: Sequence[str],
+    num_ranks: int,
+    num_shards: int,
+    replicate_frozen: bool = False,
+    splits: Mapping[str, ParamSplit] | None = None,
+    stages_of: Mapping[str, tuple[int, ...]] | None = None,
+) -> tuple[GroupSpec, ...]:
+    """One group per unit, trainability and dtype, the root's first, then the units' in module order.
+
+    Under pipeline parallelism the root has one for each stage, and one for each set of stages that share parameters.
+
+    Args:
+        entries: the model's parameters.
+        units: the blocks, in module order.
+        num_ranks: that average gradients.
+        num_shards: that share the sharded states.
+        replicate_frozen: every rank keeps frozen parameters whole, so that they are never gathered.
+        splits: over the tensor-parallel group, by parameter; None for one rank.
+        stages_of: the stages that use a parameter, by its name; None without a pipeline.
+
+    Raises:
+        ConfigError: a block lies on several stages.
+    """
+    order = {unit: index for index, unit in enumerate((ROOT, *units))}
+
+    def stages(entry: ParamEntry) -> tuple[int, ...]:
+        return (0,) if stages_of is None else stages_of[entry.name]
+
+    def key(entry: ParamEntry) -> tuple[int, tuple[int, ...], bool, bool]:
+        return order[entry.unit], stages(entry), not entry.requires_grad, entry.is_wide
+
+    groups: list[GroupSpec] = []
+    for (index, held_by, is_frozen, is_wide), members in groupby(sorted(entries, key=key), key=key):
+        unit = (ROOT, *units)[index]
+        if unit != ROOT and groups and groups[-1].unit == unit and groups[-1].stages != held_by:
+            both = " and ".join(str(stage) for stage in sorted({*groups[-1].stages, *held_by}))
+            raise ConfigError(
+                f"block {unit} lies on stages {both}, but its parameters are gathered together; name modules within "
+                "one stage in zero.blocks, or move pipeline.cut"
+            )
+        place = unit if unit != ROOT or stages_of is None else f"{unit}@{'+'.join(map(str, held_by))}"
+        name = place + ":fp32" * is_wide + ":frozen" * is_frozen
+        is_replicated = replicate_frozen and is_frozen
+        params = tuple(_place(members, splits or {}))
+        spec = GroupSpec(name, unit, params, not is_frozen, num_ranks, num_shards, is_replicated)
+        groups.append(replace(spec, stages=held_by, is_wide=is_wide))
+    return tuple(groups)
+
+
+def _place(entries: Iterator[ParamEntry], splits: Mapping[str, ParamSplit]) -> Iterator[ParamSpec]:
+    offset = 0
+    for entry in entries:
+        split = splits.get(entry.name)
+        shape = entry.shape if split is None else split.local_shape
+        spec = ParamSpec(entry.name, entry.aliases, shape, offset, split)
+        yield spec
+        offset = _round_up(offset + spec.numel, ALIGNMENT_NUMEL)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+ROOT: Final = "root"
+_BATCH_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+@dataclass(frozen=True)
+class ParamEntry:
+    """One parameter: its first fully qualified name, its other names where it is tied, its unit and its shape."""
+
+    name: str
+    aliases: tuple[str, ...]
+    unit: str
+    shape: tuple[int, ...]
+    requires_grad: bool
+    is_wide: bool = False  # see `wide_parameters`
+
+
+def find_units(model: nn.Module, patterns: Sequence[str] | None, key: str = "zero.blocks") -> tuple[str, ...]:
+    """Names of the modules that form units, in module order.
+
+    Args:
+        model: any module; its storage is not read.
+        patterns: class names or name patterns (`blocks.*`) of the blocks; None takes the children with parameters of
+            the outermost `ModuleList`s and `Sequential`s.
+        key: of the config, that the patterns come from.
+
+    Raises:
+        ConfigError: a pattern matches no module, or a block lies inside another.
+    """
+    if patterns is None:
+        return tuple(_children_of_containers(model, prefix=""))
+    names: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        found = [pattern for pattern in patterns if name and _matches(name, module, (pattern,))]
+        above = [each for each in names if name.startswith(each + ".")]
+        # Of what one pattern matches, the outermost: `blocks.*` are the blocks, not what is in them.
+        if any(not any(_matches(each, model.get_submodule(each), (pattern,)) for each in above) for pattern in found):
+            names += (name,)
+    for pattern in patterns:
+        if not any(_matches(name, model.get_submodule(name), (pattern,)) for name in names):
+            kinds = sorted({type(module).__name__ for module in model.modules()})
+            raise ConfigError(f"{key}={pattern!r} matches no module; classes in this model: {', '.join(kinds)}")
+    for name in names:
+        for other in names:
+            if name.startswith(other + "."):
+                raise ConfigError(f"{key}: block {name} lies inside block {other}; name only one of the two")
+    return names
+
+
+def wide_parameters(model: nn.Module, config: PrecisionConfig) -> frozenset[str]:
+    """Return the names of the parameters that stay in fp32 although `precision.param` is narrower.
+
+    They are those that a Hugging Face model lists: `_keep_in_fp32_modules_strict`, and under fp16, whose range is
+    small, `_keep_in_fp32_modules` too, as `from_pretrained` reads them; and those of a batch norm whose statistics are
+    in fp32, because torch takes a narrow weight beside narrow statistics only.
+    """
+    if config.param not in ("bf16", "fp16"):
+        return frozenset()
+    lists = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if config.param == "fp16" else [])]
+    found: set[str] = set()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        patterns = [pattern.replace("*", ".*") for key in lists for pattern in getattr(module, key, None) or ()]
+        if isinstance(module, _BATCH_NORMS) and module.running_mean is not None:
+            patterns += [""] if buffer_dtype(module.running_mean.dtype, config) is torch.float32 else []
+        names = [name for name, _ in module.named_parameters(remove_duplicate=False)] if patterns else []
+        kept = (name for name in names if any(re.search(pattern, name) for pattern in patterns))
+        found.update(f"{prefix}.{name}" if prefix else name for name in kept)
+    return frozenset(found)
+
+
+def read_parameters(model: nn.Module, units: Sequence[str], wide: Set[str] = frozenset()) -> tuple[ParamEntry, ...]:
+    """Every parameter once, in module order, each with the one unit that holds all its names (else the root).
+
+    Args:
+        model: any module.
+        units: the blocks.
+        wide: names of parameters that stay in fp32.
+
+    Raises:
+        ConfigError: a parameter is not of a floating dtype.
+    """
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.layout is not torch.strided:
+            raise ConfigError(f"parameter {name} is {parameter.layout} but shards are dense; use its to_dense()")
+        if not parameter.is_floating_point():
+            cure = "keep its torch.view_as_real" if parameter.is_complex() else "register it as a buffer"
+            raise ConfigError(f"parameter {name} is {parameter.dtype} but shards are floating; {cure}")
+    parameter_of: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+        parameter_of[id(parameter)] = parameter
+    _refuse_shared_storage(parameter_of.values(), names_of)
+    unit_of_module = {id(model.get_submodule(unit)): unit for unit in units}
+    return tuple(
+        ParamEntry(
+            name=names[0],
+            aliases=tuple(names[1:]),
+            unit=_common_unit(names, model, unit_of_module),
+            shape=tuple(parameter_of[key].shape),
+            requires_grad=parameter_of[key].requires_grad,
+            is_wide=not wide.isdisjoint(names),
+        )
+        for key, names in names_of.items()
+    )
+
+
+def _refuse_shared_storage(parameters: Iterable[nn.Parameter], names_of: Mapping[int, Sequence[str]]) -> None:
+    """Two parameters over one storage would be trained apart; those of other classes may have no address."""
+    name_at: dict[tuple[str, int], str] = {}
+    for parameter in parameters:
+        name = names_of[id(parameter)][0]
+        if type(parameter) is not nn.Parameter or parameter.is_meta or parameter.numel() == 0:
+            continue
+        place = (str(parameter.device), parameter.data_ptr())
+        if place in name_at:
+            raise ConfigError(
+                f"parameters {name_at[place]} and {name} are two over one memory, so they would be trained apart; tie "
+                "them by assigning the one to the other's module"
+            )
+        name_at[place] = name
+
+
+def _children_of_containers(module: nn.Module, prefix: str) -> Iterator[str]:
+    is_container = isinstance(module, nn.ModuleList | nn.Sequential)
+    for name, child in module.named_children():
+        if next(child.parameters(), None) is None:
+            continue
+        if is_container and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield prefix + name
+        else:
+            yield from _children_of_containers(child, f"{prefix}{name}.")
+
+
+def _matches(name: str, module: nn.Module, patterns: Sequence[str]) -> bool:
+    return any(type(module).__name__ == pattern or fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _common_unit(names: Sequence[str], model: nn.Module, unit_of_module: Mapping[int, str]) -> str:
+    """The unit that holds all names; by identity, since a block may stand in its container twice."""
+    owners = {_owner(name, model, unit_of_module) for name in names}
+    return owners.pop() if len(owners) == 1 else ROOT
+
+
+def _owner(name: str, model: nn.Module, unit_of_module: Mapping[int, str]) -> str:
+    module = model
+    for part in name.split(".")[:-1]:
+        module = module.get_submodule(part)
+        if id(module) in unit_of_module:
+            return unit_of_module[id(module)]
+    return ROOT

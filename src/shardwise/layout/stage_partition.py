@@ -1,0 +1,501 @@
+"""Which units of a model form each pipeline stage, so that stages take like times and ranks hold like memory.
+
+The largest of all stages is made as small as it can be; of the cuts that do so, the most even one is taken.
+
+>>> from torch import nn
+>>> from shardwise.layout.stage_units import estimate_costs
+>>> from shardwise.layout.stage_units import find_stage_units
+>>> model = nn.Sequential(nn.Embedding(128, 64), *(nn.Linear(64, 64) for _ in range(6)), nn.Linear(64, 128))
+>>> units = find_stage_units(model)
+>>> cut = cut_stages(units, estimate_costs(model, units, bytes_per_element=16), num_stages=3)
+>>> cut.first_units, cut.stage_of("7.weight")
+(('0', '3', '6'), (2,))
+>>> print(cut.describe())
+stage  rank  units  parameters  memory MiB    time
+    0     0  0..2       16,512         0.3  0.75 x
+    1     1  3..5       12,480         0.2  1.12 x
+    2     2  6..7       12,480         0.2  1.12 x
+stage 0 takes 0.75 x the mean time, the last 1.12 x; rank 0 holds most, 1.19 x the mean memory
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from operator import mul
+from typing import Final, Literal
+
+from torch import nn
+
+from shardwise.config.resolve import Config, ConfigError
+from shardwise.layout.layout import optimizer_states
+from shardwise.layout.mesh_shape import SHARD_AXES, MeshShape
+from shardwise.layout.param_groups import ParamEntry, wide_parameters
+from shardwise.layout.pipeline_layout import PipelineLayout
+from shardwise.layout.precision import DTYPE_BYTES, precision_policy
+from shardwise.layout.stage_units import StageUnit, UnitCost, estimate_costs, find_stage_units
+from shardwise.layout.zero_stages import Placement, effective_stage
+from shardwise.schedule.registry import placement_of
+
+Balance = Literal["both", "time", "memory"]
+
+# Shares are whole numbers of 2^-40, so that equal blocks give equal sums in any order.
+_WHOLE: Final = 2**40
+
+
+@dataclass(frozen=True)
+class StageCut:
+    """A model in stages.
+
+    Attributes:
+        units: in the order in which they run.
+        costs: of the units.
+        starts: the index of each stage's first unit.
+        placement: the pipeline rank of each stage.
+    """
+
+    units: tuple[StageUnit, ...]
+    costs: tuple[UnitCost, ...]
+    starts: tuple[int, ...]
+    placement: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return len(self.starts)
+
+    @cached_property
+    def stages(self) -> tuple[tuple[StageUnit, ...], ...]:
+        """Every stage's units."""
+        return tuple(self.units[start:stop] for start, stop in pairwise((*self.starts, len(self.units))))
+
+    @property
+    def first_units(self) -> tuple[str, ...]:
+        """Names of the units with which the stages begin; without the first, what `pipeline.cut` takes."""
+        return tuple(self.units[start].name for start in self.starts)
+
+    def stage_of(self, name: str) -> tuple[int, ...]:
+        """The stages that use a parameter; several where it is tied.
+
+        Args:
+            name: any of the parameter's names.
+
+        Raises:
+            ConfigError: the model has no such parameter.
+        """
+        if name not in self._stages_by_name:
+            close = difflib.get_close_matches(name, self._stages_by_name, n=1)
+            cure = f"did you mean {close[0]}?" if close else f"names are such as {next(iter(self._stages_by_name))}"
+            raise ConfigError(f"the model has no parameter {name!r}; {cure}")
+        return self._stages_by_name[name]
+
+    @cached_property
+    def _stages_by_name(self) -> dict[str, tuple[int, ...]]:
+        stages: dict[str, list[int]] = {}
+        for index, stage in enumerate(self.stages):
+            names = dict.fromkeys(n for unit in stage for entry in unit.params for n in (entry.name, *entry.aliases))
+            for name in names:
+                stages.setdefault(name, []).append(index)
+        return {name: tuple(indices) for name, indices in stages.items()}
+
+    @cached_property
+    def times(self) -> tuple[float, ...]:
+        """What each stage computes, as a multiple of the stages' mean; 1 where no unit computes."""
+        return _to_mean([sum(cost.compute for cost in costs) for costs in self._stage_costs])
+
+    @cached_property
+    def memory_bytes(self) -> tuple[float, ...]:
+        """What the units of each stage hold."""
+        return tuple(sum(cost.memory_bytes for cost in costs) for costs in self._stage_costs)
+
+    @cached_property
+    def rank_memory(self) -> tuple[float, ...]:
+        """What each pipeline rank holds, as a multiple of the ranks' mean."""
+        totals = dict.fromkeys(sorted(set(self.placement)), 0.0)
+        for rank, num_bytes in zip(self.placement, self.memory_bytes, strict=True):
+            totals[rank] += num_bytes
+        return _to_mean(list(totals.values()))
+
+    @cached_property
+    def _stage_costs(self) -> tuple[tuple[UnitCost, ...], ...]:
+        return tuple(self.costs[start:stop] for start, stop in pairwise((*self.starts, len(self.units))))
+
+    def describe(self) -> str:
+        """A table of the stages, and how far the first and the last are from the mean."""
+        rows = [("stage", "rank", "units", "parameters", "memory MiB", "time")]
+        for index, stage in enumerate(self.stages):
+            sizes = {entry.name: math.prod(entry.shape) for unit in stage for entry in unit.params}
+            names = stage[0].name if len(stage) == 1 else f"{stage[0].name}..{stage[-1].name}"
+            mebibytes = f"{self.memory_bytes[index] / 2**20:,.1f}"
+            row = (str(index), str(self.placement[index]), names, f"{sum(sizes.values()):,}", mebibytes)
+            rows.append((*row, f"{self.times[index]:.2f} x"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if column == 2 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
+        fullest = max(range(len(self.rank_memory)), key=self.rank_memory.__getitem__)
+        lines.append(
+            f"stage 0 takes {self.times[0]:.2f} x the mean time, the last {self.times[-1]:.2f} x; "
+            f"rank {fullest} holds most, {self.rank_memory[fullest]:.2f} x the mean memory"
+        )
+        return "\n".join(lines)
+
+
+def cut_stages(
+    units: Sequence[StageUnit],
+    costs: Sequence[UnitCost],
+    num_stages: int,
+    *,
+    balance: Balance = "both",
+    placement: Sequence[int] | None = None,
+    pinned: Sequence[str] | None = None,
+) -> StageCut:
+    """Cut a model into stages of consecutive units.
+
+    A stage's time and a rank's memory are taken as multiples of their means. The cut minimises the largest of these
+    numbers, then the sum of their squares; of equal cuts, the one whose later stages are larger, since earlier ranks
+    hold the activations of more micro-batches. With one stage a rank that is the exact optimum. With several, the
+    optimum of as many ranks as stages, and that of the times alone, are improved by moving runs of neighbouring cuts by
+    one unit until no such move makes them better; that is nearly always the optimum.
+
+    Args:
+        units: as `find_stage_units` returns them.
+        costs: of the units, in the same order.
+        num_stages: of the whole pipeline.
+        balance: what is made even: the stages' "time", the ranks' "memory", or "both".
+        placement: the pipeline rank of each stage; None for one stage a rank.
+        pinned: names of the units with which the stages begin, without the first; they are the cut.
+
+    Raises:
+        ConfigError: the model has fewer units than stages, a stage would have no parameters, or a pinned unit is
+            unknown, out of order or no place to cut.
+    """
+    if [unit.name for unit in units] != [cost.name for cost in costs]:
+        raise ValueError("costs are of other units; estimate_costs(model, units, ...) gives those of the units")
+    placement = tuple(range(num_stages)) if placement is None else tuple(placement)
+    if len(placement) != num_stages:
+        raise ValueError(f"placement is of {len(placement)} stages, but num_stages={num_stages}; give each its rank")
+    most = _most_stages(units)
+    if not 1 <= num_stages <= most:
+        raise ConfigError(
+            f"{num_stages} pipeline stages, but the model has {most} units with parameters that may begin one, from "
+            f"{units[0].name} to {units[-1].name}; pp x virtual_stages may be {_up_to(most)}"
+        )
+    if pinned is not None:
+        starts = _read_pinned(units, num_stages, pinned)
+    else:
+        problem = _CutProblem.of(units, costs, balance, placement)
+        starts = _best_starts(problem)
+    return StageCut(tuple(units), tuple(costs), starts, placement)
+
+
+@dataclass(frozen=True)
+class _CutProblem:
+    """Sums over the units before each, in shares of the whole, and which units may begin a stage."""
+
+    compute: tuple[int, ...]
+    memory: tuple[int, ...]
+    num_with_params: tuple[int, ...]
+    may_begin: tuple[bool, ...]
+    placement: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, units: Sequence[StageUnit], costs: Sequence[UnitCost], balance: Balance, placement: tuple[int, ...]
+    ) -> _CutProblem:
+        compute = _shares([0.0 if balance == "memory" else cost.compute for cost in costs])
+        memory = _shares([0.0 if balance == "time" else cost.memory_bytes for cost in costs])
+        return cls(
+            _sums(compute),
+            _sums(memory),
+            _sums([bool(unit.params) for unit in units]),
+            tuple(index == 0 or unit.is_cut_allowed_before for index, unit in enumerate(units)),
+            placement,
+        )
+
+    @property
+    def num_units(self) -> int:
+        return len(self.may_begin)
+
+    def is_stage(self, start: int, stop: int) -> bool:
+        return start < stop and self.may_begin[start] and self.num_with_params[start] < self.num_with_params[stop]
+
+    def weights(self, start: int, stop: int) -> tuple[int, int]:
+        """What a stage computes and holds."""
+        return self.compute[stop] - self.compute[start], self.memory[stop] - self.memory[start]
+
+    def score(self, starts: Sequence[int]) -> tuple[int, int]:
+        """What is minimised: the largest multiple of a mean, then the sum of squares."""
+        memory = dict.fromkeys(self.placement, 0)
+        numbers: list[int] = []
+        for rank, (start, stop) in zip(self.placement, pairwise((*starts, self.num_units)), strict=True):
+            time, held = self.weights(start, stop)
+            numbers.append(time * len(starts))
+            memory[rank] += held
+        numbers += [held * len(memory) for held in memory.values()]
+        return max(numbers), sum(number * number for number in numbers)
+
+
+def _best_starts(problem: _CutProblem) -> tuple[int, ...]:
+    exact = _solve(problem)
+    if len(set(problem.placement)) == len(problem.placement):
+        return exact
+    # Memory is a rank's, so the best times alone may be the better beginning.
+    by_time = _solve(replace(problem, memory=(0,) * len(problem.memory)))
+    return min((_improve(problem, starts) for starts in (exact, by_time)), key=problem.score)
+
+
+def _solve(problem: _CutProblem) -> tuple[int, ...]:
+    """The best cut, were every stage on a rank of its own."""
+    num_stages = len(problem.placement)
+    largest, _ = _fill_table(problem, num_stages, None)
+    # Shares are rounded, so equal sums of different units may differ by half a share's last digit each.
+    _, starts = _fill_table(problem, num_stages, largest + problem.num_units)
+    return starts
+
+
+def _fill_table(problem: _CutProblem, num_stages: int, limit: int | None) -> tuple[int, tuple[int, ...]]:
+    """Minimise the largest stage; or, with a limit that no stage may exceed, the sum of squares."""
+    # By number of stages, then by where the last of them stops: the least score, and where that stage starts.
+    table: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
+    most = _largest_of_even(problem, num_stages) if limit is None else limit
+    # As `problem.weights`, which is too many calls for the planner, who cuts pipelines by the hundred.
+    compute, memory = problem.compute, problem.memory
+    for num_left in range(num_stages - 1, -1, -1):
+        row: dict[int, tuple[int, int]] = {}
+        last_start = max(table[-1], default=-1)
+        for stop in range(1, problem.num_units + 1):
+            if max(compute[-1] - compute[stop], memory[-1] - memory[stop]) > num_left * most:
+                continue  # the stages behind it could not hold the rest
+            if max(compute[stop] - compute[last_start], memory[stop] - memory[last_start]) > most:
+                break  # no stage reaches as far
+            for start in range(min(stop - 1, last_start), -1, -1):
+                time, held = compute[stop] - compute[start], memory[stop] - memory[start]
+                # Stages only grow from here.
+                if (time if time > held else held) > (row[stop][0] if limit is None and stop in row else most):
+                    break
+                if start not in table[-1] or not problem.is_stage(start, stop):
+                    continue
+                before = table[-1][start][0]
+                score = max(before, time, held) if limit is None else before + time * time + held * held
+                if stop not in row or score <= row[stop][0]:
+                    row[stop] = score, start
+        table.append(row)
+    starts: list[int] = []
+    stop = problem.num_units
+    for row in reversed(table[1:]):
+        stop = row[stop][1]
+        starts.append(stop)
+    return table[-1][problem.num_units][0], tuple(reversed(starts))
+
+
+class _UnitCosts:
+    """Keep the score of a cut whose stages are changed one by one: `_CutProblem.score` without a new sum."""
+
+    def __init__(self, problem: _CutProblem, starts: Sequence[int]) -> None:
+        self.problem = problem
+        index_of = {rank: index for index, rank in enumerate(dict.fromkeys(problem.placement))}
+        self._ranks = [index_of[rank] for rank in problem.placement]
+        self._times, self._held = [0] * len(starts), [0] * len(starts)
+        self._of_ranks = [0] * len(index_of)
+        for stage, (start, stop) in enumerate(pairwise((*starts, problem.num_units))):
+            self.put(stage, start, stop)
+
+    def copy(self) -> _UnitCosts:
+        other = copy(self)
+        other._times, other._held, other._of_ranks = self._times[:], self._held[:], self._of_ranks[:]
+        return other
+
+    def put(self, stage: int, start: int, stop: int) -> None:
+        time, held = self.problem.weights(start, stop)
+        self._of_ranks[self._ranks[stage]] += (held - self._held[stage]) * len(self._of_ranks)
+        self._times[stage], self._held[stage] = time * len(self._times), held
+
+    @property
+    def largest(self) -> int:
+        return max(max(self._times), max(self._of_ranks))
+
+    @property
+    def squares(self) -> int:
+        return sum(map(mul, self._times, self._times)) + sum(map(mul, self._of_ranks, self._of_ranks))
+
+
+def _largest_of_even(problem: _CutProblem, num_stages: int) -> int:
+    """Of the cut into stages of as many units each, or the whole where there is none: the best cut's is no more."""
+    starts = [stage * problem.num_units // num_stages for stage in range(num_stages)]
+    if not _is_cut(problem, starts):
+        return max(problem.weights(0, problem.num_units))
+    return max(max(problem.weights(*each)) for each in pairwise((*starts, problem.num_units)))
+
+
+def _is_cut(problem: _CutProblem, starts: Sequence[int]) -> bool:
+    return all(problem.is_stage(start, stop) for start, stop in pairwise((*starts, problem.num_units)))
+
+
+def _improve(problem: _CutProblem, starts: tuple[int, ...]) -> tuple[int, ...]:
+    """Take the best move as long as one makes the cut better."""
+    best = problem.score(starts), starts
+    while True:
+        for numbers, by, first, stop in _moves(problem, starts):
+            if (largest := numbers.largest) <= best[0][0]:
+                moved = *starts[:first], *(start + by for start in starts[first:stop]), *starts[stop:]
+                best = min(best, ((largest, numbers.squares), moved))
+        if best[1] == starts:
+            return starts
+        starts = best[1]
+
+
+def _moves(problem: _CutProblem, starts: tuple[int, ...]) -> Iterator[tuple[_UnitCosts, int, int, int]]:
+    """Runs of neighbouring cuts moved by one unit, where all stages stay stages: by what, the first, and its end."""
+    ends = (*starts[1:], problem.num_units)
+    unmoved = _UnitCosts(problem, starts)
+    for by in (-1, 1):
+        for first in range(1, len(starts)):
+            if not problem.is_stage(starts[first - 1], ends[first - 1] + by):
+                continue
+            numbers = unmoved.copy()
+            numbers.put(first - 1, starts[first - 1], ends[first - 1] + by)
+            for last in range(first, len(starts)):  # whose start alone is moved
+                if problem.is_stage(starts[last] + by, ends[last]):
+                    numbers.put(last, starts[last] + by, ends[last])
+                    yield numbers, by, first, last + 1
+                if last + 1 == len(starts) or not problem.is_stage(starts[last] + by, ends[last] + by):
+                    break
+                numbers.put(last, starts[last] + by, ends[last] + by)
+
+
+def _most_stages(units: Sequence[StageUnit]) -> int:
+    """How many stages with parameters the units can form: each ends as soon as it has some and the next may begin."""
+    num_stages, has_params = 0, False
+    for index, unit in enumerate(units):
+        if has_params and unit.is_cut_allowed_before and index:
+            has_params = bool(unit.params)
+            num_stages += 1
+        else:
+            has_params = has_params or bool(unit.params)
+    return num_stages + has_params
+
+
+def _read_pinned(units: Sequence[StageUnit], num_stages: int, pinned: Sequence[str]) -> tuple[int, ...]:
+    legal = [unit.name for unit in units[1:] if unit.is_cut_allowed_before]
+    if len(pinned) != num_stages - 1:
+        raise ConfigError(
+            f"pipeline.cut names {len(pinned)} units, but of {num_stages} stages {num_stages - 1} begin with a named "
+            f"one, the first with {units[0].name}; name {num_stages - 1}"
+        )
+    index_of = {unit.name: index for index, unit in enumerate(units)}
+    for name in pinned:
+        if name in legal:
+            continue
+        if name in index_of:
+            later = next((each for each in legal if index_of[each] > index_of[name]), legal[-1])
+            why = "the first stage begins there" if index_of[name] == 0 else "it is not parted from the one before it"
+            raise ConfigError(f"pipeline.cut={name!r} is no place to cut: {why}; the next is {later}")
+        close = difflib.get_close_matches(name, legal, n=1)
+        cure = f"did you mean {close[0]}?" if close else f"units are such as {', '.join(legal[:3])}"
+        raise ConfigError(f"pipeline.cut={name!r} is no unit of the model; {cure}")
+    starts = (0, *(index_of[name] for name in pinned))
+    for one, other in pairwise(starts[1:]):
+        if one >= other:
+            raise ConfigError(
+                f"pipeline.cut names {units[other].name} behind {units[one].name}, which does not run before it; "
+                "name each unit once, in the order in which they run"
+            )
+    for index, (start, stop) in enumerate(pairwise((*starts, len(units)))):
+        if not any(unit.params for unit in units[start:stop]):
+            raise ConfigError(
+                f"pipeline.cut: stage {index} ({units[start].name} to {units[stop - 1].name}) would have no "
+                "parameters; move a cut so that every stage has some"
+            )
+    return starts
+
+
+def _up_to(most: int) -> str:
+    return "1" if most == 1 else f"from 1 to {most}"
+
+
+def _shares(weights: Sequence[float]) -> list[int]:
+    total = sum(weights)
+    return [round(weight / total * _WHOLE) if total else 0 for weight in weights]
+
+
+def _sums(values: Sequence[int]) -> tuple[int, ...]:
+    return tuple(accumulate(values, initial=0))
+
+
+def _to_mean(values: Sequence[float]) -> tuple[float, ...]:
+    total = sum(values)
+    return tuple(value * len(values) / total if total else 1.0 for value in values)
+
+
+_LOG: Final = logging.getLogger("shardwise")
+
+
+def cut_model(model: nn.Module, config: Config, rank: int = 0) -> PipelineLayout:
+    """Cut a model into the stages of a config.
+
+    Args:
+        model: any module; its storage is not read.
+        config: resolved, with `mesh.pp` more than 1.
+        rank: of the world, whose place in the pipeline the layout is to have.
+
+    Raises:
+        ConfigError: the model has no units, or fewer than there are stages; the schedule has no such number of virtual
+            stages; or `pipeline.cut` or `pipeline.units` does not fit the model.
+    """
+    cut = find_cut(model, config)
+    _LOG.info("%d stages over pp=%d:\n%s", cut.num_stages, config.mesh.pp, cut.describe())
+    units = tuple(tuple(name for unit in stage for name in unit.modules) for stage in cut.stages)
+    names = {entry.name for unit in cut.units for entry in unit.params}
+    section = config.pipeline
+    return PipelineLayout(
+        placement_of(section.schedule, config.mesh.pp, section.virtual_stages),
+        units,
+        {name: cut.stage_of(name) for name in names},
+        gathers_once=section.gather == "batch" or config.zero.stage < 3,
+        index=MeshShape.from_config(config.mesh).coordinate(rank).pp,
+    )
+
+
+def find_cut(model: nn.Module, config: Config) -> StageCut:
+    """The stages with their costs; arguments and errors as for `cut_model`."""
+    section = config.pipeline
+    placement = placement_of(section.schedule, config.mesh.pp, section.virtual_stages)
+    units = find_stage_units(model, section.units, section.replicate or ())
+    return cut_stages(
+        units,
+        estimate_costs(model, units, _bytes_per_element(model, config), section.unit_seconds),
+        placement.num_stages,
+        balance=section.balance,
+        placement=[placement.rank_of(stage) for stage in range(placement.num_stages)],
+        pinned=section.cut,
+    )
+
+
+def _bytes_per_element(model: nn.Module, config: Config) -> Callable[[ParamEntry], float]:
+    """What each element of a parameter takes at rest on one rank (Rajbhandari et al. 2020, figure 1)."""
+    num_shards = MeshShape.from_config(config.mesh).size_along(SHARD_AXES)
+    stage = effective_stage(config.zero.stage, num_shards, config.tiers, is_scheduled=True)
+    narrow, wide = precision_policy(config.precision), wide_parameters(model, config.precision)
+
+    def num_bytes(entry: ParamEntry) -> float:
+        policy = narrow if wide.isdisjoint((entry.name, *entry.aliases)) else narrow.widened
+        num_states = len(optimizer_states(config.optimizer)) + policy.keeps_master
+        sizes = (
+            (stage.params, DTYPE_BYTES[policy.param]),
+            (stage.grads, DTYPE_BYTES[policy.accumulate] * entry.requires_grad),
+            (stage.optimizer, DTYPE_BYTES[policy.master] * num_states * entry.requires_grad),
+        )
+        return sum(size / num_shards if place is Placement.SHARD else size for place, size in sizes)
+
+    return num_bytes

@@ -1,0 +1,243 @@
+"""Splits over the tp axis: which rectangles of a parameter each rank of a tensor-parallel group holds.
+
+A parameter is split along one dim, or every rank holds all of it. Along that dim it may be several logical tensors one
+behind the other (query, key and value in one matrix), each split for itself, in units that stay whole (heads). Where
+there are fewer units than ranks, neighbours share one: each holds all of it, and its gradient is the sum of theirs.
+
+A matrix of 4 query heads and 2 key heads, 2 rows each, over 4 ranks: a query head a rank, a key head for two.
+
+>>> split = ParamSplit((12, 3), degree=4, dim=0, parts=(FusedPart(8, 4), FusedPart(4, 2)))
+>>> split.local_shape
+(4, 3)
+>>> for rank in range(4):
+...     print([f"{share.source} at {share.target}" for share in split.shares(rank)])
+['[0:2, 0:3] at [0:2, 0:3]', '[8:10, 0:3] at [2:4, 0:3]']
+['[2:4, 0:3] at [0:2, 0:3]', '[8:10, 0:3] at [2:4, 0:3]']
+['[4:6, 0:3] at [0:2, 0:3]', '[10:12, 0:3] at [2:4, 0:3]']
+['[6:8, 0:3] at [0:2, 0:3]', '[10:12, 0:3] at [2:4, 0:3]']
+>>> [(share.num_sharers, share.is_summed) for share in split.shares(0)]
+[(1, False), (2, True)]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from shardwise.config.resolve import ConfigError
+from shardwise.layout.slicing import Chunk, LocalTensor, Rect, Shape
+
+
+@dataclass(frozen=True)
+class FusedPart:
+    """One logical tensor along the split dim.
+
+    Attributes:
+        size: indices along the dim.
+        num_units: that stay whole, such as heads; None where every index stands alone.
+        is_padded: ranks hold equally many indices even where their number does not divide evenly (a vocabulary); the
+            last ranks' surplus is padding.
+    """
+
+    size: int
+    num_units: int | None = None
+    is_padded: bool = False
+
+    def local_size(self, degree: int) -> int:
+        """Indices that each rank holds, padding included."""
+        if self.is_padded:
+            return -(-self.size // degree)
+        return self.size // self._units * max(1, self._units // degree)
+
+    def num_sharers(self, degree: int) -> int:
+        """Neighbouring ranks that hold the same indices."""
+        return 1 if self.is_padded else max(1, degree // self._units)
+
+    def range_of(self, index: int, degree: int) -> tuple[int, int]:
+        """The indices that rank `index` holds, padding not included."""
+        size = self.local_size(degree)
+        start = index // self.num_sharers(degree) * size
+        return min(start, self.size), min(start + size, self.size)
+
+    def check(self, degree: int, what: str) -> None:
+        """Refuse a degree that does not divide the units.
+
+        Args:
+            degree: ranks of the tensor-parallel group.
+            what: is split, such as `num_heads`, for the message.
+
+        Raises:
+            ConfigError: units and ranks do not fit; with the nearest degrees that do.
+        """
+        if not self.is_padded and self._units % degree and degree % self._units:
+            check_divides(degree, self._units, what)
+
+    @property
+    def _units(self) -> int:
+        return self.size if self.num_units is None else self.num_units
+
+
+def check_divides(degree: int, number: int, what: str) -> None:
+    """Refuse a degree that does not divide `number`, which is of `what`, such as `num_heads`.
+
+    Raises:
+        ConfigError: it does not; with the nearest degrees that do.
+    """
+    if number % degree:
+        raise ConfigError(
+            f"tp={degree} does not divide {what}={number}; nearest legal: {nearest_legal(number, degree)}"
+        )
+
+
+def check_length(length: int, degree: int, key: str, cure: str, cp: int = 1) -> None:
+    """Refuse a sequence that `degree` ranks cannot hold equal parts of.
+
+    Args:
+        length: of the sequence.
+        degree: ranks of the tensor-parallel group.
+        key: what the length is, for the message.
+        cure: what to do, beside another length.
+        cp: ranks that split the sequence before.
+
+    Raises:
+        ConfigError: the length does not divide; with the nearest ones that do.
+    """
+    unit = degree * cp
+    if length % unit:
+        below = length // unit * unit
+        nearest = ", ".join(str(each) for each in (below, below + unit) if each)
+        over_cp = f" x cp={cp}" if cp > 1 else ""
+        raise ConfigError(
+            f"{key}{length} does not divide by tp={degree}{over_cp}, as tensor.sequence_parallel needs; nearest legal: "
+            f"{nearest}; {cure}"
+        )
+
+
+def nearest_legal(num_units: int, wanted: int) -> str:
+    """The divisors of `num_units` next to `wanted`, as text."""
+    divisors = [number for number in range(1, num_units + 1) if num_units % number == 0]
+    below = [number for number in divisors if number < wanted][-1:]
+    return ", ".join(map(str, below + [number for number in divisors if number > wanted][:1]))
+
+
+@dataclass(frozen=True)
+class TpShard:
+    """One rectangle of a parameter on one rank.
+
+    Attributes:
+        source: in the whole parameter.
+        target: in the rank's local tensor.
+        num_sharers: neighbouring ranks that hold the same; the first of them owns it.
+        is_summed: the gradient is the sum of the sharers'; otherwise theirs are equal.
+    """
+
+    source: Rect
+    target: Rect
+    num_sharers: int
+    is_summed: bool
+
+    def is_owned_by(self, index: int) -> bool:
+        """Whether rank `index`, one of those that hold it, is the first of them."""
+        return index % self.num_sharers == 0
+
+    def flat_ranges(self, local_shape: Shape) -> Iterator[tuple[int, int]]:
+        """The ranges of the flattened local tensor that `target` covers, in order: its rows where it is no whole slab.
+
+        >>> list(TpShard(Rect.whole((2, 2)), Rect((0, 1), (2, 3)), 1, False).flat_ranges((2, 4)))
+        [(1, 3), (5, 7)]
+        """
+        for rect in _rows(self.target, local_shape):
+            strides = (math.prod(local_shape[dim + 1 :]) for dim in range(len(local_shape)))
+            start = sum(index * stride for index, stride in zip(rect.start, strides, strict=True))
+            yield start, start + rect.numel
+
+    def pieces(self, local_shape: Shape) -> Iterator[Chunk]:
+        """The share as pieces of the flattened local tensor, in order."""
+        for rect, (start, _) in zip(_rows(self.target, local_shape), self.flat_ranges(local_shape), strict=True):
+            low = tuple(s + at - t for s, at, t in zip(self.source.start, rect.start, self.target.start, strict=True))
+            high = tuple(at + size for at, size in zip(low, rect.shape, strict=True))
+            yield Chunk(Rect(low, high), start)
+
+
+@dataclass(frozen=True)
+class ParamSplit:
+    """How one parameter lies over the ranks of a tensor-parallel group; see the module's example.
+
+    Attributes:
+        global_shape: of the whole parameter.
+        degree: ranks of the group.
+        dim: along which it is split; None where every rank holds all of it.
+        parts: along `dim`, in order.
+        is_partial: every rank holds all of it and computes a part of its gradient only.
+    """
+
+    global_shape: Shape
+    degree: int = 1
+    dim: int | None = None
+    parts: tuple[FusedPart, ...] = ()
+    is_partial: bool = False
+
+    @cached_property
+    def local_shape(self) -> Shape:
+        """Of each rank's tensor, padding included."""
+        if self.dim is None:
+            return self.global_shape
+        size = sum(part.local_size(self.degree) for part in self.parts)
+        return *self.global_shape[: self.dim], size, *self.global_shape[self.dim + 1 :]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all of it."""
+        return self.dim is None
+
+    def shares(self, index: int) -> tuple[TpShard, ...]:
+        """What rank `index` of the group holds."""
+        return tuple(self._shares(index))
+
+    def _shares(self, index: int) -> Iterator[TpShard]:
+        if self.dim is None:
+            rect = Rect.whole(self.global_shape)
+            yield TpShard(rect, rect, self.degree, self.is_partial)
+            return
+        source_offset = target_offset = 0
+        for part in self.parts:
+            start, stop = part.range_of(index, self.degree)
+            source = self._slab(self.global_shape, source_offset + start, source_offset + stop)
+            target = self._slab(self.local_shape, target_offset, target_offset + stop - start)
+            sharers = part.num_sharers(self.degree)
+            if source.numel:
+                yield TpShard(source, target, sharers, is_summed=sharers > 1)
+            source_offset += part.size
+            target_offset += part.local_size(self.degree)
+
+    def _slab(self, shape: Shape, start: int, stop: int) -> Rect:
+        low = tuple(start if dim == self.dim else 0 for dim in range(len(shape)))
+        return Rect(low, tuple(stop if dim == self.dim else size for dim, size in enumerate(shape)))
+
+    def local(self, index: int, *, owned_only: bool = False) -> LocalTensor:
+        """The pieces that rank `index` holds, in the order of its flat local tensor.
+
+        Args:
+            index: of the rank.
+            owned_only: leave out what it holds but another rank owns.
+        """
+        shares = [share for share in self.shares(index) if not owned_only or share.is_owned_by(index)]
+        pieces = sorted(
+            (piece for share in shares for piece in share.pieces(self.local_shape)),
+            key=lambda piece: piece.local_offset,
+        )
+        return LocalTensor(self.global_shape, tuple(pieces), math.prod(self.local_shape))
+
+
+def _rows(rect: Rect, shape: Shape) -> Iterator[Rect]:
+    """Cut a rectangle of a tensor of this shape into those that lie contiguous in it."""
+    inner = len(shape)
+    while inner > 0 and rect.shape[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    # Dims from `inner` on are covered whole, and the one before them may be any range.
+    outer = max(inner - 1, 0)
+    for index in product(*map(range, rect.start[:outer], rect.stop[:outer])):
+        yield Rect((*index, *rect.start[outer:]), (*(at + 1 for at in index), *rect.stop[outer:]))

@@ -1,0 +1,83 @@
+"""The attention of a config's section, given to a model that was built without it: one of transformers.
+
+>>> apply_attention(nn.Linear(2, 2), AttentionConfig(kind="fixed"))  # doctest: +ELLIPSIS
+Traceback (most recent call last):
+    ...
+shardwise.config.resolve.ConfigError: attention.kind=fixed is for ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from shardwise.attention.cp_hook import ContextHook, DenseVisibility
+from shardwise.attention.from_config import structure_of
+from shardwise.attention.huggingface import attends_causally, structure_given, use_sparse_attention
+from shardwise.config.resolve import AttentionConfig, ConfigError
+
+
+def check_attention(model: nn.Module, section: AttentionConfig) -> None:
+    """See that a model has the attention of a section, or can be given it: none is to be trained in silence without.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if _lacks(model, section) and not any(_configs(model)):
+        raise ConfigError(
+            f"attention.kind={section.kind} is for the decoder of shardwise train and for models of transformers, and "
+            f"this {type(model).__name__} is neither with that attention; leave the section out, and see "
+            "docs/attention.md for other models, or build Decoder with DecoderConfig(attention=config.attention)"
+        )
+
+
+def apply_attention(
+    model: nn.Module, section: AttentionConfig, spread: ContextHook | None = None
+) -> list[Callable[[], None]]:
+    """Give a model the attention of a section, if it does not have it.
+
+    Args:
+        model: before its layers are split. A causal one's structure is unidirectional, any other's bidirectional; of
+            an encoder and a decoder too, and the decoder sees of it what is not ahead.
+        section: of the config. Where it is dense, a structure that a model of transformers has been given stays.
+        spread: computes the attention of models of transformers where sequences are spread over ranks; those get a
+            structure then even where attention is dense.
+
+    Returns:
+        what takes it back.
+
+    Raises:
+        ConfigError: the model does not look its attention up, or heads that differ are not as many everywhere.
+    """
+    check_attention(model, section)
+    if not _lacks(model, section):
+        return [] if spread is None else [_spread_dense(model, spread)]
+    configs = (config for config in _configs(model) if hasattr(config, "num_attention_heads"))
+    nums: set[int] = {config.num_attention_heads for config in configs}
+    if len(nums) > 1 and section.different_layout_per_head:
+        raise ConfigError(
+            f"attention.different_layout_per_head needs one number of heads, and {type(model).__name__} has "
+            f"{sorted(nums)}; leave it out"
+        )
+    structure = structure_of(section, max(nums, default=1), causal=attends_causally(model))
+    return [] if structure is None else [use_sparse_attention(model, structure, spread=spread).undo]
+
+
+def _spread_dense(model: nn.Module, spread: ContextHook) -> Callable[[], None]:
+    structure = structure_given(model) or DenseVisibility(attends_causally(model))
+    return use_sparse_attention(model, structure, spread=spread).undo
+
+
+def _lacks(model: nn.Module, section: AttentionConfig) -> bool:
+    own = getattr(getattr(model, "config", None), "attention", None)
+    return section.kind != "dense" and own != section
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    """Of the models of transformers inside `model`; known by their names, as transformers need not be there."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(module, "base_model_prefix") and hasattr(config, "model_type"):
+            yield config

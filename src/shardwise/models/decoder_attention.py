@@ -1,0 +1,122 @@
+"""How the decoder's queries mix values: densely, or as a block-sparse structure says; always causally.
+
+Shapes: B batch, H query heads, K key and value heads, S sequence, D head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from operator import index
+from typing import Any, Final, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.attention.api import block_sparse_attention
+from shardwise.attention.block_layout import BlockLayout, keep_last
+from shardwise.attention.dense import dense_layout
+from shardwise.attention.from_config import structure_of
+from shardwise.attention.structures import SparsityConfig
+from shardwise.config.resolve import AttentionConfig
+from shardwise.runtime.torch_private import constant_in_graphs
+
+_MAX_LAYOUTS: Final = 32
+
+
+class Attend(Protocol):
+    """Causal attention of some heads."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, first_head: int, positions: Tensor | None = None) -> Tensor:
+        """Mix values.
+
+        Args:
+            q: [B, H, S, D].
+            k: [B, K, S, D].
+            v: [B, K, S, D].
+            first_head: of the whole model's query heads, that of `q`'s first.
+            positions: of the tokens in their sequence, [S], where this rank has some of them; None where it has all.
+
+        Returns:
+            [B, H, S, D].
+        """
+
+    def layout(self, seq_len: int, first_head: int, num_heads: int) -> BlockLayout:
+        """Which keys the queries of some heads see, of a whole sequence."""
+
+
+class Dense:
+    """Every query sees itself and all keys before it."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, first_head: int, positions: Tensor | None = None
+    ) -> Tensor:  # [B, H, S, D], [B, K, S, D]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+    def layout(self, seq_len: int, first_head: int, num_heads: int) -> BlockLayout:
+        """One for all heads."""
+        return dense_layout(seq_len, causal=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Dense:
+        return self
+
+
+attend_densely: Final = Dense()
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSparse:
+    """Every query sees, of itself and the keys before it, those in blocks of the structure's.
+
+    All layers and copies of a model share one, and so the layouts and what is planned on them.
+
+    Attributes:
+        structure: causal, of the whole model's query heads.
+    """
+
+    structure: SparsityConfig
+    _layouts: dict[tuple[int, int, int], BlockLayout] = field(default_factory=dict, init=False, repr=False)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, first_head: int, positions: Tensor | None = None
+    ) -> Tensor:  # [B, H, S, D], [B, K, S, D]
+        place = index(q.shape[2]), first_head, index(q.shape[1])  # compiled code fixes them
+        self._lay_out(*place)
+        return block_sparse_attention(q, k, v, self._layouts[place])
+
+    def layout(self, seq_len: int, first_head: int, num_heads: int) -> BlockLayout:
+        """Of these heads; kept."""
+        self._lay_out(seq_len, first_head, num_heads)
+        return self._layouts[seq_len, first_head, num_heads]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockSparse:
+        return self
+
+    @constant_in_graphs
+    def _lay_out(self, seq_len: int, first_head: int, num_heads: int) -> None:
+        """Keep the layout; compiled code does so when it is compiled, and cannot be given a layout itself."""
+        keep_last(
+            self._layouts,
+            (seq_len, first_head, num_heads),
+            lambda: self.structure.layout(seq_len).of_heads(first_head, num_heads),
+            _MAX_LAYOUTS,
+        )
+
+
+def attend_of(section: AttentionConfig, num_heads: int) -> Attend:
+    """What a config's section chooses.
+
+    Args:
+        section: of the config.
+        num_heads: query heads of the whole model.
+
+    Raises:
+        ConfigError: there is no such attention.
+    """
+    structure = structure_of(section, num_heads)
+    return attend_densely if structure is None else BlockSparse(structure)
+
+
+def attention_density(section: AttentionConfig, num_heads: int, seq_len: int) -> float:
+    """Of all pairs of a query and a key, the share that counts: all where dense, else those that are visible."""
+    structure = structure_of(section, num_heads)
+    return 1.0 if structure is None else structure.layout(seq_len).density

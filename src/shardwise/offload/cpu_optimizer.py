@@ -1,0 +1,463 @@
+"""What an optimizer does to a parameter, apart from the optimizer: for states that rest where it does not see them.
+
+A rule knows which states an optimizer keeps, and updates lists of 1-D CPU tensors by torch's own kernels, so that the
+result has the same bits as a step of the optimizer itself.
+
+>>> rule = rule_of(torch.optim.SGD([torch.zeros(1)], momentum=0.5))
+>>> rule.tensor_states({"momentum": 0.5}), rule.has_counter
+({'momentum_buffer': 0.0}, False)
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from threading import Barrier
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
+
+from shardwise.config.resolve import ConfigError
+from shardwise.runtime.optimizers import Lion, lion
+
+Options = Mapping[str, Any]
+States = Sequence[Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class StepChunks:
+    """What one call of a kernel updates: tensors that share their options and the number of steps taken.
+
+    Attributes:
+        params: 1-D, fp32 or fp64.
+        grads: of the same lengths and dtypes; they may be overwritten.
+        states: by name, likewise; before the first step at their first values.
+        step: how many steps they have taken before.
+        is_first: no step has been taken, so that SGD's momentum starts as the gradient itself.
+    """
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: States
+    step: float
+    is_first: bool
+
+    def all(self, name: str) -> list[Tensor]:
+        """One state of all tensors."""
+        return [states[name] for states in self.states]
+
+    def counters(self) -> list[Tensor]:
+        """A counter for each tensor, which torch's functions count up before they use it."""
+        return [torch.tensor(float(self.step)) for _ in self.params]
+
+
+@dataclass(frozen=True)
+class CpuOptimizer:
+    """How an optimizer steps; the functions take a parameter group's options.
+
+    Attributes:
+        name: of the optimizer's class.
+        tensor_states: the names of the states that are as long as the parameter, with their values before any step.
+        has_counter: whether a 0-d fp32 `step` is kept for each parameter.
+        kernel: updates in place.
+    """
+
+    name: str
+    tensor_states: Callable[[Options], Mapping[str, float]]
+    has_counter: bool
+    kernel: Callable[[Options, StepChunks], None]
+
+    def update(
+        self,
+        options: Options,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: States,
+        step: float,
+        is_first: bool,
+    ) -> None:
+        """Take one step in place.
+
+        Args:
+            options: of the tensors' parameter group.
+            params: 1-D, fp32 or fp64, on the CPU.
+            grads: of the same lengths and dtypes; they may be overwritten.
+            states: by name, for each of `params`; before the first step at the values of `tensor_states`.
+            step: how many steps they have taken before.
+            is_first: whether they have no state yet.
+        """
+        self.kernel(_on_host(options), StepChunks(list(params), list(grads), states, step, is_first))
+
+
+def rule_of(optimizer: Optimizer) -> CpuOptimizer:
+    """The rule by which an optimizer steps.
+
+    Raises:
+        ConfigError: it is of another class, a subclass included, since that may step otherwise.
+    """
+    kind = type(optimizer)
+    if kind not in _RULES:
+        raise ConfigError(
+            "tiers.optimizer off the device steps Adam, AdamW, SGD, Adagrad and Lion; "
+            f"got {kind.__name__}; use one of these, or tiers.optimizer=device"
+        )
+    return _RULES[kind]
+
+
+def needed_states(optimizer: Optimizer, options: Options) -> frozenset[str] | None:
+    """What it reads of a parameter that it has stepped under these options: `step`, a number, and tensors as long as
+    that. None where `rule_of` does not know it.
+    """
+    rule = _RULES.get(type(optimizer))
+    return None if rule is None else frozenset([*rule.tensor_states(options), *(["step"] if rule.has_counter else [])])
+
+
+def _on_host(options: Options) -> dict[str, Any]:
+    """The options with their tensors, such as a learning rate's, where the step runs."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(moved(each) for each in value)
+        return value.cpu() if isinstance(value, Tensor) else value
+
+    return {name: moved(value) for name, value in options.items() if name != "params"}
+
+
+def _implementation(options: Options) -> dict[str, Any]:
+    """Which of torch's implementations, all with the learning rate that it takes.
+
+    The fused one unless the user chose otherwise: `None` leaves the choice to who steps.
+    """
+    fused, foreach = options.get("fused"), options.get("foreach")
+    if fused is None:
+        fused = foreach is None and not options.get("differentiable")
+    lr = options["lr"]
+    return {"fused": fused, "foreach": bool(foreach) and not fused, "lr": float(lr) if fused or foreach else lr}
+
+
+def _step_adam(options: Options, parts: StepChunks) -> None:
+    beta1, beta2 = options["betas"]
+    adam(
+        parts.params,
+        parts.grads,
+        parts.all("exp_avg"),
+        parts.all("exp_avg_sq"),
+        parts.all("max_exp_avg_sq") if options["amsgrad"] else [],
+        parts.counters(),
+        **_implementation(options),
+        decoupled_weight_decay=options["decoupled_weight_decay"],
+        amsgrad=options["amsgrad"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=options["weight_decay"],
+        eps=options["eps"],
+        maximize=options["maximize"],
+    )
+
+
+def _step_sgd(options: Options, parts: StepChunks) -> None:
+    has_momentum = options["momentum"] != 0
+    kept = parts.all("momentum_buffer") if has_momentum and not parts.is_first else []
+    buffers: list[Tensor | None] = [*kept] if kept else [None] * len(parts.params)
+    names = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
+    sgd(parts.params, parts.grads, buffers, **_implementation(options), **{name: options[name] for name in names})
+    if has_momentum and parts.is_first:
+        for kept_buffer, first in zip(parts.all("momentum_buffer"), buffers, strict=True):
+            if first is not None:  # for typing: torch fills the list
+                kept_buffer.copy_(first)
+
+
+def _step_adagrad(options: Options, parts: StepChunks) -> None:
+    names = ("weight_decay", "lr_decay", "eps", "maximize")
+    chosen = {name: options[name] for name in names}
+    adagrad(parts.params, parts.grads, parts.all("sum"), parts.counters(), **_implementation(options), **chosen)
+
+
+def _step_lion(options: Options, parts: StepChunks) -> None:
+    names = ("lr", "betas", "weight_decay", "maximize")
+    lion(parts.params, parts.grads, parts.all("exp_avg"), **{name: options[name] for name in names})
+
+
+def _adam_states(options: Options) -> dict[str, float]:
+    return dict.fromkeys(("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if options["amsgrad"] else [])), 0.0)
+
+
+_RULES: Mapping[type[Optimizer], CpuOptimizer] = MappingProxyType(
+    {
+        Adam: CpuOptimizer("Adam", _adam_states, True, _step_adam),
+        AdamW: CpuOptimizer("AdamW", _adam_states, True, _step_adam),
+        SGD: CpuOptimizer(
+            "SGD", lambda options: {"momentum_buffer": 0.0} if options["momentum"] else {}, False, _step_sgd
+        ),
+        Adagrad: CpuOptimizer(
+            "Adagrad", lambda options: {"sum": options["initial_accumulator_value"]}, True, _step_adagrad
+        ),
+        Lion: CpuOptimizer("Lion", lambda options: {"exp_avg": 0.0}, False, _step_lion),
+    }
+)
+
+# Torch's kernels round an element by whether it lies in a vector or in the rest behind the last, so a cut must fall
+# between vectors; no vector is longer than this.
+CUT_NUMEL: Final = 64
+BLOCK_NUMEL: Final = 768 * 1024
+
+
+@dataclass(frozen=True)
+class StepPiece:
+    """A parameter's part of what is stepped; all tensors are 1-D, on the CPU and of one length.
+
+    Attributes:
+        options: of its parameter group; pieces with the same object are stepped together.
+        master: fp32 or fp64.
+        grad: of any floating dtype; it stays as it is.
+        states: by name, in the master's dtype; at their first values before the first step.
+        step: how many steps it has taken before.
+        is_first: whether it has no state yet.
+        param: the low-precision parameter, which is to follow the master; None where the master is the parameter.
+    """
+
+    options: Mapping[str, Any]
+    master: Tensor
+    grad: Tensor
+    states: Mapping[str, Tensor]
+    step: float
+    is_first: bool
+    param: Tensor | None
+
+    def part(self, start: int, stop: int) -> StepPiece:
+        """The elements from `start` to `stop`."""
+        if start == 0 and stop == self.master.numel():
+            return self
+        return StepPiece(
+            options=self.options,
+            master=self.master[start:stop],
+            grad=self.grad[start:stop],
+            states={name: state[start:stop] for name, state in self.states.items()},
+            step=self.step,
+            is_first=self.is_first,
+            param=self.param[start:stop] if self.param is not None else None,
+        )
+
+
+def step_pieces(
+    rule: CpuOptimizer, pieces: Sequence[StepPiece], factor: float, threads: StepThreads | None = None
+) -> None:
+    """Step each piece with `factor` times its gradient, as the optimizer would step it whole, to the last bit.
+
+    That holds for a piece that is itself a part of a parameter too, where it starts and stops at multiples of
+    `CUT_NUMEL` elements from the parameter's first, or at its end.
+
+    Args:
+        rule: of the optimizer.
+        pieces: of one or several parameters, in any order.
+        factor: what turns accumulated sums into the gradient; applied in the master's dtype.
+        threads: that take the blocks between them; without any, torch's own share each operation.
+    """
+    num_takers = threads.num_threads if threads else 1
+    for alike in _alike(pieces):
+        num_padded = sum(_padded(piece.master.numel()) for piece in alike)
+        room = min(BLOCK_NUMEL, _padded(-(-num_padded // num_takers)))
+        # The iterator of a list may be shared by threads; that of a function may not.
+        work = partial(_work_off, iter(list(_blocks(alike, room))), rule, room, factor)
+        if threads:
+            threads.run(work)
+        else:
+            work()
+
+
+def _alike(pieces: Sequence[StepPiece]) -> list[list[StepPiece]]:
+    """The pieces by what one call of a kernel has in common."""
+    found: dict[tuple[Any, ...], list[StepPiece]] = {}
+    for piece in pieces:
+        if piece.master.numel():
+            key = (id(piece.options), piece.step, piece.is_first, piece.master.dtype)
+            found.setdefault(key, []).append(piece)
+    return list(found.values())
+
+
+def _blocks(pieces: Sequence[StepPiece], room: int) -> Iterator[list[StepPiece]]:
+    """Parts of the pieces, in order, as many at a time as there is room for."""
+    block: list[StepPiece] = []
+    free = room
+    for piece in pieces:
+        start, length = 0, piece.master.numel()
+        while start < length:
+            stop = min(length, start + free)
+            block.append(piece.part(start, stop))
+            free -= _padded(stop - start)
+            start = stop
+            if free == 0:
+                yield block
+                block, free = [], room
+    if block:
+        yield block
+
+
+@torch.no_grad()
+def _work_off(rest: Iterator[Sequence[StepPiece]], rule: CpuOptimizer, room: int, factor: float) -> None:
+    scratch = None
+    for block in rest:
+        if scratch is None:
+            scratch = torch.empty(room, dtype=block[0].master.dtype)
+        _step_block(rule, block, scratch, factor)
+
+
+def _step_block(rule: CpuOptimizer, block: Sequence[StepPiece], scratch: Tensor, factor: float) -> None:
+    grads, start = [], 0
+    for part in block:
+        grads.append(_scaled(part.grad, scratch[start : start + part.grad.numel()], factor))
+        start += _padded(part.grad.numel())
+    first = block[0]
+    masters, states = [part.master for part in block], [part.states for part in block]
+    rule.update(first.options, masters, grads, states, first.step, first.is_first)
+    for part in block:
+        if part.param is not None:
+            part.param.copy_(part.master)
+
+
+def _scaled(grad: Tensor, target: Tensor, factor: float) -> Tensor:
+    if grad.dtype == target.dtype:
+        return torch.mul(grad, factor, out=target)
+    target.copy_(grad)
+    return target.mul_(factor) if factor != 1.0 else target
+
+
+def _padded(numel: int) -> int:
+    return -(-numel // CUT_NUMEL) * CUT_NUMEL
+
+
+@dataclass(frozen=True)
+class VectorFrame:
+    """A few elements among zeros.
+
+    Attributes:
+        piece: the elements where they rest.
+        framed: the copy that is stepped.
+        offset: of the elements in the copy.
+    """
+
+    piece: StepPiece
+    framed: StepPiece
+    offset: int
+
+    @classmethod
+    def around(cls, piece: StepPiece, offset: int, numel: int) -> VectorFrame:
+        """A copy of `numel` elements that has those of `piece` at `offset`."""
+
+        def put(values: Tensor) -> Tensor:
+            copy = values.new_zeros(numel)
+            copy[offset : offset + values.numel()] = values
+            return copy
+
+        states = {name: put(state) for name, state in piece.states.items()}
+        copy = StepPiece(
+            piece.options, put(piece.master), put(piece.grad), states, piece.step, piece.is_first, param=None
+        )
+        return cls(piece, copy, offset)
+
+    def put_back(self) -> None:
+        """Take the elements over, once the copy is stepped."""
+        own = slice(self.offset, self.offset + self.piece.master.numel())
+        self.piece.master.copy_(self.framed.master[own])
+        for name, state in self.piece.states.items():
+            state.copy_(self.framed.states[name][own])
+        if self.piece.param is not None:
+            self.piece.param.copy_(self.piece.master)
+
+
+def framed(piece: StepPiece, position: int, is_end: bool) -> tuple[list[StepPiece], list[VectorFrame]]:
+    """What of a part can be stepped where it is, and frames for the rest.
+
+    Args:
+        piece: a part of a parameter.
+        position: of its first element in the parameter.
+        is_end: whether it ends where the parameter does.
+    """
+    numel = piece.master.numel()
+    before = position % CUT_NUMEL
+    head = min(numel, -position % CUT_NUMEL)
+    tail = numel if is_end else max(head, numel - (position + numel) % CUT_NUMEL)
+    frames = []
+    if head:
+        ends_in_head = is_end and head == numel
+        frames.append(VectorFrame.around(piece.part(0, head), before, before + head if ends_in_head else CUT_NUMEL))
+    if tail < numel:
+        frames.append(VectorFrame.around(piece.part(tail, numel), 0, CUT_NUMEL))
+    direct = [piece.part(head, tail)] if head < tail else []
+    return direct, frames
+
+
+class StepThreads:
+    """Threads in which torch's operations use no others, until `close`.
+
+    To be made where no thread begins to use torch meanwhile, such as at start: for a moment the number of threads that
+    torch gives to threads new to it is 1.
+
+    Args:
+        num_threads: of them; by default as many as torch uses for an operation here.
+        cores: that they keep to; None for those of who makes them.
+    """
+
+    def __init__(self, num_threads: int | None = None, cores: tuple[int, ...] | None = None) -> None:
+        before = torch.get_num_threads()
+        self.num_threads = num_threads or before
+        self._executor = ThreadPoolExecutor(self.num_threads, "shardwise-step")
+        all_are_there = Barrier(self.num_threads)
+        wait([self._executor.submit(_use_one_core, all_are_there, cores) for _ in range(self.num_threads)])
+        torch.set_num_threads(before)
+
+    def run(self, function: Callable[[], object]) -> None:
+        """Call a function as many times as there are threads, at once, and wait for all.
+
+        Raises:
+            Exception: what a call raised.
+        """
+        futures = [self._executor.submit(function) for _ in range(self.num_threads)]
+        wait(futures)
+        for future in futures:
+            future.result()
+
+    def close(self) -> None:
+        """End the threads; may be called twice."""
+        self._executor.shutdown()
+
+
+def _use_one_core(all_are_there: Barrier, cores: tuple[int, ...] | None) -> None:
+    keep_to(cores)
+    torch.get_num_threads()  # the first use of torch in a thread sets its number, which would undo what follows
+    torch.set_num_threads(1)
+    all_are_there.wait()
+
+
+def bind_this_thread(cores: tuple[int, ...] | None) -> None:
+    """Keep the calling thread, and those that OpenMP starts for it, to `cores`; to be called before its first kernel.
+
+    Args:
+        cores: that this process may use, each with a thread; None for those of the process, and as many threads as it
+            has. Where the system binds no threads, only their number counts.
+    """
+    if cores is None:
+        return  # a new thread has the process's number and its starter's cores
+    keep_to(cores)
+    num_process_threads = torch.get_num_threads()
+    torch.set_num_threads(len(cores))
+    # What is set last is also what threads yet to come start with, as those of autograd; this thread keeps its own.
+    restorer = threading.Thread(target=torch.set_num_threads, args=(num_process_threads,))
+    restorer.start()
+    restorer.join()
+
+
+def keep_to(cores: tuple[int, ...] | None) -> None:
+    """Keep the calling thread to `cores`, where the system binds threads; None for those that it has."""
+    if cores is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)  # 0 is the calling thread, not the process

@@ -1,0 +1,133 @@
+"""How fast a folder's disk is, for what rests there: measured through swap files, as the tier uses them.
+
+>>> import tempfile
+>>> from pathlib import Path
+>>> with tempfile.TemporaryDirectory() as folder:
+...     speed = measure_swap(Path(folder), budget_s=0.03, num_bytes=2**20)
+...     left = list(Path(folder).iterdir())
+>>> speed.num_bytes, min(speed.read_bytes_per_s, speed.write_bytes_per_s) > 0, left
+(1048576, True, [])
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shardwise.layout.layout import Layout
+from shardwise.offload.nvme import SwapFolder
+from shardwise.runtime.pinned_memory import host_pages
+
+# Of a GPU, in each direction: with less, steps with states on NVMe wait for the disk (DeepSpeed's issue 998).
+USEFUL_BYTES_PER_S: Final = 3e9
+_CHUNK_BYTES: Final = 8 * 2**20
+_FILE_BYTES: Final = 128 * 2**20
+_NUM_IN_FLIGHT: Final = 2
+
+
+@dataclass(frozen=True)
+class SwapSpeed:
+    """What one process reads and writes a second in a folder.
+
+    Attributes:
+        path: of the folder.
+        num_bytes: of the file that was read and written.
+        direct: whether the page cache was passed by; otherwise it may be the memory that was measured.
+        read_bytes_per_s: by itself.
+        write_bytes_per_s: by itself, into room that the file had already.
+    """
+
+    path: str
+    num_bytes: int
+    direct: bool
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+
+
+def measure_swap(root: Path, rank: int = 0, budget_s: float = 0.6, num_bytes: int = _FILE_BYTES) -> SwapSpeed:
+    """Write and read a swap file in a folder; nothing stays behind.
+
+    Args:
+        root: the user's folder, `tiers.nvme_path`.
+        rank: of this process; those that share a disk measure at the same time, to find each its part.
+        budget_s: a third each for filling the file, writing it again and reading it; a slow disk takes longer.
+        num_bytes: of the file, at most; less where the disk is slow or nearly full.
+
+    Raises:
+        SwapError: nothing can be made, written or read there.
+    """
+    folder = SwapFolder.open(root, rank)
+    try:
+        room_bytes = shutil.disk_usage(folder.path).free // 10
+        num_bytes = max(min(num_bytes, _CHUNK_BYTES), min(num_bytes, room_bytes // _CHUNK_BYTES * _CHUNK_BYTES))
+        file = folder.allocate("speed", num_bytes)
+        chunk = host_pages(min(num_bytes, _CHUNK_BYTES))
+        chunk.view(torch.int64).random_(generator=torch.Generator())  # no file system makes it shorter
+        # Not counted: where nothing was written yet, writing takes longer.
+        filled_bytes, _ = _move(file.write, chunk, num_bytes, budget_s / 3, is_once=True)
+        written_bytes, write_s = _move(file.write, chunk, filled_bytes, budget_s / 3)
+        read_bytes, read_s = _move(file.read, chunk, filled_bytes, budget_s / 3)
+        return SwapSpeed(str(root), filled_bytes, folder.is_direct, read_bytes / read_s, written_bytes / write_s)
+    finally:
+        folder.close()
+
+
+def _move(
+    move: Callable[[int, Tensor], Future[None]], chunk: Tensor, num_bytes: int, budget_s: float, is_once: bool = False
+) -> tuple[int, float]:
+    """(bytes moved, seconds): from start to end of the file, again and again unless `is_once`, until the time is up."""
+    start_s = time.perf_counter()
+    moved_bytes = 0
+    under_way: deque[Future[None]] = deque()
+    while not moved_bytes or (time.perf_counter() - start_s < budget_s and not (is_once and moved_bytes == num_bytes)):
+        if len(under_way) == _NUM_IN_FLIGHT:
+            under_way.popleft().result()
+        under_way.append(move(moved_bytes % num_bytes, chunk))
+        moved_bytes += chunk.numel()
+    for each in under_way:
+        each.result()
+    return moved_bytes, time.perf_counter() - start_s
+
+
+def sweep_s(layout: Layout, read_bytes_s: float, write_bytes_s: float) -> float:
+    """Seconds that one rank's disk works for a step of the optimizer over all groups: bytes by bandwidth.
+
+    read bytes / read bandwidth + written bytes / write bandwidth (Rajbhandari et al. 2021, arXiv 2104.07857, section 4:
+    the time of a state is its bytes by the bandwidth to where it rests): a disk reads and writes by turns, so the two
+    times add up. The bytes are the Layout's: with S elements of a group on this rank, S*K are read and written of an
+    optimizer on NVMe, S*G read of gradients, S*P written of parameters.
+
+    Args:
+        layout: of the run.
+        read_bytes_s: what one rank reads a second while all that share its disk do.
+        write_bytes_s: likewise, what it writes.
+    """
+    return _disk_s(layout, 0, read_bytes_s, write_bytes_s)
+
+
+def passes_s(layout: Layout, num_micro_batches: int, read_bytes_s: float, write_bytes_s: float) -> float:
+    """Seconds that one rank's disk works for the forwards and backwards of a step: gathers read, reductions write.
+
+    Args:
+        layout: of the run.
+        num_micro_batches: a step.
+        read_bytes_s: as for `sweep_s`.
+        write_bytes_s: likewise.
+    """
+    both = _disk_s(layout, num_micro_batches, read_bytes_s, write_bytes_s)
+    return both - _disk_s(layout, 0, read_bytes_s, write_bytes_s)
+
+
+def _disk_s(layout: Layout, num_micro_batches: int, read_bytes_s: float, write_bytes_s: float) -> float:
+    """Of the passes of so many micro-batches, and the step."""
+    across = layout.bytes_across(num_micro_batches)
+    return across.get(("nvme", "host"), 0) / read_bytes_s + across.get(("host", "nvme"), 0) / write_bytes_s

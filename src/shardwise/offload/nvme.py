@@ -1,0 +1,300 @@
+"""Swap files: states that rest in plain files of a folder on NVMe, private to one rank and gone with it.
+
+>>> import tempfile, torch
+>>> with tempfile.TemporaryDirectory() as root:
+...     folder = SwapFolder.open(Path(root), rank=0)
+...     file = folder.allocate("decoder.layers.0/exp_avg", 10_000)
+...     file.write(8192, torch.full((4,), 7, dtype=torch.uint8)).result()
+...     file.read(8190, found := torch.empty(4, dtype=torch.uint8)).result()
+...     folder.close()
+>>> file.path.name, found.tolist()
+('00000-decoder.layers.0_exp_avg', [0, 0, 7, 7])
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import itertools
+import os
+import re
+import socket
+import weakref
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shardwise.offload.io_threads import NUM_THREADS, IoThreads, MovedFile, SwapError, named_errors, takes_direct_io
+from shardwise.runtime.memory_tracker import format_bytes
+from shardwise.runtime.pinned_memory import ALIGNMENT_BYTES
+
+__all__ = ["ALIGNMENT_BYTES", "SwapError", "SwapFile", "SwapFolder"]
+
+_PREFIX: Final = "shardwise-swap"
+_LOCK: Final = "lock"
+# File systems that know no locks: what cannot be locked is never taken for dead.
+_NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class SwapFolder:
+    """A rank's private folder in the user's, with the threads that read and write its files.
+
+    It holds a lock that the system drops with the process, however that ends: a folder of this user and host that
+    nothing locks is a dead run's, and the next run removes it. Where the file system knows no locks, or under another
+    host's name, it stays for the user to remove.
+
+    Attributes:
+        path: of the folder, which only this user can enter.
+        is_direct: whether its files are read and written past the page cache.
+        num_bytes: of its files.
+    """
+
+    def __init__(self, path: Path, lock: int, is_direct: bool, threads: IoThreads) -> None:
+        self.path = path
+        self.is_direct = is_direct
+        self.num_bytes = 0
+        self._threads = threads
+        self._numbers = itertools.count()
+        # At a plain exit too; but not by a process that this one forked, whose exit is not the run's.
+        self._remover = weakref.finalize(self, _remove_own, path, lock, os.getpid())
+
+    @classmethod
+    def open(cls, root: Path, rank: int, num_threads: int = NUM_THREADS) -> SwapFolder:
+        """Make a rank's folder, and remove those of dead runs.
+
+        Args:
+            root: the user's folder, made where it is missing.
+            rank: of this process in the world, for the name.
+            num_threads: that read, and as many that write.
+
+        Raises:
+            SwapError: nothing can be written there.
+        """
+        with named_errors("make a swap folder in", root):
+            root.mkdir(parents=True, exist_ok=True)
+            _remove_dead(root)
+            path, lock = _make(root, rank)
+            try:
+                is_direct = takes_direct_io(path)
+            except BaseException:
+                _remove(path, lock)
+                raise
+        return cls(path, lock, is_direct, IoThreads(num_threads))
+
+    @staticmethod
+    def check_room(root: Path, num_bytes: int) -> None:
+        """Raise if a folder has less room than is needed, the files of dead runs left out; before anything is written.
+
+        Args:
+            root: the user's folder, which need not exist yet.
+            num_bytes: that all ranks which share its file system need together, beside what they have allocated.
+
+        Raises:
+            SwapError: so it is, or it cannot be asked.
+        """
+        with named_errors("ask for the room in", root):
+            _remove_dead(root)
+            room = os.statvfs(next(each for each in (root, *root.absolute().parents) if each.exists()))
+        free_bytes = room.f_bavail * room.f_frsize
+        # A file system without blocks does not know.
+        if room.f_blocks and num_bytes > free_bytes:
+            raise SwapError(
+                f"{root} has {format_bytes(free_bytes)} free and the states on nvme need {format_bytes(num_bytes)}; "
+                "free some room there, set tiers.nvme_path to a folder on another disk, or rest less on nvme"
+            )
+
+    def allocate(self, name: str, num_bytes: int) -> SwapFile:
+        """Make a file that has its room on the disk and reads as zeros until it is written.
+
+        Args:
+            name: of what it holds, for the file's name.
+            num_bytes: of it.
+
+        Raises:
+            SwapError: there is no room for it, or no file can be made.
+        """
+        if not self._remover.alive:
+            raise SwapError(f"{self.path} is closed and holds no {name}; open a new swap folder")
+        file_name = re.sub(r"[^\w.-]+", "_", name)[:80]
+        path = self.path / f"{next(self._numbers):05d}-{file_name}"
+        with named_errors(f"allocate {format_bytes(num_bytes)} in", path):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                _reserve(descriptor, num_bytes)
+            except BaseException:
+                path.unlink()
+                raise
+            finally:
+                os.close(descriptor)
+        self.num_bytes += num_bytes
+        return SwapFile(self, path, num_bytes)
+
+    def close(self) -> None:
+        """Finish what is under way, end the threads, and remove the folder with all files; again, nothing."""
+        self._threads.close()
+        self._remover()
+
+
+class SwapFile:
+    """A file of a swap folder.
+
+    Reads and writes start at once and run beside each other; of two that touch the same bytes, start the second when
+    the first has ended. Tensors are 1-D, uint8, contiguous and on the CPU, and must be left alone until then. What is
+    aligned to `ALIGNMENT_BYTES` in the file and in memory goes past the page cache, but for what exceeds the last
+    multiple of it; all else goes through it.
+
+    Attributes:
+        path: of it.
+        num_bytes: of it.
+    """
+
+    def __init__(self, folder: SwapFolder, path: Path, num_bytes: int) -> None:
+        self.path = path
+        self.num_bytes = num_bytes
+        self._folder = folder  # lives as long as a file of it
+        self._file = MovedFile(path, folder.is_direct)
+        self._is_free = False
+
+    def read(self, offset_bytes: int, target: Tensor) -> Future[None]:
+        """Fill `target` with the bytes from `offset_bytes` on.
+
+        Raises:
+            ValueError: they are not all in the file, or `target` is none to read into.
+            SwapError: out of the future's `result()`: they could not be read.
+        """
+        self._check("read", offset_bytes, target)
+        return self._folder._threads.read(self._file, offset_bytes, target)
+
+    def write(self, offset_bytes: int, source: Tensor) -> Future[None]:
+        """Replace the bytes from `offset_bytes` on by `source`.
+
+        Raises:
+            ValueError: they are not all in the file, or `source` is none to write from.
+            SwapError: out of the future's `result()`: they could not be written.
+        """
+        self._check("write", offset_bytes, source)
+        return self._folder._threads.write(self._file, offset_bytes, source)
+
+    def free(self) -> None:
+        """Delete the file; what is under way goes on."""
+        if not self._is_free:
+            self._is_free = True
+            self._folder.num_bytes -= self.num_bytes
+            with named_errors("delete", self.path):
+                self.path.unlink(missing_ok=True)
+
+    def _check(self, doing: str, offset_bytes: int, tensor: Tensor) -> None:
+        if self._is_free or not self._folder._remover.alive:
+            raise ValueError(f"{self.path} is deleted; {doing} it before it is freed and its folder closed")
+        if (
+            tensor.dtype != torch.uint8
+            or tensor.dim() != 1
+            or tensor.device.type != "cpu"
+            or not tensor.is_contiguous()
+        ):
+            raise ValueError(
+                f"cannot {doing} {tensor.dtype} {list(tensor.shape)} on {tensor.device}: files take contiguous 1-D "
+                "uint8 tensors on the CPU; pass a flat tensor.view(torch.uint8)"
+            )
+        stop_bytes = offset_bytes + tensor.numel()
+        if offset_bytes < 0 or stop_bytes > self.num_bytes:
+            raise ValueError(
+                f"cannot {doing} bytes {offset_bytes} to {stop_bytes} of {self.path}: it has {self.num_bytes}; "
+                "keep to these"
+            )
+
+
+def _make(root: Path, rank: int) -> tuple[Path, int]:
+    """A new folder and the descriptor of its lock."""
+    for number in itertools.count():
+        again = f"-{number}" if number else ""  # another engine's of this process, or another container's
+        path = root / f"{_PREFIX}-{socket.gethostname()}-{os.getpid()}-rank-{rank}{again}"
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+            # A run that starts beside this one may remove the folder before it is locked.
+            with suppress(FileNotFoundError, BlockingIOError):
+                return path, _lock(path, is_new=True)
+    raise AssertionError("itertools.count ends")
+
+
+def _lock(folder: Path, is_new: bool = False) -> int:
+    """The descriptor of a folder's lock, now held.
+
+    Raises:
+        BlockingIOError: somebody else holds it.
+        FileNotFoundError: there is none, or there was until now.
+        OSError: the file system knows no locks, unless `is_new`.
+    """
+    path = folder / _LOCK
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if is_new else 0), 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if not is_new or error.errno not in _NO_LOCKS:
+                raise
+        if os.fstat(descriptor).st_ino != path.stat().st_ino:
+            raise FileNotFoundError(errno.ENOENT, "replaced before it was locked")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _remove_dead(root: Path) -> None:
+    """Remove the folders that runs of this user on this host have left behind; what cannot be removed stays."""
+    name = re.compile(rf"{_PREFIX}-{re.escape(socket.gethostname())}-\d+-rank-\d+(-\d+)?")
+    with suppress(FileNotFoundError):
+        for entry in list(os.scandir(root)):
+            with suppress(OSError):
+                is_own = entry.is_dir(follow_symlinks=False) and entry.stat().st_uid == os.geteuid()
+                if is_own and name.fullmatch(entry.name):
+                    _remove_if_dead(Path(entry.path))
+
+
+def _remove_if_dead(path: Path) -> None:
+    try:
+        lock = _lock(path)
+    except FileNotFoundError:
+        path.rmdir()  # its lock goes last: what has none is empty, unless it is not one of these folders
+        return
+    _remove(path, lock)
+
+
+def _remove_own(path: Path, lock: int, owner: int) -> None:
+    if os.getpid() == owner:
+        _remove(path, lock)
+
+
+def _remove(path: Path, lock: int) -> None:
+    """Remove a folder whose lock is held, the lock last, so that no other process takes it for half of its own."""
+    try:
+        with suppress(OSError):
+            for file in path.iterdir():
+                if file.name != _LOCK:
+                    file.unlink()
+            (path / _LOCK).unlink()
+            path.rmdir()
+    finally:
+        os.close(lock)
+
+
+def _reserve(descriptor: int, num_bytes: int) -> None:
+    """Give a new file its size, and its room on the disk where the file system can promise that.
+
+    By the system's own call: `posix_fallocate` of the C library writes to every block where there is none.
+    """
+    reserve = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if reserve is not None and num_bytes:
+        while reserve(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)):
+            code = ctypes.get_errno()
+            if code in (errno.EOPNOTSUPP, errno.ENOSYS):
+                break
+            if code != errno.EINTR:
+                raise OSError(code, os.strerror(code))
+    os.ftruncate(descriptor, num_bytes)

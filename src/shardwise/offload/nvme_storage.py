@@ -1,0 +1,376 @@
+"""A state that rests in a swap file.
+
+Parts are read into pooled buffers and written from them, in the background. A part that has been written stays in its
+buffer for as long as the pool of kept ones allows: a sweep that turns back begins with what it ended with, unread.
+
+Reads wait for writes of the same bytes that are under way, and buffers are used again only once their write has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.config.resolve import Tier
+from shardwise.offload.storage import StagedView, TransferContext
+from shardwise.offload.worker import Task, WorkerOutcome
+from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.pinned_memory import ALIGNMENT_BYTES
+from shardwise.runtime.precision import add_widened
+from shardwise.runtime.state_shards import FlatSlice, FlatState
+from shardwise.runtime.streams import Event
+
+
+class SwapFileLike(Protocol):
+    """What a `NvmeStorage` needs of a swap file; offsets and lengths in bytes, tensors 1-D uint8 on the host."""
+
+    def read(self, offset_bytes: int, target: Tensor) -> Future[None]:
+        """Start to fill `target`."""
+
+    def write(self, offset_bytes: int, source: Tensor) -> Future[None]:
+        """Start to write `source`."""
+
+    def free(self) -> None:
+        """Remove the file."""
+
+
+@dataclass(eq=False)
+class _FileBuffer:
+    """The bytes [start, stop) of the file in memory, valid once `ready`; not to be changed before `written`.
+
+    `is_told`: somebody has been told that they could not be written.
+    """
+
+    start: int
+    stop: int
+    memory: Tensor
+    ready: Future[None] | None = None
+    written: Future[None] | None = None
+    is_told: bool = False
+
+
+class BufferCache:
+    """The buffers of an engine's swap files that are kept in case that their part is opened again; the oldest go.
+
+    Args:
+        most_bytes: that are kept.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+        self._buffers: OrderedDict[_FileBuffer, Callable[[_FileBuffer], None]] = OrderedDict()
+
+    def keep(self, buffer: _FileBuffer, release: Callable[[_FileBuffer], None]) -> None:
+        """Keep a buffer; `release` is called once it is not kept any more."""
+        with self._lock:
+            self._buffers[buffer] = release
+            self._num_bytes += buffer.memory.numel()
+            gone = []
+            while self._num_bytes > self._most_bytes:
+                oldest, release_oldest = self._buffers.popitem(last=False)
+                self._num_bytes -= oldest.memory.numel()
+                gone.append((oldest, release_oldest))
+        for oldest, release_oldest in gone:
+            release_oldest(oldest)
+
+    def take(self, buffer: _FileBuffer) -> bool:
+        """Have a buffer back, if it is kept still."""
+        with self._lock:
+            if self._buffers.pop(buffer, None) is None:
+                return False
+            self._num_bytes -= buffer.memory.numel()
+            return True
+
+    def clear(self) -> None:
+        """Give all up."""
+        with self._lock:
+            gone, self._buffers, self._num_bytes = self._buffers, OrderedDict(), 0
+        for buffer, release in gone.items():
+            release(buffer)
+
+
+class NvmeStorage:
+    """A flat state in a file of its own.
+
+    Args:
+        file: at least `padded_bytes(numel, dtype)` long.
+        numel: elements.
+        dtype: of them.
+        means: what moves.
+        kept: buffers that are kept after their use.
+    """
+
+    tier: Tier = "nvme"
+    tensor: None = None
+
+    def __init__(
+        self, file: SwapFileLike, numel: int, dtype: torch.dtype, transfers: TransferContext, kept: BufferCache
+    ) -> None:
+        self.numel = numel
+        self.dtype = dtype
+        self._file = file
+        self._transfers = transfers
+        self._kept = kept
+        self._lock = threading.Lock()
+        self._under_way: list[_FileBuffer] = []  # being written
+        self._idle: list[_FileBuffer] = []  # kept
+        self._putting: Task | None = None
+        self._prefetched: _NvmeView | None = None
+
+    def open(self, start: int, stop: int, read: bool = True, after: Event | None = None) -> StagedView:
+        """Start to read the part into a buffer, unless it is in one still."""
+        return self._open(start, stop, read)
+
+    def keeps(self, start: int, stop: int) -> bool:
+        """Whether the part is in a buffer still, and need not be read."""
+        first, last = self._bytes_of(start, stop)
+        with self._lock:
+            return any(buffer.start == first and buffer.stop == last for buffer in self._idle)
+
+    def _bytes_of(self, start: int, stop: int) -> tuple[int, int]:
+        """Of the blocks of the file in which the elements lie."""
+        return start * self.dtype.itemsize // ALIGNMENT_BYTES * ALIGNMENT_BYTES, padded_bytes(stop, self.dtype)
+
+    def _open(self, start: int, stop: int, read: bool) -> _NvmeView:
+        item = self.dtype.itemsize
+        first, last = self._bytes_of(start, stop)
+        # Other elements beside the part share its first and last block; behind the state there are none.
+        shares = first < start * item or (stop < self.numel and last > stop * item)
+        buffer = self._take_kept(first, last) or self._load(first, last, read or shares)
+        return _NvmeView(self, buffer, start * item - first, (stop - start) * item)
+
+    def fetch(self, target: Tensor) -> Event:
+        """Copy on the gathers' stream, once the file is read; waits for that here if nobody has prefetched it."""
+        self.prefetch()
+        window, self._prefetched = self._prefetched or self._open(0, self.numel, read=True), None
+        memory = window.wait()
+        with self._transfers.streams.side_stream("gather"):
+            target.copy_(memory, non_blocking=True)
+            copied = Event.record(self._transfers.streams.device)
+        self._transfers.traffic.add("host", "device", memory.numel() * memory.element_size())
+        self._transfers.close_after(copied, window)
+        return copied
+
+    def prefetch(self) -> None:
+        """Start to read all of it."""
+        self._transfers.close_reached()
+        if self._prefetched is None:
+            self._await_put()
+            self._prefetched = self._open(0, self.numel, read=True)
+
+    def forget(self) -> None:
+        """Give up what was prefetched: it is about to be written."""
+        if self._prefetched is not None:
+            window, self._prefetched = self._prefetched, None
+            window.close()
+
+    def put(self, source: Tensor, pool: BufferPool) -> None:
+        """Copy to a buffer on the stream of offloads, and write that on the lane."""
+        self.forget()
+        with self._transfers.leaving(source, self.dtype, pool) as rounded:
+            memory, there = self._transfers.stage(rounded, padded_bytes(self.numel, self.dtype))
+        self._putting = self._transfers.work_off(lambda: self._write_staged(memory, there))
+
+    def take(self, source: Tensor, pool: BufferPool, then: Callable[[Tensor], None] | None, add: bool) -> Task | None:
+        """Copy to a buffer on the stream of offloads; add and write on the lane."""
+        with self._transfers.streams.side_stream("offload"):
+            memory, there = self._transfers.stage(source, 0 if add else padded_bytes(self.numel, self.dtype))
+            pool.release(source)
+        if not add:
+            return self._transfers.work_off(lambda: self._write_staged(memory, there))
+        dtype = source.dtype  # the lane may come to it late, and must not keep the device's memory so long
+
+        def add_on_host() -> None:
+            there.wait_on_host()
+            with self.loaded(write=True) as total:
+                add_widened(total, memory.view(dtype))
+                self._transfers.buffers.release(memory)
+                if then is not None:
+                    then(total)
+
+        return self._transfers.work_off(add_on_host)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """A copy of the elements [start, stop)."""
+        self._await_put()
+        with self._part(start, stop, read=True, write=False) as part:
+            return part.clone()
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Replace the elements from `start` on; when it returns they are on their way to the file."""
+        self._await_put()
+        self.forget()
+        with self._part(start, start + values.numel(), read=False, write=True) as part:
+            part.copy_(values)
+
+    def part(self, start: int, stop: int) -> FlatState:
+        """The elements [start, stop)."""
+        return FlatSlice(self, start, stop)
+
+    def loaded(self, read: bool = True, write: bool = False) -> AbstractContextManager[Tensor]:
+        """All of it in a buffer; nothing is written after an exception."""
+        return self._part(0, self.numel, read, write)
+
+    @contextmanager
+    def _part(self, start: int, stop: int, read: bool, write: bool) -> Iterator[Tensor]:
+        window = self._open(start, stop, read)
+        try:
+            yield window.wait()
+        except BaseException:
+            window.close()
+            raise
+        window.close(write)
+
+    def flush(self) -> None:
+        """Return once the file has all that was written, and raise what hindered it."""
+        with self._lock:
+            writing = list(self._under_way)
+        for buffer in writing:
+            _end(buffer)
+
+    def recover(self) -> WorkerOutcome:
+        """Return what could not be written, and forget it, with all that is kept: others write it anew.
+
+        Call it while the lane is idle.
+        """
+        self._putting = None
+        self.forget()
+        with self._lock:
+            writing, self._under_way = self._under_way, []
+        outcome = WorkerOutcome()
+        for buffer in writing:
+            failure = None if buffer.written is None else buffer.written.exception()
+            if failure is not None:
+                outcome = WorkerOutcome(failure, outcome.is_told or buffer.is_told)
+        for buffer in list(self._idle):
+            if self._kept.take(buffer):
+                self._release_kept(buffer)
+        return outcome
+
+    def close(self) -> None:
+        """Remove the file."""
+        self.forget()
+        self._transfers.close_reached(most_left=0)
+        with suppress(Exception):  # nobody wants what was written
+            self.flush()
+        for buffer in list(self._idle):
+            if self._kept.take(buffer):
+                self._release(buffer)
+        self._file.free()
+
+    def _await_put(self) -> None:
+        putting, self._putting = self._putting, None
+        if putting is not None:
+            putting.wait()
+
+    def _load(self, first: int, last: int, is_read: bool) -> _FileBuffer:
+        self._await_writes(first, last)
+        buffer = _FileBuffer(first, last, self._transfers.buffers.acquire(last - first))
+        if is_read:
+            buffer.ready = self._file.read(first, buffer.memory)
+            self._transfers.traffic.add("nvme", "host", last - first)
+        return buffer
+
+    def _take_kept(self, first: int, last: int) -> _FileBuffer | None:
+        with self._lock:
+            found = [buffer for buffer in self._idle if buffer.start == first and buffer.stop == last]
+        for buffer in found:
+            if self._kept.take(buffer):
+                with self._lock:
+                    self._idle.remove(buffer)
+                _end(buffer)
+                self._transfers.traffic.keep(last - first)
+                return buffer
+        return None
+
+    def _await_writes(self, first: int, last: int) -> None:
+        with self._lock:
+            writing = [each for each in self._under_way if each.start < last and first < each.stop]
+        for buffer in writing:
+            _end(buffer)
+
+    def _write_back(self, buffer: _FileBuffer) -> None:
+        self._drop_kept(buffer.start, buffer.stop)
+        self._await_writes(buffer.start, buffer.stop)
+        self._transfers.traffic.add("host", "nvme", buffer.stop - buffer.start)
+        with self._lock:
+            self._under_way = [each for each in self._under_way if not _has_ended_well(each)]
+            buffer.written = self._file.write(buffer.start, buffer.memory)
+            self._under_way.append(buffer)
+            self._idle.append(buffer)
+        self._kept.keep(buffer, self._release_kept)
+
+    def _drop_kept(self, first: int, last: int) -> None:
+        """Give up buffers of bytes that are written from another one."""
+        with self._lock:
+            stale = [each for each in self._idle if each.start < last and first < each.stop]
+        for buffer in stale:
+            if self._kept.take(buffer):
+                self._release_kept(buffer)
+
+    def _release_kept(self, buffer: _FileBuffer) -> None:
+        with self._lock:
+            self._idle.remove(buffer)
+        self._release(buffer)
+
+    def _release(self, buffer: _FileBuffer) -> None:
+        if buffer.written is not None:
+            buffer.written.exception()  # whoever wrote is told by `flush`, or by the next read
+        with self._lock:  # one that has failed stays, for whoever asks
+            self._under_way = [each for each in self._under_way if each is not buffer or not _has_ended_well(each)]
+        self._transfers.buffers.release(buffer.memory)
+
+    def _write_staged(self, memory: Tensor, there: Event) -> None:
+        """Write from the buffer into which it was copied, which has room for whole blocks."""
+        there.wait_on_host()
+        self._write_back(_FileBuffer(0, memory.numel(), memory))
+
+
+class _NvmeView:
+    def __init__(self, rest: NvmeStorage, buffer: _FileBuffer, offset_bytes: int, num_bytes: int) -> None:
+        self._rest = rest
+        self._buffer = buffer
+        self._offset_bytes = offset_bytes
+        self._num_bytes = num_bytes
+
+    def wait(self) -> Tensor:
+        if self._buffer.ready is not None:
+            self._buffer.ready.result()
+            self._buffer.ready = None
+        own = self._buffer.memory[self._offset_bytes : self._offset_bytes + self._num_bytes]
+        return own.view(self._rest.dtype)
+
+    def close(self, write: bool = False) -> None:
+        if self._buffer.ready is not None:  # nobody has waited
+            with suppress(Exception):
+                self._buffer.ready.result()
+        if write:
+            self._rest._write_back(self._buffer)
+        else:
+            self._rest._release(self._buffer)
+
+
+def padded_bytes(numel: int, dtype: torch.dtype) -> int:
+    """Bytes of a file for a state: whole blocks."""
+    return -(-numel * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _end(buffer: _FileBuffer) -> None:
+    if buffer.written is not None:
+        buffer.is_told = buffer.written.exception() is not None
+        buffer.written.result()
+
+
+def _has_ended_well(buffer: _FileBuffer) -> bool:
+    written = buffer.written
+    return written is not None and written.done() and written.exception() is None

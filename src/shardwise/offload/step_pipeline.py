@@ -1,0 +1,135 @@
+"""The step on the host as a pipeline of chunks: chunk i + 1 is read while chunk i is stepped and i - 1 is written.
+
+A chunk opens windows into the states of one range of one group. What rests in host memory is there at once, what rests
+in files or on the device comes in the background, and so goes what was written.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor
+
+from shardwise.offload.nvme_storage import NvmeStorage
+from shardwise.offload.storage import StagedView, StateStorage
+from shardwise.offload.worker import HostWorker, Task
+from shardwise.runtime.streams import Event
+
+# A chunk of Adam's states on NVMe is then 48 MiB: large enough for a disk, and for the cost of a call to vanish.
+CHUNK_NUMEL: Final = 4 * 2**20
+# Without memory, opening a chunk costs the same whatever its size; of a trillion parameters there would be thousands.
+SIMULATED_CHUNK_NUMEL: Final = 64 * CHUNK_NUMEL
+# A chunk of whole blocks of a file, whatever the dtype of two or more bytes.
+_CUT_NUMEL: Final = 2048
+# Chunks that are open at a time: the one that is stepped, and those that are read meanwhile.
+DEPTH: Final = 3
+
+
+def even_chunk_numel(numel: int, most: int) -> int:
+    """The length of a state's chunks, at most `most`: as few as can be, and alike, so that they use the same buffers.
+
+    One that is much shorter would have pinned memory made for it, and that of the others given up, in each sweep.
+
+    >>> even_chunk_numel(10_000_000, 4 * 2**20), 10_000_000 - 2 * 3_334_144
+    (3334144, 3331712)
+    """
+    num_chunks = max(1, -(-numel // most))
+    return min(most, -(-numel // (num_chunks * _CUT_NUMEL)) * _CUT_NUMEL)
+
+
+@dataclass(frozen=True)
+class ChunkInput:
+    """A state's part in a chunk: what is done with it there."""
+
+    rest: StateStorage
+    is_read: bool = True
+    is_written: bool = True
+
+
+@dataclass(frozen=True)
+class StepChunk:
+    """The range [start, stop) of a group's states.
+
+    Attributes:
+        parts: by name of the state.
+        start: of the range.
+        stop: likewise.
+        work: gets the states, 1-D and as long as the range.
+        after: the point of the device's work at which what rests there is valid.
+        needs: what the lane does before that, such as writing the gradient to its file.
+    """
+
+    parts: Mapping[str, ChunkInput]
+    start: int
+    stop: int
+    work: Callable[[Mapping[str, Tensor]], None]
+    after: Event
+    needs: Task | None = None
+
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether it is in memory still, from the last sweep over its files."""
+        rests = [part.rest for part in self.parts.values() if part.is_read and part.is_written]
+        return any(isinstance(rest, NvmeStorage) and rest.keeps(self.start, self.stop) for rest in rests)
+
+
+class StepPipeline:
+    """Steps chunks on a lane, in the order in which they are given.
+
+    Args:
+        lane: of the engine.
+    """
+
+    def __init__(self, worker: HostWorker) -> None:
+        self._worker = worker
+        self._lock = threading.Lock()
+        self._waiting: deque[StepChunk] = deque()
+        self._open: deque[tuple[StepChunk, dict[str, StagedView]]] = deque()
+
+    def submit(self, chunk: StepChunk) -> Task:
+        """Have a chunk stepped."""
+        with self._lock:
+            self._waiting.append(chunk)
+        return self._worker.submit(self._step_next)
+
+    def drop(self) -> None:
+        """Give up the chunks that were left when the lane failed, and what is open for them; the lane is idle."""
+        self._waiting.clear()
+        while self._open:
+            _close(self._open.popleft()[1])
+
+    def _step_next(self) -> None:
+        self._open_ahead()
+        chunk, windows = self._open.popleft()
+        try:
+            chunk.work({name: window.wait() for name, window in windows.items()})
+        except BaseException:
+            _close(windows)
+            raise
+        with ExitStack() as stack:  # which closes the others too where one cannot be written
+            for name, window in windows.items():
+                stack.callback(window.close, chunk.parts[name].is_written)
+
+    def _open_ahead(self) -> None:
+        while len(self._open) < DEPTH:
+            with self._lock:
+                if not self._waiting:
+                    return
+                needs = self._waiting[0].needs
+                if self._open and needs is not None and not needs.is_done:
+                    return
+                chunk = self._waiting.popleft()
+            windows: dict[str, StagedView] = {}
+            self._open.append((chunk, windows))
+            for name, part in chunk.parts.items():
+                windows[name] = part.rest.open(chunk.start, chunk.stop, part.is_read, chunk.after)
+
+
+def _close(windows: Mapping[str, StagedView]) -> None:
+    for window in windows.values():
+        window.close()

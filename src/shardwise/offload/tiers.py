@@ -1,0 +1,220 @@
+"""The tiers of one engine: gives each state a place, and has the memory, the files and the thread for all of them."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+
+import torch
+
+from shardwise.config.resolve import ConfigError, Tier, TiersConfig
+from shardwise.layout.layout import Layout
+from shardwise.offload.counters import TransferCounters
+from shardwise.offload.cpu_optimizer import StepThreads
+from shardwise.offload.nvme import SwapFolder
+from shardwise.offload.nvme_storage import BufferCache, NvmeStorage, SwapFileLike, padded_bytes
+from shardwise.offload.sizing import NUM_KEPT
+from shardwise.offload.staging_buffers import StagingBuffers
+from shardwise.offload.step_pipeline import CHUNK_NUMEL, StepPipeline, even_chunk_numel
+from shardwise.offload.storage import DeviceStorage, HostStorage, SimulatedFile, StateStorage, TransferContext
+from shardwise.offload.worker import HostWorker, WorkerOutcome
+from shardwise.runtime.memory_tracker import Category, MemoryTracker
+from shardwise.runtime.pinned_memory import host_zeros
+from shardwise.runtime.precision import torch_dtype
+from shardwise.runtime.streams import Streams
+from shardwise.runtime.torch_private import unseen_by_op_modes
+
+
+class Tiers:
+    """Places for states, from the engine's start to its end.
+
+    Args:
+        config: of the engine.
+        layout: buffers are sized by it.
+        streams: of the engine's device.
+        ledger: of the device.
+        rank: of this process.
+        is_simulated: nothing is real: there is no file and no thread.
+
+    Attributes:
+        memory: the ledger of the host tier.
+        traffic: bytes that have moved between tiers.
+        is_simulated: as given.
+    """
+
+    def __init__(
+        self,
+        config: TiersConfig,
+        layout: Layout,
+        streams: Streams,
+        tracker: MemoryTracker,
+        rank: int,
+        is_simulated: bool,
+    ) -> None:
+        self.memory = MemoryTracker("cpu")
+        self.traffic = TransferCounters()
+        self.worker = HostWorker(streams.device, config.cores, is_inline=is_simulated)
+        self.step_pipeline = StepPipeline(self.worker)
+        self.step_threads = _step_threads(config, layout, is_simulated)
+        self.streams = streams
+        self._layout = layout
+        self._reserved: dict[str, SwapFileLike] = {}
+        self._tracker = tracker
+        self._rank = rank
+        self.is_simulated = is_simulated
+        self._pins = config.pin_memory and streams.device.type == "cuda"
+        self._path = config.nvme_path
+        self.buffers = StagingBuffers(self._pins, self.memory, _window_sizes(layout))
+        self._transfers = TransferContext(streams, self.buffers, self.worker, self.traffic)
+        self._folder: SwapFolder | None = None
+        self._file_rests: weakref.WeakSet[NvmeStorage] = weakref.WeakSet()
+        self._kept = BufferCache(NUM_KEPT * _chunk_bytes(layout))
+        self._passing = BufferCache(NUM_KEPT * _largest_bytes(layout))
+
+    @property
+    def device(self) -> torch.device:
+        """Of the engine."""
+        return self.streams.device
+
+    def reserve(self) -> None:
+        """Make the files for all that the layout puts on NVMe, so that too little room is known before training.
+
+        Raises:
+            SwapError: a file cannot be made.
+        """
+        for state in self._layout.states:
+            for group in self._layout.groups:
+                if state.tier_in(group) == "nvme" and state.is_kept_by(group):
+                    name = f"{group.name}.{state.name}"
+                    num_bytes = padded_bytes(group.shard_numel, torch_dtype(state.dtype_in(group)))
+                    self._reserved[name] = self._make_file(name, num_bytes)
+
+    def place(self, tier: Tier, name: str, numel: int, dtype: torch.dtype, category: Category) -> StateStorage:
+        """Room for a state, zeros at first.
+
+        Args:
+            tier: where.
+            name: of the group and the state; files are called so.
+            numel: elements.
+            dtype: of them.
+            category: in the books.
+
+        Raises:
+            SwapError: a file cannot be made.
+        """
+        if tier == "device":
+            tensor = torch.zeros(numel, dtype=dtype, device=self.device)
+            self._tracker.track(tensor, category)
+            return DeviceStorage(tensor, self._transfers)
+        if tier == "host":
+            # What only the host steps with never goes to the device.
+            is_pinned = self._pins and category is not Category.OPTIMIZER
+
+            def make() -> torch.Tensor:
+                with unseen_by_op_modes():
+                    tensor = host_zeros(numel, dtype, is_pinned)
+                self.memory.track(tensor, category)
+                return tensor
+
+            return HostStorage(make, self._transfers)
+        kept = self._kept if category is Category.OPTIMIZER else self._passing
+        rest = NvmeStorage(self._file(name, padded_bytes(numel, dtype)), numel, dtype, self._transfers, kept)
+        self._file_rests.add(rest)
+        return rest
+
+    def on_device(self, tensor: torch.Tensor) -> DeviceStorage:
+        """A tensor of the device that somebody else has made and booked."""
+        return DeviceStorage(tensor, self._transfers)
+
+    def settle(self) -> None:
+        """Return once nothing is under way on the host.
+
+        Raises:
+            LaneError: something has failed there.
+        """
+        self.worker.settle()
+
+    def recover(self) -> WorkerOutcome:
+        """Return what has failed, once nothing is under way, and forget it: all states are to be made anew.
+
+        Parts of states that could not be read or written have any content thereafter.
+        """
+        outcome = self.worker.recover()
+        self.step_pipeline.drop()
+        for rest in self._file_rests:
+            of_rest = rest.recover()
+            outcome = of_rest if outcome.failure is None else outcome
+        return outcome
+
+    def open_folder(self, path: Path | None = None) -> SwapFolder:
+        """A folder of its own for what is put aside for a while, in `path` or beside that of the states on NVMe.
+
+        Raises:
+            ConfigError: neither is named.
+            SwapError: nothing can be written there.
+        """
+        root = path or self._path
+        if root is None:
+            raise ConfigError("to='nvme' needs a folder; give path=..., or set tiers.nvme_path")
+        return SwapFolder.open(Path(root), self._rank)
+
+    def trim(self) -> None:
+        """Give up the buffers that are not in use; those that are needed again are made anew."""
+        self._kept.clear()
+        self._passing.clear()
+        self.buffers.trim()
+
+    def close(self) -> None:
+        """Give up threads, files and buffers."""
+        self.worker.close()
+        if self.step_threads is not None:
+            self.step_threads.close()
+        self.trim()
+        if self._folder is not None:
+            self._folder.close()
+
+    def _file(self, name: str, num_bytes: int) -> SwapFileLike:
+        """The file that was reserved for a state; a new one for what the layout does not know, or is made anew."""
+        reserved = self._reserved.pop(name, None)
+        return reserved or self._make_file(name, num_bytes)
+
+    def _make_file(self, name: str, num_bytes: int) -> SwapFileLike:
+        if self.is_simulated or self._path is None:
+            return SimulatedFile(num_bytes)
+        if self._folder is None:
+            self._folder = SwapFolder.open(Path(self._path), self._rank)
+        return self._folder.allocate(name, num_bytes)
+
+
+def _step_threads(config: TiersConfig, layout: Layout, is_simulated: bool) -> StepThreads | None:
+    """Threads for the step on the host, where there is one and more than one core for it."""
+    num_cores = len(config.cores) if config.cores else torch.get_num_threads()
+    is_streamed = any(group.tiers.optimizer != "device" for group in layout.groups)
+    return StepThreads(num_cores, config.cores) if is_streamed and num_cores > 1 and not is_simulated else None
+
+
+def _largest_chunk(layout: Layout) -> int:
+    """Elements of the largest chunk that is stepped on the host."""
+    streamed = [group.shard_numel for group in layout.groups if group.trainable and group.tiers.optimizer != "device"]
+    return max((min(even_chunk_numel(numel, CHUNK_NUMEL), numel) for numel in streamed), default=0)
+
+
+def _chunk_bytes(layout: Layout) -> int:
+    """Bytes of an optimizer's states in one chunk."""
+    item_bytes = sum(torch_dtype(state.dtype).itemsize for state in layout.states if state.role == "optimizer")
+    return _largest_chunk(layout) * item_bytes
+
+
+def _window_sizes(layout: Layout) -> list[int]:
+    """Bytes of the states in the largest chunk, each by itself."""
+    return [
+        padded_bytes(_largest_chunk(layout), dtype) for dtype in {torch_dtype(each.dtype) for each in layout.states}
+    ]
+
+
+def _largest_bytes(layout: Layout) -> int:
+    """Bytes of the largest slice of parameters or gradients that rests on NVMe."""
+    return max(
+        (group.shard_numel * 4 for group in layout.groups if "nvme" in (group.tiers.params, group.tiers.grads)),
+        default=0,
+    )

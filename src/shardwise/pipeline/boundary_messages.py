@@ -1,0 +1,336 @@
+"""Messages of pytrees in one direction, whose shapes may change at any of them: an `Sender` and its `Receiver`.
+
+A message is a header, perhaps a text, and tensors. The header (40 bytes) and the text travel between the hosts, so that
+no device is waited for. The header names the message's packing by number and says how long the text is, which holds the
+packing where it is new, and the plain values where they differ from the packing's last. Both ends keep the packings by
+number, the latest `MAX_PACKINGS`.
+
+The receiver need not wait for the header to receive the tensors, if it knows the packing. So both ends know from the
+messages so far, and from nothing else, in which of two states the next one is:
+
+    state          the next message's tensors are received       it becomes
+    -------------  --------------------------------------------  ------------------------------------------------
+    header first   when its header has been read                 AGREED on its packing, if the one before had the
+                                                                 same; else header first
+    agreed on p    at once, in the shapes of p                   AGREED on p, if it has packing p; else header first
+
+Where a message in the state "agreed on p" has another packing, its sender first sends tensors of p, with any content,
+says so in the header, and then its own: a change costs one wasted transfer, and no receive is ever of the wrong size.
+The tensors of a message are received behind those of all messages before it, so at once means: as soon as it is posted
+and the header before it has been read. Neither end ever waits for the other but where the receiver asks for a value.
+
+Where the other ranks are only simulated nothing arrives, and the inbox makes each value itself.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.p2p import P2PChannel, P2PChannels, P2PTransfer
+from shardwise.comm.records import CommError
+from shardwise.pipeline.pytree_codec import PytreeSpec, plain_from_json, plain_to_json, put_together, take_apart
+
+MAX_PACKINGS: Final = 64
+PIPES_PER_WAY: Final = 3
+# message, packing, bytes of the packing's text, bytes of the plain values', whether tensors as agreed come first
+_HEADER_FIELDS: Final = 5
+
+
+@dataclass
+class SpecCache:
+    """On which packing both ends of a way agree, before the next message.
+
+    >>> agreement = SpecCache()
+    >>> [agreement.follow(packing) for packing in (1, 1, 1, 2, 2, 1)]
+    [None, 1, 1, None, 2, None]
+    """
+
+    last: int | None = None
+    agreed: int | None = None
+
+    def follow(self, spec: int) -> int | None:
+        """Take note of a message's packing; returns what is agreed from here on."""
+        self.agreed = spec if spec == self.last else None
+        self.last = spec
+        return self.agreed
+
+
+@dataclass
+class KnownSpec:
+    """A packing that both ends know, and the text of its last plain values."""
+
+    spec: PytreeSpec
+    plain: str = ""
+
+
+@dataclass
+class SpecMemory:
+    """The packings of a way that were used last, by number; alike on both ends, which see the same messages.
+
+    Attributes:
+        packings: the latest used stands last.
+        numbers: of the same.
+        num_packings: that there have been.
+    """
+
+    packings: OrderedDict[int, KnownSpec] = field(default_factory=OrderedDict)
+    numbers: dict[PytreeSpec, int] = field(default_factory=dict)
+    num_packings: int = 0
+
+    def add(self, spec: PytreeSpec) -> int:
+        """Give a new packing its number, and forget the one that was not used for longest if there are too many."""
+        number, self.num_packings = self.num_packings, self.num_packings + 1
+        self.packings[number] = KnownSpec(spec)
+        self.numbers[spec] = number
+        if len(self.packings) > MAX_PACKINGS:
+            del self.numbers[self.packings.popitem(last=False)[1].spec]
+        return number
+
+    def use(self, number: int) -> KnownSpec:
+        """The packing of this number."""
+        self.packings.move_to_end(number)
+        return self.packings[number]
+
+    def texts(self, spec: PytreeSpec, plain: Sequence[Any]) -> tuple[int, list[str]]:
+        """A packing's number, and the texts that a message with these plain values needs; use it next."""
+        plain_text = plain_to_json(plain)
+        if (number := self.numbers.get(spec)) is not None:
+            return number, ["", "" if self.packings[number].plain == plain_text else plain_text]
+        return self.add(spec), [spec.to_json(), plain_text]
+
+
+@dataclass(frozen=True)
+class P2PDirection:
+    """The pipes of one direction between two ranks: for headers, for texts, and for tensors."""
+
+    name: str
+    header: P2PChannel
+    text: P2PChannel
+    tensors: P2PChannel
+    line: deque[Any]
+
+    @classmethod
+    def open(cls, pipes: P2PChannels, ends: tuple[int, int], name: str, tag: int) -> P2PDirection:
+        """Open it on both ends; `tag` and the `PIPES_PER_WAY` - 1 behind it are this way's alone."""
+        return cls(
+            name,
+            pipes.open(ends, f"{name} header", tag, on_host=True),
+            pipes.open(ends, f"{name} text", tag + 1, on_host=True),
+            pipes.open(ends, name, tag + 2),
+            pipes.line(ends),
+        )
+
+
+class PendingSend:
+    """A message on its way, and its tensors. One that is dropped holds up its thread until it is through."""
+
+    def __init__(self, transfers: Sequence[P2PTransfer]) -> None:
+        self._transfers = tuple(transfers)
+
+    def wait(self) -> None:
+        """Return when the receiver has it; on CUDA, when it has the header, and let the compute stream wait."""
+        _wait_for(self._transfers)
+
+    def is_done(self) -> bool:
+        """Whether to wait for it would hold up nothing; gloo does not tell before it has been waited for."""
+        last = self._transfers[-1]
+        if last.is_on_device:  # the receiver takes the header first
+            return last.is_done()
+        return all(transfer.is_done() for transfer in self._transfers)
+
+
+class Sender:
+    """The sending end of a way."""
+
+    def __init__(self, direction: P2PDirection) -> None:
+        self._direction = direction
+        self._agreement = SpecCache()
+        self._memory = SpecMemory()
+        self._num_sent = 0
+
+    def send(self, value: Any) -> PendingSend:
+        """Start to send a pytree; returns at once, and what is returned holds the tensors until they are through.
+
+        Args:
+            value: its tensors must not change until then. Those of another device arrive on that of the pipeline.
+
+        Raises:
+            ConfigError: the value holds what no message can carry; nothing is sent.
+        """
+        spec, tensors, plain = take_apart(value)
+        direction, device, agreed = self._direction, self._direction.tensors.device, self._agreement.agreed
+        number, texts = self._memory.texts(spec, plain)
+        is_changed = agreed is not None and agreed != number
+        header = [self._num_sent, number, *(len(text.encode()) for text in texts), int(is_changed)]
+        transfers = [direction.header.send([torch.tensor(header, dtype=torch.int64)], f"{direction.name} header")]
+        transfers += [direction.text.send([self._bytes(text)], f"{direction.name} text") for text in texts if text]
+        if agreed is not None and is_changed:
+            stale = [part.allocate(device).zero_() for part in self._memory.packings[agreed].spec.tensors]
+            transfers.append(direction.tensors.send(stale, direction.name))
+        transfers.append(direction.tensors.send([_for_wire(tensor, device) for tensor in tensors], direction.name))
+        known = self._memory.use(number)
+        known.plain = texts[1] or known.plain
+        self._agreement.follow(number)
+        self._num_sent += 1
+        return PendingSend(transfers)
+
+    def _bytes(self, text: str) -> Tensor:
+        """The text [b] as uint8."""
+        content = text.encode()
+        if self._direction.text.moves_nothing:  # torch makes no fake tensor of what the host holds
+            return torch.empty(len(content), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+class Receiver:
+    """The receiving end of a way.
+
+    Args:
+        way: whose source sends.
+        types: of containers that may come, beside those that torch's pytree knows.
+        make_value: gives the next message's value where the sender is simulated, and only there.
+    """
+
+    def __init__(self, direction: P2PDirection, types: Iterable[type], make_value: Callable[[], Any] | None) -> None:
+        self.direction = direction
+        self.agreement = SpecCache()
+        self.memory = SpecMemory()
+        self.types = tuple(types)
+        self.make_value = make_value
+        self._num_posted = 0
+
+    def post(self) -> PendingRecv:
+        """Post the receives of the next message as far as they are known; never waits."""
+        pending_recv = PendingRecv(self, self._num_posted)
+        self._num_posted += 1
+        self.direction.line.append(pending_recv)
+        self.direction.line[0].receive_early()
+        return pending_recv
+
+    def close(self) -> None:
+        """Receive what has been posted, so that no sender waits for it."""
+        while self.direction.line and not self.direction.tensors.comm_log.has_failed:
+            self.direction.line[-1].wait()
+        self.direction.line.clear()
+
+
+class PendingRecv:
+    """A message that has been posted: `wait` gives its value. One that is dropped is received all the same."""
+
+    def __init__(self, receiver: Receiver, number: int) -> None:
+        direction = receiver.direction
+        self._receiver = receiver
+        self._number = number
+        self._is_read = False
+        self._is_early = False
+        self._tensors: list[Tensor] = []
+        self._plain: list[Any] = []
+        self._spec: PytreeSpec | None = None
+        self._value: Any = None
+        self._header = torch.empty(_HEADER_FIELDS, dtype=torch.int64)
+        self._header_transfer = direction.header.receive([self._header], f"{direction.name} header")
+        self._transfers: list[P2PTransfer] = []
+
+    def wait(self) -> Any:
+        """The value; its tensors can be used on the current stream, and are leaves that require grad where they did.
+
+        Raises:
+            CommError: it does not come, or the two ends are not at the same message.
+            ConfigError: it has a container of a type that is not known here.
+        """
+        line = self._receiver.direction.line
+        while not self._is_read:
+            line[0].read()
+            line.popleft()
+            if line:
+                line[0].receive_early()
+        _wait_for(self._transfers)
+        if self._spec is not None:
+            for tensor, part in zip(self._tensors, self._spec.tensors, strict=True):
+                tensor.requires_grad_(part.requires_grad)
+            self._value = put_together(self._spec, self._tensors, self._plain, self._receiver.types)
+            self._spec, self._tensors = None, []
+        return self._value
+
+    def receive_early(self) -> None:
+        """First in its line: receive the tensors as agreed, if they are."""
+        agreed = self._receiver.agreement.agreed
+        if agreed is not None and not self._is_early:
+            self._is_early = True
+            self._receive(self._receiver.memory.packings[agreed].spec)
+
+    def read(self) -> None:
+        """First in its line: read the header, and receive what is not received early."""
+        receiver, agreed = self._receiver, self._receiver.agreement.agreed
+        number, is_changed, texts = self._imagine() if receiver.make_value is not None else self._read_header()
+        if is_changed != (agreed is not None and agreed != number) or number > receiver.memory.num_packings:
+            raise CommError(
+                f"{receiver.direction.name}: message {self._number} is not as agreed; run the same code on all ranks"
+            )
+        if number == receiver.memory.num_packings:
+            receiver.memory.add(PytreeSpec.from_json(texts[0]))
+        known = receiver.memory.use(number)
+        known.plain = texts[1] or known.plain
+        if is_changed or not self._is_early:
+            self._receive(known.spec)
+        self._spec, self._plain = known.spec, plain_from_json(known.plain)
+        receiver.agreement.follow(number)
+        self._is_read = True
+
+    def _receive(self, spec: PytreeSpec) -> None:
+        """What has been received early, and is not wanted, is held until it is through."""
+        tensors = self._receiver.direction.tensors
+        self._tensors = [part.allocate(tensors.device) for part in spec.tensors]
+        self._transfers.append(tensors.receive(self._tensors, self._receiver.direction.name))
+
+    def _read_header(self) -> tuple[int, bool, list[str]]:
+        """The packing's number, whether it is another than agreed, and the texts."""
+        self._header_transfer.wait()
+        message, number, *num_bytes, is_changed = self._header.tolist()
+        if message != self._number:
+            raise CommError(
+                f"{self._receiver.direction.name}: message {message} came where {self._number} was awaited; "
+                "run the same code on all ranks"
+            )
+        return number, bool(is_changed), [self._read_text(num) for num in num_bytes]
+
+    def _read_text(self, num_bytes: int) -> str:
+        return bytes(self._read_bytes(num_bytes).tolist()).decode() if num_bytes else ""
+
+    def _read_bytes(self, num_bytes: int) -> Tensor:
+        text, direction = torch.empty(num_bytes, dtype=torch.uint8), self._receiver.direction
+        direction.text.receive([text], f"{direction.name} text").wait()
+        return text
+
+    def _imagine(self) -> tuple[int, bool, list[str]]:
+        """What the header of a message from a simulated rank would say; it is received all the same, and counted."""
+        receiver = self._receiver
+        self._header_transfer.wait()
+        spec, _, plain = take_apart(receiver.make_value() if receiver.make_value is not None else None)
+        number, texts = receiver.memory.texts(spec, plain)
+        for text in texts:
+            self._read_bytes(len(text.encode()))
+        return number, receiver.agreement.agreed not in (None, number), texts
+
+    def __del__(self) -> None:
+        """The sender of a message that nobody wants waits until it is received."""
+        if not self._is_read and not self._receiver.direction.tensors.comm_log.has_failed:
+            with suppress(Exception):
+                self.wait()
+
+
+def _for_wire(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor itself where it can travel as it lies in memory."""
+    return tensor.detach().to(device).resolve_conj().resolve_neg().contiguous()
+
+
+def _wait_for(transfers: Sequence[P2PTransfer]) -> None:
+    for transfer in transfers:
+        transfer.wait()

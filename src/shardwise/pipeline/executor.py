@@ -1,0 +1,294 @@
+"""What the stages of one rank compute and hand on: the handlers of forwards, backwards and transfers.
+
+What a micro-batch leaves at a stage between its forward and its backward is the graph, what was received and wants a
+gradient, and the edges of the graph at which the gradients of what was sent come in: not what was sent itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from shardwise.config.resolve import Config
+from shardwise.layout.layout import Layout
+from shardwise.layout.pipeline_layout import PipelineLayout
+from shardwise.pipeline.boundary import StageBoundary, leaves_with_gradient
+from shardwise.pipeline.split_backward import WeightGradQueue
+from shardwise.pipeline.stage_module import StageForward
+from shardwise.runtime.timeline import Timeline
+from shardwise.schedule.actions import Action, ActionKind, Payload, Schedule
+from shardwise.schedule.lower import lower
+from shardwise.schedule.pipelines import pipeline_evaluation
+from shardwise.schedule.registry import pipeline_step
+
+
+class StageEvents(Protocol):
+    """What surrounds the computations of a stage: data and loss, states, records."""
+
+    def forward(self, stage: int, micro_batch: int) -> Any:
+        """Run the model's forward on a micro-batch; on the last stage return the mean loss."""
+
+    def before_backward(self, stage: int, micro_batch: int) -> None:
+        """A backward is about to begin."""
+
+    def before_weight_gradients(self, stage: int, micro_batch: int) -> None:
+        """The weights' gradients, which a backward has left, are about to be computed."""
+
+    def after_backward(self, stage: int, micro_batch: int) -> None:
+        """Either is over."""
+
+    def loss_weight(self, loss: Tensor) -> Tensor:
+        """The gradient of a loss that `forward` returned."""
+
+
+@dataclass
+class _MicrobatchState:
+    """What a stage keeps of a micro-batch between forward and backward."""
+
+    received: list[Tensor]
+    roots: list[Any]  # the loss, or edges of the graph
+    output: Any = None  # until it is sent
+    gradients: list[Tensor | None] = field(default_factory=list)  # of what was received, until they are sent
+
+
+class StageCompute:
+    """Computes the stages of a rank.
+
+    Args:
+        forward: runs one stage of the model.
+        num_stages: of all ranks.
+        inlets: by stage, from the stage before; none for the first.
+        outlets: by stage, to the next one; none for the last.
+        timeline: of the engine.
+        queue: where the schedule splits backwards.
+    """
+
+    def __init__(
+        self,
+        forward: StageForward,
+        num_stages: int,
+        inlets: Mapping[int, StageBoundary],
+        outlets: Mapping[int, StageBoundary],
+        timeline: Timeline,
+        queue: WeightGradQueue | None,
+    ) -> None:
+        self._forward = forward
+        self._last = num_stages - 1
+        self._inlets = inlets
+        self._outlets = outlets
+        self._timeline = timeline
+        self._queue = queue
+        self._in_flight: dict[tuple[int, int], _MicrobatchState] = {}
+
+    def handlers(self, events: StageEvents) -> dict[ActionKind, Handler]:
+        """What to do for each kind of action; `events` is told of computations."""
+
+        def run_backward(action: Action) -> None:
+            self.run_backward(*_place(action), events)
+
+        return {
+            ActionKind.FORWARD: lambda action: self.run_forward(*_place(action), events),
+            ActionKind.BACKWARD: run_backward,
+            ActionKind.BACKWARD_INPUT: run_backward,
+            ActionKind.BACKWARD_WEIGHT: lambda action: self.run_backward_weight(*_place(action), events),
+            ActionKind.SEND: self.send,
+            ActionKind.RECEIVE: self.receive,
+        }
+
+    def run_forward(self, stage: int, micro_batch: int, events: StageEvents) -> None:
+        """Run a stage's forward of a micro-batch."""
+        inlet, outlet = self._inlets.get(stage), self._outlets.get(stage)
+        received = None
+        if inlet is not None:
+            received = inlet.take(micro_batch)
+            self._timeline.restart()
+        self._forward.begin(stage, received)
+        try:
+            with self._splitting():
+                output = events.forward(stage, micro_batch)
+        finally:
+            self._forward.end()
+        flight = _MicrobatchState(leaves_with_gradient(received), [], output)
+        if torch.is_grad_enabled():
+            self._in_flight[stage, micro_batch] = flight
+            if stage == self._last:
+                flight.roots = [output]
+            else:
+                flight.roots = [get_gradient_edge(leaf) for leaf in leaves_with_gradient(output)]
+        elif stage != self._last:
+            self._in_flight[stage, micro_batch] = flight  # until it is sent
+        if outlet is not None and outlet.is_local:
+            self._send_output(stage, micro_batch, outlet)
+
+    def run_backward(self, stage: int, micro_batch: int, events: StageEvents) -> None:
+        """Run a stage's backward of a micro-batch; where backwards are split, but for the gradients of weights."""
+        flight, inlet, outlet = self._in_flight[stage, micro_batch], self._inlets.get(stage), self._outlets.get(stage)
+        gradients: Sequence[Tensor | None] = ()
+        if outlet is not None:
+            gradients = outlet.take_gradients(micro_batch)
+            self._timeline.restart()
+        events.before_backward(stage, micro_batch)
+        if outlet is None:
+            (loss,) = flight.roots
+            assert isinstance(loss, Tensor), "of the last stage"
+            gradients = [events.loss_weight(loss).to(loss.dtype).reshape(loss.shape)]
+        given = [
+            (root, gradient) for root, gradient in zip(flight.roots, gradients, strict=True) if gradient is not None
+        ]
+        flight.roots = []
+        if given:
+            with self._splitting():
+                torch.autograd.backward([root for root, _ in given], [gradient for _, gradient in given])
+        del given, gradients
+        events.after_backward(stage, micro_batch)
+        if self._queue is not None:
+            self._queue.collect((stage, micro_batch))
+        flight.gradients = [leaf.grad for leaf in flight.received]
+        flight.received = []
+        if inlet is None:
+            del self._in_flight[stage, micro_batch]
+        elif inlet.is_local:
+            self._send_gradients(stage, micro_batch, inlet)
+
+    def run_backward_weight(self, stage: int, micro_batch: int, events: StageEvents) -> None:
+        """Compute the gradients of weights that the backward of a micro-batch has left."""
+        assert self._queue is not None, "only schedules that split backwards have these"
+        events.before_weight_gradients(stage, micro_batch)
+        self._queue.drain((stage, micro_batch))
+        events.after_backward(stage, micro_batch)
+
+    def send(self, action: Action) -> None:
+        """Start to send what a stage has computed of a micro-batch."""
+        stage, micro_batch = _place(action)
+        if action.payload is Payload.ACTIVATION:
+            self._send_output(stage, micro_batch, self._outlets[stage])
+        else:
+            self._send_gradients(stage, micro_batch, self._inlets[stage])
+
+    def receive(self, action: Action) -> None:
+        """Be ready to receive what a stage needs of a micro-batch; it is waited for where it is used."""
+        stage, micro_batch = _place(action)
+        on_end = self._timeline.leave_open()
+        if action.payload is Payload.ACTIVATION:
+            self._inlets[stage].post(micro_batch, on_end)
+        else:
+            self._outlets[stage].post_gradients(micro_batch, on_end)
+
+    def check_done(self) -> None:
+        """Make sure that every gradient has been computed.
+
+        Raises:
+            RuntimeError: the schedule has left some.
+        """
+        if self._queue is not None:
+            self._queue.check_empty()
+
+    def finish(self) -> None:
+        """Wait until all that was sent is through."""
+        for port in (*self._inlets.values(), *self._outlets.values()):
+            port.finish()
+
+    def close(self) -> None:
+        """Give the channels up."""
+        self.abandon()
+        for port in (*self._inlets.values(), *self._outlets.values()):
+            port.close()
+
+    def abandon(self) -> None:
+        """Forget what is under way."""
+        self._in_flight.clear()
+        self._forward.end()
+        if self._queue is not None:
+            self._queue.clear()
+
+    def _send_output(self, stage: int, micro_batch: int, outlet: StageBoundary) -> None:
+        flight = self._in_flight[stage, micro_batch]
+        outlet.send(micro_batch, flight.output)
+        flight.output = None
+        if not torch.is_grad_enabled():
+            del self._in_flight[stage, micro_batch]
+
+    def _send_gradients(self, stage: int, micro_batch: int, inlet: StageBoundary) -> None:
+        inlet.send_gradients(micro_batch, self._in_flight.pop((stage, micro_batch)).gradients)
+
+    def _splitting(self) -> AbstractContextManager[Any]:
+        is_split = self._queue is not None and torch.is_grad_enabled()
+        return self._queue.splitting() if is_split and self._queue is not None else nullcontext()
+
+
+def _place(action: Action) -> tuple[int, int]:
+    assert action.micro_batch is not None, "computations and transfers belong to a micro-batch"
+    return action.stage, action.micro_batch
+
+
+Handler = Callable[[Action], None]
+Handlers = Mapping[ActionKind, Handler]
+
+
+def execute(row: Sequence[Action], handlers: Handlers, timeline: Timeline) -> None:
+    """Perform the actions of a row in their order.
+
+    Args:
+        row: of this rank.
+        handlers: one for each kind of action in it.
+        timeline: records what is done.
+    """
+    for action in row:
+        with timeline.perform(action):
+            handlers[action.kind](action)
+
+
+def step_schedule(config: Config, layout: Layout) -> Schedule:
+    """One optimizer step of all ranks of the pipeline, verified.
+
+    Args:
+        config: resolved.
+        layout: with a pipeline.
+
+    Raises:
+        ConfigError: there is no such schedule, or it has no such number of stages.
+        ScheduleError: it cannot run.
+    """
+    pipeline, stage, tiers = pipeline_of(layout), layout.stage, config.tiers
+    section = config.pipeline
+    computations = pipeline_step(
+        section.schedule, layout.mesh.pp, config.batch.accumulation or 1, section.virtual_stages
+    )
+    return lower(
+        computations,
+        unshard_for_use=stage.unshard_for_use,
+        reduce_each_backward=stage.reduce_each_backward and not pipeline.gathers_once,
+        unshard_after_step=stage.unshard_after_step,
+        gather=section.gather,
+        fetched=(None,) if tiers.params != "device" else (),
+        evicted=(None,) if tiers.grads != "device" else (),
+        stepped=(None,) if tiers.optimizer != "device" else (),
+    )
+
+
+def evaluation_schedule(config: Config, layout: Layout, num_batches: int) -> Schedule:
+    """The forwards of some batches, verified; arguments as above."""
+    computations = pipeline_evaluation(pipeline_of(layout).placement, num_batches)
+    return lower(
+        computations,
+        unshard_for_use=layout.stage.unshard_for_use,
+        gather=config.pipeline.gather,
+        fetched=(None,) if config.tiers.params != "device" else (),
+    )
+
+
+def pipeline_of(layout: Layout) -> PipelineLayout:
+    """The pipeline of a layout that has one.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if layout.pipeline is None:
+        raise ValueError("a layout without a pipeline has no schedule; set mesh.pp to more than 1")
+    return layout.pipeline

@@ -1,0 +1,237 @@
+"""Pytrees of tensors, taken apart for the wire and put together again; nothing from the wire is executed.
+
+A `PytreeSpec` says all that a receiver must know before the tensors come: the nested containers, and each tensor's
+shape, dtype and whether it requires a gradient. Plain values (None, numbers, strings, dtypes, sizes) travel beside it,
+because they may change from message to message where the packing stays. Containers are those that torch's pytree has
+registered, and named tuples; both ends name a type by its qualified name, and the receiver looks it up among the types
+that it knows, and imports none.
+
+>>> packing, tensors, plain = take_apart({"hidden": torch.ones(2, 3), "past": (None, 7)})
+>>> packing.tensors
+(TensorPart(shape=(2, 3), dtype=torch.float32, requires_grad=False),)
+>>> plain
+[None, 7]
+>>> put_together(PytreeSpec.from_json(packing.to_json()), tensors, plain)["past"]
+(None, 7)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, Self
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.config.resolve import ConfigError
+from shardwise.runtime.torch_private import container_types, pytree_node
+
+_TENSOR: Final = "tensor"
+_PLAIN: Final = "plain"
+_COMMON: Mapping[str, type] = MappingProxyType({f"builtins.{kind.__name__}": kind for kind in (dict, list, tuple)})
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """One tensor of a packing."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def allocate(self, device: torch.device) -> Tensor:
+        """A tensor of this shape, contiguous, with any content."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class PytreeSpec:
+    """What a value is made of, without its numbers.
+
+    Attributes:
+        tree: its containers as JSON.
+        tensors: in the order in which they travel.
+    """
+
+    tree: str
+    tensors: tuple[TensorPart, ...]
+
+    def to_json(self) -> str:
+        """As it travels."""
+        tensors = [[part.shape, str(part.dtype).removeprefix("torch."), part.requires_grad] for part in self.tensors]
+        return json.dumps([self.tree, tensors])
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote."""
+        tree, tensors = json.loads(text)
+        return cls(tree, tuple(TensorPart(tuple(shape), _dtype(name), flag) for shape, name, flag in tensors))
+
+
+def take_apart(value: Any) -> tuple[PytreeSpec, list[Tensor], list[Any]]:
+    """The packing of a pytree, its tensors and its plain values, in their order.
+
+    Raises:
+        ConfigError: it holds what is neither tensor, nor plain, nor a container that torch's pytree knows.
+    """
+    tensors: list[Tensor] = []
+    plain: list[Any] = []
+    tree = json.dumps(_flatten(value, "value", tensors, plain))
+    parts = tuple(TensorPart(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors)
+    return PytreeSpec(tree, parts), tensors, plain
+
+
+def put_together(spec: PytreeSpec, tensors: Sequence[Tensor], plain: Sequence[Any], types: Iterable[type] = ()) -> Any:
+    """The value that was taken apart.
+
+    Args:
+        packing: of the value.
+        tensors: in its order.
+        plain: values, in their order.
+        types: of containers that may come, beside those of torch's pytree: named tuples.
+
+    Raises:
+        ConfigError: it has a container of a type that is not known here.
+    """
+    return _unflatten(json.loads(spec.tree), iter(tensors), iter(plain), tuple(types))
+
+
+def containers_in(value: Any) -> set[type]:
+    """The types of containers that a pytree holds."""
+    opened = _open(value)
+    return set() if opened is None else {type(value)}.union(*map(containers_in, opened[0]))
+
+
+def named_tuples_of(model: nn.Module) -> tuple[type, ...]:
+    """The named tuples that stand where the classes of a model's modules were written: what its blocks may return.
+
+    >>> nn.utils.rnn.PackedSequence in named_tuples_of(nn.LSTM(2, 2))
+    True
+    """
+    places = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
+    found = (each for place in sorted(places) for each in [*vars(sys.modules.get(place, object)).values()])
+    return tuple(dict.fromkeys(each for each in found if isinstance(each, type) and _is_named_tuple(each)))
+
+
+def plain_to_json(values: Sequence[Any]) -> str:
+    """Plain values as they travel."""
+    return json.dumps([_encode(value, "value") for value in values])
+
+
+def plain_from_json(text: str) -> list[Any]:
+    """Read what `plain_to_json` wrote."""
+    return [_decode(value, ()) for value in json.loads(text)]
+
+
+def _flatten(value: Any, path: str, tensors: list[Tensor], plain: list[Any]) -> Any:
+    """The JSON of a value's containers; its leaves are appended to the lists."""
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+            raise ConfigError(
+                f"{path}, which stages of the pipeline pass on, is a tensor of layout {value.layout}; "
+                "cut the model where dense tensors pass"
+            )
+        tensors.append(value)
+        return _TENSOR
+    opened = _open(value)
+    if opened is None:
+        _encode(value, path)  # raises where it is not plain
+        plain.append(value)
+        return _PLAIN
+    children, context = opened
+    keys = context if isinstance(context, list) and len(context) == len(children) else range(len(children))
+    packed = [_flatten(child, f"{path}[{key!r}]", tensors, plain) for key, child in zip(keys, children, strict=True)]
+    return [_name_of(type(value)), _encode(context, path), packed]
+
+
+def _open(value: Any) -> tuple[list[Any], Any] | None:
+    """A container's children, and what else its type needs to make it from them; None for a leaf."""
+    kind = type(value)
+    if _is_named_tuple(kind):
+        return list(value), None
+    node = None if kind is torch.Size else pytree_node(kind)  # of which torch's pytree makes a tuple
+    if node is None:
+        return None
+    children, context = node.flatten_fn(value)
+    return list(children), context
+
+
+def _unflatten(tree: Any, tensors: Iterator[Tensor], plain: Iterator[Any], types: tuple[type, ...]) -> Any:
+    if tree == _TENSOR:
+        return next(tensors)
+    if tree == _PLAIN:
+        return next(plain)
+    name, context, packed = tree
+    kind = _look_up(name, types)
+    children = [_unflatten(child, tensors, plain, types) for child in packed]
+    if _is_named_tuple(kind):
+        return kind(*children)
+    node = pytree_node(kind)
+    if node is None:
+        raise _unknown(name)
+    return node.unflatten_fn(children, _decode(context, types))
+
+
+def _encode(value: Any, path: str) -> Any:
+    """JSON of a plain value or of a container's context; what JSON has no word for is a pair of a word and JSON."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) in (list, tuple, torch.Size):
+        return [type(value).__name__, [_encode(each, path) for each in value]]
+    if type(value) is dict:
+        return ["dict", [[_encode(key, path), _encode(each, path)] for key, each in value.items()]]
+    if isinstance(value, torch.dtype):
+        return ["dtype", str(value).removeprefix("torch.")]
+    if isinstance(value, type):
+        return ["type", _name_of(value)]
+    raise ConfigError(
+        f"{path}, which stages of the pipeline pass on, is a {_name_of(type(value))}; pass tensors, plain values, and "
+        "containers that torch's pytree knows, or register the type there"
+    )
+
+
+def _decode(value: Any, types: tuple[type, ...]) -> Any:
+    if not isinstance(value, list):
+        return value
+    word, content = value
+    if word == "dict":
+        return {_decode(key, types): _decode(each, types) for key, each in content}
+    if word == "dtype":
+        return _dtype(content)
+    if word == "type":
+        return _look_up(content, types)
+    values = [_decode(each, types) for each in content]
+    return values if word == "list" else tuple(values) if word == "tuple" else torch.Size(values)
+
+
+def _look_up(name: str, types: tuple[type, ...]) -> type:
+    kinds = _COMMON if name in _COMMON else {_name_of(kind): kind for kind in (*container_types(), *types)}
+    if name not in kinds:
+        raise _unknown(name)
+    return kinds[name]
+
+
+def _unknown(name: str) -> ConfigError:
+    return ConfigError(
+        f"a stage of the pipeline has sent a {name}, which this rank does not know; register it with torch's pytree "
+        "on every rank, or let the block return a tuple or a dict"
+    )
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _is_named_tuple(kind: type) -> bool:
+    return issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"a stage of the pipeline has sent dtype {name!r}, unknown here; run one torch on all ranks")
+    return found

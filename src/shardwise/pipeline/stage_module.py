@@ -1,0 +1,381 @@
+"""A stage's forward: the model's own, with what other stages compute left out.
+
+On a rank whose stage begins with unit k, its own units run, unit k - 1 returns what the stage before has sent, the
+output of its own k - 1, and all others return ghosts, tensors of a shape without values, in whatever order the model
+calls them. Behind the stage's last unit the forward ends, and its output is what the next stage gets. All other code of
+the model, such as for masks and positions, runs on every stage. Where it hands a ghost, or what it has computed from
+one, to a unit that does run, a value crosses the cut that is not sent: that is refused by name.
+
+The forward of the second of two stages, cut before block 2:
+
+    embed    block 0   block 1             block 2   block 3   head
+    ghost    ghost     what was received   runs      runs      runs
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.loss import LossSum
+from shardwise.config.resolve import ConfigError
+from shardwise.pipeline.pytree_codec import named_tuples_of
+from shardwise.runtime.class_swap import Call, intercept_forward, set_attribute
+from shardwise.runtime.module_hooks import replace_forward
+from shardwise.runtime.torch_private import NO_VALUE_ERRORS, PlaceholderTensors, pytree
+
+_NO_PIPELINE: Final = "use mesh.dp_shard with zero.stage=3 in place of mesh.pp"
+_CURE: Final = f"name the modules that compute it from the inputs alone in pipeline.replicate, or {_NO_PIPELINE}"
+
+
+class CutError(ConfigError):
+    """A model cannot be cut there: a value crosses the cut that is not the output of the unit before it."""
+
+
+class _StageDone(BaseException):
+    """Ends the model's forward behind the stage's last unit; no `except Exception` of a model may stop it."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+
+
+class StageForward:
+    """Has a model's forward compute one stage at a time, between `begin` and `end`; otherwise it is the model's own.
+
+    Made before modules are split or parameters moved, since it copies what it needs of the model's shapes; `install`
+    is called behind that.
+
+    Args:
+        model: of which this rank computes some stages.
+        units: names of the units' modules by stage; where one module has several names, in the order of its calls.
+        held: the stages of this rank.
+        device: of its tensors.
+        is_simulated: nothing has values, so ghosts cannot be told from what is received.
+        dtypes: in which parameters will be computed with, by their identities.
+
+    Attributes:
+        types: of containers in boundary values, which torch's pytree has not registered.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Sequence[str]],
+        held: Sequence[int],
+        device: torch.device,
+        is_simulated: bool = False,
+        dtypes: Mapping[int, torch.dtype] | None = None,
+    ) -> None:
+        self._model = model
+        self._names = [name for names in units for name in names]
+        ends = [sum(len(names) for names in units[: stage + 1]) for stage in range(len(units))]
+        self._range_of = [(end - len(names), end) for end, names in zip(ends, units, strict=True)]
+        self._modules = [model.get_submodule(name) for name in self._names]
+        self._positions: dict[int, list[int]] = {}  # of the calls of a module in a forward
+        for index, module in enumerate(self._modules):
+            self._positions.setdefault(id(module), []).append(index)
+        self.types = named_tuples_of(model)
+        self._kinds = [_kind_of(module) for module in self._modules]
+        self._is_simulated = is_simulated
+        self._placeholders = PlaceholderTensors(device, is_simulated, dtypes)
+        self._ghostly = self._make_ghostly(held)
+        self._traces = SkippedOutputs([] if is_simulated else self._modules, self._placeholders)
+        self._answers: dict[Hashable, Any] = {}
+        self._answer_of_class: dict[type, Any] = {}
+        self._start, self._stop = 0, len(self._names)
+        self._num_calls: dict[int, int] = {}
+        self._guessed: str | None = None
+        self._received: Any = None
+        self._is_on = False
+
+    def install(self) -> list[Callable[[], None]]:
+        """Let the units' calls and the model's forward follow the stage; returns what undoes it, in reverse order."""
+        undo = [replace_forward(self._model, self._ended(self._model.forward))]
+        undo += [
+            intercept_forward(module, self._answer) for module in {id(each): each for each in self._modules}.values()
+        ]
+        return undo
+
+    def begin(self, stage: int, received: Any) -> None:
+        """Let the next forward be that of `stage`; `received` is what the stage before has sent."""
+        self._start, self._stop = self._range_of[stage]
+        self._received, self._is_on = received, True
+        self._num_calls.clear()
+        self._guessed = None
+
+    def end(self) -> None:
+        """Let forwards be the model's own again."""
+        self._received, self._is_on = None, False
+        self._traces.remove()
+
+    def read_loss(self, compute: Callable[[], LossSum]) -> LossSum:
+        """Compute the loss of the model's output, which may have more in it than the last stage knows.
+
+        Raises:
+            CutError: it is computed from what another stage has and does not send.
+        """
+        try:
+            total = compute()
+        except NO_VALUE_ERRORS as error:
+            raise self._not_sent("the loss") from error
+        if any(self._placeholders.is_one(leaf) for leaf in (total.total, total.count)):
+            raise self._not_sent("the loss")
+        return total
+
+    def _ended(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def staged(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_on and not self._is_simulated:
+                raise RuntimeError(
+                    "the model cannot run alone under mesh.pp, where each rank has some of the layers, also inside "
+                    "engine.gathered(); call engine.train_step(batches) or engine.eval_step(batches), or, to generate, "
+                    "engine.export_weights(folder) and load it without mesh.pp"
+                )
+            try:
+                output = forward(*args, **kwargs)
+            except _StageDone as done:
+                return done.output
+            except CutError:
+                raise
+            except Exception as error:
+                if self._is_on and (self._guessed or isinstance(error, NO_VALUE_ERRORS)):
+                    raise self._reads_values(error) from error
+                raise
+            if self._is_on:
+                self._check_ended()
+            return output
+
+        return staged
+
+    def _check_ended(self) -> None:
+        """See that the forward, which has returned, has run through the stage."""
+        missing = None
+        if self._stop < len(self._names):
+            missing = f"{self._names[self._stop - 1]}, with which its stage ends"
+        elif self._start and id(self._modules[self._start - 1]) not in self._num_calls:
+            missing = f"{self._names[self._start - 1]}, behind which its stage begins"
+        if missing:
+            raise CutError(
+                f"the forward ended without {missing}; cut between units that run in every forward (pipeline.cut), or "
+                f"{_NO_PIPELINE}"
+            )
+
+    def _reads_values(self, error: Exception) -> CutError:
+        named = f" such as what {self._guessed} returns" if self._guessed else ""
+        return CutError(
+            f"the code of {type(self._model).__name__} between its units needs values that another stage has{named} "
+            f"({type(error).__name__}: {next(iter(str(error).splitlines()), '')}); {_CURE}"
+        )
+
+    def _answer(self, module: nn.Module, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._is_on or id(module) not in self._positions:  # or this is a copy of the module
+            return own(*args, **kwargs)
+        positions, num_calls = self._positions[id(module)], self._num_calls.get(id(module), 0)
+        index = positions[min(num_calls, len(positions) - 1)]
+        self._num_calls[id(module)] = num_calls + 1
+        if self._start <= index < self._stop:
+            return self._run(index, own, args, kwargs)
+        self._traces.leave(module, self._kinds[index][0], args, kwargs)
+        if index != self._start - 1:
+            return self._placeholder_of(index, args, kwargs)
+        if num_calls >= len(positions):
+            raise CutError(
+                f"{self._names[index]} runs more than once in one forward, so no stage can end with it; move "
+                f"pipeline.cut, or name a module that holds it and the loop in pipeline.units, or {_NO_PIPELINE}"
+            )
+        put_recorded(self._received)
+        return without_recorded(self._received)
+
+    def _run(self, index: int, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a unit of the stage; its last one ends the forward."""
+        self._check_arguments(index, args, kwargs)
+        output = own(*args, **kwargs)
+        if any(self._placeholders.is_one(leaf) for leaf in pytree.tree_leaves(output)):
+            raise self._not_sent(f"the output of {self._names[index]}")
+        if index == self._stop - 1 and self._stop < len(self._names):
+            raise _StageDone(with_recorded(output))
+        return output
+
+    def _check_arguments(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not any(self._placeholders.is_one(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
+            return
+        given = inspect.signature(self._modules[index].forward).bind(*args, **kwargs).arguments
+        name = next(
+            key
+            for key, value in given.items()
+            if any(self._placeholders.is_one(leaf) for leaf in pytree.tree_leaves(value))
+        )
+        raise self._not_sent(f"argument {name} of {self._names[index]}")
+
+    def _not_sent(self, what: str) -> CutError:
+        sent = (
+            f"not the output of {self._names[self._start - 1]} and so is not sent" if self._start else "not there yet"
+        )
+        return CutError(
+            f"{what} is computed from a value of another stage, which is {sent}; return it from there, move "
+            f"pipeline.cut, {_CURE}"
+        )
+
+    def _placeholder_of(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a skipped unit would have returned, without values."""
+        kind = self._kinds[index]
+        is_like_received = self._start > 0 and kind[0] is self._kinds[self._start - 1][0]
+        example = without_recorded(self._received) if is_like_received else (args, kwargs)
+        if is_like_received:
+            kind = kind[0], None
+        leaves, structure = pytree.tree_flatten(example)
+        key = (kind, structure, tuple(map(_fingerprint, leaves)))
+        if key in self._answers:
+            return self._answers[key]
+        ghostly = pytree.tree_map(self._like, example)
+        if is_like_received:
+            self._answers[key] = ghostly
+            return ghostly
+        with suppress(Exception), torch.no_grad(), self._placeholders.only():
+            self._answers[key] = self._answer_of_class[kind[0]] = self._ghostly[kind](*ghostly[0], **ghostly[1])
+            return self._answers[key]
+        with suppress(Exception), torch.no_grad():  # values of the batch may say how large it is
+            return self._ghostly[kind](*args, **kwargs)
+        self._guessed = self._names[index]  # it depends on values of parameters, as where experts share tokens out
+        return self._answer_of_class.get(kind[0], pytree.tree_map(self._like, without_recorded(self._received)))
+
+    def _like(self, leaf: Any) -> Any:
+        return self._placeholders.like(leaf) if isinstance(leaf, Tensor) else leaf
+
+    def _make_ghostly(self, held: Sequence[int]) -> dict[Hashable, nn.Module]:
+        """Copies without values of the units that a stage skips, for the shapes that the model's code asks for.
+
+        One for each class and shapes; a unit of the same class as the one whose output was received returns what is
+        like that.
+        """
+        made: dict[Hashable, nn.Module] = {}
+        for start, stop in (self._range_of[stage] for stage in held):
+            for index, (module, kind) in enumerate(zip(self._modules, self._kinds, strict=True)):
+                is_run = start - 1 <= index < stop
+                if not is_run and kind not in made and (not start or kind[0] is not self._kinds[start - 1][0]):
+                    tensors = [*module.parameters(), *module.buffers()]
+                    with suppress(Exception):  # what cannot be copied is guessed
+                        made[kind] = copy.deepcopy(
+                            module, {id(each): self._placeholders.like(each) for each in tensors}
+                        )
+        return made
+
+
+def _kind_of(module: nn.Module) -> tuple[type, Hashable]:
+    """Modules of one kind return what is alike."""
+    return type(module), tuple(tuple(each.shape) for each in module.parameters())
+
+
+def _fingerprint(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype
+    return leaf if isinstance(leaf, int | float | str | bool) else type(leaf).__name__
+
+
+class SkippedOutputs:
+    """Puts ghosts where skipped units would leave values.
+
+    Args:
+        modules: that may be skipped, as the user built them.
+        ghosts: the maker.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], placeholders: PlaceholderTensors) -> None:
+        self._placeholders = placeholders
+        self._copies: dict[type, nn.Module] = {}
+        self._left: dict[type, list[tuple[str, str, Any]]] = {}
+        self._undo: list[Callable[[], None]] = []
+        for module in modules:
+            if type(module) not in self._copies:
+                tensors = [*module.parameters(), *module.buffers()]
+                with suppress(Exception):  # what cannot be copied is not looked into
+                    self._copies[type(module)] = copy.deepcopy(
+                        module, {id(each): placeholders.like(each) for each in tensors}
+                    )
+
+    def leave(self, module: nn.Module, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A unit is skipped: put onto it what units of its class leave on themselves.
+
+        Args:
+            module: the unit.
+            kind: its class as the user built it.
+            args: that it was called with, and `kwargs`.
+            kwargs: see there.
+        """
+        if kind in self._copies:
+            self._left[kind] = list(self._run(self._copies.pop(kind), args, kwargs))
+        for path, name, value in self._left.get(kind, ()):
+            with suppress(AttributeError):  # another unit of the class may lack the part
+                self._undo.append(set_attribute(module.get_submodule(path), name, value))
+
+    def remove(self) -> None:
+        """Let the units have what they had."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _run(self, ghostly: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
+        """What a copy leaves on itself: the part's name, the attribute's and its value."""
+        before = {id(leaf) for *_, value in _attributes(ghostly) for leaf in self._placeholders_in(value)}
+        own_args, own_kwargs = pytree.tree_map(
+            lambda leaf: self._placeholders.like(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+        )
+        # Where it fails, what it has left until then stands.
+        with suppress(Exception), torch.no_grad(), self._placeholders.only():
+            ghostly(*own_args, **own_kwargs)
+        for path, name, value in _attributes(ghostly):
+            if any(id(leaf) not in before for leaf in self._placeholders_in(value)):
+                yield path, name, value
+
+    def _placeholders_in(self, value: Any) -> list[Any]:
+        return [leaf for leaf in pytree.tree_leaves(value) if self._placeholders.is_one(leaf)]
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """What stands on a module and its parts beside parameters, buffers and modules."""
+    for path, part in module.named_modules():
+        for name, value in [*vars(part).items()]:
+            if not name.startswith(("_parameters", "_buffers", "_modules")):
+                yield path, name, value
+
+
+_MODULE: Final = "transformers.utils.output_capturing"
+
+
+class RecordedOutputs(NamedTuple):
+    """A boundary value, and what was recorded until there."""
+
+    output: Any
+    lists: dict[str, list[Any]]
+
+
+def with_recorded(output: Any) -> Any:
+    """What travels, where `output` is the boundary value and the model has recorded something."""
+    lists = {key: list(items) for key, items in _active().items() if isinstance(items, list) and items}
+    return RecordedOutputs(output, lists) if lists else output
+
+
+def without_recorded(value: Any) -> Any:
+    """The boundary value of what has travelled."""
+    return value.output if isinstance(value, RecordedOutputs) else value
+
+
+def put_recorded(value: Any) -> None:
+    """Let the lists of the model that runs begin with what has travelled; to be called where the sender's ended."""
+    active = _active()
+    for key, items in value.lists.items() if isinstance(value, RecordedOutputs) else ():
+        if isinstance(active.get(key), list):
+            active[key][:] = items
+
+
+def _active() -> dict[str, Any]:
+    """The lists of the model that runs, by what they hold."""
+    collector = getattr(sys.modules.get(_MODULE), "_active_collector", None)
+    return (collector.get() if collector is not None else None) or {}

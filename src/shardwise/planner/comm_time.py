@@ -1,0 +1,442 @@
+"""Time of what ranks exchange: in a block, between stages, and to shard parameters, gradients and states.
+
+Times are of collectives alone; `exposed_s` says what of them a step sees that computes meanwhile.
+
+>>> from shardwise.models.presets import preset
+>>> from shardwise.planner.hardware import find_gpu
+>>> from shardwise.planner.hardware import Cluster
+>>> from shardwise.planner.shape import ModelShape
+>>> cluster = Cluster(gpu=find_gpu("h100"), num_gpus=64, gpus_per_node=8, nic_bytes_per_s=50e9)
+>>> job = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=cluster)
+>>> model = CommTimeModel(job)
+>>> model.block(Strategy(tp=8, dp_shard=8)).forward.tensor_s > model.block(Strategy(tp=2, dp_shard=32)).forward.tensor_s
+True
+>>> once, often = (model.data(Strategy(dp_shard=64, zero_stage=3, num_micro_batches=m)) for m in (1, 2))
+>>> once.total_s < often.total_s
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final, Literal, get_args
+
+from shardwise.context.traffic import AttentionSizes, bytes_of_heads, bytes_of_ring
+from shardwise.layout.layout import Layout
+from shardwise.layout.param_groups import GroupSpec
+from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.layout.zero_stages import Placement
+from shardwise.planner.collectives import NetworkModel, Op
+from shardwise.planner.compact_layout import CompactLayout, LayerCount, is_of_experts
+from shardwise.planner.job import PlanJob, Strategy
+
+OVERLAP_SLOWDOWN: Final = 0.25
+"""How much longer kernels take beside a collective, which takes cores and memory bandwidth from them: 38 % at most in
+Echo (arXiv 2412.12487), and less where copies alone move."""
+HIDDEN_SHARE: Final = 1 / (1 + OVERLAP_SLOWDOWN)
+"""Of a collective's time, at most what computing beside it hides."""
+TENSOR_CHUNKS: Final = 4
+"""Parts in which codes that overlap tensor-parallel collectives multiply; all but one part's collective may hide."""
+DISPATCH_SHARE: Final = 0.9
+"""Of links and networks that the all-to-alls of experts reach, whatever rings do, over 2 nodes and over 8: 153 GB/s of
+160 by NVLink, 43 to 58 of 50 by InfiniBand, what stays within the node counted (the README of DeepEP)."""
+NUM_STEP_SUMS: Final = 3
+"""Collectives of a few bytes over all ranks in a step: the gradients' norm, the loss, whether all are finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenExchange:
+    """Seconds of the collectives of one unit in one pass of one micro-batch.
+
+    Attributes:
+        tensor_s: of tensor and sequence parallelism.
+        context_s: of keys and values, or of heads.
+        experts_s: of tokens that go to experts and come back.
+        hidden_tensor: the share of `tensor_s` that may run beside the unit's matrix products.
+        hidden_context: the share of `context_s` that may run beside its attention.
+    """
+
+    tensor_s: float = 0.0
+    context_s: float = 0.0
+    experts_s: float = 0.0
+    hidden_tensor: float = 0.0
+    hidden_context: float = 0.0
+
+    def exposed(self, compute_s: float, attention_s: float) -> dict[str, float]:
+        """Seconds by part that the pass takes longer for.
+
+        Args:
+            compute_s: of the unit's pass, attention included.
+            attention_s: of its attention alone.
+        """
+        products_s = max(0.0, compute_s - attention_s)
+        return {
+            "tensor": _beside(self.tensor_s, self.hidden_tensor, products_s),
+            "context": _beside(self.context_s, self.hidden_context, attention_s),
+            "experts": self.experts_s,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockComm:
+    """Of one unit and one micro-batch; `recompute` is what running the forward again adds to the backward."""
+
+    forward: TokenExchange
+    backward: TokenExchange
+    recompute: TokenExchange = TokenExchange()
+
+
+Moment = Literal["forward", "backward", "first forward", "last backward"]
+"""Of a step: a pass of each micro-batch, or of one of them alone."""
+
+
+@dataclass(frozen=True)
+class PricedCollective:
+    """A collective that a step has over ranks that share parameters.
+
+    Attributes:
+        num_bytes: of the whole buffer.
+        num_ranks, stride: of the group, in rank order.
+        moment: with which pass it comes.
+        count: of such calls in that pass.
+        is_alone: whether nothing is computed beside the first of them, or the last in a backward.
+    """
+
+    op: Op
+    num_bytes: int
+    num_ranks: int
+    stride: int
+    moment: Moment
+    count: int = 1
+    is_alone: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelComm:
+    """Seconds of a step's gathers and reductions on one rank, by when they run.
+
+    Attributes:
+        forward_s: of gathers in the forward of each micro-batch.
+        backward_s: of gathers and reductions in the backward of each micro-batch.
+        first_forward_s: of gathers that the first micro-batch alone waits for, such as those after a step.
+        last_backward_s: of reductions in the last micro-batch's backward alone.
+        alone_forward_s, alone_backward_s: of the first gathers and the last reductions, which nothing can run beside;
+            they are part of the others.
+        step_s: of collectives in the step itself; nothing hides them.
+        num_micro_batches: of the step.
+        num_hiding: micro-batches at the step's ends behind which what is needed once may hide.
+        may_hide: whether they run while others compute.
+        hidden_share: of their time, at most what computing hides.
+    """
+
+    forward_s: float
+    backward_s: float
+    first_forward_s: float
+    last_backward_s: float
+    alone_forward_s: float
+    alone_backward_s: float
+    step_s: float
+    num_micro_batches: int
+    num_hiding: int
+    may_hide: bool
+    hidden_share: float = HIDDEN_SHARE
+
+    @property
+    def total_s(self) -> float:
+        """Of all of a step."""
+        each = self.num_micro_batches * (self.forward_s + self.backward_s)
+        return each + self.first_forward_s + self.last_backward_s + self.step_s
+
+    def exposed_s(self, forward_s: float, backward_s: float) -> float:
+        """Seconds of a step that computing does not hide.
+
+        Args:
+            forward_s: that the rank computes in one micro-batch's forward.
+            backward_s: in its backward, recomputation included.
+        """
+        if not self.may_hide:
+            return self.total_s
+        num_ends = self.num_hiding
+        share = self.hidden_share
+        inner = exposed_s(self.forward_s, forward_s, share) + exposed_s(self.backward_s, backward_s, share)
+        first_s = num_ends * self.forward_s + self.first_forward_s - self.alone_forward_s
+        last_s = num_ends * self.backward_s + self.last_backward_s - self.alone_backward_s
+        ends = exposed_s(first_s, num_ends * forward_s, share) + exposed_s(last_s, num_ends * backward_s, share)
+        alone_s = self.alone_forward_s + self.alone_backward_s
+        return (self.num_micro_batches - num_ends) * inner + ends + alone_s + self.step_s
+
+
+def exposed_s(communication_s: float, compute_s: float, hidden_share: float = HIDDEN_SHARE) -> float:
+    """Seconds by which a collective lengthens what is computed beside it.
+
+    What it does not outlast it still slows: no more than a share of it hides, `OVERLAP_SLOWDOWN` by default.
+
+    >>> exposed_s(3.0, 0.0), exposed_s(0.0, 3.0), round(exposed_s(1.0, 9.0), 3)
+    (3.0, 0.0, 0.2)
+    """
+    return max(communication_s - compute_s, communication_s * (1 - hidden_share))
+
+
+def _beside(communication_s: float, hidden: float, compute_s: float) -> float:
+    return (1 - hidden) * communication_s + exposed_s(hidden * communication_s, compute_s)
+
+
+class CommTimeModel:
+    """What the strategies of a job exchange; keeps what several of them share.
+
+    Args:
+        job: with its cluster.
+        folded: of the job, where others have it too.
+    """
+
+    def __init__(self, job: PlanJob, folded: CompactLayout | None = None) -> None:
+        self.job = job
+        self.folded = folded or CompactLayout(job)
+        self.network = NetworkModel(job.cluster)
+        fitted = replace(
+            job.cluster.gpu.fitted, network_share=max(DISPATCH_SHARE, job.cluster.gpu.fitted.network_share)
+        )
+        gpu = replace(job.cluster.gpu, fitted=fitted)
+        self._dispatch_network = NetworkModel(replace(job.cluster, gpu=gpu), collisions=0.0)
+        self._blocks: dict[tuple[object, ...], BlockComm] = {}
+
+    def block(self, strategy: Strategy) -> BlockComm:
+        """Of one block on one rank, in one micro-batch.
+
+        Collectives are those of `shardwise.tensor.mappings` and `shardwise.context.traffic`; dispatching to experts and
+        back are two all-to-alls each way (Lepikhin et al. 2020, arXiv 2006.16668).
+        """
+        s = strategy
+        split = (s.tp, s.cp, s.ep, s.micro_size, s.sequence_parallel, s.param)
+        key = (*split, s.transport, s.heads_over, s.recompute, s.recompute_every)
+        found = self._blocks.get(key)
+        if found is None:
+            found = self._blocks[key] = self._block(strategy)
+        return found
+
+    def embedding(self, strategy: Strategy) -> BlockComm:
+        """Of the embedding: each tp rank looks up its part of the vocabulary, and the results are summed."""
+        op: Op = "reduce_scatter" if strategy.sequence_parallel else "all_reduce"
+        back_s = self._tensor_s("all_gather", strategy) if strategy.sequence_parallel else 0.0
+        return BlockComm(
+            forward=TokenExchange(tensor_s=self._tensor_s(op, strategy)), backward=TokenExchange(tensor_s=back_s)
+        )
+
+    def head(self, strategy: Strategy) -> BlockComm:
+        """Of the head and the loss: the input gathered, its gradient summed, three numbers a token in between."""
+        s = strategy
+        tokens_bytes = 4.0 * self._tokens(s)
+        forward_s = 3 * self.network.collective_s("all_reduce", tokens_bytes, s.tp)
+        backward_s = self._tensor_s("all_reduce", s)
+        if s.sequence_parallel:
+            forward_s += self._tensor_s("all_gather", s)
+            backward_s = self._tensor_s("all_gather", s) + self._tensor_s("reduce_scatter", s)
+        return BlockComm(forward=TokenExchange(tensor_s=forward_s), backward=TokenExchange(tensor_s=backward_s))
+
+    def transfer_s(self, strategy: Strategy) -> float:
+        """Of one micro-batch's activation from a stage to the next, or of its gradient back."""
+        s = strategy
+        if s.pp == 1:
+            return 0.0
+        num_bytes = self._activation_bytes(s) / (s.tp if s.sequence_parallel else 1)
+        # A ring goes as fast as its slowest rank, which is why it reaches a share of its links; a stage waits for one.
+        num_bytes *= self.job.cluster.gpu.fitted.network_share
+        return self.network.collective_s("send", num_bytes, s.pp, s.num_ranks // s.pp)
+
+    def data(self, strategy: Strategy, pipeline_rank: int = 0) -> DataParallelComm:
+        """Of a step's gathers and reductions over the ranks that share parameters.
+
+        Of several stages of a rank the first is needed, and the last is done, while the others compute: each takes
+        groups of as many micro-batches as there are ranks (Narayanan et al. 2021, arXiv 2104.04473, figure 4).
+        """
+        s = strategy
+        profile = self.job.cluster.profile
+        measured = None if profile is None else profile.hidden_share
+        seconds: dict[str, float] = dict.fromkeys(get_args(Moment), 0.0)
+        alone = {"first forward": 0.0, "last backward": 0.0}
+        for call in self.data_calls(s, pipeline_rank):
+            each_s = self.network.collective_s(call.op, call.num_bytes, call.num_ranks, call.stride)
+            seconds[call.moment] += call.count * each_s
+            if call.is_alone:
+                alone["first forward" if "forward" in call.moment else "last backward"] += each_s
+        step_s = NUM_STEP_SUMS * self.network.collective_s("all_reduce", 4.0, s.num_ranks)
+        if s.zero_stage in (1, 2) and not self.job.traits.defers_gathers:
+            step_s += seconds["first forward"]
+            seconds["first forward"] = alone["first forward"] = 0.0
+        return DataParallelComm(
+            forward_s=seconds["forward"],
+            backward_s=seconds["backward"],
+            first_forward_s=seconds["first forward"],
+            last_backward_s=seconds["last backward"],
+            alone_forward_s=alone["first forward"],
+            alone_backward_s=alone["last backward"],
+            step_s=step_s,
+            num_micro_batches=s.num_micro_batches,
+            num_hiding=min(s.num_micro_batches, s.pp) if s.virtual_stages > 1 else 1,
+            may_hide=self.job.traits.overlaps_data,
+            hidden_share=HIDDEN_SHARE if measured is None else measured,
+        )
+
+    def data_calls(self, strategy: Strategy, pipeline_rank: int = 0) -> tuple[PricedCollective, ...]:
+        """The collectives of a step over the ranks that share parameters: those that `Layout.bytes_on_wire` counts.
+
+        What runs alone is the first group's, which the forward needs first and the backward reduces last.
+        """
+        folds = self.folded.rank(strategy, pipeline_rank)
+        return tuple(
+            call
+            for index, fold in enumerate(folds.folds)
+            for call in self._calls_of(strategy, folds.layout, fold, is_first=index == 0)
+        )
+
+    def _calls_of(self, s: Strategy, layout: Layout, fold: LayerCount, *, is_first: bool) -> Iterator[PricedCollective]:
+        group, stage = self._resharded(fold.group, layout), layout.stage
+        near = s.tp * (s.ep if is_of_experts(group) else 1)
+        replicas, far = group.num_ranks // group.num_shards, near * group.num_shards
+        widths = layout.precision
+        param_bytes, grad_bytes = (group.padded_numel * DTYPE_BYTES[each] for each in (widths.param, widths.reduce))
+
+        def call(
+            op: Op, num_bytes: int, num_ranks: int, stride: int, moment: Moment, times: int = 1
+        ) -> PricedCollective:
+            is_alone = is_first and (op != "all_gather" or moment != "backward")
+            return PricedCollective(op, num_bytes, num_ranks, stride, moment, times * fold.count, is_alone=is_alone)
+
+        uses = layout.num_unshards(group, s.num_micro_batches)
+        if (uses == 1 and s.num_micro_batches > 1) or stage.unshard_after_step:
+            yield call("all_gather", param_bytes, group.num_shards, near, "first forward")
+        elif uses:
+            back = uses // s.num_micro_batches // 2
+            yield call("all_gather", param_bytes, group.num_shards, near, "forward", uses // s.num_micro_batches - back)
+            yield call("all_gather", param_bytes, group.num_shards, near, "backward", back)
+        if len(group.stages) > 1 and (holders := len(layout.holders(group))) > 1:
+            is_whole = stage.optimizer is Placement.REPLICATE
+            numel = group.padded_numel if is_whole else group.shard_numel
+            master_bytes = numel * DTYPE_BYTES[widths.master]
+            yield call("all_reduce", master_bytes, holders, s.num_ranks // s.pp, "last backward")
+        if stage.optimizer is Placement.REPLICATE:
+            yield call("all_reduce", grad_bytes, group.num_ranks, near, "last backward")
+            return
+        each_time = layout.num_reduces(s.num_micro_batches) == s.num_micro_batches > 1
+        each_time &= not self.job.traits.reduces_once
+        yield call("reduce_scatter", grad_bytes, group.num_shards, near, "backward" if each_time else "last backward")
+        yield call("all_reduce", grad_bytes // group.num_shards, replicas, far, "last backward")
+
+    def _resharded(self, group: GroupSpec, layout: Layout) -> GroupSpec:
+        """With the optimizer's own number of shards, where the code that runs has one."""
+        shards = self.job.traits.optimizer_shards
+        if shards is None or not layout.stage.unshard_after_step or group.num_ranks % shards:
+            return group
+        return replace(group, num_shards=min(shards, group.num_ranks))
+
+    def _block(self, s: Strategy) -> BlockComm:
+        pass_s = self._tensor_pass_s(s)
+        hidden = (TENSOR_CHUNKS - 1) / TENSOR_CHUNKS if self.job.traits.overlaps_tensor else 0.0
+        context = self._context_passes(s)
+        hidden_context = 1.0 if s.transport == "ring" and (s.heads_over or 1) < s.cp else 0.0
+        experts_s = self._experts_s(s)
+        repeats = 1.0 / s.recompute_every if s.recompute == "full" else 0.0
+        # Beside the gradients of inputs, in every code; what runs again gathers anyway.
+        regathered_s = (1 - repeats) * 2 * self._tensor_s("all_gather", s) if s.sequence_parallel else 0.0
+        backward_s = pass_s + regathered_s
+        hidden_back = (hidden * pass_s + regathered_s) / backward_s if backward_s else 0.0
+        return BlockComm(
+            forward=TokenExchange(
+                tensor_s=pass_s,
+                context_s=context[0],
+                experts_s=experts_s,
+                hidden_tensor=hidden,
+                hidden_context=hidden_context,
+            ),
+            backward=TokenExchange(
+                tensor_s=backward_s,
+                context_s=context[1],
+                experts_s=experts_s,
+                hidden_tensor=hidden_back,
+                hidden_context=hidden_context,
+            ),
+            recompute=TokenExchange(
+                tensor_s=repeats * pass_s,
+                context_s=repeats * context[0],
+                experts_s=repeats * experts_s,
+                hidden_tensor=hidden,
+                hidden_context=hidden_context,
+            ),
+        )
+
+    def _tensor_pass_s(self, s: Strategy) -> float:
+        """Of a forward, of a backward but for what it gathers again, and of a forward that runs again."""
+        if s.tp == 1:
+            return 0.0
+        if s.sequence_parallel:
+            return 2 * (self._tensor_s("all_gather", s) + self._tensor_s("reduce_scatter", s))
+        return 2 * self._tensor_s("all_reduce", s)
+
+    def _tensor_s(self, op: Op, s: Strategy) -> float:
+        return self.network.collective_s(op, self._activation_bytes(s), s.tp)
+
+    def _context_passes(self, s: Strategy) -> tuple[float, float]:
+        """Seconds of the exchange forward and backward."""
+        if s.cp == 1:
+            return 0.0, 0.0
+        shape, over = self.job.shape, s.heads_over or (s.cp if s.transport == "ulysses" else 1)
+        num_tokens, heads, kv_heads = (
+            self.job.seq_len // s.cp,
+            shape.num_heads // s.tp,
+            max(1, shape.num_kv_heads // s.tp),
+        )
+        element_bytes = DTYPE_BYTES[s.param]
+        sizes = AttentionSizes(s.micro_size, heads, kv_heads, shape.head_dim, element_bytes)
+        forward_s = backward_s = 0.0
+        if over > 1:
+            sent = bytes_of_heads(num_tokens, over, sizes)
+            whole = over / (over - 1)
+            forward_s += 2 * self.network.collective_s("all_to_all", sent.forward * whole / 2, over, s.tp)
+            backward_s += 2 * self.network.collective_s("all_to_all", sent.backward * whole / 2, over, s.tp)
+        ring = s.cp // over
+        if ring > 1:
+            own = AttentionSizes(s.micro_size, heads // over, max(1, kv_heads // over), shape.head_dim, element_bytes)
+            sent = bytes_of_ring(num_tokens * over, ring, own)
+            forward_s += self._around_s(s, sent.forward, ring, s.tp * over)
+            backward_s += self._around_s(s, sent.backward, ring, s.tp * over)
+        return forward_s, backward_s
+
+    def _around_s(self, s: Strategy, sent_bytes: float, num_ranks: int, stride: int) -> float:
+        """Of keys and values that reach all ranks, each having sent so many bytes, one by one or at once."""
+        if s.transport == "all-gather":
+            whole_bytes = sent_bytes * num_ranks / (num_ranks - 1)
+            return self.network.collective_s("all_gather", whole_bytes, num_ranks, stride)
+        steps = num_ranks - 1
+        return steps * self.network.collective_s("send", sent_bytes / steps, num_ranks, stride)
+
+    def _experts_s(self, s: Strategy) -> float:
+        """Of one pass of an average block: some layers may be dense."""
+        shape = self.job.shape
+        if shape.experts is None or s.ep == 1:
+            return 0.0
+        of_tokens = self._activation_bytes(s) / (s.tp if s.sequence_parallel else 1)
+        one_s = self._dispatch_s(of_tokens, shape.experts.num_chosen, s.ep, s.tp)
+        return 2 * one_s * shape.num_expert_layers / shape.num_layers
+
+    def _dispatch_s(self, num_bytes: float, num_chosen: int, num_ranks: int, stride: int) -> float:
+        """Of tokens that go to the ranks of their experts, or come back.
+
+        A token goes to a node once, and over its links to the experts there: of N nodes k experts drawn evenly are on
+        N (1 - (1 - 1/N)^k) (DeepSeek-V3, arXiv 2412.19437, section 3.2.2).
+        """
+        direct_s = self._dispatch_network.collective_s("all_to_all", num_bytes * num_chosen, num_ranks, stride)
+        levels = self._dispatch_network.levels(num_ranks, stride)
+        near, nodes = levels[0].num_ranks, num_ranks // levels[0].num_ranks
+        if len(levels) != 2:
+            return direct_s
+        num_nodes_reached = nodes * (1 - (1 - 1 / nodes) ** num_chosen)
+        over_s = self._dispatch_network.collective_s("all_to_all", num_bytes * num_nodes_reached, nodes, stride * near)
+        within_s = self._dispatch_network.collective_s("all_to_all", num_bytes * num_chosen, near, stride)
+        return min(direct_s, max(over_s, within_s))
+
+    def _tokens(self, s: Strategy) -> float:
+        return self.job.seq_len / s.cp * s.micro_size
+
+    def _activation_bytes(self, s: Strategy) -> float:
+        return DTYPE_BYTES[s.param] * self._tokens(s) * self.job.shape.hidden_size

@@ -1,0 +1,293 @@
+"""The Layout of a shape, folded: of blocks that are alike there is one group, and how many there are of it.
+
+What it says is what `plan_layout` says of the whole model, to the byte, at a cost that depends on neither the number of
+layers nor that of data-parallel ranks.
+
+>>> from shardwise.models.presets import preset
+>>> from shardwise.planner.hardware import Cluster, GpuSpec
+>>> from shardwise.planner.shape import ModelShape
+>>> gpu = GpuSpec(name="h100", memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 989e12})
+>>> cluster = Cluster(gpu=gpu, num_gpus=16384, gpus_per_node=8, nic_bytes_per_s=5e10)
+>>> job = PlanJob(shape=ModelShape.of_decoder(preset("llama-405b")), seq_len=8192, global_batch=2048, cluster=cluster)
+>>> folded = CompactLayout(job)
+>>> strategy = Strategy(pp=16, tp=8, dp_shard=128, zero_stage=1, num_micro_batches=16)
+>>> {role: round(num_bytes / 2**30, 1) for role, num_bytes in folded.at_rest(strategy, 0).items()}
+{'param': 5.7, 'grad': 11.4, 'optimizer': 0.3}
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+from shardwise.config.resolve import OptimizerConfig, PrecisionConfig, Tier, TiersConfig
+from shardwise.layout.layout import TIERS, Layout, assign_tiers, states_of
+from shardwise.layout.mesh_shape import GRADIENT_AXES, SHARD_AXES, MeshShape
+from shardwise.layout.param_groups import ROOT, GroupSpec, ParamEntry, build_groups
+from shardwise.layout.pipeline_layout import PipelineLayout
+from shardwise.layout.precision import precision_policy
+from shardwise.layout.zero_stages import Placement, effective_stage
+from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.stages import (
+    SkeletonParam,
+    StageLayouts,
+    StageTable,
+    block_params,
+    embedding_params,
+    head_params,
+    norm_params,
+)
+
+_LAST = "last"
+_EXPERTS = ":experts"
+
+
+@dataclass(frozen=True)
+class LayerCount:
+    """A group and how many like it there are on a rank."""
+
+    group: GroupSpec
+    count: int
+
+
+@dataclass(frozen=True)
+class RankLayerCounts:
+    """What one rank of the pipeline holds, and the layout that says what becomes of it."""
+
+    layout: Layout
+    folds: tuple[LayerCount, ...]
+
+    def total(self, of_group: Callable[[GroupSpec], Mapping[Any, int]]) -> dict[Any, int]:
+        """The sum over all groups, each as often as there are of it."""
+        totals: dict[Any, int] = {}
+        for fold in self.folds:
+            for key, num_bytes in of_group(fold.group).items():
+                totals[key] = totals.get(key, 0) + fold.count * num_bytes
+        return totals
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the flat buffers of all groups, unsharded, padding included."""
+        return sum(fold.count * fold.group.padded_numel for fold in self.folds)
+
+    @cached_property
+    def reduced_numels(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Elements of each group and how many there are of it, in the order of their reductions; the last stage first.
+
+        What several stages hold is reduced with the last of them.
+        """
+        pipeline = self.layout.pipeline
+        held = sorted(pipeline.held, reverse=True) if pipeline is not None else [0]
+        found: list[list[tuple[int, int]]] = [[] for _ in held]
+        for fold in self.folds:
+            own = [held.index(stage) for stage in fold.group.stages if stage in held]
+            place = found[max(own, default=0)]
+            entry = (fold.group.padded_numel, fold.count)
+            if fold.group.unit == ROOT:
+                place.append(entry)
+            else:
+                place.insert(0, entry)
+        return tuple(map(tuple, found))
+
+
+class CompactLayout:
+    """The Layouts of a job's strategies; keeps what several of them share."""
+
+    def __init__(self, job: PlanJob, stages: StageTable | None = None) -> None:
+        self.job = job
+        self.stages = stages or StageTable(job)
+        self._templates: dict[tuple[Any, ...], tuple[GroupSpec, ...]] = {}
+        self._ranks: dict[tuple[Any, ...], RankLayerCounts] = {}
+        self._at_rest: dict[tuple[Any, ...], dict[str, int]] = {}
+
+    def at_rest(self, strategy: Strategy, pipeline_rank: int = 0) -> dict[str, int]:
+        """Bytes by role of the first rank of the shard group, as `Layout.bytes_at_rest`."""
+        key = self.key(strategy, pipeline_rank)
+        if key not in self._at_rest:
+            self._at_rest[key] = self._bytes_at_rest(strategy, pipeline_rank, None)
+        return self._at_rest[key]
+
+    def by_tier(self, strategy: Strategy, pipeline_rank: int = 0) -> dict[Tier, dict[str, int]]:
+        """`at_rest` of each tier that holds anything, as `Layout.bytes_by_tier`."""
+        if (strategy.params_tier, strategy.grads_tier, strategy.optimizer_tier) == ("device",) * 3:
+            return {"device": self.at_rest(strategy, pipeline_rank)}
+        by_tier = {tier: self._bytes_at_rest(strategy, pipeline_rank, tier) for tier in TIERS}
+        return {tier: totals for tier, totals in by_tier.items() if any(totals.values())}
+
+    def on_wire(self, strategy: Strategy, pipeline_rank: int = 0) -> dict[str, int]:
+        """Bytes that a rank sends in a step, by collective, as `Layout.bytes_on_wire`."""
+        rank = self.rank(strategy, pipeline_rank)
+        return rank.total(lambda group: rank.layout.group_bytes_on_wire(group, strategy.num_micro_batches))
+
+    def across(self, strategy: Strategy, pipeline_rank: int = 0) -> dict[tuple[Tier, Tier], int]:
+        """Bytes that a rank moves between tiers in a step, by (from, to), as `Layout.bytes_across`."""
+        rank = self.rank(strategy, pipeline_rank)
+        return rank.total(lambda group: rank.layout.group_bytes_across(group, strategy.num_micro_batches))
+
+    def rank(self, strategy: Strategy, pipeline_rank: int = 0) -> RankLayerCounts:
+        """The folded groups of one rank of the pipeline."""
+        key = self.key(strategy, pipeline_rank)
+        if key not in self._ranks:
+            self._ranks[key] = self._fold(strategy, pipeline_rank)
+        return self._ranks[key]
+
+    def key(self, strategy: Strategy, pipeline_rank: int) -> tuple[Any, ...]:
+        """All that the groups depend on; ranks of a pipeline that hold the same share one."""
+        s, held = strategy, self.stages.of(strategy).held_by(pipeline_rank)
+        axes = (s.pp > 1, s.dp_replicate, s.dp_shard, s.cp, s.tp, s.ep, s.zero_stage, s.gather)
+        shares = (s.params_on_device, s.grads_on_device, s.optimizer_on_device)
+        return (*axes, held, s.params_tier, s.grads_tier, s.optimizer_tier, *shares, s.param, s.reduce, s.accumulate)
+
+    def _bytes_at_rest(self, strategy: Strategy, pipeline_rank: int, tier: Tier | None) -> dict[str, int]:
+        rank = self.rank(strategy, pipeline_rank)
+        totals = rank.total(lambda group: rank.layout.group_bytes_at_rest(group, 0, tier))
+        num_shards = self.job.traits.optimizer_shards
+        if num_shards is None:
+            return totals
+        states = tuple(replace(each, placement=Placement.SHARD) for each in rank.layout.states)
+        layout = replace(rank.layout, states=states)
+        resharded = rank.total(lambda group: layout.group_bytes_at_rest(replace(group, num_shards=num_shards), 0, tier))
+        return {**totals, "optimizer": resharded["optimizer"]}
+
+    def _fold(self, strategy: Strategy, pipeline_rank: int) -> RankLayerCounts:
+        s, stages = strategy, self.stages.of(strategy)
+        mesh = _mesh_of(s)
+        tiers = _tiers_of(s)
+        num_shards = mesh.size_along(SHARD_AXES)
+        stage = effective_stage(s.zero_stage, num_shards, tiers, is_scheduled=s.pp > 1)
+        policy = precision_policy(PrecisionConfig(param=s.param, reduce=s.reduce, accumulate=s.accumulate))
+        held = [
+            LayerCount(self._placed(fold.group, mesh, s.ep), fold.count)
+            for fold in self._held(s, stages, pipeline_rank)
+        ]
+        folds = tuple(self._rested(s, tiers, held, pipeline_rank))
+        groups = tuple(fold.group for fold in folds)
+        states = states_of(stage, policy, OptimizerConfig(name=self.job.optimizer), groups)
+        pipeline = None
+        if s.pp > 1:
+            gathers_once = s.gather == "batch" or s.zero_stage < 3
+            pipeline = PipelineLayout(stages.placement, (), {}, gathers_once, index=pipeline_rank)
+        units = tuple(dict.fromkeys(group.unit for group in groups if group.unit != ROOT))
+        return RankLayerCounts(Layout(mesh, units, groups, stage, policy, states, None, pipeline), folds)
+
+    def _placed(self, group: GroupSpec, mesh: MeshShape, ep: int) -> GroupSpec:
+        """A template with the ranks of a mesh; experts are on `ep` times fewer."""
+        share = ep if is_of_experts(group) else 1
+        num_ranks = max(1, mesh.size_along(GRADIENT_AXES) // share)
+        num_shards = max(1, mesh.size_along(SHARD_AXES) // share)
+        return replace(group, num_ranks=num_ranks, num_shards=num_shards)
+
+    def _rested(
+        self, strategy: Strategy, tiers: TiersConfig, held: Sequence[LayerCount], pipeline_rank: int
+    ) -> Iterator[LayerCount]:
+        """The folds with the memories of their states; a fold of which a share stays on the device becomes several.
+
+        What several ranks of the pipeline hold rests where it does on the first of them.
+        """
+        if (tiers.params, tiers.grads, tiers.optimizer) == ("device",) * 3:
+            yield from held
+            return
+        if not (tiers.params_on_device or tiers.grads_on_device or tiers.optimizer_on_device):
+            yield from (LayerCount(assign_tiers((fold.group,), tiers)[0], fold.count) for fold in held)
+            return
+        rank_of = self.stages.of(strategy).placement.rank_of
+        holders = [min(map(rank_of, fold.group.stages)) if strategy.pp > 1 else pipeline_rank for fold in held]
+        own = [fold for fold, holder in zip(held, holders, strict=True) if holder == pipeline_rank]
+        assigned = iter(assign_tiers(_unfolded(own), tiers))
+        for fold, holder in zip(held, holders, strict=True):
+            if holder != pipeline_rank:
+                first = next(each for each in self.rank(strategy, holder).folds if each.group.name == fold.group.name)
+                yield LayerCount(replace(fold.group, tiers=first.group.tiers), fold.count)
+                continue
+            counts = Counter(group.tiers for group in islice(assigned, fold.count))
+            yield from (LayerCount(replace(fold.group, tiers=rested), count) for rested, count in counts.items())
+
+    def _held(self, strategy: Strategy, stages: StageLayouts, pipeline_rank: int) -> Iterable[LayerCount]:
+        """The templates of what a rank of the pipeline holds: the root's first, the last block of all in the end."""
+        held = stages.placement.stages_of(pipeline_rank)
+        for group in self._root(strategy, stages):
+            if not set(group.stages).isdisjoint(held):
+                yield LayerCount(group, 1)
+        for stage in held:
+            dense, with_experts = stages.kinds[stage]
+            counts: dict[bool, int] = {False: dense, True: with_experts}
+            kept_last = None
+            if strategy.pp == 1 and dense + with_experts:  # what it was gathered for in the forward serves the backward
+                kept_last = with_experts > 0
+                counts[kept_last] -= 1
+            for has_experts, count in counts.items():
+                if count:
+                    name = f"{'experts' if has_experts else 'dense'}.{stage}"
+                    yield from (LayerCount(group, count) for group in self._block(strategy, name, stage, has_experts))
+            if kept_last is not None:
+                name = f"{'experts' if kept_last else 'dense'}.{_LAST}"
+                yield from (LayerCount(group, 1) for group in self._block(strategy, name, stage, kept_last))
+
+    def _block(self, strategy: Strategy, name: str, stage: int, has_experts: bool) -> tuple[GroupSpec, ...]:
+        key = (strategy.tp, strategy.ep, name, stage)
+        if key not in self._templates:
+            params = block_params(self.job.shape, has_experts=has_experts, expert_ranks=strategy.ep)
+            parts = [[each for each in params if each.is_of_experts is of_experts] for of_experts in (False, True)]
+            groups = [_template(part, strategy.tp, name) for part in parts if part]
+            names = (name, f"{name}{_EXPERTS}")
+            self._templates[key] = tuple(
+                replace(group, name=own, stages=(stage,)) for group, own in zip(groups, names, strict=False)
+            )
+        return self._templates[key]
+
+    def _root(self, strategy: Strategy, stages: StageLayouts) -> tuple[GroupSpec, ...]:
+        """What is in no block: one group without a pipeline, in one a group for each set of stages that use it."""
+        shape, last = self.job.shape, stages.head_stage
+        key = (strategy.tp, strategy.pp > 1, stages.norm_stage, last)
+        if key in self._templates:
+            return self._templates[key]
+        tied = tuple(sorted({0, last})) if shape.is_tied else (0,)
+        tables = embedding_params(shape)
+        members = [((tied if index == 0 else (0,)), param) for index, param in enumerate(tables)]
+        members += [((stages.norm_stage,), param) for param in norm_params(shape)]
+        members += [] if shape.is_tied else [((last,), param) for param in head_params(shape)]
+        by_stages: dict[tuple[int, ...], list[SkeletonParam]] = {}
+        for used_by, param in members:
+            by_stages.setdefault(used_by if strategy.pp > 1 else (0,), []).append(param)
+        self._templates[key] = tuple(
+            replace(_template(params, strategy.tp, ROOT), name=f"{ROOT}@{'+'.join(map(str, used_by))}", stages=used_by)
+            for used_by, params in sorted(by_stages.items())
+        )
+        return self._templates[key]
+
+
+def is_of_experts(group: GroupSpec) -> bool:
+    """Whether a group's parameters are of experts, which `ep` ranks split."""
+    return group.name.endswith(_EXPERTS)
+
+
+def _unfolded(folds: Iterable[LayerCount]) -> list[GroupSpec]:
+    """Every group by itself, each with a name of its own."""
+    return [replace(fold.group, name=f"{fold.group.name}.{index}") for fold in folds for index in range(fold.count)]
+
+
+def _mesh_of(strategy: Strategy) -> MeshShape:
+    return MeshShape(strategy.pp, strategy.dp_replicate, strategy.dp_shard, strategy.cp, strategy.tp)
+
+
+def _tiers_of(strategy: Strategy) -> TiersConfig:
+    s = strategy
+    return TiersConfig(
+        params=s.params_tier,
+        grads=s.grads_tier,
+        optimizer=s.optimizer_tier,
+        params_on_device=s.params_on_device,
+        grads_on_device=s.grads_on_device,
+        optimizer_on_device=s.optimizer_on_device,
+    )
+
+
+def _template(params: Sequence[SkeletonParam], tp: int, unit: str) -> GroupSpec:
+    """The group of some parameters on one data rank."""
+    entries = [ParamEntry(each.name, (), unit, each.shape, requires_grad=True) for each in params]
+    splits = {each.name: each.split(tp) for each in params} if tp > 1 else None
+    return build_groups(entries, () if unit == ROOT else (unit,), 1, 1, splits=splits)[0]

@@ -1,0 +1,51 @@
+"""The price of a strategy: its memory and its time."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from shardwise.planner.compact_layout import CompactLayout
+from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.memory import MemoryModel
+from shardwise.planner.results import Estimate, MemoryEstimate, TimeEstimate
+from shardwise.planner.step_time import TimeModel
+
+
+class _MemoryModel(Protocol):
+    def estimate(self, strategy: Strategy, *, too_much_bytes: float = math.inf) -> MemoryEstimate: ...
+
+
+class _TimeModel(Protocol):
+    def estimate(self, strategy: Strategy, *, is_quick: bool = False) -> TimeEstimate: ...
+
+    def busy_s(self, strategy: Strategy) -> float: ...
+
+
+class Pricing(Protocol):
+    """What prices strategies: `Pricer`, or another that does."""
+
+    @property
+    def memory(self) -> _MemoryModel: ...
+
+    @property
+    def time(self) -> _TimeModel: ...
+
+
+class Pricer:
+    """Prices the strategies of one job; keeps what several of them share."""
+
+    def __init__(self, job: PlanJob) -> None:
+        self.job = job
+        folded = CompactLayout(job)
+        self.memory = MemoryModel(job, folded)
+        self.time = TimeModel(job, folded)
+
+    def price(self, strategy: Strategy) -> Estimate:
+        """Memory and time of one strategy."""
+        return Estimate(
+            job=self.job,
+            strategy=strategy,
+            memory=self.memory.estimate(strategy),
+            time=self.time.estimate(strategy),
+        )

@@ -1,0 +1,260 @@
+"""Why the winner wins and the others lose, in sentences of the parts that differ.
+
+>>> parts_words({"tensor": -0.8, "bubble": 0.3, "data": 0.001})
+'800 ms less exposed tensor exchange, 300 ms more bubble'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final
+
+from shardwise.planner.candidates import divisors, is_legal
+from shardwise.planner.estimate import Pricer, Pricing
+from shardwise.planner.format import gib_words, layout_words, seconds_words
+from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.memory_limit import Shortfall, shortfall
+from shardwise.planner.neighbours import Change, price_changes
+from shardwise.planner.results import TIME_PARTS, Estimate, RankMemory
+from shardwise.planner.search import SearchResult
+from shardwise.planner.suggestions import cures, smallest_cure, would_fit
+from shardwise.planner.tie_break import extras_words, num_extras
+
+_PART_WORDS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "compute": "compute",
+        "recompute": "recomputation",
+        "tensor": "exposed tensor exchange",
+        "context": "exposed context exchange",
+        "experts": "exposed experts' exchange",
+        "bubble": "bubble",
+        "data": "exposed gathers and reductions",
+        "offload": "exposed offload",
+        "step": "optimizer step",
+        "other": "waiting for the slowest",
+    }
+)
+# Of the difference of two times; parts that make less of it are left out.
+_LEAST_SHARE: Final = 0.05
+# Less is the same: it would be read as 0.0.
+_EQUAL_PERCENT: Final = 0.05
+_MICRO_SIZES: Final = (8, 4, 2, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DefaultChoice:
+    """What many would start with.
+
+    Attributes:
+        name: by which it is known.
+        price: of its fastest micro-batch that fits, or of micro-batches of one sample; None where it cannot be run.
+        missing: what does not fit.
+        sentence: why it loses, or that it does not.
+    """
+
+    name: str
+    price: Estimate | None
+    missing: Shortfall | None
+    sentence: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reasons:
+    """Of a plan.
+
+    Attributes:
+        wins: why the winner beats the next.
+        runners_up: why each loses, in the order of `SearchResult.runners_up`.
+        defaults: why popular ones lose.
+        changes: of one thing about the winner, those that fit first.
+        misses, cures: where nothing fits: what the nearest lacks, and what would make it fit.
+        yours: how a strategy of the user's own does; empty where there is none.
+    """
+
+    wins: str
+    runners_up: tuple[str, ...]
+    defaults: tuple[DefaultChoice, ...]
+    changes: tuple[Change, ...] = ()
+    misses: str = ""
+    cures: tuple[str, ...] = ()
+    yours: str = ""
+
+
+def reasons_of(
+    plan: SearchResult,
+    pricing: Pricing | None = None,
+    pricing_of: Callable[[PlanJob], Pricing] | None = None,
+    yours: Estimate | None = None,
+) -> Reasons:
+    """Why a plan is what it is.
+
+    Args:
+        plan: as `search` found it.
+        pricing: of its job; a new `Pricer` when left out.
+        pricing_of: prices other jobs; `Pricer` when left out.
+        yours: a strategy of the user's own.
+    """
+    make = pricing_of or Pricer
+    pricing = pricing or make(plan.job)
+    winner, margin_share = plan.winner, plan.limits.margin_share
+    own = "" if yours is None else why_yours(yours, winner, pricing, margin_share)
+    usual = tuple(defaults(plan, pricing))
+    if winner is None:
+        if plan.nearest is None:
+            return Reasons(wins="", runners_up=(), defaults=usual, yours=own)
+        price, missing = plan.nearest
+        found = tuple(cures(price, missing, pricing, make, margin_share))
+        misses = lacks(price, missing)
+        return Reasons(wins="", runners_up=(), defaults=usual, misses=misses, cures=found, yours=own)
+    return Reasons(
+        wins=why_faster(winner, plan.runners_up[0]) if plan.runners_up else "no other mesh or schedule fits",
+        runners_up=tuple(why_slower(each, winner) for each in plan.runners_up),
+        defaults=usual,
+        changes=price_changes(plan.job, winner.strategy, pricing, margin_share),
+        yours=own,
+    )
+
+
+def why_faster(winner: Estimate, other: Estimate) -> str:
+    """What the winner has less and more of than another."""
+    gained = other.time.step_s - winner.time.step_s
+    layout = layout_words(other.strategy)
+    share = -100 * gained / winner.time.step_s
+    if share >= _EQUAL_PERCENT:
+        return f"simpler than {layout}, which is {share:.1f} % faster"
+    if -share < _EQUAL_PERCENT:
+        return f"as fast as {layout}, which comes next"
+    return f"{seconds_words(gained)} faster than {layout}: {parts_words(_differences(winner, other))}"
+
+
+def why_slower(other: Estimate, winner: Estimate) -> str:
+    """What another has more and less of than the winner."""
+    lost = other.time.step_s - winner.time.step_s
+    share = 100 * lost / winner.time.step_s
+    if share < _EQUAL_PERCENT:
+        if num_extras(other.strategy) <= num_extras(winner.strategy):
+            return "as fast"
+        gained = f"{-share:.1f} % faster" if -share >= _EQUAL_PERCENT else "as fast"
+        return f"{gained}, but less simple: {extras_words(other.strategy, winner.strategy)}"
+    return f"{seconds_words(lost)} ({share:.1f} %) slower: {parts_words(_differences(other, winner))}"
+
+
+def why_yours(yours: Estimate, winner: Estimate | None, pricing: Pricing, margin_share: float) -> str:
+    """How a strategy that no search has found does beside the winner."""
+    missing = shortfall(yours.memory, yours.job.cluster, margin_share)
+    if missing is not None:
+        return why_not(yours, missing, smallest_cure(yours.job, yours.strategy, pricing, margin_share))
+    if winner is None:
+        return "fits, though the search found nothing that does: keep it"
+    gained = winner.time.step_s - yours.time.step_s
+    share = 100 * gained / winner.time.step_s
+    if share >= _EQUAL_PERCENT:
+        return f"{seconds_words(gained)} ({share:.1f} %) faster than what the search found: keep it"
+    return why_slower(yours, winner)
+
+
+def parts_words(differences: Mapping[str, float]) -> str:
+    """The parts of two times that differ most, the largest first."""
+    ordered = sorted(differences.items(), key=lambda each: -abs(each[1]))
+    largest = abs(ordered[0][1]) if ordered else 0.0
+    shown = [(part, seconds) for part, seconds in ordered if abs(seconds) > _LEAST_SHARE * largest][:4]
+    return ", ".join(
+        f"{seconds_words(abs(seconds))} {'less' if seconds < 0 else 'more'} {_PART_WORDS[part]}"
+        for part, seconds in shown
+    )
+
+
+def why_not(price: Estimate, missing: Shortfall, cure: Change | None) -> str:
+    """What a strategy lacks, and the smallest change that makes it fit."""
+    words = lacks(price, missing)
+    if cure is None:
+        return f"{words}; nothing less of it fits"
+    return f"{words}; {would_fit(cure)}"
+
+
+def defaults(plan: SearchResult, pricing: Pricing) -> Iterator[DefaultChoice]:
+    """What people would start with, and how it does on this job."""
+    job = plan.job
+    for name, strategies in _default_strategies(job, plan):
+        legal = [each for each in strategies if is_legal(job, each)]
+        if not legal:
+            what = "heads, layers or tokens" if strategies else f"{job.global_batch:,} sequences"
+            sentence = f"cannot be run: {what} do not divide by its ranks"
+            yield DefaultChoice(name=name, price=None, missing=None, sentence=sentence)
+            continue
+        yield _default(name, legal, plan, pricing)
+
+
+def _default(name: str, strategies: list[Strategy], plan: SearchResult, pricing: Pricing) -> DefaultChoice:
+    job, margin_share = plan.job, plan.limits.margin_share
+    memories = [(each, pricing.memory.estimate(each)) for each in strategies]
+    fitting = [
+        Estimate(job=job, strategy=each, memory=memory, time=pricing.time.estimate(each))
+        for each, memory in memories
+        if shortfall(memory, job.cluster, margin_share) is None
+    ]
+    if fitting:
+        best = min(fitting, key=lambda each: each.time.step_s)
+        winner = plan.winner
+        if winner is None or best.time.step_s <= winner.time.step_s:
+            sentence = f"{seconds_words(best.time.step_s)}, nothing is faster"
+        else:
+            sentence = why_slower(best, winner)
+        return DefaultChoice(name=name, price=best, missing=None, sentence=sentence)
+    strategy, memory = min(memories, key=lambda each: each[1].worst.peak_bytes)
+    price = Estimate(job=job, strategy=strategy, memory=memory, time=pricing.time.estimate(strategy))
+    missing = shortfall(memory, job.cluster, margin_share)
+    if missing is None:
+        raise RuntimeError(f"{strategy} fits and does not")
+    cure = smallest_cure(job, strategy, pricing, margin_share)
+    return DefaultChoice(name=name, price=price, missing=missing, sentence=why_not(price, missing, cure))
+
+
+def _default_strategies(job: PlanJob, plan: SearchResult) -> Iterator[tuple[str, list[Strategy]]]:
+    num_gpus = job.cluster.num_gpus
+    found = (plan.winner or (plan.nearest[0] if plan.nearest else None)) if plan else None
+    base = Strategy() if found is None else found.strategy
+    base = Strategy(param=base.param, reduce=base.reduce, accumulate=base.accumulate, matmul=base.matmul)
+    host = {"optimizer_tier": "host", "grads_tier": "host"}
+    yield "DDP", _with_batches(job, replace(base, dp_shard=num_gpus))
+    if num_gpus > 1:
+        yield "FSDP (ZeRO-3 over all)", _with_batches(job, replace(base, dp_shard=num_gpus, zero_stage=3))
+        yield "ZeRO-2", _with_batches(job, replace(base, dp_shard=num_gpus, zero_stage=2))
+    offloaded = replace(base, dp_shard=num_gpus, zero_stage=3, params_tier="host", **host)  # type: ignore[arg-type]
+    yield "ZeRO-3, host offload", _with_batches(job, offloaded)
+    tp = min(8, job.cluster.gpus_per_node)
+    if num_gpus > tp > 1:
+        sizes = [each for each in divisors(num_gpus // tp) if 1 < each <= job.shape.num_layers]
+        split = replace(base, tp=tp, sequence_parallel=True)
+        meshes = [replace(split, pp=pp, dp_shard=num_gpus // tp // pp, zero_stage=1) for pp in sizes]
+        meshes = [each if each.dp_shard > 1 else replace(each, zero_stage=0) for each in meshes]
+        yield f"Megatron (TP {tp} + PP)", [each for mesh in meshes for each in _with_batches(job, mesh)]
+
+
+def _with_batches(job: PlanJob, strategy: Strategy) -> list[Strategy]:
+    each_batch, rest = divmod(job.global_batch, strategy.num_data_ranks)
+    if rest:
+        return []
+    sizes = [size for size in _MICRO_SIZES if each_batch % size == 0]
+    return [replace(strategy, micro_size=size, num_micro_batches=each_batch // size) for size in sizes]
+
+
+def _differences(one: Estimate, other: Estimate) -> dict[str, float]:
+    return {part: one.time.parts.get(part, 0.0) - other.time.parts.get(part, 0.0) for part in TIME_PARTS}
+
+
+def lacks(price: Estimate, missing: Shortfall) -> str:
+    """What a strategy lacks, and what takes most of it."""
+    words = f"out of memory by {gib_words(missing.missing_bytes)}"
+    if missing.tier != "device":
+        return f"{words} of each node's {missing.tier} memory"
+    rank = next(each for each in price.memory.ranks if each.pipeline_rank == missing.pipeline_rank)
+    where = f" on pipeline rank {rank.pipeline_rank}" if price.strategy.pp > 1 else ""
+    return f"{words}{where}: {_largest_words(rank)}"
+
+
+def _largest_words(rank: RankMemory) -> str:
+    largest = sorted(rank.peak.items(), key=lambda each: -each[1])[:2]
+    return ", ".join(f"{name} {gib_words(size)}" for name, size in largest)

@@ -1,0 +1,322 @@
+"""What ranks of a pipeline hold at once: how many micro-batches of each of their stages, by the schedule itself.
+
+Where a rank's stages are of different sizes, the most stages at once is not yet the most bytes: which ones counts. So
+does whether a backward runs: it makes tensors of its own.
+
+>>> flight = InFlightTable().of("interleaved", 2, 2, 4, rank=0)
+>>> [[held.whole for held in moments] for moments in flight.backwards]
+[[(4, 1), (3, 2)], [(3, 2), (4, 1)]]
+>>> InFlightTable().of("zb-h1", 4, 1, 1000, rank=2).between
+(InFlightCounts(whole=(1,), deferred=(3,), num_arrived=0, num_sent=999),)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import ge
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.schedule.actions import ActionKind
+from shardwise.schedule.formulas import max_in_flight
+from shardwise.schedule.placement import StagePlacement
+from shardwise.schedule.registry import pipeline_rows, placement_of, recipe_of
+
+_Numbers = NDArray[np.int64]
+_CODES: Final[Mapping[ActionKind, int]] = MappingProxyType(
+    {ActionKind.FORWARD: 0, ActionKind.BACKWARD_WEIGHT: 1, ActionKind.BACKWARD: -1, ActionKind.BACKWARD_INPUT: -2}
+)
+"""Those of backwards, which a gradient of the output begins, are below 0."""
+
+_MOST_CODE: Final = 2**62
+
+_NUM_ROUNDS = 3
+"""Rounds of p micro-batches behind which a schedule that alternates forwards and backwards repeats itself."""
+
+
+@dataclass(frozen=True)
+class InFlightCounts:
+    """What a rank holds at one moment, in micro-batches of each of its stages, in their order.
+
+    Attributes:
+        whole: between forward and backward.
+        deferred: whose gradients of the weights are still to come.
+        num_arrived: tensors from other ranks that the next computation waits for.
+        num_sent: gradients that have gone to other ranks in this step.
+    """
+
+    whole: tuple[int, ...]
+    deferred: tuple[int, ...]
+    num_arrived: int = 0
+    num_sent: int = 0
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """All that stages keep."""
+        return self.whole + self.deferred
+
+    def covers(self, other: InFlightCounts) -> bool:
+        """Whether it keeps no less of any stage."""
+        return all(map(ge, self.counts, other.counts))
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """The moments at which a rank holds most; none covers another of its kind.
+
+    Attributes:
+        backwards: of each of its stages, as a backward of it begins.
+        between: at the ends of forwards, and of backwards that leave gradients of weights for later, that hold more.
+    """
+
+    backwards: tuple[tuple[InFlightCounts, ...], ...]
+    between: tuple[InFlightCounts, ...] = ()
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.backwards, self.between))
+
+    def __hash__(self) -> int:
+        return self._hash  # flights are looked up much more often than they are made
+
+    @property
+    def moments(self) -> tuple[InFlightCounts, ...]:
+        """All of them."""
+        return (*(held for moments in self.backwards for held in moments), *self.between)
+
+
+class _Row(NamedTuple):
+    """Which rank of which schedule."""
+
+    recipe_name: str
+    num_ranks: int
+    virtual_stages: int
+    num_micro_batches: int
+    rank: int
+
+
+class InFlightTable:
+    """The flights of schedules; keeps those that it was asked for."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[_Row, int | None], InFlight] = {}
+        self._reductions: dict[_Row, tuple[tuple[int, bool], ...]] = {}
+        self._same: dict[InFlight, InFlight] = {}
+
+    def of(
+        self,
+        recipe_name: str,
+        num_ranks: int,
+        virtual_stages: int,
+        num_micro_batches: int,
+        *,
+        rank: int,
+        most_sent: int | None = None,
+    ) -> InFlight:
+        """Of one rank; flights that are equal are one.
+
+        Args:
+            most_sent: of gradients that have gone, more are not counted.
+
+        Raises:
+            ConfigError: no such schedule.
+            ScheduleError: a count below 1, or no such rank.
+        """
+        return self._of(_Row(recipe_name, num_ranks, virtual_stages, num_micro_batches, rank), most_sent)
+
+    def _of(self, row: _Row, most_sent: int | None) -> InFlight:
+        key = (row, most_sent)
+        if key not in self._known:
+            flight = self._counted(row, most_sent)
+            self._known[key] = self._same.setdefault(flight, flight)
+        return self._known[key]
+
+    def _counted(self, row: _Row, most_sent: int | None) -> InFlight:
+        name, num_ranks, virtual_stages, num_micro_batches, rank = row
+        placement = placement_of(name, num_ranks, virtual_stages)
+        if placement.stages_per_rank == 1 and not recipe_of(name).splits_backward:
+            num = max_in_flight(name, num_ranks, num_micro_batches, virtual_stages, rank)
+            awaits_gradient, awaits_input = num > 1 and rank < num_ranks - 1, num < num_micro_batches and rank > 0
+            # Where gradients do not arrive, nothing does as the last is sent: one less was sent as the last input does.
+            num_sent = num_micro_batches - num - (awaits_input and not awaits_gradient) if rank else 0
+            num_arrived = int(awaits_gradient or awaits_input)
+            return InFlight(((InFlightCounts((num,), (0,), num_arrived, _at_most(num_sent, most_sent)),),))
+        num = _as_telling(num_ranks, num_micro_batches) if name not in ("gpipe", "naive") else num_micro_batches
+        if num < num_micro_batches and most_sent is not None:
+            return self._of(row._replace(num_micro_batches=num), most_sent)
+        actions = pipeline_rows(name, num_ranks, num, virtual_stages).of(rank)
+        return _with_rounds(
+            _flight(actions, placement, rank, most_sent), (num_micro_batches - num) * _num_inlets(placement, rank)
+        )
+
+    def reductions(
+        self, recipe_name: str, num_ranks: int, virtual_stages: int, num_micro_batches: int, *, rank: int
+    ) -> tuple[tuple[int, bool], ...]:
+        """In which order a rank's stages get gradients and are reduced, where each micro-batch is by itself.
+
+        Returns:
+            The stage's number among those of the rank, the last one first, and whether it is reduced. Of what repeats
+            itself, and of micro-batches behind those that fill the pipeline, some are left out.
+        """
+        placement = placement_of(recipe_name, num_ranks, virtual_stages)
+        if placement.stages_per_rank == 1 and not recipe_of(recipe_name).splits_backward:
+            return ((0, False), (0, True)) * min(num_micro_batches, _NUM_ROUNDS)
+        num = min(num_micro_batches, num_ranks + 1)
+        row = _Row(recipe_name, num_ranks, virtual_stages, num, rank)
+        if row not in self._reductions:
+            actions = pipeline_rows(recipe_name, num_ranks, num, virtual_stages).of(rank)
+            self._reductions[row] = tuple(_reductions(actions, sorted(placement.stages_of(rank), reverse=True)))
+        return self._reductions[row]
+
+
+def _reductions(row: Sequence[tuple[ActionKind, int, int]], stages: Sequence[int]) -> list[tuple[int, bool]]:
+    found: list[tuple[int, bool]] = []
+    for kind, stage, _ in row:
+        if kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
+            found.append((stages.index(stage), False))
+        if kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
+            found.append((stages.index(stage), True))
+        if found[-2:] * (_NUM_ROUNDS + 1) == found[-2 * (_NUM_ROUNDS + 1) :]:
+            del found[-2:]
+    return found
+
+
+def _as_telling(num_ranks: int, num_micro_batches: int) -> int:
+    """The fewest micro-batches of which a rank holds as many, with rounds as long as `interleaved_rounds` has them."""
+    num_rounds, left = divmod(num_micro_batches, num_ranks)
+    if num_rounds <= _NUM_ROUNDS:
+        return num_micro_batches
+    longer = _NUM_ROUNDS * -(-left // num_rounds)
+    return _NUM_ROUNDS * num_ranks + longer if longer < num_ranks else num_micro_batches
+
+
+def _at_most(number: int, most: int | None) -> int:
+    return number if most is None else min(number, most)
+
+
+def _with_rounds(flight: InFlight, num_more: int) -> InFlight:
+    """A flight with the gradients that were sent in rounds that were left out."""
+    if not num_more:
+        return flight
+
+    def with_more(moments: tuple[InFlightCounts, ...]) -> tuple[InFlightCounts, ...]:
+        return tuple(replace(each, num_sent=each.num_sent + num_more * (each.num_sent > 0)) for each in moments)
+
+    return InFlight(tuple(map(with_more, flight.backwards)), with_more(flight.between))
+
+
+def is_remote(placement: StagePlacement, stage: int, neighbour: int) -> bool:
+    """Whether there is a neighbour of a stage, and on another rank."""
+    return 0 <= neighbour < placement.num_stages and placement.rank_of(stage) != placement.rank_of(neighbour)
+
+
+def _num_inlets(placement: StagePlacement, rank: int) -> int:
+    """Stages of a rank that are given what another rank has computed."""
+    return sum(is_remote(placement, stage, stage - 1) for stage in placement.stages_of(rank))
+
+
+def _flight(
+    row: Sequence[tuple[ActionKind, int, int]], placement: StagePlacement, rank: int, most_sent: int | None
+) -> InFlight:
+    moments = _Moments.of(row, placement, placement.stages_of(rank), most_sent)
+    backwards = tuple(moments.highest(moments.backward == index) for index in range(moments.num_stages))
+    known = [held for highest in backwards for held in highest]
+    return InFlight(backwards, moments.highest(moments.backward < 0, known))
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """What is held as each backward begins, and at the ends of forwards and of backwards of the input.
+
+    Attributes:
+        backward: the index of the stage whose backward begins, or -1; [moments]
+        counts: as `InFlightCounts.counts`; [moments, 2 x stages]
+        num_arrived, num_sent: as those of `InFlightCounts`; [moments]
+    """
+
+    backward: _Numbers
+    counts: _Numbers
+    num_arrived: _Numbers
+    num_sent: _Numbers
+
+    @classmethod
+    def of(
+        cls,
+        row: Sequence[tuple[ActionKind, int, int]],
+        placement: StagePlacement,
+        stages: Sequence[int],
+        most_sent: int | None,
+    ) -> _Moments:
+        """Of a rank's computations."""
+        index_of = {stage: index for index, stage in enumerate(stages)}
+        kinds = np.array([_CODES[kind] for kind, _, _ in row])
+        where = np.array([index_of[stage] for _, stage, _ in row])
+        has_inlet = np.array([is_remote(placement, stage, stage - 1) for stage in stages], np.int64)
+        has_outlet = np.array([is_remote(placement, stage, stage + 1) for stage in stages], np.int64)
+        is_forward, is_backward = kinds == _CODES[ActionKind.FORWARD], kinds < 0
+        is_input = kinds == _CODES[ActionKind.BACKWARD_INPUT]
+        is_weight = kinds == _CODES[ActionKind.BACKWARD_WEIGHT]
+        change = np.zeros((len(row), 2 * len(stages)), np.int64)
+        computation = np.arange(len(row))
+        change[computation, where] = is_forward.astype(np.int64) - is_backward
+        change[computation, len(stages) + where] = is_input.astype(np.int64) - is_weight
+        held = change.cumsum(axis=0)
+        # What the next action needs of other ranks is received while the one before it runs.
+        needed = np.where(is_forward, has_inlet[where], has_outlet[where]) * ~is_weight
+        num_arrived = np.append(needed[1:], 0)
+        sent = has_inlet[where] * is_backward
+        num_sent = sent.cumsum()
+        before = num_sent - sent
+        if most_sent is not None:
+            num_sent, before = np.minimum(num_sent, most_sent), np.minimum(before, most_sent)
+        begins, ends = is_backward, is_forward | is_input
+        return cls(
+            np.concatenate((where[begins], np.full(ends.sum(), -1))),
+            np.concatenate(((held - change)[begins], held[ends])),
+            np.concatenate((num_arrived[begins], num_arrived[ends])),
+            np.concatenate((before[begins], num_sent[ends])),
+        )
+
+    @property
+    def num_stages(self) -> int:
+        """Of the rank."""
+        return self.counts.shape[1] // 2
+
+    def highest(self, chosen: NDArray[np.bool_], known: Sequence[InFlightCounts] = ()) -> tuple[InFlightCounts, ...]:
+        """Of some moments those that keep no less than others or known ones, with most on its way."""
+        _, first, same = np.unique(_codes(self.counts[chosen]), return_index=True, return_inverse=True)
+        counts = self.counts[chosen][first]
+        num_arrived, num_sent = self.num_arrived[chosen], self.num_sent[chosen]
+        ascending, most = np.argsort(num_arrived + num_sent, kind="stable"), np.zeros(len(counts), np.int64)
+        most[same.reshape(-1)[ascending]] = ascending  # the last one stays
+        num_arrived, num_sent = num_arrived[most], num_sent[most]
+        is_left = np.ones(len(counts), np.bool_)
+        for each in known:
+            is_left &= (counts > each.counts).any(axis=1)
+        found = []
+        for index in np.lexsort((first, -counts.sum(axis=1))):
+            if is_left[index]:
+                is_left &= (counts > counts[index]).any(axis=1)
+                kept = counts[index].tolist()
+                whole, deferred = tuple(kept[: self.num_stages]), tuple(kept[self.num_stages :])
+                found.append(InFlightCounts(whole, deferred, int(num_arrived[index]), int(num_sent[index])))
+        return tuple(found)
+
+
+def _codes(counts: _Numbers) -> _Numbers:
+    """One number for each row of counts, the same for equal rows alone; [rows, counts] -> [rows]."""
+    codes = np.zeros(len(counts), np.int64)
+    most = 0
+    for column in counts.T:
+        radix = int(column.max(initial=0)) + 1
+        if most * radix + radix > _MOST_CODE:
+            _, codes = np.unique(codes, return_inverse=True)
+            most = len(counts)
+        codes = codes * radix + column
+        most = most * radix + radix - 1
+    return codes

@@ -1,0 +1,66 @@
+"""Whether what ranks hold fits into the memories of a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from shardwise.config.resolve import Tier
+from shardwise.planner.hardware import Cluster
+from shardwise.planner.results import MemoryEstimate
+
+USUAL_MARGIN: Final = 0.06
+"""Share of a device's memory that is kept free: what no estimate sees, such as fragments and other processes."""
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """What a memory lacks.
+
+    Attributes:
+        tier: which memory.
+        missing_bytes: of a device, or of a node's other memory.
+        pipeline_rank: of the rank that lacks most.
+    """
+
+    tier: Tier
+    missing_bytes: float
+    pipeline_rank: int
+
+
+def usable_bytes(cluster: Cluster, margin_share: float) -> float:
+    """Of a device, with a share of it left free."""
+    return cluster.gpu.memory_bytes * (1 - margin_share)
+
+
+def held_on_node(memory: MemoryEstimate, cluster: Cluster, tier: Tier) -> float:
+    """Bytes of host memory or disks that the ranks of a node take, all as much as the one that takes most."""
+    return max(rank.elsewhere.get(tier, 0.0) for rank in memory.ranks) * cluster.gpus_per_node
+
+
+def missing_on_node(memory: MemoryEstimate, cluster: Cluster, margin_share: float) -> float:
+    """Bytes that all memories of a node lack together: how far a strategy is from fitting."""
+    device = max(0.0, memory.worst.peak_bytes - usable_bytes(cluster, margin_share)) * cluster.gpus_per_node
+    host = max(0.0, held_on_node(memory, cluster, "host") - cluster.host.memory_bytes)
+    return device + host + max(0.0, held_on_node(memory, cluster, "nvme") - cluster.host.nvme_bytes)
+
+
+def shortfall(memory: MemoryEstimate, cluster: Cluster, margin_share: float) -> Shortfall | None:
+    """What is missing, of the device first; None where all fits.
+
+    Args:
+        memory: of the ranks.
+        cluster: whose nodes share host memory and disks.
+        margin_share: of a device's memory that is to stay free.
+    """
+    worst = memory.worst
+    missing = worst.peak_bytes - usable_bytes(cluster, margin_share)
+    if missing > 0:
+        return Shortfall("device", missing, worst.pipeline_rank)
+    held: tuple[tuple[Tier, float], ...] = (("host", cluster.host.memory_bytes), ("nvme", cluster.host.nvme_bytes))
+    for tier, node_bytes in held:
+        missing = held_on_node(memory, cluster, tier) - node_bytes
+        if missing > 0:
+            fullest = max(memory.ranks, key=lambda rank: rank.elsewhere.get(tier, 0.0))
+            return Shortfall(tier, missing, fullest.pipeline_rank)
+    return None

@@ -1,0 +1,261 @@
+"""What a user asks the planner: a model by name or file, a batch, what is pinned; as a job and what to search for it.
+
+>>> from shardwise.planner.hardware import parse_cluster
+>>> asked = ask(read_model("llama-7b"), parse_cluster("h100:8"), global_batch=64)
+>>> asked.job.seq_len, asked.notes
+(4096, ('sequences of 4,096 tokens, the longest that the model is made for; --seq N for another',))
+>>> read_model("lama-7b")
+Traceback (most recent call last):
+    ...
+shardwise.config.resolve.ConfigError: lama-7b is not a preset; did you mean llama-7b?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from shardwise.config.resolve import Config, ConfigError, Dtype, is_config, read_toml
+from shardwise.models.decoder import DecoderConfig
+from shardwise.models.presets import PRESETS, decoder_config, preset
+from shardwise.planner.candidates import SearchSpace
+from shardwise.planner.configs import KEYS, job_of, pins_of
+from shardwise.planner.hardware import Cluster
+from shardwise.planner.imports.deepspeed import is_deepspeed
+from shardwise.planner.imports.huggingface import imported_of, read_huggingface, read_json
+from shardwise.planner.imports.imported import ImportedJob
+from shardwise.planner.imports.megatron import read_megatron
+from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.shape import ModelShape
+from shardwise.runtime.optimizers import optimizer_kind
+
+# Names that people know our presets by.
+_ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "llama-2-7b": "llama-7b",
+        "llama-2-13b": "llama-13b",
+        "llama-2-70b": "llama-70b",
+        "llama-3.1-8b": "llama-3-8b",
+        "llama-3.1-70b": "llama-3-70b",
+        "llama-3-405b": "llama-405b",
+        "llama-3.1-405b": "llama-405b",
+        "gpt-3": "gpt-3-175b",
+        "gpt3": "gpt-3-175b",
+    }
+)
+_SCRIPTS: Final = frozenset({".sh", ".bash", ".yaml", ".yml", ".txt", ".slurm", ".sbatch"})
+# The config's keys of a strategy that one job has one value of, so they are not searched.
+_OF_ALL: Final = frozenset({"precision.param", "precision.reduce", "precision.accumulate", "context.chunk_tokens"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A model as a user named it, and what its file says besides.
+
+    Attributes:
+        config: of our own, what the plan's config starts from.
+        given: keys that the file sets.
+        seq_len, global_batch: of the file; None where it has none.
+        longest: sequence that the model is made for.
+        settings: of another tool's strategy, by our config's keys.
+    """
+
+    shape: ModelShape
+    config: Config = field(default_factory=Config)
+    given: frozenset[str] = frozenset()
+    seq_len: int | None = None
+    global_batch: int | None = None
+    longest: int | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the file says how the job is split, too."""
+        keys = self.given | set(self.settings)
+        return any(key in KEYS and key not in _OF_ALL and not key.startswith("batch.") for key in keys)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """A job, what to search for it, and what the plan's config starts from."""
+
+    job: PlanJob
+    space: SearchSpace
+    base: Config
+    notes: tuple[str, ...] = ()
+
+
+def read_model(text: str) -> ModelSource:
+    """The model that a user means.
+
+    Args:
+        text: a preset; the path of our own TOML file, of a Hugging Face `config.json` or its folder, or of a script of
+            Megatron's flags.
+
+    Raises:
+        ConfigError: there is no such model, or its file is wrong.
+    """
+    path = Path(text)
+    if "--" in text or path.suffix in _SCRIPTS:
+        return of_imported(read_megatron(text))
+    if is_config(path):
+        return _of_toml(path)
+    if path.suffix == ".json":
+        return _of_json(path)
+    if (path / "config.json").is_file():
+        return _of_json(path / "config.json")
+    if path.is_dir():
+        raise ConfigError(f"the folder {text} has no config.json; give one of Hugging Face's, or a preset")
+    if "/" in text:
+        raise ConfigError(f"{text} is no file or folder here, and nothing is downloaded; give its config.json")
+    name = text.lower()
+    if text not in PRESETS and name in _ALIASES:
+        name = _ALIASES[name]
+    decoder = preset(text if text in PRESETS else name)
+    config = Config().override([f"model.preset={name}"])
+    return ModelSource(shape=ModelShape.of_decoder(decoder, name), config=config, longest=decoder.max_seq_len)
+
+
+def model_of(model: object) -> ModelSource:
+    """The model that an object is, or has as its `config`.
+
+    Args:
+        model: text or a path for `read_model`; a shape; a config of our decoder's or of Hugging Face's, or its
+            dictionary; or a module with such a config.
+
+    Raises:
+        ConfigError: it is none of them, or misses a size.
+    """
+    if isinstance(model, str | Path):
+        return read_model(str(model))
+    if isinstance(model, ModelShape):
+        return ModelSource(shape=model)
+    if isinstance(model, DecoderConfig):
+        return ModelSource(shape=ModelShape.of_decoder(model), longest=model.max_seq_len)
+    values = model.to_dict() if hasattr(model, "to_dict") else model
+    if isinstance(values, Mapping):
+        imported = imported_of(values, type(model).__name__)
+        return of_imported(replace(imported, seq_len=None), imported.seq_len)
+    if hasattr(model, "config"):
+        return model_of(model.config)
+    raise ConfigError(
+        f"{type(model).__name__} is no model; give a preset's name, a ModelShape, a config, or a module that has one"
+    )
+
+
+def _of_json(path: Path) -> ModelSource:
+    if is_deepspeed(read_json(path)):
+        raise ConfigError(
+            f"{path.name} is a config of DeepSpeed's, which names no model; give it behind --explain, and the model "
+            "behind --model"
+        )
+    imported = read_huggingface(path)
+    return of_imported(replace(imported, seq_len=None), imported.seq_len)
+
+
+def of_imported(imported: ImportedJob, longest: int | None = None) -> ModelSource:
+    """The model of another tool's file.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    if imported.shape is None:
+        raise ConfigError("the file names no model; give one behind --model")
+    return ModelSource(
+        shape=imported.shape,
+        seq_len=imported.seq_len,
+        global_batch=imported.global_batch,
+        longest=longest,
+        settings=imported.settings,
+        notes=imported.notes,
+    )
+
+
+def _of_toml(path: Path) -> ModelSource:
+    values, config = read_toml(path), Config.from_toml(path)
+    given = frozenset(f"{section}.{key}" for section, keys in values.items() for key in keys)
+    decoder = decoder_config(config.model, max_seq_len=config.data.seq_len, attention=config.attention)
+    return ModelSource(
+        shape=ModelShape.of_decoder(decoder, config.model.preset),
+        config=config,
+        given=given,
+        seq_len=config.data.seq_len if "data.seq_len" in given else None,
+        global_batch=config.batch.global_size,
+        longest=None if "data.seq_len" in given else preset(config.model.preset).max_seq_len,
+    )
+
+
+def ask(
+    model: ModelSource,
+    cluster: Cluster,
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    settings: Sequence[str] = (),
+) -> PlanRequest:
+    """The job that is to be planned.
+
+    Args:
+        seq_len: tokens of a sequence; the file's, or the model's longest, when left out.
+        global_batch: sequences of a step; the file's when left out.
+        settings: `section.key=value`; what the planner chooses is pinned, what it does not goes into the config.
+
+    Raises:
+        ConfigError: something is missing, or a setting is none.
+    """
+    batch = global_batch or model.global_batch
+    if batch is None:
+        raise ConfigError("no batch is given; say how many sequences a step takes, such as --global-batch 1024")
+    pinned = [each for each in settings if _key(each) in KEYS and _key(each) not in _OF_ALL]
+    # Refuses a key that is neither with a suggestion.
+    base = model.config.override([each for each in settings if each not in pinned])
+    optimizer_kind(base.optimizer.name)
+    given = model.given | {_key(each) for each in settings}
+    if "precision.param" not in given:
+        base = base.override([f"precision.param={usual_dtype(cluster)}"])
+    notes = list(model.notes)
+    length = seq_len or model.seq_len
+    if length is None:
+        if model.longest is None:
+            raise ConfigError("no length is given; say how many tokens a sequence has, such as --seq 8192")
+        length = model.longest
+        notes.append(f"sequences of {length:,} tokens, the longest that the model is made for; --seq N for another")
+    precision = base.precision
+    strategy = Strategy(
+        param=precision.param or "fp32",
+        reduce=precision.reduce,
+        accumulate=precision.accumulate,
+        chunk_tokens=base.context.chunk_tokens,
+    )
+    job = _job(model.shape, base, cluster, length, batch)
+    return PlanRequest(job=job, space=SearchSpace(base=strategy, pins=pins_of(pinned)), base=base, notes=tuple(notes))
+
+
+def _key(assignment: str) -> str:
+    return assignment.partition("=")[0].strip()
+
+
+def usual_dtype(cluster: Cluster) -> Dtype:
+    """The least precise of the usual dtypes in which the device multiplies faster than in fp32."""
+    peaks = cluster.gpu.peak_flops_per_s
+    slow = peaks.get("fp32", 0.0)
+    halves: tuple[Dtype, ...] = ("bf16", "fp16")
+    return next((dtype for dtype in halves if peaks.get(dtype, 0.0) > slow), "fp32")
+
+
+def _job(shape: ModelShape, base: Config, cluster: Cluster, seq_len: int, global_batch: int) -> PlanJob:
+    """By what of the config no strategy changes."""
+    sections: dict[str, Any] = {key: value for key, value in base.model_dump().items() if key in _OF_JOB}
+    sections["batch"] = {"global_size": global_batch}
+    sections["data"]["seq_len"] = seq_len
+    alone = replace(cluster, num_gpus=1, gpus_per_node=1)
+    job = job_of(Config.from_dict(sections), alone)
+    window = job.shape.window if job.shape.window is not None else shape.window
+    return replace(job, shape=replace(shape, window=window), cluster=cluster)
+
+
+_OF_JOB: Final = frozenset({"model", "data", "precision", "attention", "optimizer", "compile"})

@@ -1,0 +1,34 @@
+"""The console that commands print their answer on: what a foreign file says steers no terminal.
+
+>>> Terminal(width=40).print("as wide as asked", "\\x1b[31m")
+as wide as asked \\x1b[31m
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.segment import Segment
+
+from shardwise.config.untrusted_files import printable
+
+
+class Terminal(Console):
+    """Writes out what would steer a terminal; and leaves what a closed pipe does to the command line, as `print` does.
+
+    Rich itself would end the program, and let escapes through.
+    """
+
+    def render(self, *arguments: Any, **named: Any) -> Iterator[Segment]:
+        """Render as rich does, with only rich's own escapes."""
+        for segment in super().render(*arguments, **named):
+            text = segment.text
+            if segment.control is None and not text.isprintable():
+                text = "\n".join(map(printable, text.split("\n")))
+            yield segment._replace(text=text)
+
+    def on_broken_pipe(self) -> NoReturn:
+        """Raise what the pipe raised."""
+        raise BrokenPipeError

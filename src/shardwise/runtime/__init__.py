@@ -1,0 +1,1 @@
+"""What the parts of the engine need of torch: hooks, class swapping, recomputation, buffers, memory, streams."""

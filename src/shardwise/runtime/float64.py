@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@contextmanager
+def float64_throughout() -> Iterator[None]:
+    """Inside, casts of float64 to float32 do nothing, also where a softmax is asked for one.
+
+    For proofs of equality: Hugging Face's models compute norms and softmax in float32 whatever their dtype, which turns
+    a difference of the last bit, as the order of a sum makes it, into one of 1e-7. A mode for functions of torch is not
+    in force while a backward recomputes; so torch's own functions are replaced, for all threads of the process.
+    """
+    replaced: tuple[tuple[Any, str, Any], ...] = (
+        (Tensor, "to", _widened(Tensor.to)),
+        (Tensor, "type", _widened(Tensor.type)),
+        (Tensor, "float", Tensor.double),  # of integers too: positions meet frequencies in float64
+        (F, "softmax", _widened(F.softmax)),
+    )
+    own = [vars(owner).get(name) for owner, name, _ in replaced]
+    for owner, name, function in replaced:
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for (owner, name, _), function in zip(replaced, own, strict=True):
+            if function is None:  # inherited
+                delattr(owner, name)
+            else:
+                setattr(owner, name, function)
+
+
+def _widened(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def widen(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if tensor.dtype is torch.float64:
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            kwargs = {name: torch.float64 if each is torch.float32 else each for name, each in kwargs.items()}
+        return function(tensor, *args, **kwargs)
+
+    return widen

@@ -1,0 +1,470 @@
+"""Hooks on modules and parameters: the only file that registers them or wraps a forward.
+
+Hooks sit outside a unit's forward, so that the forward itself stays one plain function that can be recomputed or
+compiled. What they do is the driver's business (`shardwise.zero.sharding_state`); here is only when they fire.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from types import MethodType
+from typing import Any, Final, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.config.resolve import ConfigError
+from shardwise.runtime.torch_private import in_backward, num_recorded, pytree, record_number, uncompiled
+
+
+class UnitEvents(Protocol):
+    """What happens to a unit, in order."""
+
+    def before_forward(self) -> None:
+        """The module's forward is about to run; in a recomputation too."""
+
+    def after_forward(self, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
+        """It has run: True if a backward will be reported, False if none can follow, None if one may follow unseen."""
+
+    def expect_input_gradients(self, are_tracked: bool) -> None:
+        """Where they are tracked, `after_input_gradients` will follow, if the backward reaches every input."""
+
+    def before_backward(self) -> None:
+        """An output, or a result left aside, has its gradient: the backward is about to run; once for each."""
+
+    def after_input_gradients(self) -> None:
+        """Every input that requires a gradient has it."""
+
+
+def hook_unit(module: nn.Module, events: UnitEvents) -> list[RemovableHandle]:
+    """Report a module's forwards and backwards to `events`."""
+    start = 0
+    given: list[Any] = []
+
+    @uncompiled
+    def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal start, given
+        if called is not module:
+            return None  # a copy of the module: it has the hooks, but parameters of its own
+        events.before_forward()
+        is_recorded = torch.is_grad_enabled() and not in_backward()
+        given = _leaves((args, kwargs)) if is_recorded else []
+        changed = _report_input_gradients(args, kwargs, events) if is_recorded else None
+        start = num_recorded()
+        return changed
+
+    @uncompiled
+    def after(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if called is not module or in_backward():
+            return  # recomputation: the backward that asked for it goes on in this unit
+        leaves = _leaves(output)
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if not torch.is_grad_enabled():
+            events.after_forward(outputs, backward_follows=False)
+            return
+        made_here = _made_since(read_with(outputs), start)
+        is_opaque = not all(isinstance(leaf, Tensor | int | float | str | None) for leaf in leaves)
+        is_unseen = is_opaque and not made_here
+        newest = max(map(record_number, made_here), default=start - 1)
+        if num_recorded() > newest + 1:
+            # Autograd runs what was recorded last first: results left aside, before those that were returned.
+            aside = _leaves((given, args, kwargs, [vars(each) for each in module.modules()]))
+            made_here += _made_since({id(leaf): leaf for leaf in aside if isinstance(leaf, Tensor)}.values(), start)
+        given.clear()
+        for tensor in made_here:
+            tensor.register_hook(lambda grad: events.before_backward())
+        events.after_forward(outputs, backward_follows=None if is_unseen else bool(made_here))
+
+    return [
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after, with_kwargs=True),
+    ]
+
+
+def hook_gradient(parameter: nn.Parameter, on_gradient: Callable[[Tensor], None]) -> RemovableHandle:
+    """Hand each accumulated gradient to `on_gradient` and take it off the parameter."""
+
+    @uncompiled
+    def take(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        parameter.grad = None
+        if gradient is not None:
+            on_gradient(gradient)
+
+    trains = parameter.requires_grad
+    try:
+        return parameter.requires_grad_(True).register_post_accumulate_grad_hook(take)  # torch takes it of no other
+    finally:
+        parameter.requires_grad_(trains)
+
+
+def claim(module: nn.Module) -> Callable[[], None]:
+    """Mark a model's parameters as an engine's, whose hooks would take the gradients away from a second one.
+
+    Returns:
+        what takes the marks off.
+
+    Raises:
+        ConfigError: one of them has an engine already.
+    """
+    parameters = dict(module.named_parameters())
+    for name, parameter in parameters.items():
+        if _CLAIMED in parameter.__dict__:
+            raise ConfigError(
+                f"parameter {name} of this {type(module).__name__} has an engine already; "
+                "call engine.close() on that one first"
+            )
+    for parameter in parameters.values():
+        parameter.__dict__[_CLAIMED] = True
+
+    def release() -> None:
+        for parameter in parameters.values():
+            parameter.__dict__.pop(_CLAIMED, None)
+
+    return release
+
+
+_CLAIMED: Final = "_shardwise_is_claimed"
+
+
+class InputStore(Protocol):
+    """Keeps the inputs of recomputed blocks elsewhere; `shardwise.offload.activations.ActivationStore`."""
+
+    def saving(self, inputs: Sequence[object]) -> AbstractContextManager[None]:
+        """Inside, what autograd saves of a block's inputs is kept there."""
+
+
+def recompute_forward(module: nn.Module, mode: str, store: InputStore | None = None) -> Callable[[], None]:
+    """Checkpoint a module's forward; `mode` is as for `run_forward`, and `store` keeps the inputs if it is given.
+
+    Returns:
+        what puts the module's own forward back.
+    """
+    forward = module.forward
+    if inspect.ismethod(forward) and forward.__self__ is module:
+        # A method follows a copy of the module: the copy computes with its own parameters.
+        return replace_forward(module, MethodType(_checkpointed(forward.__func__, mode, store), module))
+    return replace_forward(module, _checkpointed(forward, mode, store))
+
+
+def _checkpointed(forward: Callable[..., Any], mode: str, store: InputStore | None) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return run_stored(run_forward, forward, mode, args, kwargs, store)
+
+    return recomputed
+
+
+def run_stored(
+    run: Callable[..., Any],
+    forward: Callable[..., Any],
+    recompute: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    store: InputStore | None,
+) -> Any:
+    """Run `run_forward`, or what it was compiled to, with `store` for the inputs that the block keeps."""
+    if store is None or recompute == "none" or not torch.is_grad_enabled():
+        return run(forward, recompute, args, kwargs)
+    inputs, structure = pytree.tree_flatten((args, kwargs), is_leaf=lambda node: type(node) not in (tuple, list, dict))
+    if run is not run_forward:  # compiled code saves all tensors alike
+        with store.saving(inputs):
+            return run(forward, recompute, args, kwargs)
+    # A checkpoint saves tensors that are arguments, but holds those in keywords, tuples and dicts as they are.
+    # What a block writes into a list or dict that it is given shall be found there; a recomputation's is of no use.
+    given = [(args, kwargs)]
+
+    def spread(*leaves: Any) -> Any:
+        own_args, own_kwargs = given.pop() if given else pytree.tree_unflatten(leaves, structure)
+        return forward(*own_args, **own_kwargs)
+
+    with store.saving(inputs):
+        return run(spread, recompute, tuple(inputs), {})
+
+
+def run_forward(forward: Callable[..., Any], recompute: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run a forward, keeping all for its backward ("none"), its inputs ("full"), or products and attention too
+    ("selective").
+
+    Torch compiles this function too, so what it calls must be what `torch.compile` knows.
+    """
+    if recompute == "none" or not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    if recompute == "selective":
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=_selective_contexts, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def run_in_parts(forward: Callable[[int, Tensor], Any], x: Tensor, num_tokens: int) -> Iterator[Any]:
+    """Run a forward on parts of a tensor, each recomputed in its own backward; of all of them `x` alone is kept.
+
+    So too inside a recomputation, of any mode: that one keeps nothing of the parts, and computes none of them where
+    nothing behind them is asked for.
+
+    Args:
+        forward: is given the number of a part, and the part.
+        x: [B, S, ...].
+        num_tokens: of a part, along dim 1; the last may have less.
+
+    Returns:
+        what the forward returns, one by one.
+    """
+    if not torch.is_grad_enabled():
+        yield from (forward(index, part) for index, part in enumerate(x.split(num_tokens, dim=1)))
+        return
+    kept = _KeptInput(x, num_tokens)
+    for index, part in enumerate(x.split(num_tokens, dim=1)):
+        # A checkpoint restores the generators of the devices of its arguments. What it saves of them is none of the
+        # business of one around it, which would run all parts in its recomputation to find the last one's.
+        with saved_tensors_hooks(_as_it_is, _as_it_is):
+            output = checkpoint(_run_part, x.new_empty(0), forward, kept, index, [part], use_reentrant=False)
+        yield output
+
+
+class _KeptInput:
+    """What all parts are computed from, saved once, by whatever autograd saves with."""
+
+    def __init__(self, x: Tensor, num_tokens: int) -> None:
+        anchor = torch.empty(0, device=x.device, requires_grad=True)
+        self._node: Any = _Keep.apply(x, anchor).grad_fn
+        self._num_tokens = num_tokens
+        self._needs_gradient = x.requires_grad
+        self._parts: tuple[Tensor, ...] | None = None
+
+    def part(self, index: int) -> Tensor:
+        """To be called in a backward."""
+        if self._parts is None:  # a checkpoint around it hands out what it has saved once only
+            (x,) = self._node.saved_tensors
+            self._parts = x.detach().requires_grad_(self._needs_gradient).split(self._num_tokens, dim=1)
+        return self._parts[index]
+
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError("nothing is computed of what keeps an input")
+
+
+def _run_part(
+    place: Tensor, forward: Callable[[int, Tensor], Any], kept: _KeptInput, index: int, given: list[Tensor]
+) -> Any:
+    token = _IN_PART.set(True)
+    try:
+        return forward(index, given.pop() if given else kept.part(index))
+    finally:
+        _IN_PART.reset(token)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+# Selective recomputation around it would save the products of all parts, and with them what the parts are not to keep.
+_IN_PART: Final[ContextVar[bool]] = ContextVar("shardwise_in_part", default=False)
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Have a module run `forward` in place of its own.
+
+    Returns:
+        what puts back the one it had.
+    """
+    own = module.__dict__.get("forward")
+    module.forward = forward
+
+    def put_back() -> None:
+        module.__dict__.pop("forward", None)
+        if own is not None:
+            module.forward = own
+
+    return put_back
+
+
+@contextmanager
+def watch_outputs(model: nn.Module, on_output: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
+    """Inside the context, show the tensors of every submodule's output to `on_output`, inner modules first."""
+
+    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def show(module: nn.Module, args: Any, output: Any) -> None:
+            on_output(name, [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)])
+
+        return show
+
+    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def watch_calls(
+    model: nn.Module,
+    before: Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], None],
+    after: Callable[[Any], None],
+) -> Iterator[None]:
+    """Inside the context, report every call of every module: its name, itself and its arguments; then its output.
+
+    `after` follows where the forward raises too, with None.
+    """
+
+    def watch(name: str, module: nn.Module) -> list[RemovableHandle]:
+        return [
+            module.register_forward_pre_hook(
+                lambda called, args, kwargs: before(name, called, args, kwargs), with_kwargs=True
+            ),
+            module.register_forward_hook(lambda called, args, output: after(output), always_call=True),
+        ]
+
+    handles = [handle for name, module in model.named_modules() for handle in watch(name, module)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def watch_registrations(
+    on_parameter: Callable[[nn.Parameter], None], on_buffer: Callable[[Tensor], Tensor]
+) -> Iterator[None]:
+    """Inside the context, show what modules of any thread register, parameters to be changed, buffers replaced."""
+
+    def show(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        on_parameter(parameter)
+
+    def replace(module: nn.Module, name: str, buffer: Tensor) -> Any:
+        return on_buffer(buffer)
+
+    handles = [register_module_parameter_registration_hook(show), register_module_buffer_registration_hook(replace)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class DeferredTensor(Protocol):
+    """A tensor that stands for a value that is not computed yet, as the logits of a split head do.
+
+    Attributes:
+        is_deferred: it still is not.
+        deferred_from: the tensors that computing it reads; those that autograd has recorded hold its graph.
+    """
+
+    is_deferred: bool
+    deferred_from: tuple[Tensor, ...]
+
+    def compute(self, for_good: bool = False) -> Tensor:
+        """Its value; with `for_good` it needs what it is computed from no longer."""
+
+
+def deferred(tensors: Iterable[Tensor]) -> list[DeferredTensor]:
+    """Those that stand for a value that is not computed yet."""
+    return [cast(DeferredTensor, tensor) for tensor in tensors if getattr(tensor, "is_deferred", False)]
+
+
+def read_with(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors that are read where these are."""
+    return [source for tensor in tensors for source in getattr(tensor, "deferred_from", (tensor,))]
+
+
+def _made_since(tensors: Iterable[Tensor], start: int) -> list[Tensor]:
+    """Those that an operation made or changed which autograd has recorded since its count stood at `start`."""
+    return [each for each in tensors if each.grad_fn is not None and record_number(each) >= start]
+
+
+def _differentiable_leaves(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in _leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def _leaves(tree: Any) -> list[Any]:
+    """As `pytree.tree_leaves`, which takes a microsecond a node to look at every type it knows."""
+    kind = type(tree)
+    if kind is Tensor:
+        return [tree]
+    if kind is dict:
+        return [leaf for child in tree.values() for leaf in _leaves(child)]
+    if kind is tuple or kind is list:
+        return [leaf for child in tree for leaf in _leaves(child)]
+    return pytree.tree_leaves(tree)
+
+
+def _report_input_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], events: UnitEvents) -> Any:
+    """Watch a unit's inputs; return its arguments anew where it must be given views of some.
+
+    A tensor has its gradient once all its users have given theirs. Where several units share an input, as decoder
+    blocks do the encoder's output, all but the first therefore get views, which have theirs as soon as the unit has.
+    """
+    # A leaf of the graph outlives it, and so would its hooks.
+    inputs = [leaf for leaf in _differentiable_leaves((args, kwargs)) if not leaf.is_leaf]
+    arguments = None
+    if any(_FEEDS_UNIT in tensor.__dict__ for tensor in inputs) or len(set(map(id, inputs))) < len(inputs):
+        arguments, inputs = _with_views(args, kwargs)
+    for tensor in inputs:
+        tensor.__dict__[_FEEDS_UNIT] = True
+    events.expect_input_gradients(are_tracked=bool(inputs))
+    remaining = len(inputs)
+
+    def fire(gradient: Tensor) -> None:
+        nonlocal remaining
+        remaining -= 1
+        if remaining == 0:
+            events.after_input_gradients()
+
+    for tensor in inputs:
+        tensor.register_hook(fire)
+    return arguments
+
+
+def _with_views(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
+    """Arguments in which every tensor that feeds a unit already is a view, and those of them to watch."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    inputs = []
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
+            if _FEEDS_UNIT in leaf.__dict__:
+                leaves[index] = leaf.view_as(leaf)
+            leaf.__dict__[_FEEDS_UNIT] = True
+            inputs.append(leaves[index])
+    return pytree.tree_unflatten(leaves, structure), inputs
+
+
+_FEEDS_UNIT: Final = "_shardwise_feeds_unit"
+
+
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_save_products)
+
+
+def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save what costs most to compute for its size: matrix products, attention (Korthikanti et al. 2022, section 5)."""
+    name = op.name() if hasattr(op, "name") else ""
+    is_product = name in _SAVED_PRODUCTS or "scaled_dot_product" in name or name.startswith(_SAVED_PREFIXES)
+    is_product = is_product and not name.startswith(_RECOMPUTED_PREFIX) and not _IN_PART.get()
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# Collectives, by which sums of products are saved, but not whole sequences: these are what sequence parallelism saves.
+_SAVED_PREFIXES: Final = ("c10d", "_c10d", "shardwise::")
+_RECOMPUTED_PREFIX: Final = "shardwise::gather_sequence"
+_SAVED_PRODUCTS: Final = frozenset(
+    {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::convolution"}
+)

@@ -1,0 +1,231 @@
+"""Element-wise optimizers and learning-rate schedules by name.
+
+The optimizer sees 1-D pieces of parameters, so only those whose update of an element depends on that element alone are
+right; the others are refused by name.
+
+>>> sorted(optimizer_names())[:4]
+['adadelta', 'adagrad', 'adam', 'adamax']
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from shardwise.config.resolve import Config, ConfigError, OptimizerConfig, SchedulerConfig, shown_value
+
+# What torch's own classes do to a whole matrix, or need a closure for; on pieces they would be silently wrong.
+_NOT_ELEMENT_WISE: Final = frozenset({"lbfgs", "adafactor", "muon", "sparseadam"})
+
+ParamGroups = Sequence[dict[str, Any]]
+
+
+def optimizer_names() -> Mapping[str, type[Optimizer]]:
+    """The element-wise optimizers of `torch.optim`, and Lion, by lower-case name."""
+    classes = inspect.getmembers(torch.optim, lambda value: inspect.isclass(value) and issubclass(value, Optimizer))
+    names = {"lion": Lion} | {name.lower(): kind for name, kind in classes if kind is not Optimizer}
+    return MappingProxyType({name: kind for name, kind in names.items() if name not in _NOT_ELEMENT_WISE})
+
+
+def refuse_unless_element_wise(optimizer: Optimizer) -> None:
+    """Raise for torch's optimizers that work on whole matrices; others are taken at their word."""
+    name = type(optimizer).__name__
+    if name.lower() in _NOT_ELEMENT_WISE:
+        raise ConfigError(
+            f"optimizer {name} is not element-wise but sees 1-D pieces of parameters; use AdamW, SGD or another"
+        )
+
+
+def optimizer_kind(name: str) -> type[Optimizer]:
+    """The optimizer of a name, in whatever case it is written.
+
+    Raises:
+        ConfigError: no element-wise optimizer has that name.
+    """
+    kinds = optimizer_names()
+    kind = kinds.get(name.lower())
+    if kind is None:
+        rule = "is not element-wise" if name.lower() in _NOT_ELEMENT_WISE else "is unknown"
+        raise ConfigError(f"optimizer.name={shown_value(name)} {rule}; choose one of {', '.join(sorted(kinds))}")
+    return kind
+
+
+def build_optimizer(config: OptimizerConfig, groups: ParamGroups) -> Optimizer:
+    """Construct the optimizer that `config.name` names over parameter groups, fused where torch has a fused kernel.
+
+    Raises:
+        ConfigError: no element-wise optimizer has that name.
+    """
+    kind = optimizer_kind(config.name)
+    accepted = inspect.signature(kind).parameters
+    wanted: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": config.betas,
+        "eps": config.eps,
+        "momentum": config.momentum,
+        "weight_decay": config.weight_decay,
+        "fused": True,
+    }
+    return kind(groups, **{key: value for key, value in wanted.items() if key in accepted})
+
+
+def learning_rate_factor(config: SchedulerConfig, total_steps: int) -> Callable[[int], float]:
+    """The learning rate at a step as a fraction of the peak: linear warm-up, then the named decay.
+
+    >>> factor = learning_rate_factor(SchedulerConfig(name="linear", warmup_steps=2, final_ratio=0.0), total_steps=6)
+    >>> [round(factor(step), 2) for step in range(7)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    name = config.name or "constant"
+
+    def factor(step: int) -> float:
+        if step < config.warmup_steps:
+            return (step + 1) / config.warmup_steps
+        progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+        shape = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
+        return config.final_ratio + (1.0 - config.final_ratio) * shape[name]
+
+    return factor
+
+
+def schedule_of(config: Config) -> Callable[[int], float]:
+    """The schedule that the config names: constant where it names none, and never over a length that nobody gave.
+
+    >>> schedule_of(Config())(10_000)
+    1.0
+
+    Raises:
+        ConfigError: it names a decay and no length.
+    """
+    section, run = config.scheduler, config.run
+    total_steps = section.total_steps or (run.steps if "steps" in run.model_fields_set else None)
+    if section.name is None and section.total_steps is not None:
+        section = section.model_copy(update={"name": "cosine"})
+    if total_steps is None and section.name in ("linear", "cosine"):
+        raise ConfigError(
+            f"scheduler.name={section.name} decays over a length that is not given; set scheduler.total_steps to the "
+            "number of steps, or leave scheduler.name out for a constant rate"
+        )
+    return learning_rate_factor(section, total_steps or 1)
+
+
+def own_scheduler(config: Config, optimizer: Optimizer) -> LambdaLR:
+    """The config's schedule over all of the optimizer's parameter groups."""
+    return LambdaLR(optimizer, schedule_of(config))
+
+
+_BLOCK_NUMEL: Final = 256 * 1024  # of which a core's cache holds the four tensors of a step
+
+Options = dict[str, Any]
+
+
+def lion(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    *,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    weight_decay: float,
+    maximize: bool = False,
+) -> None:
+    """Take one step in place; gradients stay as they are.
+
+    Args:
+        params: of any shapes.
+        grads: of the same shapes and dtypes.
+        exp_avgs: likewise; zeros before the first step.
+        lr: the size of the update of each element; a tensor of one element is read.
+        betas: how much of the momentum goes into the update, and how much of it stays.
+        weight_decay: times `lr`, what share of a parameter is taken from it.
+        maximize: go up instead of down.
+    """
+    rate = float(lr)
+    for whole in zip(params, grads, exp_avgs, strict=True):
+        for param, grad, exp_avg in _blocks(*whole):
+            direction = exp_avg.lerp(-grad if maximize else grad, 1 - betas[0]).sign_()
+            if weight_decay != 0:
+                param.mul_(1 - rate * weight_decay)
+            param.add_(direction, alpha=-rate)
+            exp_avg.lerp_(-grad if maximize else grad, 1 - betas[1])
+
+
+def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors whole, or on the CPU their parts, which stay in the cache from one pass to the next."""
+    is_cut = tensors[0].numel() > _BLOCK_NUMEL and all(each.is_cpu and each.is_contiguous() for each in tensors)
+    if is_cut:
+        return zip(*(each.view(-1).split(_BLOCK_NUMEL) for each in tensors), strict=True)
+    return iter((tensors,))
+
+
+class Lion(Optimizer):
+    """Steps by the sign of an interpolation of momentum and gradient, with decoupled weight decay.
+
+    Args:
+        params: parameters, or groups of them as torch's optimizers take.
+        lr: the size of each update.
+        betas: of the update, and of the momentum; (0.9, 0.99) in the paper.
+        weight_decay: a share of the parameter, times `lr`.
+        maximize: go up instead of down.
+
+    Raises:
+        ValueError: an option is out of its range.
+        RuntimeError: from `step`: a gradient is sparse.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError(f"lr has {lr.numel()} elements but one rate holds for all parameters; give one element")
+        for name, value in (("lr", float(lr)), ("weight_decay", weight_decay)):
+            if not value >= 0:
+                raise ValueError(f"{name}={value} is negative; choose 0 or more")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas={betas} are not both in [0, 1); the paper's are (0.9, 0.99)")
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have a gradient.
+
+        Args:
+            closure: computes the loss anew, with gradients; its result is returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                self._step_group(group)
+        return loss
+
+    def _step_group(self, group: Options) -> None:
+        params = [param for param in group["params"] if param.grad is not None]
+        if any(param.grad.is_sparse for param in params):
+            raise RuntimeError(
+                "Lion got a sparse gradient but steps dense ones only; build the layer with sparse=False"
+            )
+        for param in params:
+            if not self.state[param]:
+                self.state[param]["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        lion(
+            params,
+            [param.grad for param in params],
+            [self.state[param]["exp_avg"] for param in params],
+            **{name: group[name] for name in ("lr", "betas", "weight_decay", "maximize")},
+        )

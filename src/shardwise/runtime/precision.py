@@ -1,0 +1,163 @@
+"""Casting and loss scaling by the precision policy.
+
+>>> total = torch.zeros(3)
+>>> add_widened(total, torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16))
+>>> total
+tensor([1., 2., 3.])
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.config.resolve import Dtype, PrecisionConfig
+from shardwise.layout.precision import TORCH_DTYPES
+from shardwise.runtime.torch_private import is_fake, pytree
+
+# On the CPU an addition of two dtypes is not vectorised: a cast and an addition of one dtype, through a scratch block
+# that fits the cache, take about half its time (`benchmarks/primitives.py`).
+SCRATCH_NUMEL: Final = 256 * 1024
+
+# More rows are summed in one call: each of them alone would cost more than the sum.
+_MAX_ROWS: Final = 64
+
+
+def torch_dtype(name: Dtype) -> torch.dtype:
+    """The torch dtype of a config's dtype name."""
+    return TORCH_DTYPES[name]
+
+
+def add_widened(total: Tensor, addend: Tensor) -> None:
+    """Add a 1-D tensor to another, in place, in the dtype of `total`, the wider or equal one."""
+    if total.dtype == addend.dtype or total.device.type != "cpu":
+        total.add_(addend)
+        return
+    scratch = torch.empty(min(SCRATCH_NUMEL, total.numel()), dtype=total.dtype)
+    if is_fake(total):
+        total.add_(addend)  # beside the scratch that a ledger sees: thousands of blocks would be all of a simulation
+        return
+    for total_block, addend_block in zip(total.split(SCRATCH_NUMEL), addend.split(SCRATCH_NUMEL), strict=True):
+        widened = scratch[: total_block.numel()]
+        widened.copy_(addend_block)
+        total_block.add_(widened)
+
+
+def sum_chunks(total: Tensor, chunks: Tensor, accumulate: bool) -> None:
+    """Sum the rows of `chunks` [n, s] into `total` [s] in fp32 or wider, whatever the dtypes.
+
+    The order is the same in every call, and that of the ranks where these are few. The rows are summed before what
+    `total` held is added: so the bits are those of a sum that is made here and added elsewhere.
+
+    Args:
+        total: the sum, in place; what it held before is added too where `accumulate` is set.
+        chunks: one row a rank.
+        accumulate: whether `total` holds a sum already.
+    """
+    wide = total.dtype if total.dtype.itemsize >= 4 else torch.float32
+    if total.device.type != "cpu" or chunks.shape[0] > _MAX_ROWS:
+        summed = chunks[0] if chunks.shape[0] == 1 else chunks.sum(0, dtype=wide)
+        _put(summed, total, accumulate)
+        return
+    scratch = torch.empty(min(SCRATCH_NUMEL, total.numel()), dtype=wide)
+    if is_fake(total):  # as in `add_widened`
+        total.copy_(chunks[0])
+        return
+    for start in range(0, total.numel(), SCRATCH_NUMEL):
+        block = total[start : start + SCRATCH_NUMEL]
+        rows = chunks[:, start : start + block.numel()].unbind(0)
+        summed = block if total.dtype == wide and not accumulate else scratch[: block.numel()]
+        summed.copy_(rows[0])
+        for row in rows[1:]:
+            summed.add_(row)
+        if summed is not block:
+            _put(summed, block, accumulate)
+
+
+def _put(summed: Tensor, total: Tensor, accumulate: bool) -> None:
+    """Replace `total` by a sum, or add that in its dtype, the wider or equal one, and round once."""
+    if accumulate and summed.dtype.itemsize > total.dtype.itemsize:
+        total.copy_(summed + total)
+    elif accumulate:
+        total.add_(summed)
+    else:
+        total.copy_(summed)
+
+
+def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """Move the tensors of a pytree to `device`, the floating ones to `dtype` too where one is given.
+
+    Any mapping counts as a dict, such as the batches of Hugging Face's tokenizers.
+    """
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Mapping):
+            return to_device(dict(leaf), device, dtype)
+        if not isinstance(leaf, Tensor):
+            return leaf
+        wanted = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
+        return leaf.to(device, wanted, non_blocking=True)
+
+    return pytree.tree_map(move, tree)
+
+
+def explain_dtypes(error: BaseException, model: nn.Module, dtype: torch.dtype) -> None:
+    """Add the cure to a forward's error about dtypes where a buffer is not of the parameters' `dtype`."""
+    if not isinstance(error, RuntimeError) or re.search(r"dtype|scalar type", str(error)) is None:
+        return
+    kept = ((name, each.dtype) for name, each in model.named_buffers() if each.is_floating_point())
+    name, found = next((each for each in kept if each[1] != dtype), ("", dtype))
+    if name:
+        error.add_note(
+            f"precision.buffers=keep leaves buffers as they were given, such as {name} in {found}, and parameters are "
+            f"in {dtype}; cast in the model's forward, or set precision.buffers=param, which casts all of them"
+        )
+
+
+class LossScaler:
+    """The factor that keeps fp16 gradients representable; 1 for every other dtype.
+
+    Dynamic scaling halves the factor at an overflow, whose step is skipped, and doubles it after
+    `precision.loss_scale_window` steps without one (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2).
+    """
+
+    def __init__(self, config: PrecisionConfig) -> None:
+        is_fp16 = config.param == "fp16"
+        self.is_dynamic = is_fp16 and config.loss_scale == "dynamic"
+        self._config = config
+        self._num_good_steps = 0
+        self.scale = 1.0
+        if is_fp16:
+            self.scale = config.initial_loss_scale if config.loss_scale == "dynamic" else config.loss_scale
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether an overflow may be the scale's fault, so that a smaller one can mend it."""
+        return self.is_dynamic and self.scale > self._config.min_loss_scale
+
+    def update(self, overflowed: bool) -> None:
+        """Record one step's outcome."""
+        if not self.is_dynamic:
+            return
+        if overflowed:
+            self.scale = max(self.scale / 2, self._config.min_loss_scale)
+            self._num_good_steps = 0
+            return
+        self._num_good_steps += 1
+        if self._num_good_steps == self._config.loss_scale_window:
+            self.scale *= 2
+            self._num_good_steps = 0
+
+    def state_dict(self) -> dict[str, float]:
+        """What a resumed run needs; nothing where the config alone says the scale."""
+        return {"scale": self.scale, "num_good_steps": self._num_good_steps} if self.is_dynamic else {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore what `state_dict` returned, if both scales are dynamic: 1, of another precision, is none for fp16."""
+        if self.is_dynamic and state:
+            self.scale = state["scale"]
+            self._num_good_steps = int(state["num_good_steps"])

@@ -1,0 +1,100 @@
+"""CUDA streams beside the compute stream, and the one rule by which buffers pass between them.
+
+The rule: storage is allocated and freed in compute-stream order only. Whoever hands a buffer to another stream records
+an event behind its last use (`Event.record`), and the receiver waits for that event before its first use. On the CPU
+every lane is the calling thread and events are nothing, so the same code runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+LaneName = Literal["gather", "reduce", "tensor", "context", "offload", "reload"]
+
+
+@dataclass(frozen=True)
+class P2PStreamKey:
+    """The lane of messages to or from one other rank: behind those of another rank they might wait in a circle."""
+
+    end: Literal["send", "receive"]
+    peer: int
+
+
+@dataclass(frozen=True)
+class Event:
+    """A point in a stream's work; nothing on the CPU."""
+
+    cuda_event: torch.cuda.Event | None
+
+    @classmethod
+    def record(cls, device: torch.device) -> Event:
+        """Mark the current stream's position."""
+        return cls(torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None)
+
+    def wait(self) -> None:
+        """Make the current stream wait for the point; the host goes on."""
+        if self.cuda_event is not None:
+            self.cuda_event.wait()
+
+    def wait_on_host(self) -> None:
+        """Hold up the calling thread until the device has come there."""
+        if self.cuda_event is not None:
+            self.cuda_event.synchronize()
+
+    def is_reached(self) -> bool:
+        """Whether the device has come there; never waits."""
+        return self.cuda_event is None or self.cuda_event.query()
+
+
+class Streams:
+    """An engine's side streams: for gathers, reductions, what runs beside a split layer or travels between the ranks of
+    a sequence, copies to the host and back.
+
+    On the CPU there are none.
+
+    Args:
+        device: of the engine.
+        overlap: False keeps all work on the compute stream, for comparison and debugging.
+    """
+
+    def __init__(self, device: torch.device, overlap: bool = True) -> None:
+        self.device = device
+        self._lanes: dict[LaneName | P2PStreamKey, torch.cuda.Stream] = {}
+        if device.type == "cuda" and overlap:
+            # Reductions alone are not on the critical path of the computation, and nothing shall queue behind them.
+            self._lanes = {
+                "gather": torch.cuda.Stream(device, priority=-1),
+                "reduce": torch.cuda.Stream(device),
+                "tensor": torch.cuda.Stream(device, priority=-1),
+                "context": torch.cuda.Stream(device, priority=-1),
+                # A bus carries as much in each direction as in one.
+                "offload": torch.cuda.Stream(device),
+                "reload": torch.cuda.Stream(device),
+            }
+
+    @contextmanager
+    def side_stream(self, name: LaneName | P2PStreamKey | None, after: Event | None = None) -> Iterator[None]:
+        """Enqueue what follows on the named stream, or on the current one for None.
+
+        It runs behind all that the current stream holds so far; or behind `after`, where that is given.
+        """
+        # Without overlap too: a receive that the computation waits for may wait for what that computes.
+        if isinstance(name, P2PStreamKey) and self.device.type == "cuda" and name not in self._lanes:
+            self._lanes[name] = torch.cuda.Stream(self.device, priority=-1)
+        stream = None if name is None else self._lanes.get(name)
+        if stream is None:
+            if after is not None:
+                after.wait()
+            yield
+            return
+        if after is None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        elif after.cuda_event is not None:
+            stream.wait_event(after.cuda_event)
+        with torch.cuda.stream(stream):
+            yield

@@ -1,0 +1,186 @@
+"""A zero-bubble schedule for given times and memory, made by walking through time and giving each free rank its best.
+
+The recipes of `pipelines` are written for any times. Where these are known, and how much more a micro-batch takes
+between forward and backward than a gradient of weights that is left for later, more of the latter can fill the bubble.
+This is what Qi et al. 2023 (arXiv 2401.10241), section 3.1, do by a heuristic of the same kind and a few runs of it.
+
+>>> from shardwise.schedule.op_times import OpTimes
+>>> print(zero_bubble_searched(2, 3, OpTimes(), max_held=3))
+rank 0: 0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
+rank 1: 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from itertools import product
+
+from shardwise.schedule.actions import Action, ActionKind, Schedule, ScheduleError
+from shardwise.schedule.op_times import OpTimes
+
+_F, _I, _W = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
+
+# Sums of the same times in another order.
+_ROUNDING = 1e-9
+
+
+def zero_bubble_searched(
+    num_ranks: int, num_micro_batches: int, times: OpTimes, *, max_held: float, deferred_share: float = 1.0
+) -> Schedule:
+    """The best of a few greedy schedules with one stage a rank: with the shortest of each one's longest span of a rank.
+
+    Args:
+        times: of a micro-batch on each rank.
+        max_held: activations that a rank may hold, each of one micro-batch.
+        deferred_share: of an activation that its gradient of weights still needs once that of the input is made.
+
+    Raises:
+        ScheduleError: a count or `max_held` is below 1.
+    """
+    for name, count in (("num_ranks", num_ranks), ("num_micro_batches", num_micro_batches), ("max_held", max_held)):
+        if count < 1:
+            raise ScheduleError(f"{name}={count} is below 1; a pipeline has a rank, a step a micro-batch, both held")
+    walks = [
+        _walk([_Rank() for _ in range(num_ranks)], num_micro_batches, times, _Policy(max_held, deferred_share, *flags))
+        for flags in product((False, True), repeat=2)
+    ]
+    best = min(walks, key=lambda ranks: max(rank.span_s for rank in ranks))
+    return Schedule(tuple(_numbered(stage, rank.kinds) for stage, rank in enumerate(best)))
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """What a rank may do.
+
+    Attributes:
+        is_eager: whether a forward may delay the first backward.
+        fills_short_gaps: whether a gradient of weights is begun that ends after the gap, where the rank has waited
+            longest of all.
+    """
+
+    max_held: float
+    deferred_share: float
+    is_eager: bool
+    fills_short_gaps: bool
+
+
+@dataclass
+class _Rank:
+    """A rank on its way: what it has done, and when what others send it arrives."""
+
+    kinds: list[ActionKind] = field(default_factory=list)
+    done: dict[ActionKind, int] = field(default_factory=lambda: {_F: 0, _I: 0, _W: 0})
+    arrivals: dict[ActionKind, list[float]] = field(default_factory=lambda: {_F: [], _I: []})
+    start_s: float = 0.0
+    free_s: float = 0.0
+    idle_s: float = 0.0
+    is_asleep: bool = False
+    last: ActionKind = _I  # of forwards and backwards
+
+    @property
+    def span_s(self) -> float:
+        return self.free_s - self.start_s
+
+    def arrival_s(self, kind: ActionKind) -> float | None:
+        """When the next one of that kind can begin; None where nobody knows yet."""
+        arrived = self.arrivals[kind]
+        return arrived[self.done[kind]] if self.done[kind] < len(arrived) else None
+
+    def has_room(self, policy: _Policy) -> bool:
+        in_flight, deferred = self.done[_F] - self.done[_I], self.done[_I] - self.done[_W]
+        return in_flight + policy.deferred_share * deferred + 1 <= policy.max_held + _ROUNDING
+
+
+def _walk(ranks: list[_Rank], num_micro_batches: int, times: OpTimes, policy: _Policy) -> list[_Rank]:
+    """Take the rank that is free first, give it something to do, and tell its neighbour when that arrives."""
+    seconds = {_F: times.forward_s, _I: times.backward_input_s, _W: times.backward_weight_s}
+    ranks[0].arrivals[_F] = [0.0] * num_micro_batches
+    free = [(0.0, index) for index in range(len(ranks))]
+    while free:
+        now_s, index = heapq.heappop(free)
+        rank = ranks[index]
+        until_s = _next_arrival_s(rank, now_s, num_micro_batches, policy)
+        kind = _choice(rank, ranks, now_s, until_s, num_micro_batches, times, policy)
+        if kind is None:
+            if until_s is None:
+                rank.is_asleep = True
+            else:
+                rank.idle_s += until_s - now_s if rank.done[_I] else 0.0
+                heapq.heappush(free, (until_s, index))
+            continue
+        if not rank.kinds:
+            rank.start_s = now_s
+        rank.free_s = now_s + seconds[kind]
+        rank.kinds.append(kind)
+        rank.done[kind] += 1
+        rank.last = rank.last if kind is _W else kind
+        heapq.heappush(free, (rank.free_s, index))
+        for told, what, delay_s in _told(index, kind, len(ranks), times.transfer_s):
+            other = ranks[told]
+            other.arrivals[what].append(rank.free_s + delay_s)
+            if other.is_asleep:
+                other.is_asleep = False
+                heapq.heappush(free, (rank.free_s + delay_s, told))
+    return ranks
+
+
+def _told(index: int, kind: ActionKind, num_ranks: int, transfer_s: float) -> list[tuple[int, ActionKind, float]]:
+    """Who can go on with what, and how much later."""
+    if kind is _F:
+        return [(index + 1, _F, transfer_s)] if index + 1 < num_ranks else [(index, _I, 0.0)]
+    return [(index - 1, _I, transfer_s)] if kind is _I and index else []
+
+
+def _next_arrival_s(rank: _Rank, now_s: float, num_micro_batches: int, policy: _Policy) -> float | None:
+    """When the next forward or backward can begin that cannot yet."""
+    kinds = [_F, _I] if rank.done[_F] < num_micro_batches and rank.has_room(policy) else [_I]
+    known = [arrival_s for kind in kinds if (arrival_s := rank.arrival_s(kind)) is not None]
+    return min((each for each in known if each > now_s + _ROUNDING * now_s), default=None)
+
+
+def _choice(
+    rank: _Rank,
+    ranks: list[_Rank],
+    now_s: float,
+    until_s: float | None,
+    num_micro_batches: int,
+    times: OpTimes,
+    policy: _Policy,
+) -> ActionKind | None:
+    """What a free rank does; None where it waits."""
+
+    def is_here(kind: ActionKind) -> bool:
+        arrival_s = rank.arrival_s(kind)
+        return arrival_s is not None and arrival_s <= now_s + _ROUNDING * now_s
+
+    can_forward = is_here(_F) and rank.has_room(policy)
+    backward_s = rank.arrival_s(_I)
+    if rank.done[_I] == 0:  # until the first backward, as many forwards as there is room for
+        if is_here(_I):
+            return _I
+        delays = backward_s is not None and now_s + times.forward_s > backward_s + _ROUNDING * backward_s
+        return _F if can_forward and (policy.is_eager or not delays) else None
+    if is_here(_I) and (rank.last is _F or rank.done[_F] == num_micro_batches):
+        return _I
+    if can_forward and rank.last is _I:
+        return _F
+    has_weights = rank.done[_W] < rank.done[_I]
+    is_full = rank.done[_F] < num_micro_batches and not rank.has_room(policy)
+    if has_weights and is_full and rank.last is _I:
+        return _W
+    if is_here(_I) and rank.arrival_s(_F) is None:
+        return _I
+    gap_s = times.backward_weight_s if until_s is None else until_s - now_s
+    waits_longest = rank.idle_s + gap_s > max(each.idle_s for each in ranks)
+    fills = gap_s >= times.backward_weight_s * (1 - _ROUNDING) or (policy.fills_short_gaps and waits_longest)
+    return _W if has_weights and fills else None
+
+
+def _numbered(stage: int, kinds: list[ActionKind]) -> tuple[Action, ...]:
+    num_before = dict.fromkeys((_F, _I, _W), 0)
+    row = []
+    for kind in kinds:
+        row.append(Action(kind, stage, num_before[kind]))
+        num_before[kind] += 1
+    return tuple(row)

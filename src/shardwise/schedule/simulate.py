@@ -1,0 +1,91 @@
+"""Times for a schedule: an action starts when its lane is free and all it follows has ended.
+
+It prices a schedule; it does not check one (`verify` does), and it knows no hardware: costs come from the
+caller.
+
+>>> from shardwise.schedule.actions import ActionKind
+>>> from shardwise.schedule.generators import data_parallel_step
+>>> schedule = data_parallel_step(["root", "b0"], 1)
+>>> timed = simulate(schedule, lambda rank, action: 2.0 if action.kind is ActionKind.REDUCE else 1.0)
+>>> makespan_s(timed)  # forward 2, backward 2, REDUCE 4 of which the root's backward hides 1, STEP 2
+9.0
+>>> round(bubble_fraction(timed), 3)  # computing stands still for 3 of the 9 seconds
+0.333
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from shardwise.schedule.actions import COLLECTIVES, LANES, Action, ActionKind, Schedule, ScheduleError, TimedAction
+from shardwise.schedule.dependencies import Position, dependencies, execution_order
+
+Cost = Callable[[int, Action], float]
+"""Seconds that an action takes on a rank; a transfer's belong to SEND, whose end its RECEIVE follows."""
+
+
+def simulate(
+    schedule: Schedule,
+    cost: Cost,
+    *,
+    lanes: Mapping[ActionKind, str] = LANES,
+    meeting_kinds: Collection[ActionKind] = COLLECTIVES,
+) -> tuple[TimedAction, ...]:
+    """Give a verified schedule its times; returns its actions rank by rank, in the schedule's order.
+
+    `lanes` gives each kind its lane on a rank. Actions of `meeting_kinds` wait for each other across the
+    ranks that have them and last as long as the slowest. Raises ScheduleError on a negative cost and on a
+    deadlock.
+    """
+    follows = dependencies(schedule, lanes)
+    order, blocked = execution_order(schedule, follows, meeting_kinds=meeting_kinds)
+    if blocked:
+        rank, index = min(blocked)
+        action = schedule.ranks[rank][index]
+        raise ScheduleError(f"{action} on rank {rank} never starts; it waits in a circle, verify() shows which")
+    times: dict[Position, tuple[float, float]] = {}
+    for meeting in order:
+        start_s = max((times[before][1] for member in meeting for before in follows[member]), default=0.0)
+        end_s = start_s + max(_seconds(cost, rank, schedule.ranks[rank][index]) for rank, index in meeting)
+        times.update(dict.fromkeys(meeting, (start_s, end_s)))
+    return tuple(
+        TimedAction(action, rank, *times[rank, index], lane=lanes[action.kind])
+        for rank, row in enumerate(schedule.ranks)
+        for index, action in enumerate(row)
+    )
+
+
+def makespan_s(timed: Sequence[TimedAction]) -> float:
+    """Seconds from the first start to the last end; 0 for no actions."""
+    if not timed:
+        return 0.0
+    return max(action.end_s for action in timed) - min(action.start_s for action in timed)
+
+
+def bubble_fraction(timed: Sequence[TimedAction], *, lane: str = "compute") -> float:
+    """The share of the makespan in which `lane` stands still, a mean over the ranks; 0 for no actions."""
+    num_ranks = len({action.rank for action in timed})
+    whole_s = num_ranks * makespan_s(timed)
+    busy_s = sum(action.duration_s for action in timed if action.lane == lane)
+    return 1.0 - busy_s / whole_s if whole_s > 0 else 0.0
+
+
+def rank_span_s(timed: Sequence[TimedAction], rank: int, *, lane: str = "compute") -> float:
+    """Seconds from the first start to the last end of a rank's actions in `lane`; 0 for none.
+
+    The spans of the ranks of a pipeline begin and end one after another, so each may be shorter than the makespan.
+    """
+    return makespan_s([action for action in timed if action.rank == rank and action.lane == lane])
+
+
+def rank_bubble_s(timed: Sequence[TimedAction], rank: int, *, lane: str = "compute") -> float:
+    """Seconds of the rank's span in which `lane` stands still: the bubble of which `formulas` speak."""
+    busy_s = sum(action.duration_s for action in timed if action.rank == rank and action.lane == lane)
+    return rank_span_s(timed, rank, lane=lane) - busy_s
+
+
+def _seconds(cost: Cost, rank: int, action: Action) -> float:
+    seconds = cost(rank, action)
+    if not seconds >= 0:
+        raise ScheduleError(f"cost={seconds} s of {action} on rank {rank} is no duration; return a number >= 0")
+    return seconds

@@ -1,0 +1,347 @@
+"""Proves that a schedule can run and means one optimizer step or evaluation; explains a flaw, and draws it.
+
+It runs nothing and prices nothing. A schedule may be lowered in part: without any transfer, stages hand over
+directly; without any REDUCE, gradients stay where they are. What it holds a schedule to, beside the dependency
+relation:
+
+- every micro-batch runs forward once through each (stage, group), backward once through each that is trained;
+  the groups of a stage form a chain, run in one order forward and in its reverse backward;
+- the parameters and gradients of each (rank, stage, group) move as `states` says, and end as they rest;
+- transfers are complete, and both ends of a channel have them in one order (`channels`);
+- the replicas of a stage issue the same collectives in the same order;
+- issued in order, where a computation holds up whatever is written behind it, every row reaches its end. SEND and
+  RECEIVE hold up nothing: a RECEIVE posts, a SEND is complete when its RECEIVE is posted and those before it on its
+  channel are. Since both ends have one order, the wait of a SEND is that of its RECEIVE, and adds none;
+- where bounds are given, no rank holds the activations of more (stage, micro-batch) pairs at once.
+
+>>> from shardwise.schedule.actions import Schedule
+>>> verify(Schedule.parse("rank 0: 0F0 0B0 0REDUCE 0STEP"))
+>>> verify(Schedule.parse("rank 0: 0F0 0B0 0STEP 0REDUCE"))
+Traceback (most recent call last):
+    ...
+shardwise.schedule.actions.ScheduleError: 0STEP on rank 0 steps on gradients that are \
+not reduced after action 1; put 0REDUCE before it
+slot     0    1     2       3
+rank 0  0F0  0B0  0STEP  0REDUCE
+                  ^^^^^ action 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import chain, pairwise, zip_longest
+
+from shardwise.schedule import channels, in_flight
+from shardwise.schedule import verify as states
+from shardwise.schedule.actions import COLLECTIVES, COMPUTATIONS, LANES, Action, ActionKind, Schedule, ScheduleError
+from shardwise.schedule.channels import Flaw
+from shardwise.schedule.dependencies import (
+    USERS,
+    ActionPlaces,
+    Follows,
+    Position,
+    dependencies,
+    execution_order,
+    stage_groups,
+    touched,
+)
+from shardwise.schedule.drawing import drawn
+
+_BACKWARDS = frozenset({ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT})
+_TRAINS = _BACKWARDS | {ActionKind.REDUCE, ActionKind.STEP}
+_SPLIT = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+_NUM_NAMED = 8  # actions of a deadlock that are written out
+
+
+def verify(
+    schedule: Schedule, max_in_flight: Sequence[int] | None = None, *, lanes: Mapping[ActionKind, str] = LANES
+) -> None:
+    """Raise ScheduleError, with the place drawn, unless the schedule can run and does what its rules say.
+
+    Args:
+        schedule: of any kind; it may be lowered in part.
+        max_in_flight: for each rank, how many stage activations it may hold at once, as `peak_in_flight` counts them.
+        lanes: gives each kind its lane on a rank.
+    """
+    places = ActionPlaces.of(schedule)
+    follows = dependencies(schedule, lanes)
+    machines = (states.parameters(schedule), states.gradients(schedule))
+    flaws: Iterator[Flaw] = chain(
+        _computations(schedule),
+        _stages(schedule, places),
+        channels.flaws(schedule, places),
+        _collectives(schedule, places),
+        _rows(schedule, follows),
+        _chains(schedule),
+        ((text, (place,)) for machine in machines for text, place in states.misuses(schedule, machine)),
+        _deadlock(schedule, follows),
+        () if max_in_flight is None else in_flight.flaws(schedule, max_in_flight),
+    )
+    for text, positions in flaws:
+        raise ScheduleError("\n".join([text, *drawn(schedule, positions, follows)]))
+
+
+def _computations(schedule: Schedule) -> Iterator[Flaw]:
+    """Each micro-batch once through each group of each stage."""
+    micro_batches = {a.micro_batch for row in schedule.ranks for a in row if a.kind in COMPUTATIONS}
+    num_micro_batches = 1 + max((m for m in micro_batches if m is not None), default=-1)
+    if num_micro_batches == 0:
+        yield "a schedule without FORWARD computes nothing; a step has at least one, add it", ()
+    for rank, row in enumerate(schedule.ranks):
+        seen: dict[tuple[int, str | None, int | None], dict[ActionKind, int]] = {}
+        about: dict[tuple[int, str | None], list[int]] = {}
+        groups = stage_groups(row)
+        for index, action in enumerate(row):
+            for group in touched(action, groups):
+                about.setdefault((action.stage, group), []).append(index)
+                if action.kind in COMPUTATIONS:
+                    kinds = seen.setdefault((action.stage, group, action.micro_batch), {})
+                    if kinds.setdefault(action.kind, index) != index:
+                        text = f"{action} on rank {rank} is there twice; a computation runs once, drop one"
+                        yield text, ((rank, kinds[action.kind]), (rank, index))
+        for (stage, group), indices in about.items():
+            trained = any(row[index].kind in _TRAINS for index in indices)
+            for micro_batch in range(num_micro_batches):
+                kinds = seen.get((stage, group, micro_batch), {})
+                for kind in _missing(kinds, trained):
+                    action = Action(kind, stage, micro_batch, group)
+                    text = f"{action} is missing on rank {rank}; a micro-batch runs every group, add it"
+                    yield text, ((rank, max(kinds.values(), default=indices[0])),)
+                for part in _SPLIT:
+                    if part in kinds and ActionKind.BACKWARD in kinds:
+                        both = (kinds[ActionKind.BACKWARD], kinds[part])
+                        whole, half = (row[index] for index in both)
+                        text = f"{whole} and {half} on rank {rank} make one gradient twice; drop either"
+                        yield text, tuple((rank, index) for index in both)
+
+
+def _missing(kinds: Mapping[ActionKind, int], trained: bool) -> list[ActionKind]:
+    """What a micro-batch still needs of a group that has run `kinds` of it."""
+    if ActionKind.FORWARD not in kinds:
+        return [ActionKind.FORWARD]
+    if not trained or ActionKind.BACKWARD in kinds:
+        return []
+    absent = [kind for kind in _SPLIT if kind not in kinds]
+    return [ActionKind.BACKWARD] if len(absent) == len(_SPLIT) else absent
+
+
+def _stages(schedule: Schedule, places: ActionPlaces) -> Iterator[Flaw]:
+    """As many replicas of each stage, none without any, and no backward that lacks the next stage's."""
+    holders = places.holders
+    last_backward = {
+        action.stage: (rank, index)
+        for rank, row in enumerate(schedule.ranks)
+        for index, action in enumerate(row)
+        if action.kind in _BACKWARDS
+    }
+    for stage in range(1 + max(holders, default=-1)):
+        num_here, num_before = len(holders.get(stage, ())), len(holders.get(stage - 1, ()))
+        if stage > 0 and num_here != num_before:
+            text = f"stage {stage} is on {num_here} ranks and stage {stage - 1} on {num_before}"
+            there = holders.get(stage) or holders[max(holders)]
+            yield f"{text}; each replica of a stage feeds one of the next, give both as many", ((there[0], 0),)
+        if stage - 1 in last_backward and stage not in last_backward:
+            rank, index = last_backward[stage - 1]
+            action = schedule.ranks[rank][index]
+            text = f"{action} on rank {rank} needs gradients of stage {stage}, which has no backward; add it"
+            yield text, ((rank, index),)
+
+
+def _collectives(schedule: Schedule, places: ActionPlaces) -> Iterator[Flaw]:
+    """The replicas of a stage issue the same collectives of each kind in the same order."""
+    for stage, holders in places.holders.items():
+        for kind in sorted(COLLECTIVES, key=lambda kind: kind.value):
+            issued = [
+                [(rank, i) for i, a in enumerate(schedule.ranks[rank]) if a.kind is kind and a.stage == stage]
+                for rank in holders
+            ]
+            for other_rank, other in zip(holders[1:], issued[1:], strict=True):
+                for here, there in zip_longest(issued[0], other):
+                    mine, theirs = (_text_at(schedule, place) for place in (here, there))
+                    if mine != theirs:
+                        text = f"rank {holders[0]} issues {mine} where rank {other_rank} issues {theirs}"
+                        cure = "replicas issue the same collectives in the same order, align them"
+                        yield f"{text}; {cure}", tuple(place for place in (here, there) if place is not None)
+
+
+def _text_at(schedule: Schedule, place: Position | None) -> str:
+    return "nothing" if place is None else str(schedule.ranks[place[0]][place[1]])
+
+
+def _rows(schedule: Schedule, follows: Follows) -> Iterator[Flaw]:
+    """No action stands before one of its own rank that it must follow."""
+    for (rank, index), earlier in follows.items():
+        for other_rank, other in earlier:
+            if other_rank == rank and other > index:
+                row = schedule.ranks[rank]
+                text = f"{row[index]} on rank {rank} stands before {row[other]}, which it must follow"
+                yield f"{text}; move it behind", ((rank, index), (rank, other))
+
+
+def _chains(schedule: Schedule) -> Iterator[Flaw]:
+    """The groups of a stage run in one order in every forward, and in its reverse in every backward."""
+    for rank, row in enumerate(schedule.ranks):
+        place_in: dict[int, dict[str, int]] = {}
+        runs: dict[tuple[int, bool, int | None], list[tuple[int, str]]] = {}
+        for index, action in enumerate(row):
+            if action.group is not None and action.kind in (
+                ActionKind.FORWARD,
+                ActionKind.BACKWARD,
+                ActionKind.BACKWARD_INPUT,
+            ):
+                is_forward = action.kind is ActionKind.FORWARD
+                key = (action.stage, is_forward, action.micro_batch)
+                runs.setdefault(key, []).append((index, action.group))
+                if is_forward:
+                    order = place_in.setdefault(action.stage, {})
+                    order.setdefault(action.group, len(order))
+        for (stage, is_forward, _), run in runs.items():
+            order = place_in.get(stage, {})
+            ordered = [(index, order[group]) for index, group in run if group in order]
+            for (first, place), (second, next_place) in pairwise(ordered):
+                if (place < next_place) != is_forward:
+                    text = f"{row[second]} on rank {rank} stands behind {row[first]}"
+                    cure = "groups run forward in one order and backward in its reverse, swap the two"
+                    yield f"{text}; {cure}", ((rank, first), (rank, second))
+
+
+def _deadlock(schedule: Schedule, follows: Follows) -> Iterator[Flaw]:
+    """Issue every row in order, waiting for each computation, whatever else is under way."""
+    issued = dict(follows)
+    for rank, row in enumerate(schedule.ranks):
+        computation: tuple[Position, ...] = ()
+        for index, action in enumerate(row):
+            issued[rank, index] = follows[rank, index] + computation
+            if action.kind in COMPUTATIONS:
+                computation = ((rank, index),)
+    _, blocked = execution_order(schedule, issued)
+    if not blocked:
+        return
+    path = dict.fromkeys([min(blocked)])
+    while (waits_for := blocked[next(reversed(path))][0]) not in path:
+        path[waits_for] = None
+    steps = list(path)
+    circle = [*steps[steps.index(waits_for) :], waits_for]
+    names = [f"{schedule.ranks[rank][index]} on rank {rank}" for rank, index in circle]
+    if len(names) > _NUM_NAMED:
+        half = _NUM_NAMED // 2
+        names[half:-half] = [f"{len(names) - 2 * half} others"]
+    text = f"deadlock: {' waits for '.join(names)}; issue one of them earlier"
+    yield text, tuple(circle[:-1])
+
+
+class ParameterStates(Enum):
+    """What a rank has of a group's parameters; STALE copies are older than the shards that a STEP updated."""
+
+    SHARDED = "sharded"
+    UNUSED = "unsharded, for no use yet"
+    WHOLE = "unsharded"
+    STALE = "older than the last STEP"
+
+
+class GradientStates(Enum):
+    """What a rank has of a group's gradients."""
+
+    NONE = "none"
+    UNREDUCED = "not reduced"
+    REDUCED = "reduced"
+    STEPPED = "stepped on"
+
+
+@dataclass(frozen=True, slots=True)
+class StateMachine:
+    """The first state, the legal moves, and rule and cure of each illegal one and of each bad end."""
+
+    start: Enum
+    moves: Mapping[tuple[ActionKind, Enum], Enum]
+    wrong: Mapping[tuple[ActionKind, Enum], str]
+    wrong_at_end: Mapping[Enum, str]
+
+
+def parameters(schedule: Schedule) -> StateMachine:
+    """SHARDED -UNSHARD-> UNUSED -use-> WHOLE -RESHARD-> SHARDED; STEP on shards makes copies STALE."""
+    sharded, unused, whole, stale = ParameterStates
+    steps_shards = schedule.unshard_for_use or schedule.unshard_after_step
+    moves: dict[tuple[ActionKind, Enum], Enum] = {
+        **{(kind, state): whole for kind in USERS for state in (unused, whole)},
+        **{(ActionKind.UNSHARD, state): unused for state in (sharded, stale)},
+        **{(ActionKind.RESHARD, state): sharded for state in (whole, stale)},
+        **{(ActionKind.STEP, state): stale if steps_shards else state for state in (unused, whole, stale)},
+        (ActionKind.STEP, sharded): sharded,
+    }
+    wrong: dict[tuple[ActionKind, Enum], str] = {
+        **{
+            (kind, state): "uses parameters that are {state}{since}; put {unshard} before it"
+            for kind in USERS
+            for state in (sharded, stale)
+        },
+        **{(ActionKind.UNSHARD, state): "unshards what is {state}{since}; drop it" for state in (unused, whole)},
+        (ActionKind.RESHARD, sharded): "reshards what is {state}{since}; drop it",
+        (ActionKind.RESHARD, unused): "reshards what nothing has used{since}; move it behind its use",
+    }
+    if schedule.unshard_for_use:
+        left = "leaves parameters {state}, which rest as shards; add {reshard}"
+        return StateMachine(sharded, moves, wrong, dict.fromkeys((unused, whole, stale), left))
+    left = "leaves parameters {state}, which rest whole and up to date; add {unshard}"
+    return StateMachine(whole, moves, wrong, dict.fromkeys((sharded, stale), left))
+
+
+def gradients(schedule: Schedule) -> StateMachine:
+    """NONE -backward-> UNREDUCED -REDUCE-> REDUCED -STEP-> STEPPED; by the rules, backward may come again.
+
+    A schedule without any REDUCE is not lowered so far: its gradients stay as the backward leaves them.
+    """
+    none, unreduced, reduced, stepped = GradientStates
+    makers = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+    again = reduced if schedule.reduce_each_backward else unreduced
+    moves: dict[tuple[ActionKind, Enum], Enum] = {
+        **{(kind, state): unreduced for kind in makers for state in (none, again)},
+        (ActionKind.REDUCE, unreduced): reduced,
+        (ActionKind.STEP, reduced): stepped,
+    }
+    early = "adds to gradients that are {state}{since}, against reduce_each_backward; put {reduce} between"
+    late = "adds to gradients that are {state}{since}; this is done once, move {reduce} behind it"
+    behind = "adds to gradients that are {state}{since}; move {step} behind it"
+    wrong: dict[tuple[ActionKind, Enum], str] = {
+        **{(kind, unreduced): early for kind in makers},
+        **{(kind, reduced): late for kind in makers},
+        **{(kind, stepped): behind for kind in makers},
+        (ActionKind.REDUCE, none): "finds no gradients to reduce; move it behind their backward",
+        (ActionKind.REDUCE, reduced): "reduces what is {state}{since}; drop it, or move it behind a backward",
+        (ActionKind.REDUCE, stepped): "reduces what is {state}{since}; move {step} behind it, or drop it",
+        (ActionKind.STEP, none): "finds no gradients to step on; move it behind {reduce}",
+        (ActionKind.STEP, unreduced): "steps on gradients that are {state}{since}; put {reduce} before it",
+        (ActionKind.STEP, stepped): "steps on what is {state}{since}; drop it",
+    }
+    wrong_at_end: dict[Enum, str] = {reduced: "makes gradients that nothing steps on; add {step}"}
+    if any(action.kind is ActionKind.REDUCE for row in schedule.ranks for action in row):
+        wrong_at_end[unreduced] = "makes gradients that nothing reduces; add {reduce}"
+    return StateMachine(none, moves, wrong, wrong_at_end)
+
+
+def misuses(schedule: Schedule, machine: StateMachine) -> Iterator[tuple[str, Position]]:
+    """Walk each row; yields each illegal move and each bad end: value, rule and cure in a line, and where."""
+    kinds = {kind for kind, _ in machine.moves}
+    for rank, row in enumerate(schedule.ranks):
+        groups = stage_groups(row)
+        states: dict[tuple[int, str | None], tuple[Enum, int | None]] = {}
+        for index, action in enumerate(row):
+            for group in touched(action, groups) if action.kind in kinds else ():
+                state, since = states.get((action.stage, group), (machine.start, None))
+                move = (action.kind, state)
+                if move not in machine.moves:
+                    text = _worded(machine.wrong[move], action, group, state, since)
+                    yield f"{action} on rank {rank} {text}", (rank, index)
+                states[action.stage, group] = machine.moves.get(move, state), index
+        for (_, group), (state, last) in states.items():
+            if last is not None and state in machine.wrong_at_end:
+                text = _worded(machine.wrong_at_end[state], row[last], group, state, last)
+                yield f"{row[last]} on rank {rank} {text}", (rank, last)
+
+
+def _worded(text: str, action: Action, group: str | None, state: Enum, since: int | None) -> str:
+    cures = (ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE, ActionKind.STEP)
+    named = {kind.name.lower(): str(Action(kind, action.stage, group=group)) for kind in cures}
+    return text.format(state=state.value, since="" if since is None else f" after action {since}", **named)

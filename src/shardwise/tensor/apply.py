@@ -1,0 +1,263 @@
+"""Carries out a plan of tensor parallelism: modules become what the plan says, and can be given back.
+
+Only classes and numbers of modules change. Parameters keep their objects, and get this rank's part of the data
+elsewhere; where that comes first or last plays no part.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, cast
+
+from torch import nn
+
+from shardwise.comm.collectives import Comm
+from shardwise.config.resolve import ConfigError, TensorConfig
+from shardwise.layout import tensor_plan
+from shardwise.layout.tensor_plan import LayerSplit, TensorLayout, TensorPlan, is_within
+from shardwise.layout.tp_sharding import FusedPart, ParamSplit
+from shardwise.runtime.class_swap import become, set_attribute
+from shardwise.tensor import layers
+from shardwise.tensor.cross_entropy import VocabSplit
+from shardwise.tensor.layers import ForwardArgument, Order
+from shardwise.tensor.loss_parallel import LazyLogitsHead
+from shardwise.tensor.mappings import TpMappings
+
+Undo = Callable[[], None]
+
+
+def split_model(
+    model: nn.Module,
+    plan: TensorPlan,
+    comm: Comm,
+    config: TensorConfig,
+    splits: Mapping[str, ParamSplit],
+    is_in_pipeline: bool = False,
+    cp: int = 1,
+) -> list[Undo]:
+    """Let a model's modules work on this rank's part.
+
+    Args:
+        model: whose modules change; its parameters do not.
+        plan: for it.
+        comm: the tensor-parallel group.
+        config: of tensor parallelism.
+        splits: by name of parameter, as `param_splits` gives them for the plan.
+        is_in_pipeline: other ranks run the rest of the model, and sequences are split there too.
+        cp: ranks that split sequences before.
+
+    Returns:
+        what undoes it; to be called in reverse order.
+
+    Raises:
+        ConfigError: a module is not what its split needs, or has no argument of a name in the plan.
+    """
+    if comm.world_size == 1 or plan == TensorPlan():
+        return []
+    ops = TpMappings(comm, config.overlap_chunks, may_keep_whole=not is_in_pipeline, cp=cp)
+    stacks = plan.stacks if config.sequence_parallel else ()
+    surgeon = _PlanApplier(model, ops, [ops.close], plan, tuple(name for stack in stacks for name in stack.modules))
+    try:
+        for layer in plan.layers:
+            surgeon.split(layer, splits[f"{layer.module}.weight"])
+        for region in plan.regions:
+            surgeon.open_region(region)
+        for stack in stacks:
+            surgeon.bound(stack)
+        for name, attribute, value in plan.attributes_of(comm.rank, comm.world_size):
+            surgeon.undo.append(set_attribute(model.get_submodule(name), attribute, value))
+    except BaseException:
+        for undo in reversed(surgeon.undo):
+            undo()
+        raise
+    return surgeon.undo
+
+
+@dataclass(frozen=True)
+class _PlanApplier:
+    model: nn.Module
+    ops: TpMappings
+    undo: list[Undo]
+    plan: TensorPlan
+    sequence_modules: tuple[str, ...]
+
+    def split(self, layer: LayerSplit, split: ParamSplit) -> None:
+        """Split one layer."""
+        module = self.model.get_submodule(layer.module)
+        if layer.style in ("vocab", "column-embedding"):
+            self._split_embedding(cast(nn.Embedding, module), layer, split)
+            return
+        if layer.style == "head":
+            self._split_head(module, layer, split)
+            return
+        state = layers.LinearState(
+            self.ops,
+            layer.module,
+            is_in_region=is_within(layer.module, (region.module for region in self.plan.regions)),
+            is_sequence=is_within(layer.module, self.sequence_modules),
+            is_transposed=layer.is_transposed,
+            gathers_output=layer.gathers_output,
+            splits_input=layer.splits_input,
+            order=_order(layer.parts, self.ops.comm.world_size) if layer.gathers_output or layer.splits_input else (),
+        )
+        if layer.splits_input and any(part.num_sharers(split.degree) > 1 or part.is_padded for part in layer.parts):
+            raise ConfigError(
+                f"row layer {layer.module} splits its input, and tp={split.degree} leaves ranks the same part of it; "
+                "use a smaller tp"
+            )
+        out_size, in_size = split.local_shape[::-1] if layer.is_transposed else split.local_shape
+        names = {"nf": out_size, "nx": in_size} if layer.is_transposed else {}
+        kind = layers.ColumnLinear if layer.style == "column" else layers.RowLinear
+        self._wear(module, kind, "_shardwise_linear", state)
+        self._resize(module, {"out_features": out_size, "in_features": in_size, **names})
+
+    def _split_head(self, module: nn.Module, layer: LayerSplit, split: ParamSplit) -> None:
+        vocab = VocabSplit(split.global_shape[0], self.ops.comm)
+        state = layers.HeadState(self.ops, layer.module, LazyLogitsHead(vocab, layer.module))
+        self._wear(module, layers.VocabParallelHead, "_shardwise_head", state)
+        self._resize(module, {"out_features": split.local_shape[0]})
+
+    def _split_embedding(self, module: nn.Embedding, layer: LayerSplit, split: ParamSplit) -> None:
+        degree, padding = self.ops.comm.world_size, module.padding_idx
+        if layer.style == "vocab":
+            start, stop = layer.parts[0].range_of(self.ops.comm.rank, degree)
+            local_padding = padding - start if padding is not None and start <= padding < stop else None
+            state = layers.EmbeddingState(self.ops, layer.module, start, stop, local_padding)
+        else:
+            order = _order(layer.parts, degree) if layer.gathers_output else ()
+            state = layers.EmbeddingState(self.ops, layer.module, gathers_output=layer.gathers_output, order=order)
+        kind = layers.VocabEmbedding if layer.style == "vocab" else layers.ColumnEmbedding
+        self._wear(module, kind, "_shardwise_embedding", state)
+        num_rows, num_columns = split.local_shape
+        self._resize(module, {"num_embeddings": num_rows, "embedding_dim": num_columns})
+
+    def open_region(self, region: tensor_plan.SharedInput) -> None:
+        """Let a module's inputs enter."""
+        module = self.model.get_submodule(region.module)
+        is_sequence = is_within(region.module, self.sequence_modules)
+        inputs = tuple(_place(module, region.module, name) for name in region.inputs)
+        whole = tuple(_place(module, region.module, name) for name in region.whole_inputs)
+        state = layers.SharedInputState(
+            self.ops, region.module, whole if is_sequence else inputs + whole, inputs if is_sequence else ()
+        )
+        self._wear(module, layers.SharedInputModule, "_shardwise_region", state)
+
+    def bound(self, stack: tensor_plan.SequenceStack) -> None:
+        """Split the sequence before a stack, and gather it behind."""
+        first, last = self.model.get_submodule(stack.first), self.model.get_submodule(stack.last)
+        entry = layers.ScatterState(self.ops, stack.first, _place(first, stack.first, stack.argument))
+        self._wear(first, layers.SequenceScatter, "_shardwise_entry", entry)
+        self._wear(last, layers.SequenceGather, "_shardwise_exit", layers.GatherState(self.ops, stack.last))
+
+    def _wear(self, module: nn.Module, kind: type[nn.Module], slot: str, state: layers.LayerState) -> None:
+        if not isinstance(module, kind):  # it may stand in the plan by several names
+            self.undo.append(become(module, kind, nn.Embedding if kind is layers.VocabEmbedding else None))
+            self.undo.append(set_attribute(module, slot, state))
+
+    def _resize(self, module: nn.Module, sizes: Mapping[str, int]) -> None:
+        for name, size in sizes.items():
+            if name in module.__dict__:
+                self.undo.append(set_attribute(module, name, size))
+
+
+def _place(module: nn.Module, name: str, argument: str) -> ForwardArgument:
+    parameters = inspect.signature(module.forward).parameters
+    kinds = [each.kind for each in parameters.values()]
+    if argument not in parameters:
+        if inspect.Parameter.VAR_KEYWORD in kinds:
+            return ForwardArgument(argument, None)
+        raise ConfigError(
+            f"module {name} has no argument {argument!r}; the plan must name one of {', '.join(parameters)}"
+        )
+    is_keyword = parameters[argument].kind is inspect.Parameter.KEYWORD_ONLY
+    return ForwardArgument(argument, None if is_keyword else list(parameters).index(argument))
+
+
+def _order(parts: tuple[FusedPart, ...], degree: int) -> Order:
+    """Where the whole's indices lie on the ranks; of ranks that share some, on the first."""
+    pieces: list[tuple[int, int, int]] = []
+    offset = 0
+    for part in parts:
+        for rank in range(0, degree, part.num_sharers(degree)):
+            start, stop = part.range_of(rank, degree)
+            if stop > start:
+                pieces.append((rank, offset, offset + stop - start))
+        offset += part.local_size(degree)
+    as_it_is = tuple((rank, 0, offset) for rank in range(degree))
+    return () if tuple(pieces) == as_it_is else tuple(pieces)
+
+
+_SPEAKS_OF_SHAPES: Final = re.compile(r"shape|size|dimension|cannot be multiplied|to unpack")
+
+
+def explain_shapes(error: BaseException, model: nn.Module, tensor: TensorLayout | None) -> None:
+    """Add to a forward's error what the plan may lack, where it is one of shapes.
+
+    Args:
+        error: as it was raised.
+        model: whose forward raised it.
+        tensor: how the model is split; None where it is not.
+    """
+    hint = shape_hint(error, model, tensor) if tensor is not None else ""
+    if hint:
+        error.add_note(hint)
+
+
+def shape_hint(error: BaseException, model: nn.Module, tensor: TensorLayout) -> str:
+    """What the plan may lack, in a line; empty where the error is of something else."""
+    if type(error) not in (RuntimeError, ValueError, AssertionError) or not _speaks_of_shapes(error):
+        return ""
+    names = {id(module): name for name, module in model.named_modules()}
+    inside = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    failed = next((each for each in reversed(inside) if id(each) in names and isinstance(each, nn.Module)), None)
+    if failed is None:
+        return ""
+    name = names[id(failed)]
+    layer = next((each for each in tensor.plan.layers if each.module == name), None)
+    cure = _layer_cure(layer) if layer is not None else _module_cure(name, failed, tensor)
+    return f"mesh.tp={tensor.degree}: {name or type(model).__name__} {cure}"
+
+
+def _speaks_of_shapes(error: BaseException) -> bool:
+    return not str(error) or _SPEAKS_OF_SHAPES.search(str(error)) is not None
+
+
+def _layer_cure(layer: LayerSplit) -> str:
+    if layer.style == "row":
+        return "is a row layer, but gets all features; split the layer before it ('column'), or make it 'row-split'"
+    return (
+        f"is split ('{layer.style}'), but gets some of the features; end the column layers before it in a 'row' layer, "
+        "or make them 'column-gather'"
+    )
+
+
+def _module_cure(name: str, module: nn.Module, tensor: TensorLayout) -> str:
+    if isinstance(module, nn.Linear):
+        return "is whole, but gets some features; give it the style 'row' in the plan, or take out the column before"
+    layers = ", ".join(_within(name, (layer.module for layer in tensor.plan.layers if layer.style == "column")))
+    reason = f" ({layers} split them)" if layers else ""
+    sizes = _sizes(name, module, tensor)
+    known = f", such as {', '.join(f'{key}={value}' for key, value in sizes)}" if sizes else ""
+    attribute = sizes[0][0] if len(sizes) == 1 else "<attribute>"
+    return (
+        f"computes with 1/{tensor.degree} of the features{reason}; if its code takes a number of heads or features "
+        f"from an attribute{known}, add 'local {attribute}' for it to the plan"
+    )
+
+
+def _within(name: str, layers: Iterable[str]) -> list[str]:
+    return [layer.removeprefix(f"{name}.") for layer in layers if name and is_within(layer, (name,))]
+
+
+def _sizes(name: str, module: nn.Module, tensor: TensorLayout) -> list[tuple[str, int]]:
+    """Whole numbers of a module that could be a rank's share, and are not yet."""
+    done = {attribute for owner, attribute, _ in tensor.plan.attributes if owner == name}
+    return [
+        (key, value)
+        for key, value in vars(module).items()
+        if type(value) is int and value > 1 and value % tensor.degree == 0 and key not in done
+    ]

@@ -1,0 +1,97 @@
+"""The layout of a model with its plan of tensor parallelism: what a run starts from.
+
+>>> from shardwise.models import Decoder, DecoderConfig
+>>> shape = DecoderConfig(vocab_size=65, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, head_dim=4,
+...                       ffn_size=48, max_seq_len=32)
+>>> config = Config.from_dict({"mesh": {"tp": 2}}).resolve(world_size=4)
+>>> layout = plan_layout(Decoder(shape, device="meta"), config)
+>>> {param.name: param.shape for group in layout.groups for param in group.params if param.name.startswith("embed")}
+{'embed.weight': (33, 16)}
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+from torch import nn
+
+from shardwise.config.resolve import Config
+from shardwise.context.apply import check_context
+from shardwise.dropout import ShardRegion, drops_by_function
+from shardwise.layout.layout import Layout, build_layout
+from shardwise.layout.param_groups import wide_parameters
+from shardwise.layout.precision import TORCH_DTYPES
+from shardwise.layout.stage_partition import cut_model
+from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, is_within, tensor_layout
+from shardwise.models.apply_attention import check_attention
+from shardwise.tensor.plans import find_plan
+
+_LOG: Final = logging.getLogger("shardwise")
+
+
+def plan_layout(
+    model: nn.Module, config: Config, plan: TensorPlan | Mapping[str, Any] | None = None, *, rank: int = 0
+) -> Layout:
+    """Compute the layout of `model` under a resolved config, on every axis.
+
+    Args:
+        model: any module; only names, shapes and `requires_grad` are read, so meta tensors will do.
+        config: as `Config.resolve` returns it.
+        plan: how layers are split where `mesh.tp` is more than 1; None for the one that the model brings or its family
+            has. See `docs/tensor-parallel.md`.
+        rank: whose stages are to be the layout's own, in a pipeline.
+
+    Raises:
+        ConfigError: the model has no parameters, `zero.blocks` does not fit it, or no plan or sizes that do not
+            divide; or it cannot be cut into the stages; or its attention cannot be the config's,
+            or not that of split sequences.
+    """
+    check_attention(model, config.attention)
+    check_context(model, config)
+    degree, sequence_parallel = config.mesh.tp, config.tensor.sequence_parallel
+    pipeline = cut_model(model, config, rank) if config.mesh.pp > 1 else None
+    if degree == 1:
+        return build_layout(model, config, pipeline=pipeline)
+    found = find_plan(model, degree, plan, sequence_parallel)
+    _LOG.info("split over tp=%d:\n%s", degree, found)
+    return build_layout(model, config, tensor_layout(model, found, degree, sequence_parallel), pipeline)
+
+
+def with_own_dtype(model: nn.Module, config: Config, *, rank: int = 0) -> Config:
+    """Return the config with the dtype that the parameters of a model have as `precision.param`, where it names none.
+
+    What stays in fp32 beside narrow parameters does not count. Of a model in several dtypes nothing is chosen: it
+    trains in fp32, and rank 0's log says so.
+    """
+    if config.precision.param is not None:
+        return config
+    dtypes = {name: each.dtype for name, each in model.named_parameters(remove_duplicate=False)}
+    for dtype in (name for name, each in TORCH_DTYPES.items() if each in dtypes.values()):
+        precision = config.precision.model_copy(update={"param": dtype})
+        wide = wide_parameters(model, precision)
+        if {dtypes[name] for name in dtypes.keys() - wide} == {TORCH_DTYPES[dtype]}:
+            return config.model_copy(update={"precision": precision})
+    there = sorted({str(each).removeprefix("torch.") for each in dtypes.values()})
+    if rank == 0 and len(there) > 1:
+        kind, text = type(model).__name__, " and ".join(there)
+        _LOG.warning("parameters of %s are in %s; all train in float32: set precision.param to choose", kind, text)
+    return config.override(["precision.param=fp32"])
+
+
+def dropout_zones(model: nn.Module, tensor: TensorLayout, tp_index: int) -> dict[str, ShardRegion]:
+    """On which part of a tensor the dropouts work, of rank `tp_index` of the tensor-parallel group.
+
+    Those that the plan names are on split features or heads; others in a sequence-parallel stack are on a part of the
+    sequence, unless a region's own code calls them.
+    """
+    zones = {each.module: ShardRegion(each.dim, tp_index, tensor.degree) for each in tensor.plan.dropouts}
+    stacks = tensor.plan.stacks if tensor.sequence_parallel else ()
+    regions = [region.module for region in tensor.plan.regions]
+    for name, module in model.named_modules():
+        if name in zones or not any(is_within(name, stack.modules) for stack in stacks):
+            continue
+        if isinstance(module, nn.Dropout) or (drops_by_function(module) and not is_within(name, regions)):
+            zones[name] = ShardRegion(1, tp_index, tensor.degree)
+    return zones

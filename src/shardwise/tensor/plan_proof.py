@@ -1,0 +1,227 @@
+"""Proof of a plan in numbers: the ranks as threads of one process, their loss and gradients held against the whole's.
+
+The model is small, or a small copy of another; it computes in float64, with weights moved off zero so that nothing is
+hidden by one. What is compared is what a rank would get: the surgery is the engine's own.
+
+>>> from shardwise.layout.tp_sharding import FusedPart
+>>> from shardwise.layout.tensor_plan import LayerSplit
+>>> model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+>>> layers = (LayerSplit("0", "column", (FusedPart(32),)), LayerSplit("2", "row", (FusedPart(32),)))
+>>> refute(model, TensorPlan(layers), torch.ones(2, 8), degree=2)
+''
+>>> refute(model, TensorPlan(layers, partial=("2.bias",)), torch.ones(2, 8), degree=2)
+'the gradient of 2.bias is off by 1e+00 of its size'
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import AsyncWork, Comm
+from shardwise.config.resolve import TensorConfig
+from shardwise.layout.tensor_plan import TensorPlan, param_splits
+from shardwise.layout.tp_sharding import ParamSplit, Rect
+from shardwise.runtime.torch_private import pytree, unseen_by_op_modes
+from shardwise.tensor.apply import split_model
+from shardwise.tensor.autoplan.trace import call_model, plain_output
+
+_TIMEOUT_S: Final = 60.0
+_TOLERANCE: Final = 1e-4  # models that compute norms in fp32 whatever their dtype come to 1e-6
+
+
+class NotProvedError(Exception):
+    """Numbers say nothing of a plan; the message says why."""
+
+
+def refute(model: nn.Module, plan: TensorPlan, batch: Any, degree: int, sequence_parallel: bool = False) -> str:
+    """Run a model whole and split, forward and backward.
+
+    Args:
+        model: small, with values; it is copied.
+        plan: for it.
+        batch: what the model is called with.
+        degree: ranks.
+        sequence_parallel: whether the plan's stacks are split along the sequence.
+
+    Returns:
+        what differs; empty where nothing does.
+
+    Raises:
+        NotProvedError: the whole model does not run on this batch, whose values need not be such as it knows, or gives
+            nothing finite, or layers of the plan do not run.
+        Exception: what the split model's code raises.
+    """
+    real = unseen_by_op_modes(is_real=True)  # nor does a default device of the caller's count
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), real, torch.enable_grad(), _quiet():
+        torch.manual_seed(0)
+        whole = copy.deepcopy(model).cpu().double().eval()
+        with torch.no_grad():
+            for parameter in whole.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        batch = pytree.tree_map(_widened, batch)
+        splits = param_splits(whole, plan, degree, sequence_parallel)
+        world = _World(degree, TensorConfig(sequence_parallel=sequence_parallel))
+        ranks = [_part_of(whole, splits, rank) for rank in range(degree)]
+        try:
+            expected = _run(whole, batch)
+        except Exception as error:  # values of an example, as of `torch.empty`, may be no tokens
+            raise NotProvedError(f"the whole model does not run on the batch ({in_short(error)})") from error
+        if not math.isfinite(expected):
+            raise NotProvedError("the whole model returns nothing finite that has a gradient")
+        with ThreadPoolExecutor(degree) as pool:
+            found = list(pool.map(lambda rank: world.run(rank, ranks[rank], plan, splits, batch), range(degree)))
+    wrong = max(abs(each - expected) for each in found) / (abs(expected) + 1e-12)
+    if not wrong < _TOLERANCE:
+        return f"the outputs are off by {wrong:.0e} of their size"
+    wrong_gradient = _wrong_gradient(whole, ranks, splits)
+    weights = {each.module: whole.get_parameter(f"{each.module}.weight") for each in plan.layers}
+    idle = [name for name, each in weights.items() if each.requires_grad and each.grad is None]
+    if idle and not wrong_gradient:
+        raise NotProvedError(f"{idle[0]} takes no part in what the model returns")
+    return wrong_gradient
+
+
+def in_short(error: BaseException) -> str:
+    """The first line of an error, with its kind."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside the context the copies' advice, such as of logits that are read, is not told: it is not the user's run."""
+    log = logging.getLogger("shardwise")
+    before, log.disabled = log.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.disabled = before
+
+
+class _World:
+    """Ranks that meet at a barrier."""
+
+    def __init__(self, degree: int, config: TensorConfig) -> None:
+        self.config = config
+        self.slots: list[Tensor] = [torch.empty(0)] * degree
+        self.barrier = threading.Barrier(degree, timeout=_TIMEOUT_S)
+
+    def run(self, rank: int, model: nn.Module, plan: TensorPlan, splits: Mapping[str, ParamSplit], batch: Any) -> float:
+        """The loss of one rank, with its gradients left in its parameters."""
+        undo: list[Callable[[], None]] = []
+        try:
+            undo = split_model(model, plan, cast(Comm, _ThreadComm(self, rank)), self.config, splits)
+            with torch.enable_grad():
+                return _run(model, batch)
+        except BaseException:
+            self.barrier.abort()  # the others must not wait for this one
+            raise
+        finally:
+            for each in reversed(undo):
+                each()
+
+
+class _ThreadComm:
+    """One rank's way to the others, in place of a process group's."""
+
+    is_simulated = False
+
+    def __init__(self, world: _World, rank: int) -> None:
+        self.world, self.rank, self.world_size = world, rank, len(world.slots)
+
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        world = self.world
+        world.slots[self.rank] = x.detach().clone()
+        world.barrier.wait()
+        found = list(world.slots)
+        world.barrier.wait()
+        return found
+
+    def start_sum(self, source: Tensor, out: Tensor, name: str, lane: Any) -> AsyncWork:
+        out.copy_(torch.stack(self._exchange(source)).sum(0))
+        return AsyncWork(None)
+
+    def all_gather(self, full: Tensor, name: str, lane: Any = None) -> AsyncWork:
+        full.copy_(torch.cat(self._exchange(full.chunk(self.world_size)[self.rank])))
+        return AsyncWork(None)
+
+    def scatter_sum(self, source: Tensor, out: Tensor, name: str, lane: Any) -> AsyncWork:
+        out.copy_(torch.stack(self._exchange(source)).sum(0).chunk(self.world_size)[self.rank])
+        return AsyncWork(None)
+
+    def max_in_place(self, buffer: Tensor, name: str) -> None:
+        buffer.copy_(torch.stack(self._exchange(buffer)).amax(0))
+
+
+def _run(model: nn.Module, batch: Any) -> float:
+    """A number that depends on all that the model returns, after its backward."""
+    leaves = pytree.tree_leaves(plain_output(call_model(model, batch)))
+    total = sum((_weighed(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad), start=0.0)
+    if not isinstance(total, Tensor):
+        return math.nan
+    total.backward()
+    return float(total)
+
+
+def _weighed(output: Tensor) -> Tensor:
+    weights = torch.linspace(0.5, 1.5, math.prod(output.shape), dtype=torch.float64)
+    return (output.reshape(-1).double() * weights).sum()
+
+
+def _widened(leaf: Any) -> Any:
+    is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
+    return leaf.detach().cpu().double() if is_float else leaf.cpu() if isinstance(leaf, Tensor) else leaf
+
+
+def _part_of(whole: nn.Module, splits: Mapping[str, ParamSplit], rank: int) -> nn.Module:
+    """A copy that holds a rank's part of each parameter; tied ones stay tied."""
+    part = copy.deepcopy(whole)
+    for name, parameter in part.named_parameters():
+        local = parameter.new_zeros(splits[name].local_shape)
+        for share in splits[name].shares(rank):
+            local[_slices(share.target)] = parameter.detach()[_slices(share.source)]
+        parameter.data = local
+    return part
+
+
+def _wrong_gradient(whole: nn.Module, ranks: list[nn.Module], splits: Mapping[str, ParamSplit]) -> str:
+    largest = max((float(each.grad.abs().max()) for each in whole.parameters() if each.grad is not None), default=0.0)
+    for name, parameter in whole.named_parameters():
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        size = max(float(expected.abs().max()), 1e-3 * largest, 1e-12) if expected.numel() else 1.0
+        for found in _whole_gradients(name, ranks, splits[name]):
+            wrong = float((found - expected).abs().max()) / size if expected.numel() else 0.0
+            if not wrong < _TOLERANCE:
+                return f"the gradient of {name} is off by {wrong:.0e} of its size"
+    return ""
+
+
+def _whole_gradients(name: str, ranks: list[nn.Module], split: ParamSplit) -> Iterator[Tensor]:
+    """The gradient as the engine puts it together; of what ranks hold alike, as each of them has it."""
+    local = [each.get_parameter(name) for each in ranks]
+    grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in local]
+    shares = [[(share, rank) for share in split.shares(rank)] for rank in range(len(ranks))]
+    if split.dim is None and not any(share.is_summed for share, _ in shares[0]):
+        yield from grads
+        return
+    whole = local[0].new_zeros(split.global_shape)
+    for share, rank in (each for own in shares for each in own):
+        source, mine = _slices(share.source), grads[rank][_slices(share.target)]
+        whole[source] = whole[source] + mine if share.is_summed else mine
+    yield whole
+
+
+def _slices(rect: Rect) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in zip(rect.start, rect.stop, strict=True))

@@ -1,0 +1,223 @@
+"""Plans are proved before they are used: on the model itself where it is small, or on a tiny copy of it.
+
+What cannot be proved is said in one line of the log (`shardwise`, level WARNING), with why, and what would prove it.
+
+>>> model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+>>> print(prove_plan(model, torch.ones(2, 8), {"0": "column", "2": "row"}, tp=2))
+0 by 32 features -> 2
+proved in float64 over tp=2
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.config.resolve import Config, ConfigError
+from shardwise.layout.layout import Layout
+from shardwise.layout.mesh_shape import MeshShape
+from shardwise.layout.tensor_plan import TensorPlan, pattern
+from shardwise.models import Decoder
+from shardwise.models.shrink import Scale, shrink_huggingface
+from shardwise.runtime.torch_private import is_fake, pytree, unseen_by_op_modes
+from shardwise.tensor.plan_layout import plan_layout
+from shardwise.tensor.plan_proof import NotProvedError, in_short, refute
+from shardwise.tensor.plan_table import Table
+from shardwise.tensor.plans import find_plan
+
+MAX_ELEMENTS: Final = 2**21  # of a model that is proved: a second or so
+_SEQ_LEN: Final = 8
+_VOCAB_SIZE: Final = 512  # more than twice the hidden sizes, as those of the models that are copied
+_LOG: Final = logging.getLogger("shardwise")
+
+
+def prove_plan(
+    model: nn.Module, batch: Any, plan: Table | TensorPlan | None, tp: int, sequence_parallel: bool = False
+) -> TensorPlan:
+    """Prove a plan of tensor parallelism in numbers, and return it: `initialize` takes it without a warning.
+
+    The model runs whole, and split over `tp` ranks in this process, forward and backward, in float64. A plan for a
+    large model is proved by a small model of the kind: fewer and narrower layers, of the same code.
+
+    Args:
+        model: of at most two million elements, with values; it is copied.
+        batch: what the model is called with: a dict gives keyword arguments, a tuple or list positional ones.
+        plan: a table, or a plan; None for the one that the model brings, or its family has.
+        tp: ranks of the tensor-parallel group.
+        sequence_parallel: whether the plan's stacks are split along the sequence.
+
+    Raises:
+        ConfigError: outputs or gradients are not those of the whole model, or the plan does not fit it, or the model is
+            too large or does not run.
+    """
+    found = find_plan(model, tp, plan, sequence_parallel)
+    try:
+        check_provable(model, batch)
+        wrong = refute(model, found, batch, tp, sequence_parallel)
+    except NotProvedError as error:
+        raise ConfigError(
+            f"the plan is not proved: {error}; give a small model with values, and a batch that it takes"
+        ) from error
+    if wrong:
+        raise ConfigError(f"the plan is refuted, in float64 over tp={tp}: {wrong}")
+    return with_proof(found, tp, sequence_parallel)
+
+
+def proved_layout(model: nn.Module, config: Config, plan: Table | TensorPlan | None, *, rank: int) -> Layout:
+    """Return what `plan_layout` does, for the same arguments, after `check_small_copy`, whose words rank 0 says."""
+    layout = plan_layout(model, config, plan, rank=rank)
+    why_not = check_small_copy(model, plan, config.mesh.tp, config.tensor.sequence_parallel)
+    if why_not and rank == 0:
+        warn(model, why_not, config.mesh.tp, is_found=isinstance(plan, TensorPlan))
+    return layout
+
+
+def check_small_copy(
+    model: nn.Module, given: Table | TensorPlan | None, degree: int, sequence_parallel: bool = False
+) -> str:
+    """Refuse the plan that Hugging Face models bring, or a table for one, where a tiny copy of the model refutes it.
+
+    The copy has the model's config with small sizes.
+
+    Args:
+        model: as it is given to `initialize`.
+        given: the user's table; None for the model's own plan. A `TensorPlan` has the model's sizes: it counts as
+            proved where its notes say so, as `propose_plan` and `prove_plan` write them.
+        degree: ranks of the tensor-parallel group.
+        sequence_parallel: whether the plan's stacks are split along the sequence.
+
+    Returns:
+        why nothing is proved; empty where the plan is, or is our own decoder's.
+
+    Raises:
+        ConfigError: outputs or gradients of the split copy are not those of the whole.
+    """
+    if degree == 1 or (given is None and isinstance(model, Decoder)):
+        return ""
+    if isinstance(given, TensorPlan):
+        return "" if _proof(degree, sequence_parallel) in given.notes else "it was not run on a small model"
+    theirs = list(_outermost(model)) if given is None else [model] if _is_theirs(model) else []
+    if not theirs:
+        return "no config says how a tiny copy of the model is made"
+    for each in theirs:
+        try:
+            small, batch = small_copy(each, degree)
+            plan = find_plan(small, 2, given, sequence_parallel)
+            if kinds_of(plan) != kinds_of(find_plan(each, degree, given, sequence_parallel)):
+                return "its tiny copy is split otherwise"
+            wrong = refute(small, plan, batch, 2, sequence_parallel)
+        except Exception as error:  # of code that nobody knows, at sizes that it was not made for
+            return f"its tiny copy tells nothing: {error if isinstance(error, NotProvedError) else in_short(error)}"
+        if wrong:
+            raise ConfigError(
+                f"the tensor-parallel plan of {type(each).__name__} is refuted by a tiny copy, in float64 over tp=2: "
+                f"{wrong}; let shardwise.propose_plan(model, batch, tp={degree}) make one"
+            )
+    return ""
+
+
+def small_copy(model: nn.Module, degree: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A tiny model of a Hugging Face model's class, that divides by two ranks as it does by `degree`, and its batch.
+
+    Raises:
+        NotProvedError: it is no such model, or not all of its sizes are known.
+        Exception: what its code makes of the sizes.
+    """
+    if not _is_theirs(model):
+        raise NotProvedError("no config says how a tiny copy of the model is made")
+    config: Any = model.config
+    with torch.random.fork_rng(devices=[]), unseen_by_op_modes(is_real=True):
+        values = _shrunk(config.to_dict(), Scale(MeshShape(tp=degree), MeshShape(tp=2)))
+        small_config = type(config).from_dict(values)
+        with torch.device("meta"):
+            num_elements = sum(each.numel() for each in type(model)(small_config).parameters())
+        if num_elements > MAX_ELEMENTS:
+            raise NotProvedError(f"of {num_elements:,} elements, as not all sizes in its config are known")
+        with torch.device("cpu"):
+            small: nn.Module = type(model)(small_config)
+            numbers = torch.Generator().manual_seed(0)
+            tokens = torch.randint(4, _VOCAB_SIZE, (2, _SEQ_LEN), generator=numbers)
+    takes = inspect.signature(small.forward).parameters
+    return small, {name: tokens for name in ("input_ids", "labels") if name in takes}
+
+
+def check_provable(model: nn.Module, batch: Any) -> None:
+    """See that a model is small and, as its batch, has values.
+
+    Raises:
+        NotProvedError: it is not, or has none.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    given = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    num_elements = sum(each.numel() for each in tensors)
+    if num_elements > MAX_ELEMENTS:
+        raise NotProvedError(f"the model has {num_elements:,} elements, and at most {MAX_ELEMENTS:,} are computed")
+    if any(each.is_meta or is_fake(each) for each in (*tensors, *given)):
+        raise NotProvedError("the model or its batch has no values")
+
+
+def kinds_of(plan: TensorPlan) -> set[tuple[str, ...]]:
+    """What a plan says of each kind of modules, whatever their number and sizes."""
+    layers = {(pattern(each.module), each.style, str(each.gathers_output)) for each in plan.layers}
+    regions = {(pattern(each.module), *each.inputs) for each in plan.regions}
+    attributes = {(pattern(module), name) for module, name, _ in plan.attributes}
+    return layers | regions | attributes | {(pattern(name),) for name in plan.partial}
+
+
+def with_proof(plan: TensorPlan, degree: int, sequence_parallel: bool = False) -> TensorPlan:
+    """The plan with a note that it is proved."""
+    proof = _proof(degree, sequence_parallel)
+    return plan if proof in plan.notes else replace(plan, notes=(*plan.notes, proof))
+
+
+def warn(model: nn.Module, why_not: str, degree: int, is_found: bool) -> None:
+    """Say that a plan is used that is not proved, and what would prove it."""
+    cure = (
+        f"shardwise.propose_plan(small_model, batch, tp={degree}) proves what it finds"
+        if is_found
+        else f"shardwise.prove_plan(small_model, batch, plan, tp={degree}) proves it"
+    )
+    name = type(model).__name__
+    _LOG.warning(
+        "the tensor-parallel plan of %s is not proved: %s; %s, for a small model of the kind", name, why_not, cure
+    )
+
+
+def _proof(degree: int, sequence_parallel: bool) -> str:
+    return f"proved in float64 over tp={degree}" + (", and along the sequence" if sequence_parallel else "")
+
+
+def _is_theirs(model: nn.Module) -> bool:
+    return hasattr(type(model), "base_model_prefix") and hasattr(getattr(model, "config", None), "to_dict")
+
+
+def _outermost(model: nn.Module) -> Iterator[nn.Module]:
+    """The models of Hugging Face in a module that are in no other."""
+    if _is_theirs(model):
+        yield model
+        return
+    for child in model.children():
+        yield from _outermost(child)
+
+
+def _shrunk(values: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
+    """The values of a config with small sizes, as far as they are known; those of configs in it too."""
+    parts = {
+        key: _shrunk(each, scale) for key, each in values.items() if isinstance(each, dict) and "model_type" in each
+    }
+    vocabulary = values.get("vocab_size") or _VOCAB_SIZE
+    try:
+        small = shrink_huggingface({**values, "vocab_size": vocabulary}, scale, _SEQ_LEN)
+    except ConfigError:  # of several parts, or of no text
+        return {**values, **parts}
+    if "vocab_size" in values:
+        small["vocab_size"] = _VOCAB_SIZE + (vocabulary % scale.mesh.tp > 0)
+    else:
+        del small["vocab_size"]
+    return small | parts

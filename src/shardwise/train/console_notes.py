@@ -1,0 +1,164 @@
+"""What a run says of its tiers: which states rest where, how fast the disk is, what its steps will wait for.
+
+>>> from shardwise.offload.disk_bench import SwapSpeed
+>>> print(speed_line(SwapSpeed("/nvme", 2**27, True, 2e9, 1.5e9), step_s=3.25, passes_s=0.5, is_cuda=True))
+/nvme reads 2.00 GB/s and writes 1.50 GB/s a rank, less than the 3 that a GPU needs; of each step the disk works at \
+most 3.2 s for the optimizer and 500 ms for the forward and backward
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardwise.config.resolve import Config, Tier
+from shardwise.engine.engine import Engine
+from shardwise.layout.layout import Layout
+from shardwise.layout.stage_partition import find_cut
+from shardwise.models import Decoder
+from shardwise.offload.disk_bench import USEFUL_BYTES_PER_S, SwapSpeed, measure_swap, passes_s, sweep_s
+from shardwise.offload.nvme import SwapError
+from shardwise.runtime.memory_tracker import format_bytes
+from shardwise.schedule import ScheduleError, TimedAction, bubble_s, placement_of, rank_bubble_s, rank_span_s
+from shardwise.schedule.op_times import OpTimes, mean_times
+from shardwise.train.loop import Trainer
+from shardwise.train.recording import gather_timeline
+
+_NAMES: tuple[tuple[Tier, str], ...] = (("device", "device"), ("host", "host"), ("nvme", "NVMe"))
+_ROLES = (("param", "parameters"), ("grad", "gradients"), ("optimizer", "optimizer"))
+
+log = logging.getLogger("shardwise")
+
+
+def tiers_line(layout: Layout) -> str:
+    """Bytes of rank 0's states by tier; empty where all rest on the device.
+
+    >>> from torch import nn
+    >>> from shardwise.config.resolve import Config
+    >>> from shardwise.layout.layout import build_layout
+    >>> config = Config.from_dict({"tiers": {"optimizer": "host"}}).resolve(world_size=1)
+    >>> tiers_line(build_layout(nn.Linear(512, 1024, bias=False), config))
+    'device: parameters 2.00 MiB, gradients 2.00 MiB; host: optimizer 6.00 MiB'
+    """
+    by_tier = layout.bytes_by_tier()
+    if not by_tier.keys() - {"device"}:
+        return ""
+    parts = []
+    for tier, place in _NAMES:
+        held = by_tier.get(tier, {})
+        states = ", ".join(f"{name} {format_bytes(held[role])}" for role, name in _ROLES if held.get(role))
+        parts += [f"{place}: {states}"] if states else []
+    return "; ".join(parts)
+
+
+def measure_disk(engine: Engine, rank: int) -> str:
+    """Measure the disk of the states on NVMe, in less than a second, and say what it means for a step; else empty.
+
+    Every rank calls it at the same time, so that each finds its part of a disk that several share.
+
+    Args:
+        engine: about to train.
+        rank: of this process.
+    """
+    path = engine.config.tiers.nvme_path
+    if path is None or "nvme" not in engine.layout.bytes_by_tier():
+        return ""
+    try:
+        speed = measure_swap(Path(path), rank)
+    except SwapError as error:  # its own files the engine has made by now
+        log.warning("the disk was not measured: %s", error)
+        return f"the disk of {path} was not measured: {error}"
+    rates = (speed.read_bytes_per_s, speed.write_bytes_per_s)
+    num_micro_batches = engine.config.batch.accumulation or 1
+    return speed_line(
+        speed,
+        sweep_s(engine.layout, *rates),
+        passes_s(engine.layout, num_micro_batches, *rates),
+        engine.device.type == "cuda",
+    )
+
+
+def speed_line(speed: SwapSpeed, step_s: float, passes_s: float, is_cuda: bool) -> str:
+    """What was measured, and the time that the disk works in a step.
+
+    Args:
+        speed: of this rank.
+        step_s: for the optimizer's sweep.
+        passes_s: for the forwards and backwards.
+        is_cuda: whether GPUs train; a CPU takes so long that a slower disk does.
+    """
+    rates = f"reads {speed.read_bytes_per_s / 1e9:.2f} GB/s and writes {speed.write_bytes_per_s / 1e9:.2f} GB/s a rank"
+    is_slow = is_cuda and min(speed.read_bytes_per_s, speed.write_bytes_per_s) < USEFUL_BYTES_PER_S
+    slow = f", less than the {USEFUL_BYTES_PER_S / 1e9:g} that a GPU needs" if is_slow else ""
+    times = [f"{_duration(step_s)} for the optimizer"] if step_s else []
+    times += [f"{_duration(passes_s)} for the forward and backward"] if passes_s else []
+    return f"{speed.path} {rates}{slow}; of each step the disk works at most {' and '.join(times)}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+
+
+def plan_note(trainer: Trainer) -> str:
+    """The table of the cut and the schedule's promise; empty without a pipeline."""
+    config = trainer.config
+    if config.mesh.pp == 1:
+        return ""
+    model = Decoder(trainer.decoder.config, device="meta")
+    return f"{find_cut(model, config).describe()}\n{schedule_line(config)}"
+
+
+def schedule_line(config: Config) -> str:
+    """The schedule of a config, with the bubble that its formula gives."""
+    num_micro_batches, num_stages = config.batch.accumulation or 1, _stages_per_rank(config)
+    stages = f" x {num_stages} stages" if num_stages > 1 else ""
+    micro_batches = "1 micro-batch" if num_micro_batches == 1 else f"{num_micro_batches} micro-batches"
+    what = f"{config.pipeline.schedule} over {config.mesh.pp} ranks{stages}, {micro_batches}"
+    share = _formula_share(config, OpTimes())
+    if share is None:
+        return f"{what}: its bubble has no formula for such numbers; shardwise timeline simulates it"
+    return f"{what}: bubble {share:.1%} of a rank's step, were F = B = W and transfers free".replace("%", " %")
+
+
+def measured_note(trainer: Trainer) -> str:
+    """The bubble of the last step beside that of the formula for the times measured; all ranks call it.
+
+    Empty without a pipeline, and where this run has taken no step.
+    """
+    engine = trainer.engine
+    if engine.layout.pipeline is None or engine.num_steps == trainer.first_step:
+        return ""
+    actions = gather_timeline(engine)
+    formula = _formula_share(engine.config, mean_times(actions))
+    said = "no formula for these times" if formula is None else f"{formula:.1%} by formula for the times measured"
+    return f"bubble of the last step: {measured_share(actions):.1%} of the longest rank's, {said}".replace("%", " %")
+
+
+def measured_share(actions: Sequence[TimedAction]) -> float:
+    """The share of its span in which the rank with the longest one stands still.
+
+    Args:
+        actions: of all ranks of a pipeline.
+    """
+    spans_s = {each.rank: rank_span_s(actions, each.rank) for each in actions}
+    longest = max(spans_s, key=spans_s.__getitem__)
+    return rank_bubble_s(actions, longest) / spans_s[longest] if spans_s[longest] > 0 else 0.0
+
+
+def _formula_share(config: Config, times: OpTimes) -> float | None:
+    """The bubble as a share of a rank's span; None where there is no formula."""
+    costs_s = times.forward_s, times.backward_input_s, times.backward_weight_s
+    num_micro_batches = config.batch.accumulation or 1
+    try:
+        bubble = bubble_s(
+            config.pipeline.schedule, config.mesh.pp, num_micro_batches, _stages_per_rank(config), *costs_s
+        )
+    except ScheduleError:
+        return None
+    whole_s = bubble + num_micro_batches * sum(costs_s)
+    return bubble / whole_s if whole_s > 0 else None
+
+
+def _stages_per_rank(config: Config) -> int:
+    return placement_of(config.pipeline.schedule, config.mesh.pp, config.pipeline.virtual_stages).stages_per_rank

@@ -1,0 +1,151 @@
+"""The strategy of a config that is to be explained, not searched: ours, DeepSpeed's or Megatron's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardwise.config.resolve import Config, ConfigError, is_config
+from shardwise.planner.configs import job_of, strategy_of
+from shardwise.planner.hardware import Cluster
+from shardwise.planner.imports.deepspeed import read_deepspeed
+from shardwise.planner.imports.huggingface import is_huggingface, read_json
+from shardwise.planner.imports.imported import ImportedJob
+from shardwise.planner.imports.megatron import read_megatron
+from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.request import ModelSource, PlanRequest, ask, of_imported, read_model
+from shardwise.train.setup import check_job, job_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportedPlan:
+    """A job and how it is split."""
+
+    job: PlanJob
+    strategy: Strategy
+    notes: tuple[str, ...] = ()
+
+
+def read_explained(
+    source: str,
+    model: str | None,
+    cluster: Cluster,
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    settings: Sequence[str] = (),
+) -> ImportedPlan:
+    """Read what a config says of a job on a cluster.
+
+    Args:
+        source: the path of our TOML or a run's config.json, of DeepSpeed's JSON or a script of Megatron's flags; or the
+            flags themselves.
+        model: where the config names none.
+        seq_len, global_batch: instead of the config's.
+        settings: `section.key=value`, over the config's.
+
+    Raises:
+        ConfigError: the file is wrong, names no model, or cannot be split so over the cluster.
+    """
+    if is_config(source):
+        given = [*_given(seq_len, global_batch), *settings]
+        return _of_toml(source, model, cluster, given)
+    imported = _imported(source)
+    if model is None and Path(source).suffix == ".json":
+        raise ConfigError(f"{Path(source).name} names no model; add --model, such as --model llama-7b")
+    wanted = read_model(model) if model is not None else of_imported(imported)
+    return _of_settings(imported, wanted, cluster, (seq_len, global_batch), settings)
+
+
+def _given(seq_len: int | None, global_batch: int | None) -> list[str]:
+    lengths = [] if seq_len is None else [f"data.seq_len={seq_len}"]
+    return lengths + ([] if global_batch is None else [f"batch.global_size={global_batch}"])
+
+
+def _of_toml(path: str, model: str | None, cluster: Cluster, settings: Sequence[str]) -> ImportedPlan:
+    if model is not None:
+        settings = [f"model.preset={model}", *settings]
+    device = "cpu" if cluster.gpu.is_cpu else "cuda"
+    config = job_config(path, [f"run.device={device}", *settings])
+    check_job(config, cluster.num_gpus)
+    return ImportedPlan(job=job_of(config, cluster), strategy=strategy_of(config, cluster.num_gpus))
+
+
+def _of_settings(
+    imported: ImportedJob,
+    model: ModelSource,
+    cluster: Cluster,
+    sizes: tuple[int | None, int | None],
+    settings: Sequence[str],
+) -> ImportedPlan:
+    """Of a strategy by our config's keys; a batch that is left open is one micro-batch for each rank."""
+    seq_len, global_batch = sizes[0] or imported.seq_len, sizes[1] or imported.global_batch
+    strategy = _strategy(imported, cluster, global_batch, settings)
+    asked: PlanRequest = ask(model, cluster, seq_len=seq_len, global_batch=strategy.global_batch)
+    return ImportedPlan(job=asked.job, strategy=strategy, notes=tuple(dict.fromkeys((*imported.notes, *asked.notes))))
+
+
+def _strategy(
+    imported: ImportedJob, cluster: Cluster, global_batch: int | None, settings: Sequence[str] = ()
+) -> Strategy:
+    config = Config().override([*imported.assignments, *settings])
+    if config.batch.global_size is None and global_batch is not None:
+        config = config.override([f"batch.global_size={global_batch}", "batch.accumulation=none"])
+    if config.batch.micro_size is None:
+        config = config.override(["batch.micro_size=1"])
+    return replace(strategy_of(config, cluster.num_gpus), ep=imported.ep)
+
+
+def named_batch(source: str, num_gpus: int) -> int | None:
+    """Sequences of a step by a config, ours or another tool's, on so many GPUs; None where it says none.
+
+    Raises:
+        ConfigError: the file is wrong.
+    """
+    if is_config(source):
+        config, named = Config.from_toml(source), None
+    else:
+        imported = _imported(source)
+        config, named = Config().override(imported.assignments), imported.global_batch
+    batch = config.batch
+    if named is None and batch.global_size is None and (batch.micro_size or batch.accumulation) is None:
+        return None
+    return named or config.resolve(num_gpus).batch.global_size
+
+
+def strategy_for(source: str, job: PlanJob) -> Strategy:
+    """How a config would split a job; of the config only that is read.
+
+    Args:
+        source: as for `read_explained`.
+        job: that is planned.
+
+    Raises:
+        ConfigError: the file is wrong, or cannot be split so over the job's cluster.
+    """
+    if is_config(source):
+        device = "cpu" if job.cluster.gpu.is_cpu else "cuda"
+        config = job_config(source, [f"run.device={device}", *_given(job.seq_len, job.global_batch)])
+        strategy = strategy_of(config, job.cluster.num_gpus)
+    else:
+        strategy = _strategy(_imported(source), job.cluster, job.global_batch)
+    if strategy.global_batch != job.global_batch:
+        raise ConfigError(
+            f"it takes {strategy.global_batch} sequences a step, not {job.global_batch}; "
+            f"give --global-batch {strategy.global_batch}"
+        )
+    for what, size, ranks in (("heads", job.shape.num_heads, strategy.tp), ("tokens", job.seq_len, strategy.cp)):
+        if size % ranks:
+            raise ConfigError(f"{size} {what} do not divide over {ranks} ranks; choose another size")
+    if strategy.pp * strategy.virtual_stages > job.shape.num_layers:
+        raise ConfigError(f"it has more stages than {job.shape.num_layers} layers; take fewer")
+    return strategy
+
+
+def _imported(source: str) -> ImportedJob:
+    if Path(source).suffix != ".json":
+        return read_megatron(source)
+    if is_huggingface(read_json(source)):
+        raise ConfigError(f"{Path(source).name} is a model and says not how it is split; give it behind --model")
+    return read_deepspeed(source)

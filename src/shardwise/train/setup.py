@@ -1,0 +1,342 @@
+"""A run before its first step: its config under the job's defaults, checked as a whole; its data; its folder.
+
+All that a user can get wrong is found here, before any process starts. Not here: the ranks (`run`, `loop`).
+
+>>> config = job_config(None, ["model.preset=25m", "run.device=cpu"])
+>>> config.batch.micro_size, config.scheduler.warmup_steps
+(8, 10)
+>>> resolve_job(config, world_size=2, num_local_ranks=2).batch.global_size
+16
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+import torch
+
+from shardwise.attention.from_config import structure_of
+from shardwise.config.resolve import Config, ConfigError, read_toml, set_key
+from shardwise.context.apply import check_split
+from shardwise.engine.initialize import check_tiers
+from shardwise.layout.layout import TIERS, Layout
+from shardwise.layout.mesh_shape import MeshShape
+from shardwise.layout.tp_sharding import check_length
+from shardwise.models import Decoder, decoder_config
+from shardwise.offload.nvme import SwapError, SwapFolder
+from shardwise.runtime.memory_tracker import format_bytes
+from shardwise.runtime.optimizers import optimizer_kind
+from shardwise.runtime.recompute import check_backend
+from shardwise.tensor.plan_layout import plan_layout
+from shardwise.train.prepare import PreparedData, Progress, prepare_data
+
+CONFIG_NAME = "config.json"
+CACHE_NAME = "cache"
+# A run's folder: the time at which it was made, and a name.
+RUN_NAME: Final = re.compile(r"(\d{8}-\d{6})-(.+)")
+
+DeviceKind = Literal["cpu", "cuda"]
+
+# What `shardwise train` uses where the user says nothing and the library's own defaults are not those of a job.
+_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
+    {"batch.micro_size": 8, "optimizer.lr": 6e-4, "scheduler.name": "cosine"}
+)
+# The same for the preset that a bare `shardwise train` trains. Small batches learn most from few tokens.
+_TINY_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
+    {"batch.micro_size": 2, "optimizer.lr": 1e-3, "run.eval_batches": 32}
+)
+# Its steps take about two minutes, data and evaluation included, on two cores, and less on a GPU. A CPU with bf16 in
+# hardware is 2.4 times as fast with it as with fp32.
+_TINY_ON: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "cuda": {"run.steps": 2000, "batch.micro_size": 16},
+        "cpu with bf16": {"run.steps": 800},
+        "cpu": {"run.steps": 350},
+    }
+)
+_WARMUP_SHARE = 0.05
+_MIN_FILES = 64
+_MAX_FILES = 4096
+# A step that reads the training data more often than this is a mistake in a number.
+_MAX_PASSES_A_STEP = 100
+
+
+def job_config(
+    path: str | Path | None,
+    assignments: Sequence[str],
+    data_path: str | None = None,
+    base: Mapping[str, Any] | None = None,
+) -> Config:
+    """The config of a run: the job's defaults, under `base`, under the user's file, under the user's assignments.
+
+    Args:
+        path: a TOML file, or None.
+        assignments: `section.key=value`, as `Config.override` takes them.
+        data_path: `data.path`, given by itself.
+        base: sections of a saved run's config.
+
+    Raises:
+        ConfigError: a key or a value is wrong.
+    """
+    values = {section: dict(keys) for section, keys in (base or {}).items()}
+    for key, value in _leaves(read_toml(path) if path is not None else {}):
+        set_key(values, key, value)
+    given = {
+        *(key for key, _ in _leaves(values)),
+        *(assignment.partition("=")[0].strip() for assignment in assignments),
+    }
+    config = Config.from_dict(values).override(assignments)
+    merged = config.model_dump()
+    for key, value in _job_defaults(config, given).items():
+        set_key(merged, key, value)
+    if data_path is not None:
+        merged["data"]["path"] = data_path
+    return Config.from_dict(merged)
+
+
+def resolve_job(config: Config, world_size: int, num_local_ranks: int) -> Config:
+    """Resolve the config, the device too, and check all that can be checked without data and ranks.
+
+    Args:
+        config: as `job_config` returns it.
+        world_size: of the run.
+        num_local_ranks: that share this machine.
+
+    Raises:
+        ConfigError: mesh, batch, model, layout, optimizer or device do not fit, or the states are larger than memory.
+    """
+    run = config.run.model_copy(update={"device": device_kind(config)})
+    check_tiers(config.tiers)
+    if config.compile.enabled:
+        check_backend(config.compile)
+    _raise_file_limit()
+    resolved, layout = check_job(config.model_copy(update={"run": run}), world_size)
+    _refuse_too_large(layout, resolved, num_local_ranks)
+    return resolved
+
+
+def check_job(config: Config, world_size: int) -> tuple[Config, Layout]:
+    """Resolve the config and check what does not depend on this machine.
+
+    Raises:
+        ConfigError: mesh, batch, model, layout or optimizer do not fit.
+    """
+    resolved = config.resolve(world_size)
+    name = config.run.name
+    if name is not None and Path(name).name != name:
+        raise ConfigError(f"run.name={name} is not the name of a folder; leave out the slashes")
+    optimizer_kind(config.optimizer.name)  # says why not; none is built here, which takes a second
+    shape = decoder_config(config.model, max_seq_len=config.data.seq_len, attention=config.attention)
+    if resolved.tensor.sequence_parallel:
+        cure = "or set tensor.sequence_parallel=false"
+        check_length(config.data.seq_len, resolved.mesh.tp, "data.seq_len=", cure, resolved.mesh.cp)
+    model = Decoder(shape, device="meta")
+    layout = plan_layout(model, resolved)
+    check_split(model, resolved, config.data.seq_len)
+    return resolved, layout
+
+
+def _raise_file_limit() -> None:
+    """Let this process and its ranks open as many files as the system lets them.
+
+    Raises:
+        ConfigError: that is too few for a run.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
+    if 0 <= soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if 0 <= hard < _MIN_FILES:
+        raise ConfigError(f"{hard} open files are too few for a run; raise the limit: ulimit -n {_MIN_FILES} or more")
+
+
+def _refuse_too_large(layout: Layout, config: Config, num_local_ranks: int) -> None:
+    """Refuse states that the memories in which they rest cannot hold even without activations."""
+    device_bytes, host_bytes, nvme_bytes = (sum(layout.bytes_at_rest(tier=tier).values()) for tier in TIERS)
+    host_bytes *= num_local_ranks
+    if config.run.device == "cuda":
+        held_bytes = torch.cuda.get_device_properties(0).total_memory
+        _refuse_if_larger(device_bytes, held_bytes, "a GPU", layout, config)
+    else:
+        host_bytes += num_local_ranks * device_bytes
+    _refuse_if_larger(
+        host_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine", layout, config
+    )
+    if config.tiers.nvme_path is not None and nvme_bytes:
+        try:
+            SwapFolder.check_room(Path(config.tiers.nvme_path), num_local_ranks * nvme_bytes)
+        except SwapError as error:
+            raise ConfigError(str(error)) from None
+
+
+def _refuse_if_larger(needed_bytes: int, held_bytes: int, what: str, layout: Layout, config: Config) -> None:
+    if needed_bytes > held_bytes:
+        raise ConfigError(
+            f"model.preset={config.model.preset} needs {format_bytes(needed_bytes)} for its states under "
+            f"zero.stage={config.zero.stage} over {layout.mesh.world_size} ranks, but {what} has "
+            f"{format_bytes(held_bytes)}; use a smaller preset, zero.stage=3, more ranks, or rest states in tiers"
+        )
+
+
+def layout_line(config: Config, mesh: MeshShape) -> str:
+    """The layout of a run in a few words.
+
+    >>> config = Config.from_dict({"mesh": {"tp": 2}, "tensor": {"sequence_parallel": True}})
+    >>> layout_line(config, MeshShape(dp_shard=4, tp=2))
+    'ZeRO-2 over 4 of 8 ranks x tensor and sequence parallel over 2'
+    >>> layout_line(Config(), MeshShape(pp=2, dp_shard=4))
+    'pipeline over 2 of 8 ranks x ZeRO-2 over 4 ranks'
+    >>> layout_line(Config(), MeshShape(dp_shard=2, cp=2))
+    'ZeRO-2 over 4 ranks, sequences split over 2 of them (ring)'
+    >>> layout_line(Config(), MeshShape(cp=2))
+    'ZeRO-2 over 2 ranks, sequences split over them (ring)'
+    """
+    if mesh.pp > 1:
+        others = replace(mesh, pp=1)
+        rest = f" x {layout_line(config, others)}" if others.world_size > 1 else ""
+        return (
+            f"pipeline over {mesh.pp} of {mesh.world_size:,} ranks{rest}" if rest else f"pipeline over {mesh.pp} ranks"
+        )
+    if mesh.world_size == 1:
+        return "1 rank, so nothing is sharded"
+    num_sharing = mesh.world_size // mesh.tp // mesh.pp
+    over_pp = f" x pipeline over {mesh.pp}" if mesh.pp > 1 else ""
+    kinds = "tensor and sequence parallel" if config.tensor.sequence_parallel else "tensor parallel"
+    if num_sharing == 1:
+        over = f"{kinds} over {mesh.tp} ranks{over_pp}" if mesh.tp > 1 else f"pipeline over {mesh.pp} ranks"
+        return f"{over}, so ZeRO has nothing to shard"
+    is_part = num_sharing < mesh.world_size
+    ranks = f"{num_sharing:,} of {mesh.world_size:,} ranks" if is_part else f"{num_sharing:,} ranks"
+    num_shards = mesh.dp_shard * mesh.cp
+    groups = f", {mesh.dp_replicate} replicas of {num_shards} shards" if mesh.dp_replicate > 1 else ""
+    sharing = f"{mesh.cp} of them" if mesh.cp < num_sharing else "them"
+    groups += f", sequences split over {sharing} ({_transport_words(config)})" if mesh.cp > 1 else ""
+    over_tp = f" x {kinds} over {mesh.tp}" if mesh.tp > 1 else ""
+    return f"ZeRO-{config.zero.stage} over {ranks}{groups}{over_tp}{over_pp}"
+
+
+def _transport_words(config: Config) -> str:
+    transport, size = config.context.transport, config.context.heads_over or 1
+    return f"{transport} of teams of {size} that exchange heads" if 1 < size < config.mesh.cp else transport
+
+
+def sparse_words(config: Config, num_heads: int) -> str:
+    """What a run's attention sees, to be said behind other things; nothing where it is dense.
+
+    >>> config = Config.from_dict({"attention": {"kind": "sliding-window"}, "data": {"seq_len": 1024}})
+    >>> sparse_words(config, num_heads=4)
+    ', sliding-window attention over 18 % of the causal half'
+    """
+    structure = structure_of(config.attention, num_heads)
+    if structure is None:
+        return ""
+    share = 100 * structure.layout(config.data.seq_len).causal_density
+    return f", {config.attention.kind} attention over {share:.3g} % of the causal half"
+
+
+def device_kind(config: Config) -> DeviceKind:
+    """Where the run computes: on GPUs where there are any, unless the config says otherwise.
+
+    Raises:
+        ConfigError: GPUs are asked for and there are none.
+    """
+    if config.run.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "run.device=cuda but torch sees no GPU; use run.device=cpu, or check the driver and torch's build"
+        )
+    return wanted_device(config)
+
+
+def wanted_device(config: Config) -> DeviceKind:
+    """As `device_kind`, but GPUs that are asked for need not be here."""
+    if config.run.device != "auto":
+        return config.run.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def prepare_job_data(config: Config, progress: Progress | None = None) -> PreparedData:
+    """Tokenize the data, unless that was done before, into the cache beside the runs' folders."""
+    data = prepare_data(config, Path(config.run.dir) / CACHE_NAME, progress)
+    num_sequences, global_size = data.train.num_sequences(config.data.seq_len), config.batch.global_size or 1
+    if global_size > _MAX_PASSES_A_STEP * num_sequences:
+        raise ConfigError(
+            f"batch.global_size={global_size:,} would read the {num_sequences:,} sequences of the training data "
+            f"{global_size // num_sequences:,} times in each step; use {num_sequences:,} or less, or give more data"
+        )
+    decoder_config(config.model, max_seq_len=config.data.seq_len, vocab_size=data.vocab_size)
+    return data
+
+
+def create_folder(config: Config, now: time.struct_time) -> Path:
+    """Make the run's folder, `<run.dir>/<time>-<name>`, with the config in it; what is there already stays as it is.
+
+    The time is never before that of a run in the folder, so a clock that is set back leaves the runs in order.
+
+    Raises:
+        ConfigError: it cannot be made or written to.
+    """
+    root = Path(config.run.dir).expanduser()
+    folder = None
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        runs = (RUN_NAME.fullmatch(each.name) for each in root.iterdir())
+        start = max([time.strftime("%Y%m%d-%H%M%S", now), *(run[1] for run in runs if run)])
+        folder = _create_first_free(root / f"{start}-{config.run.name or config.model.preset}")
+        (folder / CONFIG_NAME).write_text(config.to_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise ConfigError(
+            f"cannot write run.dir={config.run.dir}: {error.strerror}; set run.dir to a folder with room that you may "
+            "write to"
+        ) from None
+    return folder
+
+
+def _create_first_free(path: Path) -> Path:
+    for number in range(1, 1000):
+        candidate = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        try:
+            candidate.mkdir()
+        except FileExistsError:
+            continue
+        return candidate
+    raise ConfigError(f"{path} and 998 more like it are there already; set run.name")
+
+
+def _job_defaults(config: Config, given: set[str]) -> dict[str, Any]:
+    """Values by dotted key, for the keys that the user has not given."""
+    kind = wanted_device(config)
+    hardware = "cpu with bf16" if kind == "cpu" and has_fast_bf16() else kind
+    defaults: dict[str, Any] = {**_DEFAULTS, "precision.param": "fp32" if hardware == "cpu" else "bf16"}
+    if config.model.preset == "tiny":
+        defaults |= {**_TINY_DEFAULTS, **_TINY_ON[hardware]}
+    num_steps = config.run.steps if "run.steps" in given else defaults.get("run.steps", config.run.steps)
+    defaults["scheduler.warmup_steps"] = max(1, round(_WARMUP_SHARE * num_steps))
+    if "batch.global_size" in given:
+        del defaults["batch.micro_size"]  # it might contradict what the user gave
+    return {key: value for key, value in defaults.items() if key not in given}
+
+
+def has_fast_bf16() -> bool:
+    """Whether this CPU multiplies bf16 in hardware, so that bf16 is faster than fp32; an older torch cannot tell."""
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -1,0 +1,218 @@
+"""What the ranks of a job would hold and send, without starting any: the job's model, simulated, and the picture of it.
+
+The data are not read, so the vocabulary is the preset's where the config gives no size.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.config.resolve import Config, ConfigError, batch_equation
+from shardwise.launch.local import default_num_ranks
+from shardwise.layout.layout import OPTIMIZER_STATES, Layout
+from shardwise.layout.mesh_shape import Coordinate, MeshShape
+from shardwise.layout.pipeline_layout import PipelineLayout
+from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.layout.stage_partition import StageCut, find_cut
+from shardwise.models import Decoder, DecoderConfig, decoder_config, lm_loss, num_params
+from shardwise.runtime.memory_tracker import format_bytes
+from shardwise.schedule import ScheduleError, bubble_s
+from shardwise.train.console_notes import tiers_line
+from shardwise.train.progress import short_count
+from shardwise.train.setup import check_job, layout_line, sparse_words, wanted_device
+from shardwise.verify.dry_run_tables import rank_tables, ranks_tables
+from shardwise.verify.simulate import Simulation, simulate
+
+_LABEL_WIDTH = 11
+_MOST_STAGES: Final = 8
+
+Choice = Literal["stages", "worst"]
+"""One rank of each place in a pipeline; or the one of them with the highest peak."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A job and the simulations of some of its ranks; the config is resolved.
+
+    Attributes:
+        cut: the stages of its pipeline; None without one.
+        elapsed_s: what all simulations took.
+        is_worst: of several ranks that were simulated the one with the highest peak is here.
+    """
+
+    config: Config
+    shape: DecoderConfig
+    simulations: tuple[Simulation, ...]
+    cut: StageCut | None
+    elapsed_s: float
+    is_worst: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        """Of the first rank."""
+        return self.simulations[0].layout
+
+
+def dry_run(
+    config: Config,
+    world_size: int,
+    ranks: Sequence[int] | Choice | None = (0,),
+    announce: Callable[[str], None] = lambda doing: None,
+) -> DryRun:
+    """Simulate ranks of a job.
+
+    Args:
+        config: as `job_config` returns it.
+        world_size: of the job; this machine need not have as many devices.
+        ranks: of the world, or which are of interest; None for one of each place in a pipeline of up to 8 ranks, of a
+            longer one for the first, the second, the middle and the last.
+        announce: is told what is done.
+
+    Raises:
+        ConfigError: what is wrong with the config, as for a run, or that its optimizer cannot be simulated.
+    """
+    start_s = time.perf_counter()
+    config, layout = check_job(config, world_size)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"device": wanted_device(config)})})
+    shape = decoder_config(config.model, max_seq_len=config.data.seq_len, attention=config.attention)
+
+    def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.zeros(config.batch.micro_size or 1, config.data.seq_len, dtype=torch.int64)  # [B, S]
+        return tokens, tokens
+
+    chosen = choose_ranks(layout.mesh, ranks)
+    simulations = []
+    for number, rank in enumerate(chosen, 1):
+        announce(f"simulating rank {rank:,} of {world_size:,} ({number} of {len(chosen)})")
+        simulation = simulate(
+            lambda: Decoder(shape),
+            config,
+            make_batch,
+            loss_fn=lambda logits, batch: lm_loss(logits, batch[1]),
+            rank=rank,
+            world_size=world_size,
+        )
+        simulations.append(simulation)
+    if ranks == "worst":
+        simulations = [max(simulations, key=lambda each: each.peak.peak_bytes)]
+    cut = find_cut(Decoder(shape, device="meta"), config) if layout.pipeline is not None else None
+    return DryRun(config, shape, tuple(simulations), cut, time.perf_counter() - start_s, ranks == "worst")
+
+
+def dry_run_size(config: Config, world_size: int | None) -> int:
+    """Ranks of a dry run: those asked for, else those that the config names, else those of a run on this machine."""
+    if world_size is not None:
+        return world_size
+    if config.run.num_procs is not None:
+        return config.run.num_procs
+    mesh = config.mesh
+    if mesh.dp_shard is not None:
+        return math.prod((mesh.pp, mesh.dp_replicate or 1, mesh.dp_shard, mesh.cp, mesh.tp))
+    return default_num_ranks(config.run.device)
+
+
+def choose_ranks(mesh: MeshShape, ranks: Sequence[int] | Choice | None) -> list[int]:
+    """The ranks to simulate, of each place in a pipeline the first one, which has the least padding.
+
+    >>> choose_ranks(MeshShape(pp=4, dp_shard=2, tp=2), None), choose_ranks(MeshShape(pp=16, tp=8), None)
+    ([0, 4, 8, 12], [0, 8, 64, 120])
+
+    Raises:
+        ConfigError: there is no such rank.
+    """
+    if ranks is not None and not isinstance(ranks, str):
+        for rank in ranks:
+            if not 0 <= rank < mesh.world_size:
+                raise ConfigError(
+                    f"rank {rank} is not in a world of {mesh.world_size}; give 0 to {mesh.world_size - 1}"
+                )
+        return list(dict.fromkeys(ranks))
+    places = list(range(mesh.pp))
+    if ranks is None and mesh.pp > _MOST_STAGES:
+        places = [0, 1, mesh.pp // 2, mesh.pp - 1]
+    return [mesh.rank_of(Coordinate(pp=place)) for place in places]
+
+
+def render(run: DryRun) -> RenderableType:
+    """The header, and what the ranks hold and send; 80 columns will do."""
+    tables: list[RenderableType] = [_header(run)]
+    if run.cut is not None:
+        tables.append(Text(run.cut.describe()))
+    if len(run.simulations) == 1:
+        tables += rank_tables(run.simulations[0], run.config)
+    else:
+        tables += ranks_tables(run.simulations)
+    tables.append(Text(_footer(run), style="dim"))
+    parts = [Padding(table, (1, 1, 0, 1), expand=False) for table in tables]
+    return Group(*parts)
+
+
+def _footer(run: DryRun) -> str:
+    ranks = ", ".join(f"{each.rank:,}" for each in run.simulations)
+    many = "ranks" if len(run.simulations) > 1 else "rank"
+    worst = ", of one rank of each stage that with the highest peak," if run.is_worst else ""
+    return f"{many} {ranks}{worst} simulated in {run.elapsed_s:.1f} s; nothing was started and no data read"
+
+
+def _header(run: DryRun) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", width=_LABEL_WIDTH)
+    for label, text in _header_lines(run):
+        grid.add_row(label, Text(text, style="bold" if label == "model" else ""))
+    return grid
+
+
+def _header_lines(run: DryRun) -> Iterator[tuple[str, str]]:
+    config, mesh = run.config, run.layout.mesh
+    params, layers = short_count(num_params(run.shape)), f"{run.shape.num_layers} layers of {run.shape.hidden_size:,}"
+    sparse = sparse_words(config, run.shape.num_heads)
+    yield "model", f"{config.model.preset}, {params} parameters, {layers}{sparse}, {run.shape.vocab_size:,} tokens"
+    recompute = "nothing" if config.recompute.mode == "none" else config.recompute.mode
+    yield "layout", f"{layout_line(config, mesh)}, {config.precision.param}, recompute {recompute}"
+    if run.layout.pipeline is not None:
+        yield "pipeline", _pipeline_line(config, run.layout.pipeline)
+    elif tiers := tiers_line(run.layout):
+        yield "at rest", tiers
+    yield (
+        "batch",
+        f"{batch_equation(config.batch, mesh.num_data_ranks, mesh.pp > 1)}, {config.data.seq_len:,} tokens each",
+    )
+    if num_bytes := _checkpoint_bytes(run):
+        yield "checkpoint", f"{format_bytes(num_bytes)} by all ranks together"
+    is_cuda = config.run.device == "cuda"
+    yield "device", "cuda: NCCL's collectives" if is_cuda else "cpu: gloo's collectives; run.device=cuda for NCCL's"
+
+
+def _checkpoint_bytes(run: DryRun) -> int:
+    """Of what a checkpoint has of each parameter, once; 0 for an optimizer whose states are known only when it runs."""
+    if run.config.optimizer.name.lower() not in OPTIMIZER_STATES:
+        return 0
+    layout = run.layout
+    has_master = any(state.name == "master" for state in layout.states)
+    saved = [
+        state for state in layout.states if state.role == "optimizer" or (state.name == "param" and not has_master)
+    ]
+    return num_params(run.shape) * sum(DTYPE_BYTES[state.dtype] for state in saved)
+
+
+def _pipeline_line(config: Config, pipeline: PipelineLayout) -> str:
+    """The schedule and its bubble, where a forward and both halves of a backward take alike."""
+    schedule, placement = config.pipeline.schedule, pipeline.placement
+    num_micro_batches, num_per_rank = config.batch.accumulation or 1, placement.stages_per_rank
+    stages = f" x {num_per_rank} stages" if num_per_rank > 1 else ""
+    line = f"{schedule} over {placement.num_ranks} ranks{stages}, {num_micro_batches} micro-batches; "
+    try:
+        idle_s = bubble_s(schedule, placement.num_ranks, num_micro_batches, config.pipeline.virtual_stages, 1, 1, 1)
+    except ScheduleError:
+        return line + "the bubble has no closed form: see shardwise timeline"
+    return line + f"bubble {idle_s / (3 * num_micro_batches + idle_s):.1%} by the formula"

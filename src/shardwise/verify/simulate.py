@@ -1,0 +1,310 @@
+"""One rank of a world of any size, simulated on one CPU: the engine itself, over tensors without memory.
+
+Nothing is modelled. Hooks, collectives, buffers, recomputation and the optimizer's step are those of a real run; only
+tensors are fake and nobody answers. So the bytes at rest, at the peak and on the wire, the order of the collectives and
+of the actions are a real rank's (`tests/test_simulation.py` compares them), and times mean nothing. Values mean nothing
+either: the simulated ranks take the same path through the model, and a model that decides on values is refused.
+
+>>> from torch import nn
+>>> config = Config.from_dict({"zero": {"stage": 3, "blocks": ["Linear"]}, "precision": {"param": "bf16"}})
+>>> simulation = simulate(
+...     lambda: nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512)),
+...     config,
+...     lambda: torch.zeros(8, 512),
+...     loss_fn=lambda output, batch: output.square().mean(),
+...     rank=17,
+...     world_size=4096,
+... )
+>>> simulation.states_bytes == simulation.layout.bytes_at_rest(shard=17)
+True
+>>> [(call.op, call.name, call.num_ranks) for call in simulation.calls[:2]]
+[('all_gather', 'unshard 0', 4096), ('all_gather', 'unshard 2', 4096)]
+
+Kernels are those of torch on the CPU, so where a GPU has other ones (attention, norms) their saved tensors differ.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.backends import Backend, SimulatedFactory
+from shardwise.comm.collectives import Collective
+from shardwise.comm.loss import LossFn
+from shardwise.config.resolve import (
+    BatchConfig,
+    Config,
+    ConfigError,
+    MeshConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    RecomputeConfig,
+    Tier,
+    TiersConfig,
+)
+from shardwise.engine.engine import Engine
+from shardwise.engine.steps import RankBatch, run_model
+from shardwise.engine.types import StepResult
+from shardwise.layout.layout import Layout
+from shardwise.layout.pipeline_layout import PipelineLayout
+from shardwise.runtime.memory_tracker import Category, MemorySnapshot, MemoryTracker, explain_out_of_memory
+from shardwise.runtime.module_hooks import watch_calls
+from shardwise.runtime.torch_private import NO_VALUE_ERRORS, fake_copy, fake_like, fake_tensors, pytree
+from shardwise.schedule.actions import TimedAction
+from shardwise.tensor.plan_layout import plan_layout, with_own_dtype
+from shardwise.zero.optimizer_plan import OptimizerFactory
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What one rank holds and sends in an optimizer step, the second one; all in bytes.
+
+    Attributes:
+        rank: that was simulated.
+        layout: of all ranks.
+        at_rest: the ledger after the last backward and before the step.
+        peak: the ledger after the step: `peak_bytes` in all, `peak_live_bytes` by category.
+        counter_bytes: of the optimizer's step counts, at rest too, which the Layout leaves out.
+        host_at_rest: the ledger of the host tier when `at_rest` was taken; chunks on their way may be larger there than
+            a real rank's.
+        moved_bytes: between tiers, by (from, to).
+        calls: the step's collectives in their order.
+        actions: of the step, in their order; their times are the simulation's.
+        elapsed_s: what the simulation took.
+    """
+
+    rank: int
+    layout: Layout
+    at_rest: MemorySnapshot
+    peak: MemorySnapshot
+    counter_bytes: int
+    host_at_rest: MemorySnapshot
+    moved_bytes: Mapping[tuple[Tier, Tier], int]
+    calls: tuple[Collective, ...]
+    actions: tuple[TimedAction, ...]
+    elapsed_s: float
+
+    @property
+    def states_bytes(self) -> dict[str, int]:
+        """Bytes at rest by role, as `Layout.bytes_at_rest` gives them, but counted."""
+        live_bytes = self.at_rest.live_bytes
+        return {
+            "param": live_bytes[Category.PARAMETERS],
+            "grad": live_bytes[Category.GRADIENTS],
+            "optimizer": live_bytes[Category.OPTIMIZER] - self.counter_bytes,
+        }
+
+    @property
+    def wire_bytes(self) -> dict[tuple[str, str], int]:
+        """Bytes this rank sends, by axis and op, as a ring would."""
+        totals: dict[tuple[str, str], int] = {}
+        for call in self.calls:
+            totals[call.axis, call.op] = totals.get((call.axis, call.op), 0) + call.wire_bytes
+        return totals
+
+
+def simulate(
+    model: nn.Module | Callable[[], nn.Module],
+    config: Config | Mapping[str, Any] | None,
+    make_batch: Callable[[], Any],
+    *,
+    rank: int,
+    world_size: int,
+    loss_fn: LossFn | None = None,
+    optimizer: OptimizerFactory | None = None,
+    device_gib: float | None = None,
+) -> Simulation:
+    """Take two optimizer steps of one rank of a world that is not there, and say what the second one held and sent.
+
+    Args:
+        model: a module, on meta or anywhere, of which shapes are read only; or what makes one, in no memory.
+        config: as for `initialize`; no GPU is needed for `run.device=cuda`, which has native collectives and side
+            streams, and otherwise slices are received and summed on the host, as on gloo.
+        make_batch: makes one micro-batch, as for `Engine.train_step`, in no memory; values play no part.
+        rank: to simulate.
+        world_size: of its world.
+        loss_fn: as there.
+        optimizer: as for `initialize`, but not one over the model's own parameters.
+        device_gib: of memory, within which the rank must stay; no limit when left out.
+
+    Raises:
+        torch.OutOfMemoryError: the rank needs more than `device_gib`; with the table of what holds it.
+        ConfigError: config, model, rank or world size do not fit each other, or model, loss or optimizer decide on
+            values.
+    """
+    start_s = time.perf_counter()
+    made = model if isinstance(model, nn.Module) else _make_on_meta(model)
+    config = _resolved(made, config, rank, world_size)
+    memory = MemoryTracker("cpu", limit_bytes=None if device_gib is None else int(device_gib * 2**30))
+    with fake_tensors(), _values_refused():
+        model = _without_memory(made)
+        layout = plan_layout(model, config, rank=rank)
+        steps = [_make_batches(config, make_batch) for _ in range(2)]
+        examples = None if layout.pipeline is None else _what_stages_receive(model, config, layout.pipeline, steps)
+        comm_factory = SimulatedFactory(layout.mesh, rank, _backend(config), examples)
+        with explain_out_of_memory(memory, config, f"on rank {rank} while its engine is made"):
+            engine = _WatchedEngine(
+                model, config, layout, memory, comm_factory, loss_fn=loss_fn, optimizer=optimizer, scheduler=None
+            )
+        # The first step makes the optimizer's states and learns the order of the blocks.
+        with nullcontext() if device_gib is None else memory.meter():
+            engine.train_step(steps[0])
+        _meter_step(engine, steps[1])
+    at_rest, host_at_rest = engine.before_step
+    return Simulation(
+        rank=rank,
+        layout=layout,
+        at_rest=at_rest,
+        peak=engine.memory.snapshot(),
+        counter_bytes=_counter_bytes(engine),
+        host_at_rest=host_at_rest,
+        moved_bytes=engine.tiers.traffic.moved_bytes,
+        calls=tuple(engine.comm.comm_log.recent),
+        actions=engine.timeline,
+        elapsed_s=time.perf_counter() - start_s,
+    )
+
+
+def _resolved(model: nn.Module, config: Config | Mapping[str, Any] | None, rank: int, world_size: int) -> Config:
+    config = config if isinstance(config, Config) else Config.from_dict(config or {})
+    config = with_own_dtype(model, config).resolve(world_size)
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank} is not in a world of {world_size}; give 0 to {world_size - 1}")
+    return config
+
+
+@contextmanager
+def _values_refused() -> Iterator[None]:
+    try:
+        yield
+    except NO_VALUE_ERRORS as error:
+        raise ConfigError(
+            f"model, loss or optimizer reads the values of a tensor ({_reason(error)}), and a simulated one has "
+            "none; simulate what does not decide on values, and an optimizer such as adamw"
+        ) from error
+
+
+def _make_on_meta(make_model: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make_model()
+
+
+def _make_batches(config: Config, make_batch: Callable[[], Any]) -> list[Any]:
+    batches = [make_batch() for _ in range(config.batch.accumulation or 1)]
+    return pytree.tree_map(lambda leaf: fake_copy(leaf) if isinstance(leaf, Tensor) else leaf, batches)
+
+
+class _WatchedEngine(Engine):
+    """Looks at the ledgers of device and host when the last backward is over and the step has not begun."""
+
+    before_step: tuple[MemorySnapshot, MemorySnapshot]
+
+    def _step(self) -> StepResult:
+        self.before_step = self.memory.snapshot(), self.tiers.memory.snapshot()
+        return super()._step()
+
+
+def _meter_step(engine: Engine, batches: Sequence[Any]) -> None:
+    engine.comm.comm_log.recent = deque()  # without a bound
+    engine.memory.reset_peak()
+    engine.tiers.traffic.reset()
+    with engine.memory.meter():
+        engine.train_step(batches)
+
+
+def _what_stages_receive(
+    model: nn.Module, config: Config, pipeline: PipelineLayout, steps: Sequence[Sequence[Any]]
+) -> dict[int, Any]:
+    """What each stage gets from the one before it, by stage: seen in a forward of all of the model on one rank.
+
+    Layers are split as in the pipeline, so the values are too.
+    """
+    sizes = {tuple(map(_size, pytree.tree_leaves(batch))) for step in steps for batch in step}
+    if len(sizes) > 1:
+        raise ConfigError(
+            "make_batch made micro-batches of several shapes, which a simulated pipeline does not know in advance; "
+            "make them alike, padded to one length"
+        )
+    whole = _without_pipeline(config)
+    copied = _copy_without_memory(model)
+    layout = plan_layout(copied, whole)
+    comm_factory = SimulatedFactory(layout.mesh, 0, _backend(whole))
+    engine = Engine(
+        copied, whole, layout, MemoryTracker("cpu"), comm_factory, loss_fn=_no_loss, optimizer=None, scheduler=None
+    )
+    last_of = {units[-1]: stage + 1 for stage, units in enumerate(pipeline.units[:-1])}
+    examples: dict[int, Any] = {}
+    running: list[str] = []
+
+    def leave(output: Any) -> None:
+        stage = last_of.get(running.pop())
+        if stage is not None:
+            examples[stage] = pytree.tree_map(_received, output)
+
+    with watch_calls(copied, lambda name, *_: running.append(name), leave):
+        run_model(engine, RankBatch.of(engine, steps[0][0], first_sample=0, number=0), lambda output: None)
+    engine.close(keep_values=False)
+    return examples
+
+
+def _without_pipeline(config: Config) -> Config:
+    """The config of one rank, or of the ranks that compute a sample together, that computes the same activations."""
+    mesh = MeshConfig(dp_shard=1, cp=config.mesh.cp, tp=config.mesh.tp)
+    changed = {
+        "mesh": mesh,
+        "zero": config.zero.model_copy(update={"stage": 0}),
+        "batch": BatchConfig(),
+        "tiers": TiersConfig(),
+        "pipeline": PipelineConfig(),
+        "recompute": RecomputeConfig(),
+        "optimizer": OptimizerConfig(name="sgd"),
+    }
+    return config.model_copy(update=changed).resolve(mesh.cp * mesh.tp)
+
+
+def _received(leaf: Any) -> Any:
+    """A leaf of a value as the next rank gets it: without what it was computed from."""
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _size(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None
+
+
+def _no_loss(output: Any, batch: Any) -> Tensor:
+    return torch.zeros(())
+
+
+def _backend(config: Config) -> Backend:
+    return "nccl" if config.run.device == "cuda" else "gloo"
+
+
+def _without_memory(model: nn.Module) -> nn.Module:
+    """The module itself where all its tensors are fake and on the CPU; otherwise a copy of which that is so."""
+    tensors = [*model.parameters(), *model.buffers()]
+    fakes = {id(tensor): fake_copy(tensor) for tensor in tensors}
+    is_without = all(fakes[id(tensor)] is tensor for tensor in tensors)
+    return model if is_without else _copy_without_memory(model)
+
+
+def _copy_without_memory(model: nn.Module) -> nn.Module:
+    fakes = {id(tensor): fake_like(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, fakes)  # takes what is in the memo for copied: ties stay, and no data is
+
+
+def _counter_bytes(engine: Engine) -> int:
+    values = [value for state in engine.optimizer.state.values() for value in state.values()]
+    return sum(value.element_size() for value in values if isinstance(value, Tensor) and value.dim() == 0)
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

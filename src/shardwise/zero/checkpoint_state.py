@@ -1,0 +1,243 @@
+"""An engine's states as a checkpoint sees them: what this rank holds of each, and what it writes.
+
+A rank holds the range of each group that its optimizer steps, in the optimizer's precision; from that all else follows.
+Ranks that hold the same range, as in stage 0 or in replicas, write a part of it each, so all write about as much:
+
+    ZeRO-2 over 2 ranks        rank 0 holds and writes the first half of a group, rank 1 the second
+    stage 0 over 2 ranks       both hold all of it; rank 0 writes the first half, rank 1 the second
+    2 replicas of 2 shards     ranks 0 and 2 hold the first half; rank 0 writes the first quarter, rank 2 the second
+
+A weight of 6 x 4 in ZeRO-3 over 2 ranks, each of which shares its columns with another: a mesh of 2 x 2, tp innermost.
+
+>>> from shardwise.layout.tp_sharding import ParamSplit, FusedPart
+>>> split = ParamSplit((6, 4), degree=2, dim=1, parts=(FusedPart(4),))
+>>> spec = ParamSpec("down.weight", (), split.local_shape, 0, split)
+>>> group = GroupSpec("root", "root", (spec,), True, num_ranks=2, num_shards=2)
+>>> for data, tp in ((0, 0), (0, 1), (1, 0), (1, 1)):
+...     (part,) = parts_of(group, group.shard_range(data), group.written_range(data, replica=0), tp)
+...     print(part.start, part.stop, [str(piece.rect) for piece in part.pieces], part.written == part.pieces)
+0 8 ['[0:4, 0:2]'] True
+0 8 ['[0:4, 2:4]'] True
+8 12 ['[4:6, 0:2]'] True
+8 12 ['[4:6, 2:4]'] True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.config.resolve import ConfigError
+from shardwise.layout.param_groups import GroupSpec, ParamSpec
+from shardwise.layout.slicing import Chunk as Rectangle
+from shardwise.layout.slicing import intersect
+from shardwise.offload.cpu_optimizer import needed_states
+from shardwise.runtime.state_shards import PARAM, FlatState, ScalarState, StateShard, TensorFlatState, is_flat
+from shardwise.zero.offloaded_step import OffloadedChunk
+from shardwise.zero.param_group import ParamGroup
+from shardwise.zero.state_access import EngineState
+
+Range = tuple[int, int]
+Wanted = ScalarState | torch.dtype | None
+
+
+@dataclass(frozen=True)
+class StateShardPart:
+    """What a rank holds of one parameter; nothing, where `start` is `stop`.
+
+    Attributes:
+        spec: of the parameter.
+        trainable: whether it has gradients.
+        start: of the range of the flattened local parameter.
+        stop: likewise.
+        offset: of the range's first element in what the rank holds of the group.
+        pieces: the range as rectangles of the whole parameter, offsets counted from its first element.
+        written: those, or parts of them, that the rank writes.
+    """
+
+    spec: ParamSpec
+    trainable: bool
+    start: int = 0
+    stop: int = 0
+    offset: int = 0
+    pieces: tuple[Rectangle, ...] = ()
+    written: tuple[Rectangle, ...] = ()
+
+    def state_shard(self, state: str, flat: FlatState) -> StateShard:
+        """A state of it, `flat` being as long as the range."""
+        spec, trainable = self.spec, self.trainable
+        return StateShard(
+            spec.name, spec.aliases, state, spec.global_shape, flat, self.pieces, self.written, trainable=trainable
+        )
+
+
+def parts_of(group: GroupSpec, held: Range, written: Range, tp_index: int) -> Iterator[StateShardPart]:
+    """What a rank holds of each parameter of a group, and writes.
+
+    Args:
+        group: of the parameters.
+        held: range of its flat buffer that the rank holds.
+        written: the part of that which it writes, as far as it is the owner there.
+        tp_index: of the rank in its tensor-parallel group.
+    """
+    slots = {slot.param.name: slot for slot in group.slots(*held)}
+    for spec in group.params:
+        slot = slots.get(spec.name)
+        if slot is None:
+            yield StateShardPart(spec, group.trainable)
+            continue
+        low, high = max(slot.start, written[0] - spec.offset), min(slot.stop, written[1] - spec.offset)
+        local = spec.split.local(tp_index)
+        owned = local if spec.split.degree == 1 else spec.split.local(tp_index, owned_only=True)
+        own = intersect(owned, low, high) if low < high else ()
+        mine = tuple(piece.shifted(low - slot.start) for piece in own)
+        yield StateShardPart(
+            spec, group.trainable, slot.start, slot.stop, slot.offset, intersect(local, slot.start, slot.stop), mine
+        )
+
+
+def held_parameters(states: EngineState) -> Iterator[StateShard]:
+    """Every parameter of the model, those too of which this rank holds nothing."""
+    for group in states.driver.groups:
+        master = group.params.master
+        for part in _parts(states, group):
+            yield part.state_shard(PARAM, master.part(part.offset, part.offset + part.stop - part.start))
+    dtype = next(iter(states.driver.groups)).params.master.dtype
+    for spec in states.elsewhere:
+        for place in spec.params:
+            yield StateShardPart(place, spec.trainable).state_shard(PARAM, TensorFlatState(torch.empty(0, dtype=dtype)))
+
+
+def held_optimizer_states(states: EngineState) -> Iterator[StateShard | ScalarState]:
+    """The optimizer's states of what this rank holds.
+
+    Raises:
+        ConfigError: a state is neither one number nor as long as the parameter.
+    """
+    pieces = {(piece.group, piece.name): piece for piece in states.sharded.pieces}
+    for group in states.driver.groups:
+        for part in _parts(states, group) if group.grads is not None else ():
+            piece = pieces.get((group, part.spec.name))
+            if piece is not None:
+                yield from _of_piece(_in_flats(states.sharded.states_of(piece), part), part)
+
+
+def check_optimizer_states(
+    states: EngineState, wanted: Mapping[str, Mapping[str, Wanted]], options: Sequence[Mapping[str, Any]] | None
+) -> None:
+    """Raise where the wanted states are not those that the optimizer steps with.
+
+    Args:
+        states: of the engine.
+        wanted: as for `prepare_optimizer_states`.
+        options: that each of the optimizer's groups is about to have; None where they stay as they are.
+
+    Raises:
+        ConfigError: one is missing, or is one number and should be as long as the parameter, or otherwise round.
+    """
+    sharded = states.sharded
+    kind = type(sharded.optimizer).__name__
+    given = {id(group): each for group, each in zip(sharded.optimizer.param_groups, options or (), strict=False)}
+    for piece in sharded.pieces:
+        current, names = sharded.options_of(piece), wanted.get(piece.name, {})
+        if current is None:
+            continue
+        needed = needed_states(sharded.optimizer, {**current, **given.get(id(current), {})})
+        kept, wrong = sharded.states_of(piece), []
+        if needed is not None:
+            wrong += [f"has no {state}" for state in sorted(needed - names.keys()) if names]
+            lacking = needed - sharded.room_of(piece) if sharded.is_streamed(piece) else ()
+            wrong += [f"has a {state}, for which tiers.optimizer has no room" for state in sorted(lacking)]
+        for state, each in names.items():
+            is_number = isinstance(each, ScalarState)
+            # Of an optimizer that we do not know, what it has says so, if it has stepped.
+            should_be = state == "step" if needed is not None else not is_flat(kept.get(state))
+            if is_number != should_be and (needed is not None or kept.get(state) is not None):
+                wrong.append(f"has {'one number' if is_number else 'elements'} for {state}")
+        if wrong:
+            raise ConfigError(
+                f"{piece.name} {wrong[0]}, which {kind} cannot step with; use an older checkpoint, or weights_only=True"
+            )
+
+
+def prepare_optimizer_states(states: EngineState, wanted: Mapping[str, Mapping[str, Wanted]]) -> None:
+    """Let the optimizer have, of what this rank holds, just the wanted states: numbers set, tensors to be filled.
+
+    Parameters of which none are wanted have those of an optimizer that has not stepped.
+
+    Args:
+        states: of the engine.
+        wanted: by parameter and state: its number; or for a tensor as long as the parameter a dtype of its own, or None
+            for the parameter's.
+    """
+    sharded = states.sharded
+    sharded.forget_states([each for each in sharded.pieces if not wanted.get(each.name)])
+    for piece in sharded.pieces:
+        names = wanted.get(piece.name, {})
+        if sharded.is_streamed(piece):  # they are there, and wait to be filled
+            numbers = {name: each.value for name, each in names.items() if isinstance(each, ScalarState)}
+            if names:
+                sharded.expect_states(piece, numbers, filled=names.keys() - numbers.keys())
+            continue
+        kept = sharded.optimizer.state[piece.view] if names else {}
+        for name in [name for name in kept if name not in names]:
+            del kept[name]
+        for name, each in names.items():
+            _prepare(states, piece, name, each)
+    sharded.track_states()
+
+
+def adopt_masters(states: EngineState) -> None:
+    """Let the parameters follow the masters that were written. All ranks call it."""
+    for group in states.driver.groups:
+        group.adopt_master()
+
+
+def _parts(states: EngineState, group: ParamGroup) -> Iterator[StateShardPart]:
+    comms, params = states.comms, group.params
+    written = group.spec.written_range(comms.shards.rank, comms.replicas.rank)
+    if len(group.holders) > 1 and comms.pipeline.rank != group.holders[0]:
+        written = (0, 0)  # the first stage that holds it writes it
+    return parts_of(group.spec, (params.shard_start, params.shard_stop), written, comms.tensor.rank)
+
+
+def _of_piece(
+    values: Mapping[str, FlatState | ScalarState], part: StateShardPart
+) -> Iterator[StateShard | ScalarState]:
+    for state, value in values.items():
+        yield value if isinstance(value, ScalarState) else part.state_shard(state, value)
+
+
+def _in_flats(values: Mapping[str, Any], part: StateShardPart) -> dict[str, FlatState | ScalarState]:
+    """The states that torch's optimizer has of a piece, those that are None left out."""
+    name = part.spec.name
+    flats: dict[str, FlatState | ScalarState] = {}
+    for state, value in values.items():
+        if is_flat(value):
+            flats[state] = value
+        elif isinstance(value, Tensor) and value.dim() == 0:
+            flats[state] = ScalarState(name, state, value.item(), str(value.dtype).removeprefix("torch."))
+        elif isinstance(value, int | float):
+            flats[state] = ScalarState(name, state, value, "float" if isinstance(value, float) else "int")
+        elif value is not None:
+            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigError(
+                f"the optimizer's state {state} of {name} is {found}; a checkpoint keeps numbers, and tensors as long "
+                "as the parameter: use an element-wise optimizer"
+            )
+    return flats
+
+
+def _prepare(states: EngineState, piece: OffloadedChunk, name: str, wanted: Wanted) -> None:
+    optimizer = states.sharded.optimizer
+    current = optimizer.state[piece.view].get(name)
+    if isinstance(wanted, ScalarState):
+        is_python = wanted.dtype in ("int", "float")
+        value = wanted.value if is_python else torch.tensor(wanted.value, dtype=getattr(torch, wanted.dtype))
+        states.sharded.write_state(piece, name, value)
+    elif not (isinstance(current, Tensor) and current.shape == piece.view.shape and wanted in (None, current.dtype)):
+        optimizer.state[piece.view][name] = torch.zeros_like(piece.view, dtype=wanted, requires_grad=False)

@@ -1,0 +1,475 @@
+"""The gradients of one group: the bucket that a backward fills, its reduction, and the accumulator of this rank's
+slice.
+
+Where gradients rest whole (stages 0 and 1), the bucket lives as long as the group and the accumulator is a view of it.
+Where they rest as shards, each backward takes a bucket from the pool, and reducing adds it to the accumulator.
+
+Under hybrid sharding the reduction is hierarchical: a reduce-scatter over the shard group in every backward that
+reduces, and once a step an all-reduce of the accumulator over the replicas, which carries 1/n of the bytes.
+
+Gradients that rest off the device leave it as each reduction ends; their sum over the replicas comes before that, so it
+runs in every backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.collectives import AsyncWork, Comm
+from shardwise.layout.layout import Layout
+from shardwise.layout.param_groups import GroupSpec
+from shardwise.layout.tp_sharding import TpShard
+from shardwise.layout.zero_stages import Placement
+from shardwise.offload.storage import StateStorage
+from shardwise.offload.worker import Task
+from shardwise.runtime.memory_tracker import Category
+from shardwise.runtime.precision import add_widened, torch_dtype
+from shardwise.runtime.state_shards import FlatState
+from shardwise.zero.resources import ShardingResources
+
+
+class GroupGrads:
+    """Buffers of a group's gradients, and what they hold.
+
+    Args:
+        spec: of the group.
+        layout: stage and precision.
+        resources: shared by the engine's groups.
+    """
+
+    def __init__(self, spec: GroupSpec, layout: Layout, resources: ShardingResources) -> None:
+        stage, policy, comms = layout.stage, layout.precision_of(spec), resources.comms
+        self.spec = spec
+        self._comms = comms
+        self._device = comms.data.device
+        self._pool = resources.pool
+        self._tracker = resources.tracker
+        self._tiers = resources.tiers
+        self._rests_whole = stage.grads is Placement.PARTIAL
+        self._is_replicated = stage.optimizer is Placement.REPLICATE
+        self._wire_dtype = torch_dtype(policy.reduce)
+        self._dtype = torch_dtype(policy.accumulate)
+        self._master_dtype = torch_dtype(policy.master)
+        self._own = slice(*spec.held_range(stage.optimizer, comms.shards.rank))
+        self._sharing = SharedGradRanges.of(spec, self._own, comms.tensor.rank, comms.tensor.world_size)
+        self._away: StateStorage | None = None
+        if spec.tiers.grads != "device":
+            self._away = self._tiers.place(
+                spec.tiers.grads, f"{spec.name}.grad", spec.shard_numel, self._dtype, Category.GRADIENTS
+            )
+        self.taking: Task | None = None  # the end of the last gradient's way to where they rest
+        self._square: Tensor | None = None
+        self._is_squared_at_once = False  # on the device, not by the lane
+        self._bucket: Tensor | None = None
+        self._accumulator: Tensor | None = None
+        self._carried: Tensor | None = None
+        self._pending: AsyncWork | None = None
+        self._holds_sum = False
+        self._is_partial = False
+        self._is_written = [False] * len(spec.params)
+        self._has_arrived = [False] * len(spec.params)
+        self._num_missing = len(spec.params)
+        self._was_used = [False] * len(spec.params)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the current backward has given every parameter its gradient."""
+        return self._num_missing == 0
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the accumulator's sum is yet to be summed over the replicas."""
+        return self._is_partial
+
+    @property
+    def was_used(self) -> tuple[bool, ...]:
+        """Which parameters got a gradient on this rank since the last step."""
+        return tuple(self._was_used)
+
+    def add(self, index: int, gradient: Tensor, will_reduce: bool) -> None:
+        """Add one parameter's gradient to the bucket.
+
+        Args:
+            index: of the parameter in `spec.params`.
+            gradient: of the parameter's shape, any floating dtype.
+            will_reduce: the bucket is reduced at the end of this backward, so it may be in the wire's dtype.
+        """
+        place = self.spec.params[index]
+        if gradient.is_sparse:
+            raise ValueError(
+                f"the gradient of {place.name} is sparse but shards are dense; build the embedding with sparse=False"
+            )
+        if self._has_arrived[index]:
+            raise ValueError(
+                f"the gradient of {place.name} came twice in one backward, as reentrant checkpointing does; "
+                "pass use_reentrant=False to torch.utils.checkpoint"
+            )
+        target = self._open_bucket(will_reduce)[place.offset : place.offset + place.numel]
+        if self._is_written[index]:
+            add_widened(target, gradient.reshape(-1))
+        else:
+            target.view(place.shape).copy_(gradient)
+        self._num_missing -= 1
+        self._is_written[index] = self._has_arrived[index] = self._was_used[index] = True
+
+    def end_backward(self) -> None:
+        """Expect every parameter's gradient anew."""
+        self._has_arrived = [False] * len(self.spec.params)
+        self._num_missing = len(self.spec.params)
+
+    def reduce(self, is_last: bool) -> None:
+        """Start to sum the bucket over the shard group; an unused parameter counts as zero.
+
+        Args:
+            is_last: before the step, so the replicas sum theirs behind it.
+        """
+        self.finish_reduce()
+        bucket = self._open_bucket(will_reduce=True)
+        for start, stop in self._unwritten_ranges():
+            bucket[start:stop].zero_()
+        self._is_written = [False] * len(self.spec.params)
+        name = f"reduce {self.spec.name}"
+        if self._is_replicated:
+            summed = self._comms.data.all_reduce(bucket, self._wire_dtype, name)
+            self._pending = AsyncWork(summed.advance, lambda: AsyncWork(lambda: self._settle(summed, is_partial=False)))
+            return
+        borrowed = []
+        if not self._rests_whole:
+            self._bucket = None
+            borrowed.append(bucket)
+        wire = bucket
+        if bucket.dtype != self._wire_dtype and self._comms.reductions.world_size > 1:
+            wire = self._pool.acquire(bucket.numel(), self._wire_dtype)
+            wire.copy_(bucket)
+            borrowed.append(wire)
+        has_replicas = self._comms.replicas.world_size > 1
+        if self._away is not None:
+            self._pending = self._reduce_away(wire, borrowed, is_last)
+            return
+        if has_replicas and self._holds_sum and not self._is_partial:
+            self._carry(self._open_accumulator())
+        accumulate = self._holds_sum and not self._rests_whole
+        summed = self._comms.reductions.reduce_scatter(wire, self._open_accumulator(), accumulate=accumulate, name=name)
+
+        def settle() -> None:
+            self._settle(summed, is_partial=has_replicas)
+            for buffer in borrowed:
+                self._pool.release(buffer)
+
+        self._pending = AsyncWork(settle, self._sum_replicas if has_replicas and is_last else None)
+
+    def _reduce_away(self, wire: Tensor, borrowed: list[Tensor], is_last: bool) -> AsyncWork:
+        """Sum over the shard group, then over the replicas, and let the sum leave the device."""
+        name, replicas = f"reduce {self.spec.name}", self._comms.replicas
+        landing = self._pool.acquire(self.spec.shard_numel, self._dtype)
+        summed = self._comms.reductions.reduce_scatter(wire, landing, accumulate=False, name=name)
+
+        def leave() -> None:
+            summed.wait()
+            for buffer in borrowed:
+                self._pool.release(buffer)
+
+        def sum_replicas() -> AsyncWork:
+            total = replicas.all_reduce(landing, self._wire_dtype, f"{name} over replicas")
+            return AsyncWork(total.advance, lambda: AsyncWork(lambda: self._evict(total, landing, is_last)))
+
+        return AsyncWork(leave, sum_replicas)
+
+    def _evict(self, total: AsyncWork, landing: Tensor, is_last: bool) -> None:
+        total.wait()
+        adds = self._holds_sum
+        if not adds:
+            self.await_taken()  # of gradients that were given up: the lane may be adding to them still
+        self._holds_sum, self._square = True, None
+        if self._away is None:
+            return
+
+        def note(gradient: Tensor) -> None:
+            self._square = square_sum(self._sharing, gradient.to(self._master_dtype))
+
+        # What ranks share is summed before it counts in the norm.
+        is_counted = is_last and not self._sharing.summed
+        self._is_squared_at_once = is_counted and not adds
+        if self._is_squared_at_once:
+            note(landing)
+        self.taking = self._away.take(landing, self._pool, note if is_counted else None, adds)
+
+    @property
+    def rest(self) -> StateStorage:
+        """This rank's summed gradients, 1-D, where they rest."""
+        return self._away or self._tiers.on_device(self._open_accumulator())
+
+    @property
+    def is_away(self) -> bool:
+        """Whether they rest off the device."""
+        return self._away is not None
+
+    @property
+    def holds_sum(self) -> bool:
+        """Whether a reduction has reached them since the last step."""
+        return self._holds_sum
+
+    @property
+    def sharing(self) -> SharedGradRanges:
+        """What this rank's slice has in common with its tensor-parallel group."""
+        return self._sharing
+
+    def await_taken(self) -> None:
+        """Return once they are where they rest."""
+        taking, self.taking = self.taking, None
+        if taking is not None:
+            taking.wait()
+
+    def forget_square(self) -> None:
+        """What rests is about to be changed."""
+        self._square, self._is_squared_at_once = None, False
+
+    def square(self) -> Tensor:
+        """The sum of the squares of what the step will use, fp64 and 0-d."""
+        if self._square is None or not self._is_squared_at_once:
+            self.await_taken()
+        if self._square is None:
+            with self.rest.loaded() as gradient:
+                self._square = square_sum(self._sharing, gradient.to(self._master_dtype))
+        return self._square
+
+    def reduce_replicas(self) -> None:
+        """Start to sum over the replicas what no last reduction has."""
+        self.finish_reduce()
+        self._pending = self._sum_replicas()
+
+    def advance_reduce(self) -> None:
+        """Start the next collective of the reduction under way, if there is one."""
+        if self._pending is not None:
+            self._pending.advance()
+
+    def finish_reduce(self) -> None:
+        """Wait for the reduction under way, if there is one, and free its buffers."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+
+    def gradient(self) -> Tensor | None:
+        """This rank's summed gradients, 1-D, in the master's dtype; None where no backward has reached the group.
+
+        Those that rest off the device are brought there.
+        """
+        if not self._holds_sum:
+            return None
+        if self._away is None:
+            return self._open_accumulator().to(self._master_dtype)
+        self.await_taken()
+        brought = torch.empty(self._away.numel, dtype=self._dtype, device=self._device)
+        self._away.fetch(brought).wait()
+        return brought.to(self._master_dtype)
+
+    def accumulated(self) -> FlatState | None:
+        """As `gradient`, but the accumulator itself, in its own dtype; what is written there counts at the step."""
+        self.await_taken()
+        self._square = None
+        return self.rest if self._holds_sum else None
+
+    def mark_used(self, index: int) -> None:
+        """Count a parameter as one that got a gradient."""
+        self._was_used[index] = True
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether the buffers hold gradients."""
+        return self._holds_sum or self._carried is not None or any(self._is_written)
+
+    def buffers(self) -> list[Tensor]:
+        """Those that are allocated; two may share a storage."""
+        return [each for each in (self._bucket, self._accumulator, self._carried) if each is not None]
+
+    def drop(self) -> int:
+        """Free the buffers, which hold no gradients; the next backward makes them anew. Returns their bytes."""
+        storages = {id(storage): storage.nbytes() for storage in (each.untyped_storage() for each in self.buffers())}
+        self._bucket = self._accumulator = None
+        return sum(storages.values())
+
+    def clear(self) -> None:
+        """Forget the gradients, after the step; buffers that rest stay allocated."""
+        self.finish_reduce()
+        self.await_taken()  # what is still to be added must not be added to what comes next
+        self._holds_sum = self._is_partial = False
+        self._carried = self._square = None
+        self._is_written = [False] * len(self.spec.params)
+        self._was_used = [False] * len(self.spec.params)
+        if not self._rests_whole and self._bucket is not None:
+            self._pool.release(self._bucket)
+            self._bucket = None
+
+    def close(self) -> None:
+        """Give up what rests off the device."""
+        if self._away is not None:
+            self._away.close()
+
+    def _sum_replicas(self) -> AsyncWork:
+        name = f"reduce {self.spec.name} over replicas"
+        summed = self._comms.replicas.all_reduce(self._open_accumulator(), self._wire_dtype, name)
+        return AsyncWork(summed.advance, lambda: AsyncWork(lambda: self._settle(summed, is_partial=False)))
+
+    def _settle(self, summed: AsyncWork, is_partial: bool) -> None:
+        summed.wait()
+        self._holds_sum, self._is_partial = True, is_partial
+        if self._carried is not None and not is_partial:
+            self._open_accumulator().add_(self._carried)
+            self._carried = None
+
+    def _carry(self, total: Tensor) -> None:
+        """Set the finished sum of earlier backwards aside: it is added once the new one is finished too."""
+        self._carried = total.clone() if self._carried is None else self._carried.add_(total)
+        self._tracker.track(self._carried, Category.GRADIENTS)
+        self._holds_sum = False
+
+    def _open_bucket(self, will_reduce: bool) -> Tensor:
+        """The bucket to write into; one that rests and holds the sum so far gives that up first."""
+        if not self._rests_whole:
+            if self._bucket is None:
+                dtype = self._wire_dtype if will_reduce else self._dtype
+                self._bucket = self._pool.acquire(self.spec.padded_numel, dtype)
+            return self._bucket
+        bucket = self._resting_bucket()
+        if not any(self._is_written):
+            self.finish_reduce()
+            if self._holds_sum:
+                # A backward after a reduction: its own slice of the bucket is the accumulator, so that moves out.
+                self._carry(bucket[self._own])
+        return bucket
+
+    def _resting_bucket(self) -> Tensor:
+        if self._bucket is None:
+            self._bucket = self._allocate(self.spec.padded_numel)
+        return self._bucket
+
+    def _open_accumulator(self) -> Tensor:
+        if self._accumulator is None:
+            whole = self._rests_whole
+            self._accumulator = self._resting_bucket()[self._own] if whole else self._allocate(self.spec.shard_numel)
+        return self._accumulator
+
+    def _allocate(self, numel: int) -> Tensor:
+        buffer = torch.empty(numel, dtype=self._dtype, device=self._device)
+        self._tracker.track(buffer, Category.GRADIENTS)
+        return buffer
+
+    def _unwritten_ranges(self) -> list[tuple[int, int]]:
+        unused = [
+            (place.offset, place.offset + place.numel)
+            for place, written in zip(self.spec.params, self._is_written, strict=True)
+            if not written
+        ]
+        return [*self.spec.gaps, *unused]
+
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class SharedGradRanges:
+    """What one rank shares of a group's flat buffer, as ranges of this rank's slice.
+
+    Attributes:
+        summed: by number of sharers, where each has a part of the gradient.
+        owned: what this rank counts; None for all of it.
+    """
+
+    summed: Mapping[int, tuple[Range, ...]]
+    owned: tuple[Range, ...] | None
+
+    @classmethod
+    def of(cls, spec: GroupSpec, held: slice, tp_index: int, degree: int) -> Self:
+        """The sharing of a rank's slice of a group, the range `held` of its flat buffer."""
+        if degree == 1:
+            return cls({}, None)
+        start, stop = held.start, held.stop
+        summed: dict[int, list[Range]] = {}
+        owned: list[Range] = []
+        position = 0
+        for low, high, share in _shared(spec, tp_index):
+            if share.is_summed:
+                summed.setdefault(share.num_sharers, []).append((low, high))
+            if not share.is_owned_by(tp_index):
+                owned.append((position, low))
+                position = high
+        owned.append((position, spec.padded_numel))
+        within = {num_sharers: tuple(_within(ranges, start, stop)) for num_sharers, ranges in summed.items()}
+        return cls(within, tuple(_within(owned, start, stop)))
+
+
+def sum_over_sharers(gradients: Sequence[tuple[SharedGradRanges, FlatState]], comm: Comm) -> None:
+    """Sum, in place, the gradients of which each rank has a part: one collective for each number of sharers.
+
+    Neighbours that share heads take one row of a table of which the other rows are other neighbours'.
+
+    Args:
+        gradients: of each group what this rank shares, and its slice.
+        comm: the tensor-parallel group.
+    """
+    by_sharers: dict[int, list[FlatState]] = {}
+    for sharing, gradient in gradients:
+        for num_sharers, ranges in sharing.summed.items():
+            by_sharers.setdefault(num_sharers, []).extend(gradient.part(low, high) for low, high in ranges)
+    for num_sharers, parts in sorted(by_sharers.items()):
+        row = comm.rank // num_sharers
+        _sum_parts(parts, comm, row, comm.world_size // num_sharers, f"gradients that {num_sharers} ranks share")
+
+
+def sum_over_stages(
+    gradients: Mapping[tuple[int, ...], Sequence[FlatState]], comms: Mapping[tuple[int, ...], Comm]
+) -> None:
+    """Sum, in place, the gradients of parameters that several stages of a pipeline hold: equal bits on all of them.
+
+    Args:
+        gradients: this rank's slices, by the ranks of the pipeline that hold them.
+        comms: among those.
+    """
+    for holders, parts in sorted(gradients.items()):
+        _sum_parts(parts, comms[holders], 0, 1, f"gradients of stages' tied parameters on {holders}")
+
+
+def _sum_parts(parts: Sequence[FlatState], comm: Comm, row: int, num_rows: int, name: str) -> None:
+    """Sum flat parts in one collective, each rank in its row of a table."""
+    numels = [part.numel for part in parts]
+    if not parts:
+        return
+    dtype = max((part.dtype for part in parts), key=lambda each: each.itemsize)
+    table = torch.zeros(num_rows, sum(numels), dtype=dtype, device=comm.device)  # [rows, elements]
+    own = table[row]
+    for part, place in zip(parts, own.split(numels), strict=True):
+        place.copy_(part.read(0, part.numel))
+    comm.sum_in_place(table.view(-1), name)
+    for part, summed in zip(parts, own.split(numels), strict=True):
+        part.write(0, summed)
+
+
+def square_sum(sharing: SharedGradRanges, gradient: Tensor) -> Tensor:
+    """The sum of the squares of a gradient slice, fp64 and 0-d; what ranks share counts on its owner alone."""
+    parts = [gradient] if sharing.owned is None else [gradient[low:high] for low, high in sharing.owned]
+    squares = [torch.linalg.vector_norm(part).double().square() for part in parts]
+    return torch.stack(squares).sum() if squares else gradient.new_zeros((), dtype=torch.float64)
+
+
+def _shared(spec: GroupSpec, tp_index: int) -> Iterator[tuple[int, int, TpShard]]:
+    """What a rank shares with others, as ranges of the flat buffer, in order."""
+    for param in spec.params:
+        found = [
+            (param.offset + low, param.offset + high, share)
+            for share in param.split.shares(tp_index)
+            if share.num_sharers > 1
+            for low, high in share.flat_ranges(param.shape)
+        ]
+        yield from sorted(found, key=lambda each: each[0])
+
+
+def _within(ranges: Sequence[Range], start: int, stop: int) -> Iterator[Range]:
+    """The parts of ranges that lie in [start, stop), counted from `start`."""
+    for low, high in ranges:
+        if max(low, start) < min(high, stop):
+            yield max(low, start) - start, min(high, stop) - start

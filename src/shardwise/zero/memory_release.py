@@ -1,0 +1,517 @@
+"""Hand-over of memory: an engine's states are put aside while somebody else uses the device, and come back.
+
+The storages stay, empty, and so do the tensors that view them: parameters, the optimizer's pieces, its states. So
+nothing needs to be told that they were away, and training goes on bit for bit. What the states are called:
+
+    params     the parameters that rest on this rank
+    master     the optimizer's copies of them, where there are any
+    grads      accumulated gradients; without any, their buffers are given up, and made again when needed
+    optimizer  the optimizer's states
+
+What rests on the device goes to host memory. Or it goes into a file, and with it what rests on the host: then both
+memories are free. What rests in files stays there, and the buffers that it moves through are given up.
+
+Not a tier: nothing streams, and nothing can be computed with what is away.
+
+>>> import shardwise
+>>> model = nn.Linear(2, 1, bias=False)
+>>> engine = shardwise.initialize(model, {"run": {"device": "cpu"}}, loss_fn=lambda output, batch: output.sum())
+>>> result = engine.train_step([torch.ones(1, 2)])
+>>> engine.offload()
+{'optimizer': 20, 'master': 0, 'grads': 32, 'params': 32}
+>>> engine.train_step([torch.ones(1, 2)])
+Traceback (most recent call last):
+    ...
+RuntimeError: optimizer, master, grads, params are offloaded; call engine.reload() first
+>>> engine.reload()
+>>> engine.train_step([torch.ones(1, 2)]).step
+2
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.config.resolve import ConfigError
+from shardwise.offload.nvme import SwapFolder
+from shardwise.offload.staging_buffers import StagingBuffers
+from shardwise.offload.storage import DeviceStorage, HostStorage, StateStorage
+from shardwise.offload.tiers import Tiers
+from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.memory_tracker import Category, MemoryTracker, trim_host_memory
+from shardwise.runtime.param_guard import ReleasedParameterError, released_type, wear
+from shardwise.zero.optimizer import ShardedOptimizer
+from shardwise.zero.param_group import ParamGroup, ParamState
+from shardwise.zero.sharding_state import ShardingState
+
+STATES: Final = ("optimizer", "master", "grads", "params")
+
+Target = Literal["host", "nvme"]
+
+
+@dataclass(frozen=True)
+class ReleaseTarget:
+    """Where states are put.
+
+    Attributes:
+        target: host memory or a file.
+        path: of the folder for that; None for `tiers.nvme_path`.
+        pin_memory: of the host, on CUDA: copies are several times as fast, and torch keeps it for the next time.
+    """
+
+    target: Target = "host"
+    path: Path | None = None
+    pin_memory: bool = True
+
+
+class _ReleasedMemory(Protocol):
+    """What is freed and comes back, with or without its content."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of it, free or not."""
+
+    def bytes(self) -> Tensor:
+        """All of it, 1-D uint8."""
+
+    def free(self) -> None:
+        """Give it to others."""
+
+    def allocate(self) -> None:
+        """Have it back, without its content."""
+
+
+class _ReleasedStorage:
+    """A storage of the device; its views live on."""
+
+    def __init__(self, tensor: Tensor, tracker: MemoryTracker) -> None:
+        storage = tensor.untyped_storage()
+        self.num_bytes = storage.nbytes()
+        self._view = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (self.num_bytes,), (1,))
+        self._tracker = tracker
+
+    def bytes(self) -> Tensor:
+        return self._view
+
+    def free(self) -> None:
+        self._tracker.resize(self._view, 0)
+
+    def allocate(self) -> None:
+        self._tracker.resize(self._view, self.num_bytes)
+
+
+class _OnHost:
+    """What rests in host memory."""
+
+    def __init__(self, rest: HostStorage) -> None:
+        self.num_bytes = rest.numel * rest.dtype.itemsize
+        self._rest = rest
+
+    def bytes(self) -> Tensor:
+        return self._rest.tensor.view(torch.uint8)
+
+    def free(self) -> None:
+        self._rest.free()
+
+    def allocate(self) -> None:
+        self._rest.allocate()
+
+
+class MemoryRelease:
+    """States of one engine that are away, from `offload` to the end of `restore`.
+
+    Args:
+        driver: has the groups.
+        sharded: has the optimizer's states.
+        ledger: of the device; learns of every move.
+        pool: of the device; its idle buffers are given up too.
+        tiers: has the host's books and buffers.
+        aside: where states are put.
+    """
+
+    def __init__(
+        self,
+        driver: ShardingState,
+        sharded: ShardedOptimizer,
+        tracker: MemoryTracker,
+        pool: BufferPool,
+        tiers: Tiers,
+        aside: ReleaseTarget,
+    ) -> None:
+        self._driver = driver
+        self._sharded = sharded
+        self._tracker = tracker
+        self._pool = pool
+        self._tiers = tiers
+        self._aside = aside
+        self._spill_buffer: SpillBuffer = HostSpillBuffer(0, pin_memory=False)
+        self._freed: deque[_ReleasedMemory] = deque()
+        self._given_up: list[_ReleasedMemory] = []  # without content
+        self._states_before: dict[ParamGroup, ParamState] = {}
+        self._kinds_before: list[tuple[nn.Parameter, type[nn.Parameter]]] = []
+        self._names: tuple[str, ...] = ()
+
+    def offload(self, include: Sequence[str]) -> dict[str, int]:
+        """Put the named states aside and free their memory; after an error all are as they were.
+
+        Returns:
+            the bytes that each has freed: on the device, and with the target `nvme` on the host too.
+
+        Raises:
+            ConfigError: a name in `include` is none of STATES, there is no such target, or no folder for it.
+            RuntimeError: inside `engine.gathered()`.
+            SwapError: the folder has no room for them, or cannot be written.
+            MemoryError: the host has none.
+        """
+        check_choices(include, self._aside)
+        self._settle()
+        self._names = tuple(name for name in STATES if name in include)
+        found: dict[int, tuple[str, _ReleasedMemory]] = {}
+        for name in self._names:
+            for tensor in self._on_device(name):
+                found.setdefault(id(tensor.untyped_storage()), (name, _ReleasedStorage(tensor, self._tracker)))
+            for rest in self._on_host(name):
+                found.setdefault(id(rest), (name, _OnHost(rest)))
+        freed_bytes = dict.fromkeys(self._names, 0)
+        try:
+            self._put_aside([memory for _, memory in found.values()])
+        except BaseException:  # such as too little host memory
+            self.restore()
+            raise
+        for name, memory in found.values():
+            freed_bytes[name] += memory.num_bytes
+        if "grads" in self._names:
+            freed_bytes["grads"] += self._drop_idle_gradients()
+        if "params" in self._names:
+            self._guard_parameters()
+        self._trim()
+        return freed_bytes
+
+    def restore(self) -> None:
+        """Bring back what is away; where the device lacks room it may be called again once there is some.
+
+        Raises:
+            SwapError: the file cannot be read.
+        """
+        while self._given_up:
+            self._given_up[-1].allocate()
+            self._given_up.pop()
+        while self._freed:
+            memory = self._freed[0]
+            memory.allocate()
+            self._spill_buffer.read(memory.bytes())
+            self._freed.popleft()
+        for group, state in self._states_before.items():
+            group.params.state = state
+        for parameter, kind in self._kinds_before:
+            wear(parameter, kind)
+        self._spill_buffer.close()
+        self._tiers.trim()
+        if self._tracker.device.type == "cuda":
+            torch.cuda.synchronize(self._tracker.device)
+
+    def refuse(self, params_suffice: bool = False) -> None:
+        """Raise, unless only what an evaluation does not need is away and `params_suffice`.
+
+        Raises:
+            RuntimeError: naming what is away.
+        """
+        if self._names and not (params_suffice and "params" not in self._names):
+            raise RuntimeError(f"{', '.join(self._names)} are offloaded; call engine.reload() first")
+
+    def _settle(self) -> None:
+        """End what is under way, and leave of the parameters only what rests."""
+        self._driver.settle()
+        self._driver.reshard_all()
+        for group in self._driver.groups:
+            group.finish_reduce()
+            if not group.params.is_released_between_uses:
+                group.wait()
+            elif group.params.state is not ParamState.SHARDED:
+                raise RuntimeError("states cannot be offloaded inside engine.gathered(); leave it first")
+        self._tiers.settle()
+        if self._tracker.device.type == "cuda":
+            torch.cuda.synchronize(self._tracker.device)
+        for group in self._driver.groups:
+            group.params.shard.forget()
+
+    def _put_aside(self, memories: Sequence[_ReleasedMemory]) -> None:
+        num_bytes = sum(memory.num_bytes for memory in memories)
+        if self._aside.target == "host":
+            self._spill_buffer = HostSpillBuffer(
+                num_bytes, self._aside.pin_memory and self._tracker.device.type == "cuda"
+            )
+            for memory in memories:  # each is freed before the next takes room on the host
+                self._spill_buffer.write(memory.bytes())
+                self._freed.append(memory)
+                memory.free()
+            return
+        if num_bytes:
+            self._spill_buffer = FileSpillBuffer(
+                self._tiers.open_folder(self._aside.path), num_bytes, self._tiers.buffers
+            )
+            for memory in memories:
+                self._spill_buffer.write(memory.bytes())
+            self._spill_buffer.flush()  # a write that fails later would lose what is freed by then
+        for memory in memories:
+            self._freed.append(memory)
+            memory.free()
+
+    def _on_device(self, name: str) -> Iterator[Tensor]:
+        """What a state has of the device's memory."""
+        yield from (rest.tensor for rest in self._rests(name) if isinstance(rest, DeviceStorage))
+        for group in self._driver.groups:
+            if name == "params":
+                yield group.params.full
+            elif name == "grads" and group.grads is not None and group.grads.is_holding:
+                yield from group.grads.buffers()
+        for state in self._sharded.optimizer.state.values() if name == "optimizer" else ():
+            for value in state.values():
+                if isinstance(value, Tensor) and value.device.type == self._tracker.device.type:
+                    self._tracker.track(value, Category.OPTIMIZER)
+                    yield value
+
+    def _on_host(self, name: str) -> Iterator[HostStorage]:
+        """What goes from the host."""
+        if self._aside.target == "nvme":
+            yield from (rest for rest in self._rests(name) if isinstance(rest, HostStorage))
+
+    def _rests(self, name: str) -> Iterator[StateStorage]:
+        for group in self._driver.groups:
+            params, grads = group.params, group.grads
+            if name == "params":
+                yield params.shard
+            elif name == "master" and params.master is not params.shard:
+                yield params.master
+            elif name == "grads" and grads is not None and grads.is_away and grads.is_holding:
+                yield grads.rest
+        if name == "optimizer":
+            yield from self._sharded.streamed_states()
+
+    def _drop_idle_gradients(self) -> int:
+        """Give up memory that holds no gradients; returns its bytes."""
+        idle = [each.grads for each in self._driver.groups if each.grads is not None and not each.grads.is_holding]
+        rests = [grads.rest for grads in idle if grads.is_away and self._aside.target == "nvme"]
+        on_host = [_OnHost(rest) for rest in rests if isinstance(rest, HostStorage)]
+        for memory in on_host:
+            memory.free()
+            self._given_up.append(memory)
+        return sum(grads.drop() for grads in idle) + sum(memory.num_bytes for memory in on_host)
+
+    def _guard_parameters(self) -> None:
+        names: dict[int, str] = {}
+        offloaded = released_type(_refuse_use(names))
+        for group in self._driver.groups:
+            self._states_before[group] = group.params.state
+            group.params.state = ParamState.OFFLOADED
+            for parameter, place in zip(group.params.parameters, group.spec.params, strict=True):
+                names[id(parameter)] = place.name
+                self._kinds_before.append((parameter, type(parameter)))
+                wear(parameter, offloaded)
+
+    def _trim(self) -> None:
+        """Give what was freed back to the system."""
+        self._pool.trim()
+        self._tiers.trim()
+        if self._tracker.device.type == "cuda":
+            torch.cuda.synchronize(self._tracker.device)
+            torch.cuda.empty_cache()
+        trim_host_memory()
+
+
+def check_choices(include: Sequence[str], aside: ReleaseTarget) -> None:
+    """Raise where states or a target are named that there are not.
+
+    Raises:
+        ConfigError: naming those that there are.
+    """
+    unknown = [name for name in include if name not in STATES]
+    if unknown:
+        raise ConfigError(f"include has no state {unknown[0]!r}; there are {', '.join(STATES)}")
+    if aside.target not in ("host", "nvme"):
+        raise ConfigError(f"to={aside.target!r} is no place for states; choose host or nvme")
+    if aside.path is not None and aside.target == "host":
+        raise ConfigError(f"path={str(aside.path)!r} is for files, and to='host' makes none; set to='nvme'")
+
+
+def _refuse_use(names: Mapping[int, str]) -> Callable[[nn.Parameter], None]:
+    def refuse(parameter: nn.Parameter) -> None:
+        raise ReleasedParameterError(f"parameter {names[id(parameter)]} is offloaded; call engine.reload() first")
+
+    return refuse
+
+
+# torch rounds pinned memory up to a power of two, so large states are cut.
+CHUNK_BYTES: Final = 64 * 2**20
+# Of a file: whole blocks of it, several of them on their way.
+FILE_CHUNK_BYTES: Final = 8 * 2**20
+_MOST_MOVING: Final = 4
+
+
+class SpillBuffer(Protocol):
+    """Bytes that come back in the order in which they went; tensors are 1-D uint8, on the device or the host."""
+
+    def write(self, source: Tensor) -> None:
+        """Append the bytes of `source`; on the device's current stream."""
+
+    def flush(self) -> None:
+        """Return once all that was written is kept; what it came from may go.
+
+        Raises:
+            SwapError: it cannot be written.
+        """
+
+    def read(self, target: Tensor) -> None:
+        """Fill `target`, as long as what was written next; on the device's current stream.
+
+        Raises:
+            SwapError: it cannot be read.
+        """
+
+    def close(self) -> None:
+        """Give up what is there."""
+
+
+class HostSpillBuffer:
+    """Bytes in host memory; what has been read is freed.
+
+    Args:
+        num_bytes: that will be written.
+        pin_memory: page-locked, so that copies from and to CUDA need not be waited for.
+    """
+
+    def __init__(self, num_bytes: int, pin_memory: bool) -> None:
+        self._num_bytes_left = num_bytes
+        self._pin_memory = pin_memory
+        self._chunks: deque[Tensor] = deque()
+        self._num_written = 0  # of the last chunk
+        self._num_read = 0  # of the first
+
+    def write(self, source: Tensor) -> None:
+        """Append a copy."""
+        while source.numel() > 0:
+            if not self._chunks or self._num_written == self._chunks[-1].numel():
+                num_bytes = min(CHUNK_BYTES, self._num_bytes_left)
+                self._chunks.append(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pin_memory))
+                self._num_bytes_left -= num_bytes
+                self._num_written = 0
+            free = self._chunks[-1][self._num_written :]
+            part, source = source[: free.numel()], source[free.numel() :]
+            free[: part.numel()].copy_(part, non_blocking=self._pin_memory)
+            self._num_written += part.numel()
+
+    def flush(self) -> None:
+        """Copies are in the order of the stream, and so is what frees their source."""
+
+    def read(self, target: Tensor) -> None:
+        """Copy back."""
+        while target.numel() > 0:
+            unread = self._chunks[0][self._num_read :]
+            part, target = target[: unread.numel()], target[unread.numel() :]
+            part.copy_(unread[: part.numel()], non_blocking=self._pin_memory)
+            self._num_read += part.numel()
+            if self._num_read == self._chunks[0].numel():
+                self._chunks.popleft()
+                self._num_read = 0
+
+    def close(self) -> None:
+        """Free what was not read."""
+        self._chunks.clear()
+
+
+class FileSpillBuffer:
+    """Bytes in one file of a folder, through a few buffers of the host.
+
+    The file has all of its room from the start, so a disk that is too full is known before anything is written.
+
+    Args:
+        folder: for this tape alone; closed with it.
+        num_bytes: that will be written.
+        buffers: of the host.
+
+    Raises:
+        SwapError: the folder has no room for so much.
+    """
+
+    def __init__(self, folder: SwapFolder, num_bytes: int, buffers: StagingBuffers) -> None:
+        self._folder = folder
+        self._num_bytes = num_bytes
+        self._buffers = buffers
+        self._moving: deque[tuple[Tensor, Future[None]]] = deque()
+        self._filling: Tensor | None = None
+        self._position = 0  # of the next chunk
+        self._num_done = 0  # of the chunk that is filled, or read
+        try:
+            self._file = folder.allocate("aside", num_bytes)
+        except BaseException:
+            folder.close()
+            raise
+
+    def write(self, source: Tensor) -> None:
+        """Append a copy, which is written in the background."""
+        while source.numel() > 0:
+            if self._filling is None:
+                self._filling, self._num_done = self._buffers.acquire(self._next_bytes()), 0
+            free = self._filling[self._num_done :]
+            part, source = source[: free.numel()], source[free.numel() :]
+            free[: part.numel()].copy_(part)
+            self._num_done += part.numel()
+            if self._num_done == self._filling.numel():
+                self._moving.append((self._filling, self._file.write(self._position, self._filling)))
+                self._position += self._filling.numel()
+                self._filling = None
+                self._end_writes(_MOST_MOVING)
+
+    def flush(self) -> None:
+        """Wait until all is in the file; it is read from its start from now on."""
+        self._end_writes(0)
+        self._position = self._num_done = 0
+
+    def read(self, target: Tensor) -> None:
+        """Copy what is there, and read ahead."""
+        while target.numel() > 0:
+            while len(self._moving) < _MOST_MOVING and self._position < self._num_bytes:
+                buffer = self._buffers.acquire(self._next_bytes())
+                self._moving.append((buffer, self._file.read(self._position, buffer)))
+                self._position += buffer.numel()
+            buffer, reading = self._moving[0]
+            reading.result()
+            unread = buffer[self._num_done :]
+            part, target = target[: unread.numel()], target[unread.numel() :]
+            part.copy_(unread[: part.numel()])
+            self._num_done += part.numel()
+            if self._num_done == buffer.numel():
+                self._moving.popleft()
+                self._buffers.release(buffer)
+                self._num_done = 0
+
+    def close(self) -> None:
+        """Remove file and folder."""
+        if self._filling is not None:
+            self._buffers.release(self._filling)
+            self._filling = None
+        while self._moving:
+            buffer, moving = self._moving.popleft()
+            with suppress(Exception):  # nobody wants it any more
+                moving.result()
+            self._buffers.release(buffer)
+        self._folder.close()
+
+    def _next_bytes(self) -> int:
+        return min(FILE_CHUNK_BYTES, self._num_bytes - self._position)
+
+    def _end_writes(self, num_left: int) -> None:
+        while len(self._moving) > num_left:
+            buffer, writing = self._moving[0]
+            writing.result()
+            self._moving.popleft()
+            self._buffers.release(buffer)

@@ -1,0 +1,236 @@
+"""A group whose optimizer rests on the host or on NVMe: its states, and its step there, chunk by chunk.
+
+Each state is one flat tensor over the rank's slice of the group. A chunk brings together what its step needs, from
+wherever it rests: gradient, master, the optimizer's states; and what it makes: the parameters, narrowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.config.resolve import ConfigError
+from shardwise.offload.cpu_optimizer import CpuOptimizer, StepPiece, VectorFrame, framed, step_pieces
+from shardwise.offload.step_pipeline import CHUNK_NUMEL, SIMULATED_CHUNK_NUMEL, ChunkInput, StepChunk, even_chunk_numel
+from shardwise.offload.storage import DeviceStorage, StateStorage
+from shardwise.offload.tiers import Tiers
+from shardwise.offload.worker import Task
+from shardwise.runtime.memory_tracker import Category
+from shardwise.runtime.state_shards import FlatState
+from shardwise.runtime.streams import Event
+from shardwise.runtime.torch_private import is_fake
+from shardwise.zero.param_group import ParamGroup
+
+_GRAD: Final = "grad"
+_MASTER: Final = "master"
+_PARAM: Final = "param"
+
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class OffloadedChunk:
+    """A parameter's part in this rank's slice of a group.
+
+    Attributes:
+        name: of the parameter.
+        group: that it belongs to.
+        view: of the master, 1-D: what the optimizer sees; empty where the optimizer rests off the device.
+        start: of the part, in the slice.
+        stop: likewise.
+    """
+
+    name: str
+    group: ParamGroup
+    view: nn.Parameter
+    start: int
+    stop: int
+
+
+@dataclass
+class _Counts:
+    """How often a piece has been stepped, whether it has states, and whether it ever will."""
+
+    num_steps: float = 0.0
+    is_present: bool = False
+    is_trained: bool = True
+
+
+@dataclass(eq=False)
+class OffloadedStep:
+    """The optimizer's states of one group off the device.
+
+    Attributes:
+        group: whose.
+        pieces: of the parameters in this rank's slice.
+        rule: of the optimizer.
+        tiers: of the engine.
+        has_states_at_once: before the first step.
+        states: by the optimizer's name.
+    """
+
+    group: ParamGroup
+    pieces: Sequence[OffloadedChunk]
+    rule: CpuOptimizer
+    tiers: Tiers
+    has_states_at_once: bool
+    states: dict[str, StateStorage] = field(default_factory=dict)
+    _counts: dict[str, _Counts] = field(default_factory=dict)
+    _initial: dict[str, float] = field(default_factory=dict)
+
+    def prepare(self, options_of: Callable[[OffloadedChunk], Options | None]) -> None:
+        """Make room for the states that the optimizer's options ask for; it leaves pieces alone that have none."""
+        for piece in self.pieces:
+            options = options_of(piece)
+            is_trained = options is not None
+            self._counts[piece.name] = _Counts(0.0, self.has_states_at_once and is_trained, is_trained)
+            self._initial |= self.rule.tensor_states(options) if options is not None else {}
+        master, spec = self.group.params.master, self.group.spec
+        for name, value in self._initial.items():
+            if name not in self.states:
+                where = f"{spec.name}.{name}"
+                self.states[name] = self.tiers.place(
+                    spec.tiers.optimizer, where, master.numel, master.dtype, Category.OPTIMIZER
+                )
+                self._fill(self.states[name], 0, master.numel, value, is_new=True)
+
+    def chunks(
+        self, factor: float, used: Mapping[str, bool], options_of: Callable[[OffloadedChunk], Options | None]
+    ) -> list[StepChunk]:
+        """A step of the masters with `factor` times the gradients, and of the parameters after them.
+
+        It counts as taken: the sweep must get all of it.
+
+        Args:
+            factor: what turns accumulated sums into the clipped mean gradient.
+            used: parameters that got a gradient; the others are left alone.
+            options_of: the optimizer's options of a piece, as they are now; None of one that it does not have.
+        """
+        pieces = [piece for piece in self.pieces if used[piece.name]]
+        grads = self.group.grads
+        if grads is None or not pieces:
+            return []
+        params = self.group.params
+        params.shard.forget()
+        # Options of now: the schedule goes on before the lane comes to them.
+        options: dict[int, Options] = {}
+        plans = []
+        for piece in pieces:
+            if (current := options_of(piece)) is None:
+                continue
+            snapshot = options.setdefault(id(current), _snapshot(current))
+            counts = self._counts[piece.name]
+            plans.append((piece, snapshot, counts.num_steps, not counts.is_present))
+            counts.num_steps, counts.is_present = counts.num_steps + 1, True
+        parts = {_GRAD: ChunkInput(grads.rest, is_written=False), _MASTER: ChunkInput(params.master)}
+        if params.master is not params.shard:
+            parts[_PARAM] = ChunkInput(params.shard, is_read=False)
+        parts |= {name: ChunkInput(rest) for name, rest in self.states.items()}
+        after = Event.record(self.tiers.device)
+        found = []
+        numel = params.master.numel
+        length = even_chunk_numel(numel, SIMULATED_CHUNK_NUMEL if self.tiers.is_simulated else CHUNK_NUMEL)
+        for start in range(0, numel, length or 1):
+            stop = min(start + length, numel)
+            work = partial(self._step_chunk, plans, factor, start, stop)
+            found.append(StepChunk(parts, start, stop, work, after, grads.taking))
+        return found
+
+    def end(self, last: Task) -> Task:
+        """What ends when all of an update is where it rests, of which `last` is the last chunk."""
+        written = self.group.params.shard
+        return self.tiers.worker.submit(written.settle) if isinstance(written, DeviceStorage) else last
+
+    def states_of(self, piece: OffloadedChunk) -> dict[str, FlatState | Tensor]:
+        """What there is of a piece: flat states, and the number of steps; nothing before the first step."""
+        counts = self._counts[piece.name]
+        if not counts.is_present:
+            return {}
+        found: dict[str, FlatState | Tensor] = {"step": torch.tensor(counts.num_steps)} if self.rule.has_counter else {}
+        return found | {name: rest.part(piece.start, piece.stop) for name, rest in self.states.items()}
+
+    def write_state(self, piece: OffloadedChunk, state: str, value: Tensor | float) -> None:
+        """Write one state of a piece, which has states from then on.
+
+        Raises:
+            ConfigError: the optimizer keeps no such state.
+        """
+        if state in self.states:
+            self.states[state].write(piece.start, torch.as_tensor(value))
+        elif state != "step":
+            known = ", ".join(["step", *self.states])
+            raise ConfigError(f"{self.rule.name} keeps no state {state} of {piece.name}; there are {known}")
+        self.expect_states(piece, {state: float(value)} if state == "step" else {})
+
+    def expect_states(self, piece: OffloadedChunk, numbers: Mapping[str, float]) -> None:
+        """Let a piece have states from now on, whose tensors somebody fills."""
+        counts = self._counts[piece.name]
+        counts.is_present, counts.num_steps = True, numbers.get("step", counts.num_steps)
+
+    def forget_states(self, piece: OffloadedChunk, filled: Collection[str] = ()) -> None:
+        """Let a piece have what it has before the first step, but for states that somebody fills anyway."""
+        is_trained = self._counts[piece.name].is_trained
+        self._counts[piece.name] = _Counts(0.0, self.has_states_at_once and is_trained, is_trained)
+        for name in self.states.keys() - filled:
+            self._fill(self.states[name], piece.start, piece.stop, self._initial[name])
+
+    def close(self) -> None:
+        """Give the states up."""
+        for rest in self.states.values():
+            rest.close()
+        self.states.clear()
+
+    def _step_chunk(
+        self,
+        plans: Sequence[tuple[OffloadedChunk, Options, float, bool]],
+        factor: float,
+        start: int,
+        stop: int,
+        tensors: Mapping[str, Tensor],
+    ) -> None:
+        if is_fake(tensors[_MASTER]):
+            return  # no values to step, and no ledger counts what steps them
+        found: list[StepPiece] = []
+        frames: list[VectorFrame] = []
+        end = 0
+        for piece, options, num_steps, is_first in plans:
+            low, high = max(piece.start, start) - start, min(piece.stop, stop) - start
+            if low < high:
+                self._narrow(tensors, end, low)
+                end = high
+                states = {name: tensors[name][low:high] for name in self.states}
+                param = tensors[_PARAM][low:high] if _PARAM in tensors else None
+                master, grad = tensors[_MASTER][low:high], tensors[_GRAD][low:high]
+                part = StepPiece(options, master, grad, states, num_steps, is_first, param)
+                direct, ends = framed(part, start + low - piece.start, is_end=start + high == piece.stop)
+                found += direct
+                frames += ends
+        self._narrow(tensors, end, stop - start)
+        step_pieces(self.rule, found + [each.framed for each in frames], factor, self.tiers.step_threads)
+        for frame in frames:
+            frame.put_back()
+
+    @staticmethod
+    def _narrow(tensors: Mapping[str, Tensor], low: int, high: int) -> None:
+        """Give parameters that are not stepped, and padding, what they have: their part is written but was not read."""
+        if _PARAM in tensors and low < high:
+            tensors[_PARAM][low:high].copy_(tensors[_MASTER][low:high])
+
+    def _fill(self, rest: StateStorage, start: int, stop: int, value: float, is_new: bool = False) -> None:
+        if value == 0 and is_new:
+            return
+        for low in range(start, stop, CHUNK_NUMEL):
+            high = min(low + CHUNK_NUMEL, stop)
+            rest.write(low, torch.full((high - low,), value, dtype=rest.dtype))
+
+
+def _snapshot(options: Options) -> Options:
+    """A copy, of tensors too: a schedule writes into a rate that is one."""
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value for key, value in options.items() if key != "params"
+    }

@@ -1,0 +1,459 @@
+"""The sharded optimizer step: the optimizer sees one 1-D view for each parameter piece in this rank's slices."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.config.resolve import Config
+from shardwise.layout.layout import Layout
+from shardwise.offload.cpu_optimizer import rule_of
+from shardwise.offload.step_pipeline import StepChunk
+from shardwise.offload.storage import StateStorage
+from shardwise.offload.worker import Task
+from shardwise.runtime.memory_tracker import Category
+from shardwise.runtime.optimizers import refuse_unless_element_wise
+from shardwise.runtime.state_shards import FlatState, TensorFlatState
+from shardwise.runtime.timeline import Timeline
+from shardwise.schedule.actions import ActionKind
+from shardwise.zero.grad_buckets import GroupGrads, SharedGradRanges, square_sum, sum_over_sharers, sum_over_stages
+from shardwise.zero.offloaded_step import OffloadedChunk, OffloadedStep
+from shardwise.zero.optimizer_plan import NamedGroup, OptimizerFactory, fresh_states
+from shardwise.zero.param_group import ParamGroup
+from shardwise.zero.resources import ShardingResources
+from shardwise.zero.sharding_state import ShardingState
+
+
+class ShardedOptimizer:
+    """An element-wise optimizer over the pieces that this rank holds.
+
+    Args:
+        groups: all of the engine's.
+        named_groups: which parameters share which options.
+        factory: makes the optimizer from parameter groups, or adopts a given one.
+        resources: shared by the engine's groups.
+
+    Attributes:
+        pieces: what this rank has of each parameter that is trained.
+        names: of all parameters that are trained, whoever holds them.
+        optimizer: over the pieces' views.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ParamGroup],
+        named_groups: Sequence[NamedGroup],
+        factory: OptimizerFactory,
+        resources: ShardingResources,
+    ) -> None:
+        self._tracker = resources.tracker
+        self._tensor = resources.comms.tensor
+        self._tied = resources.comms.tied
+        self._pipeline_rank = resources.comms.pipeline.rank
+        self._holders: dict[ParamGroup, tuple[int, ...]] = {}  # of what several stages of the pipeline hold
+        self._tiers = resources.tiers
+        self._options_of: dict[int, int] = {}  # the index of the optimizer's group, by a view's identity
+        self._streamed: dict[ParamGroup, OffloadedStep] = {}
+        self._stepped: dict[ParamGroup, Task] = {}  # ahead of `step`
+        self._gradients: dict[ParamGroup, Tensor] = {}
+        self._groups: list[ParamGroup] = []
+        self.pieces: list[OffloadedChunk] = []
+        # torch refuses an optimizer without parameters, but a rank may own nothing except padding.
+        self._placeholder = nn.Parameter(torch.empty(0))
+        self._named_groups: tuple[NamedGroup, ...] = ()
+        self._take(groups)
+        self.optimizer = factory(self._param_groups(named_groups))
+        refuse_unless_element_wise(self.optimizer)
+        self._has_states_at_once = bool(self.optimizer.state)  # such as Adagrad's
+        self._take_streamed()
+        self._is_stepping = False
+        this = weakref.ref(self)
+        self._step_guard = self.optimizer.register_step_pre_hook(lambda *_: _refuse_own_step(this()))
+
+    def regroup(self, groups: Sequence[ParamGroup], named_groups: Sequence[NamedGroup]) -> None:
+        """Step other groups from now on; what is in both keeps its states, the rest starts without any.
+
+        Args:
+            groups: all of the engine's.
+            named_groups: as many as before.
+        """
+        before = {id(piece) for piece in self.pieces}
+        self._take(groups)
+        for options, group in zip(self.optimizer.param_groups, self._param_groups(named_groups), strict=True):
+            options["params"] = group["params"]
+        self._take_streamed()
+        known = {id(piece.view) for piece in self.pieces} | {id(self._placeholder)}
+        for view in [view for view in self.optimizer.state if id(view) not in known]:
+            del self.optimizer.state[view]
+        self.forget_states([piece for piece in self.pieces if id(piece) not in before])
+
+    def forget_states(self, pieces: Sequence[OffloadedChunk]) -> None:
+        """Let the optimizer have of these pieces what it has before its first step: mostly nothing."""
+        for piece in pieces:
+            if piece.group in self._streamed:
+                self._streamed[piece.group].forget_states(piece)
+        views = {id(piece.view) for piece in pieces if piece.group not in self._streamed}
+        for piece in pieces:
+            self.optimizer.state.pop(piece.view, None)
+        if self._has_states_at_once and views:
+            groups = [
+                {**group, "params": own}
+                for group in self.optimizer.param_groups
+                if (own := [view for view in group["params"] if id(view) in views])
+            ]
+            self.optimizer.state.update(fresh_states(self.optimizer, groups))
+
+    def states_of(self, piece: OffloadedChunk) -> Mapping[str, Any]:
+        """What the optimizer keeps of a piece now, by name: flat states as long as the piece, numbers, and others."""
+        if piece.group in self._streamed:
+            return self._streamed[piece.group].states_of(piece)
+        numel, states = piece.view.numel(), self.optimizer.state.get(piece.view, {})
+        return {
+            name: TensorFlatState(value.detach().view(-1))
+            if isinstance(value, Tensor) and value.dim() and value.numel() == numel
+            else value
+            for name, value in states.items()
+        }
+
+    def write_state(self, piece: OffloadedChunk, state: str, value: Tensor | float) -> None:
+        """Write one state of a piece, a number or as long as that; make it if it is not there."""
+        if piece.group in self._streamed:
+            self._streamed[piece.group].write_state(piece, state, value)
+        else:
+            _place_state(self.optimizer, piece.view, state, value)
+
+    def expect_states(self, piece: OffloadedChunk, numbers: Mapping[str, float], filled: Collection[str]) -> None:
+        """Let a piece whose optimizer rests off the device begin anew with states.
+
+        Args:
+            piece: whose.
+            numbers: of them.
+            filled: tensors that somebody will write all of; the others are as before the first step.
+        """
+        self._streamed[piece.group].forget_states(piece, filled)
+        self._streamed[piece.group].expect_states(piece, numbers)
+
+    def is_streamed(self, piece: OffloadedChunk) -> bool:
+        """Whether the piece's optimizer rests off the device."""
+        return piece.group in self._streamed
+
+    def room_of(self, piece: OffloadedChunk) -> frozenset[str]:
+        """The states that there is room for, of a piece whose optimizer rests off the device."""
+        return frozenset(["step", *self._streamed[piece.group].states])
+
+    def streamed_states(self) -> list[StateStorage]:
+        """The optimizer's states that rest off the device."""
+        return [rest for streamed in self._streamed.values() for rest in streamed.states.values()]
+
+    def track_states(self) -> None:
+        """Tell the ledger of states that are new."""
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    self._tracker.track(value, Category.OPTIMIZER)
+
+    def _take(self, groups: Sequence[ParamGroup]) -> None:
+        kept: dict[ParamGroup, list[OffloadedChunk]] = {}
+        for piece in self.pieces:
+            kept.setdefault(piece.group, []).append(piece)
+        self._groups = [group for group in groups if group.grads is not None]
+        self._holders = {group: group.holders for group in self._groups if len(group.holders) > 1}
+        self.names = [place.name for group in self._groups for place in group.spec.params]
+        self.pieces = [piece for group in self._groups for piece in kept.get(group) or _pieces(group)]
+
+    def _take_streamed(self) -> None:
+        """Make room for the states of groups whose optimizer rests off the device."""
+        streamed = [group for group in self._groups if group.spec.tiers.optimizer != "device"]
+        for group in [group for group in self._streamed if group not in streamed]:
+            self._streamed.pop(group).close()
+        # While others are regrouped, those that were there may have pieces without options: what is to be frozen next.
+        for group in [group for group in streamed if group not in self._streamed]:
+            pieces = [piece for piece in self.pieces if piece.group is group]
+            rule, at_once = rule_of(self.optimizer), self._has_states_at_once
+            self._streamed[group] = OffloadedStep(group, pieces, rule, self._tiers, at_once)
+            self._streamed[group].prepare(self.options_of)
+            for piece in pieces:  # such as Adagrad's, made in its constructor
+                self.optimizer.state.pop(piece.view, None)
+
+    def options_of(self, piece: OffloadedChunk) -> Mapping[str, Any] | None:
+        """The optimizer's parameter group that a piece is in; None where it was given none of them."""
+        index = self._options_of.get(id(piece.view))
+        return None if index is None else self.optimizer.param_groups[index]
+
+    def _param_groups(self, named_groups: Sequence[NamedGroup]) -> list[dict[str, Any]]:
+        self._named_groups = tuple(named_groups)
+        by_name: dict[str, list[nn.Parameter]] = {}
+        for piece in self.pieces:
+            by_name.setdefault(piece.name, []).append(piece.view)
+        param_groups = [
+            {**named.options, "params": [view for name in named.names for view in by_name.get(name, [])]}
+            for named in named_groups
+        ]
+        self._options_of = {id(view): index for index, group in enumerate(param_groups) for view in group["params"]}
+        if not any(group["params"] for group in param_groups):
+            param_groups[0]["params"] = [self._placeholder]
+        return param_groups
+
+    def used(self) -> list[bool]:
+        """For each of `names`, whether it has got a gradient on this rank since the last step."""
+        return [flag for group in self._groups if group.grads for flag in group.grads.was_used]
+
+    def square_sums(self) -> list[Tensor]:
+        """Have the gradients as the step will use them, and return for each group's slice the sum of its squares.
+
+        Fp64 and 0-d, on the device; what ranks of the tensor-parallel group share counts on one of them.
+        """
+        held = [(group, group.grads) for group in self._groups if group.grads is not None and group.grads.holds_sum]
+        for group, grads in held:
+            if group not in self._streamed and not grads.is_away and (gradient := grads.gradient()) is not None:
+                self._gradients[group] = gradient
+        shared: list[tuple[SharedGradRanges, FlatState]] = []
+        for group, grads in held:
+            if grads.sharing.summed:
+                shared.append((grads.sharing, self._flat_of(group, grads)))
+        sum_over_sharers(shared, self._tensor)
+        self._sum_over_stages([(group, grads) for group, grads in held if group in self._holders])
+        squares = []
+        for group, grads in held:
+            if self._holders.get(group, (self._pipeline_rank,))[0] != self._pipeline_rank:
+                continue  # another stage counts it
+            whole = self._gradients.get(group)
+            square = grads.square() if whole is None else square_sum(grads.sharing, whole)
+            squares.append(square.to(self._tensor.device, non_blocking=True))
+        return squares
+
+    def _sum_over_stages(self, tied: Sequence[tuple[ParamGroup, GroupGrads]]) -> None:
+        by_holders: dict[tuple[int, ...], list[FlatState]] = {}
+        for group, grads in tied:
+            by_holders.setdefault(self._holders[group], []).append(self._flat_of(group, grads))
+            grads.forget_square()
+        sum_over_stages(by_holders, self._tied)
+
+    def _flat_of(self, group: ParamGroup, grads: GroupGrads) -> FlatState:
+        """A group's gradients, final and where they are now."""
+        grads.await_taken()
+        whole = self._gradients.get(group)
+        return grads.rest if whole is None else TensorFlatState(whole)
+
+    def step(self, factor: float, used: Mapping[str, bool], timeline: Timeline) -> dict[ParamGroup, Task]:
+        """Update the masters with `factor` times the gradients; what rests off the device is updated in the background.
+
+        Args:
+            factor: what turns accumulated sums into the clipped mean gradient.
+            used: parameters that got a gradient on some rank; the others are left alone, as in plain torch.
+            timeline: where the step is recorded.
+
+        Returns:
+            the groups whose update is under way.
+        """
+        stepping: dict[ParamGroup, Task] = {}
+        with timeline.span(ActionKind.STEP, None):
+            for gradient in self._gradients.values():
+                gradient.mul_(factor)
+            self._step_on_device(self._gradients, used)
+            self._gradients.clear()
+            stepping.update(self._step_pipeline(factor, used))
+            for group in self._groups:
+                grads = group.grads
+                if group in self._streamed or grads is None or not grads.is_away:
+                    continue
+                if (brought := grads.gradient()) is not None:
+                    self._step_on_device({group: brought.mul_(factor)}, used)
+        self.track_states()
+        self._stepped.clear()
+        self._clear_gradients()
+        return stepping
+
+    def step_ahead(self, group: ParamGroup, factor: float) -> None:
+        """Start to update a group whose gradients are final before the others' are; all its parameters were used."""
+        if group in self._streamed:
+            names = (place.name for place in group.spec.params)
+            self._stepped |= self._submit(
+                [(group, each) for each in self._chunks(group, factor, dict.fromkeys(names, True))]
+            )
+
+    @property
+    def has_stepped_ahead(self) -> bool:
+        """Whether groups are stepped, or being stepped, before `step`."""
+        return bool(self._stepped)
+
+    def _step_pipeline(self, factor: float, used: Mapping[str, bool]) -> dict[ParamGroup, Task]:
+        """Start to update all streamed groups that are not being updated, each in time for the next forward.
+
+        What is still in memory from the last sweep over NVMe comes first, for the rest would push it out.
+        """
+        chunks = [
+            (group, chunk)
+            for group in self._groups
+            if group in self._streamed and group not in self._stepped
+            for chunk in self._chunks(group, factor, used)
+        ]
+        stepping = self._stepped | self._submit(sorted(chunks, key=lambda each: not each[1].is_at_hand))
+        for group in self._streamed:
+            if group not in stepping:
+                stepping[group] = self._tiers.worker.submit(lambda: None)
+        return stepping
+
+    def _submit(self, chunks: Sequence[tuple[ParamGroup, StepChunk]]) -> dict[ParamGroup, Task]:
+        """Have chunks stepped in this order; for each group the end of its update."""
+        num_left = Counter(group for group, _ in chunks)
+        ends: dict[ParamGroup, Task] = {}
+        for group, chunk in chunks:
+            task = self._tiers.step_pipeline.submit(chunk)
+            num_left[group] -= 1
+            if not num_left[group]:
+                ends[group] = self._streamed[group].end(task)
+        return ends
+
+    def _chunks(self, group: ParamGroup, factor: float, used: Mapping[str, bool]) -> list[StepChunk]:
+        holds = group.grads is not None and group.grads.holds_sum
+        return self._streamed[group].chunks(factor, used, self.options_of) if holds else []
+
+    def _step_on_device(self, gradients: Mapping[ParamGroup, Tensor], used: Mapping[str, bool]) -> None:
+        for piece in self.pieces:
+            slices = gradients.get(piece.group) if used[piece.name] else None
+            piece.view.grad = slices[piece.start : piece.stop] if slices is not None else None
+        self._is_stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._is_stepping = False
+        for piece in self.pieces:
+            piece.view.grad = None
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        for group, task in self._stepped.items():
+            task.wait()
+            group.is_ahead = False
+        self._stepped.clear()
+        self._gradients.clear()
+        self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
+        for group in self._groups:
+            if group.grads is not None:
+                group.grads.clear()
+
+    def close(self) -> None:
+        """Forget all states; the optimizer's groups hold the model's own parameters again, those that it trained."""
+        self.clear()
+        self._step_guard.remove()
+        parameters = {
+            place.name: parameter
+            for group in self._groups
+            for place, parameter in zip(group.spec.params, group.params.parameters, strict=True)
+        }
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+        for group, named in zip(self.optimizer.param_groups, self._named_groups, strict=False):
+            group["params"] = [parameters[name] for name in named.names if name in parameters]
+        self.optimizer.state.clear()
+        self.pieces.clear()
+        self._groups.clear()
+        self._holders.clear()
+        for streamed in self._streamed.values():
+            streamed.close()
+        self._streamed.clear()
+
+
+def _refuse_own_step(sharded: ShardedOptimizer | None) -> None:
+    if sharded is not None and not sharded._is_stepping:
+        raise RuntimeError("optimizer.step() has no gradients, which the engine keeps; call engine.step() instead")
+
+
+def _pieces(group: ParamGroup) -> list[OffloadedChunk]:
+    params = group.params
+    pieces = []
+    for slot in group.spec.slots(params.shard_start, params.shard_stop):
+        start, stop = slot.offset, slot.offset + slot.stop - slot.start
+        view = torch.empty(0, dtype=params.master.dtype)
+        if group.spec.tiers.optimizer == "device":
+            view = params.master.read(start, stop)
+        pieces.append(OffloadedChunk(slot.param.name, group, nn.Parameter(view), start, stop))
+    return pieces
+
+
+def _place_state(optimizer: Optimizer, view: nn.Parameter, state: str, value: Tensor | float) -> None:
+    of_piece = optimizer.state[view]
+    current = of_piece.get(state)
+    if isinstance(current, Tensor):
+        current.copy_(torch.as_tensor(value))
+    elif current is not None:
+        of_piece[state] = type(current)(value.item() if isinstance(value, Tensor) else value)
+    elif isinstance(value, Tensor):
+        options = next(group for group in optimizer.param_groups if any(each is view for each in group["params"]))
+        # torch keeps step counts on the host, except for kernels that read them on the device.
+        is_on_host = not value.dim() and not (options.get("fused") or options.get("capturable"))
+        of_piece[state] = value.detach().to("cpu" if is_on_host else view.device, copy=True)
+    else:
+        of_piece[state] = value
+
+
+def may_step_ahead(config: Config, layout: Layout) -> bool:
+    """Whether the config lets groups be stepped before the backward has ended, and any can be."""
+    is_streamed = any(group.tiers.optimizer != "device" for group in layout.groups if group.trainable)
+    is_scaled = config.precision.param == "fp16" and config.precision.loss_scale == "dynamic"
+    is_split = layout.tensor is not None or layout.pipeline is not None
+    clips = config.optimizer.clip_norm is not None
+    return config.tiers.step_in_backward and is_streamed and not (clips or is_scaled or is_split)
+
+
+class StepInBackward:
+    """Steps groups as soon as their last reduction has ended, from `begin` to `end` of a backward.
+
+    Args:
+        driver: tells of reductions.
+        sharded: steps.
+        is_allowed: whether `begin` may be called at all.
+    """
+
+    def __init__(self, driver: ShardingState, sharded: ShardedOptimizer, is_allowed: bool) -> None:
+        self.is_allowed = is_allowed
+        self.is_armed = False
+        self._driver = driver
+        self._sharded = sharded
+        self._steady: set[ParamGroup] = set()
+        self._factor: float | None = None
+        self._read_factor: Callable[[], float | None] | None = None
+
+    def begin(self, read_factor: Callable[[], float | None]) -> None:
+        """Step groups from now on.
+
+        Args:
+            read_factor: waits for what turns accumulated sums into the mean gradient; None where no step may follow.
+        """
+        self._read_factor = read_factor
+        self._driver.on_reduced = self._step
+
+    def end(self) -> None:
+        """Leave the rest to the step, and learn which groups can be stepped so the next time."""
+        self._driver.on_reduced = self._read_factor = self._factor = None
+        self.is_armed = False
+        streamed = [group for group in self._driver.groups if group.spec.tiers.optimizer != "device"]
+        held = [group for group in streamed if group.grads is not None and group.grads.holds_sum]
+        self._steady = {group for group in held if _is_complete(group) and group not in self._driver.ever_late}
+
+    def close(self) -> None:
+        """Forget the groups."""
+        self._steady.clear()
+
+    def _step(self, group: ParamGroup) -> None:
+        if group not in self._steady or not _is_complete(group) or group.awaits_replicas:
+            return
+        if self._read_factor is not None:
+            self._factor, self._read_factor = self._read_factor(), None
+        if self._factor is not None:
+            group.is_ahead = True
+            self._sharded.step_ahead(group, self._factor)
+
+
+def _is_complete(group: ParamGroup) -> bool:
+    """Whether every parameter has got a gradient here: then no other rank is needed to know that it was used."""
+    return group.grads is not None and all(group.grads.was_used)

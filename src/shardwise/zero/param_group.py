@@ -1,0 +1,492 @@
+"""A parameter group at run time: its parameters, its gradients, and the actions on both, each one recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import AsyncWork
+from shardwise.deferred_init.parameters import ParamInitializer
+from shardwise.layout.layout import Layout
+from shardwise.layout.param_groups import GroupSpec, ParamSpec
+from shardwise.offload.step_pipeline import CHUNK_NUMEL
+from shardwise.offload.storage import StateStorage
+from shardwise.offload.worker import Task
+from shardwise.runtime.memory_tracker import Category, trim_host_memory
+from shardwise.runtime.param_guard import ReleasedParameterError, wear
+from shardwise.runtime.precision import torch_dtype
+from shardwise.runtime.torch_private import parameter_class, plain_torch_functions, set_data, version
+from shardwise.schedule.actions import ActionKind
+from shardwise.zero.grad_buckets import GroupGrads
+from shardwise.zero.resources import ShardingResources
+from shardwise.zero.tp_params import cut, join
+
+
+class ParamGroup:
+    """Idempotent actions on one group: unshard, wait, reshard, reduce.
+
+    Args:
+        spec: of the group.
+        layout: stage and precision.
+        parameters: the module's, in the order of `spec.params`.
+        resources: shared by the engine's groups.
+        released: the class of a parameter whose storage is freed.
+    """
+
+    def __init__(
+        self,
+        spec: GroupSpec,
+        layout: Layout,
+        parameters: Sequence[nn.Parameter],
+        resources: ShardingResources,
+        released: type[nn.Parameter],
+    ) -> None:
+        self.spec = spec
+        self.holders = layout.holders(spec)
+        self.params = GroupParams(spec, layout, parameters, resources, released)
+        self.grads = GroupGrads(spec, layout, resources) if spec.trainable else None
+        self.is_pinned = False
+        self.is_ahead = False  # stepped in the backward that is under way
+        self._stepping: Task | None = None
+        self._catch_up: Callable[[], None] | None = None
+        self._overlap = resources.overlap
+        self._timeline = resources.timeline
+        self._unshard_start_s = 0.0
+        self._reduce_start_s: float | None = None
+
+    def unshard(self) -> None:
+        """Start to gather the parameters where they are sharded."""
+        self.catch_up()
+        self._refuse_if_ahead()
+        self._unshard_start_s = self._timeline.now()
+        self.params.unshard()
+        if not self._overlap:
+            self.wait()
+
+    def wait(self) -> None:
+        """Have the parameters present; what nobody unsharded ahead is unsharded now."""
+        self.catch_up()
+        self._refuse_if_ahead()
+        start_s = self._unshard_start_s if self.params.is_unsharding else self._timeline.now()
+        if self.params.wait():
+            if self.params.is_released_between_uses and self.params.shard.tier != "device":
+                self._timeline.add(ActionKind.FETCH, self.spec.name, start_s)
+            self._timeline.add(ActionKind.UNSHARD, self.spec.name, start_s)
+
+    def unguard(self) -> None:
+        """Let the parameters be plain: who uses them from now on is known to need them."""
+        if self.params.is_released_between_uses:
+            self.params.unguard()
+
+    def keep(self) -> None:
+        """Have the parameters present, and keep them so."""
+        self.wait()
+        self.unguard()
+        self.is_pinned = True
+
+    def guard(self) -> None:
+        """Have every further use of the parameters reported, unless they are pinned."""
+        if self.params.is_released_between_uses and not self.is_pinned:
+            self.params.guard()
+
+    def reshard(self) -> None:
+        """Release the parameters where they rest as shards and nobody has pinned them."""
+        start_s = self._timeline.now()
+        if not self.is_pinned and self.params.reshard():
+            self._timeline.add(ActionKind.RESHARD, self.spec.name, start_s)
+
+    def prefetch(self) -> None:
+        """Start what `unshard` would have to wait for on the host, if the last step is over."""
+        is_stepping = self.is_ahead or not (self._stepping is None or self._stepping.is_done)
+        if not is_stepping:
+            self.params.prefetch()
+
+    def refresh(self) -> None:
+        """Take over the optimizer's update; where parameters rest whole, start to gather the other ranks'."""
+        if self.params.refresh():
+            self.unshard()
+        self._show_if_pinned()
+
+    def refresh_in_background(self, stepping: Task, catch_up: Callable[[], None] | None) -> None:
+        """As `refresh`, for an update that is under way on the host; whoever needs the parameters first waits for it.
+
+        Args:
+            stepping: the update.
+            catch_up: called before the parameters are used, if they rest whole: gathers those of all groups in the
+                order that all ranks have in common, as far as this one.
+        """
+        self._stepping, self.is_ahead = stepping, False
+        if self.params.refresh(is_narrowed=True):
+            self._catch_up = catch_up
+        self._show_if_pinned()
+
+    def await_step(self) -> None:
+        """Return once no update of the group is under way on the host."""
+        stepping, self._stepping = self._stepping, None
+        if stepping is not None:
+            stepping.wait()
+
+    def gather_update(self) -> None:
+        """Start to gather an update from the host; does nothing where parameters do not rest whole."""
+        self.await_step()
+        if self._catch_up is not None:
+            self._catch_up = None
+            self.unshard()
+
+    def catch_up(self) -> None:
+        """Have the last update of the parameters done, and its gather begun where they rest whole."""
+        if self._catch_up is not None:
+            self._catch_up()
+        self.await_step()
+
+    def _refuse_if_ahead(self) -> None:
+        if self.is_ahead and self.params.is_released:
+            raise RuntimeError(
+                f"the parameters of {self.spec.name} are needed again in a backward that has stepped them already; "
+                "set tiers.step_in_backward=false"
+            )
+
+    def _show_if_pinned(self) -> None:
+        if self.is_pinned:  # inside `gathered`
+            self.wait()
+            self.unguard()
+
+    def adopt_master(self) -> None:
+        """Take over values that were written into the master on every rank. All ranks call it."""
+        self.catch_up()
+        self.params.adopt_master()
+        self._show_if_pinned()
+
+    def add_gradient(self, index: int, gradient: Tensor, will_reduce: bool) -> bool:
+        """Take one parameter's gradient; say whether the current backward has now given all of the group's."""
+        if self.grads is None:
+            return False
+        self.grads.add(index, gradient, will_reduce)
+        return self.grads.is_complete
+
+    def reduce(self, is_last: bool) -> None:
+        """Start to reduce the gradients of the bucket; over the replicas too where this is the last before the step."""
+        if self.grads is not None:
+            self._reduce_start_s = self._timeline.now()
+            self.await_step()  # which reads the gradients where these are to come
+            self.grads.reduce(is_last)
+            if not self._overlap:
+                self.finish_reduce()
+
+    @property
+    def awaits_replicas(self) -> bool:
+        """Whether the gradients are reduced over the shard group but not over the replicas."""
+        return self.grads is not None and self.grads.is_partial
+
+    def reduce_replicas(self) -> None:
+        """Start to sum over the replicas what no last reduction has."""
+        if self.grads is not None:
+            self._reduce_start_s = self._timeline.now()
+            self.grads.reduce_replicas()
+
+    def advance_reduce(self) -> None:
+        """Start the next collective of the reduction under way, if there is one."""
+        if self.grads is not None:
+            self.grads.advance_reduce()
+
+    def finish_reduce(self) -> None:
+        """Wait for the reduction under way."""
+        if self.grads is not None and self._reduce_start_s is not None:
+            self.grads.finish_reduce()
+            self._timeline.add(ActionKind.REDUCE, self.spec.name, self._reduce_start_s)
+            if self.grads.is_away:
+                self._timeline.add(ActionKind.EVICT, self.spec.name, self._reduce_start_s)
+            self._reduce_start_s = None
+
+    def end_backward(self) -> None:
+        """Expect every parameter's gradient anew."""
+        if self.grads is not None:
+            self.grads.end_backward()
+
+    def release(self, keep_values: bool = True) -> None:
+        """Give the parameters plain tensors of their own again, whole; the group is of no use afterwards.
+
+        Args:
+            keep_values: False leaves them on meta, and brings nothing together.
+        """
+        if keep_values:
+            self.catch_up()
+        else:
+            self.await_step()
+        self.params.release(keep_values)
+        if self.grads is not None:
+            self.grads.close()
+
+
+class ParamState(Enum):
+    """What of `full` is valid. Legal: SHARDED -> UNSHARDING -> UNSHARDED -> SHARDED, and OFFLOADED to and fro."""
+
+    SHARDED = "only this rank's slice is valid; where parameters rest as shards, the storage is freed"
+    UNSHARDING = "the all-gather is under way"
+    UNSHARDED = "all of it is valid"
+    OFFLOADED = "nothing is: what rests on this rank has been put aside"
+
+
+class GroupParams:
+    """Buffers of a group's parameters, and their state.
+
+    Args:
+        spec: of the group.
+        layout: stage and precision.
+        parameters: the module's parameters in the order of `spec.params`; their data moves into `full`.
+        resources: shared by the engine's groups.
+        released: the class of a parameter whose storage is freed.
+
+    Attributes:
+        full: the whole group, of which the parameters are views.
+        shard: this rank's slice as it is computed with, where it rests.
+        master: the slice in the optimizer's precision, and its memory; `shard` itself where these are the same.
+    """
+
+    def __init__(
+        self,
+        spec: GroupSpec,
+        layout: Layout,
+        parameters: Sequence[nn.Parameter],
+        resources: ShardingResources,
+        released: type[nn.Parameter],
+    ) -> None:
+        stage, policy, comms, tiers = layout.stage, layout.precision_of(spec), resources.comms, resources.tiers
+        tracker = resources.tracker
+        self.spec = spec
+        self.parameters = tuple(parameters)
+        self.is_released_between_uses = stage.unshard_for_use and not spec.rests_whole
+        self.state = ParamState.UNSHARDED
+        self._is_gathered_after_step = stage.unshard_after_step and spec.trainable
+        self._comms = comms
+        self._tracker = tracker
+        self._pool = resources.pool
+        self._released = released
+        self._kinds = tuple(parameter_class(parameter) for parameter in parameters)
+        self._pending = AsyncWork(None)
+
+        self.shard_start, self.shard_stop = spec.held_range(stage.optimizer, comms.shards.rank)
+        dtype, device = torch_dtype(policy.param), comms.data.device
+        allocate = torch.empty if self.is_released_between_uses else torch.zeros  # padding that is read is zero
+        self.full = allocate(spec.padded_numel, dtype=dtype, device=device)
+        self._full_bytes = self.full.untyped_storage().nbytes()
+        tracker.track(self.full, Category.GATHERED if self.is_released_between_uses else Category.PARAMETERS)
+        views = [self.full[place.offset : place.offset + place.numel].view(place.shape) for place in spec.params]
+        numel, where = self.shard_stop - self.shard_start, spec.tiers
+        self.shard: StateStorage = tiers.on_device(self.full[self.shard_start : self.shard_stop])
+        if self.is_released_between_uses:
+            tracker.resize(self.full, 0)  # before the values come: they go into the shard, never into all of the group
+            self.shard = tiers.place(where.params, f"{spec.name}.param", numel, dtype, Category.PARAMETERS)
+        self.master = self.shard
+        master_dtype = torch_dtype(policy.master)
+        if spec.trainable and (policy.keeps_master or where.params != where.optimizer):
+            self.master = tiers.place(where.optimizer, f"{spec.name}.master", numel, master_dtype, Category.OPTIMIZER)
+        self._fill(resources.values, master_dtype)
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.grad = None
+            set_data(parameter, view)
+        trim_host_memory()  # of the values that went into the shards
+        self._versions = [version(parameter) for parameter in self.parameters]
+        self.reshard()
+
+    def _fill(self, values: ParamInitializer, dtype: torch.dtype) -> None:
+        """Copy the initial values, one parameter's at a time and rounded to `dtype` first, to where they rest."""
+        own = self.spec.slots(self.shard_start, self.shard_stop)
+        with ExitStack() as stack:
+            if self.is_released_between_uses:
+                rest = stack.enter_context(self.shard.loaded(write=True)), own
+            else:
+                rest = self.full, self.spec.slots(0, self.spec.padded_numel)
+            targets = [rest]
+            if self.master is not self.shard:
+                targets.append((stack.enter_context(self.master.loaded(write=True)), own))
+            for place in (each for each in self.spec.params if not values.is_blank(each.name)):
+                held = [(buffer, slot) for buffer, slots in targets for slot in slots if slot.param is place]
+                initial = self._initial(place, values, dtype, is_held=bool(held))
+                for buffer, slot in held:
+                    buffer[slot.offset : slot.offset + slot.stop - slot.start].copy_(initial[slot.start : slot.stop])
+
+    def _initial(self, place: ParamSpec, values: ParamInitializer, dtype: torch.dtype, is_held: bool) -> Tensor:
+        """A parameter's local values, flat: rank 0's, unless all ranks have the same; nothing where none are needed."""
+        ranks, shape = self._comms.model, place.global_shape
+        is_sent = ranks.world_size > 1 and place.numel > 0 and not values.is_same_everywhere(place.name)
+        if not is_sent and not is_held:
+            return torch.empty(0, dtype=dtype, device=ranks.device)
+        if ranks.rank == 0 or not is_sent:
+            whole = values.read(place.name).reshape(shape).to(ranks.device, dtype)
+        else:
+            whole = torch.empty(shape, dtype=dtype, device=ranks.device)
+        if is_sent:
+            whole = whole.contiguous()
+            ranks.broadcast(whole.view(-1), f"initial values of {place.name}")
+        return cut(place.split, self._comms.tensor.rank, whole).reshape(-1)
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the data is neither present nor on its way."""
+        return self.state is ParamState.SHARDED and self.is_released_between_uses
+
+    @property
+    def is_unsharding(self) -> bool:
+        """Whether an all-gather is under way that nobody has waited for."""
+        return self.state is ParamState.UNSHARDING
+
+    def is_viewed_by(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether one of the tensors is a view of the parameters."""
+        storage = self.full.untyped_storage()
+        return any(tensor.untyped_storage() is storage for tensor in tensors)
+
+    def check_unchanged(self) -> None:
+        """Raise where somebody else has moved a parameter, or written into it, since the engine was made.
+
+        Raises:
+            ValueError: naming the parameter.
+        """
+        storage = self.full.untyped_storage()
+        with plain_torch_functions():
+            for parameter, place, seen in zip(self.parameters, self.spec.params, self._versions, strict=True):
+                if parameter.untyped_storage() is not storage:
+                    raise ValueError(
+                        f"parameter {place.name} was moved or converted after initialize (model.to, model.half, "
+                        "p.data = ...), but the engine keeps it in a buffer of its own; convert the model before "
+                        "initialize, and set precision.param"
+                    )
+                if version(parameter) != seen:
+                    raise ValueError(
+                        f"parameter {place.name} was written after initialize, but the engine trains a master of its "
+                        "own; write before initialize, or inside `with engine.gathered(write=True):`"
+                    )
+
+    def trains(self) -> list[bool]:
+        """What `requires_grad` says of each parameter now."""
+        with plain_torch_functions():
+            return [parameter.requires_grad for parameter in self.parameters]
+
+    def accept_written(self, index: int) -> None:
+        """Take one parameter's values as they are: somebody has written it, and the master with it."""
+        self._versions[index] = version(self.parameters[index])
+
+    def unshard(self) -> None:
+        """Start to make all of `full` valid; does nothing where it is or is under way.
+
+        Raises:
+            ReleasedParameterError: it is offloaded.
+        """
+        if self.state is ParamState.OFFLOADED:
+            raise ReleasedParameterError(
+                f"the parameters of {self.spec.name} are offloaded; call engine.reload() first"
+            )
+        if self.state is not ParamState.SHARDED:
+            return
+        if self.is_released_between_uses:
+            self._tracker.resize(self.full, self._full_bytes)
+            fetched = self.shard.fetch(self.full[self.shard_start : self.shard_stop])
+            gathered = self._comms.shards.all_gather(self.full, f"unshard {self.spec.name}")
+            self._pending = AsyncWork(fetched.wait, lambda: gathered)
+        else:
+            self._pending = self._comms.shards.all_gather(self.full, f"unshard {self.spec.name}")
+        self.state = ParamState.UNSHARDING
+
+    def wait(self) -> bool:
+        """Make the parameters usable on the current stream, unsharding them if nobody has; say whether it had to."""
+        if self.state is ParamState.UNSHARDED:
+            return False
+        self.unshard()
+        self._pending.wait()
+        self._enter(ParamState.UNSHARDED)
+        return True
+
+    def reshard(self) -> bool:
+        """Free `full` where parameters rest as shards, once nobody uses it; say whether it did."""
+        if not self.is_released_between_uses or self.state in (ParamState.SHARDED, ParamState.OFFLOADED):
+            return False
+        self._pending.wait()
+        self._tracker.resize(self.full, 0)
+        self._enter(ParamState.SHARDED)
+        return True
+
+    def prefetch(self) -> None:
+        """Start what gathering the parameters will have to wait for on the host."""
+        if self.is_released:
+            self.shard.prefetch()
+
+    def refresh(self, is_narrowed: bool = False) -> bool:
+        """Take over what the optimizer has written into `master`; the other ranks' slices are stale from now on.
+
+        Args:
+            is_narrowed: the optimizer writes the shard itself, and has perhaps not done so yet.
+
+        Returns:
+            whether the parameters, which rest whole, are to be gathered from the ranks.
+        """
+        self._pending.wait()  # of a gather that no forward has waited for
+        if self.master is not self.shard and not is_narrowed:
+            self._narrow()
+        self.reshard()
+        if self._is_gathered_after_step or (is_narrowed and not self.is_released_between_uses):
+            self._enter(ParamState.SHARDED)
+        return self.state is ParamState.SHARDED and not self.is_released_between_uses
+
+    def adopt_master(self) -> None:
+        """Take over values that were written into `master` on every rank, frozen or not. All ranks call it."""
+        self._pending.wait()
+        if self.master is not self.shard:
+            self._narrow()
+        self.shard.forget()
+        self.reshard()
+        if not self.is_released_between_uses:
+            if self.shard.numel < self.full.numel():
+                self._enter(ParamState.SHARDED)
+                self.wait()
+            for index in range(len(self.parameters)):
+                self.accept_written(index)
+
+    def _narrow(self) -> None:
+        """Round the master to the shard."""
+        self.shard.forget()
+        master = self.master.tensor
+        if self.spec.tiers.optimizer == "device" and master is not None:
+            self.shard.put(master, self._pool)
+            return
+        for start in range(0, self.master.numel, CHUNK_NUMEL):
+            self.shard.write(start, self.master.read(start, min(start + CHUNK_NUMEL, self.master.numel)))
+
+    def unguard(self, watched: type[nn.Parameter] | None = None) -> None:
+        """Let the parameters be plain, or `watched`: who uses them from now on is known to need them."""
+        for parameter, kind in zip(self.parameters, self._kinds, strict=True):
+            wear(parameter, kind if watched is None or kind is not nn.Parameter else watched)
+
+    def guard(self) -> None:
+        """Have every use of the parameters reported: nobody else says how long their data is needed."""
+        for parameter in self.parameters:
+            wear(parameter, self._released)
+
+    def _enter(self, state: ParamState) -> None:
+        self.state = state
+        if state is not ParamState.UNSHARDED:
+            self.guard()
+        elif not self.is_released_between_uses:
+            self.unguard()
+
+    def release(self, keep_values: bool = True) -> None:
+        """Give the parameters plain tensors of their own again, whole; the group is of no use afterwards.
+
+        Args:
+            keep_values: False leaves them on meta.
+        """
+        if keep_values:
+            self.wait()
+        self._pending.wait()
+        self.unguard()
+        for parameter, place in zip(self.parameters, self.spec.params, strict=True):
+            if keep_values:
+                parameter.data = join(place.split, parameter.detach(), self._comms.tensor, f"whole {place.name}")
+            else:
+                set_data(parameter, torch.empty(place.global_shape, dtype=self.full.dtype, device="meta"))
+        self._tracker.resize(self.full, 0)
+        for rest in {self.shard, self.master}:
+            rest.close()

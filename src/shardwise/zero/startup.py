@@ -1,0 +1,111 @@
+"""First values: rank 0's buffers are everybody's, and so are its parameters over the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import Comm, CommGroups
+from shardwise.config.resolve import PrecisionConfig
+from shardwise.deferred_init.parameters import ParamInitializer
+from shardwise.layout.layout import Layout
+from shardwise.layout.precision import buffer_dtype
+from shardwise.runtime.memory_tracker import Category, MemoryTracker
+from shardwise.runtime.precision import torch_dtype
+from shardwise.zero.optimizer_plan import NamedGroup
+from shardwise.zero.param_group import ParamGroup
+from shardwise.zero.state_access import (
+    MASTER,
+    EngineState,
+    read_held_state,
+    read_optimizer_states,
+    write_optimizer_states,
+    write_state,
+)
+
+
+def broadcast_buffers(model: nn.Module, precision: PrecisionConfig, memory: MemoryTracker, comm: Comm) -> None:
+    """Move a model's buffers to the device, with rank 0's values; `precision.buffers` says in which dtype.
+
+    Args:
+        model: whose buffers change.
+        precision: of the engine.
+        memory: counts the buffers.
+        comm: over all ranks.
+    """
+    for name, buffer in model.named_buffers():
+        buffer.data = buffer.data.to(comm.device, buffer_dtype(buffer.dtype, precision))
+        memory.track(buffer, Category.OTHER)
+        if comm.world_size > 1 and buffer.numel() > 0:
+            comm.broadcast(buffer.data, f"buffer {name}")
+
+
+def broadcast_params_across_stages(values: ParamInitializer, layout: Layout, comms: CommGroups) -> None:
+    """Let the first rank of each stage have the values of the very first rank, for what it holds.
+
+    From there they go to the stage's other ranks. Where values are keyed by name, every rank draws the same.
+
+    Args:
+        values: of the model; one parameter is sent at a time.
+        layout: says which parameters this rank holds.
+        comms: of the engine.
+    """
+    if comms.pipeline.world_size == 1 or comms.model.rank > 0:
+        return
+    held = {group.name for group in layout.groups}
+    dtype, device = torch_dtype(layout.precision.master), comms.pipeline.device
+    for group in layout.model_groups:
+        for place in group.params:
+            name, shape = place.name, place.global_shape
+            if values.is_blank(name) or values.is_same_everywhere(name):
+                continue
+            is_first = comms.pipeline.rank == 0
+            sent = values.read(name).reshape(shape).to(device, dtype) if is_first else torch.empty(shape, dtype=dtype)
+            sent = sent.to(device).contiguous()
+            if sent.numel() > 0:
+                comms.pipeline.broadcast(sent.view(-1), f"initial values of {name}")
+            if group.name in held and not is_first:
+                values.give(name, sent)
+
+
+def agree_on_tied(groups: Sequence[ParamGroup], comms: CommGroups) -> None:
+    """Let parameters that several stages hold start from equal values."""
+    for group in groups:
+        tied = comms.tied.get(group.holders)
+        if tied is None:
+            continue
+        master = group.params.master
+        whole = master.read(0, master.numel).to(tied.device, copy=True)
+        tied.broadcast(whole, f"tied values of {group.spec.name}")
+        master.write(0, whole)
+        group.adopt_master()
+
+
+def regroup(states: EngineState, layout: Layout, named_groups: Sequence[NamedGroup]) -> None:
+    """Make groups and optimizer follow a layout in which other parameters are trainable; all ranks do so alike.
+
+    Args:
+        states: of the engine.
+        layout: the new one.
+        named_groups: the optimizer's parameter groups by the names of all that is trainable now.
+    """
+    driver = states.driver
+    there = {group.spec for group in driver.groups}
+    changed = {spec.unit for spec in there.symmetric_difference(layout.groups)}
+    for unit in [unit.name for unit in driver.units if unit.name in changed]:
+        masters: dict[str, Tensor | None] = {}
+        optimizer_states: dict[str, dict[str, Tensor]] = {}
+        for spec in there.difference(layout.groups):
+            for place in spec.params if spec.unit == unit and spec.trainable else ():
+                masters[place.name] = read_held_state(states, place.name, MASTER)
+                optimizer_states[place.name] = read_optimizer_states(states, place.name)
+        driver.regroup(unit, layout)
+        states.sharded.regroup(driver.groups, named_groups)
+        for spec in set(layout.groups) - there:
+            for place in spec.params if spec.unit == unit and spec.trainable else ():
+                if place.name in masters:
+                    write_state(states, place.name, masters[place.name], MASTER)
+                    write_optimizer_states(states, place.name, optimizer_states[place.name])
+    driver.absent.follow(layout.elsewhere)

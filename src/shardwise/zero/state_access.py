@@ -1,0 +1,527 @@
+"""Full parameters, gradients and optimizer states by name: read and written by all ranks together.
+
+In every stage a rank holds of each flattened parameter one range, or nothing. Reading puts the ranges of the shard
+group together; writing takes this rank's range out of the full tensor, without communication. Replicas do the same with
+the same values. Weight b of 9 elements over 2 ranks, of which rank 0 holds the first 8:
+
+    rank 0   engine.write("b", full)   keeps full[0:8]
+    rank 1   engine.write("b", full)   keeps full[8:9]
+    both     engine.read("b")          full again
+
+Not for training loops: a read of a sharded state sends twice the tensor's bytes.
+
+>>> import shardwise
+>>> model = torch.nn.Linear(2, 1)
+>>> engine = shardwise.initialize(model, {"run": {"device": "cpu"}}, loss_fn=lambda output, batch: output.sum())
+>>> engine.write("weight", torch.tensor([[1.0, 2.0]]))
+>>> result = engine.train_step([torch.ones(1, 2)])
+>>> engine.read("weight").shape, engine.read("weight", "exp_avg").shape, engine.read("weight", "step")
+(torch.Size([1, 2]), torch.Size([1, 2]), tensor(1.))
+>>> engine.read("wieght")
+Traceback (most recent call last):
+    ...
+shardwise.config.resolve.ConfigError: the model has no parameter 'wieght'; did you mean weight?
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.collectives import Comm, CommGroups
+from shardwise.comm.loss import LossAccumulator
+from shardwise.config.resolve import ConfigError
+from shardwise.layout.param_groups import GroupSpec, ParamSlice, ParamSpec
+from shardwise.offload.step_pipeline import CHUNK_NUMEL
+from shardwise.runtime.state_shards import FlatState, is_flat
+from shardwise.zero.offloaded_step import OffloadedChunk
+from shardwise.zero.optimizer import ShardedOptimizer
+from shardwise.zero.param_group import ParamGroup, ParamState
+from shardwise.zero.sharding_state import ShardingState
+from shardwise.zero.tp_params import cut, join, owned_part, settle
+
+PARAM: Final = "param"
+MASTER: Final = "master"
+GRAD: Final = "grad"
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """Who holds the states of an engine's model on this rank.
+
+    Attributes:
+        driver: has the groups, and finishes their reductions.
+        sharded: has the optimizer's states.
+        comms: the engine's groups of ranks.
+        books: what the accumulated gradients are the sum over.
+        loss_scale: by which they are too large.
+        elsewhere: the groups that only other ranks of the pipeline hold.
+    """
+
+    driver: ShardingState
+    sharded: ShardedOptimizer
+    comms: CommGroups
+    comm_log: LossAccumulator
+    loss_scale: float
+    elsewhere: tuple[GroupSpec, ...] = ()
+
+
+@dataclass(frozen=True)
+class ParamLocation:
+    """Where a parameter lies: its group, its index there, and the range of it that this rank holds, if any."""
+
+    group: ParamGroup
+    index: int
+    slot: ParamSlice | None
+
+    @property
+    def spec(self) -> ParamSpec:
+        """Name, shape and offset."""
+        return self.group.spec.params[self.index]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all of it."""
+        params = self.group.params
+        return params.shard_stop - params.shard_start == self.group.spec.padded_numel
+
+    def own_part(self, held: FlatState) -> FlatState | None:
+        """The parameter's part in what this rank holds of the group."""
+        slot = self.slot
+        return None if slot is None else held.part(slot.offset, slot.offset + slot.stop - slot.start)
+
+
+@dataclass(frozen=True)
+class _StateKind:
+    """What an optimizer's state is: as long as the parameter, or one number, `value`."""
+
+    dtype: str
+    value: float | None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+def read_state(states: EngineState, name: str, state: str = PARAM, to_rank: int | None = None) -> Tensor | None:
+    """The full tensor of one state of a parameter, as a copy. All ranks call it alike.
+
+    Args:
+        states: of the engine.
+        name: of the parameter, any of them if it is tied.
+        state: `param` as computed with, `master` in the optimizer's precision, `grad` (the mean gradient so far, before
+                clipping; reduces what is not reduced yet; in a pipeline it is there within a step only), or one of the
+            optimizer's keys.
+        to_rank: the only rank that gets it; the others get None.
+
+    Returns:
+        the parameter's shape, or 0-d for a state that is one number; None where there is no gradient or no state yet.
+
+    Raises:
+        ConfigError: there is no such parameter, state or rank.
+    """
+    _check_rank(states, "to_rank", to_rank)
+    value = _across_stages(states, name, f"{state} of {name}", lambda: read_held_state(states, name, state))
+    return value if to_rank in (None, states.comms.all.rank) else None
+
+
+def read_held_state(states: EngineState, name: str, state: str) -> Tensor | None:
+    """As `read_state`, of a parameter of this rank's stages; the ranks with these call it alike."""
+    place = find_held(states, name)
+    local = _read_local(states, place, state)
+    if local is not None and local.dim():
+        local = local.view(place.spec.shape)
+        local = join(place.spec.split, local, states.comms.tensor, f"{state} of {name}", is_gradient=state == GRAD)
+    return local
+
+
+def _read_local(states: EngineState, place: ParamLocation, state: str) -> Tensor | None:
+    """A state of this rank's part in the tensor-parallel group, 1-D, or 0-d where it is a number."""
+    spec, params = place.spec, place.group.params
+    if state == GRAD:
+        return _read_grad(states, place)
+    if state == PARAM and not params.is_released_between_uses:
+        place.group.wait()
+        return params.full[spec.offset : spec.offset + spec.numel].clone()
+    if state in (PARAM, MASTER):
+        held = params.shard if state == PARAM else params.master
+        return _assemble(states, place, place.own_part(held), held.dtype, state)
+    return _read_optimizer_state(states, place, state)
+
+
+def write_state(
+    states: EngineState, name: str, value: Tensor | float | None, state: str = PARAM, from_rank: int | None = None
+) -> None:
+    """Replace one state of a parameter. All ranks call it alike; not between a forward and its backward.
+
+    Args:
+        states: of the engine.
+        name: of the parameter, any of them if it is tied.
+        value: of the state's shape, any floating dtype, the same on every rank. A written `param` or `master` sets
+            both: the master takes the value, the parameter the value rounded. A written `grad` stands for the mean
+            gradient of all backwards so far.
+        state: as for `read_state`.
+        from_rank: the rank whose value is everybody's; the others may give None.
+
+    Raises:
+        ConfigError: there is no such parameter, state or rank, no gradient to replace, or the value has another shape.
+    """
+    _check_rank(states, "from_rank", from_rank)
+    place, spec = find(states, name), spec_of(states, name)
+    is_number, dtype = False, torch.float64  # on every rank, whatever its stages' parameters are
+    if state not in (PARAM, MASTER, GRAD):
+        note = _of_holder(
+            states, place, f"kind of {state} of {name}", lambda own: asdict(_pick(_kinds(states, own), own, state))
+        )
+        kind = _StateKind(**note)
+        is_number, dtype = kind.value is not None, kind.torch_dtype
+    shape = torch.Size() if is_number else torch.Size(spec.global_shape)
+    flat = _receive(states, value, shape, dtype, from_rank, f"{state} of {name}")
+    if place is None:
+        return
+    if not is_number:
+        split, tp_index = place.spec.split, states.comms.tensor.rank
+        local = cut(split, tp_index, flat)
+        flat = (owned_part(split, tp_index, local) if state == GRAD else local).reshape(-1)
+    with torch.no_grad():
+        if state in (PARAM, MASTER):
+            _write_param(place, flat)
+        elif state == GRAD:
+            _write_grad(states, place, flat)
+        else:
+            _write_optimizer_state(states, place, flat, state)
+
+
+def read_optimizer_states(states: EngineState, name: str) -> dict[str, Tensor]:
+    """All that the optimizer keeps of a parameter: full states 1-D, numbers 0-d. All ranks call it alike.
+
+    With `write_optimizer_states` it moves a parameter's states to another layout.
+    """
+    place = find_held(states, name)
+    own = _own_states(states, place)
+    return {
+        key: torch.tensor(kind.value, dtype=kind.torch_dtype)
+        if kind.value is not None
+        else _assemble(states, place, own.get(key), kind.torch_dtype, key)
+        for key, kind in _kinds(states, place).items()
+    }
+
+
+def write_optimizer_states(states: EngineState, name: str, values: Mapping[str, Tensor]) -> None:
+    """Give a parameter what `read_optimizer_states` returned, also where the optimizer has not stepped yet."""
+    place = find_held(states, name)
+    for key, value in values.items():
+        _write_optimizer_state(states, place, value, key)
+
+
+def states_of(states: EngineState, name: str) -> tuple[str, ...]:
+    """The states that `read_state` knows of a parameter now, the same on every rank. All ranks call it alike."""
+    place = find(states, name)
+    found = _of_holder(states, place, f"states of {name}", lambda own: {"": [*_fixed(own), *_kinds(states, own)]})
+    return tuple(found[""])
+
+
+def find(states: EngineState, name: str) -> ParamLocation | None:
+    """Where the parameter of that name, its first or another, lies; None where other stages have it.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for group in states.driver.groups:
+        for index, spec in enumerate(group.spec.params):
+            if name == spec.name or name in spec.aliases:
+                slots = group.spec.slots(group.params.shard_start, group.params.shard_stop)
+                return ParamLocation(group, index, next((slot for slot in slots if slot.param is spec), None))
+    spec_of(states, name)
+    return None
+
+
+def find_held(states: EngineState, name: str) -> ParamLocation:
+    """Where a parameter of this rank's stages lies.
+
+    Raises:
+        ConfigError: there is none of that name, or it is of another stage.
+    """
+    place = find(states, name)
+    if place is None:
+        raise ConfigError(f"{name} is of another stage of the pipeline; engine.read gives it on every rank")
+    return place
+
+
+def spec_of(states: EngineState, name: str) -> ParamSpec:
+    """Name and shape of a parameter of any stage.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    specs = [
+        spec for group in (*(each.spec for each in states.driver.groups), *states.elsewhere) for spec in group.params
+    ]
+    found = next((spec for spec in specs if name == spec.name or name in spec.aliases), None)
+    if found is not None:
+        return found
+    names = [each for spec in specs for each in (spec.name, *spec.aliases)]
+    close = difflib.get_close_matches(name, names, n=3)
+    cure = f"did you mean {' or '.join(close)}?" if close else f"names are such as {', '.join(names[:3])}"
+    raise ConfigError(f"the model has no parameter {name!r}; {cure}")
+
+
+def _of_holder(
+    states: EngineState, place: ParamLocation | None, what: str, make: Callable[[ParamLocation], dict[str, Any]]
+) -> dict[str, Any]:
+    """What `make` gives on the ranks that hold a parameter, on those of the other stages too.
+
+    Raises:
+        ConfigError: it does on a rank that holds it.
+    """
+    if states.comms.pipeline.world_size == 1 and place is not None:
+        return make(place)
+    note: dict[str, Any] = {}
+    if place is not None:
+        try:
+            note = make(place)
+        except ConfigError as error:
+            note = {"error": str(error)}
+    notes = [json.loads(text) for text in exchange_texts(states.comms.pipeline, json.dumps(note), what)]
+    found: dict[str, Any] = next(each for each in notes if each)
+    if "error" in found:
+        raise ConfigError(found["error"])
+    return found
+
+
+def _across_stages(states: EngineState, name: str, what: str, read: Callable[[], Tensor | None]) -> Tensor | None:
+    """What `read` gives on the ranks that hold a parameter, on those of the other stages too."""
+    pipeline = states.comms.pipeline
+    if pipeline.world_size == 1:
+        return read()
+    value: Tensor | None = None
+
+    def describe(place: ParamLocation) -> dict[str, Any]:
+        nonlocal value
+        value = read()
+        if value is None:
+            return {"rank": pipeline.rank, "shape": None, "dtype": ""}
+        return {"rank": pipeline.rank, "shape": list(value.shape), "dtype": _dtype_name(value.dtype)}
+
+    note = _of_holder(states, find(states, name), what, describe)
+    if note["shape"] is None:
+        return None
+    shape, dtype = torch.Size(note["shape"]), getattr(torch, note["dtype"])
+    own = value.to(pipeline.device) if value is not None and pipeline.rank == note["rank"] else None
+    return merge_parts(pipeline, own, 0, shape.numel(), dtype, what).view(shape)
+
+
+def _read_grad(states: EngineState, place: ParamLocation) -> Tensor | None:
+    grads = place.group.grads
+    if grads is None or states.comms.pipeline.world_size > 1:
+        return None
+    to_mean, is_used = _mean_gradient(states, place)
+    accumulated = grads.accumulated()
+    if accumulated is None or not is_used:
+        return None
+    full = _assemble(states, place, place.own_part(accumulated), accumulated.dtype, GRAD)
+    return full.to(place.group.params.master.dtype).mul_(to_mean)
+
+
+def _write_grad(states: EngineState, place: ParamLocation, flat: Tensor) -> None:
+    grads = place.group.grads
+    to_mean, _ = (0.0, False) if grads is None else _mean_gradient(states, place)
+    accumulated = None if grads is None else grads.accumulated()
+    if grads is None or accumulated is None:
+        cure = "call engine.backward(loss) first" if grads is not None else "it is frozen"
+        raise ConfigError(f"{place.spec.name} has no gradient to replace; {cure}")
+    _copy_range(place.own_part(accumulated), flat.to(place.group.params.master.dtype) / to_mean, place)
+    grads.mark_used(place.index)
+
+
+def _mean_gradient(states: EngineState, place: ParamLocation) -> tuple[float, bool]:
+    """What turns the accumulated sum into the mean gradient, and whether any rank has used the parameter."""
+    states.driver.finish()
+    grads, data = place.group.grads, states.comms.data
+    is_used = grads is not None and grads.was_used[place.index]
+    flag = torch.tensor([float(is_used)], dtype=torch.float64, device=data.device)
+    _, count, num_used = states.comm_log.sum_with(flag, f"gradient of {place.spec.name}")
+    return states.comm_log.normaliser / ((count or 1.0) * states.loss_scale), num_used > 0
+
+
+def _write_param(place: ParamLocation, flat: Tensor) -> None:
+    params = place.group.params
+    wide = flat.to(params.master.dtype)
+    rounded = wide.to(params.shard.dtype)
+    if params.state is not ParamState.SHARDED:
+        place.group.wait()
+        params.parameters[place.index].copy_(rounded.view(place.spec.shape))
+        params.accept_written(place.index)
+    params.shard.forget()
+    _copy_range(place.own_part(params.shard), rounded, place)
+    if params.master is not params.shard:
+        _copy_range(place.own_part(params.master), wide, place)
+
+
+def _read_optimizer_state(states: EngineState, place: ParamLocation, state: str) -> Tensor | None:
+    kinds = _kinds(states, place)
+    if not kinds and not difflib.get_close_matches(state, (PARAM, MASTER, GRAD), n=1):
+        return None
+    kind = _pick(kinds, place, state)
+    if kind.value is not None:
+        return torch.tensor(kind.value, dtype=kind.torch_dtype)
+    return _assemble(states, place, _own_states(states, place).get(state), kind.torch_dtype, state)
+
+
+def _write_optimizer_state(states: EngineState, place: ParamLocation, value: Tensor, state: str) -> None:
+    """Write this rank's part of a 1-D state, or a 0-d one; make it if it is not there."""
+    piece, slot = _own_piece(states, place), place.slot
+    if piece is None or slot is None:
+        return
+    states.sharded.write_state(piece, state, value[slot.start : slot.stop] if value.dim() else value)
+
+
+def _own_piece(states: EngineState, place: ParamLocation) -> OffloadedChunk | None:
+    pieces = states.sharded.pieces
+    return next((each for each in pieces if each.group is place.group and each.name == place.spec.name), None)
+
+
+def _own_states(states: EngineState, place: ParamLocation) -> Mapping[str, Any]:
+    piece = _own_piece(states, place)
+    return states.sharded.states_of(piece) if piece is not None else {}
+
+
+def _kinds(states: EngineState, place: ParamLocation) -> dict[str, _StateKind]:
+    """The optimizer's states of a parameter; ranks that hold nothing of it learn them from the others."""
+    own: dict[str, tuple[str, float | None]] = {}
+    for key, value in _own_states(states, place).items():
+        if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
+            own[key] = (_dtype_name(torch.as_tensor(value).dtype), float(value))
+        elif is_flat(value) and place.slot and value.numel == place.slot.stop - place.slot.start:
+            own[key] = (_dtype_name(value.dtype), None)
+    if place.is_whole:
+        return {key: _StateKind(*kind) for key, kind in own.items()}
+    texts = exchange_texts(states.comms.shards, json.dumps(own), f"optimizer states of {place.spec.name}")
+    return {key: _StateKind(*kind) for text in texts for key, kind in json.loads(text).items()}
+
+
+def _pick(kinds: Mapping[str, _StateKind], place: ParamLocation, state: str) -> _StateKind:
+    if state in kinds:
+        return kinds[state]
+    there = ", ".join((*_fixed(place), *kinds))
+    later = "" if kinds or place.group.grads is None else ", and the optimizer's after its first step"
+    raise ConfigError(f"{place.spec.name} has no state {state!r}; there are {there}{later}")
+
+
+def _fixed(place: ParamLocation) -> tuple[str, ...]:
+    return (PARAM, MASTER, GRAD) if place.group.grads is not None else (PARAM, MASTER)
+
+
+def _assemble(
+    states: EngineState, place: ParamLocation, part: FlatState | None, dtype: torch.dtype, state: str
+) -> Tensor:
+    """The full tensor, 1-D and on the device, of which each rank of the shard group has a part, or all of it."""
+    spec, shards = place.spec, states.comms.shards
+    own = None if part is None else part.read(0, part.numel).detach()
+    if place.is_whole and own is not None:
+        return own.to(shards.device, copy=True)
+    start = place.slot.start if place.slot is not None else 0
+    return merge_parts(shards, own, start, spec.numel, dtype, f"{state} of {spec.name}")
+
+
+def _receive(
+    states: EngineState,
+    value: Tensor | float | None,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    from_rank: int | None,
+    what: str,
+) -> Tensor:
+    """The value that was given on this rank, or on `from_rank`, with its shape checked."""
+    ranks = states.comms.all
+    given = None if value is None else torch.as_tensor(value).detach()
+    is_giver = from_rank in (None, ranks.rank)
+    is_wrong = is_giver and (given is None or given.shape != shape)
+    found = "nothing" if given is None else str(tuple(given.shape))
+    if from_rank is not None:  # all ranks raise, or none: the others would wait for the value
+        flag = torch.tensor([float(is_wrong)], dtype=torch.float64, device=ranks.device)
+        is_wrong = ranks.max_scalars(flag, f"shape of {what}") > [0.0]
+        found = found if is_giver else "another"
+    if is_wrong:
+        giver = ranks.rank if from_rank is None else from_rank
+        raise ConfigError(f"{what} has shape {tuple(shape)}, but rank {giver} gave {found}; give that shape")
+    if given is not None and from_rank is None:
+        return given.to(ranks.device)
+    part = given.to(ranks.device) if given is not None and is_giver else None
+    return merge_parts(ranks, part, 0, shape.numel(), dtype, what).view(shape)
+
+
+def _copy_range(target: FlatState | None, flat: Tensor, place: ParamLocation) -> None:
+    if target is not None and place.slot is not None:
+        target.write(0, flat[place.slot.start : place.slot.stop])
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _check_rank(states: EngineState, argument: str, rank: int | None) -> None:
+    num_ranks = states.comms.all.world_size
+    if rank is not None and not 0 <= rank < num_ranks:
+        raise ConfigError(f"{argument}={rank} is no rank; there are 0 to {num_ranks - 1}")
+
+
+def merge_parts(comm: Comm, part: Tensor | None, start: int, numel: int, dtype: torch.dtype, name: str) -> Tensor:
+    """A flat tensor of `numel` elements from the ranks' parts, which do not overlap; this rank's begins at `start`.
+
+    The bits are summed as integers, where all but one rank have zeros: exact in every dtype, and one collective.
+    """
+    words = torch.zeros(-(-numel * dtype.itemsize // 8), dtype=torch.int64, device=comm.device)
+    flat = words.view(dtype)[:numel]
+    if part is not None:
+        flat[start : start + part.numel()].copy_(part.reshape(-1))
+    if numel > 0:
+        comm.all_reduce(words, words.dtype, name).wait()
+    return flat
+
+
+def exchange_texts(comm: Comm, text: str, name: str) -> list[str]:
+    """Every rank's text, in rank order."""
+    own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=comm.device)
+    length = torch.tensor([float(own.numel())], dtype=torch.float64, device=comm.device)
+    (longest,) = comm.max_scalars(length, name)
+    table = torch.full((comm.world_size, int(longest)), ord(" "), dtype=torch.uint8, device=comm.device)  # [n, bytes]
+    table[comm.rank, : own.numel()] = own
+    comm.all_gather(table.view(-1), name).wait()
+    return [bytes(row.tolist()).decode() for row in table]
+
+
+def take_over(states: EngineState) -> None:
+    """Make what the first rank has written into whole parameters everybody's, in the masters too. All ranks call it.
+
+    The first rank is rank 0; of a split layer's parts, and of a pipeline's stages, the first that holds them. A master
+    keeps its precision where its parameter is unchanged.
+    """
+    data = states.comms.data
+    for group in states.driver.groups:
+        params = group.params
+        if data.world_size > 1:
+            data.broadcast(params.full, f"written parameters of {group.spec.name}")
+        for place in group.spec.params:
+            written = params.full[place.offset : place.offset + place.numel].view(place.shape)
+            settle(place.split, written, states.comms.tensor, f"written {place.name}")
+        tied = states.comms.tied.get(group.holders)
+        if tied is not None:
+            tied.broadcast(params.full, f"written parameters of {group.spec.name} on stages {group.spec.stages}")
+        own = params.full[params.shard_start : params.shard_stop]
+        for start in range(0, own.numel(), CHUNK_NUMEL) if params.master is not params.shard else ():
+            written = own[start : start + CHUNK_NUMEL]
+            master = params.master.read(start, start + written.numel()).to(own.device)
+            is_changed = written != master.to(own.dtype)
+            params.master.write(start, torch.where(is_changed, written.to(master.dtype), master))
+        if params.is_released_between_uses:
+            params.shard.forget()
+            params.shard.write(0, own)
+        for index in range(len(params.parameters)):
+            params.accept_written(index)

@@ -1,0 +1,90 @@
+"""Whole parameters and the parts of them that ranks of a tensor-parallel group hold.
+
+Everything follows from a parameter's `ParamSplit`: here its rectangles become slices of tensors.
+
+A matrix of 3 rows over 2 ranks, padded to 4:
+
+>>> from shardwise.layout.tp_sharding import FusedPart
+>>> split = ParamSplit((3, 2), degree=2, dim=0, parts=(FusedPart(3, is_padded=True),))
+>>> [cut(split, rank, torch.arange(6).view(3, 2)).tolist() for rank in range(2)]
+[[[0, 1], [2, 3]], [[4, 5], [0, 0]]]
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.collectives import Comm
+from shardwise.layout.slicing import Rect
+from shardwise.layout.tp_sharding import ParamSplit
+
+
+def cut(split: ParamSplit, index: int, whole: Tensor) -> Tensor:
+    """The local tensor of rank `index` of the tensor-parallel group; zero where it is padding."""
+    if split.is_whole:
+        return whole
+    local = whole.new_zeros(split.local_shape)
+    for share in split.shares(index):
+        _view(local, share.target).copy_(_view(whole, share.source))
+    return local
+
+
+def join(split: ParamSplit, local: Tensor, comm: Comm, name: str, *, is_gradient: bool = False) -> Tensor:
+    """The whole tensor on every rank, from the ranks' local ones. All ranks of the group call it.
+
+    Args:
+        split: of the parameter.
+        local: this rank's tensor, or a gradient of it.
+        comm: the tensor-parallel group.
+        name: for counts and messages.
+        is_gradient: what ranks share is summed, where their gradients are parts of one.
+    """
+    shares = split.shares(comm.rank)
+    if comm.world_size == 1 or (split.is_whole and not (is_gradient and split.is_partial)):
+        return local.clone()
+    numel = math.prod(split.global_shape)
+    # Bits are summed as integers, where all but the owner have zeros: exact in every dtype.
+    words = torch.zeros(-(-numel * local.element_size() // 8), dtype=torch.int64, device=local.device)
+    whole = words.view(local.dtype)[:numel].view(split.global_shape)
+    for share in shares:
+        if (is_gradient and share.is_summed) or share.is_owned_by(comm.rank):
+            _view(whole, share.source).copy_(_view(local, share.target))
+    is_summed = is_gradient and any(share.is_summed for share in shares)
+    comm.sum_in_place(whole.view(-1) if is_summed else words, name)
+    return whole if whole.nbytes == words.nbytes else whole.clone()  # with a storage of its own size
+
+
+def settle(split: ParamSplit, local: Tensor, comm: Comm, name: str) -> None:
+    """Let a local tensor that somebody has written be one of a whole, in place: all ranks of the group call it.
+
+    What ranks share becomes what its owner has, and padding zero.
+    """
+    if comm.world_size == 1 or local.numel() == 0:
+        return
+    if split.is_whole:
+        comm.broadcast(local.view(-1), name)
+    elif any(part.num_sharers(split.degree) > 1 for part in split.parts):
+        local.copy_(cut(split, comm.rank, join(split, local, comm, name)))
+    else:
+        held = torch.zeros_like(local)
+        for share in split.shares(comm.rank):
+            _view(held, share.target).copy_(_view(local, share.target))
+        local.copy_(held)
+
+
+def owned_part(split: ParamSplit, index: int, local: Tensor) -> Tensor:
+    """A gradient in which what is the sum of the sharers' stands on the owner alone, and the others have zero."""
+    shares = [share for share in split.shares(index) if share.is_summed and not share.is_owned_by(index)]
+    if not shares:
+        return local
+    owned = local.clone()
+    for share in shares:
+        _view(owned, share.target).zero_()
+    return owned
+
+
+def _view(tensor: Tensor, rect: Rect) -> Tensor:
+    return tensor[rect.slices_in(Rect.whole(tuple(tensor.shape)))]
