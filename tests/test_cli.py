@@ -77,7 +77,7 @@ def test_two_ranks_train_and_leave_everything_behind(settings, capfd):
 
 def start_train(arguments: list[str], **environ: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "shardwise.cli.main", "train", *arguments],
+        [sys.executable, "-m", "shardwise.cli", "train", *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

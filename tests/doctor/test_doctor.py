@@ -174,7 +174,7 @@ def descendants(pid: int) -> list[int]:
 
 def test_ctrl_c_in_the_middle_leaves_no_trace_and_no_process(tmp_path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "shardwise.cli.main", "doctor", "--dir", str(tmp_path)],
+        [sys.executable, "-m", "shardwise.cli", "doctor", "--dir", str(tmp_path)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -280,7 +280,7 @@ def test_sigterm_ends_a_rank_that_waits_for_one_that_never_comes() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "shardwise.cli.main", "train", *train_settings(3)],
+        [sys.executable, "-m", "shardwise.cli", "train", *train_settings(3)],
         env=os.environ | place | {"MASTER_PORT": str(store.port)},
     )
     try:

@@ -484,7 +484,7 @@ def settings(num_steps: int) -> list[str]:
 
 def command_line(*arguments: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "shardwise.cli.main", "train", *arguments],
+        [sys.executable, "-m", "shardwise.cli", "train", *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

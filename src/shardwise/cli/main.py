@@ -47,7 +47,7 @@ examples:
   shardwise train runs/a/config.json                  what a run had, once more
   shardwise train my.toml --dry-run --world-size 512  what each of 512 ranks would hold and send, in seconds
   shardwise train my.toml --resume auto               goes on from the last checkpoint, on however many ranks
-  torchrun --nproc-per-node 8 -m shardwise.cli.main train  joins the ranks there are; so does srun
+  torchrun --nproc-per-node 8 -m shardwise.cli train  joins the ranks there are; so does srun
 """
 
 
@@ -362,7 +362,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _launch_peers(folder: str, device_kind: str, num_ranks: str) -> int:
-    argv = ["-m", "shardwise.cli.main", "doctor", "--be-peer", folder, device_kind]
+    argv = ["-m", "shardwise.cli", "doctor", "--be-peer", folder, device_kind]
     return launch_local(argv, int(num_ranks), Path(folder), grace_s=1.0, failure_grace_s=1.0)
 
 
@@ -425,7 +425,7 @@ def _refuse_unwritable(folder: Path) -> None:
 
 
 def _launch_calibrators(folder: str, device_kind: str, num_ranks: str, disk: str, extent: str) -> int:
-    argv = ["-m", "shardwise.cli.main", "doctor", "--be-calibrator", folder, device_kind, disk, extent]
+    argv = ["-m", "shardwise.cli", "doctor", "--be-calibrator", folder, device_kind, disk, extent]
     return launch_local(argv, int(num_ranks), Path(folder), grace_s=1.0, failure_grace_s=1.0)
 
 
@@ -463,7 +463,3 @@ def _refuse(error: ConfigError) -> int:
 def _toml(value: object) -> str:
     """A value as TOML writes it; for strings, numbers, booleans and lists of these that is how JSON does."""
     return json.dumps(value, ensure_ascii=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -60,7 +60,7 @@ def calibrate(
     folder: Path,
     *,
     quick: bool = False,
-    argv: Sequence[str] = ("-m", "shardwise.cli.main", "doctor", "--launch-calibrators"),
+    argv: Sequence[str] = ("-m", "shardwise.cli", "doctor", "--launch-calibrators"),
 ) -> tuple[Profile, str | None]:
     """Measure on processes of their own; return the profile, and why it is not whole, if it is not.
 

@@ -53,7 +53,7 @@ def measure_collectives(
     environ: Mapping[str, str],
     *,
     timeout_s: float = _TIMEOUT_S,
-    argv: Sequence[str] = ("-m", "shardwise.cli.main", "doctor", "--launch-peers"),
+    argv: Sequence[str] = ("-m", "shardwise.cli", "doctor", "--launch-peers"),
 ) -> tuple[tuple[CollectiveSpeed, ...], str | None]:
     """Measure on processes of their own and return what was measured, and why that is not all, if it is not.
 

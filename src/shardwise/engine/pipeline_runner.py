@@ -8,7 +8,7 @@ data, random numbers, loss.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from shardwise.comm.loss import LossAccumulator, LossSum
 from shardwise.comm.p2p import P2PChannels
 from shardwise.comm.records import CommError
 from shardwise.config.resolve import Config
-from shardwise.engine.steps import RankBatch, run_model
+from shardwise.engine.steps import RankBatch, StepEngine, run_model
 from shardwise.engine.types import StepResult
 from shardwise.layout.layout import Layout
 from shardwise.layout.pipeline_layout import PipelineLayout
@@ -30,9 +30,6 @@ from shardwise.runtime.timeline import Timeline
 from shardwise.schedule.actions import Action, ActionKind
 from shardwise.schedule.registry import recipe_of
 from shardwise.zero.pipeline_adapter import PipelineAdapter
-
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
 
 
 def make_stages(model: nn.Module, layout: Layout, device: torch.device, is_simulated: bool) -> StageForward | None:
@@ -105,7 +102,7 @@ class PipelineRunner:
             "call engine.train_step(batches) or engine.eval_step(batches)"
         )
 
-    def train(self, engine: Engine, batches: Sequence[Any]) -> StepResult:
+    def train(self, engine: StepEngine, batches: Sequence[Any]) -> StepResult:
         """Take a step as the schedule says."""
         self._check_in_step()
         engine._before_model()  # here, since behind the first stage's a rank would wait for what never comes
@@ -123,7 +120,7 @@ class PipelineRunner:
             raise RuntimeError("the schedule has no STEP; add one")
         return step.result
 
-    def evaluate(self, engine: Engine, batches: Sequence[Any], comm_log: LossAccumulator) -> None:
+    def evaluate(self, engine: StepEngine, batches: Sequence[Any], comm_log: LossAccumulator) -> None:
         """Run the forwards as a schedule says."""
         engine._check_usable(params_suffice=True)
         self._check_in_step()
@@ -136,7 +133,7 @@ class PipelineRunner:
         state = _StateActions(row, self._groups, self._layout, engine, self._compute)
         self._perform(engine, row, work, state)
 
-    def forward(self, engine: Engine, batch: Any) -> LossSum | None:
+    def forward(self, engine: StepEngine, batch: Any) -> LossSum | None:
         """Run the forward of one batch through all stages."""
         self.evaluate(engine, [batch], LossAccumulator(engine._comms))
         return None
@@ -162,7 +159,7 @@ class PipelineRunner:
                 "same message; call engine.close() on every rank, or start anew from a checkpoint"
             )
 
-    def _perform(self, engine: Engine, row: Sequence[Action], work: _StepWork, state: _StateActions) -> None:
+    def _perform(self, engine: StepEngine, row: Sequence[Action], work: _StepWork, state: _StateActions) -> None:
         """Carry a row out; where it fails, those that wait for this rank hear why."""
         try:
             execute(row, {**self._compute.handlers(work), **state.handlers()}, self._timeline)
@@ -190,7 +187,7 @@ class _StepWork:
         pipeline: PipelineLayout,
         forward: StageForward,
         groups: PipelineAdapter,
-        engine: Engine,
+        engine: StepEngine,
         batches: Sequence[Any],
         comm_log: LossAccumulator,
     ) -> None:
@@ -253,7 +250,7 @@ class _StateActions:
         row: Sequence[Action],
         groups: PipelineAdapter,
         layout: Layout,
-        engine: Engine,
+        engine: StepEngine,
         compute: StageCompute,
     ) -> None:
         self.result: StepResult | None = None

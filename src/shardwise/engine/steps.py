@@ -5,27 +5,72 @@ An engine has one run for its lifetime. What a step is does not depend on it: fo
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardwise.comm.loss import LossAccumulator, LossSum, read_loss
-from shardwise.context.batch import TokenShard
+from shardwise.comm.backends import CommFactory
+from shardwise.comm.collectives import CommGroups
+from shardwise.comm.consistency import BatchCheck
+from shardwise.comm.loss import LossAccumulator, LossFn, LossSum, read_loss
+from shardwise.comm.watchdog import Watchdog
+from shardwise.context.batch import BatchSharder, TokenShard
+from shardwise.dropout import KeyedDraws
 from shardwise.engine.types import StepResult
-from shardwise.runtime.precision import explain_dtypes, to_device, torch_dtype
+from shardwise.layout.layout import Layout
+from shardwise.runtime.precision import LossScaler, explain_dtypes, to_device, torch_dtype
 from shardwise.runtime.recompute import call_model
 from shardwise.runtime.torch_private import pytree
 from shardwise.tensor.apply import explain_shapes
-
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
-
+from shardwise.zero.optimizer import StepInBackward
+from shardwise.zero.sharding_state import ShardingState
 
 Result = TypeVar("Result")
+
+
+class StepEngine(Protocol):
+    """The part of an engine that its runner works with; `shardwise.engine.engine.Engine` is one."""
+
+    model: nn.Module
+    layout: Layout
+    device: torch.device
+    num_steps: int
+    _ahead: StepInBackward
+    _batches: deque[Any]
+    _check_batch: BatchCheck
+    _comm_factory: CommFactory
+    _comms: CommGroups
+    _draws: KeyedDraws
+    _draws_numbers: bool
+    _driver: ShardingState
+    _is_broken: bool
+    _loss_fn: LossFn | None
+    _losses: LossAccumulator
+    _scaler: LossScaler
+    _sequences: BatchSharder
+    _syncs: bool
+    _watchdog: Watchdog | None
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Run the forward of one batch."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward of one loss."""
+
+    def _before_model(self) -> None: ...
+
+    def _begin_backward(self) -> None: ...
+
+    def _check_usable(self, *, params_suffice: bool = False) -> None: ...
+
+    def _forward(self, batch: Any) -> LossSum | None: ...
+
+    def _step(self) -> StepResult: ...
 
 
 class StepRunner(Protocol):
@@ -34,13 +79,13 @@ class StepRunner(Protocol):
     def check_direct(self, call: str) -> None:
         """Raise where forwards, backwards and steps cannot be called one by one."""
 
-    def forward(self, engine: Engine, batch: Any) -> LossSum | None:
+    def forward(self, engine: StepEngine, batch: Any) -> LossSum | None:
         """Run the forward of one batch; None where another rank has its loss."""
 
-    def train(self, engine: Engine, batches: Sequence[Any]) -> StepResult:
+    def train(self, engine: StepEngine, batches: Sequence[Any]) -> StepResult:
         """Take a step over micro-batches."""
 
-    def evaluate(self, engine: Engine, batches: Sequence[Any], comm_log: LossAccumulator) -> None:
+    def evaluate(self, engine: StepEngine, batches: Sequence[Any], comm_log: LossAccumulator) -> None:
         """Count the losses of batches into `comm_log`, forward only."""
 
     def end_step(self) -> None:
@@ -67,7 +112,7 @@ class RankBatch:
     number: int
 
     @classmethod
-    def of(cls, engine: Engine, batch: Any, first_sample: int, number: int) -> Self:
+    def of(cls, engine: StepEngine, batch: Any, first_sample: int, number: int) -> Self:
         """Take a batch, which must be the same on ranks that compute it together."""
         engine._check_batch(batch, is_first_step=engine.num_steps == 0)
         has_more = engine._loss_fn is not None and isinstance(batch, list | tuple)
@@ -76,14 +121,14 @@ class RankBatch:
         sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0]
         return cls(replace(share, inputs=inputs), sizes[0] if sizes else 0, first_sample, number)
 
-    def loss(self, engine: Engine, output: Any) -> LossSum:
+    def loss(self, engine: StepEngine, output: Any) -> LossSum:
         """What the model's output says of this share."""
         share = self.share
         cp = engine.layout.mesh.cp
         return read_loss(output, share.batch, engine._loss_fn, cp, share.loss_weight, share.num_targets)
 
 
-def run_model(engine: Engine, taken: RankBatch, read: Callable[[Any], Result]) -> Result:
+def run_model(engine: StepEngine, taken: RankBatch, read: Callable[[Any], Result]) -> Result:
     """What `read` makes of the model's output, while the parameters that it reads are there."""
     driver = engine._driver
     driver.is_serving = True
@@ -101,7 +146,7 @@ def run_model(engine: Engine, taken: RankBatch, read: Callable[[Any], Result]) -
             driver.reshard_all()  # what the loss has read
 
 
-def _numbers_for(engine: Engine, taken: RankBatch) -> AbstractContextManager[None]:
+def _numbers_for(engine: StepEngine, taken: RankBatch) -> AbstractContextManager[None]:
     """Inside, a forward in training mode draws the numbers of its samples, whichever rank computes them."""
     if not (engine._draws_numbers and engine.model.training and taken.num_samples):
         return nullcontext()
@@ -120,14 +165,14 @@ class SequentialRunner:
     def check_direct(self, call: str) -> None:
         """They can."""
 
-    def forward(self, engine: Engine, batch: Any) -> LossSum:
+    def forward(self, engine: StepEngine, batch: Any) -> LossSum:
         """Run the forward."""
         engine._check_usable(params_suffice=not torch.is_grad_enabled())
         taken = RankBatch.of(engine, batch, self._num_samples, self._num_forwards)
         self._num_forwards, self._num_samples = taken.number + 1, taken.first_sample + taken.num_samples
         return run_model(engine, taken, lambda output: taken.loss(engine, output))
 
-    def train(self, engine: Engine, batches: Sequence[Any]) -> StepResult:
+    def train(self, engine: StepEngine, batches: Sequence[Any]) -> StepResult:
         """Take a step; the last backward may step what is final behind it."""
         for index, batch in enumerate(batches, 1):
             loss = engine(batch)
@@ -136,7 +181,7 @@ class SequentialRunner:
         # Not `step`: an error of a save, raised there, would leave the gradients of these batches to the next step.
         return engine._step()
 
-    def evaluate(self, engine: Engine, batches: Sequence[Any], comm_log: LossAccumulator) -> None:
+    def evaluate(self, engine: StepEngine, batches: Sequence[Any], comm_log: LossAccumulator) -> None:
         """Run the forwards."""
         for batch in batches:
             total = engine._forward(batch)

@@ -5,7 +5,7 @@ stop (SIGTERM), waits, and in the end kills. Rank 0's stdout is the launcher's; 
 that dies takes the others with it, and so does one that stays stopped (SIGSTOP); the launcher says which one it was and
 why. The launcher holds the store through which the ranks meet, so that no rank can freeze it.
 
-    exit_code = launch_local(["-m", "shardwise.cli.main", "train"], 2, Path("runs/1"))
+    exit_code = launch_local(["-m", "shardwise.cli", "train"], 2, Path("runs/1"))
 """
 
 from __future__ import annotations

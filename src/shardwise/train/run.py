@@ -99,7 +99,7 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
     folder = create_folder(resolved, time.localtime())
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     _say(console, f"run folder {folder}, starting {ranks}")
-    argv = ["-m", "shardwise.cli.main", "train", "--prepared", str(folder), str(data.path)]
+    argv = ["-m", "shardwise.cli", "train", "--prepared", str(folder), str(data.path)]
     exit_code = launch_local(
         argv if resume is None else [*argv, "--resume", str(resume)],
         num_ranks,

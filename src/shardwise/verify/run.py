@@ -28,7 +28,7 @@ from shardwise.verify.job import VerifyJob, small_layout
 from shardwise.verify.model import build_whole, loss_of, make_batch
 from shardwise.verify.rank import JOB_NAME, TRACE_NAME
 
-RANK_ARGV: Final = ("-m", "shardwise.cli.main", "verify", "--be-rank")
+RANK_ARGV: Final = ("-m", "shardwise.cli", "verify", "--be-rank")
 _STOPPED: Final = tuple(128 + signum for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 _NOT_PIPELINE: Final = tuple(axis for axis in AXES if axis not in PIPELINE_AXES)
 

@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shardwise.layout.param_groups import ROOT
 from shardwise.runtime.module_hooks import DeferredTensor, deferred, read_with
+from shardwise.runtime.timeline import Timeline
 from shardwise.schedule.actions import ActionKind
 from shardwise.zero.param_group import ParamGroup
 
-if TYPE_CHECKING:
-    from shardwise.zero.sharding_state import ShardingState
+
+class UnitObserver(Protocol):
+    """What a unit tells of itself; `shardwise.zero.sharding_state.ShardingState` listens."""
+
+    timeline: Timeline
+    is_serving: bool
+    num_in_backward: int
+
+    def enter_forward(self, unit: Unit) -> None: ...
+
+    def on_forward(self) -> None: ...
+
+    def on_forward_end(self, unit: Unit, backward_follows: bool | None) -> None: ...
+
+    def enter_backward(self, unit: Unit) -> None: ...
+
+    def on_backward(self, unit: Unit) -> None: ...
+
+    def on_inputs_done(self, unit: Unit) -> None: ...
+
+    def on_backward_end(self, unit: Unit) -> None: ...
+
+    def keep_until_backward(self, group: ParamGroup) -> None: ...
 
 
 class Unit:
@@ -25,7 +47,7 @@ class Unit:
         driver: of the engine; it sets `groups`, those of the trainable and of the frozen parameters.
     """
 
-    def __init__(self, name: str, driver: ShardingState) -> None:
+    def __init__(self, name: str, driver: UnitObserver) -> None:
         self.name = name
         self.groups: tuple[ParamGroup, ...] = ()
         self.stage: int | None = None  # of a pipeline, which computes now; None for all that the module belongs to
