@@ -39,7 +39,7 @@ def make(mode: str) -> tuple[Comm, Watchdog | None]:
     shape = MeshShape.from_config(config.mesh)
     network = ProcessGroupFactory(Mesh(shape, 60.0), CPU, open_store())
     comms = connect(network, shape, config, CPU, Streams(CPU), BufferPool(CPU))
-    return comms.shards, watch(network.store, comms.data.books, Timeline(network.rank), config.run)
+    return comms.shards, watch(network.store, comms.data.comm_log, Timeline(network.rank), config.run)
 
 
 def measure(rank: int, world_size: int, port: int) -> None:

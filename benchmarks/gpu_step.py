@@ -133,8 +133,8 @@ def ours(stage: int) -> Callable[..., tuple[Step, Callable[[], None]]]:
 class SilentNetwork(SimulatedFactory):
     """A simulated network whose tensors are real."""
 
-    def links(self, axes: tuple[str, ...], use: str) -> SimulatedBackend:
-        links = super().links(axes, use)
+    def backend(self, axes: tuple[str, ...], use: str) -> SimulatedBackend:
+        links = super().backend(axes, use)
         links.moves_nothing = False
         return links
 

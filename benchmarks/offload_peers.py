@@ -216,7 +216,7 @@ class TierDisk:
         start_s = time.perf_counter()
         for start in range(0, self._numel, CHUNK_NUMEL):
             stop = min(start + CHUNK_NUMEL, self._numel)
-            self._tiers.sweep.submit(StepChunk(parts, start, stop, lambda tensors: None, Event(None)))
+            self._tiers.step_pipeline.submit(StepChunk(parts, start, stop, lambda tensors: None, Event(None)))
         self._tiers.settle()
         for rest in self._states.values():
             if isinstance(rest, NvmeStorage):

@@ -129,8 +129,8 @@ def count(rank: int, world_size: int) -> tuple[dict[tuple[str, str], tuple[int, 
     comm.all_gather(full, "second").wait()
     comm.reduce_scatter(full, torch.zeros(4), accumulate=False, name="third").wait()
     comm.sum_scalars(torch.ones(1, dtype=torch.float64), "fourth", known=[True, 2.0])
-    return {key: (each.num_calls, each.wire_bytes) for key, each in comm.books.counts.items()}, [
-        str(call) for call in comm.books.recent
+    return {key: (each.num_calls, each.wire_bytes) for key, each in comm.comm_log.counts.items()}, [
+        str(call) for call in comm.comm_log.recent
     ]
 
 

@@ -75,7 +75,7 @@ def exchange_twice_beside_a_gather(rank: int, world_size: int) -> tuple[bool, bo
         second.wait()
         gathered.wait()
         first.wait()
-    counted = sum(each.wire_bytes for each in comm.books.counts.values())
+    counted = sum(each.wire_bytes for each in comm.comm_log.counts.values())
     found = [is_there(receives, rank, salt) for salt, (_, receives) in zip((1, 2), both, strict=True)]
     return found[0], found[1], full.tolist(), counted, float(ring_equivalent_bytes(wire.calls))
 
@@ -97,8 +97,8 @@ def exchange_once(rank: int, world_size: int) -> tuple[int, int, str]:
     comm.exchange(sends, receives, "some").wait()
     comm.exchange({}, {}, "nothing").wait()
     assert all(bool(each.all()) for tensors in receives.values() for each in tensors)
-    count = comm.books.counts["cp", "exchange"]
-    return count.num_calls, count.wire_bytes, str(comm.books.recent[0].note())
+    count = comm.comm_log.counts["cp", "exchange"]
+    return count.num_calls, count.wire_bytes, str(comm.comm_log.recent[0].note())
 
 
 def test_each_rank_counts_what_it_sends(ranks: WorkerPool) -> None:
@@ -113,7 +113,7 @@ def exchange_checked(rank: int, world_size: int, names: Sequence[str]) -> str:
     comm = make_comm()
     store = open_store()
     assert store is not None
-    comm.books.check = CallCheck(store, rank, 20.0)
+    comm.comm_log.check = CallCheck(store, rank, 20.0)
     try:
         for name in names[rank].split():
             sends, receives = messages(rank, world_size, 1)
@@ -190,13 +190,13 @@ def test_simulated_ranks_send_nothing_but_it_is_counted(backend: Any) -> None:
     received = torch.full((2,), 7.0)
     comm.exchange({3: [torch.ones(4)]}, {0: [received]}, "keys").wait()
     assert received.tolist() == [7.0, 7.0]
-    assert comm.books.counts["cp", "exchange"].wire_bytes == 16
+    assert comm.comm_log.counts["cp", "exchange"].wire_bytes == 16
 
 
 def test_one_rank_exchanges_nothing() -> None:
     comm = make_comm(links=SimulatedBackend(0, 1, "gloo"))
     comm.exchange({}, {}, "keys").wait()
-    assert not comm.books.counts
+    assert not comm.comm_log.counts
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_what_is_no_exchange_is_refused(sends: dict[int, list[Tensor]], text: st
     comm = make_comm(links=SimulatedBackend(1, 2, "gloo"))
     with pytest.raises(ValueError, match=text):
         comm.exchange(sends, {}, "keys")
-    assert not comm.books.counts
+    assert not comm.comm_log.counts
 
 
 def context_of(rank: int, world_size: int, cp: int) -> tuple[tuple[int, ...], bool, list[float]]:

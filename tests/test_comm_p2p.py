@@ -167,4 +167,4 @@ def test_a_bound_device_is_refused_where_messages_would_deadlock(monkeypatch: py
         "shardwise.comm.collectives.dist.group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id="cuda:1"))
     )
     with pytest.raises(ConfigError, match=r"device_id=cuda:1 of the process group .* without device_id"):
-        ProcessGroupFactory(mesh, CPU).links(("pp",), "down")  # type: ignore[arg-type]
+        ProcessGroupFactory(mesh, CPU).backend(("pp",), "down")  # type: ignore[arg-type]

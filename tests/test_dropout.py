@@ -148,9 +148,9 @@ class TestLayouts:
 
     def test_chunks_have_no_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = mask(4, 300, 64)
-        monkeypatch.setattr("shardwise.dropout.bits._CHUNK_ELEMENTS", 64 * 7)
+        monkeypatch.setattr("shardwise.dropout.hash_rng._CHUNK_ELEMENTS", 64 * 7)
         assert torch.equal(mask(4, 300, 64), expected)
-        monkeypatch.setattr("shardwise.dropout.bits._CHUNK_ELEMENTS", 1)
+        monkeypatch.setattr("shardwise.dropout.hash_rng._CHUNK_ELEMENTS", 1)
         assert torch.equal(mask(4, 300, 64), expected)
 
     def test_numbers_stay_what_they_were(self) -> None:

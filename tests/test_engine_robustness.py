@@ -191,7 +191,7 @@ def drop(rank: int, world_size: int, stage: int) -> tuple[bool, bool]:
     model = build(Adapted)
     engine = make(model, stage)
     engine.train_step([inputs(0, rank)])
-    references = weakref.ref(engine), weakref.ref(engine._driver.groups[0].params.full.untyped_storage())
+    references = weakref.ref(engine), weakref.ref(engine._sharding.groups[0].params.full.untyped_storage())
     del engine, model
     gc.collect()
     return references[0]() is None, references[1]() is None
@@ -201,7 +201,7 @@ def test_close_restores_forward_and_frees_the_buffers() -> None:
     model = build(Adapted)
     forward = model.blocks[0].forward
     engine = make(model, recompute={"mode": "full"})
-    full = engine._driver.groups[0].params.full
+    full = engine._sharding.groups[0].params.full
     engine.close()
     assert model.blocks[0].forward == forward
     assert full.untyped_storage().nbytes() == 0
@@ -328,7 +328,7 @@ def clip_by_hand(rank: int, world_size: int, stage: int) -> list[int]:
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("shardwise").addHandler(handler)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
-    engine = make(model, stage, loss_fn=lambda output, _: output.square().mean())
+    engine = make(model, stage, loss_fn=lambda output, _: (output.square().sum(), output.numel()))
     x, nums = torch.ones(2, 4, dtype=torch.float64), []
     try:
         model.zero_grad()

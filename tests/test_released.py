@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shardwise.runtime.param_guard import released_type, wear
+from shardwise.runtime.param_guard import released_type, set_parameter_class
 from shardwise.runtime.torch_private import set_unsharded_storage
 
 
@@ -29,12 +29,12 @@ def released(on_use: Callable[[nn.Parameter], None] = refuse_use) -> Iterator[nn
     """A parameter [2, 3] in a class that guards it, its storage freed; the process dies if the guard fails."""
     parameter = nn.Parameter(torch.arange(6.0).view(2, 3))
     set_unsharded_storage(parameter.untyped_storage(), 0)
-    wear(parameter, released_type(on_use))
+    set_parameter_class(parameter, released_type(on_use))
     yield parameter
 
 
 def restore(parameter: nn.Parameter) -> None:
-    wear(parameter, nn.Parameter)
+    set_parameter_class(parameter, nn.Parameter)
     set_unsharded_storage(parameter.untyped_storage(), 24)
     parameter.data.copy_(torch.arange(6.0).view(2, 3))
 
@@ -150,7 +150,7 @@ def test_a_use_goes_on_once_the_data_is_present() -> None:
 
 def test_every_released_argument_is_made_present() -> None:
     with released(restore) as first, released(restore) as second:
-        wear(second, type(first))
+        set_parameter_class(second, type(first))
         assert torch.stack([first, second]).sum().item() == 30
 
 
@@ -158,14 +158,14 @@ def is_guarded(use: Callable[[nn.Parameter], Any]) -> bool:
     """Whether the guard is called; the data is present, since these would kill the process."""
     used: list[nn.Parameter] = []
     parameter = nn.Parameter(torch.ones(2, 3))
-    wear(parameter, released_type(used.append))
+    set_parameter_class(parameter, released_type(used.append))
     use(parameter)
     return len(used) == 1
 
 
 def test_parameters_of_two_engines_in_one_operation_are_both_guarded() -> None:
     other = nn.Parameter(torch.ones(2, 3))
-    wear(other, released_type(lambda parameter: None))
+    set_parameter_class(other, released_type(lambda parameter: None))
     assert is_guarded(lambda parameter: other * parameter)
 
 

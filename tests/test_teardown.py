@@ -117,8 +117,8 @@ def close(
         engine.train_step(batches)
         with contextlib.suppress(Exception):
             FAILURES[failure](engine, batches)
-        full = [weakref.ref(group.params.full.untyped_storage()) for group in engine._driver.groups]
-        driver = weakref.ref(engine._driver)
+        full = [weakref.ref(group.params.full.untyped_storage()) for group in engine._sharding.groups]
+        driver = weakref.ref(engine._sharding)
         engine.close()
         engine.close()
         gc.collect()

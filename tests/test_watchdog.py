@@ -160,7 +160,7 @@ def skip_a_block(rank: int, world_size: int, check: bool) -> str:
     engine = make(model, check_collectives=check)
     engine.train_step([batch()])
     model.skipped = 2 if rank == 1 else None
-    fail_after(engine.comm.books, SHORT_S)
+    fail_after(engine.comm.comm_log, SHORT_S)
     store = open_store()
     assert store is not None
     with answers_may_be_late():
@@ -200,7 +200,7 @@ def come_late(rank: int, world_size: int) -> str:
     shards = make_comms().shards
     if rank == 1:
         return ""
-    fail_after(shards.books, 1.0)
+    fail_after(shards.comm_log, 1.0)
     return error_of(lambda: shards.all_gather(torch.zeros(4), "blocks.0"))
 
 
@@ -269,11 +269,11 @@ def hang(rank: int, world_size: int, times_out: bool) -> tuple[str, list[str]]:
         def pause() -> None:
             stay_away(store)
             time.sleep(0.0 if times_out else SILENT_S / 2)  # in which it could be reported again
-            fail_after(engine.comm.books, 0.1 if times_out else TIMEOUT_S)
+            fail_after(engine.comm.comm_log, 0.1 if times_out else TIMEOUT_S)
 
         model.blocks[2].pause = pause
         return error_of(lambda: engine.train_step([batch()])), records.messages
-    fail_after(engine.comm.books, SHORT_S if times_out else TIMEOUT_S)
+    fail_after(engine.comm.comm_log, SHORT_S if times_out else TIMEOUT_S)
     with answers_may_be_late():
         message = error_of(lambda: engine.train_step([batch()]))
     store.set("told", "")

@@ -21,11 +21,11 @@ from planner_eval.cases import Case, KnownStates
 from planner_eval.rows import tidied
 from planner_eval.traits import is_after_h100
 from shardwise.planner.candidates import RECOMPUTES
-from shardwise.planner.estimate import Pricer
-from shardwise.planner.estimators import estimate_model_states
 from shardwise.planner.hardware import GIB
 from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.model_states import estimate_model_states
 from shardwise.planner.pipeline_time import PipelineTimes
+from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import Convention, Estimate, RankMemory
 from shardwise.planner.step_time import TimeModel
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shardwise.layout.layout import Layout, build_layout
     from shardwise.models.layer_list import LayerList, LayerSpec
     from shardwise.pipeline.profile_units import measure_units
-    from shardwise.planner.estimators import estimate_model_states
+    from shardwise.planner.model_states import estimate_model_states
     from shardwise.planner.plan import Plan, plan
     from shardwise.runtime.param_guard import ReleasedParameterError
     from shardwise.tensor.autoplan.propose import propose_plan

@@ -16,7 +16,7 @@ from harness.attention import keep_mask, reference_attention
 from shardwise.attention import BlockLayout, block_sparse_attention
 from shardwise.attention.api import drawn
 from shardwise.dropout import KeyedDraws, ShardRegion, drops_by_function, key_dropouts
-from shardwise.dropout.bits import Samples, grid_of, keyed_hashes, keyed_mask
+from shardwise.dropout.hash_rng import Samples, grid_of, keyed_hashes, keyed_mask
 
 P = 0.3
 DENSE = BlockLayout.from_blocks(torch.ones(2, 2), 16, num_tokens=30)

@@ -152,7 +152,7 @@ def planned_bytes(case: dict[str, Any], rank: int, num_ranks: int, element_bytes
 
 
 def booked_bytes(comm: Comm) -> int:
-    return sum(count.wire_bytes for count in comm.books.counts.values())
+    return sum(count.wire_bytes for count in comm.comm_log.counts.values())
 
 
 def move(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -301,7 +301,7 @@ def change(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[dict
             return attention(q * 2, k * 1, v, layout, split) * 3  # noqa: B023
 
         def run(forward: Any) -> tuple[list[Tensor], int, int]:
-            comm.books.counts.clear()  # noqa: B023
+            comm.comm_log.counts.clear()  # noqa: B023
             out = forward(*inputs)  # noqa: B023
             there = booked_bytes(comm)  # noqa: B023
             grads = torch.autograd.grad(out, inputs, given.grad_out[:, :, own])  # noqa: B023
@@ -364,7 +364,7 @@ def test_what_does_not_fit_is_said_before_anything_moves() -> None:
     ulysses, (q, k, v), layout, split = attention_and_inputs("ulysses", 8, num_heads=4)
     with pytest.raises(ConfigError, match=r"mesh.cp=8 does not divide 4 query heads; nearest legal: 4; or set"):
         ulysses(q, k, v, layout, split)
-    assert attention._comm.books.num_calls == ulysses._comm.books.num_calls == 0
+    assert attention._comm.comm_log.num_calls == ulysses._comm.comm_log.num_calls == 0
 
 
 def test_graphs_keep_their_plans_but_do_not_outlive_their_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from harness.echo import EchoNetwork
 from harness.models import make_batches
 from harness.tensor import make_case
 from harness.training import make_config
-from shardwise.dropout.bits import Samples, ShardRegion, grid_of, keyed_mask
+from shardwise.dropout.hash_rng import Samples, ShardRegion, grid_of, keyed_mask
 from shardwise.engine.engine import Engine
 from shardwise.runtime.memory_tracker import MemoryTracker
 from shardwise.tensor.cross_entropy import TokenLossTerms, VocabSplit, cross_entropy, cross_entropy_sum

@@ -1,6 +1,6 @@
 """A device whose side streams are late: what is enqueued there happens when somebody waits for it, and no sooner.
 
-The engine runs on the CPU as it is; its compute stream is the program's own order. Copies inside `Streams.lane` queue
+The engine runs on the CPU as it is; its compute stream is the order of the program. Copies inside `Streams.side_stream`
 up until an event behind them is waited for, by the compute stream, by the host, or by another stream that runs. What is
 read too early is then not there, what is written too early is what a late copy sees, and what is freed too early is
 missed. So that neither goes unseen by luck, memory is spoilt when it is handed out and when it is given back.
@@ -143,7 +143,7 @@ class LateDevice:
 
         with ExitStack() as stack:
             for owner, name, replacement in (
-                (Streams, "lane", self._worker),
+                (Streams, "side_stream", self._side_stream),
                 (Event, "record", classmethod(lambda cls, device: cls(self.current.record_event()))),
                 (Tensor, "copy_", self._late_copy()),
                 (BufferPool, "_current_stream", lambda pool: self.current if _is_of_device(pool) else None),
@@ -157,7 +157,7 @@ class LateDevice:
             self.finish()
 
     @property
-    def _worker(self) -> Callable[..., Any]:
+    def _side_stream(self) -> Callable[..., Any]:
         @contextmanager
         def lane(streams: Streams, name: LaneName | None, after: Event | None = None) -> Iterator[None]:
             before = self.current

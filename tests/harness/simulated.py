@@ -41,12 +41,12 @@ def measure_steps(engine: Engine, steps: Sequence[Sequence[Any]]) -> Measured:
 
     engine._step = watched_step  # type: ignore[method-assign]
     for batches in steps[1:]:
-        engine.comm.books.recent = deque()
+        engine.comm.comm_log.recent = deque()
         engine.memory.reset_peak()
         with engine.memory.meter():
             engine.train_step(batches)
         peaks.append(engine.memory.snapshot())
-        calls = calls or tuple(engine.comm.books.recent)
+        calls = calls or tuple(engine.comm.comm_log.recent)
     actions = tuple(str(timed.action) for timed in engine.timeline)
     engine.close()
     lowest = min(peaks, key=lambda snapshot: snapshot.peak_bytes)

@@ -187,7 +187,7 @@ def make_comm(pool: BufferPool | None = None) -> Comm:
     device = torch.device("cpu")
     links = ProcessGroupBackend(dist.group.WORLD, device)  # type: ignore[arg-type]
     comm = Comm(links, "tp", device, 20.0, Streams(device), pool or BufferPool(device))
-    comm.books.recent = type(comm.books.recent)()  # without a bound
+    comm.comm_log.recent = type(comm.comm_log.recent)()  # without a bound
     return comm
 
 
@@ -202,9 +202,9 @@ class Split:
     def calls(self) -> dict[str, int]:
         """How many collectives of each kind since the last time."""
         found: dict[str, int] = {}
-        for call in self.comm.books.recent:
+        for call in self.comm.comm_log.recent:
             found[call.op] = found.get(call.op, 0) + 1
-        self.comm.books.recent.clear()
+        self.comm.comm_log.recent.clear()
         return found
 
 

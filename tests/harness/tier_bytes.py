@@ -103,7 +103,7 @@ class Crossings:
 
         self._patch.setattr(os, "preadv", preadv)
         self._patch.setattr(os, "pwritev", pwritev)
-        lane = self._engine.tiers.lane
+        lane = self._engine.tiers.worker
         lane.submit(self._lane_mode.__enter__).wait()
         self._stack.callback(lambda: lane.submit(lambda: self._lane_mode.__exit__(None, None, None)).wait())
         self._stack.enter_context(_Watch(self, is_of_host=False))
@@ -156,7 +156,7 @@ class _Watch(TorchDispatchMode):
 
 def settle(engine: Engine) -> None:
     """Return once nothing is under way between tiers, the files' writes included."""
-    engine._driver.settle()
+    engine._sharding.settle()
     engine.tiers.settle()
     for rest in rests_of(engine):
         if rest.tier == "nvme":
@@ -179,7 +179,7 @@ def swap_bytes(engine: Engine) -> int:
 
 def rests_of(engine: Engine) -> Iterator[Any]:
     """Where the states of every group rest, the optimizer's only where that is off the device."""
-    for group in engine._driver.groups:
+    for group in engine._sharding.groups:
         yield group.params.shard
         yield group.params.master
         if group.grads is not None and group.grads.is_away:

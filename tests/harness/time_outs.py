@@ -25,13 +25,13 @@ def fail_after(books: CommLog, timeout_s: float) -> None:
     if books.check is not None:
         books.check._timeout_s = timeout_s
     for each in gc.get_objects():
-        if type(each) in (Comm, P2PChannel) and each.books is books:
+        if type(each) in (Comm, P2PChannel) and each.comm_log is books:
             each._timeout = timedelta(seconds=timeout_s)
 
 
 def give_up_after(engine: Engine, timeout_s: float) -> None:
     """From now on the engine's collectives, messages, saves and loads wait only so long for other ranks."""
-    fail_after(engine.comm.books, timeout_s)
+    fail_after(engine.comm.comm_log, timeout_s)
     engine._saver._timeout_s = timeout_s
     object.__setattr__(engine.config.run, "timeout_s", timeout_s)
 

@@ -74,9 +74,9 @@ def train_case(
 
 def own_gradients(engine: Engine) -> dict[str, Tensor]:
     """This rank's slices of the summed gradients, in tensors of the parameters' shapes that are zero elsewhere."""
-    engine._driver.finish()
+    engine._sharding.finish()
     found: dict[str, Tensor] = {}
-    for group in engine._driver.groups:
+    for group in engine._sharding.groups:
         gradient = None if group.grads is None else group.grads.gradient()
         if gradient is None:
             continue

@@ -106,7 +106,7 @@ def go_another_way(rank: int, world_size: int, alter: Callable[[Engine], None], 
     if rank == 1:  # which waits on while the other's time is over
         alter(engine)
     else:
-        fail_after(engine.comm.books, SHORT_S)
+        fail_after(engine.comm.comm_log, SHORT_S)
     with answers_may_be_late():
         (told / f"{rank}.part").write_text(error_of_a_step(engine))
     (told / f"{rank}.part").rename(told / str(rank))

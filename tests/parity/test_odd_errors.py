@@ -287,7 +287,7 @@ class SkippedByRank(Stack):
 
 def differ(rank: int, world_size: int, kind: type[nn.Module], stage: int) -> list[float] | str:
     engine = sgd_engine(stage, kind=kind, run={"device": "cpu", "timeout_s": TIMEOUT_S})
-    fail_after(engine.comm.books, 5.0 if stage == 3 else TIMEOUT_S)
+    fail_after(engine.comm.comm_log, 5.0 if stage == 3 else TIMEOUT_S)
     try:
         return [engine.train_step([batch_of(step, rank)]).loss for step in range(3)]
     except Exception as error:

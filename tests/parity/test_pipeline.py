@@ -58,7 +58,7 @@ def evaluate_odd_length(rank: int, world_size: int) -> str:
     settings = {"mesh": {"pp": 2, "tp": 2}, "tensor": {"sequence_parallel": True}, "run": {"timeout_s": 60.0}}
     engine = initialize(case.build(torch.float64), make_config(1, settings), loss_fn=case.loss)
     tokens = torch.ones(1, 7, dtype=torch.int64)
-    fail_after(engine.comm.books, 5.0)
+    fail_after(engine.comm.comm_log, 5.0)
     try:
         engine.eval_step([(tokens, tokens)])
     except (ConfigError, CommError) as error:

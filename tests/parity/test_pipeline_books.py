@@ -136,10 +136,10 @@ def measure(rank: int, world_size: int, model: str, sections: Sections) -> Measu
     sent: Counter[tuple[str, str, str]] = Counter()
     with make_engine(rank, {"precision": {"param": "bf16"}, **sections}, model) as engine:
         engine.train_step([batch] * NUM_MICRO_BATCHES)
-        own_step, own_add, books = engine._step, engine.comm.books.add, engine.comm.books
+        own_step, own_add, books = engine._step, engine.comm.comm_log.add, engine.comm.comm_log
 
         def step() -> Any:
-            engine._driver.finish()
+            engine._sharding.finish()
             live = engine.memory.snapshot().live_bytes
             scalars = [value for state in engine.optimizer.state.values() for value in state.values()]
             at_rest["param"], at_rest["grad"] = live[Category.PARAMETERS], live[Category.GRADIENTS]

@@ -20,8 +20,8 @@ from shardwise import ConfigError, Engine, init, initialize
 from shardwise import backward as backward_common
 from shardwise.models.generate import generate
 from shardwise.runtime.float64 import float64_throughout
-from shardwise.tensor.plans import find_plan
-from shardwise.zero.tp_params import cut
+from shardwise.tensor.hf_plans import find_plan
+from shardwise.zero.tp_params import shard_param
 
 pytest.importorskip("transformers")
 
@@ -496,7 +496,7 @@ def strays(engine: Engine) -> list[str]:
         local = {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
     for place in (place for group in engine.layout.groups for place in group.params):
         whole = engine.read(place.name)
-        if not torch.equal(cut(place.split, tp_index, whole), local[place.name]):
+        if not torch.equal(shard_param(place.split, tp_index, whole), local[place.name]):
             found.append(place.name)
         if not torch.equal(engine.read(place.name, "master").to(whole.dtype), whole):
             found.append(f"master of {place.name}")
@@ -544,7 +544,7 @@ def test_ranks_stay_alike_when_they_write_unlike(ranks: WorkerPool, layout: str)
 def overflow_on_one_rank(rank: int, world_size: int) -> list[tuple[bool, float]]:
     found = []
     with make_engine("decoder", "tp4", precision={"param": "fp16"}) as engine:
-        grads = next(group.grads for group in engine._driver.groups if group.grads is not None)
+        grads = next(group.grads for group in engine._sharding.groups if group.grads is not None)
         own = grads.gradient
         for step in range(3):
             grads.gradient = own if rank != 3 or step != 1 else lambda: with_overflow(own())

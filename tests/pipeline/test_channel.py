@@ -27,7 +27,7 @@ from shardwise.layout.mesh_shape import MeshShape
 from shardwise.pipeline.boundary import (
     Boundary,
     BoundaryChannel,
-    BoundaryChannelLike,
+    BoundaryTransport,
     SameRankChannel,
     leaves_with_gradient,
 )
@@ -362,7 +362,7 @@ def test_unknown_type_is_named(ranks: WorkerPool) -> None:
 
 
 def test_local_channel_hands_over_detached_values() -> None:
-    channel: BoundaryChannelLike = SameRankChannel()
+    channel: BoundaryTransport = SameRankChannel()
     values = random_values(3, 20)
     letters = [channel.post_receive() for _ in values]
     for value in values:

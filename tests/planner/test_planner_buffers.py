@@ -9,9 +9,9 @@ import torch
 
 from harness.engine_memory import job_of
 from shardwise.models import DecoderConfig
+from shardwise.planner.buffer_memory import BufferTable, GatheredUnits, sums_of, tied_bytes
 from shardwise.planner.compact_layout import CompactLayout, RankLayerCounts
 from shardwise.planner.job import Strategy
-from shardwise.planner.pool_walk import BufferTable, GatheredUnits, sums_of, tied_bytes
 from shardwise.runtime.buffer_pool import BufferPool
 
 SHAPE = DecoderConfig(

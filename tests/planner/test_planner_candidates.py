@@ -16,7 +16,7 @@ from shardwise.planner.candidates import (
     SearchSpace,
     divisors,
     outlines,
-    rests,
+    placements,
     strategy_at,
 )
 from shardwise.planner.compact_layout import CompactLayout
@@ -135,7 +135,7 @@ def test_every_way_to_rest_that_is_another_layout_is_tried_once(pp: int, cp: int
         kind_of(folded, outline, PlacementCandidate(stage, dp_shard, gather, *["device"] * 4), space.base)
         for stage, dp_shard, gather in product(range(4), (1, 2, 4), ("batch", "micro-batch"))
     }
-    found = [kind_of(folded, outline, rest, space.base) for rest in rests(job, space, outline)]
+    found = [kind_of(folded, outline, rest, space.base) for rest in placements(job, space, outline)]
     assert set(found) == every
     assert len(found) == len(every)
 

@@ -26,7 +26,7 @@ def known(row: dict[str, Any]) -> tuple[Strategy, FrameworkTraits]:
     case = read_case(row)
     assert case.job is not None
     assert case.strategy is not None
-    return case.strategy, case.job.practice
+    return case.strategy, case.job.traits
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from planner_eval.prices import (
     predict_row,
     settled,
 )
-from shardwise.planner.estimate import Pricer
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.pipeline_time import PipelineTimes
+from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate
 from shardwise.planner.step_time import TimeModel
 

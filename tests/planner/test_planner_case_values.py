@@ -68,7 +68,7 @@ def test_a_run_of_interleaved_stages_in_fp16() -> None:
         "schedule": "interleaved", "virtual_stages": 2, "stage_layers": (3, 4, 4, 4, 4, 4, 4, 3), "recompute": "full",
         "param": "fp16",
     }  # fmt: skip
-    assert told(job.practice) == OTHERS | {
+    assert told(job.traits) == OTHERS | {
         "attention": "fused-softmax", "logits_bytes": 10.0, "is_compiled": True, "overlaps_data": False,
         "defers_gathers": False, "has_dropout": True, "frees_outputs": True,
     }  # fmt: skip
@@ -86,7 +86,7 @@ def test_a_run_of_compiled_blocks_in_fp8_with_replicas_of_a_node() -> None:
     assert told(strategy) == {
         "dp_replicate": 4, "dp_shard": 8, "zero_stage": 3, "micro_size": 2, "recompute": "selective", "matmul": "fp8",
     }  # fmt: skip
-    assert told(job.practice) == OTHERS | {
+    assert told(job.traits) == OTHERS | {
         "logits_bytes": 12.0, "cached_logits_share": 2 / 12, "is_compiled": True, "is_graphed": True,
         "has_tuned_attention": True, "selective": "half", "fuses_gate": True, "widens_grads": False,
         "unsharded_grad_bytes": 2.0,
@@ -109,7 +109,7 @@ def test_a_run_of_sharded_parameters_on_disks() -> None:
         "recompute": "full", "params_tier": "nvme", "grads_tier": "host", "optimizer_tier": "nvme",
         "activations_tier": "host", "param": "fp16", "accumulate": "param",
     }  # fmt: skip
-    assert told(job.practice) == OTHERS | {
+    assert told(job.traits) == OTHERS | {
         "attention": "fused-softmax", "logits_bytes": 12.0, "cached_logits_share": 2 / 12, "defers_gathers": False,
         "moves_tensors": True, "has_dropout": True, "overlaps_data": False,
     }  # fmt: skip
@@ -135,7 +135,7 @@ def test_a_run_of_experts_in_two_pipelines() -> None:
         "pp": 4, "ep": 16, "dp_shard": 16, "zero_stage": 1, "num_micro_batches": 32, "schedule": "zb-v",
         "virtual_stages": 2, "stage_layers": (4, 4, 4, 3, 3, 3, 3, 3), "accumulate": "param", "matmul": "fp8",
     }  # fmt: skip
-    assert told(job.practice) == OTHERS | {
+    assert told(job.traits) == OTHERS | {
         "logits_bytes": 10.0, "is_compiled": True, "fuses_gate": True, "widens_grads": False,
     }  # fmt: skip
 
@@ -154,7 +154,7 @@ def test_a_run_of_long_sequences_in_chunks_with_adapters() -> None:
         "sequence_parallel": True, "transport": "ulysses", "chunk_tokens": 16384, "activations_tier": "host",
         "recompute": "full", "recompute_every": 4, "accumulate": "param",
     }  # fmt: skip
-    assert told(job.practice) == OTHERS | {
+    assert told(job.traits) == OTHERS | {
         "logits_bytes": 10.0, "optimizer_shards": 2, "unsharded_grad_bytes": 4.0, "defers_gathers": False,
         "reduces_once": True,
         "saves_norm_in_fp32": True, "trains_all": False, "has_first_flash": True,
@@ -173,7 +173,7 @@ def test_a_run_in_fp8_on_one_domain_of_links() -> None:
         "tp": 4, "dp_shard": 18, "zero_stage": 1, "num_micro_batches": 2, "sequence_parallel": True,
         "accumulate": "param", "matmul": "fp8",
     }  # fmt: skip
-    assert told(job.practice) == OTHERS | {
+    assert told(job.traits) == OTHERS | {
         "logits_bytes": 10.0, "is_compiled": True, "overlaps_tensor": True, "has_tuned_attention": True,
         "fuses_gate": True, "widens_grads": False, "params_share": 0.5, "saves_norm_in_fp32": True,
     }  # fmt: skip

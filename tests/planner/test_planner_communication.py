@@ -28,7 +28,7 @@ MODEL = CommTimeModel(JOB)
 
 
 def with_practice(**facts: bool | int) -> CommTimeModel:
-    return CommTimeModel(replace(JOB, practice=FrameworkTraits(**facts)))  # type: ignore[arg-type]
+    return CommTimeModel(replace(JOB, traits=FrameworkTraits(**facts)))  # type: ignore[arg-type]
 
 
 def test_one_rank_exchanges_nothing() -> None:

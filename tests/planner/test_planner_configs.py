@@ -152,9 +152,9 @@ def test_practice_and_shape_are_those_of_the_config() -> None:
     )
     cluster = job(1, 1).cluster
     found, usual = job_of(changed, cluster), job_of(Config(), cluster)
-    assert (found.practice.is_compiled, usual.practice.is_compiled) == (True, False)
-    assert (found.practice.overlaps_data, usual.practice.overlaps_data) == (False, True)
-    assert (found.practice.overlaps_tensor, usual.practice.overlaps_tensor) == (True, False)
+    assert (found.traits.is_compiled, usual.traits.is_compiled) == (True, False)
+    assert (found.traits.overlaps_data, usual.traits.overlaps_data) == (False, True)
+    assert (found.traits.overlaps_tensor, usual.traits.overlaps_tensor) == (True, False)
     assert (found.optimizer, found.seq_len) == ("lion", 2048)
     assert found.shape.window == 3 * 64  # of five blocks in a row around a query its own and two before it
     assert usual.shape.window is None

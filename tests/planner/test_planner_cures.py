@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from shardwise.models.presets import preset
-from shardwise.planner.candidates import SearchSpace, outlines, rests
-from shardwise.planner.estimate import Pricer
+from shardwise.planner.candidates import SearchSpace, outlines, placements
 from shardwise.planner.explain import lacks, why_yours
 from shardwise.planner.hardware import Cluster, Host, find_gpu, parse_cluster
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.memory_limit import missing_on_node, shortfall
+from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate
 from shardwise.planner.search import search
 from shardwise.planner.shape import ModelShape
@@ -122,7 +122,7 @@ def test_one_rank_has_one_stage_for_each_way_to_rest(away: str) -> None:
     job = job_of("llama-7b", DESKTOP)
     space = SearchSpace(offloads=True)
     outline = next(each for each in outlines(job, space) if each.recompute == "full")
-    found = [(each.tiers, each.gather) for each in rests(job, space, outline) if getattr(each, away) == "host"]
+    found = [(each.tiers, each.gather) for each in placements(job, space, outline) if getattr(each, away) == "host"]
     assert found
     assert len(set(found)) == len(found)
 

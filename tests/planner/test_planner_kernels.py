@@ -57,7 +57,7 @@ def model(
     )
     cluster = Cluster(gpu=GPU, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=1e9, profile=profile)
     return ComputeTimeModel(
-        PlanJob(shape=shape, seq_len=TOKENS, global_batch=8, cluster=cluster, practice=FrameworkTraits(**facts))
+        PlanJob(shape=shape, seq_len=TOKENS, global_batch=8, cluster=cluster, traits=FrameworkTraits(**facts))
     )
 
 
@@ -196,7 +196,7 @@ def test_the_optimizer_moves_its_states_and_what_is_narrower_besides() -> None:
 def unmeasured(shape: ModelShape = SHAPE, gpu: GpuSpec = GPU, **facts: Any) -> ComputeTimeModel:
     cluster = Cluster(gpu=gpu, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=1e9)
     return ComputeTimeModel(
-        PlanJob(shape=shape, seq_len=128, global_batch=8, cluster=cluster, practice=FrameworkTraits(**facts))
+        PlanJob(shape=shape, seq_len=128, global_batch=8, cluster=cluster, traits=FrameworkTraits(**facts))
     )
 
 

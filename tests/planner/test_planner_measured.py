@@ -14,8 +14,8 @@ from shardwise.planner.calibration import Surface
 from shardwise.planner.comm_time import CommTimeModel
 from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.machine import cluster_of
 from shardwise.planner.profile import Profile
+from shardwise.planner.profiled_cluster import cluster_of
 from shardwise.planner.shape import Experts, ModelShape
 
 
@@ -71,7 +71,7 @@ def test_measured_products_and_attention_of_their_own_dtype_count():
 
 def test_what_is_compiled_is_not_corrected_by_what_was_not():
     plain = job(*SHAPES[0], 128)
-    compiled = replace(plain, practice=replace(plain.practice, is_compiled=True))
+    compiled = replace(plain, traits=replace(plain.traits, is_compiled=True))
     kernels = replace(compiled, cluster=cluster_of(replace(PROFILE, blocks=(), heads=())))
     strategy = Strategy(param="fp32")
     assert ComputeTimeModel(compiled).block(strategy) == ComputeTimeModel(kernels).block(strategy)

@@ -93,7 +93,7 @@ def test_scores_that_are_kept_grow_with_the_square_of_the_sequence(param: Any) -
 
 
 def of_practice(practice: FrameworkTraits, strategy: Strategy, name: str = "h100") -> RankMemory:
-    return MemoryModel(replace(job(name), practice=practice)).estimate(strategy).ranks[0]
+    return MemoryModel(replace(job(name), traits=practice)).estimate(strategy).ranks[0]
 
 
 @pytest.mark.parametrize("param", ["bf16", "fp32"])

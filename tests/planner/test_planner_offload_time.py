@@ -79,7 +79,7 @@ def test_disks_read_and_write_by_turns() -> None:
 
 
 def test_stepping_in_the_backward_hides_all_but_the_last_group() -> None:
-    inside = OffloadTimeModel(replace(JOB, practice=FrameworkTraits(steps_in_backward=True)))
+    inside = OffloadTimeModel(replace(JOB, traits=FrameworkTraits(steps_in_backward=True)))
     waits, hides = (model.times(AWAY).exposed_s(10.0, 20.0) for model in (MODEL, inside))
     assert hides < waits / 3
     assert inside.times(AWAY).exposed_s(0.0, 0.0) == pytest.approx(MODEL.times(AWAY).exposed_s(0.0, 0.0))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from harness.profiles import PROFILE as MEASURED
 from shardwise.config.resolve import ConfigError
 from shardwise.planner.hardware import find_gpu
-from shardwise.planner.machine import cluster_of
 from shardwise.planner.profile import CollectiveTime, MatmulTime, Profile, find_profile, profile_path, write_profile
+from shardwise.planner.profiled_cluster import cluster_of
 
 PROFILE = replace(
     MEASURED,

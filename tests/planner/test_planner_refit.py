@@ -10,7 +10,6 @@ import pytest
 from shardwise.cli import main as cli
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.planner.configs import job_of, strategy_of
-from shardwise.planner.machine import cluster_of
 from shardwise.planner.profile import (
     AttentionTime,
     BlockTime,
@@ -21,6 +20,7 @@ from shardwise.planner.profile import (
     find_profile,
     write_profile,
 )
+from shardwise.planner.profiled_cluster import cluster_of
 from shardwise.planner.recalibrate import PREDICTION_NAME, StoredRun, by_part, read_runs, refit
 from shardwise.planner.recalibrate import _scaled as scaled
 from shardwise.planner.step_time import TimeModel

@@ -20,17 +20,17 @@ from shardwise.planner.candidates import (
     SearchSpace,
     is_legal,
     outlines,
-    rests,
+    placements,
     strategy_at,
 )
 from shardwise.planner.configs import KEYS, config_of, strategy_of
-from shardwise.planner.estimate import Pricer
 from shardwise.planner.hardware import Cluster, find_gpu
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.memory_limit import shortfall
 from shardwise.planner.neighbours import neighbours
 from shardwise.planner.pipeline_time import PipelineTimes, StageTimes
+from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate
 from shardwise.planner.search import Limits, bubble_share, pareto, pipeline_of, search
 from shardwise.planner.search import _holds_more as holds_more
@@ -146,7 +146,7 @@ def fake_pricer(job: PlanJob, seed: int) -> FakePricer:
 def brute_force(job: PlanJob, pricer: FakePricer, space: SearchSpace, margin_share: float) -> Estimate | None:
     found = []
     for outline in outlines(job, space):
-        for rest in rests(job, space, outline):
+        for rest in placements(job, space, outline):
             strategy = strategy_at(outline, rest, space.base)
             memory = pricer.memory.estimate(strategy)
             if shortfall(memory, job.cluster, margin_share) is None:
@@ -201,7 +201,7 @@ def test_fewer_prices_than_strategies_find_it_too() -> None:
     job = job_of(8, 48, 2.0)
     pricer = fake_pricer(job, 7)
     plan = search(job, limits=Limits(num_best=1, max_prices=10**6), pricer=pricer)
-    num_strategies = sum(len(rests(job, SearchSpace(), outline)) for outline in outlines(job, SearchSpace()))
+    num_strategies = sum(len(placements(job, SearchSpace(), outline)) for outline in outlines(job, SearchSpace()))
     assert plan.num_priced < num_strategies / 5
 
 
@@ -283,7 +283,7 @@ def test_all_that_is_written_can_be_trained(num_gpus: int) -> None:
     every = list(outlines(job, space))
     assert len(every) == len(set(every))
     for outline in drawn.sample(every, min(len(every), 25)):
-        options = rests(job, space, outline)
+        options = placements(job, space, outline)
         assert len(options) == len(set(options))
         strategy = strategy_at(outline, drawn.choice(options), space.base)
         assert strategy.num_ranks == num_gpus
@@ -301,7 +301,7 @@ def test_no_outline_takes_less_than_its_bound(hidden_size: int) -> None:
     model, space, drawn = TimeModel(job), SearchSpace(offloads=False), random.Random(hidden_size)
     for outline in drawn.sample(list(outlines(job, space)), 60):
         rest = drawn.choice(
-            rests(job, space, outline) or [PlacementCandidate(0, outline.num_data_ranks, "batch", *["device"] * 4)]
+            placements(job, space, outline) or [PlacementCandidate(0, outline.num_data_ranks, "batch", *["device"] * 4)]
         )
         least_s = model.busy_s(strategy_at(outline, rest._replace(zero_stage=3), space.base))
         strategy = strategy_at(outline, rest, space.base)
@@ -481,7 +481,7 @@ def test_what_a_strategy_is_known_to_hold_is_no_more_than_it_holds() -> None:
     space, memory, drawn = SearchSpace(offloads=True), MemoryModel(job), random.Random(0)
     run = Run(job, space, Limits(), Pricer(job))
     for outline in drawn.sample(list(outlines(job, space)), 80):
-        for rest in drawn.sample(rests(job, space, outline), min(3, len(rests(job, space, outline)))):
+        for rest in drawn.sample(placements(job, space, outline), min(3, len(placements(job, space, outline)))):
             states = run._param_bytes(outline, rest) * run._params_of_rank(outline)
             kept = run._least_activation_bytes(outline) if rest.activations_tier == "device" else 0.0
             held = memory.estimate(strategy_at(outline, rest, space.base))

@@ -90,7 +90,7 @@ def test_a_faster_device_is_no_slower(field: str) -> None:
 
 def test_scores_that_are_written_out_cost_time() -> None:
     times = [
-        ComputeTimeModel(replace(JOB, practice=FrameworkTraits(attention=kernel))).block(PLAIN).total_s  # type: ignore[arg-type]
+        ComputeTimeModel(replace(JOB, traits=FrameworkTraits(attention=kernel))).block(PLAIN).total_s  # type: ignore[arg-type]
         for kernel in ("flash", "fused-softmax", "unfused")
     ]
     assert times == sorted(times)
@@ -98,7 +98,7 @@ def test_scores_that_are_written_out_cost_time() -> None:
 
 
 def test_frozen_weights_have_no_gradients() -> None:
-    frozen = ComputeTimeModel(replace(JOB, practice=FrameworkTraits(trains_all=False))).block(PLAIN)
+    frozen = ComputeTimeModel(replace(JOB, traits=FrameworkTraits(trains_all=False))).block(PLAIN)
     trained = ComputeTimeModel(JOB).block(PLAIN)
     assert frozen.backward_weight_s == 0.0 < trained.backward_weight_s
     assert frozen.forward_s == trained.forward_s
@@ -141,7 +141,7 @@ def test_rows_begin_where_vectors_do() -> None:
 
 def test_the_first_flash_attention_is_about_half_as_fast() -> None:
     first, second = (
-        ComputeTimeModel(replace(JOB, practice=FrameworkTraits(has_first_flash=is_first))).attention(PLAIN)
+        ComputeTimeModel(replace(JOB, traits=FrameworkTraits(has_first_flash=is_first))).attention(PLAIN)
         for is_first in (True, False)
     )
     assert 0.45 < second.total_s / first.total_s < 0.55
@@ -150,7 +150,7 @@ def test_the_first_flash_attention_is_about_half_as_fast() -> None:
 def test_attention_that_knows_nothing_of_hopper_gains_nothing_from_its_matrix_products() -> None:
     long = replace(JOB, seq_len=32768)
     plain, tuned = (
-        ComputeTimeModel(replace(long, practice=FrameworkTraits(has_tuned_attention=is_tuned))).attention(PLAIN)
+        ComputeTimeModel(replace(long, traits=FrameworkTraits(has_tuned_attention=is_tuned))).attention(PLAIN)
         for is_tuned in (False, True)
     )
     assert plain.forward_s > 1.3 * tuned.forward_s
@@ -161,7 +161,7 @@ def test_attention_that_knows_nothing_of_hopper_gains_nothing_from_its_matrix_pr
 def test_adding_up_a_gradient_costs_more_where_it_is_a_kernel_of_its_own() -> None:
     several = replace(PLAIN, micro_size=1, num_micro_batches=4)
     eager, fused = (
-        ComputeTimeModel(replace(JOB, practice=FrameworkTraits(is_compiled=is_fused))).block(several).backward_weight_s
+        ComputeTimeModel(replace(JOB, traits=FrameworkTraits(is_compiled=is_fused))).block(several).backward_weight_s
         for is_fused in (False, True)
     )
     assert eager > 1.05 * fused

@@ -14,12 +14,12 @@ from shardwise import simulate
 from shardwise.config.resolve import Config
 from shardwise.models import Decoder, DecoderConfig, lm_loss
 from shardwise.models.presets import preset
-from shardwise.planner.candidates import SearchSpace, outlines, rests, strategy_at
+from shardwise.planner.candidates import SearchSpace, outlines, placements, strategy_at
 from shardwise.planner.configs import ALWAYS_WRITTEN, config_of, strategy_of, to_toml
-from shardwise.planner.estimate import Pricer
 from shardwise.planner.hardware import Cluster, GpuSpec, find_gpu
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory_limit import shortfall
+from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import Estimate
 from shardwise.planner.search import Limits, search
 from shardwise.planner.shape import ModelShape
@@ -160,7 +160,7 @@ def test_nothing_beats_the_winner_by_real_prices(job: PlanJob, pins: dict[str, t
     every = [
         strategy_at(outline, rest, space.base)
         for outline in outlines(job, space)
-        for rest in rests(job, space, outline)
+        for rest in placements(job, space, outline)
     ]
     fitting = [
         each for each in every if shortfall(pricer.memory.estimate(each), job.cluster, limits.margin_share) is None

@@ -119,7 +119,7 @@ def count_calls(rank: int, world_size: int) -> int:
         patch.setattr(module, "_num_tokens", lambda num_rows, device: 4)
         rows, vocab = local_rows(weight, VocabSplit(8, comm)), VocabSplit(8, comm)
         cross_entropy_sum(hidden.requires_grad_(), rows, None, targets, vocab).backward()
-    return comm.books.num_calls
+    return comm.comm_log.num_calls
 
 
 def test_one_collective_a_chunk_and_none_in_backward(ranks: WorkerPool) -> None:

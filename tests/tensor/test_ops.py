@@ -133,7 +133,7 @@ def use_twice(rank: int, world_size: int) -> list[str]:
     whole = ops.gather_sequence(x_local, "t")
     first, second = (ops.column(whole, torch.randn(3, 4, requires_grad=True), None) for _ in range(2))
     (first * second).sum().backward()
-    return [call.op for call in ops.comm.books.recent]
+    return [call.op for call in ops.comm.comm_log.recent]
 
 
 def test_siblings_gather_once(ranks: WorkerPool) -> None:
@@ -183,7 +183,7 @@ def test_fake_tensors_are_counted_where_links_are_simulated(chunks: int) -> None
             ops.gather(x, -1, "t").shape,
         ]
     assert shapes == [(2, 2, 16), (2, 8, 16), (2, 32, 16), (2, 2, 16), (2, 8, 64)]
-    counts = {op: count.num_calls for (_, op), count in ops.comm.books.counts.items()}
+    counts = {op: count.num_calls for (_, op), count in ops.comm.comm_log.counts.items()}
     assert counts == {"reduce_scatter": chunks, "all_reduce": chunks, "all_gather": 2}
 
 
@@ -194,9 +194,9 @@ class ListedLanes(Streams):
         super().__init__(torch.device("cpu"))
         self.asked: list[str | None] = []
 
-    def lane(self, name: LaneName | None) -> AbstractContextManager[None]:
+    def side_stream(self, name: LaneName | None) -> AbstractContextManager[None]:
         self.asked.append(name)
-        return super().lane(name)
+        return super().side_stream(name)
 
 
 def test_what_is_waited_for_at_once_stays_on_the_current_stream() -> None:
@@ -211,7 +211,7 @@ def test_what_is_waited_for_at_once_stays_on_the_current_stream() -> None:
         y = y + ops.row(ops.enter(x, "t"), weight, None, False, "t")[:, :4]
         y.sum().backward()
     assert [name for name in lanes.asked if name is not None] == ["tensor"]
-    assert len(lanes.asked) == len(comm.books.recent) == 7
+    assert len(lanes.asked) == len(comm.comm_log.recent) == 7
 
 
 def names() -> set[str]:

@@ -21,7 +21,7 @@ from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, SharedInput,
 from shardwise.layout.tp_sharding import FusedPart
 from shardwise.models.decoder import Decoder, DecoderConfig, lm_loss
 from shardwise.runtime.float64 import float64_throughout
-from shardwise.tensor.plans import find_plan
+from shardwise.tensor.hf_plans import find_plan
 
 SIZES: Final[Mapping[str, Any]] = MappingProxyType(
     {

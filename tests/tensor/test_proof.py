@@ -16,8 +16,8 @@ from harness.unknown_models import CASES
 from harness.zoo_cells import case_of
 from shardwise import Config, ConfigError, initialize, propose_plan
 from shardwise.layout.tensor_plan import SharedInput
-from shardwise.tensor.plan_proof import NotProvedError, refute
 from shardwise.tensor.prove_plan import check_provable, check_small_copy, prove_plan, proved_layout
+from shardwise.tensor.thread_proof import NotProvedError, refute
 
 CROSSED: Final = next(case for case in CASES if case.name == "crossed")
 # The norm works on whole tensors, outside of all regions: the sum of its gradients counts it once a rank.

@@ -93,7 +93,7 @@ def measure(rank: int, world_size: int, num_layers: int, overrides: dict[str, An
         live.mark([tokens])
         engine = initialize(Decoder(shape(num_layers)), config, loss_fn=loss_of)
         engine.train_step([(tokens, tokens)])
-        engine.comm.books.recent = deque()
+        engine.comm.comm_log.recent = deque()
         with WireBytes() as wire:
             engine.backward(engine((tokens, tokens)))
             at_rest_bytes = settled_bytes(live) - tokens.nbytes
@@ -101,7 +101,7 @@ def measure(rank: int, world_size: int, num_layers: int, overrides: dict[str, An
             states = [value for state in engine.optimizer.state.values() for value in state.values()]
             scalar_bytes = storage_bytes(value for value in states if value.dim() == 0) + LOSS_SUM_BYTES
             engine.step()
-        calls, shard = tuple(engine.comm.books.recent), engine._comms.shards.rank
+        calls, shard = tuple(engine.comm.comm_log.recent), engine._comms.shards.rank
         engine.close()
     return Measured(engine.layout, shard, at_rest_bytes, ledger_bytes, scalar_bytes, calls, tuple(wire.calls))
 
@@ -158,10 +158,10 @@ def count(rank: int, world_size: int, is_sequence: bool) -> dict[tuple[str, str,
         config = make_config(1, overrides_of(world_size, is_sequence, mode, precision))
         with initialize(Decoder(shape(num_layers)), config, loss_fn=loss_of) as engine:
             engine.train_step([(tokens, tokens)])
-            engine.comm.books.recent = deque()
+            engine.comm.comm_log.recent = deque()
             with WireBytes() as wire:
                 engine.train_step([(tokens, tokens)])
-            found[mode, precision, num_layers] = Counted(tuple(engine.comm.books.recent), tuple(wire.calls))
+            found[mode, precision, num_layers] = Counted(tuple(engine.comm.comm_log.recent), tuple(wire.calls))
     return found
 
 

@@ -325,7 +325,7 @@ def train_odd(rank: int, world_size: int) -> tuple[Tensor, dict[str, Tensor], li
     cut(model, splits, rank)
     y = model(make_ids() % 11)
     (y * torch.arange(8)).square().sum().backward()
-    reduced = [call.name for call in comm.books.recent if call.op == "all_reduce"]
+    reduced = [call.name for call in comm.comm_log.recent if call.op == "all_reduce"]
     return y.detach(), gradients(model), reduced
 
 

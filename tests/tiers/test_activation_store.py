@@ -510,7 +510,7 @@ def test_memory_stays_until_late_copies_are_over(num_asks: int | None, end: str)
     """As on a GPU, where copies run beside the blocks; a graph may also be dropped while copies are under way."""
     rig = Rig()
     copies = LateCopies(rig.host, num_asks)
-    rig.store._streams = SimpleNamespace(device=torch.device("cpu"), lane=copies.lane)  # type: ignore[assignment]
+    rig.store._streams = SimpleNamespace(device=torch.device("cpu"), side_stream=copies.lane)  # type: ignore[assignment]
     expected = late_blocks(Plain(), "walked")
     with mock.patch("shardwise.offload.activations.Event", LateEvents(copies)):
         found = [late_blocks(rig, end) for _ in range(3)][-1]
@@ -527,7 +527,7 @@ def test_memory_stays_until_late_copies_are_over(num_asks: int | None, end: str)
 def test_an_input_written_while_it_leaves_is_refused() -> None:
     rig = Rig()
     copies = LateCopies(rig.host, None)
-    rig.store._streams = SimpleNamespace(device=torch.device("cpu"), lane=copies.lane)  # type: ignore[assignment]
+    rig.store._streams = SimpleNamespace(device=torch.device("cpu"), side_stream=copies.lane)  # type: ignore[assignment]
     held = make_x() * 1
     with mock.patch("shardwise.offload.activations.Event", LateEvents(copies)):
         y = rig.call(torch.sin, held)

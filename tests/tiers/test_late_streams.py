@@ -59,7 +59,7 @@ def train(overrides: dict[str, dict[str, Any]]) -> tuple[list[tuple[float, float
             if index == 1:
                 for number, batch in enumerate(step[0], 1):
                     if number == accumulation:
-                        engine.tiers.lane.submit(partial(time.sleep, 0.1))
+                        engine.tiers.worker.submit(partial(time.sleep, 0.1))
                     engine.backward(engine(batch))
                 engine.zero_grad()
             result = engine.train_step(step[0])
@@ -144,7 +144,7 @@ def test_the_norm_is_there_before_the_gradients_are_where_they_rest(tmp_path: Pa
     tiers = {"grads": grads, "optimizer": "host", "nvme_path": str(tmp_path) if grads == "nvme" else None}
     gate = threading.Event()
     with mock.patch("shardwise.offload.storage.MOST_STAGED", 100), make_engine({"tiers": tiers}) as engine:
-        engine.tiers.lane.submit(gate.wait)
+        engine.tiers.worker.submit(gate.wait)
         engine.backward(engine(step[0][0]))
         with ThreadPoolExecutor(1) as pool:
             squares = pool.submit(engine._sharded.square_sums)

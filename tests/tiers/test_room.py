@@ -130,7 +130,7 @@ def test_a_host_that_is_behind_keeps_nothing_of_the_device(tmp_path: Path, where
     model = Transformer(tied=True, hidden_size=64, num_blocks=1)
     with initialize(model, config, loss_fn=lambda output, batch: output.square().mean()) as trained:
         trained.backward(trained(tokens))
-        trained.tiers.lane.submit(goes_on.wait)
+        trained.tiers.worker.submit(goes_on.wait)
         try:
             trained.backward(trained(tokens))
             assert trained.memory.snapshot().live_bytes[Category.BUCKETS] == 0

@@ -141,7 +141,7 @@ def test_a_failure_of_the_last_step_is_raised_by_close(tmp_path: Path) -> None:
     engine.tiers.settle()
     with failing("preadv", 0, "EIO"):
         go_on(engine, 0, 1, 2)
-        engine.tiers.lane.submit(lambda: None).end()
+        engine.tiers.worker.submit(lambda: None).end()
     with pytest.raises(HostWorkError, match=r"exp_avg|master"):
         engine.close()
     assert list(tmp_path.iterdir()) == []

@@ -52,7 +52,7 @@ def measure(
         batch_bytes = live.live_bytes()
         engine = initialize(model, make_config(num_micro_batches, overrides), loss_fn=case.loss)
         engine.train_step(batches[0][rank])
-        engine.comm.books.counts.clear()
+        engine.comm.comm_log.counts.clear()
         with WireBytes() as wire:
             for batch in batches[1][rank]:
                 engine.backward(engine(batch))
@@ -60,7 +60,7 @@ def measure(
             ledger_bytes = sum(engine.memory.snapshot().live_bytes.values())
             scalar_bytes = storage_bytes(_scalars(engine))
             engine.step()
-    counts = engine.comm.books.counts
+    counts = engine.comm.comm_log.counts
     counted_wire_bytes = sum(count.wire_bytes for count in counts.values())
     wire_bytes = ring_equivalent_bytes(wire.calls)
     engine.close()

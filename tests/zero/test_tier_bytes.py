@@ -101,7 +101,7 @@ def _device_bytes(live: LiveBytes, hosts: list[torch.Tensor], pages: HostPages) 
 
 def _scalar_bytes(engine: Engine, live: LiveBytes) -> int:
     """The loss's sum and count, squared norms, and the optimizer's counts of steps."""
-    found = [group.grads._square for group in engine._driver.groups if group.grads is not None]
+    found = [group.grads._square for group in engine._sharding.groups if group.grads is not None]
     seen = {id(each) for each in live.live_storages()}
     squares = [each for each in found if each is not None and id(each.untyped_storage()) in seen]
     sums = engine._books._sums

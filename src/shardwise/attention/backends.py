@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from shardwise.attention.block_layout import BlockLayout
-from shardwise.dropout.bits import keep_threshold
+from shardwise.dropout.hash_rng import keep_threshold
 
 
 @dataclass(frozen=True, eq=False)
 class Draw:
-    """The bits of one dropout, as hashes of indices (`shardwise.dropout.bits`): no mask exists.
+    """The bits of one dropout, as hashes of indices (`shardwise.dropout.hash_rng`): no mask exists.
 
     With x = factor[query row] * column[key] + offset[query row], in int32 that wraps, a probability is kept where
     x * (2 * x + 1) < threshold, and then scaled by 1 / (1 - p).

@@ -42,7 +42,7 @@ from shardwise.attention.api import block_sparse_attention
 from shardwise.attention.block_layout import BlockLayout, keep_last, require_structure
 from shardwise.config.resolve import ConfigError
 from shardwise.dropout.functions import DropoutSite, KeyedFunctions, keyed_attention
-from shardwise.runtime.class_swap import become, set_attribute
+from shardwise.runtime.class_swap import set_attribute, subclass_module
 from shardwise.runtime.torch_private import constant_in_graphs, is_fake, unseen_by_op_modes, version, view_base
 
 Otherwise = Literal["raise", "dense"]
@@ -92,7 +92,7 @@ def sparse_sdpa_module(
         if (is_torchs and not any(each.children())) or isinstance(each, nn.ModuleList | nn.ModuleDict):
             continue  # it calls no attention
         undo.append(set_attribute(each, _MODE, mode))
-        undo.append(become(each, _PatchedModule))
+        undo.append(subclass_module(each, _PatchedModule))
 
     def put_back() -> None:
         while undo:

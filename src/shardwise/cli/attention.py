@@ -146,7 +146,7 @@ def _layout(config: Config, seq_len: int, num_heads: int | None, *, causal: bool
 
 def _figures_of_ranks(config: Config, layout: BlockLayout, num_heads: int) -> list[str]:
     """What ranks of the `cp` axis share and send, in the config's model with so many query heads."""
-    from shardwise.cli.attention_cp import figures_of_ranks
+    from shardwise.cli.context_figures import figures_of_ranks
     from shardwise.context.traffic import AttentionSizes
     from shardwise.models import decoder_config
     from shardwise.runtime.precision import torch_dtype

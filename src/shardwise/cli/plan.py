@@ -23,8 +23,8 @@ from shardwise.config.resolve import Config, ConfigError, is_config
 from shardwise.report.console import Terminal
 
 if TYPE_CHECKING:
-    from shardwise.planner.estimate import Pricer
     from shardwise.planner.hardware import Cluster
+    from shardwise.planner.pricer import Pricer
     from shardwise.planner.results import Estimate
     from shardwise.planner.search import SearchResult
     from shardwise.verify.dry_run import Choice
@@ -257,9 +257,9 @@ def _here(environ: Mapping[str, str], num_procs: int | None) -> Cluster:
 
 def _search(arguments: argparse.Namespace, cluster: Cluster, model: str, assignments: Sequence[str]) -> int:
     with Console(stderr=True).status("starting torch") as status:
-        from shardwise.planner.estimate import Pricer
         from shardwise.planner.explain import reasons_of
         from shardwise.planner.plan_view import plan_dict, plan_view
+        from shardwise.planner.pricer import Pricer
         from shardwise.planner.request import ask, read_model
         from shardwise.planner.search import Limits, search
         from shardwise.train.imported_plan import named_batch
@@ -359,9 +359,9 @@ def _start_words(path: Path, cluster: Cluster, *, is_here: bool) -> str:
 
 def _explain(arguments: argparse.Namespace, cluster: Cluster, model: str | None, assignments: Sequence[str]) -> int:
     with Console(stderr=True).status("starting torch"):
-        from shardwise.planner.estimate import Pricer
         from shardwise.planner.memory_limit import shortfall
         from shardwise.planner.plan_view import explain_view, job_dict, price_dict
+        from shardwise.planner.pricer import Pricer
         from shardwise.planner.suggestions import cures
         from shardwise.train.imported_plan import read_explained
 

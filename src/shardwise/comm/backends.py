@@ -96,7 +96,7 @@ class CommFactory(Protocol):
     def backend(self, axes: tuple[str, ...], use: str) -> CommBackend:
         """Links to the ranks that differ from this one along `axes` only; another use never shares a communicator."""
 
-    def links_among(self, axes: tuple[str, ...], indices: tuple[int, ...]) -> CommBackend | None:
+    def backend_among(self, axes: tuple[str, ...], indices: tuple[int, ...]) -> CommBackend | None:
         """Links among some of those ranks, by their indices there; None where this rank is none of them."""
 
     def close(self) -> None:
@@ -366,7 +366,7 @@ class SimulatedFactory:
         """Links along `axes`, whatever their use."""
         return SimulatedBackend(self._mesh.index_along(axes, self.rank), self._mesh.size_along(axes), self._backend)
 
-    def links_among(self, axes: tuple[str, ...], indices: tuple[int, ...]) -> SimulatedBackend | None:
+    def backend_among(self, axes: tuple[str, ...], indices: tuple[int, ...]) -> SimulatedBackend | None:
         """Links among some of the ranks along `axes`."""
         index = self._mesh.index_along(axes, self.rank)
         return SimulatedBackend(indices.index(index), len(indices), self._backend) if index in indices else None

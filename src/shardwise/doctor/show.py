@@ -21,8 +21,8 @@ from shardwise.doctor.checks import Finding, num_train_ranks
 from shardwise.doctor.measure import CollectiveSpeed, CopySpeed, DiskSpeed, MatmulSpeed, Measurements
 from shardwise.doctor.system_info import SwapInfo, SystemInfo
 from shardwise.offload.disk_bench import SwapSpeed
-from shardwise.planner.machine import reached_flops_per_s
 from shardwise.planner.profile import Profile
+from shardwise.planner.profiled_cluster import reached_flops_per_s
 from shardwise.runtime.memory_tracker import format_bytes
 
 _LABEL_WIDTH = 10

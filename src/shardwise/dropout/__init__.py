@@ -24,10 +24,10 @@ Half of a tensor, as a second rank holds it, draws as that half of the whole doe
 True
 """
 
-from shardwise.dropout.bits import ShardRegion, Tokens
 from shardwise.dropout.draws import KeyedDraws
 from shardwise.dropout.find import drops_by_function
 from shardwise.dropout.functions import probability_hashes
+from shardwise.dropout.hash_rng import ShardRegion, Tokens
 from shardwise.dropout.sites import key_dropouts
 
 __all__ = ["KeyedDraws", "ShardRegion", "Tokens", "drops_by_function", "key_dropouts", "probability_hashes"]

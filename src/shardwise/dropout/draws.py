@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.dropout.bits import Hashes, HashGrid, Samples, ShardRegion, Tokens, grid_of, keyed_hashes, keyed_mask
+from shardwise.dropout.hash_rng import Hashes, HashGrid, Samples, ShardRegion, Tokens, grid_of, keyed_hashes, keyed_mask
 from shardwise.layout.token_ranges import Runs
 from shardwise.runtime.keyed_rng import derive_seed, seeded
 from shardwise.runtime.torch_private import unseen_by_op_modes

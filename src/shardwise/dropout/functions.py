@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from shardwise.dropout.bits import Hashes, HashGrid, Samples, grid_of, keyed_hashes
+from shardwise.dropout.hash_rng import Hashes, HashGrid, Samples, grid_of, keyed_hashes
 
 
 class DropoutSite(Protocol):

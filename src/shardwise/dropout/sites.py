@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.dropout.bits import Hashes, ShardRegion
 from shardwise.dropout.draws import KeyedDraws
 from shardwise.dropout.find import DROPOUT_MODULES, drops_by_function, rate_names
 from shardwise.dropout.functions import KeyedFunctions
+from shardwise.dropout.hash_rng import Hashes, ShardRegion
 from shardwise.runtime.class_swap import swap_class
 
 Undo = Callable[[], Any]

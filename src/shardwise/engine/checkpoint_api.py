@@ -133,7 +133,7 @@ class CheckpointApi(StateApi):
         def prepare(_: Progress) -> str:
             nonlocal manifest, buffers
             _check_choices(contents, keep_last, keep_every)
-            self._driver.check_model()
+            self._sharding.check_model()
             manifest = self._manifest(contents, extra)
             buffers = self._buffers() if contents != "trainable" else []
             saved.extend(self._saved(contents, buffers))

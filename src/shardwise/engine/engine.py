@@ -116,20 +116,20 @@ class Engine(HfApi):
         stages = make_stages(model, layout, device, self.comm.is_simulated)
         self._draws = KeyedDraws(config.run.seed, device)
         resources = self._open_tiers(streams, values)
-        self._driver = self._move_parameters(resources)
+        self._sharding = self._move_parameters(resources)
         values.close()
         try:
             with all_or_none(comm_factory.store, comm_factory.rank, config.run.timeout_s, "optimizer"):
                 self._alter_modules()
                 self._run = self._make_run(stages, streams)
                 factory = self._optimizer_plan.factory
-                self._sharded = ShardedOptimizer(self._driver.groups, named_groups, factory, resources)
+                self._sharded = ShardedOptimizer(self._sharding.groups, named_groups, factory, resources)
                 self.optimizer = self._sharded.optimizer
                 self.scheduler = scheduler or own_scheduler(config, self.optimizer)
         except Exception:
             self.close()
             raise
-        self._ahead = StepInBackward(self._driver, self._sharded, may_step_ahead(config, layout))
+        self._ahead = StepInBackward(self._sharding, self._sharded, may_step_ahead(config, layout))
         self._scaler = LossScaler(config.precision)
         self._losses = LossAccumulator(self._comms)
         self._loss_fn = loss_fn
@@ -159,13 +159,13 @@ class Engine(HfApi):
         """Let the parameters rest where they shall, and drive them from there."""
         try:
             broadcast_params_across_stages(resources.values, self.layout, self._comms)
-            driver = ShardingState(self.model, self.layout, resources)
-            agree_on_tied(driver.groups, self._comms)
+            sharding = ShardingState(self.model, self.layout, resources)
+            agree_on_tied(sharding.groups, self._comms)
         except BaseException:
             self.tiers.close()
             raise
-        driver.before_model = weakref.WeakMethod(self._before_model)
-        return driver
+        sharding.before_model = weakref.WeakMethod(self._before_model)
+        return sharding
 
     def _alter_modules(self) -> None:
         """Give attention, split layers, key dropouts, chunk, recompute and compile blocks; in this order."""
@@ -194,7 +194,7 @@ class Engine(HfApi):
         self._undo += stages.install()
         timeout_s, comm_log = self.config.run.timeout_s, self.comm.comm_log
         pipes = P2PChannels(self._comm_factory, self.layout.mesh, self.device, timeout_s, streams, comm_log)
-        groups = PipelineAdapter(self._driver, self.layout)
+        groups = PipelineAdapter(self._sharding, self.layout)
         run = PipelineRunner(self.config, self.layout, stages, groups, pipes, self._timeline)
         self._undo.append(run.close)
         return run
@@ -260,17 +260,17 @@ class Engine(HfApi):
 
     def _step(self) -> StepResult:
         self._refuse_unless_trainable()
-        self._driver.check_model()
-        if self._driver.has_foreign_gradients:
+        self._sharding.check_model()
+        if self._sharding.has_foreign_gradients:
             raise ValueError(
                 "gradients came from a backward outside engine.backward(loss), so how much counts in them is unknown; "
                 "use engine.backward or shardwise.backward, or drop them with engine.zero_grad()"
             )
-        if not self._driver.is_as_trainable(may_pause=True):
+        if not self._sharding.is_as_trainable(may_pause=True):
             raise ValueError("requires_grad was set between a step's backwards; unfreeze between steps")
         if self._num_backwards == 0:
             raise RuntimeError("engine.step() without a backward since the last step; call engine.backward(loss) first")
-        self._driver.finish()
+        self._sharding.finish()
         self._ahead.end()
         loss_sum, count, square_sum, used, is_ahead = self._agree(self._sharded.square_sums())
         scale = self._scaler.scale
@@ -287,7 +287,7 @@ class Engine(HfApi):
             limit = self.config.optimizer.clip_norm
             # The term keeps the factor finite at a zero norm, as in torch's clip_grad_norm_.
             clip = min(1.0, limit / (grad_norm + 1e-6)) if limit is not None else 1.0
-            self._driver.refresh(self._sharded.step(to_mean * clip, used, self._timeline))
+            self._sharding.refresh(self._sharded.step(to_mean * clip, used, self._timeline))
             self.scheduler.step()
         self._scaler.update(overflowed)
         self._end_step()
@@ -296,7 +296,7 @@ class Engine(HfApi):
     def zero_grad(self) -> None:
         """Forget the gradients since the last step, and a backward that an exception ended. All ranks call it."""
         self._refuse_if_away()
-        self._driver.abandon()
+        self._sharding.abandon()
         self._ahead.end()
         if self._sharded.has_stepped_ahead:
             self._is_half_loaded = self._has_mixed_states = True
@@ -384,7 +384,7 @@ class Engine(HfApi):
             self._undo.clear()
             # Parameters become whole whatever they hold; but that it is not what was trained is said once.
             untold = self.tiers.recover().untold
-            self._driver.close(keep_values)
+            self._sharding.close(keep_values)
             if untold is not None:
                 raise untold
 
@@ -403,16 +403,16 @@ class Engine(HfApi):
 
     def _begin_backward(self) -> None:
         self._is_broken = True
-        self._driver.watch_gradients(False)
+        self._sharding.watch_gradients(False)
         self._timeline.micro_batch = self._num_backwards
         self._num_backwards += 1
         is_boundary = self._num_backwards >= (self.config.batch.accumulation or 1)
-        self._driver.is_last = self._syncs and is_boundary
-        self._driver.will_reduce = self._syncs and (self.layout.stage.reduce_each_backward or is_boundary)
-        self._driver.prepare_backward()
-        if self._ahead.is_armed and self._ahead.is_allowed and self._driver.is_last:
+        self._sharding.is_last = self._syncs and is_boundary
+        self._sharding.will_reduce = self._syncs and (self.layout.stage.reduce_each_backward or is_boundary)
+        self._sharding.prepare_backward()
+        if self._ahead.is_armed and self._ahead.is_allowed and self._sharding.is_last:
             read = self._losses.start_sum("count of the step")
-            is_refused = self._driver.has_foreign_gradients
+            is_refused = self._sharding.has_foreign_gradients
 
             def read_factor() -> float | None:
                 loss_sum, count = read()
@@ -428,7 +428,7 @@ class Engine(HfApi):
         """Follow what the user has done to the model since the last step; its forward is about to begin."""
         if self._num_backwards > 0 or not torch.is_grad_enabled() or self._away is not None:
             return
-        self._driver.check_model()
+        self._sharding.check_model()
         self._follow_freezing()
 
     def _follow_freezing(self) -> None:
@@ -436,7 +436,7 @@ class Engine(HfApi):
 
         What has taken a step and is frozen stays where it is, with its states, for it may be so for a while only.
         """
-        if self._driver.is_as_trainable(may_pause=self.num_steps > 0):
+        if self._sharding.is_as_trainable(may_pause=self.num_steps > 0):
             return
         if self._losses.has_open:
             raise ValueError(
@@ -479,7 +479,7 @@ class Engine(HfApi):
         self._num_backwards = 0
         self._run.end_step()
         self._draws.forget()
-        self._driver.end_step()
+        self._sharding.end_step()
         self._batches.clear()
         self._losses.clear()
         self._timeline.close_step()
@@ -505,5 +505,5 @@ def backpropagate(engines: Sequence[Engine], loss: Tensor, weight: Tensor) -> No
     torch.autograd.backward(loss, weight.to(loss.dtype).reshape(loss.shape))
     for engine in engines:
         engine._is_broken = False
-        engine._driver.is_expecting_gradients = False
-        engine._driver.watch_gradients()
+        engine._sharding.is_expecting_gradients = False
+        engine._sharding.watch_gradients()

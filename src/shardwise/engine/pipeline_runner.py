@@ -21,7 +21,7 @@ from shardwise.engine.steps import RankBatch, StepEngine, run_model
 from shardwise.engine.types import StepResult
 from shardwise.layout.layout import Layout
 from shardwise.layout.pipeline_layout import PipelineLayout
-from shardwise.pipeline.boundary import open_ports
+from shardwise.pipeline.boundary import open_boundaries
 from shardwise.pipeline.executor import Handlers, StageCompute, evaluation_schedule, execute, pipeline_of, step_schedule
 from shardwise.pipeline.split_backward import WeightGradQueue
 from shardwise.pipeline.stage_module import RecordedOutputs, StageForward
@@ -82,7 +82,7 @@ class PipelineRunner:
         self._timeline = timeline
         timeline.is_scheduled = True
         describe = None if pipes.examples is None else pipes.examples.__getitem__
-        inlets, outlets = open_ports(
+        inlets, outlets = open_boundaries(
             pipes, pipeline.placement, pipeline.index, (RecordedOutputs, *forward.types), describe
         )
         queue = WeightGradQueue() if recipe_of(config.pipeline.schedule).splits_backward else None
@@ -222,11 +222,11 @@ class _StepWork:
     def before_weight_gradients(self, stage: int, micro_batch: int) -> None:
         """Expect gradients; no parameter is needed for them."""
         self._groups.enter(stage)
-        self._engine._driver.is_expecting_gradients = True
+        self._engine._sharding.is_expecting_gradients = True
 
     def after_backward(self, stage: int, micro_batch: int) -> None:
         """Its gradients are there."""
-        self._engine._driver.is_expecting_gradients = False
+        self._engine._sharding.is_expecting_gradients = False
 
     def loss_weight(self, loss: Tensor) -> Tensor:
         """The gradient of a loss that `forward` returned."""

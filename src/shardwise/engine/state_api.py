@@ -25,7 +25,7 @@ from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory
 from shardwise.runtime.precision import LossScaler
 from shardwise.runtime.torch_private import num_recorded
-from shardwise.zero import memory_release as memory_release
+from shardwise.zero import memory_release
 from shardwise.zero import state_access as access
 from shardwise.zero.optimizer import ShardedOptimizer
 from shardwise.zero.sharding_state import ShardingState
@@ -45,7 +45,7 @@ class StateApi:
     tiers: Tiers
     _pool: BufferPool
     _comms: CommGroups
-    _driver: ShardingState
+    _sharding: ShardingState
     _sharded: ShardedOptimizer
     _losses: LossAccumulator
     _scaler: LossScaler
@@ -77,18 +77,18 @@ class StateApi:
         if write:
             self._refuse_if_away()
         self._check_room_to_gather()
-        was_held, num_before = self._driver.is_held, num_recorded()
+        was_held, num_before = self._sharding.is_held, num_recorded()
         with self._failures_explained():
-            self._driver.unshard_all()
+            self._sharding.unshard_all()
             try:
                 yield self.model
                 if write:
                     take_over(self._states())
             finally:
                 if not was_held:
-                    self._driver.reshard_all(release_held=True)
+                    self._sharding.reshard_all(release_held=True)
                     if num_recorded() > num_before:
-                        self._driver.keep_all_until_backward()
+                        self._sharding.keep_all_until_backward()
 
     def read(self, name: str, state: str = "param", *, to_rank: int | None = None) -> Tensor | None:
         """A copy of one state of a parameter, whole, on every rank or on one; see `access.read_state`. All call it."""
@@ -139,7 +139,7 @@ class StateApi:
         """
         self._check_usable()
         aside = memory_release.ReleaseTarget(to, None if path is None else Path(path), pin_memory)
-        away = memory_release.MemoryRelease(self._driver, self._sharded, self.memory, self._pool, self.tiers, aside)
+        away = memory_release.MemoryRelease(self._sharding, self._sharded, self.memory, self._pool, self.tiers, aside)
         freed_bytes: Mapping[str, int] = {}
         failure: Exception | None = None
         try:
@@ -197,10 +197,10 @@ class StateApi:
             raise
 
     def _states(self) -> access.EngineState:
-        self._driver.settle()
+        self._sharding.settle()
         self.tiers.settle()
         return access.EngineState(
-            self._driver, self._sharded, self._comms, self._losses, self._scaler.scale, self.layout.elsewhere
+            self._sharding, self._sharded, self._comms, self._losses, self._scaler.scale, self.layout.elsewhere
         )
 
     def _refuse_if_away(self, params_suffice: bool = False) -> None:

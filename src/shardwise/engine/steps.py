@@ -47,7 +47,7 @@ class StepEngine(Protocol):
     _comms: CommGroups
     _draws: KeyedDraws
     _draws_numbers: bool
-    _driver: ShardingState
+    _sharding: ShardingState
     _is_broken: bool
     _loss_fn: LossFn | None
     _losses: LossAccumulator
@@ -130,20 +130,20 @@ class RankBatch:
 
 def run_model(engine: StepEngine, taken: RankBatch, read: Callable[[Any], Result]) -> Result:
     """What `read` makes of the model's output, while the parameters that it reads are there."""
-    driver = engine._driver
-    driver.is_serving = True
+    sharding = engine._sharding
+    sharding.is_serving = True
     try:
         with _numbers_for(engine, taken):
             return read(call_model(engine.model, taken.share.inputs))
     except BaseException as error:
-        driver.abandon_forward()
+        sharding.abandon_forward()
         explain_shapes(error, engine.model, engine.layout.tensor)
         explain_dtypes(error, engine.model, torch_dtype(engine.layout.precision.param))
         raise
     finally:
-        driver.is_serving = False
+        sharding.is_serving = False
         if not torch.is_grad_enabled():
-            driver.reshard_all()  # what the loss has read
+            sharding.reshard_all()  # what the loss has read
 
 
 def _numbers_for(engine: StepEngine, taken: RankBatch) -> AbstractContextManager[None]:

@@ -1,6 +1,6 @@
 """The plan of tensor parallelism for one model: which modules are split how. A pure value, the same on every rank.
 
-Plans are made in `shardwise.tensor.plans`, from what a model brings, from a user's table of patterns, or by tracing;
+Plans are made in `shardwise.tensor.hf_plans`, from what a model brings, from a user's table of patterns, or by tracing;
 `shardwise.tensor.apply` carries them out; `param_splits` says where that leaves each parameter.
 
 A feed-forward network of two matrices, the first split by its rows, the second by its columns:

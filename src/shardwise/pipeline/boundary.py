@@ -50,7 +50,7 @@ class ChannelInput(Protocol):
         """The value; may be called again."""
 
 
-class BoundaryChannelLike(Protocol):
+class BoundaryTransport(Protocol):
     """Either channel; who receives may post a receive before the other end has sent."""
 
     def send(self, value: Any) -> ChannelOutput:
@@ -248,7 +248,7 @@ class StageBoundary:
         is_local: both stages are on this rank: there are no actions that send or receive.
     """
 
-    def __init__(self, channel: BoundaryChannelLike, is_local: bool) -> None:
+    def __init__(self, channel: BoundaryTransport, is_local: bool) -> None:
         self.is_local = is_local
         self._channel = channel
         self._posted: dict[tuple[bool, int], tuple[ChannelInput, OnEnd]] = {}
@@ -305,7 +305,7 @@ class StageBoundary:
         return value
 
 
-def open_ports(
+def open_boundaries(
     pipes: P2PChannels,
     placement: StagePlacement,
     index: int,

@@ -86,7 +86,7 @@ class StageForward:
         self._kinds = [_kind_of(module) for module in self._modules]
         self._is_simulated = is_simulated
         self._placeholders = PlaceholderTensors(device, is_simulated, dtypes)
-        self._ghostly = self._make_ghostly(held)
+        self._ghostly = self._make_placeholder(held)
         self._traces = SkippedOutputs([] if is_simulated else self._modules, self._placeholders)
         self._answers: dict[Hashable, Any] = {}
         self._answer_of_class: dict[type, Any] = {}
@@ -250,7 +250,7 @@ class StageForward:
     def _like(self, leaf: Any) -> Any:
         return self._placeholders.like(leaf) if isinstance(leaf, Tensor) else leaf
 
-    def _make_ghostly(self, held: Sequence[int]) -> dict[Hashable, nn.Module]:
+    def _make_placeholder(self, held: Sequence[int]) -> dict[Hashable, nn.Module]:
         """Copies without values of the units that a stage skips, for the shapes that the model's code asks for.
 
         One for each class and shapes; a unit of the same class as the one whose output was received returns what is

@@ -176,7 +176,7 @@ def why_none(job: PlanJob, space: SearchSpace) -> str:
     return f"{none} a global batch of {job.global_batch} and what is pinned; {cure}"
 
 
-def rests(job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate) -> tuple[PlacementCandidate, ...]:
+def placements(job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate) -> tuple[PlacementCandidate, ...]:
     """Every way in which the states of an outline may rest, those off the devices last."""
     found = []
     for tiers in _all_tiers(job, space, candidate):
@@ -215,7 +215,7 @@ def is_legal(job: PlanJob, strategy: Strategy) -> bool:
     pins = {name: (getattr(strategy, name),) for name in KEYS.values()}
     names = ("param", "reduce", "accumulate", "chunk_tokens")
     space = SearchSpace(base=strategy, pins={key: value for key, value in pins.items() if key not in names})
-    return any(rests(job, space, candidate) for candidate in candidates(job, space))
+    return any(placements(job, space, candidate) for candidate in candidates(job, space))
 
 
 def are_states_crowded(job: PlanJob, base: Strategy) -> bool:

@@ -190,9 +190,9 @@ class CommTimeModel:
         folded: of the job, where others have it too.
     """
 
-    def __init__(self, job: PlanJob, folded: CompactLayout | None = None) -> None:
+    def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
         self.job = job
-        self.folded = folded or CompactLayout(job)
+        self.compact = compact or CompactLayout(job)
         self.network = NetworkModel(job.cluster)
         fitted = replace(
             job.cluster.gpu.fitted, network_share=max(DISPATCH_SHARE, job.cluster.gpu.fitted.network_share)
@@ -283,7 +283,7 @@ class CommTimeModel:
 
         What runs alone is the first group's, which the forward needs first and the backward reduces last.
         """
-        folds = self.folded.rank(strategy, pipeline_rank)
+        folds = self.compact.rank(strategy, pipeline_rank)
         return tuple(
             call
             for index, fold in enumerate(folds.folds)

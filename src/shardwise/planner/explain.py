@@ -12,11 +12,11 @@ from types import MappingProxyType
 from typing import Final
 
 from shardwise.planner.candidates import divisors, is_legal
-from shardwise.planner.estimate import Pricer, Pricing
 from shardwise.planner.format import gib_words, layout_words, seconds_words
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory_limit import Shortfall, shortfall
 from shardwise.planner.neighbours import Change, price_changes
+from shardwise.planner.pricer import Pricer, Pricing
 from shardwise.planner.results import TIME_PARTS, Estimate, RankMemory
 from shardwise.planner.search import SearchResult
 from shardwise.planner.suggestions import cures, smallest_cure, would_fit

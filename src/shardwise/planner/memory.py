@@ -28,10 +28,7 @@ from shardwise.layout.layout import TIERS
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
 from shardwise.planner.block_memory import BlockBytes, HeadBytes, block_bytes, head_bytes, norm_bytes
-from shardwise.planner.compact_layout import CompactLayout, RankLayerCounts
-from shardwise.planner.in_flight import InFlight, InFlightCounts, InFlightTable, is_remote
-from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.pool_walk import (
+from shardwise.planner.buffer_memory import (
     NUM_TELLING,
     Buffers,
     BufferTable,
@@ -40,6 +37,9 @@ from shardwise.planner.pool_walk import (
     sums_of,
     tied_bytes,
 )
+from shardwise.planner.compact_layout import CompactLayout, RankLayerCounts
+from shardwise.planner.in_flight import InFlight, InFlightCounts, InFlightTable, is_remote
+from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.results import MemoryEstimate, RankMemory
 from shardwise.planner.stages import StageLayouts
 from shardwise.runtime.precision import SCRATCH_NUMEL
@@ -100,9 +100,9 @@ class StageBytes:
 class MemoryModel:
     """Memory of a job's strategies; keeps what several of them share."""
 
-    def __init__(self, job: PlanJob, folded: CompactLayout | None = None) -> None:
+    def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
         self.job = job
-        self.folded = folded or CompactLayout(job)
+        self.compact = compact or CompactLayout(job)
         self._flights = InFlightTable()
         self._blocks: dict[tuple[object, ...], BlockBytes] = {}
         self._heads: dict[tuple[object, ...], HeadBytes] = {}
@@ -115,7 +115,7 @@ class MemoryModel:
             strategy: of the job.
             too_much_bytes: of a device; no further ranks are looked at behind the first that holds more.
         """
-        stages = self.folded.stages.of(strategy)
+        stages = self.compact.stages.of(strategy)
         last = stages.placement.num_ranks - 1
         found: dict[tuple[object, ...], RankMemory] = {}
         ranks = []
@@ -132,8 +132,8 @@ class MemoryModel:
         return MemoryEstimate(ranks=tuple(sorted(ranks, key=lambda each: each.pipeline_rank)))
 
     def _of_rank(self, strategy: Strategy, stages: StageLayouts, rank: int) -> RankMemory:
-        at_rest = self.folded.at_rest(strategy, rank)
-        by_tier = self.folded.by_tier(strategy, rank)
+        at_rest = self.compact.at_rest(strategy, rank)
+        by_tier = self.compact.by_tier(strategy, rank)
         here = by_tier.get("device", {"param": 0, "grad": 0, "optimizer": 0})
         rest = {"params": here["param"] * self.job.traits.params_share, "grads": 0.0, "optimizer": 0.0}
         if self.job.traits.trains_all:
@@ -157,7 +157,7 @@ class MemoryModel:
     def _extra_grads(self, strategy: Strategy, rank: int) -> float:
         """Gradients that other code keeps whole besides."""
         each = self.job.traits.unsharded_grad_bytes
-        return each * self.folded.rank(strategy, rank).numel if each else 0.0
+        return each * self.compact.rank(strategy, rank).numel if each else 0.0
 
     def _of_device(self, strategy: Strategy, peak: Mapping[str, float]) -> dict[str, float]:
         """What the device and its allocator hold beyond tensors."""
@@ -175,7 +175,7 @@ class MemoryModel:
         s = strategy
         held = stages.placement.stages_of(rank)
         each = [self._stage(s, stages, stage) for stage in held]
-        folds = self.folded.rank(s, rank)
+        folds = self.compact.rank(s, rank)
         gathered, buffers = self._gathered(s, folds, len(held)), self._buffers(s, rank)
         stream = self._block(s, has_experts=False).stream
         inlets = [one.inlet if stage else 0.0 for stage, one in zip(held, each, strict=True)]
@@ -341,7 +341,7 @@ class MemoryModel:
         reductions: tuple[tuple[int, bool], ...] = ()
         if s.pp > 1 and s.gather == "micro-batch":
             reductions = self._flights.reductions(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, rank=rank)
-        folds, share = self.folded.rank(s, rank), self._largest_share() if traits.moves_tensors else 1.0
+        folds, share = self.compact.rank(s, rank), self._largest_share() if traits.moves_tensors else 1.0
         sums = sums_of(s, whole_bytes, folds) if whole_bytes else ()
         again = sums_in_backward(s, whole_bytes, folds) if whole_bytes else ()
         return self._buffer_table.of(s, folds, sums, reductions, share, again)[::-1]
@@ -368,7 +368,7 @@ class MemoryModel:
             return 0.0
         if s.optimizer_tier != "device" or DTYPE_BYTES[s.param] >= FP32_BYTES or s.accumulate == "fp32":
             return 0.0
-        folds = self.folded.rank(s, rank)
+        folds = self.compact.rank(s, rank)
         is_sharded = folds.layout.stage.optimizer is Placement.SHARD
         return FP32_BYTES * sum(
             fold.count * (fold.group.shard_numel if is_sharded else fold.group.padded_numel) for fold in folds.folds

@@ -19,9 +19,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from shardwise.planner.candidates import RECOMPUTES, is_legal
-from shardwise.planner.estimate import Pricing
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory_limit import Shortfall, shortfall
+from shardwise.planner.pricer import Pricing
 from shardwise.planner.results import Estimate
 
 CHUNK_TOKENS: Final = 1024

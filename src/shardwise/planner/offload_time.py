@@ -100,9 +100,9 @@ class OffloadTimeModel:
         folded: of the job, where others have it too.
     """
 
-    def __init__(self, job: PlanJob, folded: CompactLayout | None = None) -> None:
+    def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
         self.job = job
-        self.folded = folded or CompactLayout(job)
+        self.compact = compact or CompactLayout(job)
         cluster, host = job.cluster, job.cluster.host
         num_sharing = max(1, min(cluster.gpus_per_node, cluster.num_gpus))
         self._host_memory_bytes_per_s = host.memory_bytes_per_s / num_sharing
@@ -149,7 +149,7 @@ class OffloadTimeModel:
         return tuple(found)
 
     def _away(self, s: Strategy, pipeline_rank: int) -> list[tuple[Layout, LayerCount]]:
-        rank = self.folded.rank(s, pipeline_rank)
+        rank = self.compact.rank(s, pipeline_rank)
         return [(rank.layout, fold) for fold in rank.folds if fold.group.tiers.are_away]
 
     def _moves_of_activations(self, s: Strategy, pipeline_rank: int) -> Iterator[TierTransfer]:
@@ -157,7 +157,7 @@ class OffloadTimeModel:
         tokens = self.job.seq_len * s.micro_size // s.cp
         split = s.tp if s.sequence_parallel else 1
         num_bytes = DTYPE_BYTES[s.param] * tokens * self.job.shape.hidden_size // split
-        num_kept = self.folded.stages.of(s).layers_on(pipeline_rank) // s.recompute_every
+        num_kept = self.compact.stages.of(s).layers_on(pipeline_rank) // s.recompute_every
         yield TierTransfer("device", "host", num_bytes, "forward", num_kept)
         yield TierTransfer("host", "device", num_bytes, "backward", num_kept)
 

@@ -21,11 +21,11 @@ from rich.console import Console
 
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.planner.configs import config_of
-from shardwise.planner.estimate import Pricer
 from shardwise.planner.explain import Reasons, reasons_of
 from shardwise.planner.format import gib_words, layout_words, seconds_words
 from shardwise.planner.hardware import Cluster, parse_cluster
 from shardwise.planner.plan_view import plan_view
+from shardwise.planner.pricer import Pricer
 from shardwise.planner.request import PlanRequest, ask, model_of
 from shardwise.planner.results import Estimate
 from shardwise.planner.search import Limits, SearchResult, search

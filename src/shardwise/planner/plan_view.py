@@ -13,7 +13,6 @@ from rich.text import Text
 
 from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.compute_time import ComputeTimeModel
-from shardwise.planner.estimate import Pricer
 from shardwise.planner.explain import DefaultChoice, Reasons
 from shardwise.planner.fit import Fit
 from shardwise.planner.format import count_words, gib_words, layout_words, seconds_words
@@ -21,6 +20,7 @@ from shardwise.planner.hardware import GIB, Cluster, cluster_words
 from shardwise.planner.job import PlanJob
 from shardwise.planner.memory_limit import USUAL_MARGIN, shortfall
 from shardwise.planner.neighbours import CHUNK_TOKENS
+from shardwise.planner.pricer import Pricer
 from shardwise.planner.render import YOURS, blocks, facts, job_rows, price_rows, price_table, stage_table, time_rows
 from shardwise.planner.results import Estimate
 from shardwise.planner.search import SearchResult, cost_per_step
@@ -214,7 +214,7 @@ def explain_view(
     """
     rows = price_rows(price, is_coloured=is_coloured, label="layout")
     rows += time_rows(price, is_coloured=is_coloured)
-    if sent := _sent_words(price, pricer.time.folded):
+    if sent := _sent_words(price, pricer.time.compact):
         rows.append(("sent", sent))
     rows += [("look at", Text(line, style="yellow")) for line in cautions(price, pricer.time.compute, margin_share)]
     rows += [("cure", line) for line in cures]
@@ -222,10 +222,10 @@ def explain_view(
     return blocks(facts(job_rows(price.job, notes)), facts(rows), *stages)
 
 
-def _sent_words(price: Estimate, folded: CompactLayout) -> str:
+def _sent_words(price: Estimate, compact: CompactLayout) -> str:
     """What the layout gathers and reduces in a step, on the fullest rank."""
     rank = price.memory.worst.pipeline_rank
-    sent = folded.on_wire(price.strategy, rank)
+    sent = compact.on_wire(price.strategy, rank)
     parts = [f"{gib_words(size)} by {op.replace('_', '-')}" for op, size in sent.items() if size]
     return f"{', '.join(parts)} of parameters and gradients, a rank and step" if parts else ""
 

@@ -28,15 +28,15 @@ from shardwise.planner.candidates import (
     SearchSpace,
     are_states_crowded,
     candidates,
-    rests,
+    placements,
     strategy_at,
     why_none,
 )
 from shardwise.planner.configs import KEYS
-from shardwise.planner.estimate import Pricer, Pricing
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory_limit import USUAL_MARGIN, Shortfall, missing_on_node, shortfall, usable_bytes
 from shardwise.planner.neighbours import more_on_device, neighbours
+from shardwise.planner.pricer import Pricer, Pricing
 from shardwise.planner.results import Estimate, MemoryEstimate
 from shardwise.planner.tie_break import TIE_SHARE, num_extras, simplest
 
@@ -203,7 +203,7 @@ class _Search:
 
     def _miss(self, candidate: ParallelismCandidate) -> None:
         """Keep the outline that holds least at least."""
-        every, sizes, _ = self._known_rests(candidate)
+        every, sizes, _ = self._known_placements(candidate)
         least = min(sizes, default=0.0) * self._params_of_rank(candidate) + self._least_activation_bytes(candidate)
         if every and (self._least_missed is None or least < self._least_missed[0]):
             self._least_missed = least, strategy_at(candidate, every[sizes.index(min(sizes))], self.space.base)
@@ -224,20 +224,20 @@ class _Search:
             self._inner_s[candidate.inner] = inner_s
         return inner_s * (1 + bubble_share(*pipeline_of(candidate)))
 
-    def _known_rests(
+    def _known_placements(
         self, candidate: ParallelismCandidate
     ) -> tuple[tuple[PlacementCandidate, ...], tuple[float, ...], bool]:
         """With the least bytes of a parameter that each keeps on the device, and whether any moves activations."""
         key = (candidate.num_data_ranks, candidate.cp, candidate.tp, candidate.pp > 1, candidate.recompute)
         if key not in self._rests:
-            every = rests(self.job, self.space, candidate)
+            every = placements(self.job, self.space, candidate)
             moves_activations = any(rest.activations_tier != "device" for rest in every)
             self._rests[key] = every, tuple(self._param_bytes(candidate, rest) for rest in every), moves_activations
         return self._rests[key]
 
     def _has_room(self, candidate: ParallelismCandidate) -> bool:
         """Whether any rest may fit, by the least that it holds."""
-        _, sizes, moves_activations = self._known_rests(candidate)
+        _, sizes, moves_activations = self._known_placements(candidate)
         kept = 0.0 if moves_activations else self._least_activation_bytes(candidate)
         return min(sizes, default=math.inf) * self._params_of_rank(candidate) + kept <= self._usable_bytes
 
@@ -281,7 +281,7 @@ class _Search:
 
     def _expand(self, candidate: ParallelismCandidate) -> None:
         """Price an outline with every way in which its states may rest."""
-        every = self._known_rests(candidate)[0]
+        every = self._known_placements(candidate)[0]
         fits_on_device = self._may_fit(candidate, [each for each in every if each.is_on_device], "device")
         fits_elsewhere = self._may_fit(candidate, [each for each in every if not each.is_on_device], "elsewhere")
         done: dict[tuple[Any, ...], list[tuple[str, ...]]] = {}

@@ -72,12 +72,12 @@ class _Stage:
 class TimeModel:
     """Times of a job's strategies; keeps what several of them share."""
 
-    def __init__(self, job: PlanJob, folded: CompactLayout | None = None) -> None:
+    def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
         self.job = job
-        self.folded = folded or CompactLayout(job)
+        self.compact = compact or CompactLayout(job)
         self.compute = ComputeTimeModel(job)
-        self.communication = CommTimeModel(job, self.folded)
-        self.offload = OffloadTimeModel(job, self.folded)
+        self.communication = CommTimeModel(job, self.compact)
+        self.offload = OffloadTimeModel(job, self.compact)
         self.pipelines = PipelineTimes()
 
     def estimate(self, strategy: Strategy, *, is_quick: bool = False) -> TimeEstimate:
@@ -86,7 +86,7 @@ class TimeModel:
         Args:
             is_quick: whether the bubble is that of a closed form, where there is one, rather than of the schedule.
         """
-        cut = self.folded.stages.of(strategy)
+        cut = self.compact.stages.of(strategy)
         stages = self._stages(strategy, cut)
         ranks = [[stages[each] for each in cut.placement.stages_of(rank)] for rank in range(strategy.pp)]
         busy = [strategy.num_micro_batches * sum(each.times.total_s for each in rank) for rank in ranks]
@@ -116,7 +116,7 @@ class TimeModel:
 
     def op_times(self, strategy: Strategy) -> OpTimes:
         """Of one micro-batch on a rank, the mean of all: what a schedule's bubble is told by where stages are alike."""
-        stages = self._stages(strategy, self.folded.stages.of(strategy))
+        stages = self._stages(strategy, self.compact.stages.of(strategy))
         return OpTimes(
             forward_s=sum(stage.times.forward_s for stage in stages) / strategy.pp,
             backward_input_s=sum(stage.times.backward_input_s for stage in stages) / strategy.pp,
@@ -167,7 +167,7 @@ class TimeModel:
 
     def _step_s(self, s: Strategy, pipeline_rank: int) -> float:
         """Of the optimizer where its states are on the device; elsewhere it is part of the offload."""
-        rank = self.folded.rank(s, pipeline_rank)
+        rank = self.compact.rank(s, pipeline_rank)
         numel = rank.numel
         if s.optimizer_tier != "device":
             numel = sum(

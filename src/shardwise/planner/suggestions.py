@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any, Final
 
 from shardwise.planner.candidates import is_legal
-from shardwise.planner.estimate import Pricing
 from shardwise.planner.format import gib_words, seconds_words
 from shardwise.planner.hardware import Cluster, usual_node
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory_limit import Shortfall, held_on_node, shortfall
 from shardwise.planner.neighbours import CHUNK_TOKENS, Change, price_changes
+from shardwise.planner.pricer import Pricing
 from shardwise.planner.results import Estimate
 
 _MOST_MORE_GPUS: Final = 64

@@ -15,7 +15,9 @@ from torch import nn
 from shardwise.config.resolve import ConfigError
 
 
-def become(module: nn.Module, kind: type[nn.Module], base: type[nn.Module] | None = None) -> Callable[[], None]:
+def subclass_module(
+    module: nn.Module, kind: type[nn.Module], base: type[nn.Module] | None = None
+) -> Callable[[], None]:
     """Let a module be of `kind` too: `kind.forward` runs in place of its own, which is `super().forward` there.
 
     Modules of one class that become of one kind share a class, so that what is compiled for one serves the others.

@@ -56,8 +56,8 @@ def released_type(
     """A class that a parameter wears while its storage is released: its shape and dtype can be read, its data cannot.
 
     On the CPU an element-wise operation on a freed storage is a segmentation fault, and elsewhere it is garbage, so
-    every other use first calls `on_use`, which makes the data present or raises. The class is changed with `wear`, as
-    torch's own lazy parameters do; a parameter whose data is present is a plain `nn.Parameter` and pays nothing.
+    every other use first calls `on_use`, which makes the data present or raises. `set_parameter_class` changes the
+    class, as torch's own lazy parameters do; a parameter whose data is present is a plain `nn.Parameter`, at no cost.
     `torch.tensor` and `torch.vmap` ask no class before they read, so those two are not guarded.
 
     Args:
@@ -95,7 +95,7 @@ class _GuardedParameter(_WatchedParameter):
             return func(*args, **kwargs)
 
 
-def wear(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
+def set_parameter_class(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
     """Change a parameter's class; torch sees the same tensor."""
     parameter.__class__ = kind
 

@@ -34,7 +34,6 @@ from enum import Enum
 from itertools import chain, pairwise, zip_longest
 
 from shardwise.schedule import channels, in_flight
-from shardwise.schedule import verify as states
 from shardwise.schedule.actions import COLLECTIVES, COMPUTATIONS, LANES, Action, ActionKind, Schedule, ScheduleError
 from shardwise.schedule.channels import Flaw
 from shardwise.schedule.dependencies import (
@@ -67,7 +66,7 @@ def verify(
     """
     places = ActionPlaces.of(schedule)
     follows = dependencies(schedule, lanes)
-    machines = (states.parameters(schedule), states.gradients(schedule))
+    machines = (parameters(schedule), gradients(schedule))
     flaws: Iterator[Flaw] = chain(
         _computations(schedule),
         _stages(schedule, places),
@@ -75,7 +74,7 @@ def verify(
         _collectives(schedule, places),
         _rows(schedule, follows),
         _chains(schedule),
-        ((text, (place,)) for machine in machines for text, place in states.misuses(schedule, machine)),
+        ((text, (place,)) for machine in machines for text, place in misuses(schedule, machine)),
         _deadlock(schedule, follows),
         () if max_in_flight is None else in_flight.flaws(schedule, max_in_flight),
     )

@@ -20,7 +20,7 @@ from shardwise.config.resolve import ConfigError, TensorConfig
 from shardwise.layout import tensor_plan
 from shardwise.layout.tensor_plan import LayerSplit, TensorLayout, TensorPlan, is_within
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit
-from shardwise.runtime.class_swap import become, set_attribute
+from shardwise.runtime.class_swap import set_attribute, subclass_module
 from shardwise.tensor import layers
 from shardwise.tensor.cross_entropy import VocabSplit
 from shardwise.tensor.layers import ForwardArgument, Order
@@ -155,7 +155,7 @@ class _PlanApplier:
 
     def _wear(self, module: nn.Module, kind: type[nn.Module], slot: str, state: layers.LayerState) -> None:
         if not isinstance(module, kind):  # it may stand in the plan by several names
-            self.undo.append(become(module, kind, nn.Embedding if kind is layers.VocabEmbedding else None))
+            self.undo.append(subclass_module(module, kind, nn.Embedding if kind is layers.VocabEmbedding else None))
             self.undo.append(set_attribute(module, slot, state))
 
     def _resize(self, module: nn.Module, sizes: Mapping[str, int]) -> None:

@@ -38,7 +38,7 @@ from shardwise.dropout import KeyedDraws, Tokens
 from shardwise.layout.layout import Layout
 from shardwise.layout.tensor_plan import is_within
 from shardwise.models.decoder import Decoder
-from shardwise.runtime.class_swap import become, set_attribute
+from shardwise.runtime.class_swap import set_attribute, subclass_module
 from shardwise.runtime.module_hooks import run_in_parts
 from shardwise.tensor import layers
 from shardwise.tensor.cross_entropy import VocabSplit
@@ -91,7 +91,7 @@ def chunk_model(model: nn.Module, config: Config, layout: Layout, draws: KeyedDr
         for name in names:
             module = model.get_submodule(name)
             if not isinstance(module, ChunkedForward):  # it may stand in the model by several names
-                undo.append(become(module, ChunkedForward))
+                undo.append(subclass_module(module, ChunkedForward))
                 undo.append(set_attribute(module, "_shardwise_chunks", _state(name, chunk_tokens, layout, draws)))
     return undo + _let_head_wait(model, layout, chunk_tokens)
 
@@ -216,7 +216,7 @@ def _let_head_wait(model: nn.Module, layout: Layout, chunk_tokens: int) -> list[
         _LOG.warning("context.chunk_tokens=%d: logits exist whole, as %s", chunk_tokens, reason)
         return []
     vocab = VocabSplit(head.weight.shape[0], chunk_tokens=chunk_tokens)
-    return [become(head, DeferredHead), set_attribute(head, "_shardwise_waiting", LazyLogitsHead(vocab, name))]
+    return [subclass_module(head, DeferredHead), set_attribute(head, "_shardwise_waiting", LazyLogitsHead(vocab, name))]
 
 
 def _find_head(model: nn.Module) -> tuple[str, nn.Module | None]:

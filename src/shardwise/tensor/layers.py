@@ -1,11 +1,11 @@
-"""What split modules become: classes that they wear beside their own, by `shardwise.runtime.class_swap.become`.
+"""Classes of split modules, which `shardwise.runtime.class_swap.subclass_module` joins with their own.
 
 A layer's `weight` and `bias` hold this rank's part; its forward is given here. A region, and the ends of a
 sequence-parallel stack, change tensors on their way into or out of a module's own forward. They compose: a module may
 be several of them. Each kind has its state in one attribute of the module, which copies of the module share.
 
 >>> layer = nn.Linear(4, 8, device="meta")
->>> undo = become(layer, ColumnLinear)
+>>> undo = subclass_module(layer, ColumnLinear)
 >>> isinstance(layer, ColumnLinear), isinstance(layer, nn.Linear), type(layer).__name__
 (True, True, 'Linear')
 >>> undo()
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.config.resolve import ConfigError
-from shardwise.runtime.class_swap import become
+from shardwise.runtime.class_swap import subclass_module
 from shardwise.tensor.loss_parallel import LazyLogits, LazyLogitsHead
 from shardwise.tensor.mappings import TpMappings
 
@@ -45,7 +45,7 @@ __all__ = [
     "SharedInputState",
     "VocabEmbedding",
     "VocabParallelHead",
-    "become",
+    "subclass_module",
 ]
 
 # (rank, start, stop) of slices along a dim, in the order of the whole; empty where the ranks' tensors lie in it as they

@@ -26,7 +26,7 @@ from shardwise.layout.precision import TORCH_DTYPES
 from shardwise.layout.stage_partition import cut_model
 from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, is_within, tensor_layout
 from shardwise.models.apply_attention import check_attention
-from shardwise.tensor.plans import find_plan
+from shardwise.tensor.hf_plans import find_plan
 
 _LOG: Final = logging.getLogger("shardwise")
 

@@ -26,10 +26,10 @@ from shardwise.layout.tensor_plan import TensorPlan, pattern
 from shardwise.models import Decoder
 from shardwise.models.shrink import Scale, shrink_huggingface
 from shardwise.runtime.torch_private import is_fake, pytree, unseen_by_op_modes
+from shardwise.tensor.hf_plans import find_plan
 from shardwise.tensor.plan_layout import plan_layout
-from shardwise.tensor.plan_proof import NotProvedError, in_short, refute
 from shardwise.tensor.plan_table import Table
-from shardwise.tensor.plans import find_plan
+from shardwise.tensor.thread_proof import NotProvedError, in_short, refute
 
 MAX_ELEMENTS: Final = 2**21  # of a model that is proved: a second or so
 _SEQ_LEN: Final = 8

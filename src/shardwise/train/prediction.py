@@ -20,10 +20,10 @@ from typing import Any, Final
 import torch
 
 from shardwise.planner.configs import job_of, strategy_of
-from shardwise.planner.estimate import Pricer
 from shardwise.planner.hardware import CPU, Cluster, GpuSpec, known_gpu
-from shardwise.planner.machine import cluster_of
+from shardwise.planner.pricer import Pricer
 from shardwise.planner.profile import find_profile
+from shardwise.planner.profiled_cluster import cluster_of
 from shardwise.planner.recalibrate import PARTS, PREDICTION_NAME, by_part
 from shardwise.planner.shape import ModelShape
 from shardwise.runtime.memory_tracker import Category

@@ -37,7 +37,7 @@ from shardwise.layout.slicing import Chunk as Rectangle
 from shardwise.layout.slicing import intersect
 from shardwise.offload.cpu_optimizer import needed_states
 from shardwise.runtime.state_shards import PARAM, FlatState, ScalarState, StateShard, TensorFlatState, is_flat
-from shardwise.zero.offloaded_step import OffloadedChunk
+from shardwise.zero.offloaded_step import ParamPiece
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.state_access import EngineState
 
@@ -102,11 +102,11 @@ def parts_of(group: GroupSpec, held: Range, written: Range, tp_index: int) -> It
 
 def held_parameters(states: EngineState) -> Iterator[StateShard]:
     """Every parameter of the model, those too of which this rank holds nothing."""
-    for group in states.driver.groups:
+    for group in states.sharding.groups:
         master = group.params.master
         for part in _parts(states, group):
             yield part.state_shard(PARAM, master.part(part.offset, part.offset + part.stop - part.start))
-    dtype = next(iter(states.driver.groups)).params.master.dtype
+    dtype = next(iter(states.sharding.groups)).params.master.dtype
     for spec in states.elsewhere:
         for place in spec.params:
             yield StateShardPart(place, spec.trainable).state_shard(PARAM, TensorFlatState(torch.empty(0, dtype=dtype)))
@@ -119,7 +119,7 @@ def held_optimizer_states(states: EngineState) -> Iterator[StateShard | ScalarSt
         ConfigError: a state is neither one number nor as long as the parameter.
     """
     pieces = {(piece.group, piece.name): piece for piece in states.sharded.pieces}
-    for group in states.driver.groups:
+    for group in states.sharding.groups:
         for part in _parts(states, group) if group.grads is not None else ():
             piece = pieces.get((group, part.spec.name))
             if piece is not None:
@@ -150,7 +150,7 @@ def check_optimizer_states(
         kept, wrong = sharded.states_of(piece), []
         if needed is not None:
             wrong += [f"has no {state}" for state in sorted(needed - names.keys()) if names]
-            lacking = needed - sharded.room_of(piece) if sharded.is_streamed(piece) else ()
+            lacking = needed - sharded.room_of(piece) if sharded.is_offloaded(piece) else ()
             wrong += [f"has a {state}, for which tiers.optimizer has no room" for state in sorted(lacking)]
         for state, each in names.items():
             is_number = isinstance(each, ScalarState)
@@ -178,7 +178,7 @@ def prepare_optimizer_states(states: EngineState, wanted: Mapping[str, Mapping[s
     sharded.forget_states([each for each in sharded.pieces if not wanted.get(each.name)])
     for piece in sharded.pieces:
         names = wanted.get(piece.name, {})
-        if sharded.is_streamed(piece):  # they are there, and wait to be filled
+        if sharded.is_offloaded(piece):  # they are there, and wait to be filled
             numbers = {name: each.value for name, each in names.items() if isinstance(each, ScalarState)}
             if names:
                 sharded.expect_states(piece, numbers, filled=names.keys() - numbers.keys())
@@ -193,7 +193,7 @@ def prepare_optimizer_states(states: EngineState, wanted: Mapping[str, Mapping[s
 
 def adopt_masters(states: EngineState) -> None:
     """Let the parameters follow the masters that were written. All ranks call it."""
-    for group in states.driver.groups:
+    for group in states.sharding.groups:
         group.adopt_master()
 
 
@@ -232,7 +232,7 @@ def _in_flats(values: Mapping[str, Any], part: StateShardPart) -> dict[str, Flat
     return flats
 
 
-def _prepare(states: EngineState, piece: OffloadedChunk, name: str, wanted: Wanted) -> None:
+def _prepare(states: EngineState, piece: ParamPiece, name: str, wanted: Wanted) -> None:
     optimizer = states.sharded.optimizer
     current = optimizer.state[piece.view].get(name)
     if isinstance(wanted, ScalarState):

@@ -48,7 +48,7 @@ from shardwise.offload.storage import DeviceStorage, HostStorage, StateStorage
 from shardwise.offload.tiers import Tiers
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.memory_tracker import Category, MemoryTracker, trim_host_memory
-from shardwise.runtime.param_guard import ReleasedParameterError, released_type, wear
+from shardwise.runtime.param_guard import ReleasedParameterError, released_type, set_parameter_class
 from shardwise.zero.optimizer import ShardedOptimizer
 from shardwise.zero.param_group import ParamGroup, ParamState
 from shardwise.zero.sharding_state import ShardingState
@@ -140,14 +140,14 @@ class MemoryRelease:
 
     def __init__(
         self,
-        driver: ShardingState,
+        sharding: ShardingState,
         sharded: ShardedOptimizer,
         tracker: MemoryTracker,
         pool: BufferPool,
         tiers: Tiers,
         aside: ReleaseTarget,
     ) -> None:
-        self._driver = driver
+        self._sharding = sharding
         self._sharded = sharded
         self._tracker = tracker
         self._pool = pool
@@ -213,7 +213,7 @@ class MemoryRelease:
         for group, state in self._states_before.items():
             group.params.state = state
         for parameter, kind in self._kinds_before:
-            wear(parameter, kind)
+            set_parameter_class(parameter, kind)
         self._spill_buffer.close()
         self._tiers.trim()
         if self._tracker.device.type == "cuda":
@@ -230,9 +230,9 @@ class MemoryRelease:
 
     def _settle(self) -> None:
         """End what is under way, and leave of the parameters only what rests."""
-        self._driver.settle()
-        self._driver.reshard_all()
-        for group in self._driver.groups:
+        self._sharding.settle()
+        self._sharding.reshard_all()
+        for group in self._sharding.groups:
             group.finish_reduce()
             if not group.params.is_released_between_uses:
                 group.wait()
@@ -241,7 +241,7 @@ class MemoryRelease:
         self._tiers.settle()
         if self._tracker.device.type == "cuda":
             torch.cuda.synchronize(self._tracker.device)
-        for group in self._driver.groups:
+        for group in self._sharding.groups:
             group.params.shard.forget()
 
     def _put_aside(self, memories: Sequence[_ReleasedMemory]) -> None:
@@ -269,7 +269,7 @@ class MemoryRelease:
     def _on_device(self, name: str) -> Iterator[Tensor]:
         """What a state has of the device's memory."""
         yield from (rest.tensor for rest in self._rests(name) if isinstance(rest, DeviceStorage))
-        for group in self._driver.groups:
+        for group in self._sharding.groups:
             if name == "params":
                 yield group.params.full
             elif name == "grads" and group.grads is not None and group.grads.is_holding:
@@ -286,7 +286,7 @@ class MemoryRelease:
             yield from (rest for rest in self._rests(name) if isinstance(rest, HostStorage))
 
     def _rests(self, name: str) -> Iterator[StateStorage]:
-        for group in self._driver.groups:
+        for group in self._sharding.groups:
             params, grads = group.params, group.grads
             if name == "params":
                 yield params.shard
@@ -299,7 +299,7 @@ class MemoryRelease:
 
     def _drop_idle_gradients(self) -> int:
         """Give up memory that holds no gradients; returns its bytes."""
-        idle = [each.grads for each in self._driver.groups if each.grads is not None and not each.grads.is_holding]
+        idle = [each.grads for each in self._sharding.groups if each.grads is not None and not each.grads.is_holding]
         rests = [grads.rest for grads in idle if grads.is_away and self._aside.target == "nvme"]
         on_host = [_OnHost(rest) for rest in rests if isinstance(rest, HostStorage)]
         for memory in on_host:
@@ -310,13 +310,13 @@ class MemoryRelease:
     def _guard_parameters(self) -> None:
         names: dict[int, str] = {}
         offloaded = released_type(_refuse_use(names))
-        for group in self._driver.groups:
+        for group in self._sharding.groups:
             self._states_before[group] = group.params.state
             group.params.state = ParamState.OFFLOADED
             for parameter, place in zip(group.params.parameters, group.spec.params, strict=True):
                 names[id(parameter)] = place.name
                 self._kinds_before.append((parameter, type(parameter)))
-                wear(parameter, offloaded)
+                set_parameter_class(parameter, offloaded)
 
     def _trim(self) -> None:
         """Give what was freed back to the system."""

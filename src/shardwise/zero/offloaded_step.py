@@ -34,7 +34,7 @@ Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
-class OffloadedChunk:
+class ParamPiece:
     """A parameter's part in this rank's slice of a group.
 
     Attributes:
@@ -75,7 +75,7 @@ class OffloadedStep:
     """
 
     group: ParamGroup
-    pieces: Sequence[OffloadedChunk]
+    pieces: Sequence[ParamPiece]
     rule: CpuOptimizer
     tiers: Tiers
     has_states_at_once: bool
@@ -83,7 +83,7 @@ class OffloadedStep:
     _counts: dict[str, _Counts] = field(default_factory=dict)
     _initial: dict[str, float] = field(default_factory=dict)
 
-    def prepare(self, options_of: Callable[[OffloadedChunk], Options | None]) -> None:
+    def prepare(self, options_of: Callable[[ParamPiece], Options | None]) -> None:
         """Make room for the states that the optimizer's options ask for; it leaves pieces alone that have none."""
         for piece in self.pieces:
             options = options_of(piece)
@@ -100,7 +100,7 @@ class OffloadedStep:
                 self._fill(self.states[name], 0, master.numel, value, is_new=True)
 
     def chunks(
-        self, factor: float, used: Mapping[str, bool], options_of: Callable[[OffloadedChunk], Options | None]
+        self, factor: float, used: Mapping[str, bool], options_of: Callable[[ParamPiece], Options | None]
     ) -> list[StepChunk]:
         """A step of the masters with `factor` times the gradients, and of the parameters after them.
 
@@ -146,7 +146,7 @@ class OffloadedStep:
         written = self.group.params.shard
         return self.tiers.worker.submit(written.settle) if isinstance(written, DeviceStorage) else last
 
-    def states_of(self, piece: OffloadedChunk) -> dict[str, FlatState | Tensor]:
+    def states_of(self, piece: ParamPiece) -> dict[str, FlatState | Tensor]:
         """What there is of a piece: flat states, and the number of steps; nothing before the first step."""
         counts = self._counts[piece.name]
         if not counts.is_present:
@@ -154,7 +154,7 @@ class OffloadedStep:
         found: dict[str, FlatState | Tensor] = {"step": torch.tensor(counts.num_steps)} if self.rule.has_counter else {}
         return found | {name: rest.part(piece.start, piece.stop) for name, rest in self.states.items()}
 
-    def write_state(self, piece: OffloadedChunk, state: str, value: Tensor | float) -> None:
+    def write_state(self, piece: ParamPiece, state: str, value: Tensor | float) -> None:
         """Write one state of a piece, which has states from then on.
 
         Raises:
@@ -167,12 +167,12 @@ class OffloadedStep:
             raise ConfigError(f"{self.rule.name} keeps no state {state} of {piece.name}; there are {known}")
         self.expect_states(piece, {state: float(value)} if state == "step" else {})
 
-    def expect_states(self, piece: OffloadedChunk, numbers: Mapping[str, float]) -> None:
+    def expect_states(self, piece: ParamPiece, numbers: Mapping[str, float]) -> None:
         """Let a piece have states from now on, whose tensors somebody fills."""
         counts = self._counts[piece.name]
         counts.is_present, counts.num_steps = True, numbers.get("step", counts.num_steps)
 
-    def forget_states(self, piece: OffloadedChunk, filled: Collection[str] = ()) -> None:
+    def forget_states(self, piece: ParamPiece, filled: Collection[str] = ()) -> None:
         """Let a piece have what it has before the first step, but for states that somebody fills anyway."""
         is_trained = self._counts[piece.name].is_trained
         self._counts[piece.name] = _Counts(0.0, self.has_states_at_once and is_trained, is_trained)
@@ -187,7 +187,7 @@ class OffloadedStep:
 
     def _step_chunk(
         self,
-        plans: Sequence[tuple[OffloadedChunk, Options, float, bool]],
+        plans: Sequence[tuple[ParamPiece, Options, float, bool]],
         factor: float,
         start: int,
         stop: int,

@@ -23,7 +23,7 @@ from shardwise.runtime.state_shards import FlatState, TensorFlatState
 from shardwise.runtime.timeline import Timeline
 from shardwise.schedule.actions import ActionKind
 from shardwise.zero.grad_buckets import GroupGrads, SharedGradRanges, square_sum, sum_over_sharers, sum_over_stages
-from shardwise.zero.offloaded_step import OffloadedChunk, OffloadedStep
+from shardwise.zero.offloaded_step import OffloadedStep, ParamPiece
 from shardwise.zero.optimizer_plan import NamedGroup, OptimizerFactory, fresh_states
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.resources import ShardingResources
@@ -59,11 +59,11 @@ class ShardedOptimizer:
         self._holders: dict[ParamGroup, tuple[int, ...]] = {}  # of what several stages of the pipeline hold
         self._tiers = resources.tiers
         self._options_of: dict[int, int] = {}  # the index of the optimizer's group, by a view's identity
-        self._streamed: dict[ParamGroup, OffloadedStep] = {}
+        self._offloaded: dict[ParamGroup, OffloadedStep] = {}
         self._stepped: dict[ParamGroup, Task] = {}  # ahead of `step`
         self._gradients: dict[ParamGroup, Tensor] = {}
         self._groups: list[ParamGroup] = []
-        self.pieces: list[OffloadedChunk] = []
+        self.pieces: list[ParamPiece] = []
         # torch refuses an optimizer without parameters, but a rank may own nothing except padding.
         self._placeholder = nn.Parameter(torch.empty(0))
         self._named_groups: tuple[NamedGroup, ...] = ()
@@ -71,7 +71,7 @@ class ShardedOptimizer:
         self.optimizer = factory(self._param_groups(named_groups))
         refuse_unless_element_wise(self.optimizer)
         self._has_states_at_once = bool(self.optimizer.state)  # such as Adagrad's
-        self._take_streamed()
+        self._take_offloaded()
         self._is_stepping = False
         this = weakref.ref(self)
         self._step_guard = self.optimizer.register_step_pre_hook(lambda *_: _refuse_own_step(this()))
@@ -87,18 +87,18 @@ class ShardedOptimizer:
         self._take(groups)
         for options, group in zip(self.optimizer.param_groups, self._param_groups(named_groups), strict=True):
             options["params"] = group["params"]
-        self._take_streamed()
+        self._take_offloaded()
         known = {id(piece.view) for piece in self.pieces} | {id(self._placeholder)}
         for view in [view for view in self.optimizer.state if id(view) not in known]:
             del self.optimizer.state[view]
         self.forget_states([piece for piece in self.pieces if id(piece) not in before])
 
-    def forget_states(self, pieces: Sequence[OffloadedChunk]) -> None:
+    def forget_states(self, pieces: Sequence[ParamPiece]) -> None:
         """Let the optimizer have of these pieces what it has before its first step: mostly nothing."""
         for piece in pieces:
-            if piece.group in self._streamed:
-                self._streamed[piece.group].forget_states(piece)
-        views = {id(piece.view) for piece in pieces if piece.group not in self._streamed}
+            if piece.group in self._offloaded:
+                self._offloaded[piece.group].forget_states(piece)
+        views = {id(piece.view) for piece in pieces if piece.group not in self._offloaded}
         for piece in pieces:
             self.optimizer.state.pop(piece.view, None)
         if self._has_states_at_once and views:
@@ -109,10 +109,10 @@ class ShardedOptimizer:
             ]
             self.optimizer.state.update(fresh_states(self.optimizer, groups))
 
-    def states_of(self, piece: OffloadedChunk) -> Mapping[str, Any]:
+    def states_of(self, piece: ParamPiece) -> Mapping[str, Any]:
         """What the optimizer keeps of a piece now, by name: flat states as long as the piece, numbers, and others."""
-        if piece.group in self._streamed:
-            return self._streamed[piece.group].states_of(piece)
+        if piece.group in self._offloaded:
+            return self._offloaded[piece.group].states_of(piece)
         numel, states = piece.view.numel(), self.optimizer.state.get(piece.view, {})
         return {
             name: TensorFlatState(value.detach().view(-1))
@@ -121,14 +121,14 @@ class ShardedOptimizer:
             for name, value in states.items()
         }
 
-    def write_state(self, piece: OffloadedChunk, state: str, value: Tensor | float) -> None:
+    def write_state(self, piece: ParamPiece, state: str, value: Tensor | float) -> None:
         """Write one state of a piece, a number or as long as that; make it if it is not there."""
-        if piece.group in self._streamed:
-            self._streamed[piece.group].write_state(piece, state, value)
+        if piece.group in self._offloaded:
+            self._offloaded[piece.group].write_state(piece, state, value)
         else:
             _place_state(self.optimizer, piece.view, state, value)
 
-    def expect_states(self, piece: OffloadedChunk, numbers: Mapping[str, float], filled: Collection[str]) -> None:
+    def expect_states(self, piece: ParamPiece, numbers: Mapping[str, float], filled: Collection[str]) -> None:
         """Let a piece whose optimizer rests off the device begin anew with states.
 
         Args:
@@ -136,20 +136,20 @@ class ShardedOptimizer:
             numbers: of them.
             filled: tensors that somebody will write all of; the others are as before the first step.
         """
-        self._streamed[piece.group].forget_states(piece, filled)
-        self._streamed[piece.group].expect_states(piece, numbers)
+        self._offloaded[piece.group].forget_states(piece, filled)
+        self._offloaded[piece.group].expect_states(piece, numbers)
 
-    def is_streamed(self, piece: OffloadedChunk) -> bool:
+    def is_offloaded(self, piece: ParamPiece) -> bool:
         """Whether the piece's optimizer rests off the device."""
-        return piece.group in self._streamed
+        return piece.group in self._offloaded
 
-    def room_of(self, piece: OffloadedChunk) -> frozenset[str]:
+    def room_of(self, piece: ParamPiece) -> frozenset[str]:
         """The states that there is room for, of a piece whose optimizer rests off the device."""
-        return frozenset(["step", *self._streamed[piece.group].states])
+        return frozenset(["step", *self._offloaded[piece.group].states])
 
     def streamed_states(self) -> list[StateStorage]:
         """The optimizer's states that rest off the device."""
-        return [rest for streamed in self._streamed.values() for rest in streamed.states.values()]
+        return [rest for streamed in self._offloaded.values() for rest in streamed.states.values()]
 
     def track_states(self) -> None:
         """Tell the ledger of states that are new."""
@@ -159,7 +159,7 @@ class ShardedOptimizer:
                     self._tracker.track(value, Category.OPTIMIZER)
 
     def _take(self, groups: Sequence[ParamGroup]) -> None:
-        kept: dict[ParamGroup, list[OffloadedChunk]] = {}
+        kept: dict[ParamGroup, list[ParamPiece]] = {}
         for piece in self.pieces:
             kept.setdefault(piece.group, []).append(piece)
         self._groups = [group for group in groups if group.grads is not None]
@@ -167,21 +167,21 @@ class ShardedOptimizer:
         self.names = [place.name for group in self._groups for place in group.spec.params]
         self.pieces = [piece for group in self._groups for piece in kept.get(group) or _pieces(group)]
 
-    def _take_streamed(self) -> None:
+    def _take_offloaded(self) -> None:
         """Make room for the states of groups whose optimizer rests off the device."""
         streamed = [group for group in self._groups if group.spec.tiers.optimizer != "device"]
-        for group in [group for group in self._streamed if group not in streamed]:
-            self._streamed.pop(group).close()
+        for group in [group for group in self._offloaded if group not in streamed]:
+            self._offloaded.pop(group).close()
         # While others are regrouped, those that were there may have pieces without options: what is to be frozen next.
-        for group in [group for group in streamed if group not in self._streamed]:
+        for group in [group for group in streamed if group not in self._offloaded]:
             pieces = [piece for piece in self.pieces if piece.group is group]
             rule, at_once = rule_of(self.optimizer), self._has_states_at_once
-            self._streamed[group] = OffloadedStep(group, pieces, rule, self._tiers, at_once)
-            self._streamed[group].prepare(self.options_of)
+            self._offloaded[group] = OffloadedStep(group, pieces, rule, self._tiers, at_once)
+            self._offloaded[group].prepare(self.options_of)
             for piece in pieces:  # such as Adagrad's, made in its constructor
                 self.optimizer.state.pop(piece.view, None)
 
-    def options_of(self, piece: OffloadedChunk) -> Mapping[str, Any] | None:
+    def options_of(self, piece: ParamPiece) -> Mapping[str, Any] | None:
         """The optimizer's parameter group that a piece is in; None where it was given none of them."""
         index = self._options_of.get(id(piece.view))
         return None if index is None else self.optimizer.param_groups[index]
@@ -211,7 +211,7 @@ class ShardedOptimizer:
         """
         held = [(group, group.grads) for group in self._groups if group.grads is not None and group.grads.holds_sum]
         for group, grads in held:
-            if group not in self._streamed and not grads.is_away and (gradient := grads.gradient()) is not None:
+            if group not in self._offloaded and not grads.is_away and (gradient := grads.gradient()) is not None:
                 self._gradients[group] = gradient
         shared: list[tuple[SharedGradRanges, FlatState]] = []
         for group, grads in held:
@@ -261,7 +261,7 @@ class ShardedOptimizer:
             stepping.update(self._step_pipeline(factor, used))
             for group in self._groups:
                 grads = group.grads
-                if group in self._streamed or grads is None or not grads.is_away:
+                if group in self._offloaded or grads is None or not grads.is_away:
                     continue
                 if (brought := grads.gradient()) is not None:
                     self._step_on_device({group: brought.mul_(factor)}, used)
@@ -272,7 +272,7 @@ class ShardedOptimizer:
 
     def step_ahead(self, group: ParamGroup, factor: float) -> None:
         """Start to update a group whose gradients are final before the others' are; all its parameters were used."""
-        if group in self._streamed:
+        if group in self._offloaded:
             names = (place.name for place in group.spec.params)
             self._stepped |= self._submit(
                 [(group, each) for each in self._chunks(group, factor, dict.fromkeys(names, True))]
@@ -291,11 +291,11 @@ class ShardedOptimizer:
         chunks = [
             (group, chunk)
             for group in self._groups
-            if group in self._streamed and group not in self._stepped
+            if group in self._offloaded and group not in self._stepped
             for chunk in self._chunks(group, factor, used)
         ]
         stepping = self._stepped | self._submit(sorted(chunks, key=lambda each: not each[1].is_at_hand))
-        for group in self._streamed:
+        for group in self._offloaded:
             if group not in stepping:
                 stepping[group] = self._tiers.worker.submit(lambda: None)
         return stepping
@@ -308,12 +308,12 @@ class ShardedOptimizer:
             task = self._tiers.step_pipeline.submit(chunk)
             num_left[group] -= 1
             if not num_left[group]:
-                ends[group] = self._streamed[group].end(task)
+                ends[group] = self._offloaded[group].end(task)
         return ends
 
     def _chunks(self, group: ParamGroup, factor: float, used: Mapping[str, bool]) -> list[StepChunk]:
         holds = group.grads is not None and group.grads.holds_sum
-        return self._streamed[group].chunks(factor, used, self.options_of) if holds else []
+        return self._offloaded[group].chunks(factor, used, self.options_of) if holds else []
 
     def _step_on_device(self, gradients: Mapping[ParamGroup, Tensor], used: Mapping[str, bool]) -> None:
         for piece in self.pieces:
@@ -358,9 +358,9 @@ class ShardedOptimizer:
         self.pieces.clear()
         self._groups.clear()
         self._holders.clear()
-        for streamed in self._streamed.values():
+        for streamed in self._offloaded.values():
             streamed.close()
-        self._streamed.clear()
+        self._offloaded.clear()
 
 
 def _refuse_own_step(sharded: ShardedOptimizer | None) -> None:
@@ -368,7 +368,7 @@ def _refuse_own_step(sharded: ShardedOptimizer | None) -> None:
         raise RuntimeError("optimizer.step() has no gradients, which the engine keeps; call engine.step() instead")
 
 
-def _pieces(group: ParamGroup) -> list[OffloadedChunk]:
+def _pieces(group: ParamGroup) -> list[ParamPiece]:
     params = group.params
     pieces = []
     for slot in group.spec.slots(params.shard_start, params.shard_stop):
@@ -376,7 +376,7 @@ def _pieces(group: ParamGroup) -> list[OffloadedChunk]:
         view = torch.empty(0, dtype=params.master.dtype)
         if group.spec.tiers.optimizer == "device":
             view = params.master.read(start, stop)
-        pieces.append(OffloadedChunk(slot.param.name, group, nn.Parameter(view), start, stop))
+        pieces.append(ParamPiece(slot.param.name, group, nn.Parameter(view), start, stop))
     return pieces
 
 
@@ -398,11 +398,11 @@ def _place_state(optimizer: Optimizer, view: nn.Parameter, state: str, value: Te
 
 def may_step_ahead(config: Config, layout: Layout) -> bool:
     """Whether the config lets groups be stepped before the backward has ended, and any can be."""
-    is_streamed = any(group.tiers.optimizer != "device" for group in layout.groups if group.trainable)
+    is_offloaded = any(group.tiers.optimizer != "device" for group in layout.groups if group.trainable)
     is_scaled = config.precision.param == "fp16" and config.precision.loss_scale == "dynamic"
     is_split = layout.tensor is not None or layout.pipeline is not None
     clips = config.optimizer.clip_norm is not None
-    return config.tiers.step_in_backward and is_streamed and not (clips or is_scaled or is_split)
+    return config.tiers.step_in_backward and is_offloaded and not (clips or is_scaled or is_split)
 
 
 class StepInBackward:
@@ -414,10 +414,10 @@ class StepInBackward:
         is_allowed: whether `begin` may be called at all.
     """
 
-    def __init__(self, driver: ShardingState, sharded: ShardedOptimizer, is_allowed: bool) -> None:
+    def __init__(self, sharding: ShardingState, sharded: ShardedOptimizer, is_allowed: bool) -> None:
         self.is_allowed = is_allowed
         self.is_armed = False
-        self._driver = driver
+        self._sharding = sharding
         self._sharded = sharded
         self._steady: set[ParamGroup] = set()
         self._factor: float | None = None
@@ -430,15 +430,15 @@ class StepInBackward:
             read_factor: waits for what turns accumulated sums into the mean gradient; None where no step may follow.
         """
         self._read_factor = read_factor
-        self._driver.on_reduced = self._step
+        self._sharding.on_reduced = self._step
 
     def end(self) -> None:
         """Leave the rest to the step, and learn which groups can be stepped so the next time."""
-        self._driver.on_reduced = self._read_factor = self._factor = None
+        self._sharding.on_reduced = self._read_factor = self._factor = None
         self.is_armed = False
-        streamed = [group for group in self._driver.groups if group.spec.tiers.optimizer != "device"]
+        streamed = [group for group in self._sharding.groups if group.spec.tiers.optimizer != "device"]
         held = [group for group in streamed if group.grads is not None and group.grads.holds_sum]
-        self._steady = {group for group in held if _is_complete(group) and group not in self._driver.ever_late}
+        self._steady = {group for group in held if _is_complete(group) and group not in self._sharding.ever_late}
 
     def close(self) -> None:
         """Forget the groups."""

@@ -17,13 +17,13 @@ from shardwise.offload.step_pipeline import CHUNK_NUMEL
 from shardwise.offload.storage import StateStorage
 from shardwise.offload.worker import Task
 from shardwise.runtime.memory_tracker import Category, trim_host_memory
-from shardwise.runtime.param_guard import ReleasedParameterError, wear
+from shardwise.runtime.param_guard import ReleasedParameterError, set_parameter_class
 from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.torch_private import parameter_class, plain_torch_functions, set_data, version
 from shardwise.schedule.actions import ActionKind
 from shardwise.zero.grad_buckets import GroupGrads
 from shardwise.zero.resources import ShardingResources
-from shardwise.zero.tp_params import cut, join
+from shardwise.zero.tp_params import gather_param, shard_param
 
 
 class ParamGroup:
@@ -323,7 +323,7 @@ class GroupParams:
         if is_sent:
             whole = whole.contiguous()
             ranks.broadcast(whole.view(-1), f"initial values of {place.name}")
-        return cut(place.split, self._comms.tensor.rank, whole).reshape(-1)
+        return shard_param(place.split, self._comms.tensor.rank, whole).reshape(-1)
 
     @property
     def is_released(self) -> bool:
@@ -458,12 +458,12 @@ class GroupParams:
     def unguard(self, watched: type[nn.Parameter] | None = None) -> None:
         """Let the parameters be plain, or `watched`: who uses them from now on is known to need them."""
         for parameter, kind in zip(self.parameters, self._kinds, strict=True):
-            wear(parameter, kind if watched is None or kind is not nn.Parameter else watched)
+            set_parameter_class(parameter, kind if watched is None or kind is not nn.Parameter else watched)
 
     def guard(self) -> None:
         """Have every use of the parameters reported: nobody else says how long their data is needed."""
         for parameter in self.parameters:
-            wear(parameter, self._released)
+            set_parameter_class(parameter, self._released)
 
     def _enter(self, state: ParamState) -> None:
         self.state = state
@@ -484,7 +484,9 @@ class GroupParams:
         self.unguard()
         for parameter, place in zip(self.parameters, self.spec.params, strict=True):
             if keep_values:
-                parameter.data = join(place.split, parameter.detach(), self._comms.tensor, f"whole {place.name}")
+                parameter.data = gather_param(
+                    place.split, parameter.detach(), self._comms.tensor, f"whole {place.name}"
+                )
             else:
                 set_data(parameter, torch.empty(place.global_shape, dtype=self.full.dtype, device="meta"))
         self._tracker.resize(self.full, 0)

@@ -20,10 +20,10 @@ class PipelineAdapter:
         layout: with the pipeline.
     """
 
-    def __init__(self, driver: ShardingState, layout: Layout) -> None:
+    def __init__(self, sharding: ShardingState, layout: Layout) -> None:
         pipeline = layout.pipeline
         assert pipeline is not None, "only a pipeline has a schedule"
-        self._driver = driver
+        self._sharding = sharding
         self._held = pipeline.held
         self._reduced_stages: set[int] = set()
         self._kept_for: dict[ParamGroup, set[int]] = {}
@@ -43,9 +43,9 @@ class PipelineAdapter:
     def wait(self, stage: int) -> None:
         """Have the parameters present that `unshard` has asked for."""
         for group in self._groups_of(stage):
-            if stage in self._kept_for.get(group, ()) and group not in self._driver.kept:
+            if stage in self._kept_for.get(group, ()) and group not in self._sharding.kept:
                 group.keep()
-                self._driver.kept.add(group)
+                self._sharding.kept.add(group)
 
     def reshard(self, stage: int) -> None:
         """Release a stage's parameters that no other stage keeps."""
@@ -53,8 +53,8 @@ class PipelineAdapter:
             keepers = self._kept_for.get(group, set())
             keepers.discard(stage)
             if not keepers:
-                self._driver.kept.discard(group)
-                group.is_pinned = self._driver.is_held
+                self._sharding.kept.discard(group)
+                group.is_pinned = self._sharding.is_held
                 group.reshard()
 
     def prefetch(self, stage: int) -> None:
@@ -70,20 +70,20 @@ class PipelineAdapter:
             for group in self._groups_of(stage)
             if not is_last or self._reduced_stages.issuperset(self._held.intersection(group.spec.stages))
         ]
-        self._driver.reduce(groups, is_last)
+        self._sharding.reduce(groups, is_last)
 
     def enter(self, stage: int) -> None:
         """A stage is about to compute: its blocks follow each other, and beside them it uses its own parameters."""
-        self._driver.order = self._orders[stage]
-        self._driver.units[0].stage = stage
+        self._sharding.order = self._orders[stage]
+        self._sharding.units[0].stage = stage
 
     def set_aside(self, stage: int, micro_batch: int) -> None:
         """A forward has ended whose backward comes later, behind those of others."""
-        self._aside[stage, micro_batch] = [unit.set_aside() for unit in self._driver.units]
+        self._aside[stage, micro_batch] = [unit.set_aside() for unit in self._sharding.units]
 
     def take_up(self, stage: int, micro_batch: int) -> None:
         """The backward of a forward that was set aside is about to begin."""
-        for unit, aside in zip(self._driver.units, self._aside.pop((stage, micro_batch), ()), strict=False):
+        for unit, aside in zip(self._sharding.units, self._aside.pop((stage, micro_batch), ()), strict=False):
             unit.take_up(aside)  # but for a second half of the backward
 
     def end_step(self) -> None:
@@ -91,7 +91,7 @@ class PipelineAdapter:
         self._aside.clear()
         self._reduced_stages.clear()
         self._kept_for.clear()
-        self._driver.units[0].stage = None
+        self._sharding.units[0].stage = None
 
     def _groups_of(self, stage: int) -> list[ParamGroup]:
-        return [group for group in self._driver.groups if stage in group.spec.stages]
+        return [group for group in self._sharding.groups if stage in group.spec.stages]

@@ -26,8 +26,8 @@ from shardwise.runtime.module_hooks import claim, hook_gradient, hook_unit
 from shardwise.runtime.param_guard import ReleasedParameterError, released_type, watched_type
 from shardwise.runtime.torch_private import in_backward, on_backward_end, parameter_class
 from shardwise.zero.param_group import ParamGroup, ParamState
-from shardwise.zero.param_guard import RemoteParams, check_members
 from shardwise.zero.prefetch import Names, PrefetchOrder, RecordedOrder, StaticOrder
+from shardwise.zero.remote_params import RemoteParams, check_members
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.unit import Unit
 
@@ -406,9 +406,9 @@ class ShardingState:
         its_group = weakref.ref(group)
 
         def add(gradient: Tensor) -> None:
-            driver, unit, group = this(), unit_of_group(), its_group()
-            if driver is not None and unit is not None and group is not None:
-                driver.on_gradient(unit, group, index, gradient)
+            sharding, unit, group = this(), unit_of_group(), its_group()
+            if sharding is not None and unit is not None and group is not None:
+                sharding.on_gradient(unit, group, index, gradient)
 
         return add
 
@@ -533,15 +533,15 @@ class ShardingState:
         group.unguard()
 
 
-def _read_gradient(driver: ShardingState | None) -> None:
-    if driver is not None:
-        driver.on_gradient_read()
+def _read_gradient(sharding: ShardingState | None) -> None:
+    if sharding is not None:
+        sharding.on_gradient_read()
 
 
-def _use_released(driver: ShardingState | None, parameter: nn.Parameter) -> None:
-    if driver is None:
+def _use_released(sharding: ShardingState | None, parameter: nn.Parameter) -> None:
+    if sharding is None:
         raise ReleasedParameterError(
             f"a parameter of shape {tuple(parameter.shape)} is released and its engine is gone; "
             "call engine.close() before the engine is dropped, so that parameters become whole"
         )
-    driver.on_released_use(parameter)
+    sharding.on_released_use(parameter)

@@ -91,21 +91,21 @@ def regroup(states: EngineState, layout: Layout, named_groups: Sequence[NamedGro
         layout: the new one.
         named_groups: the optimizer's parameter groups by the names of all that is trainable now.
     """
-    driver = states.driver
-    there = {group.spec for group in driver.groups}
+    sharding = states.sharding
+    there = {group.spec for group in sharding.groups}
     changed = {spec.unit for spec in there.symmetric_difference(layout.groups)}
-    for unit in [unit.name for unit in driver.units if unit.name in changed]:
+    for unit in [unit.name for unit in sharding.units if unit.name in changed]:
         masters: dict[str, Tensor | None] = {}
         optimizer_states: dict[str, dict[str, Tensor]] = {}
         for spec in there.difference(layout.groups):
             for place in spec.params if spec.unit == unit and spec.trainable else ():
                 masters[place.name] = read_held_state(states, place.name, MASTER)
                 optimizer_states[place.name] = read_optimizer_states(states, place.name)
-        driver.regroup(unit, layout)
-        states.sharded.regroup(driver.groups, named_groups)
+        sharding.regroup(unit, layout)
+        states.sharded.regroup(sharding.groups, named_groups)
         for spec in set(layout.groups) - there:
             for place in spec.params if spec.unit == unit and spec.trainable else ():
                 if place.name in masters:
                     write_state(states, place.name, masters[place.name], MASTER)
                     write_optimizer_states(states, place.name, optimizer_states[place.name])
-    driver.absent.follow(layout.elsewhere)
+    sharding.absent.follow(layout.elsewhere)

@@ -40,11 +40,11 @@ from shardwise.config.resolve import ConfigError
 from shardwise.layout.param_groups import GroupSpec, ParamSlice, ParamSpec
 from shardwise.offload.step_pipeline import CHUNK_NUMEL
 from shardwise.runtime.state_shards import FlatState, is_flat
-from shardwise.zero.offloaded_step import OffloadedChunk
+from shardwise.zero.offloaded_step import ParamPiece
 from shardwise.zero.optimizer import ShardedOptimizer
 from shardwise.zero.param_group import ParamGroup, ParamState
 from shardwise.zero.sharding_state import ShardingState
-from shardwise.zero.tp_params import cut, join, owned_part, settle
+from shardwise.zero.tp_params import gather_param, owned_part, settle, shard_param
 
 PARAM: Final = "param"
 MASTER: Final = "master"
@@ -64,7 +64,7 @@ class EngineState:
         elsewhere: the groups that only other ranks of the pipeline hold.
     """
 
-    driver: ShardingState
+    sharding: ShardingState
     sharded: ShardedOptimizer
     comms: CommGroups
     comm_log: LossAccumulator
@@ -137,7 +137,9 @@ def read_held_state(states: EngineState, name: str, state: str) -> Tensor | None
     local = _read_local(states, place, state)
     if local is not None and local.dim():
         local = local.view(place.spec.shape)
-        local = join(place.spec.split, local, states.comms.tensor, f"{state} of {name}", is_gradient=state == GRAD)
+        local = gather_param(
+            place.spec.split, local, states.comms.tensor, f"{state} of {name}", is_gradient=state == GRAD
+        )
     return local
 
 
@@ -187,7 +189,7 @@ def write_state(
         return
     if not is_number:
         split, tp_index = place.spec.split, states.comms.tensor.rank
-        local = cut(split, tp_index, flat)
+        local = shard_param(split, tp_index, flat)
         flat = (owned_part(split, tp_index, local) if state == GRAD else local).reshape(-1)
     with torch.no_grad():
         if state in (PARAM, MASTER):
@@ -233,7 +235,7 @@ def find(states: EngineState, name: str) -> ParamLocation | None:
     Raises:
         ConfigError: there is none.
     """
-    for group in states.driver.groups:
+    for group in states.sharding.groups:
         for index, spec in enumerate(group.spec.params):
             if name == spec.name or name in spec.aliases:
                 slots = group.spec.slots(group.params.shard_start, group.params.shard_stop)
@@ -261,7 +263,7 @@ def spec_of(states: EngineState, name: str) -> ParamSpec:
         ConfigError: there is none of that name.
     """
     specs = [
-        spec for group in (*(each.spec for each in states.driver.groups), *states.elsewhere) for spec in group.params
+        spec for group in (*(each.spec for each in states.sharding.groups), *states.elsewhere) for spec in group.params
     ]
     found = next((spec for spec in specs if name == spec.name or name in spec.aliases), None)
     if found is not None:
@@ -342,7 +344,7 @@ def _write_grad(states: EngineState, place: ParamLocation, flat: Tensor) -> None
 
 def _mean_gradient(states: EngineState, place: ParamLocation) -> tuple[float, bool]:
     """What turns the accumulated sum into the mean gradient, and whether any rank has used the parameter."""
-    states.driver.finish()
+    states.sharding.finish()
     grads, data = place.group.grads, states.comms.data
     is_used = grads is not None and grads.was_used[place.index]
     flag = torch.tensor([float(is_used)], dtype=torch.float64, device=data.device)
@@ -382,7 +384,7 @@ def _write_optimizer_state(states: EngineState, place: ParamLocation, value: Ten
     states.sharded.write_state(piece, state, value[slot.start : slot.stop] if value.dim() else value)
 
 
-def _own_piece(states: EngineState, place: ParamLocation) -> OffloadedChunk | None:
+def _own_piece(states: EngineState, place: ParamLocation) -> ParamPiece | None:
     pieces = states.sharded.pieces
     return next((each for each in pieces if each.group is place.group and each.name == place.spec.name), None)
 
@@ -504,7 +506,7 @@ def take_over(states: EngineState) -> None:
     keeps its precision where its parameter is unchanged.
     """
     data = states.comms.data
-    for group in states.driver.groups:
+    for group in states.sharding.groups:
         params = group.params
         if data.world_size > 1:
             data.broadcast(params.full, f"written parameters of {group.spec.name}")

@@ -6,7 +6,7 @@ A matrix of 3 rows over 2 ranks, padded to 4:
 
 >>> from shardwise.layout.tp_sharding import FusedPart
 >>> split = ParamSplit((3, 2), degree=2, dim=0, parts=(FusedPart(3, is_padded=True),))
->>> [cut(split, rank, torch.arange(6).view(3, 2)).tolist() for rank in range(2)]
+>>> [shard_param(split, rank, torch.arange(6).view(3, 2)).tolist() for rank in range(2)]
 [[[0, 1], [2, 3]], [[4, 5], [0, 0]]]
 """
 
@@ -22,7 +22,7 @@ from shardwise.layout.slicing import Rect
 from shardwise.layout.tp_sharding import ParamSplit
 
 
-def cut(split: ParamSplit, index: int, whole: Tensor) -> Tensor:
+def shard_param(split: ParamSplit, index: int, whole: Tensor) -> Tensor:
     """The local tensor of rank `index` of the tensor-parallel group; zero where it is padding."""
     if split.is_whole:
         return whole
@@ -32,7 +32,7 @@ def cut(split: ParamSplit, index: int, whole: Tensor) -> Tensor:
     return local
 
 
-def join(split: ParamSplit, local: Tensor, comm: Comm, name: str, *, is_gradient: bool = False) -> Tensor:
+def gather_param(split: ParamSplit, local: Tensor, comm: Comm, name: str, *, is_gradient: bool = False) -> Tensor:
     """The whole tensor on every rank, from the ranks' local ones. All ranks of the group call it.
 
     Args:
@@ -67,7 +67,7 @@ def settle(split: ParamSplit, local: Tensor, comm: Comm, name: str) -> None:
     if split.is_whole:
         comm.broadcast(local.view(-1), name)
     elif any(part.num_sharers(split.degree) > 1 for part in split.parts):
-        local.copy_(cut(split, comm.rank, join(split, local, comm, name)))
+        local.copy_(shard_param(split, comm.rank, gather_param(split, local, comm, name)))
     else:
         held = torch.zeros_like(local)
         for share in split.shares(comm.rank):

@@ -47,11 +47,11 @@ class Unit:
         driver: of the engine; it sets `groups`, those of the trainable and of the frozen parameters.
     """
 
-    def __init__(self, name: str, driver: UnitObserver) -> None:
+    def __init__(self, name: str, sharding: UnitObserver) -> None:
         self.name = name
         self.groups: tuple[ParamGroup, ...] = ()
         self.stage: int | None = None  # of a pipeline, which computes now; None for all that the module belongs to
-        self._driver = driver
+        self._sharding = sharding
         self._forward_start_s = 0.0
         self._backward_start_s: float | None = None
         self._num_awaited_inputs = 0
@@ -93,24 +93,24 @@ class Unit:
 
     def before_forward(self) -> None:
         """Have the parameters present, and the next unit's on their way."""
-        self._driver.enter_forward(self)
+        self._sharding.enter_forward(self)
         self.wait()
         for group in self.used_groups:
             group.unguard()
-        self._driver.on_forward()
-        self._forward_start_s = self._driver.timeline.now()
+        self._sharding.on_forward()
+        self._forward_start_s = self._sharding.timeline.now()
 
     def after_forward(self, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
         """Release what the backward does not follow on at once."""
-        self._driver.timeline.add(ActionKind.FORWARD, self.name, self._forward_start_s)
+        self._sharding.timeline.add(ActionKind.FORWARD, self.name, self._forward_start_s)
         if backward_follows is False:
             backward_follows = self._settle(deferred(outputs))
         read = read_with(outputs)
         for group in self.groups:
             if group.params.is_viewed_by(read):
-                self._driver.keep_until_backward(group)
+                self._sharding.keep_until_backward(group)
             group.guard()
-        self._driver.on_forward_end(self, backward_follows)
+        self._sharding.on_forward_end(self, backward_follows)
 
     def _settle(self, outputs: Sequence[DeferredTensor]) -> bool | None:
         """Compute outputs while the parameters are present; within an engine's call leave them to the loss.
@@ -118,7 +118,7 @@ class Unit:
         Returns:
             what to take for `backward_follows` from then on.
         """
-        if outputs and self._driver.is_serving:
+        if outputs and self._sharding.is_serving:
             return None
         for output in outputs:
             output.compute(for_good=True)
@@ -143,23 +143,23 @@ class Unit:
         """Have the parameters present, and the previous unit's on their way."""
         begins = not self.is_in_backward
         if begins:
-            self._driver.enter_backward(self)
+            self._sharding.enter_backward(self)
         if torch.is_grad_enabled():
             for group in self.used_groups:  # a graph through this backward is being built, and will need the data again
-                self._driver.keep_until_backward(group)
+                self._sharding.keep_until_backward(group)
         self.wait()
         for group in self.used_groups:
             group.unguard()  # to a recomputation, which runs inside the module's own hooks
         if begins:
-            self._backward_start_s = self._driver.timeline.now()
-            self._driver.on_backward(self)
+            self._backward_start_s = self._sharding.timeline.now()
+            self._sharding.on_backward(self)
 
     def after_input_gradients(self) -> None:
         """The inputs of one forward have their gradients."""
         self._num_awaited_inputs -= 1
         self._has_all_inputs = self._num_awaited_inputs == 0 and not self._has_untracked_forward
         if self._has_all_inputs:
-            self._driver.on_inputs_done(self)
+            self._sharding.on_inputs_done(self)
         self.close_if_done()
 
     def close_if_done(self) -> None:
@@ -175,10 +175,10 @@ class Unit:
     def close_backward(self) -> None:
         """Release the parameters and record the backward, if one has begun."""
         if self._backward_start_s is not None:
-            self._driver.timeline.add(ActionKind.BACKWARD, self.name, self._backward_start_s)
+            self._sharding.timeline.add(ActionKind.BACKWARD, self.name, self._backward_start_s)
             self._backward_start_s = None
-            self._driver.num_in_backward -= self.name != ROOT
+            self._sharding.num_in_backward -= self.name != ROOT
         self._num_awaited_inputs = 0
         self._has_all_inputs = self._has_untracked_forward = False
         self.reshard()
-        self._driver.on_backward_end(self)
+        self._sharding.on_backward_end(self)

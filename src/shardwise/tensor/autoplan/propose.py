@@ -28,9 +28,9 @@ from shardwise.layout.tp_sharding import FusedPart
 from shardwise.tensor.autoplan.feature_groups import FlowAnalysis, LayerSet
 from shardwise.tensor.autoplan.kinds import is_linear, is_lookup, is_transposed
 from shardwise.tensor.autoplan.trace import ModelTrace, ModuleCall, TracedOp, record
-from shardwise.tensor.plan_proof import NotProvedError, in_short, refute
 from shardwise.tensor.plan_table import NO_TENSOR
 from shardwise.tensor.prove_plan import check_provable, kinds_of, small_copy, warn, with_proof
+from shardwise.tensor.thread_proof import NotProvedError, in_short, refute
 
 Attributes = tuple[tuple[str, str, int], ...]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from shardwise.planner.estimators import ModelStates, estimate_model_states, table_of
+from shardwise.planner.model_states import ModelStates, estimate_model_states, table_of
 
 Option = tuple[str, dict[str, str]]
 """How DeepSpeed would say it, and the tiers that it means."""

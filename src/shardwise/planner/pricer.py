@@ -37,9 +37,9 @@ class Pricer:
 
     def __init__(self, job: PlanJob) -> None:
         self.job = job
-        folded = CompactLayout(job)
-        self.memory = MemoryModel(job, folded)
-        self.time = TimeModel(job, folded)
+        compact = CompactLayout(job)
+        self.memory = MemoryModel(job, compact)
+        self.time = TimeModel(job, compact)
 
     def price(self, strategy: Strategy) -> Estimate:
         """Memory and time of one strategy."""

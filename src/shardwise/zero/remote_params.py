@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec
-from shardwise.runtime.param_guard import ReleasedParameterError, released_type, wear
+from shardwise.runtime.param_guard import ReleasedParameterError, released_type, set_parameter_class
 from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.torch_private import parameter_class, plain_torch_functions, set_data
 
@@ -45,7 +45,7 @@ class RemoteParams:
             dtype = torch_dtype(layout.precision_of(spec).param)  # models read their own to build masks in it
             parameter.grad = None
             set_data(parameter, torch.empty(place.shape, dtype=dtype, device="meta"))
-            wear(parameter, released_type(refuse, kind))
+            set_parameter_class(parameter, released_type(refuse, kind))
 
     @property
     def names(self) -> dict[int, str]:
@@ -66,7 +66,7 @@ class RemoteParams:
     def close(self) -> None:
         """Let the parameters be plain ones, without values, on meta."""
         for parameter, kind in zip(self._parameters, self._kinds, strict=True):
-            wear(parameter, kind)
+            set_parameter_class(parameter, kind)
         self._parameters.clear()
         self._specs.clear()
 

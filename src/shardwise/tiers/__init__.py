@@ -1,1 +1,0 @@
-"""Device, host and NVMe: where states rest, what moves between, and the step on the host."""
