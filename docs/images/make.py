@@ -13,10 +13,10 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 
-from shardwise.planner.estimate import Pricer
 from shardwise.planner.explain import reasons_of
 from shardwise.planner.hardware import parse_cluster
 from shardwise.planner.plan_view import plan_view
+from shardwise.planner.pricer import Pricer
 from shardwise.planner.request import ask, read_model
 from shardwise.planner.search import search
 from shardwise.train.imported_plan import named_batch, strategy_for
