@@ -103,14 +103,14 @@ _MAX_TOLD = 100
 
 
 class ConfigError(OneLineError):
-    """A config that cannot be run; the message states value, rule and cure on one line."""
+    """A config cannot be run; the message states the value, the rule and the fix on one line."""
 
 
 class Config(Section):
-    """All sections; every field has a default, so `Config()` is valid.
+    """The whole config has these sections; every field has a default, so `Config()` is valid.
 
     Raises:
-        ConfigError: from every `from_...`, `override` and `resolve`, naming value, rule and cure.
+        ConfigError: from every `from_...`, `override` and `resolve`; it names the value, the rule and the fix.
     """
 
     model: ModelConfig = ModelConfig()
@@ -199,7 +199,9 @@ class Config(Section):
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """Parse a TOML file, or one of JSON without its nulls; one that cannot be read is a ConfigError that names it."""
+    """Parse a TOML file, or a JSON file without its nulls; raise a ConfigError that names the file if it cannot be
+    read.
+    """
     cure = "give the path of a TOML file"
     try:
         if Path(path).suffix != ".json":
@@ -216,7 +218,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def is_config(path: str | Path) -> bool:
-    """Return whether a file is a config of ours by its name, or as JSON by its sections: not another tool's."""
+    """Return whether a file is a Shardwise config: by its name, or, for JSON, by its sections."""
     if Path(path).suffix != ".json":
         return Path(path).suffix == ".toml"
     try:
@@ -227,7 +229,7 @@ def is_config(path: str | Path) -> bool:
 
 
 def set_key(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set the dotted `key` in nested dicts, in place, creating the sections on its way."""
+    """Set the dotted `key` to `value` in the nested dicts `values`, in place, and create missing sections."""
     *sections, leaf = key.split(".")
     for section in sections:
         values = values.setdefault(section, {})
@@ -270,10 +272,15 @@ nearest: 8, 16
 
 
 def batch_equation(batch: BatchConfig, num_data_ranks: int, is_pipelined: bool = False) -> str:
-    """The batch arithmetic of a resolved config as one line.
+    """Return the batch arithmetic of a resolved config as one line.
 
     >>> batch_equation(resolve_batch(BatchConfig(micro_size=4), 2), 2)
     'global batch 8 = 4 samples a micro-batch x 1 accumulation x 2 data-parallel ranks'
+
+    Args:
+        batch: resolved, so that none of its terms is None.
+        num_data_ranks: dp_replicate x dp_shard.
+        is_pipelined: whether mesh.pp > 1, where accumulation is called micro-batches (chunks).
     """
     chunks = "micro-batches (chunks)" if is_pipelined else "accumulation"
     return (
@@ -362,7 +369,7 @@ def _suggestion(path: str) -> str:
 
 
 def all_keys() -> list[str]:
-    """Every dotted key a config may hold, in order."""
+    """Return every dotted key that a config may have, in order."""
     return [f"{name}.{leaf}" for name, section in _sections().items() for leaf in section.model_fields]
 
 
@@ -371,7 +378,7 @@ def _sections() -> dict[str, Any]:
 
 
 def _explain(section: str, leaf: str, value: Any) -> str:
-    """Why `value` cannot be the field's, and what can, from the field's own schema: pydantic's words name no cure."""
+    """Say why a field cannot have `value` and what it can have, from its own schema: pydantic's words name no fix."""
     schema = _sections()[section].model_json_schema()["properties"][leaf]
     word = value.lower() if isinstance(value, str) and len(value) <= _MAX_SHOWN else ""
     close = difflib.get_close_matches(word, _words(schema), n=1, cutoff=0.5)
@@ -381,7 +388,7 @@ def _explain(section: str, leaf: str, value: Any) -> str:
 
 
 def _rule(schema: Mapping[str, Any], value: Any = None) -> str:
-    """Say what a value must be; a bound that guards against absurd numbers is told where the value is beyond it."""
+    """Say what a value must be; a bound that only guards against absurd numbers is named where the value exceeds it."""
     if "anyOf" in schema:
         return " or ".join(_rule(option, value) for option in schema["anyOf"] if option["type"] != "null")
     if words := _words(schema):
@@ -406,7 +413,7 @@ def _number(bound: float) -> str:
 
 
 def _words(schema: Mapping[str, Any]) -> list[str]:
-    """The words that the field may be, where it is a choice."""
+    """Return the words that a field may be, where it is a choice."""
     return [word for each in schema.get("anyOf", [schema]) for word in each.get("enum", [each.get("const")]) if word]
 
 

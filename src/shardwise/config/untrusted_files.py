@@ -1,10 +1,10 @@
-"""Files that others made: read within bounds of kind, size and depth, or refused in one line.
+"""Read files that others made within bounds of kind, size and depth, or refuse them with a message of one line.
 
-A checkpoint, a folder of Hugging Face's, a config or a trace may come from anywhere, and may be damaged or made to
-hurt. Nothing of it is believed before it is checked: only regular files are opened, so that a pipe hangs nobody; size
-and nesting are bounded before anything is parsed; and what is told of it is one line that a terminal may show.
+A checkpoint, a Hugging Face folder, a config or a trace may come from anywhere, and may be damaged or malicious.
+Nothing in it is trusted before it is checked: only regular files are opened, so a pipe cannot block the process; size
+and nesting are bounded before anything is parsed; and messages about it are one line that a terminal can show.
 
-It stands below every other module, for configs, checkpoints, the planner and the commands all read such files.
+This module is below every other one, because configs, checkpoints, the planner and the commands all read such files.
 
 >>> parse_json('{"a": [1, 2.5, null]}', "config.json", "fetch it again")
 {'a': [1, 2.5, None]}
@@ -34,24 +34,24 @@ if TYPE_CHECKING:
 
 
 MAX_DEPTH: Final = 64
-# Of a config or a script. What may be larger says so itself.
+# The limit for a config or a script. Callers that allow larger files pass their own.
 MAX_BYTES: Final = 4 * 2**20
 _MAX_TOML_BYTES: Final = 2**16
-# Of a message: what is longer loses its middle, which is some value's.
+# The limit for a message: a longer one loses its middle, which is part of some value.
 _MAX_LINE: Final = 2000
-# An empty list takes 3 bytes of text and 60 of memory: many of them in little text are no file that a tool writes.
+# An empty list takes 3 bytes of text and 60 of memory: no tool writes files with many of them in little text.
 _BYTES_A_LIST: Final = 12
 _MANY_LISTS: Final = 100_000
 _KINDS: Final = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
 _NO_BRACKETS: Final = re.compile(r'"(?:[^"\\]++|\\.)*+\\?"?|[^][{}"]++', re.DOTALL)
-# Control characters, and what reorders, hides or cannot be written; but joiners, which are letters of some scripts.
+# Control characters, and those that reorder, hide or cannot be written; not joiners, which some scripts need.
 _STEERING: Final = re.compile("[\x00-\x1f\x7f-\x9f\xad\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
-# Nests without brackets, and Python takes n cubed steps for n parts.
+# A dotted key nests without brackets, and Python takes n cubed steps for n parts.
 _DOTTED_KEY: Final = re.compile(rf"(?<![\w'\"-])(?:[\w'\"-]++[ \t]*+\.[ \t]*+){{{MAX_DEPTH}}}")
 
 
 class OneLineError(ValueError):
-    """A message for people, which may name what a foreign file has: one line, and nothing that steers a terminal."""
+    """An error whose message has one line, and nothing in it steers a terminal, whatever a foreign file contains."""
 
     # Not in __init__: torch's compiler reads errors that are raised while it traces, and follows no constructor.
     def __str__(self) -> str:
@@ -64,26 +64,26 @@ class UntrustedFileError(OneLineError):
 
 
 def steering(text: str) -> str:
-    """The first character of a text that no path, log or terminal should have; empty where there is none."""
+    """Return the first character of a text that no path, log or terminal should have; empty where there is none."""
     found = _STEERING.search(text)
     return found[0] if found else ""
 
 
 def printable(text: str) -> str:
-    """The text, what no terminal should get written as Python writes it."""
+    """Return the text with characters that no terminal should get written as Python writes them."""
     return _STEERING.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def open_regular(path: str | Path, folder: str | Path | None = None) -> int:
-    """Open a regular file for reading, without waiting for anybody, and return its descriptor.
+    """Open a regular file for reading, without waiting for a writer, and return its descriptor.
 
     Args:
         path: of the file.
-        folder: that it must be in, where a link may not lead elsewhere. The cache of the Hugging Face hub may keep the
-            files of its `snapshots` in its `blobs`.
+        folder: that it must be in: a link may not lead out of it. The cache of the Hugging Face hub may keep the
+            files of its `snapshots` in its `blobs`. None for any place.
 
     Raises:
-        OSError: it is no regular file, or lies elsewhere, or the system refuses.
+        OSError: it is no regular file, or is outside the folder, or the system refuses.
     """
     if folder is not None and os.path.islink(path):
         real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
@@ -107,10 +107,15 @@ def open_regular(path: str | Path, folder: str | Path | None = None) -> int:
 
 
 def read_bytes(path: str | Path, max_bytes: int = MAX_BYTES, folder: str | Path | None = None) -> bytes:
-    """Read a regular file of at most so many bytes.
+    """Read a regular file.
+
+    Args:
+        path: of the file.
+        max_bytes: that it may have.
+        folder: as in `open_regular`.
 
     Raises:
-        OSError: as `open_regular`; or it is larger.
+        OSError: as `open_regular`, or the file is larger.
     """
     with open(open_regular(path, folder), "rb") as file:
         if os.fstat(file.fileno()).st_size > max_bytes:
@@ -128,7 +133,7 @@ def read_text(path: str | Path, cure: str, *, max_bytes: int = MAX_BYTES, folder
         folder: as in `open_regular`.
 
     Raises:
-        ForeignError: it is no such file.
+        UntrustedFileError: it cannot be opened, is too large, or is not UTF-8 text.
     """
     try:
         return read_bytes(path, max_bytes, folder).decode()
@@ -139,7 +144,7 @@ def read_text(path: str | Path, cure: str, *, max_bytes: int = MAX_BYTES, folder
 
 
 def read_json(path: str | Path, cure: str, *, max_bytes: int = MAX_BYTES, folder: str | Path | None = None) -> Any:
-    """Read and parse a file of JSON; see `read_text` and `parse_json`."""
+    """Read and parse a JSON file: `path`, `max_bytes` and `folder` as in `read_text`, `cure` as in `parse_json`."""
     return parse_json(read_text(path, cure, max_bytes=max_bytes, folder=folder), str(path), cure)
 
 
@@ -149,24 +154,24 @@ def parse_json(text: str, where: str, cure: str) -> Any:
     Args:
         text: of a file.
         where: its path, for messages.
-        cure: what would help, likewise.
+        cure: what would help, for messages.
 
     Raises:
-        ForeignError: it is none, is nested deeply, names a key twice, or has numbers that nobody writes.
+        UntrustedFileError: it is not JSON, is nested too deeply, names a key twice, or has integers of too many digits.
     """
     return _parsed(lambda: json.loads(text, object_pairs_hook=_table), "JSON", text, where, cure)
 
 
 def read_toml(path: str | Path, cure: str) -> dict[str, Any]:
-    """Read and parse a file of TOML; see `read_text` and `parse_toml`."""
+    """Read and parse a TOML file; see `read_text` and `parse_toml`."""
     return parse_toml(read_text(path, cure, max_bytes=_MAX_TOML_BYTES), str(path), cure)
 
 
 def parse_toml(text: str, where: str, cure: str) -> dict[str, Any]:
-    """Parse TOML.
+    """Parse TOML; `text`, `where` and `cure` are as in `parse_json`.
 
     Raises:
-        ForeignError: as `parse_json`.
+        UntrustedFileError: as `parse_json`.
     """
     if _DOTTED_KEY.search(text):
         raise UntrustedFileError(f"{where} is nested deeper than {MAX_DEPTH} levels; {cure}")
@@ -175,16 +180,21 @@ def parse_toml(text: str, where: str, cure: str) -> dict[str, Any]:
 
 
 def mismatch(error: ValidationError) -> str:
-    """The first value that a schema refuses: where it stands, and the rule."""
+    """Return the first value that a schema refuses: its place, and the rule."""
     first = error.errors(include_url=False, include_input=False)[0]
     return f"{'.'.join(map(str, first['loc']))[:200]}: {first['msg']}"
 
 
 def check_nesting(text: str, where: str, cure: str) -> None:
-    """Refuse text whose brackets are too deep, or too many, to be parsed in a memory like its own.
+    """Refuse text whose brackets are too deep, or too many, to be parsed in about as much memory as the text takes.
+
+    Args:
+        text: of a file.
+        where: its path, for messages.
+        cure: what would help, for messages.
 
     Raises:
-        ForeignError: they are.
+        UntrustedFileError: the brackets are too deep or too many.
     """
     num_opened = text.count("[") + text.count("{")
     if num_opened > _MANY_LISTS + len(text) // _BYTES_A_LIST:

@@ -1,5 +1,5 @@
-"""What sections of a config mean together: which values do not go with each other. Messages, for
-`shardwise.config.resolve`.
+"""Check which values of different sections do not fit together. Each check yields messages, which
+`shardwise.config.resolve` raises.
 
 >>> from shardwise.config.sections import RecomputeConfig, TiersConfig, ZeroConfig
 >>> list(wrong_tiers(TiersConfig(optimizer="host"), ZeroConfig(stage=2), RecomputeConfig()))
@@ -29,7 +29,13 @@ from shardwise.config.sections import (
 
 
 def wrong_tiers(tiers: TiersConfig, zero: ZeroConfig, recompute: RecomputeConfig) -> Iterator[str]:
-    """What cannot be, or would do nothing, in where states rest: value, rule and cure, on one line each."""
+    """Yield a message (value, rule and fix on one line) for each tier that cannot be or would do nothing.
+
+    Args:
+        tiers: where each state is stored.
+        zero: its stage decides which states can be moved.
+        recompute: offloaded activations are the inputs of recomputed blocks.
+    """
     states = {"params": tiers.params, "grads": tiers.grads, "optimizer": tiers.optimizer}
     shares = {
         "params": tiers.params_on_device,
@@ -63,12 +69,18 @@ def wrong_tiers(tiers: TiersConfig, zero: ZeroConfig, recompute: RecomputeConfig
 def wrong_pipeline(
     pipeline: PipelineConfig, mesh: MeshConfig, zero: ZeroConfig, compile_config: CompileConfig
 ) -> Iterator[str]:
-    """What cannot be, or would do nothing, in how stages are cut and run.
+    """Yield a message for each setting of the stages' cut and schedule that cannot be or would do nothing.
 
     >>> from shardwise.config.sections import CompileConfig, MeshConfig, PipelineConfig
     >>> zb, compiled = PipelineConfig(schedule="zb-h1"), CompileConfig(enabled=True)
     >>> next(wrong_pipeline(zb, MeshConfig(pp=2), ZeroConfig(), compiled)).partition(";")[2]
     ' set compile.enabled=false, or pipeline.schedule=1f1b'
+
+    Args:
+        pipeline: the section that is checked.
+        mesh: of which `pp` matters.
+        zero: its stage and `lockstep`.
+        compile_config: whether blocks are compiled.
     """
     if mesh.pp == 1:
         defaults = PipelineConfig()
@@ -91,11 +103,17 @@ def wrong_pipeline(
 def wrong_schedule_size(
     num_micro_batches: int, pipeline: PipelineConfig, mesh: MeshConfig, max_cells: int = MAX_PIPELINE_CELLS
 ) -> Iterator[str]:
-    """Refuse schedules of more forwards than `max_cells`, which take minutes to build.
+    """Yield a message where a schedule has more forwards than `max_cells`: it would take minutes to build.
 
     >>> from shardwise.config.sections import MeshConfig, PipelineConfig
     >>> next(wrong_schedule_size(10**6, PipelineConfig(), MeshConfig(pp=2))).partition(";")[2]
     ' use batch.accumulation=200,000 or less'
+
+    Args:
+        num_micro_batches: of a step (the resolved `batch.accumulation`).
+        pipeline: for the number of virtual stages.
+        mesh: for the number of stages.
+        max_cells: the most forwards of a schedule, over all stages and micro-batches.
     """
     num_cells = mesh.pp * pipeline.virtual_stages * num_micro_batches
     if mesh.pp > 1 and num_cells > max_cells:
@@ -106,12 +124,17 @@ def wrong_schedule_size(
 
 
 def wrong_chunks(context: ContextConfig, pipeline: PipelineConfig, compile_config: CompileConfig) -> Iterator[str]:
-    """What would keep whole what `context.chunk_tokens` is to keep in parts.
+    """Yield a message for each setting that would keep whole what `context.chunk_tokens` is to keep in parts.
 
     >>> from shardwise.config.sections import CompileConfig, ContextConfig, PipelineConfig
     >>> chunks, compiled = ContextConfig(chunk_tokens=8), CompileConfig(enabled=True)
     >>> next(wrong_chunks(chunks, PipelineConfig(), compiled)).partition(";")[2]
     ' set compile.enabled=false or leave context.chunk_tokens out'
+
+    Args:
+        context: for `chunk_tokens`; None needs no check.
+        pipeline: zero-bubble schedules keep inner states.
+        compile_config: compiled blocks decide themselves what they keep.
     """
     if context.chunk_tokens is None:
         return
@@ -124,12 +147,12 @@ def wrong_chunks(context: ContextConfig, pipeline: PipelineConfig, compile_confi
         yield f"{key} {rule}; set pipeline.schedule=1f1b or leave context.chunk_tokens out"
 
 
-# Those of `context` that are for one rank too.
+# Keys of `context` that also apply on one rank.
 _OF_LONG_SEQUENCES: Final = frozenset({"chunk_tokens"})
 
 
 def wrong_context(context: ContextConfig, mesh: MeshConfig) -> Iterator[str]:
-    """What cannot be, or would do nothing, in how sequences are split.
+    """Yield a message for each setting of how sequences are split that cannot be or would do nothing.
 
     >>> from shardwise.config.sections import ContextConfig, MeshConfig
     >>> next(wrong_context(ContextConfig(heads_over=4), MeshConfig(cp=6)))
@@ -192,7 +215,7 @@ ATTENTION_KEYS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 
 
 def wrong_attention(attention: AttentionConfig) -> Iterator[str]:
-    """Keys that the kind of attention does not have; whether those that it has go together, the structure says.
+    """Yield a message for each key that this kind of attention does not have.
 
     >>> from shardwise.config.sections import AttentionConfig
     >>> next(wrong_attention(AttentionConfig(seed=2))).partition(";")[0]

@@ -1,1 +1,1 @@
-"""Construction of a model without holding it whole."""
+"""Build a model without holding it whole."""

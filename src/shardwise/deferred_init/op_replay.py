@@ -1,11 +1,11 @@
-"""The tape: for a tensor's storage, the ops that made and wrote it, kept so that they can be run again.
+"""Record the ops that made and wrote a tensor's storage (its tape), so that they can be run again.
 
-Not a graph of derivatives and not a copy: a tape holds op names, scalars and the places of random generators. What
-runs again yields the same bits, in any process, because the ops run in their first order from the same inputs.
+The tape is neither a graph of derivatives nor a copy: it holds op names, scalars and the places of random generators.
+A replay yields the same bits in any process, because the ops run in their first order from the same inputs.
 
-A storage wears its `OpHistory`, which dies with it. Its memory may be given back meanwhile (`is_released`). Order is
-kept without a counter, by logical clocks (Lamport 1978): an op is later than all that it follows on a storage, whether
-it reads it or writes it.
+An `OpHistory` is an attribute of its storage and ends with it. The storage's memory may be freed before that
+(`is_released`). Logical clocks (Lamport 1978) keep the order without a counter: an op is later than every op that it
+follows on a storage that it reads or writes.
 
 >>> aten = torch.ops.aten
 >>> draw = RandomDraw(state=torch.default_generator.get_state())
@@ -32,7 +32,7 @@ from torch import Tensor
 from shardwise.runtime.keyed_rng import derive_seed
 from shardwise.runtime.torch_private import OpOverload, pytree, written_tensors
 
-# Larger inputs that nobody recorded are not copied onto the tape to reproduce a tensor that stands in memory anyway.
+# A tensor that is in memory anyway is not recorded if that would copy larger unrecorded inputs onto the tape.
 MAX_CONSTANT_BYTES: Final = 2**20
 
 _MAKERS_OF_UNSET: Final = frozenset(
@@ -50,7 +50,7 @@ _SLOT: Final = "_shardwise_history"
 
 @dataclass
 class RandomDraw:
-    """Where a random op takes its numbers from: a generator's state, or else a seed and a key to hash with it."""
+    """A random op's numbers start at a generator's state, or else at a seed and a key to hash with it."""
 
     state: Tensor | None = None
     seed: int = 0
@@ -58,7 +58,7 @@ class RandomDraw:
 
     @property
     def is_unnamed(self) -> bool:
-        """Whether nobody has said yet which numbers it draws."""
+        """Return whether it has neither a generator's state nor a key yet."""
         return self.state is None and self.key is None
 
     def start(self, generator: torch.Generator) -> None:
@@ -73,12 +73,12 @@ class RandomDraw:
 
 @dataclass(eq=False)
 class OpHistory:
-    """What was done to one storage, oldest first; the first op made it.
+    """The ops on one storage are recorded here, oldest first; the first op made it.
 
     Attributes:
         device: on which it was made.
         num_bytes: of the storage.
-        session: who records; others know nothing of it, and may have written the storage since.
+        session: the recorder; other sessions do not use it, since they may have written the storage unrecorded.
     """
 
     device: torch.device
@@ -89,12 +89,12 @@ class OpHistory:
 
     @staticmethod
     def find(tensor: Tensor, session: object) -> OpHistory | None:
-        """The history of a tensor's storage, if the session recorded it."""
+        """Return the history of a tensor's storage, if the session recorded it, else None."""
         found = _history(tensor)
         return found if found is not None and found.session is session else None
 
     def ops_before(self, clock: int) -> Iterator[RecordedOp]:
-        """The ops that its content at a time stems from, the newest first."""
+        """Iterate over the ops that the storage's content before a clock depends on, the newest first."""
         for op in reversed(self.ops):
             if op.clock < clock:
                 yield op
@@ -115,10 +115,10 @@ class RecordedView:
 
     @classmethod
     def of(cls, tensor: Tensor, session: object = None) -> RecordedView:
-        """The place of a tensor.
+        """Return the place of a tensor.
 
         Raises:
-            ValueError: the session knows nothing of its storage.
+            ValueError: the session has not recorded its storage.
         """
         history = OpHistory.find(tensor, session)
         if history is None:
@@ -127,13 +127,13 @@ class RecordedView:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it covers the storage, in order."""
+        """Return whether it covers the storage, in order."""
         numel = torch.Size(self.size).numel()
         order = tuple(itertools.accumulate(reversed(self.size[1:]), operator.mul, initial=1))[::-1]
         return numel * self.dtype.itemsize == self.history.num_bytes and (self.stride == order or not self.size)
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor at this place of another storage of the same size."""
+        """Return the tensor at this place of another storage of the same size."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
@@ -145,14 +145,14 @@ class RecordedOp:
     Attributes:
         func: the op.
         args: its arguments, each tensor a `RecordedView`, or itself where it is a constant.
-        kwargs: likewise.
+        kwargs: its keyword arguments, in the same form.
         clock: later than that of every op that it follows.
         default_dtype: torch's at that time.
         reads: the views in the arguments, written ones included.
         makes: which of its outputs are new storages.
         clears: the storage whose earlier content it overwrites.
         draw: of a random op.
-        has_constants: whether it reads a tensor, not a mere number, that nobody recorded.
+        has_constants: whether it reads an unrecorded tensor of more than one element.
     """
 
     func: OpOverload
@@ -168,21 +168,21 @@ class RecordedOp:
 
     @property
     def histories(self) -> set[OpHistory]:
-        """All that it touches."""
+        """Return the histories of all storages that it reads, writes or makes."""
         return {view.history for view in self.reads} | {history for _, history in self.makes}
 
     @property
     def is_from_elsewhere(self) -> bool:
-        """Whether another process that runs the same code may get something else."""
+        """Return whether another process that runs the same code may get other values."""
         return self.has_constants or (self.draw is not None and self.draw.state is not None)
 
     @property
     def sources(self) -> list[OpHistory]:
-        """All whose content it needs."""
+        """Return the histories of all storages whose content it needs."""
         return [view.history for view in self.reads if view.history is not self.clears]
 
     def run(self, storages: dict[OpHistory, torch.UntypedStorage]) -> None:
-        """Run it again on `storages`, to which it adds what it makes."""
+        """Run it again on `storages`, and add the storages that it makes."""
         args, kwargs = pytree.tree_map_only(
             RecordedView, lambda view: view.on(storages[view.history]), (self.args, dict(self.kwargs))
         )
@@ -208,11 +208,11 @@ def record(
 
     Args:
         func: the op.
-        args: as it got them, or will; those on meta stand for their shape alone.
-        kwargs: likewise.
+        args: its arguments; a tensor on meta stands for its shape alone.
+        kwargs: its keyword arguments, in the same form.
         outputs: the leaves of what it returned; new storages among them begin a history.
-        draw: where a random op began.
-        session: who records.
+        draw: where a random op's numbers start.
+        session: the recorder.
     """
     inputs = tensors_in(args, kwargs)
     written = written_tensors(func, args, kwargs)
@@ -246,29 +246,31 @@ def record(
 
 
 def is_recorded(tensor: Tensor) -> bool:
-    """Whether anybody has recorded how a tensor was made; of one made just now, whether ops are being recorded."""
+    """Return whether any session has recorded how a tensor was made; for a tensor made just now, whether ops are being
+    recorded.
+    """
     return _history(tensor) is not None
 
 
 def is_released(tensor: Tensor) -> bool:
-    """Whether a recorded tensor's memory has been given back, so that its values are on the tape alone."""
+    """Return whether a recorded tensor's memory is freed, so that its values are on the tape alone."""
     history = None if tensor.is_meta else _history(tensor)
     return history is not None and tensor.untyped_storage().nbytes() < history.num_bytes
 
 
 def forget(tensor: Tensor) -> None:
-    """Drop a tensor's history; it is at hand, and what is done to it from now on need not be known."""
+    """Drop a tensor's history: its values are in memory, and later ops on it are not recorded."""
     if _history(tensor) is not None:
         delattr(tensor.untyped_storage(), _SLOT)
 
 
 def tensors_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among an op's arguments."""
+    """Return the tensors among an op's arguments."""
     return [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
 
 
 def ops_after(view: RecordedView) -> list[RecordedOp]:
-    """The ops that a view's content stems from, in their order."""
+    """Return the ops that a view's content depends on, in their order."""
     found: set[RecordedOp] = set()
     pending = [(view.history, view.history.clock + 1)]
     while pending:
@@ -281,7 +283,7 @@ def ops_after(view: RecordedView) -> list[RecordedOp]:
 
 
 def name_draws(view: RecordedView, keys: Iterable[tuple[int | str, ...]]) -> None:
-    """Give keys to the random ops behind a view that have none yet, in their order."""
+    """Give keys, in order, to the random ops that a view depends on and that have none yet."""
     draws = [op.draw for op in ops_after(view) if op.draw is not None and op.draw.is_unnamed]
     for draw, key in zip(draws, keys, strict=False):
         draw.key = key
@@ -289,7 +291,7 @@ def name_draws(view: RecordedView, keys: Iterable[tuple[int | str, ...]]) -> Non
 
 @torch.no_grad()
 def replay(view: RecordedView) -> Tensor:
-    """Run again what a view's content stems from; the memory of each intermediate is freed after its last use."""
+    """Run again the ops that a view's content depends on; each intermediate's memory is freed after its last use."""
     ops = ops_after(view)
     last_use = {history: index for index, op in enumerate(ops) for history in op.histories}
     storages: dict[OpHistory, torch.UntypedStorage] = {}
@@ -304,7 +306,15 @@ def replay(view: RecordedView) -> Tensor:
 def run_drawing(
     func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], draw: RandomDraw | None, device: torch.device
 ) -> Any:
-    """Call an op whose random numbers begin where `draw` says; torch's own generator is left as it was."""
+    """Call an op whose random numbers start at `draw`; torch's own generator keeps its state.
+
+    Args:
+        func: the op.
+        args: its arguments.
+        kwargs: its keyword arguments; a `generator` among them is replaced.
+        draw: None runs the op as it is.
+        device: whose default generator an op without `generator` uses.
+    """
     if draw is None:
         return func(*args, **kwargs)
     if kwargs.get("generator") is not None:
@@ -321,7 +331,7 @@ def run_drawing(
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator of ops on a device that are given none."""
+    """Return the generator that ops on a device use if they are given none."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
@@ -331,7 +341,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 def _cleared(
     func: OpOverload, written: Sequence[RecordedView | None], reads: Sequence[RecordedView]
 ) -> OpHistory | None:
-    """The storage that an op overwrites without reading it."""
+    """Return the history of the storage that an op overwrites without reading it, else None."""
     if func.name() not in _OVERWRITING or len(written) != 1 or written[0] is None or not written[0].is_whole:
         return None
     history = written[0].history
@@ -352,14 +362,16 @@ def _is_new(output: Tensor, inputs: Sequence[Tensor], session: object) -> bool:
 
 
 def _is_no_constant(tensor: Tensor, written: Sequence[Tensor]) -> bool:
-    """Whether an input that nobody recorded has changed already, or is not to be kept for a tensor that is at hand."""
+    """Return whether an unrecorded input was overwritten by the op, or is too large to keep for a tensor that is in
+    memory.
+    """
     if tensor.layout is not torch.strided or any(each is tensor for each in written):
         return True
     return tensor.untyped_storage().nbytes() > MAX_CONSTANT_BYTES
 
 
 def _frozen(tensor: Tensor) -> Tensor:
-    """The tensor as it is now."""
+    """Return a copy of the tensor as it is now; one on meta is returned as it is."""
     if tensor.is_meta:
         return tensor
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -1,11 +1,11 @@
-"""Deferred construction: a model whose parameters hold recipes instead of values, so that no rank holds it whole.
+"""Build a model whose parameters hold recipes instead of values, so that no rank holds it whole.
 
-Inside `init()` every module is built as ever, but a parameter's memory is given back as soon as it is registered. From
-then on what is done to it goes onto a tape (`shardwise.deferred_init.op_replay`), and where somebody reads it, the tape
-is run. At the end the parameters move to the meta device; buffers and other tensors stay real. `ParamInitializer` runs
-a recipe when the engine asks for one parameter's values.
+Inside `init()` every module is built as usual, but a parameter's memory is freed as soon as it is registered. From
+then on the ops on it are recorded on a tape (`shardwise.deferred_init.op_replay`), and the tape is replayed where code
+reads the parameter. At the end the parameters move to the meta device; buffers and other tensors stay real.
+`ParamInitializer` runs a recipe when the engine asks for one parameter's values.
 
-A parameter does not move to meta at once, since much code, some of `torch.nn.init` too, does nothing to tensors there.
+A parameter does not move to meta at once, since much code, part of `torch.nn.init` too, does nothing to tensors there.
 
 >>> with init(seed=7):
 ...     model = torch.nn.Linear(2, 3)
@@ -69,14 +69,14 @@ _BLANK: Final = "_shardwise_blank"
 def init(seed: int | None = None) -> Iterator[None]:
     """Build models without holding their parameters: each keeps a recipe of its values, which the engine runs later.
 
-    Initialise inside as well: what is written to the parameters after the block is lost, and an error where it shows.
+    Initialise inside as well: values written to the parameters after the block are lost, which raises where it shows.
     Inside another `init()` it does nothing. Modules built by other threads, and tensors made before, are left alone.
 
     Args:
         seed: None draws as plain construction would: the values are bit for bit those that torch's generator gives
             now, and the generator ends where it would. Construction takes its time, and the memory of one parameter.
             With a seed nothing is drawn yet: values are keyed by it and by the parameters' names, a rank draws those
-            that it holds a part of, and torch's generator is left alone.
+            that it holds a part of, and torch's generator keeps its state.
     """
     if is_recorded(torch.empty(0)):
         yield
@@ -91,11 +91,11 @@ def init(seed: int | None = None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """How a parameter's values are made.
+    """A parameter's values are made by replaying this view.
 
     Attributes:
         view: its place on the tape.
-        is_keyed: torch's generator has no part in it.
+        is_keyed: whether the numbers come from a seed and keys, not from torch's generator.
         version: how often the parameter had been written when the tape was complete.
     """
 
@@ -105,7 +105,7 @@ class _Recipe:
 
 
 class _OpRecorder(OpMode):
-    """Sees every op of its thread; gives parameters' memory back and records what makes their values."""
+    """Sees every op of its thread; frees parameters' memory and records what makes their values."""
 
     def __init__(self, seed: int | None) -> None:
         super().__init__()
@@ -113,13 +113,13 @@ class _OpRecorder(OpMode):
         self._thread = threading.get_ident()
         self._parameters: list[weakref.ref[nn.Parameter]] = []
         self._released: list[tuple[weakref.ref[torch.UntypedStorage], RecordedView]] = []
-        # Of numbers that are needed before their parameter has a name.
+        # Keys of numbers that are needed before their parameter has a name.
         self._keys = (("construction", number) for number in count())
         self._scratch = torch.UntypedStorage(0)
         self._is_recording = True
 
     def on_parameter(self, parameter: nn.Parameter) -> None:
-        """Give the memory of a newly registered parameter back; its values, if any, are on the tape."""
+        """Free the memory of a newly registered parameter; its values, if any, are on the tape."""
         if threading.get_ident() != self._thread:
             return
         if is_lazy(parameter):
@@ -129,17 +129,17 @@ class _OpRecorder(OpMode):
             self._release(parameter)
 
     def on_buffer(self, buffer: Tensor) -> Tensor:
-        """Buffers are real, also those that are made from parameters."""
+        """Return a buffer with its values in memory: buffers are real, also those that are made from parameters."""
         if not isinstance(buffer, Tensor) or threading.get_ident() != self._thread or not is_released(buffer):
             return buffer
         return self.value(buffer)
 
     def value(self, tensor: Tensor) -> Tensor:
-        """What a released tensor holds."""
+        """Return the values of a released tensor."""
         return self._replay(RecordedView.of(tensor, self))
 
     def settle(self) -> None:
-        """Move the parameters to meta, each with its recipe; whatever else was released gets its memory back."""
+        """Move the parameters to meta, each with its recipe; every other released tensor gets its memory back."""
         self._is_recording = False
         parameters = {id(parameter): parameter for each in self._parameters if (parameter := each()) is not None}
         for parameter in parameters.values():
@@ -157,7 +157,7 @@ class _OpRecorder(OpMode):
         self._scratch = torch.UntypedStorage(0)
 
     def copy(self, reference: weakref.ref[nn.Parameter], memo: dict[int, Any]) -> nn.Parameter:
-        """A deep copy of a parameter with the same values, which are on the tape."""
+        """Return a deep copy of a parameter; its values are the same and are on the tape."""
         original = reference()
         assert original is not None, "this is an attribute of it"
         recipe = _find_recipe(original)
@@ -181,7 +181,7 @@ class _OpRecorder(OpMode):
             return NotImplemented  # a subclass that unwraps itself; its parameters stay as they are
         released = [each for each in tensors_in(args, kwargs) if is_released(each)]
         if func.is_view or torch.Tag.inplace_view in func.tags:
-            with self._memory(released):  # torch checks that a view lies within its storage
+            with self._memory(released):  # torch checks that a view is within its storage
                 return func(*args, **kwargs)
         written = written_tensors(func, args, kwargs)
         if written and all(is_released(each) for each in written):
@@ -213,7 +213,9 @@ class _OpRecorder(OpMode):
     def _write_later(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
     ) -> Any:
-        """Record an op on parameters; a random one draws its numbers, which nobody keeps, to pass over them."""
+        """Record an op on parameters; a random one is run on scratch memory, so that the generator advances past its
+        numbers.
+        """
         others = [each for each in tensors_in(args, kwargs) if all(each is not w for w in written)]
         draw = self._draw(func, kwargs, written[0].device)
         if draw is None and others:  # raise now where shapes do not fit
@@ -231,7 +233,9 @@ class _OpRecorder(OpMode):
         return returned(func, written)
 
     def _draw(self, func: OpOverload, kwargs: dict[str, Any], device: torch.device) -> RandomDraw | None:
-        """Where a random op's numbers begin: in the generator it would use, or in a keyed one still to be named."""
+        """Return where a random op's numbers start: in the generator it would use, or in a keyed one that gets its key
+        later. None for an op that draws none.
+        """
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return None
         generator = kwargs.get("generator")
@@ -241,7 +245,7 @@ class _OpRecorder(OpMode):
 
     @contextmanager
     def _memory(self, released: Iterable[Tensor], is_filled: bool = False) -> Iterator[None]:
-        """Inside the context, released tensors have memory, and their values if need be."""
+        """Give released tensors memory inside the context, with their values if `is_filled`."""
         views = {each.untyped_storage(): RecordedView.of(each, self) for each in released}
         for storage, view in views.items():
             if is_filled:
@@ -255,10 +259,10 @@ class _OpRecorder(OpMode):
                 set_unsharded_storage(storage, 0)
 
     def _on_scratch(self, tensor: Tensor) -> Tensor:
-        """A tensor like a released one on memory whose content nobody needs.
+        """Return a tensor like a released one on scratch memory, whose content is not used.
 
-        It is kept from one op to the next: memory that is allocated and freed for each, between the small objects of
-        modules that stay, comes from ever new pages, until the process holds as many as the model would.
+        The memory is kept from one op to the next. If it were allocated and freed for each, between the small objects
+        of modules that stay, it would come from new pages each time, until the process holds as many as the model has.
         """
         view = RecordedView.of(tensor, self)
         if self._scratch.device != view.history.device or self._scratch.nbytes() < view.history.num_bytes:
@@ -301,7 +305,7 @@ class _OpRecorder(OpMode):
 
 
 class _HostReads(TorchFunctionMode):
-    """Watches the functions that hand memory out past every op."""
+    """Watches the functions that give access to a tensor's memory without an op."""
 
     def __init__(self, recorder: _OpRecorder) -> None:
         super().__init__()
@@ -326,15 +330,15 @@ _HOST_READS: Final = frozenset({Tensor.numpy, Tensor.tolist, Tensor.__array__, T
 
 
 def is_deferred(tensor: Tensor) -> bool:
-    """Whether a parameter is on meta and has a recipe of its values."""
+    """Return whether a parameter is on meta and has a recipe of its values."""
     return tensor.is_meta and hasattr(tensor, _RECIPE)
 
 
 class ParamInitializer:
-    """The initial values of a model's parameters, one at a time.
+    """Reads the initial values of a model's parameters, one at a time.
 
-    They come from the parameter itself where it is real, from its recipe where it is deferred, and else, of a model
-    built on the meta device, from its module's `reset_parameters`, keyed by the seed and the module's name.
+    They come from the parameter itself where it is real, from its recipe where it is deferred, and else (a model built
+    on the meta device) from its module's `reset_parameters`, keyed by the seed and the module's name.
 
     Args:
         model: its parameters may be of all three kinds; buffers must be real.
@@ -368,13 +372,13 @@ class ParamInitializer:
                 find_reset(model.get_submodule(name.rpartition(".")[0]), name)
 
     def is_blank(self, name: str) -> bool:
-        """Whether a parameter's values come later, from elsewhere, so that none are needed."""
+        """Return whether a parameter's values come later, from another source, so that none are needed now."""
         return name in self._blank
 
     def is_same_everywhere(self, name: str) -> bool:
-        """Whether every rank reads the same values of a parameter, so that none needs to send them.
+        """Return whether every rank reads the same values of a parameter, so that none needs to send them.
 
-        It is so where they are keyed, unless they stem from a generator or a tensor that the model's code brought in.
+        This holds where they are keyed, unless they depend on a generator or a tensor that the model's code brought in.
         """
         parameter = self._parameters[name]
         recipe = _find_recipe(parameter)
@@ -383,11 +387,13 @@ class ParamInitializer:
         return recipe.is_keyed and not any(op.is_from_elsewhere for op in ops_after(recipe.view))
 
     def give(self, name: str, values: Tensor) -> None:
-        """Let another rank's values be a parameter's, until they are read, once: not all are to be held twice."""
+        """Use another rank's values for a parameter at its next read; only that one, so that not all are held twice."""
         self._given[name] = values
 
     def read(self, name: str) -> Tensor:
-        """The values of one parameter, of its shape and dtype; not to be written, since they may be its own."""
+        """Return the values of one parameter, of its shape and dtype. Do not write them: they may be the parameter's
+        own.
+        """
         parameter = self._parameters[name]
         if name in self._given:
             return self._given.pop(name)
@@ -405,7 +411,7 @@ class ParamInitializer:
         return self._drawn[own_name].to(parameter.dtype)
 
     def close(self) -> None:
-        """Forget the recipes: the parameters have their values."""
+        """Forget the recipes after the parameters have their values."""
         self._drawn.clear()
         self._given.clear()
         for parameter in self._parameters.values():
@@ -422,7 +428,7 @@ class ParamInitializer:
 
 @contextmanager
 def left_blank(model: nn.Module) -> Iterator[None]:
-    """Inside, an engine of the model neither draws nor copies values for its parameters: something else gives them.
+    """Make an engine of the model neither draw nor copy values for its parameters: another source gives them.
 
     >>> model = torch.nn.Linear(2, 3, device="meta")
     >>> with left_blank(model):
