@@ -14,6 +14,7 @@ import pytest
 import shardwise
 from harness.waiting import PATIENCE_S, num_lines, wait_until
 from shardwise.cli import main as cli
+from shardwise.config.reference import describe_key
 from shardwise.config.resolve import Config, all_keys
 from shardwise.train import setup as job
 
@@ -325,6 +326,22 @@ def test_the_config_printed_is_the_config_used(tmp_path, capsys):
         assert f"{key.partition('.')[2]} =" in printed
     assert cli.main(["config", "zero.stage=3"]) == 0
     assert "stage = 3" in capsys.readouterr().out
+
+
+def test_every_key_is_explained_where_it_is_printed_and_in_the_docs(capsys):
+    assert cli.main(["config"]) == 0
+    printed = capsys.readouterr().out.replace("\n# ", " ")
+    for key in all_keys():
+        assert describe_key(key) in printed
+    assert cli.main(["config", "--markdown"]) == 0
+    assert capsys.readouterr().out == (Path(__file__).parents[1] / "docs" / "config.md").read_text()
+
+
+def test_help_of_train_names_the_sections(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    out = capsys.readouterr().out
+    assert all(section in out for section in Config.model_fields)
 
 
 def test_presets_answers(capsys):

@@ -18,6 +18,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +39,10 @@ from shardwise.launch.signals import StopFlag, exit_with_parent, install_stop_si
 from shardwise.report.console import Terminal
 
 _BYTES_AT_REST = 2 + 4 + 12
-_TRAIN_EXAMPLES = """\
+_TRAIN_EXAMPLES = f"""\
+keys are section.key; `shardwise config` prints each with its meaning. Sections:
+{textwrap.fill(", ".join(Config.model_fields), width=76, initial_indent="  ", subsequent_indent="  ")}
+
 examples:
   shardwise train                                     the tiny preset on Python's own source, about two minutes
   shardwise train --data book.txt run.steps=1000      a text file, a folder or JSONL
@@ -152,7 +156,8 @@ def _parser() -> argparse.ArgumentParser:
     add_plan_command(commands, _split, os.environ)
     add_timeline_command(commands, _split)
     add_attention_command(commands, _split)
-    config = commands.add_parser("config", help="print every key with its default, as TOML")
+    config = commands.add_parser("config", help="print every key with its meaning and default, as TOML")
+    config.add_argument("--markdown", action="store_true", help="print the reference page docs/config.md instead")
     config.add_argument("settings", nargs="*", metavar="config.toml | key=value", help="as for train")
     config.set_defaults(run=_config)
     presets = commands.add_parser("presets", help="list the models that train knows by name")
@@ -280,6 +285,7 @@ def _be_rank(arguments: argparse.Namespace, env: RankEnv, stop: StopFlag) -> int
 
 
 def _config(arguments: argparse.Namespace) -> int:
+    from shardwise.config.reference import describe_key, reference_page
     from shardwise.train.setup import job_config
 
     path, assignments = _split(arguments.settings)
@@ -287,10 +293,14 @@ def _config(arguments: argparse.Namespace) -> int:
         config = job_config(path, assignments)
     except ConfigError as error:
         return _refuse(error)
+    if arguments.markdown:
+        print(reference_page())
+        return 0
     print("# What `shardwise train` uses on this machine; keys without a value follow from the others.")
     for name, section in config.model_dump(mode="json").items():
         print(f"\n[{name}]")
         for key, value in section.items():
+            print("\n".join(f"# {line}" for line in textwrap.wrap(describe_key(f"{name}.{key}"), width=100)))
             print(f"# {key} =" if value is None else f"{key} = {_toml(value)}")
     return 0
 

@@ -1,4 +1,6 @@
-"""The sections of the config: keys, types, ranges and defaults, and nothing that computes.
+"""The sections of the config: keys, types, ranges, defaults and meanings, and nothing that computes.
+
+The text under a key is its description: `shardwise config` and `docs/config.md` are made of it.
 
 `shardwise.config.resolve` puts them together and is where these names are imported from.
 
@@ -23,7 +25,9 @@ Tier = Literal["device", "host", "nvme"]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 # Upper bounds are far above what anybody trains, and low enough that no number stalls or breaks the checks.
@@ -51,248 +55,313 @@ class ModelConfig(Section):
     """The model of `shardwise train`: a preset, and what differs from it. The library API ignores this section."""
 
     preset: str = "tiny"
+    """Name of a model of `shardwise presets`; "tiny" trains in two minutes on two cores."""
     num_layers: Layers | None = None
+    """Blocks; the preset's where it is not given, as for all keys of this section."""
     hidden_size: Width | None = None
+    """Width of the residual stream."""
     num_heads: Width | None = None
+    """Query heads of each attention; they divide hidden_size."""
     num_kv_heads: Width | None = None
+    """Key and value heads; fewer than num_heads is grouped-query attention."""
     ffn_size: Width | None = None
+    """Inner width of the feed-forward layer."""
     vocab_size: Width | None = None
+    """Rows of the embedding; at least the tokenizer's size."""
     tie_embeddings: bool | None = None
+    """Whether the output head shares the embedding's weight."""
 
 
 class DataConfig(Section):
     """The text to train on: a file, a folder or JSONL; without a path, the source of Python's standard library."""
 
     path: str | None = None
+    """A text file, a folder of text files or a JSONL file; without it, the source of Python's standard library."""
     text_key: str = "text"
+    """The key of a JSONL record that holds its text."""
     seq_len: Tokens = 256
+    """Tokens of a sample; 256 is short, so that a first run is quick."""
     val_fraction: Fraction = 0.05
+    """Share of the documents that is held out for evaluation."""
     tokenizer: str | None = None
+    """A folder or file of a Hugging Face tokenizer; without it, one is trained on the data."""
     cache_dir: str | None = None
+    """Folder of tokenized data; the user's cache folder where it is not given."""
 
 
 class BatchConfig(Section):
     """Samples per optimizer step: global_size = micro_size x accumulation x data-parallel ranks; two give the third."""
 
     global_size: Positive | None = None
+    """Samples of an optimizer step over all ranks; two keys of this section give the third."""
     micro_size: MicroBatches | None = None
+    """Samples of one forward on a rank."""
     accumulation: MicroBatches | None = None
+    """Micro-batches of a step on a rank; a pipeline needs several to keep its stages busy."""
 
 
 class MeshConfig(Section):
-    """Ranks along each axis of the mesh.
-
-    `dp_shard` is what the other axes leave when it is not given. Given alone, such as the GPUs of a machine, the rest
-    are `dp_replicate` replicas of it (hybrid sharding), which exchange gradients once a step.
-    """
+    """Ranks along each axis of the mesh."""
 
     pp: Ranks = 1
+    """Pipeline stages, in ranks."""
     dp_replicate: Ranks | None = None
+    """Replicas of the shard group (hybrid sharding); they exchange gradients once a step."""
     dp_shard: Ranks | None = None
+    """Ranks that ZeRO shards states over; what the other axes leave where it is not given."""
     cp: Ranks = 1
+    """Ranks that share the tokens of one sequence."""
     tp: Ranks = 1
+    """Ranks that share each layer's matrices; keep them inside one machine."""
 
 
 class PrecisionConfig(Section):
-    """Dtypes of the states and of what travels; sums never run in less than fp32.
-
-    `param` is the dtype of the parameters; without it the one that the model given to `initialize` has, and fp32 of one
-    in several. `reduce` is the dtype of gradients on the wire, `accumulate` of the gradients at rest ("param" halves
-    both under bf16). `buffers`: "keep" never rounds a buffer, "param" casts the floating ones as `Module.to` would.
-    """
+    """Dtypes of the states and of what is sent; sums never run in less than fp32."""
 
     param: Dtype | None = None
+    """Dtype of parameters in forward and backward; the model's own where it is not given."""
     reduce: Literal["param", "fp32"] = "param"
+    """Dtype of gradients on the wire; "param" halves the traffic of bf16, "fp32" rounds less."""
     accumulate: Literal["param", "fp32"] = "fp32"
+    """Dtype in which a rank sums and keeps gradients; "fp32" by default, since bf16 sums lose small terms."""
     buffers: Literal["keep", "param"] = "keep"
+    """Whether buffers keep their dtype: "keep" never rounds one (RoPE frequencies need fp32); "param" casts floating
+    ones as `Module.to` does."""
     loss_scale: PositiveFloat | Literal["dynamic"] = "dynamic"
+    """Factor on the loss of fp16; "dynamic" adapts it. Other dtypes do not use it."""
     initial_loss_scale: PositiveFloat = 65536.0
+    """The first dynamic loss scale."""
     loss_scale_window: Positive = 1000
+    """Steps without overflow after which a dynamic loss scale doubles."""
     min_loss_scale: PositiveFloat = 1.0
+    """The smallest dynamic loss scale; a run that needs less ends with an error."""
 
 
 class ZeroConfig(Section):
-    """What is sharded over the data-parallel ranks; see `shardwise.layout.zero_stages` for the table.
-
-    `lockstep` lets ranks run different blocks: each gathers all of them, in module order. `replicate_frozen` keeps
-    frozen parameters whole on every rank in stage 3.
-    """
+    """What is sharded over the data-parallel ranks; `shardwise.layout.zero_stages` has the table."""
 
     stage: Annotated[int, Field(ge=0, le=3)] = 2
+    """0 shards nothing, 1 the optimizer, 2 gradients too, 3 parameters too. 2 costs no traffic over plain data
+    parallelism."""
     blocks: Names | None = None
+    """Patterns of module names that are gathered as one unit; found where they are not given."""
     overlap: bool = True
+    """Whether collectives run beside computation; off only to look for errors."""
     lockstep: bool = False
+    """Whether ranks may run different blocks: each then gathers all of them, in module order."""
     replicate_frozen: bool = False
+    """Whether frozen parameters stay whole on every rank in stage 3."""
 
 
 class TiersConfig(Section):
-    """The memory in which each state rests.
-
-    `..._on_device`: the share of a state that stays on the device although the rest is elsewhere; whole groups, those
-    that run first in the forward. `activations`: the inputs of recomputed blocks. `step_in_backward`: without clipping,
-    groups are stepped as soon as their gradients are there. `cores`: that the step on the host keeps to;
-    `bind_cores` makes them this rank's share of the machine's.
-    """
+    """The memory that stores each state. Shares on the device are whole groups, those that run first in the forward."""
 
     params: Tier = "device"
+    """Memory that stores parameters; "host" and "nvme" need stage 3."""
     grads: Tier = "device"
+    """Memory that stores gradients between backward and step."""
     optimizer: Tier = "device"
+    """Memory that stores masters and moments; the step runs on the host where it is not the device."""
     params_on_device: Fraction = 0.0
+    """Share of the parameters that stays on the device although the rest does not."""
     grads_on_device: Fraction = 0.0
+    """Share of the gradients that stays on the device."""
     optimizer_on_device: Fraction = 0.0
+    """Share of the optimizer's states that stays on the device."""
     activations: Literal["device", "host"] = "device"
+    """Memory of the inputs of recomputed blocks."""
     nvme_path: str | None = None
+    """Folder on the disk that stores states; needed for "nvme"."""
     step_in_backward: bool = True
+    """Whether groups are stepped as soon as their gradients are there; only where nothing is clipped."""
     pin_memory: bool = True
+    """Whether host memory is pinned, which copies to and from a GPU need to be asynchronous."""
     bind_cores: bool = False
+    """Whether each rank keeps to its share of the machine's cores."""
     cores: Cores | None = None
+    """Numbers of the cores that the step on the host keeps to."""
 
 
 class TensorConfig(Section):
-    """Tensor and sequence parallelism over the `tp` axis.
-
-    `overlap_chunks`: a row layer multiplies its tokens in so many parts, and each part's sum over the ranks runs while
-    the next is multiplied.
-    """
+    """Tensor and sequence parallelism over the `tp` axis."""
 
     sequence_parallel: bool = False
+    """Whether activations between split layers are split along the sequence over tp (less memory, same traffic)."""
     overlap_chunks: Positive = 1
+    """Parts in which a row layer multiplies its tokens; the sum of one part runs beside the product of the next."""
 
 
 class PipelineConfig(Section):
-    """The stages over the `pp` axis, and their schedule; `batch.accumulation` micro-batches go through it each step.
-
-    `virtual_stages`: stages a rank. Stages are cut by cost: `balance` says which, `cut` names the modules with which
-    stages 1, 2, ... begin instead, `units` those between which cuts are allowed, and `replicate` those that every stage
-    holds and runs. `unit_seconds`: measured costs of modules, by name pattern. `gather`: in ZeRO 3 a stage is gathered
-    once a batch, or block by block for each micro-batch, in less memory for more traffic.
-    """
+    """The stages over the `pp` axis, and their schedule; `batch.accumulation` micro-batches go through it each step."""
 
     schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = "1f1b"
+    """Order of forwards and backwards; the zero-bubble ones (zb-...) idle less than 1f1b and need more memory."""
     virtual_stages: Layers = 1
+    """Stages of each rank; more idle less and send more."""
     balance: Literal["both", "time", "memory"] = "both"
+    """What the cut into stages makes even: time, memory, or both."""
     cut: Names | None = None
+    """Names of the modules with which stages 1, 2, ... begin; cut by cost where it is not given."""
     units: Names | None = None
+    """Patterns of the modules between which a cut is allowed."""
     replicate: Names | None = None
+    """Patterns of modules that every stage holds and runs."""
     unit_seconds: dict[str, PositiveFloat] | None = None
+    """Measured seconds of modules by name pattern, for the cut."""
     gather: Literal["batch", "micro-batch"] = "batch"
+    """In stage 3: gather a stage once a batch, or each block for each micro-batch (less memory, more traffic)."""
 
 
 class ContextConfig(Section):
-    """One sequence over the `cp` axis, and long sequences on one rank.
-
-    `transport`: keys come step by step and are computed meanwhile (ring), all at once (all-gather), or the ranks
-    exchange heads for tokens (ulysses). `heads_over`: that many neighbouring ranks exchange heads, and the transport
-    runs over such teams; all ranks for ulysses. `token_layout`: which tokens a rank computes; auto balances the work.
-    `chunk_tokens`: MLPs, and the head with its loss, take so many tokens at a time, so neither inner states nor logits
-    of a sequence exist whole; for any mesh.
-    """
+    """One sequence over the `cp` axis, and long sequences on one rank."""
 
     transport: Literal["ring", "all-gather", "ulysses"] = "ring"
+    """How keys and values move: ring (step by step), all-gather (at once), or ulysses (heads for tokens)."""
     heads_over: Positive | None = None
+    """Neighbouring ranks that exchange heads for tokens; the transport runs between such groups."""
     token_layout: Literal["auto", "contiguous", "zigzag", "balanced"] = "auto"
+    """Which tokens a rank computes; "auto" takes the split with the most even work."""
     chunk_tokens: Positive | None = None
+    """Tokens that MLPs, and the head with its loss, take at a time; smaller needs less memory."""
 
 
 class AttentionConfig(Section):
     """Which keys each query sees, in `shardwise train`'s decoder and models of transformers: all, or a structure's.
 
-    The other keys are the structures' parameters, by DeepSpeed's names; `shardwise.attention.structures` says what each
-    means, and what it is where it is left out. `block`: tokens of a block. `seed`: of random blocks.
+    The keys are the structures' parameters, by DeepSpeed's names; `shardwise.attention.structures` says what each is
+    where it is left out.
     """
 
     kind: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "sliding-window"] = "dense"
+    """Which keys a query sees: all (dense), or a block-sparse structure with DeepSpeed's name."""
     block: Positive = 64
+    """Tokens of a block; 64 suits GPUs and CPUs."""
     different_layout_per_head: bool | None = None
+    """Whether heads have layouts of their own."""
     num_local_blocks: Positive | None = None
+    """Blocks of a local window."""
     num_global_blocks: NotNegative | None = None
+    """Blocks that represent a window, or that all see."""
     num_different_global_patterns: Positive | None = None
+    """Different choices of global blocks over the heads."""
     horizontal_global_attention: bool | None = None
+    """Whether global blocks see all keys, too."""
     num_random_blocks: NotNegative | None = None
+    """Random blocks that each row of blocks sees."""
     num_sliding_window_blocks: Positive | None = None
+    """Blocks of the sliding window."""
     local_window_blocks: Blocks | None = None
+    """Blocks of each local window, in order."""
     global_block_indices: Indices | None = None
+    """Indices of the global blocks."""
     global_block_end_indices: Indices | None = None
+    """Ends of the ranges of global blocks, beside their indices."""
     seed: NotNegative | None = None
+    """Seed of the random blocks."""
 
 
 class RecomputeConfig(Section):
     """Activation checkpointing: recompute every n-th block in full, or all but its matrix products and attention."""
 
     mode: Literal["none", "full", "selective"] = "none"
+    """Activations: kept (none), recomputed from each block's input (full), or all but products and attention
+    (selective)."""
     every: Positive = 1
+    """Recompute every n-th block only."""
 
 
 class OptimizerConfig(Section):
-    """An element-wise optimizer by name; parameters of less than two dims are decayed only with `decay_1d`."""
+    """An element-wise optimizer."""
 
     name: str = "adamw"
+    """An element-wise optimizer of torch.optim, or lion."""
     lr: PositiveFloat = 3e-4
+    """Peak learning rate; 3e-4 suits small models."""
     betas: Betas = (0.9, 0.95)
+    """Adam's decay rates of the two moments; 0.95, as usual for language models."""
     eps: PositiveFloat = 1e-8
+    """Adam's term against division by zero."""
     momentum: Fraction = 0.9
+    """SGD's momentum."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    """Decay of weights a step, times the learning rate."""
     decay_1d: bool = False
+    """Whether parameters of less than two dims (norms, biases) are decayed, too."""
     clip_norm: PositiveFloat | None = 1.0
+    """Largest norm of all gradients together; larger ones are scaled down to it. "none" turns it off."""
 
 
 class SchedulerConfig(Section):
-    """The learning rate over steps: linear warm-up, then the named decay to `final_ratio` of the peak.
-
-    A decay is over `total_steps`, or `run.steps` if that is given. Without a name it is cosine in `shardwise train` and
-    where `total_steps` is given; in other scripts the rate stays constant.
-    """
+    """The learning rate over steps: linear warm-up, then a decay to `final_ratio` of the peak."""
 
     name: Literal["constant", "linear", "cosine"] | None = None
+    """Decay after the warm-up; cosine in `shardwise train` and where total_steps is given, else constant."""
     warmup_steps: NotNegative = 0
+    """Steps in which the learning rate rises from 0."""
     total_steps: Positive | None = None
+    """Steps until the decay ends; run.steps where it is not given."""
     final_ratio: Fraction = 0.1
+    """Learning rate at the end, as a share of the peak."""
 
 
 class CompileConfig(Section):
-    """torch.compile of each block's forward, as one graph; `mode` is inductor's."""
+    """torch.compile of each block."""
 
     enabled: bool = False
+    """Whether each block's forward is compiled by torch.compile, as one graph."""
     backend: str = "inductor"
+    """torch.compile's back end."""
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
+    """Inductor's mode."""
     dynamic: bool | None = None
+    """torch.compile's `dynamic`: whether shapes are symbolic."""
 
 
 class CheckpointConfig(Section):
-    """How `shardwise train` saves: every so many steps, and by default at its end, also where a signal ends it.
-
-    `path` is a folder that all ranks share; left out, `checkpoints` in the run's folder. Of the checkpoints there the
-    newest `keep_last` stay (0: all of them), and those whose step is a multiple of `keep_every`. With `background`
-    training goes on while files are written.
-    """
+    """How `shardwise train` saves."""
 
     path: str | None = None
+    """Folder that all ranks share; `checkpoints` in the run's folder where it is not given."""
     every: Positive | None = None
+    """Steps between two saves; without it there is one at the end."""
     at_end: bool = True
+    """Whether the run saves when it ends, by a signal, too."""
     keep_last: NotNegative = 3
+    """Newest checkpoints that stay; 0 keeps all."""
     keep_every: Positive | None = None
+    """Checkpoints whose step is a multiple of this stay, too."""
     background: bool = True
+    """Whether training goes on while files are written."""
 
 
 class RunConfig(Section):
-    """The run itself: length, seed, devices, folders, patience.
-
-    A collective that takes longer than `watchdog_s`, or half of `timeout_s`, is reported with what every rank does; 0
-    turns that off. `check_collectives` compares each collective over the ranks before it starts: slow, for debugging.
-    `record_timeline`: the step whose timeline, of all ranks of a pipeline, is written into the run's folder.
-    """
+    """The run itself: length, seed, devices, folders, time-outs."""
 
     steps: Positive = 200
+    """Optimizer steps."""
     seed: NotNegative = 0
+    """Seed of initial weights, data order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """With "auto" a run takes the GPUs where there are some, else the CPU."""
     num_procs: Ranks | None = None
+    """Local ranks to start; one a GPU, and on the CPU one, where it is not given."""
     num_threads: Threads | None = None
+    """Threads of each rank; the machine's cores shared out where it is not given."""
     dir: str = "runs"
+    """Folder of the runs' folders."""
     name: str | None = None
+    """Name of the run's folder; the preset and a time where it is not given."""
     eval_every: Positive | None = None
+    """Steps between two evaluations on held-out data; without it there is one at the end."""
     eval_batches: Positive = 8
+    """Batches of an evaluation."""
     sample_tokens: NotNegative = 64
+    """Tokens of text to generate at the end; 0 generates none."""
     timeout_s: TimeoutSeconds = 300.0
+    """Seconds after which a collective fails; a little more than a rank may be alone with its work."""
     watchdog_s: Annotated[float, Field(ge=0.0, le=1e7)] = 60.0
+    """Seconds after which a waiting collective is reported with what every rank does; 0 turns it off."""
     check_collectives: bool = False
+    """Whether each collective is compared over the ranks before it starts; slow, for debugging."""
     record_timeline: Positive | None = None
+    """The step whose pipeline timeline is written into the run's folder."""
