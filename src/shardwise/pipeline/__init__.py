@@ -1,1 +1,1 @@
-"""Pipeline parallelism at run time: stages of a model, what travels between them, and the execution of a schedule."""
+"""Runs the pipeline: the stages of a model, the boundary values sent between them, and the actions of a schedule."""

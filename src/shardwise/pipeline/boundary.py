@@ -1,19 +1,19 @@
-"""What carries boundary values and their gradients between two neighbouring stages, on two ranks or on one.
+"""Channels carry boundary values and their gradients between two neighbouring stages, on two ranks or on one.
 
 The source's stage calls `send` and `post_gradients`, the destination's `post_receive` and `send_gradients`, each once
-for every micro-batch that the schedule passes between them, in an order that both ends share. Where the links know no
-tags (NCCL) the order is that of all channels from the one rank to the other. No call waits for the other end but the
-`wait` of what has been posted; so what stands between two computations may be started in any order.
+for every micro-batch that the schedule passes between them, in an order that both ends share. Where the backend knows
+no tags (NCCL) the order is that of all channels from the one rank to the other. Only the `wait` of what has been posted
+waits for the other end; so the transfers between two computations may be started in any order.
 
 >>> channel = SameRankChannel()
->>> sent, letter = channel.send({"hidden": torch.ones(2, requires_grad=True), "step": 3}), channel.post_receive()
->>> received = letter.wait()
+>>> sent, posted = channel.send({"hidden": torch.ones(2, requires_grad=True), "step": 3}), channel.post_receive()
+>>> received = posted.wait()
 >>> received["hidden"].is_leaf, received["hidden"].requires_grad, received["step"]
 (True, True, 3)
 >>> [leaf.shape for leaf in leaves_with_gradient(received)]
 [torch.Size([2])]
->>> sent, letter = channel.send_gradients([None]), channel.post_gradients()
->>> letter.wait()
+>>> sent, posted = channel.send_gradients([None]), channel.post_gradients()
+>>> posted.wait()
 [None]
 """
 
@@ -34,24 +34,24 @@ from shardwise.schedule.placement import StagePlacement
 
 
 class ChannelOutput(Protocol):
-    """A value on its way; it holds the tensors, so keep it until it is done."""
+    """A value that is being sent; it holds the tensors, so keep it until it is done."""
 
     def wait(self) -> None:
         """Return when the receiver has it; on CUDA let the compute stream wait for that."""
 
     def is_done(self) -> bool:
-        """Whether to wait for it would hold up nothing."""
+        """Say whether `wait` would return at once."""
 
 
 class ChannelInput(Protocol):
-    """A value that is to come."""
+    """A value that has not been taken yet."""
 
     def wait(self) -> Any:
-        """The value; may be called again."""
+        """Wait for the value and return it; may be called again."""
 
 
 class BoundaryTransport(Protocol):
-    """Either channel; who receives may post a receive before the other end has sent."""
+    """The interface of both kinds of channel; the receiver may post a receive before the other end has sent."""
 
     def send(self, value: Any) -> ChannelOutput:
         """Start to send a boundary value, any pytree of tensors and plain values; returns at once."""
@@ -63,7 +63,7 @@ class BoundaryTransport(Protocol):
         """Start to send the gradients of a received value's `leaves_with_gradient`; None where there is none."""
 
     def post_gradients(self) -> ChannelInput:
-        """Post the receive of the gradients of the next value, of the values sent: of its `leaves_with_gradient`."""
+        """Post the receive of the next gradients: those of the `leaves_with_gradient` of a value that was sent."""
 
     def close(self) -> None:
         """Receive what has been posted and never waited for."""
@@ -71,11 +71,11 @@ class BoundaryTransport(Protocol):
 
 @dataclass(frozen=True)
 class Boundary:
-    """Between two neighbouring stages on different ranks.
+    """The cut between two neighbouring stages on different ranks.
 
     Attributes:
         number: counts the boundaries of the pipeline; each rank opens its channels in this order.
-        ends: the ranks along the pipeline's axis that hold the stage before it and the one behind.
+        ends: the ranks along the pipeline's axis that hold the stage before it and the stage after it.
         name: for counts and messages.
     """
 
@@ -88,11 +88,11 @@ class BoundaryChannel:
     """One end of a channel between two ranks.
 
     Args:
-        pipes: of this rank.
-        boundary: between the two stages.
-        types: of containers in values, which torch's pytree has not registered: the named tuples that this rank's
+        pipes: this rank's point-to-point channels.
+        boundary: the boundary between the two stages.
+        types: container types in values that torch's pytree has not registered: the named tuples that this rank's
             model returns.
-        describe: gives the next value where the source is simulated, and is called for nothing else.
+        describe: returns the next value where the source is simulated; it is called for nothing else.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class SameRankChannel:
         """Hand over a boundary value.
 
         Raises:
-            ConfigError: another rank could not have received it.
+            ConfigError: the value could not have been sent to another rank.
         """
         spec, tensors, plain = take_apart(value)
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
@@ -170,13 +170,13 @@ class SameRankChannel:
         return self._gradients.ask()
 
     def close(self) -> None:
-        """Drop what nobody has taken."""
+        """Drop the values that were not taken."""
         self._values.clear()
         self._gradients.clear()
 
 
 class _ReceivedTensors:
-    """Values by number, between who puts and who takes them."""
+    """Values by number that one stage has put and the other has not yet taken."""
 
     def __init__(self) -> None:
         self._values: dict[int, Any] = {}
@@ -200,15 +200,15 @@ class _LocalMessage:
     """A value that has been handed over."""
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Return at once."""
 
     def is_done(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
 
 class _PostedReceive:
-    """A value that is on the shelf, or will be before it is waited for."""
+    """A value that has been put, or will be before it is waited for."""
 
     def __init__(self, values: dict[int, Any], number: int) -> None:
         self._values = values
@@ -219,7 +219,7 @@ class _PostedReceive:
         """Take the value.
 
         Raises:
-            RuntimeError: the other stage, which runs on this thread, has not sent it.
+            RuntimeError: the other stage, which runs on this thread too, has not sent it.
         """
         if self._taken is None:
             if self._number not in self._values:
@@ -229,10 +229,10 @@ class _PostedReceive:
 
 
 def leaves_with_gradient(value: Any) -> list[Tensor]:
-    """The tensors of a boundary value whose gradients travel back, in their order, which is the same on both ends.
+    """Return the tensors of a boundary value whose gradients are sent back, in the same order on both ends.
 
     Args:
-        value: as sent or received.
+        value: the value as it was sent or received.
     """
     return [tensor for tensor in take_apart(value)[1] if tensor.requires_grad]
 
@@ -244,8 +244,8 @@ class StageBoundary:
     """One end of a channel, or both where the two stages are on one rank.
 
     Args:
-        channel: to the neighbour.
-        is_local: both stages are on this rank: there are no actions that send or receive.
+        channel: the channel to the neighbour.
+        is_local: True where both stages are on this rank: there are no actions that send or receive.
     """
 
     def __init__(self, channel: BoundaryTransport, is_local: bool) -> None:
@@ -264,11 +264,11 @@ class StageBoundary:
         self._sent[True, micro_batch] = self._channel.send_gradients(gradients)
 
     def post(self, micro_batch: int, on_end: OnEnd) -> None:
-        """Be ready to receive a value; `on_end` is called when it is there."""
+        """Post the receive of a value; `on_end` is called when it has arrived."""
         self._posted[False, micro_batch] = self._channel.post_receive(), on_end
 
     def post_gradients(self, micro_batch: int, on_end: OnEnd) -> None:
-        """Be ready to receive gradients."""
+        """Post the receive of gradients; `on_end` is called when they have arrived."""
         self._posted[True, micro_batch] = self._channel.post_gradients(), on_end
 
     def take(self, micro_batch: int) -> Any:
@@ -283,12 +283,12 @@ class StageBoundary:
             self.post_gradients(micro_batch, _nothing)
         gradients: Sequence[Tensor | None] = self._take(True, micro_batch)
         sent = self._sent.pop((False, micro_batch), None)
-        if sent is not None:  # gradients are computed from it, so it is through: gloo lets go of it when waited for
+        if sent is not None:  # gradients were computed from it, so it has arrived; gloo frees it when it is waited for
             sent.wait()
         return gradients
 
     def finish(self) -> None:
-        """Wait until all that was sent is through."""
+        """Wait until all that was sent has arrived."""
         for sent in self._sent.values():
             sent.wait()
         self._sent.clear()
@@ -312,14 +312,17 @@ def open_boundaries(
     types: Iterable[type] = (),
     describe: Callable[[int], Any] | None = None,
 ) -> tuple[dict[int, StageBoundary], dict[int, StageBoundary]]:
-    """The ports of one rank's stages to the stages before them, and to the next ones; all ranks open theirs alike.
+    """Open the boundaries of one rank's stages, in the same order on all ranks.
 
     Args:
-        pipes: of this rank.
-        placement: of the stages.
+        pipes: this rank's point-to-point channels.
+        placement: says which rank holds which stage.
         index: of this rank in the pipeline.
-        types: of containers that boundary values may have, beside those that torch's pytree knows.
-        describe: where other ranks are simulated, gives an example of what a stage receives.
+        types: container types that boundary values may have, beside those that torch's pytree knows.
+        describe: returns an example of what a stage receives, where other ranks are simulated; else None.
+
+    Returns:
+        By stage, the boundaries to the stages before; and by stage, those to the next stages.
     """
     inlets: dict[int, StageBoundary] = {}
     outlets: dict[int, StageBoundary] = {}

@@ -1,25 +1,25 @@
-"""Messages of pytrees in one direction, whose shapes may change at any of them: an `Sender` and its `Receiver`.
+"""Messages carry pytrees in one direction, from a `Sender` to its `Receiver`; shapes may change at any message.
 
-A message is a header, perhaps a text, and tensors. The header (40 bytes) and the text travel between the hosts, so that
-no device is waited for. The header names the message's packing by number and says how long the text is, which holds the
-packing where it is new, and the plain values where they differ from the packing's last. Both ends keep the packings by
-number, the latest `MAX_PACKINGS`.
+A message is a header, perhaps a text, and tensors. The header (40 bytes) and the text are sent from host to host, so
+that no device is waited for. The header names the message's spec (`PytreeSpec`) by number and says how long the text
+is. The text holds the spec where it is new, and the plain values where they differ from the last with this spec. Both
+ends keep the latest `MAX_PACKINGS` specs by number.
 
-The receiver need not wait for the header to receive the tensors, if it knows the packing. So both ends know from the
-messages so far, and from nothing else, in which of two states the next one is:
+A receiver that knows the spec need not wait for the header to receive the tensors. So both ends know from the messages
+so far, and from nothing else, in which of two states the next message is:
 
-    state          the next message's tensors are received       it becomes
+    state          the next message's tensors are received       the state after it
     -------------  --------------------------------------------  ------------------------------------------------
-    header first   when its header has been read                 AGREED on its packing, if the one before had the
+    header first   when its header has been read                 agreed on its spec, if the message before had the
                                                                  same; else header first
-    agreed on p    at once, in the shapes of p                   AGREED on p, if it has packing p; else header first
+    agreed on p    at once, in the shapes of p                   agreed on p, if it has spec p; else header first
 
-Where a message in the state "agreed on p" has another packing, its sender first sends tensors of p, with any content,
-says so in the header, and then its own: a change costs one wasted transfer, and no receive is ever of the wrong size.
-The tensors of a message are received behind those of all messages before it, so at once means: as soon as it is posted
-and the header before it has been read. Neither end ever waits for the other but where the receiver asks for a value.
+Where a message in the state "agreed on p" has another spec, its sender first sends tensors of p, with any content, says
+so in the header, and then sends its own: a change costs one wasted transfer, and no receive ever has the wrong size.
+The tensors of a message are received after those of all messages before it, so "at once" means: as soon as it is posted
+and the header before it has been read. Neither end waits for the other, except where the receiver asks for a value.
 
-Where the other ranks are only simulated nothing arrives, and the inbox makes each value itself.
+Where the other ranks are only simulated nothing arrives, and the receiver makes each value itself.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from shardwise.pipeline.pytree_codec import PytreeSpec, plain_from_json, plain_t
 
 MAX_PACKINGS: Final = 64
 PIPES_PER_WAY: Final = 3
-# message, packing, bytes of the packing's text, bytes of the plain values', whether tensors as agreed come first
+# message, spec, bytes of the spec's text, bytes of the plain values' text, whether tensors as agreed come first
 _HEADER_FIELDS: Final = 5
 
 
 @dataclass
 class SpecCache:
-    """On which packing both ends of a way agree, before the next message.
+    """The spec on which both ends of a direction agree before the next message.
 
     >>> agreement = SpecCache()
-    >>> [agreement.follow(packing) for packing in (1, 1, 1, 2, 2, 1)]
+    >>> [agreement.follow(spec) for spec in (1, 1, 1, 2, 2, 1)]
     [None, 1, 1, None, 2, None]
     """
 
@@ -56,7 +56,7 @@ class SpecCache:
     agreed: int | None = None
 
     def follow(self, spec: int) -> int | None:
-        """Take note of a message's packing; returns what is agreed from here on."""
+        """Take note of the number of a message's spec; return what is agreed from here on, None for nothing."""
         self.agreed = spec if spec == self.last else None
         self.last = spec
         return self.agreed
@@ -64,7 +64,7 @@ class SpecCache:
 
 @dataclass
 class KnownSpec:
-    """A packing that both ends know, and the text of its last plain values."""
+    """A spec that both ends know, and the text of its last plain values."""
 
     spec: PytreeSpec
     plain: str = ""
@@ -72,12 +72,12 @@ class KnownSpec:
 
 @dataclass
 class SpecMemory:
-    """The packings of a way that were used last, by number; alike on both ends, which see the same messages.
+    """The specs of a direction that were used last, by number; the same on both ends, which see the same messages.
 
     Attributes:
-        packings: the latest used stands last.
-        numbers: of the same.
-        num_packings: that there have been.
+        packings: by number; the one used last is the last entry.
+        numbers: the number of each spec in `packings`.
+        num_packings: how many specs there have been in all.
     """
 
     packings: OrderedDict[int, KnownSpec] = field(default_factory=OrderedDict)
@@ -85,7 +85,7 @@ class SpecMemory:
     num_packings: int = 0
 
     def add(self, spec: PytreeSpec) -> int:
-        """Give a new packing its number, and forget the one that was not used for longest if there are too many."""
+        """Give a new spec its number, and forget the least recently used one if there are too many."""
         number, self.num_packings = self.num_packings, self.num_packings + 1
         self.packings[number] = KnownSpec(spec)
         self.numbers[spec] = number
@@ -94,12 +94,12 @@ class SpecMemory:
         return number
 
     def use(self, number: int) -> KnownSpec:
-        """The packing of this number."""
+        """Return the spec of this number, and mark it as used last."""
         self.packings.move_to_end(number)
         return self.packings[number]
 
     def texts(self, spec: PytreeSpec, plain: Sequence[Any]) -> tuple[int, list[str]]:
-        """A packing's number, and the texts that a message with these plain values needs; use it next."""
+        """Return a spec's number and the texts that a message with these plain values needs; call `use` next."""
         plain_text = plain_to_json(plain)
         if (number := self.numbers.get(spec)) is not None:
             return number, ["", "" if self.packings[number].plain == plain_text else plain_text]
@@ -108,7 +108,7 @@ class SpecMemory:
 
 @dataclass(frozen=True)
 class P2PDirection:
-    """The pipes of one direction between two ranks: for headers, for texts, and for tensors."""
+    """The channels of one direction between two ranks: for headers, for texts, and for tensors."""
 
     name: str
     header: P2PChannel
@@ -118,7 +118,14 @@ class P2PDirection:
 
     @classmethod
     def open(cls, pipes: P2PChannels, ends: tuple[int, int], name: str, tag: int) -> P2PDirection:
-        """Open it on both ends; `tag` and the `PIPES_PER_WAY` - 1 behind it are this way's alone."""
+        """Open the three channels; both ends must call this.
+
+        Args:
+            pipes: this rank's point-to-point channels.
+            ends: the ranks that send and receive.
+            name: for counts and messages.
+            tag: the first of `PIPES_PER_WAY` consecutive tags that only this direction uses.
+        """
         return cls(
             name,
             pipes.open(ends, f"{name} header", tag, on_host=True),
@@ -129,7 +136,7 @@ class P2PDirection:
 
 
 class PendingSend:
-    """A message on its way, and its tensors. One that is dropped holds up its thread until it is through."""
+    """A message that is being sent, and its tensors. Dropping it blocks the thread until the message has arrived."""
 
     def __init__(self, transfers: Sequence[P2PTransfer]) -> None:
         self._transfers = tuple(transfers)
@@ -139,7 +146,7 @@ class PendingSend:
         _wait_for(self._transfers)
 
     def is_done(self) -> bool:
-        """Whether to wait for it would hold up nothing; gloo does not tell before it has been waited for."""
+        """Say whether `wait` would return at once; with gloo this is False until `wait` has been called."""
         last = self._transfers[-1]
         if last.is_on_device:  # the receiver takes the header first
             return last.is_done()
@@ -147,7 +154,7 @@ class PendingSend:
 
 
 class Sender:
-    """The sending end of a way."""
+    """The sending end of a direction."""
 
     def __init__(self, direction: P2PDirection) -> None:
         self._direction = direction
@@ -156,10 +163,10 @@ class Sender:
         self._num_sent = 0
 
     def send(self, value: Any) -> PendingSend:
-        """Start to send a pytree; returns at once, and what is returned holds the tensors until they are through.
+        """Start to send a pytree, and return at once; what is returned holds the tensors until they have arrived.
 
         Args:
-            value: its tensors must not change until then. Those of another device arrive on that of the pipeline.
+            value: its tensors must not change until then. Those of another device arrive on the pipeline's device.
 
         Raises:
             ConfigError: the value holds what no message can carry; nothing is sent.
@@ -182,7 +189,7 @@ class Sender:
         return PendingSend(transfers)
 
     def _bytes(self, text: str) -> Tensor:
-        """The text [b] as uint8."""
+        """Return the text's bytes as a uint8 tensor [b]."""
         content = text.encode()
         if self._direction.text.moves_nothing:  # torch makes no fake tensor of what the host holds
             return torch.empty(len(content), dtype=torch.uint8)
@@ -190,12 +197,12 @@ class Sender:
 
 
 class Receiver:
-    """The receiving end of a way.
+    """The receiving end of a direction.
 
     Args:
-        way: whose source sends.
-        types: of containers that may come, beside those that torch's pytree knows.
-        make_value: gives the next message's value where the sender is simulated, and only there.
+        direction: the channels on which this rank receives.
+        types: container types that may arrive, beside those that torch's pytree knows.
+        make_value: returns the next message's value where the sender is simulated; it is called only there.
     """
 
     def __init__(self, direction: P2PDirection, types: Iterable[type], make_value: Callable[[], Any] | None) -> None:
@@ -239,10 +246,10 @@ class PendingRecv:
         self._transfers: list[P2PTransfer] = []
 
     def wait(self) -> Any:
-        """The value; its tensors can be used on the current stream, and are leaves that require grad where they did.
+        """Return the value; its tensors can be used on the current stream; leaves require grad where those sent did.
 
         Raises:
-            CommError: it does not come, or the two ends are not at the same message.
+            CommError: it does not arrive, or the two ends are not at the same message.
             ConfigError: it has a container of a type that is not known here.
         """
         line = self._receiver.direction.line
@@ -260,14 +267,14 @@ class PendingRecv:
         return self._value
 
     def receive_early(self) -> None:
-        """First in its line: receive the tensors as agreed, if they are."""
+        """Receive the tensors as agreed, if a spec is agreed; this must be the first message in its line."""
         agreed = self._receiver.agreement.agreed
         if agreed is not None and not self._is_early:
             self._is_early = True
             self._receive(self._receiver.memory.packings[agreed].spec)
 
     def read(self) -> None:
-        """First in its line: read the header, and receive what is not received early."""
+        """Read the header, and receive what was not received early; this must be the first message in its line."""
         receiver, agreed = self._receiver, self._receiver.agreement.agreed
         number, is_changed, texts = self._imagine() if receiver.make_value is not None else self._read_header()
         if is_changed != (agreed is not None and agreed != number) or number > receiver.memory.num_packings:
@@ -285,13 +292,13 @@ class PendingRecv:
         self._is_read = True
 
     def _receive(self, spec: PytreeSpec) -> None:
-        """What has been received early, and is not wanted, is held until it is through."""
+        """Start to receive a spec's tensors; an unwanted early transfer stays in `_transfers` until it has finished."""
         tensors = self._receiver.direction.tensors
         self._tensors = [part.allocate(tensors.device) for part in spec.tensors]
         self._transfers.append(tensors.receive(self._tensors, self._receiver.direction.name))
 
     def _read_header(self) -> tuple[int, bool, list[str]]:
-        """The packing's number, whether it is another than agreed, and the texts."""
+        """Return the spec's number, whether it differs from the agreed one, and the texts."""
         self._header_transfer.wait()
         message, number, *num_bytes, is_changed = self._header.tolist()
         if message != self._number:
@@ -310,7 +317,7 @@ class PendingRecv:
         return text
 
     def _imagine(self) -> tuple[int, bool, list[str]]:
-        """What the header of a message from a simulated rank would say; it is received all the same, and counted."""
+        """Return what the header of a message from a simulated rank would say; it is still received and counted."""
         receiver = self._receiver
         self._header_transfer.wait()
         spec, _, plain = take_apart(receiver.make_value() if receiver.make_value is not None else None)
@@ -320,14 +327,14 @@ class PendingRecv:
         return number, receiver.agreement.agreed not in (None, number), texts
 
     def __del__(self) -> None:
-        """The sender of a message that nobody wants waits until it is received."""
+        """Receive a message that was never waited for, since its sender waits until it is received."""
         if not self._is_read and not self._receiver.direction.tensors.comm_log.has_failed:
             with suppress(Exception):
                 self.wait()
 
 
 def _for_wire(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor itself where it can travel as it lies in memory."""
+    """Return the tensor as it can be sent: contiguous and on the device; without a copy where it is so already."""
     return tensor.detach().to(device).resolve_conj().resolve_neg().contiguous()
 
 

@@ -1,7 +1,7 @@
-"""What the stages of one rank compute and hand on: the handlers of forwards, backwards and transfers.
+"""Executes a rank's row of a schedule: the handlers of forwards, backwards and transfers.
 
-What a micro-batch leaves at a stage between its forward and its backward is the graph, what was received and wants a
-gradient, and the edges of the graph at which the gradients of what was sent come in: not what was sent itself.
+Between the forward and the backward of a micro-batch a stage keeps the graph, the received tensors that require a
+gradient, and the edges of the graph at which the gradients of the sent tensors enter. It keeps no sent tensors.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from shardwise.schedule.registry import pipeline_step
 
 
 class StageEvents(Protocol):
-    """What surrounds the computations of a stage: data and loss, states, records."""
+    """Calls that the executor makes around a stage's computations: for data and loss, states, records."""
 
     def forward(self, stage: int, micro_batch: int) -> Any:
         """Run the model's forward on a micro-batch; on the last stage return the mean loss."""
 
     def before_backward(self, stage: int, micro_batch: int) -> None:
-        """A backward is about to begin."""
+        """Prepare for a backward, which is about to begin."""
 
     def before_weight_gradients(self, stage: int, micro_batch: int) -> None:
-        """The weights' gradients, which a backward has left, are about to be computed."""
+        """Prepare for the deferred gradients of weights, which are about to be computed."""
 
     def after_backward(self, stage: int, micro_batch: int) -> None:
-        """Either is over."""
+        """Follow up a backward, or deferred gradients of weights, that has ended."""
 
     def loss_weight(self, loss: Tensor) -> Tensor:
-        """The gradient of a loss that `forward` returned."""
+        """Return the gradient of a loss that `forward` returned."""
 
 
 @dataclass
 class _MicrobatchState:
-    """What a stage keeps of a micro-batch between forward and backward."""
+    """The state that a stage keeps of a micro-batch between forward and backward."""
 
     received: list[Tensor]
     roots: list[Any]  # the loss, or edges of the graph
@@ -62,11 +62,11 @@ class StageCompute:
 
     Args:
         forward: runs one stage of the model.
-        num_stages: of all ranks.
-        inlets: by stage, from the stage before; none for the first.
-        outlets: by stage, to the next one; none for the last.
+        num_stages: how many stages the whole pipeline has.
+        inlets: by stage, the boundary to the stage before; the first stage has none.
+        outlets: by stage, the boundary to the next stage; the last stage has none.
         timeline: of the engine.
-        queue: where the schedule splits backwards.
+        queue: of deferred weight gradients, where the schedule splits backwards; else None.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class StageCompute:
         self._in_flight: dict[tuple[int, int], _MicrobatchState] = {}
 
     def handlers(self, events: StageEvents) -> dict[ActionKind, Handler]:
-        """What to do for each kind of action; `events` is told of computations."""
+        """Return what to do for each kind of action; the computations call `events`."""
 
         def run_backward(action: Action) -> None:
             self.run_backward(*_place(action), events)
@@ -102,7 +102,13 @@ class StageCompute:
         }
 
     def run_forward(self, stage: int, micro_batch: int, events: StageEvents) -> None:
-        """Run a stage's forward of a micro-batch."""
+        """Run a stage's forward of a micro-batch.
+
+        Args:
+            stage: one of this rank's.
+            micro_batch: its number in the step.
+            events: computes the forward.
+        """
         inlet, outlet = self._inlets.get(stage), self._outlets.get(stage)
         received = None
         if inlet is not None:
@@ -127,7 +133,13 @@ class StageCompute:
             self._send_output(stage, micro_batch, outlet)
 
     def run_backward(self, stage: int, micro_batch: int, events: StageEvents) -> None:
-        """Run a stage's backward of a micro-batch; where backwards are split, but for the gradients of weights."""
+        """Run a stage's backward of a micro-batch; where backwards are split, without the gradients of weights.
+
+        Args:
+            stage: one of this rank's.
+            micro_batch: its number in the step; its forward has run.
+            events: called before and after, and for the gradient of the loss.
+        """
         flight, inlet, outlet = self._in_flight[stage, micro_batch], self._inlets.get(stage), self._outlets.get(stage)
         gradients: Sequence[Tensor | None] = ()
         if outlet is not None:
@@ -157,14 +169,20 @@ class StageCompute:
             self._send_gradients(stage, micro_batch, inlet)
 
     def run_backward_weight(self, stage: int, micro_batch: int, events: StageEvents) -> None:
-        """Compute the gradients of weights that the backward of a micro-batch has left."""
+        """Compute the gradients of weights that the backward of a micro-batch has deferred.
+
+        Args:
+            stage: one of this rank's.
+            micro_batch: its number in the step; its `run_backward` has run.
+            events: called before and after.
+        """
         assert self._queue is not None, "only schedules that split backwards have these"
         events.before_weight_gradients(stage, micro_batch)
         self._queue.drain((stage, micro_batch))
         events.after_backward(stage, micro_batch)
 
     def send(self, action: Action) -> None:
-        """Start to send what a stage has computed of a micro-batch."""
+        """Start to send a stage's output of a micro-batch, or the gradients of what it received."""
         stage, micro_batch = _place(action)
         if action.payload is Payload.ACTIVATION:
             self._send_output(stage, micro_batch, self._outlets[stage])
@@ -172,7 +190,7 @@ class StageCompute:
             self._send_gradients(stage, micro_batch, self._inlets[stage])
 
     def receive(self, action: Action) -> None:
-        """Be ready to receive what a stage needs of a micro-batch; it is waited for where it is used."""
+        """Post the receive of what a stage needs of a micro-batch; it is waited for where it is used."""
         stage, micro_batch = _place(action)
         on_end = self._timeline.leave_open()
         if action.payload is Payload.ACTIVATION:
@@ -184,24 +202,24 @@ class StageCompute:
         """Make sure that every gradient has been computed.
 
         Raises:
-            RuntimeError: the schedule has left some.
+            RuntimeError: the schedule has left some uncomputed.
         """
         if self._queue is not None:
             self._queue.check_empty()
 
     def finish(self) -> None:
-        """Wait until all that was sent is through."""
+        """Wait until all that was sent has arrived."""
         for port in (*self._inlets.values(), *self._outlets.values()):
             port.finish()
 
     def close(self) -> None:
-        """Give the channels up."""
+        """Abandon the step and close the channels."""
         self.abandon()
         for port in (*self._inlets.values(), *self._outlets.values()):
             port.close()
 
     def abandon(self) -> None:
-        """Forget what is under way."""
+        """Forget the micro-batches in flight and the deferred gradients."""
         self._in_flight.clear()
         self._forward.end()
         if self._queue is not None:
@@ -235,8 +253,8 @@ def execute(row: Sequence[Action], handlers: Handlers, timeline: Timeline) -> No
     """Perform the actions of a row in their order.
 
     Args:
-        row: of this rank.
-        handlers: one for each kind of action in it.
+        row: this rank's actions.
+        handlers: one for each kind of action in the row.
         timeline: records what is done.
     """
     for action in row:
@@ -245,15 +263,15 @@ def execute(row: Sequence[Action], handlers: Handlers, timeline: Timeline) -> No
 
 
 def step_schedule(config: Config, layout: Layout) -> Schedule:
-    """One optimizer step of all ranks of the pipeline, verified.
+    """Build the schedule of one optimizer step for all ranks of the pipeline, and verify it.
 
     Args:
         config: resolved.
-        layout: with a pipeline.
+        layout: of the run; it has a pipeline.
 
     Raises:
-        ConfigError: there is no such schedule, or it has no such number of stages.
-        ScheduleError: it cannot run.
+        ConfigError: there is no schedule of this name, or it does not support this number of stages.
+        ScheduleError: the schedule cannot run.
     """
     pipeline, stage, tiers = pipeline_of(layout), layout.stage, config.tiers
     section = config.pipeline
@@ -273,7 +291,13 @@ def step_schedule(config: Config, layout: Layout) -> Schedule:
 
 
 def evaluation_schedule(config: Config, layout: Layout, num_batches: int) -> Schedule:
-    """The forwards of some batches, verified; arguments as above."""
+    """Build the schedule that runs the forwards of some batches, and verify it.
+
+    Args:
+        config: resolved.
+        layout: of the run; it has a pipeline.
+        num_batches: how many micro-batches it evaluates.
+    """
     computations = pipeline_evaluation(pipeline_of(layout).placement, num_batches)
     return lower(
         computations,
@@ -284,10 +308,10 @@ def evaluation_schedule(config: Config, layout: Layout, num_batches: int) -> Sch
 
 
 def pipeline_of(layout: Layout) -> PipelineLayout:
-    """The pipeline of a layout that has one.
+    """Return the pipeline of a layout.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the layout has none.
     """
     if layout.pipeline is None:
         raise ValueError("a layout without a pipeline has no schedule; set mesh.pp to more than 1")

@@ -1,4 +1,4 @@
-"""What the units of a model take on this machine, for a cut by measured costs.
+"""Measures how long the units of a model take on this machine, for a cut by measured costs.
 
 >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
 >>> seconds = measure_units(model, torch.ones(4, 8), num_runs=1)
@@ -35,17 +35,17 @@ def measure_units(
     units: Sequence[str] | None = None,
     num_runs: int = 5,
 ) -> dict[str, float]:
-    """Seconds that each unit of a model takes forward and backward, what `pipeline.unit_seconds` is given.
+    """Return the seconds that each unit of a model takes forward and backward, for `pipeline.unit_seconds`.
 
-    Each unit is timed alone, on the inputs that it gets from the model; of units of one class with alike parameters and
-    inputs, one is.
+    Each unit is timed alone, on the inputs that it gets from the model. Of units of one class whose parameters and
+    inputs have equal shapes, only one is timed.
 
     Args:
-        model: on the device where it is to be timed, all of it, in the precision of the training.
-        batch: one micro-batch there, as for `engine.train_step`.
-        loss_fn: as for `initialize`; its time is the last unit's.
-        units: as `pipeline.units`.
-        num_runs: of which the median is taken.
+        model: the whole model, on the device where it is to be timed, in the precision of the training.
+        batch: one micro-batch on that device, as for `engine.train_step`.
+        loss_fn: as for `initialize`; its time is added to the last unit's. None times no loss.
+        units: as `pipeline.units`; None finds them.
+        num_runs: how many runs to take the median of.
 
     Raises:
         ConfigError: the model has no units, or a unit does not run in its forward.
@@ -74,7 +74,7 @@ def measure_units(
 
 
 def _record_calls(model: nn.Module, inputs: Any) -> tuple[dict[str, _Call], Any]:
-    """The arguments of every module's first call, and the model's output."""
+    """Return the arguments of every module's first call, and the model's output."""
     calls: dict[str, _Call] = {}
 
     def note(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ def _run(module: nn.Module, call: _Call) -> Any:
 
 
 def _median_s(run: Callable[[], Any], num_runs: int) -> float:
-    """Of forward and backward; the first run, which warms up, does not count."""
+    """Return the median time of forward and backward; the first run, which warms up, does not count."""
     times_s = []
     for _ in range(num_runs + 1):
         _synchronize()
@@ -110,7 +110,7 @@ def _synchronize() -> None:
 
 
 def _leaves_of(tree: Any) -> Any:
-    """The same values; those that can require gradients do."""
+    """Return the same values as leaves; those that can require gradients do."""
 
     def leaf_of(value: Any) -> Any:
         if not isinstance(value, Tensor):

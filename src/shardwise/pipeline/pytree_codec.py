@@ -1,17 +1,17 @@
-"""Pytrees of tensors, taken apart for the wire and put together again; nothing from the wire is executed.
+"""Takes pytrees of tensors apart for sending and puts them together again; nothing that is received is executed.
 
-A `PytreeSpec` says all that a receiver must know before the tensors come: the nested containers, and each tensor's
-shape, dtype and whether it requires a gradient. Plain values (None, numbers, strings, dtypes, sizes) travel beside it,
-because they may change from message to message where the packing stays. Containers are those that torch's pytree has
-registered, and named tuples; both ends name a type by its qualified name, and the receiver looks it up among the types
+A `PytreeSpec` says all that a receiver must know before the tensors arrive: the nested containers, and each tensor's
+shape, dtype and whether it requires a gradient. Plain values (None, numbers, strings, dtypes, sizes) are sent beside
+it, because they may change from message to message while the spec stays. Containers are those that torch's pytree has
+registered, and named tuples. Both ends name a type by its qualified name; the receiver looks it up among the types
 that it knows, and imports none.
 
->>> packing, tensors, plain = take_apart({"hidden": torch.ones(2, 3), "past": (None, 7)})
->>> packing.tensors
+>>> spec, tensors, plain = take_apart({"hidden": torch.ones(2, 3), "past": (None, 7)})
+>>> spec.tensors
 (TensorPart(shape=(2, 3), dtype=torch.float32, requires_grad=False),)
 >>> plain
 [None, 7]
->>> put_together(PytreeSpec.from_json(packing.to_json()), tensors, plain)["past"]
+>>> put_together(PytreeSpec.from_json(spec.to_json()), tensors, plain)["past"]
 (None, 7)
 """
 
@@ -37,31 +37,31 @@ _COMMON: Mapping[str, type] = MappingProxyType({f"builtins.{kind.__name__}": kin
 
 @dataclass(frozen=True)
 class TensorPart:
-    """One tensor of a packing."""
+    """One tensor of a spec."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
 
     def allocate(self, device: torch.device) -> Tensor:
-        """A tensor of this shape, contiguous, with any content."""
+        """Return a contiguous tensor of this shape, with any content."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
 class PytreeSpec:
-    """What a value is made of, without its numbers.
+    """The structure of a value: its containers and the shapes of its tensors.
 
     Attributes:
         tree: its containers as JSON.
-        tensors: in the order in which they travel.
+        tensors: in the order in which they are sent.
     """
 
     tree: str
     tensors: tuple[TensorPart, ...]
 
     def to_json(self) -> str:
-        """As it travels."""
+        """Return the text that is sent."""
         tensors = [[part.shape, str(part.dtype).removeprefix("torch."), part.requires_grad] for part in self.tensors]
         return json.dumps([self.tree, tensors])
 
@@ -73,7 +73,7 @@ class PytreeSpec:
 
 
 def take_apart(value: Any) -> tuple[PytreeSpec, list[Tensor], list[Any]]:
-    """The packing of a pytree, its tensors and its plain values, in their order.
+    """Return the spec of a pytree, its tensors and its plain values, each in their order.
 
     Raises:
         ConfigError: it holds what is neither tensor, nor plain, nor a container that torch's pytree knows.
@@ -86,13 +86,13 @@ def take_apart(value: Any) -> tuple[PytreeSpec, list[Tensor], list[Any]]:
 
 
 def put_together(spec: PytreeSpec, tensors: Sequence[Tensor], plain: Sequence[Any], types: Iterable[type] = ()) -> Any:
-    """The value that was taken apart.
+    """Return the value that `take_apart` took apart.
 
     Args:
-        packing: of the value.
-        tensors: in its order.
-        plain: values, in their order.
-        types: of containers that may come, beside those of torch's pytree: named tuples.
+        spec: of the value.
+        tensors: in the order of the spec.
+        plain: the plain values, in their order.
+        types: container types that may occur beside those of torch's pytree: named tuples.
 
     Raises:
         ConfigError: it has a container of a type that is not known here.
@@ -101,13 +101,13 @@ def put_together(spec: PytreeSpec, tensors: Sequence[Tensor], plain: Sequence[An
 
 
 def containers_in(value: Any) -> set[type]:
-    """The types of containers that a pytree holds."""
+    """Return the types of containers that a pytree holds."""
     opened = _open(value)
     return set() if opened is None else {type(value)}.union(*map(containers_in, opened[0]))
 
 
 def named_tuples_of(model: nn.Module) -> tuple[type, ...]:
-    """The named tuples that stand where the classes of a model's modules were written: what its blocks may return.
+    """Return the named tuples defined in the Python modules of a model's classes: its blocks may return these.
 
     >>> nn.utils.rnn.PackedSequence in named_tuples_of(nn.LSTM(2, 2))
     True
@@ -118,7 +118,7 @@ def named_tuples_of(model: nn.Module) -> tuple[type, ...]:
 
 
 def plain_to_json(values: Sequence[Any]) -> str:
-    """Plain values as they travel."""
+    """Return the text that is sent for plain values."""
     return json.dumps([_encode(value, "value") for value in values])
 
 
@@ -128,7 +128,7 @@ def plain_from_json(text: str) -> list[Any]:
 
 
 def _flatten(value: Any, path: str, tensors: list[Tensor], plain: list[Any]) -> Any:
-    """The JSON of a value's containers; its leaves are appended to the lists."""
+    """Return the JSON of a value's containers, and append its leaves to the lists."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_quantized or value.is_nested:
             raise ConfigError(
@@ -149,7 +149,7 @@ def _flatten(value: Any, path: str, tensors: list[Tensor], plain: list[Any]) -> 
 
 
 def _open(value: Any) -> tuple[list[Any], Any] | None:
-    """A container's children, and what else its type needs to make it from them; None for a leaf."""
+    """Return a container's children, and what else its type needs to make it from them; None for a leaf."""
     kind = type(value)
     if _is_named_tuple(kind):
         return list(value), None
@@ -177,7 +177,7 @@ def _unflatten(tree: Any, tensors: Iterator[Tensor], plain: Iterator[Any], types
 
 
 def _encode(value: Any, path: str) -> Any:
-    """JSON of a plain value or of a container's context; what JSON has no word for is a pair of a word and JSON."""
+    """Return a plain value or a container's context as JSON; what JSON cannot say is a pair of a word and JSON."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (list, tuple, torch.Size):

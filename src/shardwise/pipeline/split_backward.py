@@ -1,6 +1,6 @@
-"""The backward in two halves: gradients of inputs at once, those of weights when the schedule says so.
+"""Splits the backward in two halves: gradients of inputs at once, those of weights when the schedule says so.
 
-Zero-bubble schedules (Qi et al. 2023, section 2) fill with the second half the time in which a stage would wait. Inside
+Zero-bubble schedules (Qi et al. 2023, section 2) run the second half while a stage would otherwise wait. Inside
 `WeightGradQueue.splitting` a product with a parameter (`F.linear`, `torch.addmm`, `matmul`, `mm`, `@`) becomes an
 autograd function whose backward computes the gradient of its input alone and queues the rest. Layers with functions of
 their own queue through `shardwise.runtime.weight_grad_queue`. All else keeps its ordinary gradient, in the first half:
@@ -39,7 +39,7 @@ from shardwise.runtime.weight_grad_queue import parameter_of_weight, weight_sink
 
 
 class WeightGradQueue:
-    """The gradients of weights that are still to be computed, by the backward that left them."""
+    """The gradients of weights that are still to be computed, by the backward that deferred them."""
 
     def __init__(self) -> None:
         self._queued: list[_QueuedGrad] = []
@@ -47,26 +47,31 @@ class WeightGradQueue:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the tensors that the queue keeps alive; a storage that several entries read counts once."""
+        """Return the bytes of the tensors that the queue keeps alive; a storage used by several counts once."""
         entries = [*self._queued, *(entry for entries in self._collected.values() for entry in entries)]
         storages = {id(storage): storage for entry in entries for storage in entry.storages()}
         return sum(storage.nbytes() for storage in storages.values())
 
     def splitting(self) -> AbstractContextManager[Any]:
-        """Inside, products with parameters leave the gradients of these to the queue.
+        """Return a context in which products with parameters defer the parameters' gradients to the queue.
 
-        To be entered around a stage's forward, and around its backward: a recomputation must do what its forward did.
-        The backward must be `backward` to all leaves: one to chosen inputs passes by what leads to parameters alone,
-        and inside `torch.autograd.grad` torch shows no recomputation to a mode. Gradients that are not queued are to
-        be taken off their parameters, as `shardwise.runtime.module_hooks.hook_gradient` does: one that stays may have
-        the memory of one that is held, and autograd adds the next to it in place, which `drain` refuses.
+        Enter it around a stage's forward, and around its backward: a recomputation must do what its forward did. The
+        backward must be `backward` to all leaves: one to chosen inputs skips what leads to parameters alone, and inside
+        `torch.autograd.grad` torch shows no recomputation to a mode. Gradients that are not queued must be taken off
+        their parameters, as `shardwise.runtime.module_hooks.hook_gradient` does: a gradient that stays may share memory
+        with a held tensor, and autograd adds the next one to it in place, which `drain` refuses.
         """
         return _Splitting(self)
 
     def defer(
         self, parameters: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]], held: Sequence[Tensor]
     ) -> None:
-        """As `shardwise.runtime.weight_grad_queue.WeightGradSink.defer`.
+        """Queue gradients of parameters; see `shardwise.runtime.weight_grad_queue.WeightGradSink.defer`.
+
+        Args:
+            parameters: leaves.
+            compute: returns their gradients, each of its parameter's shape.
+            held: the tensors that `compute` reads; they must not change until then.
 
         Raises:
             RuntimeError: the backward is to be differentiated again.
@@ -79,13 +84,13 @@ class WeightGradQueue:
         self._queued.append(_QueuedGrad(tuple(parameters), compute, tuple(held), tuple(map(version, held))))
 
     def collect(self, key: Hashable) -> None:
-        """Keep under a key what was queued since the last call; to be called behind each backward.
+        """Keep under a key what was queued since the last call; to be called after each backward.
 
         Args:
-            key: not in use, such as (stage, micro-batch).
+            key: such as (stage, micro-batch).
 
         Raises:
-            RuntimeError: it is.
+            RuntimeError: the key is in use.
         """
         if key in self._collected:
             raise RuntimeError(f"weight gradients of {key} are collected already; drain them before the next backward")
@@ -98,7 +103,7 @@ class WeightGradQueue:
         Gradients of one parameter are summed first, so that its hooks fire once.
 
         Raises:
-            RuntimeError: nothing was collected under this key, or a tensor was changed in place meanwhile.
+            RuntimeError: nothing was collected under this key, or a tensor was changed in place since then.
         """
         if key not in self._collected:
             raise RuntimeError(
@@ -116,7 +121,7 @@ class WeightGradQueue:
         """Make sure that all was drained, at the end of a step.
 
         Raises:
-            RuntimeError: something was not; the message names the keys.
+            RuntimeError: something was not drained; the message names the keys.
         """
         left = [str(key) for key in self._collected]
         if self._queued:
@@ -135,7 +140,7 @@ class WeightGradQueue:
 
 @dataclass(eq=False)
 class _QueuedGrad:
-    """Gradients to be computed."""
+    """Gradients that are still to be computed."""
 
     parameters: tuple[Tensor, ...]
     compute: Callable[[], Sequence[Tensor]] | None
@@ -146,7 +151,7 @@ class _QueuedGrad:
         return [tensor.untyped_storage() for tensor in self.held]
 
     def take(self) -> Sequence[Tensor]:
-        """Compute, and let go of what was held."""
+        """Compute the gradients, and release what was held."""
         compute, self.compute = self.compute, None
         if compute is None:
             raise RuntimeError("weight gradients were computed already; do not retain the graph of a drain")
@@ -161,7 +166,7 @@ class _QueuedGrad:
 
 
 class _Deliver(Function):
-    """Its backward computes gradients of parameters: they go from there where every gradient goes."""
+    """A function whose backward computes queued gradients: autograd accumulates them as it does any gradient."""
 
     @staticmethod
     def forward(ctx: Any, entry: _QueuedGrad, *parameters: Tensor) -> Tensor:
@@ -192,8 +197,8 @@ class _Product:
 class _Split(Function):
     """A product with a parameter; its backward queues what it does not compute.
 
-    All is multiplied as torch multiplies, so that no bit differs: `x` folded to two dims, and gradients in the memory
-    order of what they belong to.
+    Products are computed as torch computes them, so that no bit differs: `x` folded to two dims, and gradients in the
+    memory order of what they belong to.
     """
 
     @staticmethod
@@ -233,12 +238,12 @@ def _weight_gradients(x: Tensor, grad: Tensor, right: Tensor, is_transposed: boo
 
 
 def _gradient_of_left(grad: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Of `left @ right`: [m, n], [m, k] and [k, n] to [m, k]."""
+    """Return the gradient of `left` in `left @ right`: from [m, n], [m, k] and [k, n] to [m, k]."""
     return right.mm(grad.t()).t() if _is_column_major(left) else grad.mm(right.t())
 
 
 def _gradient_of_right(grad: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Of `left @ right`: [m, n], [m, k] and [k, n] to [k, n]."""
+    """Return the gradient of `right` in `left @ right`: from [m, n], [m, k] and [k, n] to [k, n]."""
     return grad.t().mm(left).t() if _is_column_major(right) else left.t().mm(grad)
 
 
@@ -251,7 +256,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class _Splitting(TorchFunctionMode):
-    """Replaces products with parameters, and answers those who ask for the sink."""
+    """Replaces products with parameters, and answers calls of `weight_sink`."""
 
     def __init__(self, queue: WeightGradQueue) -> None:
         super().__init__()
@@ -296,10 +301,10 @@ def _of_backward(
     grad_variables: Any = None,
     inputs: Any = None,
 ) -> Callable[[], None] | None:
-    """A backward in which the mode stays in force, so that what is recomputed there is shown to it.
+    """Return a backward during which the mode stays on, so that it sees what is recomputed there; None for no such.
 
-    While torch runs what a mode is shown, it leaves the mode out, and the backward of a tensor is shown; that of an
-    edge of the graph is not.
+    While torch runs a call that it has shown to a mode, the mode is off. Torch shows it the backward of a tensor, but
+    not that of an edge of the graph.
     """
     outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if not all(isinstance(each, Tensor) and each.requires_grad for each in outputs):

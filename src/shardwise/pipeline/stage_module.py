@@ -1,15 +1,16 @@
-"""A stage's forward: the model's own, with what other stages compute left out.
+"""Runs a stage's forward: the model's own forward, in which units of other stages are skipped.
 
-On a rank whose stage begins with unit k, its own units run, unit k - 1 returns what the stage before has sent, the
-output of its own k - 1, and all others return ghosts, tensors of a shape without values, in whatever order the model
-calls them. Behind the stage's last unit the forward ends, and its output is what the next stage gets. All other code of
-the model, such as for masks and positions, runs on every stage. Where it hands a ghost, or what it has computed from
-one, to a unit that does run, a value crosses the cut that is not sent: that is refused by name.
+On a rank whose stage begins with unit k, the stage's own units run. Unit k - 1 returns what the stage before has sent,
+which is the output of unit k - 1 there. All other units return placeholders: tensors with a shape and no values. The
+order in which the model calls them does not matter. After the stage's last unit the forward ends, and its output is
+sent to the next stage. All other code of the model, such as for masks and positions, runs on every stage. Where it
+passes a placeholder, or what it computed from one, to a unit that does run, a value crosses the cut that is not sent:
+an error names it.
 
 The forward of the second of two stages, cut before block 2:
 
-    embed    block 0   block 1             block 2   block 3   head
-    ghost    ghost     what was received   runs      runs      runs
+    embed         block 0       block 1             block 2   block 3   head
+    placeholder   placeholder   what was received   runs      runs      runs
 """
 
 from __future__ import annotations
@@ -37,32 +38,32 @@ _CURE: Final = f"name the modules that compute it from the inputs alone in pipel
 
 
 class CutError(ConfigError):
-    """A model cannot be cut there: a value crosses the cut that is not the output of the unit before it."""
+    """Raised where a model cannot be cut: a value other than the output of the unit before the cut crosses it."""
 
 
 class _StageDone(BaseException):
-    """Ends the model's forward behind the stage's last unit; no `except Exception` of a model may stop it."""
+    """Ends the model's forward after the stage's last unit; no `except Exception` of a model may stop it."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
 
 
 class StageForward:
-    """Has a model's forward compute one stage at a time, between `begin` and `end`; otherwise it is the model's own.
+    """Makes a model's forward compute one stage, between `begin` and `end`; otherwise the forward is the model's own.
 
-    Made before modules are split or parameters moved, since it copies what it needs of the model's shapes; `install`
-    is called behind that.
+    Make it before modules are split or parameters moved, since it copies the shapes that it needs of the model; call
+    `install` after that.
 
     Args:
-        model: of which this rank computes some stages.
+        model: the model of which this rank computes some stages.
         units: names of the units' modules by stage; where one module has several names, in the order of its calls.
         held: the stages of this rank.
-        device: of its tensors.
-        is_simulated: nothing has values, so ghosts cannot be told from what is received.
-        dtypes: in which parameters will be computed with, by their identities.
+        device: of this rank's tensors.
+        is_simulated: True where no tensor has values, so that placeholders look like received tensors.
+        dtypes: the dtype in which each parameter will be computed with, by the parameter's `id`; None keeps its own.
 
     Attributes:
-        types: of containers in boundary values, which torch's pytree has not registered.
+        types: container types in boundary values that torch's pytree has not registered.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class StageForward:
         self._is_on = False
 
     def install(self) -> list[Callable[[], None]]:
-        """Let the units' calls and the model's forward follow the stage; returns what undoes it, in reverse order."""
+        """Make the units' calls and the model's forward follow the stage; return what undoes it, in reverse order."""
         undo = [replace_forward(self._model, self._ended(self._model.forward))]
         undo += [
             intercept_forward(module, self._answer) for module in {id(each): each for each in self._modules}.values()
@@ -105,22 +106,25 @@ class StageForward:
         return undo
 
     def begin(self, stage: int, received: Any) -> None:
-        """Let the next forward be that of `stage`; `received` is what the stage before has sent."""
+        """Make the next forward that of `stage`; `received` is what the stage before has sent."""
         self._start, self._stop = self._range_of[stage]
         self._received, self._is_on = received, True
         self._num_calls.clear()
         self._guessed = None
 
     def end(self) -> None:
-        """Let forwards be the model's own again."""
+        """Make forwards the model's own again."""
         self._received, self._is_on = None, False
         self._traces.remove()
 
     def read_loss(self, compute: Callable[[], LossSum]) -> LossSum:
-        """Compute the loss of the model's output, which may have more in it than the last stage knows.
+        """Compute the loss of the model's output, which may have placeholders in it.
+
+        Args:
+            compute: computes the loss.
 
         Raises:
-            CutError: it is computed from what another stage has and does not send.
+            CutError: the loss is computed from a value that another stage has and does not send.
         """
         try:
             total = compute()
@@ -156,7 +160,7 @@ class StageForward:
         return staged
 
     def _check_ended(self) -> None:
-        """See that the forward, which has returned, has run through the stage."""
+        """Check that the forward, which has returned, has run all units of the stage."""
         missing = None
         if self._stop < len(self._names):
             missing = f"{self._names[self._stop - 1]}, with which its stage ends"
@@ -225,7 +229,7 @@ class StageForward:
         )
 
     def _placeholder_of(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a skipped unit would have returned, without values."""
+        """Return placeholders of what a skipped unit would have returned."""
         kind = self._kinds[index]
         is_like_received = self._start > 0 and kind[0] is self._kinds[self._start - 1][0]
         example = without_recorded(self._received) if is_like_received else (args, kwargs)
@@ -244,17 +248,17 @@ class StageForward:
             return self._answers[key]
         with suppress(Exception), torch.no_grad():  # values of the batch may say how large it is
             return self._ghostly[kind](*args, **kwargs)
-        self._guessed = self._names[index]  # it depends on values of parameters, as where experts share tokens out
+        self._guessed = self._names[index]  # it depends on values of parameters, as where tokens are routed to experts
         return self._answer_of_class.get(kind[0], pytree.tree_map(self._like, without_recorded(self._received)))
 
     def _like(self, leaf: Any) -> Any:
         return self._placeholders.like(leaf) if isinstance(leaf, Tensor) else leaf
 
     def _make_placeholder(self, held: Sequence[int]) -> dict[Hashable, nn.Module]:
-        """Copies without values of the units that a stage skips, for the shapes that the model's code asks for.
+        """Copy the units that a stage skips, without values, for the shapes that the model's code asks for.
 
-        One for each class and shapes; a unit of the same class as the one whose output was received returns what is
-        like that.
+        There is one copy for each class and shapes. A unit of the same class as the one whose output was received needs
+        no copy: it returns placeholders in the shape of that output.
         """
         made: dict[Hashable, nn.Module] = {}
         for start, stop in (self._range_of[stage] for stage in held):
@@ -270,7 +274,7 @@ class StageForward:
 
 
 def _kind_of(module: nn.Module) -> tuple[type, Hashable]:
-    """Modules of one kind return what is alike."""
+    """Return a module's class and its parameters' shapes: modules that have both in common return equal shapes."""
     return type(module), tuple(tuple(each.shape) for each in module.parameters())
 
 
@@ -281,11 +285,11 @@ def _fingerprint(leaf: Any) -> Hashable:
 
 
 class SkippedOutputs:
-    """Puts ghosts where skipped units would leave values.
+    """Sets placeholders as attributes where skipped units would leave values.
 
     Args:
-        modules: that may be skipped, as the user built them.
-        ghosts: the maker.
+        modules: the units that may be skipped, as the user built them.
+        placeholders: makes the placeholders.
     """
 
     def __init__(self, modules: Sequence[nn.Module], placeholders: PlaceholderTensors) -> None:
@@ -302,13 +306,13 @@ class SkippedOutputs:
                     )
 
     def leave(self, module: nn.Module, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A unit is skipped: put onto it what units of its class leave on themselves.
+        """Set on a skipped unit the attributes that units of its class leave on themselves.
 
         Args:
             module: the unit.
             kind: its class as the user built it.
-            args: that it was called with, and `kwargs`.
-            kwargs: see there.
+            args: the arguments that it was called with.
+            kwargs: the keyword arguments.
         """
         if kind in self._copies:
             self._left[kind] = list(self._run(self._copies.pop(kind), args, kwargs))
@@ -317,17 +321,17 @@ class SkippedOutputs:
                 self._undo.append(set_attribute(module.get_submodule(path), name, value))
 
     def remove(self) -> None:
-        """Let the units have what they had."""
+        """Give the units back the attributes that they had."""
         while self._undo:
             self._undo.pop()()
 
     def _run(self, ghostly: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
-        """What a copy leaves on itself: the part's name, the attribute's and its value."""
+        """Yield what a copy leaves on itself: the submodule's name, the attribute's name and its value."""
         before = {id(leaf) for *_, value in _attributes(ghostly) for leaf in self._placeholders_in(value)}
         own_args, own_kwargs = pytree.tree_map(
             lambda leaf: self._placeholders.like(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
         )
-        # Where it fails, what it has left until then stands.
+        # Where it fails, what it has left until then counts.
         with suppress(Exception), torch.no_grad(), self._placeholders.only():
             ghostly(*own_args, **own_kwargs)
         for path, name, value in _attributes(ghostly):
@@ -339,7 +343,7 @@ class SkippedOutputs:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """What stands on a module and its parts beside parameters, buffers and modules."""
+    """Yield the attributes of a module and its submodules, except parameters, buffers and modules."""
     for path, part in module.named_modules():
         for name, value in [*vars(part).items()]:
             if not name.startswith(("_parameters", "_buffers", "_modules")):
@@ -350,25 +354,25 @@ _MODULE: Final = "transformers.utils.output_capturing"
 
 
 class RecordedOutputs(NamedTuple):
-    """A boundary value, and what was recorded until there."""
+    """A boundary value, and what the model has recorded until there."""
 
     output: Any
     lists: dict[str, list[Any]]
 
 
 def with_recorded(output: Any) -> Any:
-    """What travels, where `output` is the boundary value and the model has recorded something."""
+    """Return what is sent for the boundary value `output`: with it goes what the model has recorded, if anything."""
     lists = {key: list(items) for key, items in _active().items() if isinstance(items, list) and items}
     return RecordedOutputs(output, lists) if lists else output
 
 
 def without_recorded(value: Any) -> Any:
-    """The boundary value of what has travelled."""
+    """Return the boundary value of what was sent."""
     return value.output if isinstance(value, RecordedOutputs) else value
 
 
 def put_recorded(value: Any) -> None:
-    """Let the lists of the model that runs begin with what has travelled; to be called where the sender's ended."""
+    """Fill the lists of the running model with what was recorded before; call it where the sender's forward ended."""
     active = _active()
     for key, items in value.lists.items() if isinstance(value, RecordedOutputs) else ():
         if isinstance(active.get(key), list):
@@ -376,6 +380,6 @@ def put_recorded(value: Any) -> None:
 
 
 def _active() -> dict[str, Any]:
-    """The lists of the model that runs, by what they hold."""
+    """Return the running model's lists of recorded outputs, by what they hold."""
     collector = getattr(sys.modules.get(_MODULE), "_active_collector", None)
     return (collector.get() if collector is not None else None) or {}
