@@ -1,8 +1,8 @@
-"""Bytes that one decoder layer keeps on a rank for its backward, by formula.
+"""Compute by formula the bytes that one decoder layer keeps on a rank for its backward.
 
-They are those of a layer that saves nothing needless, as `shardwise.models.Decoder`'s are: norms before attention and
-feed-forward that save their input, attention that saves no scores, SwiGLU, no biases, no dropout. What a backward makes
-for a moment is not counted, nor is the layer's output, which is the next one's input.
+The formula is for a layer that saves only what it needs, as the layers of `shardwise.models.Decoder` do: norms before
+attention and feed-forward that save their input, attention that saves no scores, SwiGLU, no biases, no dropout.
+Temporary tensors of the backward are not counted. The layer's output is not counted: it is the next layer's input.
 
 >>> shape = LayerShape(hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_size=14336)
 >>> def mib(**layout):
@@ -23,19 +23,20 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """The sizes of one decoder layer, and what its code keeps beyond what it must.
+    """Describe the sizes of one decoder layer, and what its code keeps beyond what it must.
 
     Attributes:
-        head_dim: need not be hidden_size / num_heads.
-        ffn_size: features that a token passes: of a mixture, those of the experts that it is sent to.
-        is_gated: three matrices, of which two give what is multiplied; otherwise two.
-        score_bytes: kept of each query, key and head; attention as in FlashAttention keeps none.
-        mask_bytes: kept of each feature of the residual stream behind attention and behind feed-forward, by dropout.
-        norm_bytes: kept of each feature by each norm beside its input, as by one that is not fused.
-        product_bytes: of what a matrix product keeps of its input, where that is narrower than an activation; None for
-            the activation itself.
-        fuses_gate: the activated gate is made again in the backward, not kept.
-        products_share: of the outputs of matrix products that "selective" keeps.
+        head_dim: features of a head; it need not be hidden_size / num_heads.
+        ffn_size: feed-forward features of a token; in a mixture, those of the experts that it is sent to.
+        is_gated: the feed-forward has three matrices, two of which give the factors of a product; otherwise two.
+        score_bytes: bytes kept of each (query, key, head); attention as in FlashAttention keeps none.
+        mask_bytes: bytes that dropout keeps of each feature of the residual stream after attention and after
+            feed-forward.
+        norm_bytes: bytes that each norm keeps of each feature beside its input, as a norm that is not fused does.
+        product_bytes: bytes of each element that a matrix product keeps of its input, where that is narrower than an
+            activation; None where it keeps the activation itself.
+        fuses_gate: the activated gate is computed again in the backward, not kept.
+        products_share: share of the outputs of matrix products that "selective" keeps.
         num_routed: experts that a token is sent to, for which its features are copied; 0 without experts.
     """
 
@@ -65,35 +66,36 @@ def activation_bytes_per_layer(
     element_bytes: int = 2,
     recompute: Literal["none", "selective", "full"] = "none",
 ) -> float:
-    """Bytes that one layer keeps for the backward of one micro-batch, on each rank.
+    """Return the bytes that one layer keeps for the backward of one micro-batch, on each rank.
 
     For h hidden, a query heads, k KV heads, d head, f feed-forward features and e bytes an element, a token keeps
 
-    - without recomputation 4h e, inputs of norms and of the matrices behind them, and (2ad + 2kd + 4f) e + 4a: queries,
+    - without recomputation 4h e, inputs of norms and of the matrices after them, and (2ad + 2kd + 4f) e + 4a: queries,
       keys, values, the output of attention and its log-sum-exp in fp32; gate, up, the activated gate and the product;
     - with "full" the layer's input, h e;
     - with "selective" that and the outputs of matrix products and attention: (2ad + 2kd + 2f + 2h) e + 4a.
 
-    Without a gate 2f are kept for 4f, and f for 2f. Scores, masks and copies of `shape` come on top without
-    recomputation: with 5, 1 and 0 bytes of them a layer of four matrices keeps sbh(34 + 5as/h) (Korthikanti et al.,
+    Without a gate, 2f replaces 4f, and f replaces 2f. Without recomputation, the scores, masks and copies that `shape`
+    names are added: with 5, 1 and 0 bytes of them a layer of four matrices keeps sbh(34 + 5as/h) (Korthikanti et al.,
     equation 1).
 
     Over tp ranks, heads and features are split; h too under sequence parallelism (Korthikanti et al. 2022, arXiv
-    2205.05198, equations 1, 2 and 4, less the masks of dropout and with attention as in FlashAttention). Of the row
-    layers' products only the ranks' sum is kept, and gathered sequences are not: see `shardwise.tensor.mappings`. KV
-    heads that tp exceeds are shared: a rank then holds one. Over cp ranks all is split with the sequence: of the
-    others' keys and values none are kept; with heads exchanged for tokens, tensors are of other tokens but of the same
-    size. The fp32 scales of RMSNorm, one a token and norm, are counted. What collectives themselves need (on gloo up to
-    8 bytes a feature and token of bf16) is not: the next one uses it.
+    2205.05198, equations 1, 2 and 4, less the masks of dropout and with attention as in FlashAttention). A row layer's
+    output is kept after the sum over the ranks only, and gathered sequences are not kept: see
+    `shardwise.tensor.mappings`. Where tp exceeds the KV heads, they are shared: a rank then holds one. Over cp ranks
+    everything is split with the sequence. Keys and values of other ranks are not kept. Where heads are exchanged for
+    tokens (Ulysses), the tensors hold other tokens but have the same size. The fp32 scales of RMSNorm, one a token and
+    norm, are counted. Buffers of the collectives (on gloo up to 8 bytes a feature and token of bf16) are not counted:
+    the next collective uses them again.
 
     Args:
-        shape: of the layer, over all ranks.
+        shape: sizes of the layer, over all ranks.
         seq_len: tokens of a sequence, over all ranks.
         micro_size: sequences of a micro-batch.
         tp: ranks of a tensor-parallel group.
         cp: ranks that split the sequence.
-        sequence_parallel: whether they split what lies between the regions along the sequence.
-        element_bytes: of an activation, 2 for bf16.
+        sequence_parallel: whether the tp ranks split activations outside attention and feed-forward by sequence.
+        element_bytes: bytes of one element of an activation, 2 for bf16.
         recompute: as `RecomputeConfig.mode`.
     """
     num_tokens = seq_len / cp * micro_size
@@ -116,7 +118,7 @@ def activation_bytes_per_layer(
 
 
 def _whole_bytes(shape: LayerShape, stream: float, attention: float, ffn: float, element_bytes: int) -> float:
-    """Of a token, without recomputation and without what attention keeps beside its inputs and output."""
+    """Return the bytes of a token without recomputation; what attention keeps beside inputs and output is excluded."""
     num_inner = (4 if shape.is_gated else 2) - shape.fuses_gate
     routed = 2 * shape.num_routed * stream  # what experts are given, and what they return
     kept = element_bytes * (4 * stream + attention + num_inner * ffn + routed)
@@ -127,14 +129,15 @@ def _whole_bytes(shape: LayerShape, stream: float, attention: float, ffn: float,
 
 
 def offloaded_bytes(input_bytes: float, num_layers: int, every: int = 1) -> float:
-    """Bytes that one micro-batch's forward moves to host memory with `tiers.activations`, and its backward back.
+    """Return the bytes that a micro-batch's forward moves to host memory with `tiers.activations`.
 
-    The inputs of all recomputed layers but the last, whose are needed first and stay; what all layers are given stays
-    too. At the peak, the device holds the inputs of two or three layers.
+    The backward moves the same bytes back. They are the inputs of all recomputed layers but the last: the backward
+    needs those of the last layer first, so they stay. Inputs that all layers share stay too. At the peak, the device
+    holds the inputs of two or three layers.
 
     Args:
-        input_bytes: of a layer: `activation_bytes_per_layer` with recompute "full".
-        num_layers: of the model.
+        input_bytes: bytes of a layer's input: `activation_bytes_per_layer` with recompute "full".
+        num_layers: layers of the model.
         every: as `RecomputeConfig.every`.
 
     >>> offloaded_bytes(1024, num_layers=8), offloaded_bytes(1024, num_layers=8, every=3)

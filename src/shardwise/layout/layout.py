@@ -1,7 +1,7 @@
-"""The Layout: which slice of each state every rank holds, in which dtype and which memory.
+"""The Layout says which slice of each state every rank holds, in which dtype and in which memory.
 
-A pure value computed from the model's skeleton, the resolved config and the mesh shape; no process group, no storage.
-The engine executes it, the planner prices it, a checkpoint records it.
+It is a pure value computed from the model's names and shapes, the resolved config and the mesh shape. It has no process
+group and no storage. The engine executes it, the planner prices it, a checkpoint records it.
 
 >>> from torch import nn
 >>> from shardwise.config.resolve import Config
@@ -49,7 +49,7 @@ from shardwise.layout.zero_stages import Placement, ZeroStage, effective_stage
 
 Key = TypeVar("Key")
 
-# The tensors, each as long as the parameter, that torch's optimizers of these names keep beside the master.
+# The tensors, each with the parameter's shape, that torch's optimizers of these names keep beside the master.
 OPTIMIZER_STATES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "adamw": ("exp_avg", "exp_avg_sq"),
@@ -69,7 +69,7 @@ OPTIMIZER_STATES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 
 
 def optimizer_states(config: OptimizerConfig) -> tuple[str, ...]:
-    """The tensors that the optimizer keeps for each parameter beside the master; none are known of other names."""
+    """Return the tensors that the optimizer keeps for each parameter beside the master; () for an unknown optimizer."""
     names = OPTIMIZER_STATES.get(config.name.lower(), ())
     return tuple(name for name in names if name != "momentum_buffer" or config.momentum > 0)
 
@@ -79,16 +79,16 @@ TIERS: Final[tuple[Tier, ...]] = ("device", "host", "nvme")
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One state of every parameter.
+    """Describe one state of every parameter.
 
     Attributes:
         name: such as `exp_avg`.
         role: param, grad or optimizer.
-        dtype: of each element, but for wide groups; see `dtype_in`.
+        dtype: of each element, except in wide groups; see `dtype_in`.
         placement: over the shard group.
-        is_flat: one flat buffer a group, padding included; otherwise a tensor for each parameter piece, where it rests
-            on the device.
-        is_copy_of_param: kept only by groups whose optimizer rests in another memory than their parameters.
+        is_flat: one flat buffer a group, padding included; otherwise, on the device, one tensor for each parameter
+            piece.
+        is_copy_of_param: only groups whose optimizer is stored in another tier than their parameters keep it.
         codec: how it is encoded.
     """
 
@@ -101,22 +101,22 @@ class StateSpec:
     codec: str = "identity"
 
     def tier_in(self, group: GroupSpec) -> Tier:
-        """The memory in which it rests for `group`."""
+        """Return the tier in which this state of `group` is stored."""
         tiers = group.tiers
         return {"param": tiers.params, "grad": tiers.grads, "optimizer": tiers.optimizer}[self.role]
 
     def dtype_in(self, group: GroupSpec) -> Dtype:
-        """The dtype of each element for `group`."""
+        """Return the dtype of each element of this state of `group`."""
         return "fp32" if group.is_wide else self.dtype
 
     def is_kept_by(self, group: GroupSpec) -> bool:
-        """Whether `group` has it."""
+        """Say whether `group` has this state."""
         is_copy_of_param = self.is_copy_of_param or (group.is_wide and self.name == "master")
         is_missing = is_copy_of_param and group.tiers.params == group.tiers.optimizer
         return not is_missing and (group.trainable or self.role == "param")
 
     def bytes_at_rest(self, group: GroupSpec, shard: int) -> int:
-        """Bytes that the holder of shard `shard` has for `group`."""
+        """Return the bytes of this state of `group` on the rank that holds shard `shard`."""
         if not self.is_kept_by(group):
             return 0
         start, stop = group.held_range(self.placement, shard)
@@ -127,15 +127,15 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """Mesh, groups, stage, precision and states of a model; see the module's example.
+    """Hold the mesh, groups, stage, precision and states of a model; see the module's example.
 
     Attributes:
         mesh: ranks along each axis.
-        units: the block modules, in module order; the first guess of the order in which they run.
+        units: names of the block modules, in module order; the first guess of the order in which they run.
         groups: the root's group first.
         stage: placements over the shard group.
         precision: dtypes by role; see `precision_of` for those of one group.
-        states: every state kept at rest.
+        states: every state that is stored between its uses.
         tensor: what is split over the tensor-parallel group; None for one rank.
         pipeline: the stages; None without a pipeline.
         elsewhere: the groups that only other ranks of the pipeline hold; see `of_pipeline_rank`.
@@ -152,7 +152,7 @@ class Layout:
     elsewhere: tuple[GroupSpec, ...] = ()
 
     def of_pipeline_rank(self, index: int) -> Layout:
-        """The layout with the groups of one rank of the pipeline; of all of them it has what rank 0 would."""
+        """Return the layout with the groups of pipeline rank `index`; the layout itself without a pipeline."""
         if self.pipeline is None:
             return self
         held = self.pipeline.stages_on(index)
@@ -162,7 +162,7 @@ class Layout:
 
     @cached_property
     def model_groups(self) -> tuple[GroupSpec, ...]:
-        """The groups of all stages, on every rank in the same order."""
+        """Return the groups of all stages, on every rank in the same order."""
         order = {unit: index for index, unit in enumerate((ROOT, *self.units))}
         every = (*self.groups, *self.elsewhere)
         return tuple(
@@ -171,17 +171,17 @@ class Layout:
 
     @cached_property
     def trained_names(self) -> tuple[str, ...]:
-        """The parameters of all stages that have gradients, on every rank in the same order."""
+        """Return the names of the trained parameters of all stages, on every rank in the same order."""
         return tuple(place.name for group in self.model_groups if group.trainable for place in group.params)
 
     @property
     def wide_names(self) -> list[str]:
-        """The parameters of all stages that stay in fp32 although `precision.param` is narrower."""
+        """Return the names of the parameters of all stages that stay in fp32 although `precision.param` is narrower."""
         return [place.name for group in self.model_groups if group.is_wide for place in group.params]
 
     @property
     def held_units(self) -> tuple[str, ...]:
-        """The blocks of this rank's stages."""
+        """Return the names of the blocks of this rank's stages."""
         if self.pipeline is None:
             return self.units
         others = {group.unit for group in self.elsewhere} - {group.unit for group in self.groups}
@@ -189,28 +189,28 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of this rank's parameters before they are sharded, tied ones once."""
+        """Count the elements of this rank's parameters before they are sharded, tied ones once."""
         return sum(group.numel for group in self.groups)
 
     @property
     def padding_numel(self) -> int:
-        """Elements of the flat buffers that belong to no parameter."""
+        """Count the elements of the flat buffers that belong to no parameter."""
         return sum(group.padded_numel for group in self.groups) - self.numel
 
     def bytes_at_rest(self, shard: int = 0, tier: Tier | None = None) -> dict[str, int]:
-        """Bytes after the last backward and before the step, by role (param, grad, optimizer).
+        """Return the bytes stored after the last backward and before the step, by role (param, grad, optimizer).
 
         For N elements, n ranks and P, G, K bytes an element of the three roles: stage 0 N(P+G+K), 1 N(P+G)+NK/n,
         2 NP+N(G+K)/n, 3 N(P+G+K)/n, up to padding (Rajbhandari et al. 2020, arXiv 1910.02054, figure 1).
 
         Args:
             shard: the rank's index in the shard group; padding may make the last ranks' optimizer states smaller.
-            tier: count what rests there alone; None for all.
+            tier: count only what is stored there; None for all tiers.
         """
         return _summed(self.group_bytes_at_rest(group, shard, tier) for group in self.groups)
 
     def group_bytes_at_rest(self, group: GroupSpec, shard: int = 0, tier: Tier | None = None) -> dict[str, int]:
-        """What one group adds to `bytes_at_rest`."""
+        """Return what `group` adds to `bytes_at_rest`; `shard` and `tier` are as there."""
         totals = {"param": 0, "grad": 0, "optimizer": 0}
         for state in self.states:
             if tier in (None, state.tier_in(group)):
@@ -218,23 +218,23 @@ class Layout:
         return totals
 
     def bytes_by_tier(self, shard: int = 0) -> dict[Tier, dict[str, int]]:
-        """`bytes_at_rest` of each tier that holds anything."""
+        """Return `bytes_at_rest` of each tier that holds anything."""
         by_tier = {tier: self.bytes_at_rest(shard, tier) for tier in TIERS}
         return {tier: totals for tier, totals in by_tier.items() if any(totals.values())}
 
     def bytes_on_wire(self, num_micro_batches: int) -> dict[str, int]:
-        """Bytes a rank sends in one optimizer step, by collective, as a ring would: the scalars of the step excepted.
+        """Return the bytes that a rank sends in one optimizer step, by collective, with ring algorithms.
 
-        Without a pipeline, or where it gathers for each micro-batch, parameters that rest as shards are gathered for
-        the forward and again for the backward of every micro-batch; without one the root's and the last block's stay
-        unsharded in between, and are gathered once. Replicas sum their shards once, in the last micro-batch. A
-        pipeline that gathers once a batch reduces once too. Of what stages send each other only the sums of tied
-        parameters' gradients are counted: activations are not the Layout's.
+        Parameters that are stored as shards are gathered for the forward and again for the backward of every
+        micro-batch; without a pipeline, those of the root and of the last block stay unsharded in between and are
+        gathered once. Replicas sum their shards once, in the last micro-batch. A pipeline that gathers once a batch
+        also reduces once. Of the traffic between stages only the sums of tied parameters' gradients are counted:
+        activations do not belong to the Layout. The scalars of the step are not counted.
         """
         return _summed(self.group_bytes_on_wire(group, num_micro_batches) for group in self.groups)
 
     def group_bytes_on_wire(self, group: GroupSpec, num_micro_batches: int) -> dict[str, int]:
-        """What one group adds to `bytes_on_wire`."""
+        """Return what `group` adds to `bytes_on_wire`."""
         num_replicas = self.mesh.size_along(REPLICA_AXES)
         wire = {"all_reduce": 0, "reduce_scatter": 0, "all_gather": 0}
         precision, ring_numel = self.precision_of(group), group.shard_numel * (group.num_shards - 1)
@@ -258,23 +258,23 @@ class Layout:
         return wire
 
     def precision_of(self, group: GroupSpec) -> PrecisionPolicy:
-        """The dtypes of a group's states."""
+        """Return the dtypes of a group's states."""
         return self.precision.widened if group.is_wide else self.precision
 
     def holders(self, group: GroupSpec) -> tuple[int, ...]:
-        """The ranks of the pipeline that hold a group: several where a parameter is tied across a cut."""
+        """Return the ranks of the pipeline that hold a group: several where a parameter is tied across a cut."""
         return (0,) if self.pipeline is None else self.pipeline.holders(group.stages)
 
     @property
     def ties(self) -> frozenset[tuple[int, ...]]:
-        """The ranks of the pipeline that hold some parameter together, for each parameter that is tied across a cut."""
+        """Return each set of pipeline ranks that hold a parameter which is tied across a cut."""
         holders = (self.holders(group) for group in self.model_groups)
         return frozenset(each for each in holders if len(each) > 1)
 
     def num_unshards(self, group: GroupSpec, num_micro_batches: int) -> int:
-        """How often a step gathers a group for use; the root's and the last block's stay between their two uses.
+        """Return how often a step gathers a group for use; the root and the last block stay between their two uses.
 
-        In a pipeline, where other micro-batches come between a forward and its backward, none stays.
+        In a pipeline, other micro-batches come between a forward and its backward, so no group stays.
         """
         if not self.stage.unshard_for_use or group.rests_whole:
             return 0
@@ -285,24 +285,24 @@ class Layout:
         return num_micro_batches * (1 if group.unit in once else 2)
 
     def num_reduces(self, num_micro_batches: int) -> int:
-        """How often a step reduces the gradients of a group over the shard group."""
+        """Return how often a step reduces the gradients of a group over the shard group."""
         is_scheduled_once = self.pipeline is not None and self.pipeline.gathers_once
         return num_micro_batches if self.stage.reduce_each_backward and not is_scheduled_once else 1
 
     def bytes_across(self, num_micro_batches: int) -> dict[tuple[Tier, Tier], int]:
-        """Bytes that one optimizer step moves between tiers on one rank, by (from, to).
+        """Return the bytes that one optimizer step moves between tiers on one rank, by (from, to).
 
         With S elements in this rank's slice of a group, and P, G, K bytes an element of parameter, gradient and all of
         the optimizer's states (Rajbhandari et al. 2021, arXiv 2104.07857, section 4, gives the same terms): a gather
-        brings S*P to the device; a reduction takes S*G away, and one that is not a step's first reads S*G of a
-        gradient on NVMe, to add to it. The step runs on the device or the host: it takes S*G from where the gradient
-        rests, reads and writes S*K of an optimizer on NVMe, and writes S*P to where the parameters rest; without a
-        master it reads them there too. What goes from device to NVMe or back crosses twice, through the host.
+        brings S*P to the device. A reduction takes S*G away; one that is not a step's first reads S*G of a gradient on
+        NVMe, to add to it. The step runs on the device or the host: it takes S*G from the gradient's tier, reads and
+        writes S*K of an optimizer on NVMe, and writes S*P to the parameters' tier; without a master it reads them
+        there too. What goes from device to NVMe or back crosses twice, through the host.
         """
         return _summed(self.group_bytes_across(group, num_micro_batches) for group in self.groups)
 
     def group_bytes_across(self, group: GroupSpec, num_micro_batches: int) -> dict[tuple[Tier, Tier], int]:
-        """What one group adds to `bytes_across`."""
+        """Return what `group` adds to `bytes_across`."""
         across: Counter[tuple[Tier, Tier]] = Counter()
         if not group.tiers.are_away:
             return {}
@@ -339,9 +339,9 @@ def build_layout(
     """Compute the layout of `model` under a resolved config.
 
     Args:
-        model: any module; only names, shapes and `requires_grad` are read, so meta tensors will do.
+        model: any module; only names, shapes, dtypes and `requires_grad` are read, so meta tensors will do.
         config: as `Config.resolve` returns it.
-        tensor: how parameters lie over the tensor-parallel group; None for one rank.
+        tensor: how parameters are split over the tensor-parallel group; None for one rank.
         pipeline: the stages; None without a pipeline. The layout is that of its rank.
         trained: parameters that keep gradients and states whether or not they are frozen now.
 
@@ -373,12 +373,19 @@ def build_layout(
 def states_of(
     stage: ZeroStage, policy: PrecisionPolicy, optimizer: OptimizerConfig, groups: Sequence[GroupSpec]
 ) -> tuple[StateSpec, ...]:
-    """The states that groups keep at rest under a stage, a precision policy and an optimizer."""
+    """Return the states that groups store between their uses.
+
+    Args:
+        stage: placements over the shard group.
+        policy: dtypes by role.
+        optimizer: config section that names the optimizer.
+        groups: all groups, with their tiers.
+    """
     states = [
         StateSpec("param", "param", policy.param, stage.params),
         StateSpec("grad", "grad", policy.accumulate, stage.grads),
     ]
-    # Shares on the device may part a group's parameters from its optimizer though both name the same memory.
+    # With shares on the device, a group's parameters and optimizer may be in two tiers though both keys name one.
     if policy.keeps_master or any(each.trainable and each.tiers.params != each.tiers.optimizer for each in groups):
         is_copy = not policy.keeps_master
         states.append(StateSpec("master", "optimizer", policy.master, stage.optimizer, is_copy_of_param=is_copy))
@@ -398,7 +405,7 @@ def _summed(each: Iterable[Mapping[Key, int]]) -> dict[Key, int]:
 
 
 def _cross(across: Counter[tuple[Tier, Tier]], source: Tier, target: Tier, num_bytes: int) -> None:
-    """Count one way from tier to tier; between device and NVMe it leads through the host."""
+    """Add the bytes of one move from tier to tier; between device and NVMe it goes through the host."""
     way = TIERS[min(map(TIERS.index, (source, target))) : max(map(TIERS.index, (source, target))) + 1]
     if source != way[0]:
         way = way[::-1]
@@ -406,11 +413,11 @@ def _cross(across: Counter[tuple[Tier, Tier]], source: Tier, target: Tier, num_b
 
 
 def assign_tiers(groups: Sequence[GroupSpec], config: TiersConfig) -> tuple[GroupSpec, ...]:
-    """The groups, each with the tiers of its states.
+    """Return the groups, each with the tiers of its states.
 
     Args:
         groups: in forward order.
-        config: a tier for each state, and the share of it, by elements, that stays on the device: at most so much.
+        config: a tier for each state, and the largest share of it, by elements, that stays on the device.
     """
     trainable = [group for group in groups if group.trainable]
     sharded = [group for group in groups if not group.is_replicated]
@@ -423,12 +430,12 @@ def assign_tiers(groups: Sequence[GroupSpec], config: TiersConfig) -> tuple[Grou
 def assign_tiers_by_rank(
     groups: Sequence[GroupSpec], config: TiersConfig, rank_of: Callable[[GroupSpec], int]
 ) -> tuple[GroupSpec, ...]:
-    """`assign_tiers` for what each rank of a pipeline holds: shares are of its own states.
+    """Apply `assign_tiers` to the groups of each pipeline rank: the shares are those of its own states.
 
     Args:
-        groups: of all ranks.
-        config: as there.
-        rank_of: the rank that holds a group, the first of several.
+        groups: groups of all ranks, in forward order.
+        config: as in `assign_tiers`.
+        rank_of: returns the pipeline rank that holds a group, the first of several.
     """
     ranks = sorted({rank_of(group) for group in groups})
     own = {rank: [group for group in groups if rank_of(group) == rank] for rank in ranks}

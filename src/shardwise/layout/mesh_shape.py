@@ -1,6 +1,6 @@
-"""The shape of the mesh: ranks as coordinates on named axes, and who shares a group with whom.
+"""The shape of the mesh says which coordinate each rank has on named axes, and which ranks share a group.
 
-Pure integers: the process groups are made in `shardwise.comm.mesh`. Axes stand in the order `pp, dp_replicate,
+It is integers only: the process groups are made in `shardwise.comm.mesh`. Axes stand in the order `pp, dp_replicate,
 dp_shard, cp, tp`; the last varies fastest, so the ranks of one tp group are neighbours. Four ranks as
 dp_shard=2 x tp=2:
 
@@ -28,7 +28,7 @@ from shardwise.config.resolve import ConfigError, MeshConfig
 
 
 class Coordinate(NamedTuple):
-    """A rank's index along each axis."""
+    """Hold a rank's index along each axis."""
 
     pp: int = 0
     dp_replicate: int = 0
@@ -46,12 +46,12 @@ GRADIENT_AXES: Final = ("dp_replicate", "dp_shard", "cp")  # gradients are avera
 DATA_AXES: Final = ("dp_replicate", "dp_shard")  # micro-batches differ along these
 CONTEXT_AXES: Final = ("cp",)  # each sample's tokens are split over these
 TENSOR_AXES: Final = ("tp",)  # layers' matrices are split over these
-PIPELINE_AXES: Final = ("pp",)  # the stages of the model lie along these
+PIPELINE_AXES: Final = ("pp",)  # the model's stages are placed along these
 
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Ranks along each axis.
+    """Hold the number of ranks along each axis.
 
     Raises:
         ConfigError: an axis holds less than one rank.
@@ -81,17 +81,17 @@ class MeshShape:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Ranks along each of `AXES`, in their order."""
+        """Return the ranks along each of `AXES`, in their order."""
         return self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp
 
     @property
     def world_size(self) -> int:
-        """Ranks of the whole mesh."""
+        """Return the number of ranks of the whole mesh."""
         return math.prod(self.sizes)
 
     @property
     def num_data_ranks(self) -> int:
-        """How many different micro-batches the mesh computes at a time.
+        """Return how many different micro-batches the mesh computes at a time.
 
         >>> MeshShape(dp_replicate=2, dp_shard=2, tp=2).num_data_ranks
         4
@@ -99,7 +99,7 @@ class MeshShape:
         return self.size_along(DATA_AXES)
 
     def data_index(self, rank: int) -> int:
-        """Which of the `num_data_ranks` micro-batches `rank` computes.
+        """Return which of the `num_data_ranks` micro-batches `rank` computes.
 
         >>> [MeshShape(dp_shard=2, tp=2).data_index(rank) for rank in range(4)]
         [0, 0, 1, 1]
@@ -107,7 +107,7 @@ class MeshShape:
         return self.index_along(DATA_AXES, rank)
 
     def coordinate(self, rank: int) -> Coordinate:
-        """The coordinate of `rank`.
+        """Return the coordinate of `rank`.
 
         Raises:
             ValueError: the mesh holds no such rank.
@@ -121,7 +121,7 @@ class MeshShape:
         return Coordinate(*reversed(indices))
 
     def rank_of(self, coordinate: Coordinate) -> int:
-        """The rank at `coordinate`.
+        """Return the rank at `coordinate`.
 
         >>> MeshShape(dp_shard=2, tp=2).rank_of(Coordinate(dp_shard=1))
         2
@@ -137,15 +137,15 @@ class MeshShape:
         return rank
 
     def size_along(self, axes: tuple[str, ...]) -> int:
-        """Ranks of one group along `axes`."""
+        """Return the number of ranks of one group along `axes`."""
         return math.prod(self._sizes_within(axes))
 
     def index_along(self, axes: tuple[str, ...], rank: int) -> int:
-        """The position of `rank` in its group along `axes`; along `SHARD_AXES`, the index of its shard."""
+        """Return the position of `rank` in its group along `axes`; along `SHARD_AXES`, the index of its shard."""
         return self.ranks_along(axes, rank).index(rank)
 
     def ranks_along(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
-        """The group of `rank` along `axes`: the ranks with its coordinate on all other axes, in rank order.
+        """Return the group of `rank` along `axes`: the ranks with its coordinate on all other axes, in rank order.
 
         >>> MeshShape(dp_shard=2, cp=2, tp=2).ranks_along(SHARD_AXES, rank=3)
         (1, 3, 5, 7)
@@ -158,7 +158,7 @@ class MeshShape:
         return tuple(first + offset for offset in group)
 
     def groups_along(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """All groups along `axes`; every rank is in exactly one.
+        """Return all groups along `axes`; every rank is in exactly one.
 
         >>> MeshShape(dp_shard=2, tp=2).groups_along(("tp",))
         ((0, 1), (2, 3))
@@ -168,12 +168,12 @@ class MeshShape:
         return tuple(tuple(first + offset for offset in group) for first in firsts)
 
     def _rank_0_group(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """Ranks are linear in their coordinates, so every other group is this one plus its own first rank."""
+        """Return rank 0's group; ranks are linear in coordinates, so any group is this one plus its own first rank."""
         ranges = map(range, self._sizes_within(axes))
         return tuple(self.rank_of(Coordinate(*indices)) for indices in product(*ranges))
 
     def _sizes_within(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """Of every axis, 1 of those that are not among `axes`."""
+        """Return the size of every axis, with 1 for those that are not among `axes`."""
         for axis in axes:
             if axis not in AXES:
                 raise ValueError(f"{axis!r} is not an axis of the mesh; axes are {', '.join(AXES)}")

@@ -1,7 +1,8 @@
-"""Parameter groups: the flat ranges in which a unit's parameters are stored, gathered and reduced.
+"""Param groups say in which ranges of a flat buffer a unit's parameters are stored, gathered and reduced.
 
-A group lays its parameters one behind the other in one flat buffer, each at an aligned offset, padded so that the ranks
-of the shard group hold equal shards. Drawn for two parameters of 5 and 9 elements over 2 ranks (`.` is padding):
+A group puts its parameters one after the other into one flat buffer, each at an aligned offset. The buffer is padded so
+that the ranks of the shard group hold equal shards. For two parameters of 5 and 9 elements over 2 ranks (`.` is
+padding):
 
     offset   0    5  8         17                    32
              |aaaaa..bbbbbbbbb......................|
@@ -35,20 +36,20 @@ from shardwise.layout.slicing import Chunk, intersect
 from shardwise.layout.tp_sharding import ParamSplit
 from shardwise.layout.zero_stages import Placement
 
-# 16 bytes in the narrowest dtype: what vectorised kernels and NCCL want of every parameter's and shard's first element.
+# 16 bytes in the narrowest dtype: the alignment that vectorised kernels and NCCL want for parameters and shards.
 ALIGNMENT_NUMEL: Final = 8
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter's place in its group.
+    """Describe a parameter and its place in its group.
 
     Attributes:
         name: the first of its names.
         aliases: the others, where it is tied.
         shape: of this rank's tensor, the same on every rank of the tensor-parallel group.
         offset: its first element in the flat buffer.
-        over_tp: how the whole parameter lies over that group; None for one rank.
+        over_tp: how the whole parameter is split over that group; None for one rank.
     """
 
     name: str
@@ -59,23 +60,23 @@ class ParamSpec:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of this rank's local tensor."""
+        """Count the elements of this rank's local tensor."""
         return math.prod(self.shape)
 
     @cached_property
     def split(self) -> ParamSplit:
-        """How the whole parameter lies over the tensor-parallel group."""
+        """Return how the whole parameter is split over the tensor-parallel group."""
         return self.over_tp or ParamSplit(self.shape)
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Return the shape of the whole parameter."""
         return self.split.global_shape
 
 
 @dataclass(frozen=True)
 class ParamSlice:
-    """The part [start, stop) of a flattened parameter that lies at `offset` in a range of the flat buffer."""
+    """Hold the part [start, stop) of a flattened parameter, stored at `offset` in a range of the flat buffer."""
 
     param: ParamSpec
     start: int
@@ -83,14 +84,16 @@ class ParamSlice:
     offset: int
 
     def pieces(self, tp_index: int = 0) -> tuple[Chunk, ...]:
-        """The rectangles of the whole parameter in this slot of tensor-parallel rank `tp_index`, with offsets from the
-        slot's first element."""
+        """Return the rectangles of the whole parameter that tensor-parallel rank `tp_index` has in this slice.
+
+        Their offsets count from the slice's first element.
+        """
         return intersect(self.param.split.local(tp_index), self.start, self.stop)
 
 
 @dataclass(frozen=True)
 class GroupTiers:
-    """The memory in which a group's states rest."""
+    """Hold the tiers in which a group's states are stored."""
 
     params: Tier = "device"
     grads: Tier = "device"
@@ -98,23 +101,23 @@ class GroupTiers:
 
     @property
     def are_away(self) -> bool:
-        """Whether any state rests off the device."""
+        """Say whether any state is stored off the device."""
         return not self.params == self.grads == self.optimizer == "device"
 
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A group of parameters that are gathered and reduced together.
+    """Describe a group of parameters that are gathered and reduced together.
 
     Attributes:
         name: the unit's name, with `:fp32` for the group of its wide parameters and `:frozen` for that of frozen ones.
-        unit: the module whose forward uses them; `root` for the rest of the model.
+        unit: the module whose forward uses them; `root` for parameters that are in no block.
         params: in flat order.
         trainable: whether the group has gradients and optimizer states.
         num_ranks: ranks that average the gradients; the flat buffer divides evenly among them in every stage.
         num_shards: ranks that share the sharded states.
         is_replicated: every rank holds the parameters whole in every stage; of frozen groups only.
-        tiers: where its states rest.
+        tiers: where its states are stored.
         stages: of the pipeline that use it; several where a parameter is tied across a cut, and each holds it.
         is_wide: whether all its states are in fp32 although `precision.param` is narrower.
     """
@@ -132,45 +135,45 @@ class GroupSpec:
 
     @property
     def rests_whole(self) -> bool:
-        """Whether the parameters rest whole on the device whatever the stage: nothing else holds a part of them."""
+        """Say whether the device stores the parameters whole in every stage: no other rank or tier holds a part."""
         return self.is_replicated or (self.num_shards == 1 and self.tiers.params == "device")
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the parameters, padding not counted."""
+        """Count the elements of the parameters, without padding."""
         return sum(param.numel for param in self.params)
 
     @cached_property
     def padded_numel(self) -> int:
-        """Elements of the flat buffer."""
+        """Count the elements of the flat buffer, padding included."""
         last = self.params[-1]
         return _round_up(last.offset + last.numel, ALIGNMENT_NUMEL * math.lcm(self.num_ranks, self.num_shards))
 
     @cached_property
     def shard_numel(self) -> int:
-        """Elements of one rank's shard."""
+        """Count the elements of one rank's shard."""
         return self.padded_numel // self.num_shards
 
     def shard_range(self, index: int) -> tuple[int, int]:
-        """First and last-plus-one element of shard `index`."""
+        """Return the first and the last-plus-one element of shard `index`."""
         return index * self.shard_numel, (index + 1) * self.shard_numel
 
     def held_range(self, placement: Placement, index: int) -> tuple[int, int]:
-        """The range of the flat buffer that the holder of shard `index` has under a placement."""
+        """Return the range of the flat buffer that the holder of shard `index` has under a placement."""
         is_whole = self.is_replicated or placement is not Placement.SHARD
         return (0, self.padded_numel) if is_whole else self.shard_range(index)
 
     def written_range(self, shard: int, replica: int) -> tuple[int, int]:
-        """The range that the holder of shard `shard` in replica `replica` writes into a checkpoint.
+        """Return the range that the holder of shard `shard` in replica `replica` writes into a checkpoint.
 
-        It holds it in every stage, and the ranges of all ranks that average gradients are the whole buffer.
+        That rank holds the range in every stage, and the ranges of all ranks that average gradients cover the buffer.
         """
         numel = self.padded_numel // self.num_ranks
         start = (shard * (self.num_ranks // self.num_shards) + replica) * numel
         return start, start + numel
 
     def slots(self, start: int, stop: int) -> tuple[ParamSlice, ...]:
-        """The parameters' parts in the range [start, stop) of the flat buffer, in order; padding has no slot."""
+        """Return the parts of parameters in the range [start, stop) of the flat buffer, in order, without padding."""
         return tuple(self._slots(start, stop))
 
     def _slots(self, start: int, stop: int) -> Iterator[ParamSlice]:
@@ -181,7 +184,7 @@ class GroupSpec:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """The ranges of the flat buffer that are padding."""
+        """Return the ranges of the flat buffer that are padding."""
         ends = [0, *(param.offset + param.numel for param in self.params)]
         starts = [*(param.offset for param in self.params), self.padded_numel]
         return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
@@ -196,21 +199,21 @@ def build_groups(
     splits: Mapping[str, ParamSplit] | None = None,
     stages_of: Mapping[str, tuple[int, ...]] | None = None,
 ) -> tuple[GroupSpec, ...]:
-    """One group per unit, trainability and dtype, the root's first, then the units' in module order.
+    """Build one group per unit, trainability and dtype: the root's first, then the units' in module order.
 
-    Under pipeline parallelism the root has one for each stage, and one for each set of stages that share parameters.
+    Under pipeline parallelism the root has a group for each stage and for each set of stages that share parameters.
 
     Args:
         entries: the model's parameters.
         units: the blocks, in module order.
-        num_ranks: that average gradients.
-        num_shards: that share the sharded states.
+        num_ranks: ranks that average gradients.
+        num_shards: ranks that share the sharded states.
         replicate_frozen: every rank keeps frozen parameters whole, so that they are never gathered.
-        splits: over the tensor-parallel group, by parameter; None for one rank.
+        splits: how each parameter is split over the tensor-parallel group, by its name; None for one rank.
         stages_of: the stages that use a parameter, by its name; None without a pipeline.
 
     Raises:
-        ConfigError: a block lies on several stages.
+        ConfigError: a block is on several stages.
     """
     order = {unit: index for index, unit in enumerate((ROOT, *units))}
 
@@ -258,7 +261,7 @@ _BATCH_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBa
 
 @dataclass(frozen=True)
 class ParamEntry:
-    """One parameter: its first fully qualified name, its other names where it is tied, its unit and its shape."""
+    """Hold a parameter's first fully qualified name, its other names where it is tied, its unit and its shape."""
 
     name: str
     aliases: tuple[str, ...]
@@ -269,16 +272,16 @@ class ParamEntry:
 
 
 def find_units(model: nn.Module, patterns: Sequence[str] | None, key: str = "zero.blocks") -> tuple[str, ...]:
-    """Names of the modules that form units, in module order.
+    """Find the names of the modules that form units, in module order.
 
     Args:
         model: any module; its storage is not read.
         patterns: class names or name patterns (`blocks.*`) of the blocks; None takes the children with parameters of
             the outermost `ModuleList`s and `Sequential`s.
-        key: of the config, that the patterns come from.
+        key: config key of the patterns, for error messages.
 
     Raises:
-        ConfigError: a pattern matches no module, or a block lies inside another.
+        ConfigError: a pattern matches no module, or a block is inside another.
     """
     if patterns is None:
         return tuple(_children_of_containers(model, prefix=""))
@@ -286,7 +289,7 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None, key: str = "zer
     for name, module in model.named_modules():
         found = [pattern for pattern in patterns if name and _matches(name, module, (pattern,))]
         above = [each for each in names if name.startswith(each + ".")]
-        # Of what one pattern matches, the outermost: `blocks.*` are the blocks, not what is in them.
+        # Only the outermost modules that a pattern matches: `blocks.*` are the blocks, not the modules in them.
         if any(not any(_matches(each, model.get_submodule(each), (pattern,)) for each in above) for pattern in found):
             names += (name,)
     for pattern in patterns:
@@ -303,9 +306,9 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None, key: str = "zer
 def wide_parameters(model: nn.Module, config: PrecisionConfig) -> frozenset[str]:
     """Return the names of the parameters that stay in fp32 although `precision.param` is narrower.
 
-    They are those that a Hugging Face model lists: `_keep_in_fp32_modules_strict`, and under fp16, whose range is
-    small, `_keep_in_fp32_modules` too, as `from_pretrained` reads them; and those of a batch norm whose statistics are
-    in fp32, because torch takes a narrow weight beside narrow statistics only.
+    A Hugging Face model lists them in `_keep_in_fp32_modules_strict` and, for fp16, whose range is small, in
+    `_keep_in_fp32_modules` too; both are read as `from_pretrained` does. Those of a batch norm whose statistics are in
+    fp32 are added, because torch takes a narrow weight beside narrow statistics only.
     """
     if config.param not in ("bf16", "fp16"):
         return frozenset()
@@ -322,15 +325,15 @@ def wide_parameters(model: nn.Module, config: PrecisionConfig) -> frozenset[str]
 
 
 def read_parameters(model: nn.Module, units: Sequence[str], wide: Set[str] = frozenset()) -> tuple[ParamEntry, ...]:
-    """Every parameter once, in module order, each with the one unit that holds all its names (else the root).
+    """Read every parameter once, in module order, with the one unit that holds all its names (or the root).
 
     Args:
         model: any module.
-        units: the blocks.
+        units: names of the blocks.
         wide: names of parameters that stay in fp32.
 
     Raises:
-        ConfigError: a parameter is not of a floating dtype.
+        ConfigError: a parameter is not dense or not of a floating dtype, or two share one storage.
     """
     names_of: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters():
@@ -359,7 +362,7 @@ def read_parameters(model: nn.Module, units: Sequence[str], wide: Set[str] = fro
 
 
 def _refuse_shared_storage(parameters: Iterable[nn.Parameter], names_of: Mapping[int, Sequence[str]]) -> None:
-    """Two parameters over one storage would be trained apart; those of other classes may have no address."""
+    """Refuse two parameters over one storage, which would be trained apart; subclasses may have no address."""
     name_at: dict[tuple[str, int], str] = {}
     for parameter in parameters:
         name = names_of[id(parameter)][0]
@@ -390,7 +393,7 @@ def _matches(name: str, module: nn.Module, patterns: Sequence[str]) -> bool:
 
 
 def _common_unit(names: Sequence[str], model: nn.Module, unit_of_module: Mapping[int, str]) -> str:
-    """The unit that holds all names; by identity, since a block may stand in its container twice."""
+    """Return the unit that holds all names, or the root; by identity, as a block may be in its container twice."""
     owners = {_owner(name, model, unit_of_module) for name in names}
     return owners.pop() if len(owners) == 1 else ROOT
 

@@ -1,4 +1,4 @@
-"""The stages of a model: which units each runs, which ranks of the pipeline hold which parameters.
+"""The pipeline layout says which units each stage runs and which ranks of the pipeline hold which parameters.
 
 Two stages a rank, looped over two ranks, of a model whose head is tied to its embedding:
 
@@ -24,13 +24,13 @@ from shardwise.schedule.placement import StagePlacement
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """The stages of a model, and this rank's place among them.
+    """Hold the stages of a model, and this rank's place among them.
 
     Attributes:
         placement: which rank of the pipeline has which stages.
-        units: names of the modules that each stage runs, in order; between two stages the last one's output travels.
+        units: names of the modules that each stage runs, in order; a stage sends the last one's output to the next.
         stages_of: the stages that use each parameter, ascending, by the first of its names.
-        gathers_once: parameters that rest as shards are gathered once a batch, and gradients reduced once; otherwise
+        gathers_once: parameters stored as shards are gathered once a batch, and gradients reduced once; otherwise
             for each micro-batch.
         index: of this rank in the pipeline.
     """
@@ -43,32 +43,32 @@ class PipelineLayout:
 
     @property
     def num_stages(self) -> int:
-        """Stages of all ranks."""
+        """Return the number of stages of all ranks."""
         return self.placement.num_stages
 
     @property
     def held(self) -> frozenset[int]:
-        """The stages of this rank."""
+        """Return the stages of this rank."""
         return self.stages_on(self.index)
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank has the last stage, which computes the loss."""
+        """Say whether this rank has the last stage, which computes the loss."""
         return self.num_stages - 1 in self.held
 
     def stages_on(self, index: int) -> frozenset[int]:
-        """The stages of a rank of the pipeline."""
+        """Return the stages of pipeline rank `index`."""
         return frozenset(self.placement.stages_of(index))
 
     def holders(self, stages: Sequence[int]) -> tuple[int, ...]:
-        """The ranks of the pipeline that have any of some stages, ascending."""
+        """Return the ranks of the pipeline that have any of `stages`, ascending."""
         return tuple(sorted({self.placement.rank_of(stage) for stage in stages}))
 
     def rank_running(self, name: str) -> int | None:
-        """The rank of the pipeline that runs the module of a buffer; None where every rank does.
+        """Return the rank of the pipeline that runs the module of a buffer; None where every rank does.
 
         Args:
-            name: of the buffer, or of anything else within a module.
+            name: fully qualified name of the buffer, or of anything else within a module.
         """
         parts = name.split(".")
         modules = {".".join(parts[:end]) for end in range(len(parts), 0, -1)}

@@ -1,7 +1,6 @@
-"""The precision policy: which dtype each state rests in and each collective carries.
+"""The precision policy says in which dtype each state is stored and each collective communicates.
 
-It is a value, not behaviour: casting by it is in `shardwise.runtime.precision`. The same policy means the same in every
-ZeRO stage.
+It is a pure value: `shardwise.runtime.precision` casts by it. A policy means the same in every ZeRO stage.
 
 >>> policy = precision_policy(PrecisionConfig(param="bf16"))
 >>> policy.reduce, policy.accumulate, policy.master
@@ -27,12 +26,12 @@ DTYPE_BYTES: Final[Mapping[str, int]] = MappingProxyType({"fp64": 8, "fp32": 4, 
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """Dtypes by role.
+    """Hold the dtypes by role.
 
     Attributes:
         param: parameters as the model computes with them, and as they are gathered.
         reduce: gradients on the wire; their sums run in `master`, never in less than fp32.
-        accumulate: gradients at rest, summed over micro-batches.
+        accumulate: stored gradients, summed over micro-batches.
         master: the optimizer's copy of the parameters, and its states.
     """
 
@@ -43,12 +42,12 @@ class PrecisionPolicy:
 
     @property
     def keeps_master(self) -> bool:
-        """Whether the master is a copy of its own; otherwise the parameters are the master."""
+        """Say whether the master is a separate copy; otherwise the parameters are the master."""
         return self.master != self.param
 
     @property
     def widened(self) -> PrecisionPolicy:
-        """The policy of parameters that are not narrowed: everything in the master's dtype, so there is no copy."""
+        """Return the policy of parameters that are not narrowed: all in the master's dtype, so there is no copy."""
         return PrecisionPolicy(self.master, self.master, self.master, self.master)
 
 
@@ -67,7 +66,7 @@ def precision_policy(config: PrecisionConfig) -> PrecisionPolicy:
 def buffer_dtype(given: torch.dtype, config: PrecisionConfig) -> torch.dtype:
     """Return the dtype of a buffer in training.
 
-    Kept, it is as wide as it was given, and as the parameters: fp64 widens what fp32 activations would not meet.
+    A buffer that is kept has its own dtype, promoted with the parameters': in an fp64 model it must meet fp64 tensors.
 
     >>> buffer_dtype(torch.float32, PrecisionConfig(param="bf16")), buffer_dtype(torch.int64, PrecisionConfig())
     (torch.float32, torch.int64)

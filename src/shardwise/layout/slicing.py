@@ -1,9 +1,8 @@
-"""Slicing arithmetic: which elements of a global tensor lie where in a local buffer. Integers only.
+"""Slicing arithmetic says which elements of a global tensor are where in a local buffer. It uses integers only.
 
-A local tensor is a list of pieces, each a rectangle of the global tensor that lies row-major and contiguous
+A local tensor is a list of pieces, each a rectangle of the global tensor that is stored row-major and contiguous
 in the local buffer; what no piece covers is padding. Sharding a buffer by flat ranges cuts its pieces, and
-moving from one layout to another copies the rectangles that both hold. This is all the slicing arithmetic
-there is.
+moving from one layout to another copies the rectangles that both hold. The library has no other slicing arithmetic.
 
 Rank 0 of two holds the left half of a (4, 6) matrix, and ZeRO cuts its 12 elements into shards of 7 and 5:
 
@@ -37,14 +36,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Rect:
-    """The elements of a global tensor from `start` up to `stop` in every dim; its one, if it is 0-d.
+    """Describe the elements of a global tensor from `start` up to `stop` in every dim; of a 0-d tensor, its one.
 
     >>> a, b = Rect((0, 0), (3, 3)), Rect((1, 2), (4, 5))
     >>> a.shape, a.numel, str(a.intersect(b))
     ((3, 3), 9, '[1:3, 2:3]')
 
     Raises:
-        ValueError: `stop` lies before `start`, or they differ in their number of dims.
+        ValueError: `stop` is before `start` in a dim, or they differ in their number of dims.
     """
 
     start: Shape
@@ -56,21 +55,21 @@ class Rect:
 
     @classmethod
     def whole(cls, shape: Shape) -> Self:
-        """All of a tensor of this shape."""
+        """Return the rectangle of all elements of a tensor of this shape."""
         return cls((0,) * len(shape), shape)
 
     @property
     def shape(self) -> Shape:
-        """Elements along each dim."""
+        """Return the number of elements along each dim."""
         return tuple(map(sub, self.stop, self.start))
 
     @property
     def numel(self) -> int:
-        """Elements in all; 1 of a 0-d tensor."""
+        """Count all elements; 1 for a 0-d tensor."""
         return math.prod(map(sub, self.stop, self.start))
 
     def intersect(self, other: Rect) -> Rect | None:
-        """The elements in both, None where there are none.
+        """Return the elements that are in both, None where there are none.
 
         Raises:
             ValueError: the two cannot be of one tensor, since they differ in their number of dims.
@@ -82,7 +81,7 @@ class Rect:
         return Rect(start, stop) if all(map(lt, start, stop)) else None
 
     def slices_in(self, outer: Rect) -> tuple[slice, ...]:
-        """The index of this rectangle in an array that holds `outer`, which contains it."""
+        """Return the index of this rectangle in an array that holds `outer`, which contains it."""
         bounds = zip(self.start, self.stop, outer.start, strict=True)
         return tuple(slice(start - origin, stop - origin) for start, stop, origin in bounds)
 
@@ -92,34 +91,34 @@ class Rect:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A rectangle of a global tensor, row-major and contiguous at `local_offset` of a local 1-D buffer."""
+    """Place a rectangle of a global tensor, row-major and contiguous, at `local_offset` of a local 1-D buffer."""
 
     rect: Rect
     local_offset: int
 
     @property
     def local_stop(self) -> int:
-        """The first offset behind it."""
+        """Return the first offset after the chunk."""
         return self.local_offset + self.rect.numel
 
     def shifted(self, num_elements: int) -> Chunk:
-        """The same rectangle, `num_elements` further back in the buffer."""
+        """Return the same rectangle, `num_elements` later in the buffer."""
         return Chunk(self.rect, self.local_offset + num_elements)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """What one rank holds of one global tensor, in a local 1-D buffer.
+    """Describe what one rank holds of one global tensor, in a local 1-D buffer.
 
     Two ranks may hold the same elements (replicated KV heads), and a buffer several global tensors (`fuse`).
 
     Attributes:
-        global_shape: of the tensor that the rectangles are of.
-        pieces: in the order of their offsets, none empty and no two over each other in the buffer.
-        numel: elements of the buffer; those in no piece are not of this tensor: padding, or another tensor's.
+        global_shape: shape of the global tensor.
+        pieces: its rectangles in the order of their offsets; none is empty and no two overlap in the buffer.
+        numel: elements of the buffer; those in no piece are padding or belong to another tensor.
 
     Raises:
-        ValueError: a piece is empty, reaches out of the tensor or the buffer, or lies over another.
+        ValueError: a piece is empty, reaches out of the tensor or the buffer, or overlaps another.
     """
 
     global_shape: Shape
@@ -139,29 +138,40 @@ class LocalTensor:
 
     @classmethod
     def whole(cls, shape: Shape) -> Self:
-        """All of a tensor, without padding."""
+        """Return the local tensor that holds all of a tensor, without padding."""
         return cls.block(shape, Rect.whole(shape))
 
     @classmethod
     def block(cls, global_shape: Shape, rect: Rect, numel: int | None = None) -> Self:
-        """One rectangle at the front of a buffer of `numel` elements, by default as many as it has.
+        """Put one rectangle at the front of a buffer.
 
         Of a vocabulary of 5 padded to 6, the second of two ranks holds two rows, and one that is padding:
 
         >>> LocalTensor.block((5, 4), Rect((3, 0), (5, 4)), numel=3 * 4).numel
         12
+
+        Args:
+            global_shape: shape of the global tensor.
+            rect: the elements held; an empty one gives a buffer without pieces.
+            numel: elements of the buffer; None for as many as `rect` has.
         """
         pieces = (Chunk(rect, 0),) if rect.numel else ()
         return cls(global_shape, pieces, rect.numel if numel is None else numel)
 
     @classmethod
     def split(cls, global_shape: Shape, dim: int, index: int, degree: int) -> Self:
-        """Part `index` of a tensor split along `dim` into `degree`; the first parts may have one index more.
+        """Return part `index` of a tensor split along `dim`; the first parts may have one index more.
 
-        KV heads replicated on several ranks: a split by the number of heads, those ranks sharing an index.
+        For KV heads that several ranks replicate, split by the number of heads and give those ranks the same index.
 
         >>> [str(piece.rect) for i in range(3) for piece in LocalTensor.split((5, 4), 0, i, 3).pieces]
         ['[0:2, 0:4]', '[2:4, 0:4]', '[4:5, 0:4]']
+
+        Args:
+            global_shape: shape of the global tensor.
+            dim: the dim that is split, from 0.
+            index: which part, from 0.
+            degree: number of parts.
 
         Raises:
             ValueError: the tensor has no such dim, or the split no such part.
@@ -179,11 +189,11 @@ class LocalTensor:
 
 
 def fuse(parts: Sequence[LocalTensor], num_rows: int = 1) -> tuple[LocalTensor, ...]:
-    """Put local tensors into one buffer, as in a fused QKV matrix; returns each as it lies in that buffer.
+    """Put local tensors into one buffer, as in a fused QKV matrix, and return each with its offsets in that buffer.
 
-    The buffer is `num_rows` rows, each a row of every part in turn. One row is a concatenation along dim 0,
-    the parts one behind the other. Along dim d, take as many rows as the local tensors have indices in the
-    dims before d; for a QKV matrix interleaved by heads, as many as it has local KV heads.
+    The buffer has `num_rows` rows, each a row of every part in turn. With one row, the parts are concatenated along
+    dim 0. To concatenate along dim d, take as many rows as the local tensors have indices in the dims before d; for a
+    QKV matrix interleaved by heads, as many as it has local KV heads.
 
     >>> q, k = LocalTensor.split((4, 3), 0, 1, 2), LocalTensor.split((2, 3), 0, 1, 2)  # rank 1 of 2
     >>> [(str(piece.rect), piece.local_offset) for part in fuse((q, k)) for piece in part.pieces]
@@ -218,7 +228,7 @@ def flat_range_to_rects(rect: Rect, start: int, stop: int) -> tuple[Chunk, ...]:
         stop: last element plus one.
 
     Returns:
-        The rectangles in order, each at its offset from `start`. Of a (3, 4) box, the range [2, 10) is three:
+        The rectangles in order, each at its offset from `start`. The range [2, 10) of a (3, 4) box gives three:
 
             . . 0 1
             2 3 4 5
@@ -240,7 +250,12 @@ def flat_range_to_rects(rect: Rect, start: int, stop: int) -> tuple[Chunk, ...]:
 
 
 def intersect(local: LocalTensor, start: int, stop: int) -> tuple[Chunk, ...]:
-    """What a ZeRO shard [start, stop) of the local buffer owns: its pieces, at offsets from `start`.
+    """Return the pieces that a ZeRO shard [start, stop) of the local buffer owns, at offsets from `start`.
+
+    Args:
+        local: the local buffer.
+        start: first element of the shard.
+        stop: last element plus one.
 
     Raises:
         ValueError: the range reaches out of the buffer.
@@ -258,7 +273,7 @@ def intersect(local: LocalTensor, start: int, stop: int) -> tuple[Chunk, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SliceCopy:
-    """A rectangle in two buffers: in one as part of the piece `source`, in the other of `destination`."""
+    """Name a rectangle that is part of the piece `source` in one buffer and of `destination` in another."""
 
     source: Chunk
     destination: Chunk
@@ -266,13 +281,13 @@ class SliceCopy:
 
 
 def overlap(have: Sequence[Chunk], want: Sequence[Chunk]) -> tuple[SliceCopy, ...]:
-    """The copies that bring as much of `want` as `have` holds; both are pieces of one global tensor.
+    """Return the copies that bring as much of `want` as `have` holds; both are pieces of one global tensor.
 
-    Resharding from any layout to any other is this, once for each pair of a source and a destination buffer.
+    To reshard from any layout to any other, call it for each pair of a source and a destination buffer.
     Where two pieces of `have` hold the same elements, both are copied.
     """
     sources = sorted(have, key=lambda piece: _rows(piece)[0])
-    # Sorted so, the sources whose rows meet a destination's lie within one slice: those behind it start too
+    # In this order, the sources whose rows meet a destination's are in one slice: those after it start too
     # late, those before it stop too early. Trying each pair is slow with hundreds of pieces on either side.
     starts = [_rows(piece)[0] for piece in sources]
     furthest_stops = list(accumulate((_rows(piece)[1] for piece in sources), max))
@@ -286,14 +301,19 @@ def overlap(have: Sequence[Chunk], want: Sequence[Chunk]) -> tuple[SliceCopy, ..
 
 
 def rect_to_flat_ranges(rect: Rect, within: Rect, max_gap: int = 0) -> Iterator[tuple[int, int]]:
-    """The ranges [start, stop) of the row-major elements of `within` in which `rect` lies, in order.
+    """Yield the ranges [start, stop) of the row-major elements of `within` that hold `rect`, in order.
 
-    Ranges whose gap is at most `max_gap` elements come as one, so that who reads a few columns of a matrix from a file
-    may read all between them at once. Where the gaps between rows are larger, smaller ones between planes stay, too.
+    Ranges with small gaps come as one, so that a reader of a few columns of a matrix in a file reads everything between
+    them at once. Where the gaps between rows are larger, smaller ones between planes stay too.
 
     >>> columns, matrix = Rect((1, 1), (3, 3)), Rect.whole((4, 4))
     >>> list(rect_to_flat_ranges(columns, matrix)), list(rect_to_flat_ranges(columns, matrix, max_gap=2))
     ([(5, 7), (9, 11)], [(5, 11)])
+
+    Args:
+        rect: a rectangle inside `within`.
+        within: the rectangle whose elements are counted.
+        max_gap: elements between two ranges that are joined, at most.
     """
     if not rect.numel:
         return
@@ -312,14 +332,14 @@ def rect_to_flat_ranges(rect: Rect, within: Rect, max_gap: int = 0) -> Iterator[
         yield first + sum(offsets), first + sum(offsets) + length
 
 
-# A rectangle, and the pieces whose elements, one piece behind the other, are its own row-major.
+# A rectangle, and the pieces whose elements, one piece after the other, are its own row-major elements.
 Stack = tuple[Rect, tuple[Chunk, ...]]
 
 
 def stack(pieces: Sequence[Chunk]) -> tuple[Stack, ...]:
-    """Join pieces into rectangles whose row-major elements are the pieces', one piece behind the other.
+    """Join pieces into rectangles whose row-major elements are the pieces', one piece after the other.
 
-    A part of a fused matrix that is split by columns is one piece for each row: thousands that are one rectangle.
+    A part of a fused matrix that is split by columns is one piece for each row: thousands of pieces join into one.
 
     >>> rows = [Chunk(Rect((row, 4), (row + 1, 8)), 12 * row) for row in range(3)]
     >>> [(str(rect), len(parts)) for rect, parts in stack(rows)]
@@ -341,7 +361,7 @@ def stack(pieces: Sequence[Chunk]) -> tuple[Stack, ...]:
 
 @dataclass(slots=True)
 class _Open:
-    """A rectangle that may grow."""
+    """Hold a rectangle that may grow."""
 
     start: Shape
     stop: Shape
@@ -349,7 +369,7 @@ class _Open:
 
 
 def _stacked_along(dim: int, stacks: list[_Open]) -> list[_Open]:
-    """Join what follows one another along `dim`, has one index before it and the same bounds behind it; keeps order."""
+    """Join neighbours along `dim` that have one index in the dims before and the same bounds after; keep the order."""
     stacked, last = [], dict[tuple[Shape, ...], _Open]()
     for stack in stacks:
         start, stop = stack.start, stack.stop
@@ -368,13 +388,13 @@ def _stacked_along(dim: int, stacks: list[_Open]) -> list[_Open]:
 
 
 class FlatBuffer(Protocol):
-    """A 1-D NumPy array or torch tensor: slices are views, and can be reshaped."""
+    """Stand for a 1-D NumPy array or torch tensor, whose slices are views and can be reshaped."""
 
     def __getitem__(self, index: Any, /) -> Any: ...
 
 
 def apply_copies(source: FlatBuffer, destination: FlatBuffer, copies: Sequence[SliceCopy]) -> None:
-    """Copy each rectangle from the `source` to the `destination` buffer, both 1-D and of one library."""
+    """Copy each rectangle of `copies` from the `source` to the `destination` buffer, both 1-D and of one library."""
     for copy in copies:
         values = _view(source, copy.source)[copy.rect.slices_in(copy.source.rect)]
         _view(destination, copy.destination)[copy.rect.slices_in(copy.destination.rect)] = values
@@ -385,12 +405,12 @@ def _view(buffer: FlatBuffer, piece: Chunk) -> Any:
 
 
 def _rows(piece: Chunk) -> tuple[int, int]:
-    """The range of dim 0; a 0-d tensor counts as one row."""
+    """Return the range of dim 0; a 0-d tensor counts as one row."""
     return (piece.rect.start[0], piece.rect.stop[0]) if piece.rect.start else (0, 1)
 
 
 def _boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    """Cut a range at its rows: the rest of the first one, whole rows, the front of the last one."""
+    """Cut a range at its rows: the end of the first one, whole rows, the front of the last one."""
     if start == stop:
         return
     if not shape:

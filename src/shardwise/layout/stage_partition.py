@@ -1,6 +1,6 @@
-"""Which units of a model form each pipeline stage, so that stages take like times and ranks hold like memory.
+"""Decide which units of a model form each pipeline stage, so that stages take similar times and ranks similar memory.
 
-The largest of all stages is made as small as it can be; of the cuts that do so, the most even one is taken.
+The cut makes the largest stage as small as possible; among the cuts that do so, the most even one is taken.
 
 >>> from torch import nn
 >>> from shardwise.layout.stage_units import estimate_costs
@@ -51,11 +51,11 @@ _WHOLE: Final = 2**40
 
 @dataclass(frozen=True)
 class StageCut:
-    """A model in stages.
+    """Hold a model cut into stages.
 
     Attributes:
-        units: in the order in which they run.
-        costs: of the units.
+        units: the units in the order in which they run.
+        costs: the cost of each unit.
         starts: the index of each stage's first unit.
         placement: the pipeline rank of each stage.
     """
@@ -67,21 +67,21 @@ class StageCut:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline."""
+        """Return the number of stages of the whole pipeline."""
         return len(self.starts)
 
     @cached_property
     def stages(self) -> tuple[tuple[StageUnit, ...], ...]:
-        """Every stage's units."""
+        """Return the units of every stage."""
         return tuple(self.units[start:stop] for start, stop in pairwise((*self.starts, len(self.units))))
 
     @property
     def first_units(self) -> tuple[str, ...]:
-        """Names of the units with which the stages begin; without the first, what `pipeline.cut` takes."""
+        """Return the names of the stages' first units; without the first name, this is what `pipeline.cut` takes."""
         return tuple(self.units[start].name for start in self.starts)
 
     def stage_of(self, name: str) -> tuple[int, ...]:
-        """The stages that use a parameter; several where it is tied.
+        """Return the stages that use a parameter; several where it is tied.
 
         Args:
             name: any of the parameter's names.
@@ -106,17 +106,17 @@ class StageCut:
 
     @cached_property
     def times(self) -> tuple[float, ...]:
-        """What each stage computes, as a multiple of the stages' mean; 1 where no unit computes."""
+        """Return each stage's compute time as a multiple of the stages' mean; 1 where no unit computes."""
         return _to_mean([sum(cost.compute for cost in costs) for costs in self._stage_costs])
 
     @cached_property
     def memory_bytes(self) -> tuple[float, ...]:
-        """What the units of each stage hold."""
+        """Return the bytes that the units of each stage hold."""
         return tuple(sum(cost.memory_bytes for cost in costs) for costs in self._stage_costs)
 
     @cached_property
     def rank_memory(self) -> tuple[float, ...]:
-        """What each pipeline rank holds, as a multiple of the ranks' mean."""
+        """Return the memory of each pipeline rank as a multiple of the ranks' mean."""
         totals = dict.fromkeys(sorted(set(self.placement)), 0.0)
         for rank, num_bytes in zip(self.placement, self.memory_bytes, strict=True):
             totals[rank] += num_bytes
@@ -127,7 +127,7 @@ class StageCut:
         return tuple(self.costs[start:stop] for start, stop in pairwise((*self.starts, len(self.units))))
 
     def describe(self) -> str:
-        """A table of the stages, and how far the first and the last are from the mean."""
+        """Return a table of the stages, and how far the first and the last are from the mean."""
         rows = [("stage", "rank", "units", "parameters", "memory MiB", "time")]
         for index, stage in enumerate(self.stages):
             sizes = {entry.name: math.prod(entry.shape) for unit in stage for entry in unit.params}
@@ -163,18 +163,18 @@ def cut_stages(
     """Cut a model into stages of consecutive units.
 
     A stage's time and a rank's memory are taken as multiples of their means. The cut minimises the largest of these
-    numbers, then the sum of their squares; of equal cuts, the one whose later stages are larger, since earlier ranks
-    hold the activations of more micro-batches. With one stage a rank that is the exact optimum. With several, the
-    optimum of as many ranks as stages, and that of the times alone, are improved by moving runs of neighbouring cuts by
-    one unit until no such move makes them better; that is nearly always the optimum.
+    numbers, then the sum of their squares. Of equal cuts it takes the one whose later stages are larger, since earlier
+    ranks hold the activations of more micro-batches. With one stage a rank the result is the exact optimum. With
+    several, two cuts are improved: the optimum for as many ranks as stages, and the optimum of the times alone. Runs of
+    neighbouring cuts are moved by one unit until no move makes the cut better; that is nearly always the optimum.
 
     Args:
         units: as `find_stage_units` returns them.
-        costs: of the units, in the same order.
-        num_stages: of the whole pipeline.
+        costs: the cost of each unit, in the same order.
+        num_stages: stages of the whole pipeline.
         balance: what is made even: the stages' "time", the ranks' "memory", or "both".
         placement: the pipeline rank of each stage; None for one stage a rank.
-        pinned: names of the units with which the stages begin, without the first; they are the cut.
+        pinned: names of the units with which the stages begin, without the first stage's; None to search for a cut.
 
     Raises:
         ConfigError: the model has fewer units than stages, a stage would have no parameters, or a pinned unit is
@@ -201,7 +201,7 @@ def cut_stages(
 
 @dataclass(frozen=True)
 class _CutProblem:
-    """Sums over the units before each, in shares of the whole, and which units may begin a stage."""
+    """Hold the sums of costs over the units before each unit, as shares of the whole, and where a stage may begin."""
 
     compute: tuple[int, ...]
     memory: tuple[int, ...]
@@ -231,11 +231,11 @@ class _CutProblem:
         return start < stop and self.may_begin[start] and self.num_with_params[start] < self.num_with_params[stop]
 
     def weights(self, start: int, stop: int) -> tuple[int, int]:
-        """What a stage computes and holds."""
+        """Return the compute and the memory of the stage of units [start, stop), as shares of the whole."""
         return self.compute[stop] - self.compute[start], self.memory[stop] - self.memory[start]
 
     def score(self, starts: Sequence[int]) -> tuple[int, int]:
-        """What is minimised: the largest multiple of a mean, then the sum of squares."""
+        """Return what is minimised: the largest multiple of a mean, then the sum of squares."""
         memory = dict.fromkeys(self.placement, 0)
         numbers: list[int] = []
         for rank, (start, stop) in zip(self.placement, pairwise((*starts, self.num_units)), strict=True):
@@ -250,13 +250,13 @@ def _best_starts(problem: _CutProblem) -> tuple[int, ...]:
     exact = _solve(problem)
     if len(set(problem.placement)) == len(problem.placement):
         return exact
-    # Memory is a rank's, so the best times alone may be the better beginning.
+    # Memory is summed over a rank's stages, so the cut with the best times alone may be the better start.
     by_time = _solve(replace(problem, memory=(0,) * len(problem.memory)))
     return min((_improve(problem, starts) for starts in (exact, by_time)), key=problem.score)
 
 
 def _solve(problem: _CutProblem) -> tuple[int, ...]:
-    """The best cut, were every stage on a rank of its own."""
+    """Return the best cut for the case that every stage has its own rank."""
     num_stages = len(problem.placement)
     largest, _ = _fill_table(problem, num_stages, None)
     # Shares are rounded, so equal sums of different units may differ by half a share's last digit each.
@@ -269,14 +269,14 @@ def _fill_table(problem: _CutProblem, num_stages: int, limit: int | None) -> tup
     # By number of stages, then by where the last of them stops: the least score, and where that stage starts.
     table: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
     most = _largest_of_even(problem, num_stages) if limit is None else limit
-    # As `problem.weights`, which is too many calls for the planner, who cuts pipelines by the hundred.
+    # The same as `problem.weights`, whose calls cost too much for the planner, which cuts hundreds of pipelines.
     compute, memory = problem.compute, problem.memory
     for num_left in range(num_stages - 1, -1, -1):
         row: dict[int, tuple[int, int]] = {}
         last_start = max(table[-1], default=-1)
         for stop in range(1, problem.num_units + 1):
             if max(compute[-1] - compute[stop], memory[-1] - memory[stop]) > num_left * most:
-                continue  # the stages behind it could not hold the rest
+                continue  # the stages after it could not hold the remaining units
             if max(compute[stop] - compute[last_start], memory[stop] - memory[last_start]) > most:
                 break  # no stage reaches as far
             for start in range(min(stop - 1, last_start), -1, -1):
@@ -300,7 +300,7 @@ def _fill_table(problem: _CutProblem, num_stages: int, limit: int | None) -> tup
 
 
 class _UnitCosts:
-    """Keep the score of a cut whose stages are changed one by one: `_CutProblem.score` without a new sum."""
+    """Keep the score of a cut while its stages change one by one: `_CutProblem.score` without summing again."""
 
     def __init__(self, problem: _CutProblem, starts: Sequence[int]) -> None:
         self.problem = problem
@@ -331,7 +331,7 @@ class _UnitCosts:
 
 
 def _largest_of_even(problem: _CutProblem, num_stages: int) -> int:
-    """Of the cut into stages of as many units each, or the whole where there is none: the best cut's is no more."""
+    """Return the largest stage of the cut into equal numbers of units, or the whole: a bound for the best cut."""
     starts = [stage * problem.num_units // num_stages for stage in range(num_stages)]
     if not _is_cut(problem, starts):
         return max(problem.weights(0, problem.num_units))
@@ -356,7 +356,7 @@ def _improve(problem: _CutProblem, starts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _moves(problem: _CutProblem, starts: tuple[int, ...]) -> Iterator[tuple[_UnitCosts, int, int, int]]:
-    """Runs of neighbouring cuts moved by one unit, where all stages stay stages: by what, the first, and its end."""
+    """Yield the legal moves of runs of neighbouring cuts by one unit: new costs, by what, first stage, end of run."""
     ends = (*starts[1:], problem.num_units)
     unmoved = _UnitCosts(problem, starts)
     for by in (-1, 1):
@@ -375,7 +375,7 @@ def _moves(problem: _CutProblem, starts: tuple[int, ...]) -> Iterator[tuple[_Uni
 
 
 def _most_stages(units: Sequence[StageUnit]) -> int:
-    """How many stages with parameters the units can form: each ends as soon as it has some and the next may begin."""
+    """Count the stages with parameters that the units can form: each ends once it has some and the next may begin."""
     num_stages, has_params = 0, False
     for index, unit in enumerate(units):
         if has_params and unit.is_cut_allowed_before and index:
@@ -447,7 +447,7 @@ def cut_model(model: nn.Module, config: Config, rank: int = 0) -> PipelineLayout
     Args:
         model: any module; its storage is not read.
         config: resolved, with `mesh.pp` more than 1.
-        rank: of the world, whose place in the pipeline the layout is to have.
+        rank: world rank whose place in the pipeline the layout has.
 
     Raises:
         ConfigError: the model has no units, or fewer than there are stages; the schedule has no such number of virtual
@@ -468,7 +468,7 @@ def cut_model(model: nn.Module, config: Config, rank: int = 0) -> PipelineLayout
 
 
 def find_cut(model: nn.Module, config: Config) -> StageCut:
-    """The stages with their costs; arguments and errors as for `cut_model`."""
+    """Find the stages with their costs; arguments and errors are those of `cut_model`."""
     section = config.pipeline
     placement = placement_of(section.schedule, config.mesh.pp, section.virtual_stages)
     units = find_stage_units(model, section.units, section.replicate or ())
@@ -483,7 +483,7 @@ def find_cut(model: nn.Module, config: Config) -> StageCut:
 
 
 def _bytes_per_element(model: nn.Module, config: Config) -> Callable[[ParamEntry], float]:
-    """What each element of a parameter takes at rest on one rank (Rajbhandari et al. 2020, figure 1)."""
+    """Return a function: parameter -> bytes stored for each of its elements (Rajbhandari et al. 2020, figure 1)."""
     num_shards = MeshShape.from_config(config.mesh).size_along(SHARD_AXES)
     stage = effective_stage(config.zero.stage, num_shards, config.tiers, is_scheduled=True)
     narrow, wide = precision_policy(config.precision), wide_parameters(model, config.precision)

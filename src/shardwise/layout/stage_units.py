@@ -1,8 +1,8 @@
-"""Where a pipeline may cut a model: its modules in the order in which a forward runs them, each once.
+"""Find where a pipeline may cut a model: list its modules in the order in which a forward runs them, each once.
 
-A unit is one module, or several that are never parted. Its output must be all that the rest of the model needs of what
-came before, apart from the model's inputs; whether that holds shows only when the model runs, so what is taken for a
-unit here is what nearly every model's modules say of themselves.
+A unit is one module, or several that always stay together. A cut after a unit is possible where the later modules need
+only the unit's output and the model's inputs. That shows only when the model runs, so the units are found by the names
+and lists that nearly all models use.
 
 >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 8, bias=False))
 >>> model[3].weight = model[0].weight
@@ -34,7 +34,7 @@ from shardwise.config.resolve import ConfigError
 from shardwise.layout.param_groups import ParamEntry, find_units, read_parameters
 
 # Some models register what they run last before their blocks (OPT's final_layer_norm and project_out), or what they run
-# first behind them (BART's layernorm_embedding).
+# first after them (BART's layernorm_embedding).
 _RUNS_LAST: Final = re.compile(r"(^|_)(final|head|out|f)(_|$)")
 _RUNS_FIRST: Final = re.compile(r"(^|_)embed(ding|dings)?(_|$)")
 _LIBRARIES: Final = (nn.Module.__module__, "transformers.modeling_utils")  # whose methods run no child by name
@@ -43,12 +43,12 @@ _CURE: Final = "name it in pipeline.replicate, so that every stage runs it, or n
 
 @dataclass(frozen=True)
 class StageUnit:
-    """Modules that are always in one pipeline stage.
+    """Hold modules that are always in one pipeline stage.
 
     Attributes:
-        name: the first module's.
-        modules: fully qualified names, one for each name that a module has; a module that computes nothing of its own
-            and has no parameters (rotary tables, a dropout beside the blocks) may be in no unit: all stages run it.
+        name: name of its first module.
+        modules: fully qualified names, one for each name that a module has; a module without parameters (rotary
+            tables, a dropout beside the blocks) may be in no unit: all stages run it.
         params: every parameter that its modules use, tied ones too, under the first name that each has in the model.
         is_cut_allowed_before: whether a stage may begin with it.
     """
@@ -61,7 +61,7 @@ class StageUnit:
 
 @dataclass(frozen=True)
 class _Chain:
-    """Modules that are run one behind the other, each with the output of the one before it."""
+    """Hold modules that run one after the other, each with the output of the one before it."""
 
     names: tuple[str, ...]
     begins_with_embedding: bool = False
@@ -70,22 +70,22 @@ class _Chain:
 def find_stage_units(
     model: nn.Module, patterns: Sequence[str] | None = None, replicate: Sequence[str] = ()
 ) -> tuple[StageUnit, ...]:
-    """The units of a model in the order in which they run; the first of these that the model has says which they are.
+    """Find the units of a model in the order in which they run. The first source in this list that exists decides:
 
     1. `patterns`.
     2. The `base_model_pp_plan` of a Hugging Face model's config: embedding, layers, norm.
     3. Every entry of an `nn.Sequential`, and so of a `shardwise.LayerList`.
-    4. The longest list of like blocks, in an encoder-decoder the encoder's.
+    4. The longest list of blocks of one class, in an encoder-decoder the encoder's.
 
-    Modules with parameters that are registered before those, or behind them, are the first and the last units, unless
-    their names say that they are run elsewhere (`embed` first; `final`, `head` and `out` last). Where several run
-    before the blocks (token and position embeddings), no cut parts them from the first block. Behind the blocks a cut
-    may stand before the first module, and behind that one if it is a norm: a head may need more than a pooler returns.
+    Modules with parameters that are registered before those, or after them, are the first and the last units, unless
+    their names say that they run elsewhere (`embed` first; `final`, `head` and `out` last). Where several run before
+    the blocks (token and position embeddings), they stay with the first block. After the blocks a cut is allowed
+    before the first module, and after it if it is a norm: a head may need more than a pooler returns.
 
     Args:
         model: any module; its storage is not read.
         patterns: class names or name patterns (`blocks.*`) of the modules between which cuts are allowed.
-        replicate: likewise, of modules that are in no unit: every stage holds and runs them.
+        replicate: class names or name patterns of modules that are in no unit: every stage holds and runs them.
 
     Raises:
         ConfigError: there are no blocks, or a pattern matches nothing.
@@ -131,7 +131,7 @@ def _find_chain(model: nn.Module, modules: Mapping[str, nn.Module], patterns: Se
 
 
 def _planned_chain(modules: Mapping[str, nn.Module]) -> _Chain | None:
-    """What the config of a Hugging Face model lists, of the module that has all that is listed."""
+    """Return the modules that a Hugging Face config's pipeline plan lists, None without a plan that fits."""
     for prefix, module in modules.items():
         plan = getattr(getattr(module, "config", None), "base_model_pp_plan", None)
         if not plan or not all(hasattr(module, key) for key in plan):
@@ -150,7 +150,7 @@ def _planned_chain(modules: Mapping[str, nn.Module]) -> _Chain | None:
 
 
 def _outermost_lists(modules: Mapping[str, nn.Module]) -> list[tuple[str, ...]]:
-    """The children of each list that lies in no other list; where any has blocks of one class, of such lists alone."""
+    """Return the children of each outermost list; if lists with blocks of one class exist, only of those."""
     last = None
     alike: list[tuple[str, ...]] = []
     others: list[tuple[str, ...]] = []
@@ -167,7 +167,7 @@ def _outermost_lists(modules: Mapping[str, nn.Module]) -> list[tuple[str, ...]]:
 
 
 def _run_children(parent: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    """The children of a list, and of lists in it, which nobody calls."""
+    """Yield the children of a list; a list inside it is never called itself, so its children stand for it."""
     for name in _children(parent, modules):
         if isinstance(modules[name], nn.ModuleList):
             yield from _run_children(name, modules)
@@ -188,7 +188,7 @@ def _refuse_repeats(chain: _Chain, modules: Mapping[str, nn.Module]) -> None:
 def _split_rest(
     modules: Mapping[str, nn.Module], chain: Sequence[str], replicated: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """The outermost modules with parameters that hold no unit of the chain: those before it, and those behind it."""
+    """Split the outermost modules with parameters outside the chain into those before it and those after it."""
     in_chain = set(chain)
     above = {name[:end] for name in chain for end in [0, *(found.start() for found in re.finditer(r"\.", name))]}
     rest: list[tuple[float, str]] = []  # before the chain below 0
@@ -222,16 +222,17 @@ def _split_rest(
 
 
 def _place_beside(name: str, first: str, modules: Mapping[str, nn.Module], is_registered_before: bool) -> float:
-    """When a module runs, below 0 if it is before the chain, which begins with `first`.
+    """Return a number that says when a module runs: below 0 if before the chain, which begins with `first`.
 
-    Beside the chain's own list the code says so that runs both, else the module's name and where it is registered.
+    For a module next to the chain's own list, the code that runs both decides; otherwise the module's name and where it
+    is registered.
     """
     path, other = name.split("."), first.split(".")
     depth = next(index for index, pair in enumerate(zip(path, other, strict=False)) if pair[0] != pair[1])
     if isinstance(modules[".".join(other[: depth + 1])], nn.ModuleList | nn.Sequential):
         owner = depth
         while owner and type(modules[".".join(path[:owner])]).forward is nn.Module.forward:
-            owner -= 1  # a table of modules, which the code of its owner runs
+            owner -= 1  # a container of modules, which the code of its owner runs
         order = _order_in_code(modules[".".join(path[:owner])], {path[depth], other[depth]})
         if len(order) > 1:
             return (order[path[depth]] - order[other[depth]]) / max(order.values())
@@ -241,7 +242,7 @@ def _place_beside(name: str, first: str, modules: Mapping[str, nn.Module], is_re
 
 
 def _order_in_code(module: nn.Module, wanted: Collection[str]) -> dict[str, int]:
-    """Where a module's forward, or a method that it calls, uses some attributes first."""
+    """Return the position at which a module's forward, or a method it calls, first uses each wanted attribute."""
     found: dict[str, int] = {}
     for place, name in enumerate(_names_in_code(module)):
         if name in wanted:
@@ -279,18 +280,18 @@ def _names_in_code(module: nn.Module) -> Iterator[str]:
 
 
 def _num_glued(before: Sequence[str], chain: _Chain, modules: Mapping[str, nn.Module]) -> int:
-    """How many of the chain's first units stay with what is before it, because they need more than one output of it."""
+    """Count the chain's first units that stay with what is before it: they need more than one output of it."""
     if not before:
         return 0
     if chain.begins_with_embedding:
-        return 2  # what the rest computes (images' features) is put among what the embedding returns
+        return 2  # what the other modules compute (image features) is merged into what the embedding returns
     return 0 if len({frozenset(map(id, modules[name].parameters())) for name in before}) == 1 else 1
 
 
 def _share_out(model: nn.Module, groups: Sequence[tuple[str, ...]]) -> list[tuple[ParamEntry, ...]]:
-    """Every group's parameters, in the model's order; a tied one is in every group that holds one of its names.
+    """Return every group's parameters, in the model's order; a tied one is in every group that has one of its names.
 
-    One that no group's module has is used by code that every stage runs, and so is in all.
+    A parameter that is in no group's module is used by code that every stage runs, so it is in all groups.
     """
     group_of = {name: index for index, names in enumerate(groups) for name in names}
     shared_out: list[list[ParamEntry]] = [[] for _ in groups]
@@ -311,7 +312,7 @@ def _ancestors(name: str) -> Iterator[str]:
 
 
 def _children(parent: str, modules: Mapping[str, nn.Module]) -> list[str]:
-    """Names of the direct children, one that is registered twice included."""
+    """Return the names of the direct children, one that is registered twice included."""
     start = f"{parent}." if parent else ""
     return [name for name in modules if name and name.startswith(start) and "." not in name[len(start) :]]
 
@@ -322,12 +323,12 @@ def _has_parameters(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class UnitCost:
-    """What a unit weighs.
+    """Hold the cost of a unit.
 
     Attributes:
-        name: the unit's.
-        compute: FLOPs a token, forward, or seconds: only shares of the sum over all units count.
-        memory_bytes: of its parameters, gradients and optimizer states.
+        name: name of the unit.
+        compute: forward FLOPs a token, or seconds; only shares of the sum over all units count.
+        memory_bytes: bytes of its parameters, gradients and optimizer states.
     """
 
     name: str
@@ -341,17 +342,17 @@ def estimate_costs(
     bytes_per_element: float | Callable[[ParamEntry], float],
     measured: Mapping[str, float] | None = None,
 ) -> tuple[UnitCost, ...]:
-    """Costs by the units' parameters: 2 FLOPs a token and element of each matrix that is multiplied by.
+    """Estimate costs by the units' parameters: 2 FLOPs a token and element of each matrix in a product.
 
     That is a matrix product's cost (Kaplan et al. 2020, arXiv 2001.08361, table 1). A tied matrix costs time in the
     unit that multiplies by it, and memory in every unit that uses it. Experts count by the share of them that a token
-    is sent to. What no parameter tells is left out: the scores of attention, which grow with the sequence, and
-    activations.
+    is sent to. Costs that parameters do not show are left out: activations, and the scores of attention, which grow
+    with the sequence.
 
     Args:
-        model: the units'; its storage is not read.
+        model: the model of the units; its storage is not read.
         units: as `find_stage_units` returns them.
-        bytes_per_element: of a parameter with its gradient and optimizer states, on one rank; of all, or of each.
+        bytes_per_element: of a parameter with its gradient and optimizer states, on one rank; a number or a function.
         measured: seconds of a unit's forward and backward by pattern of unit names; the first that matches replaces
             the estimate. Estimates of the other units are scaled to them.
 
@@ -393,7 +394,7 @@ def _named_modules(model: nn.Module, top: str) -> list[tuple[str, nn.Module]]:
 
 
 def _share_of_experts(model: nn.Module) -> float:
-    """The part of a block's experts that a token is sent to, where the config of a Hugging Face model tells."""
+    """Return the share of a block's experts that a token is sent to, by the Hugging Face config; 1 without one."""
     config = getattr(model, "config", None)
     chosen = getattr(config, "num_experts_per_tok", None)
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
@@ -419,7 +420,7 @@ def _with_measured(estimates: Sequence[UnitCost], measured: Mapping[str, float])
     rest_flops = sum(each.compute for seconds, each in zip(times, estimates, strict=True) if seconds is None)
     if rest_flops and not known_flops:
         raise ConfigError("measured times: no unit with matrices is among them; measure a block, or every unit")
-    # A lookup's time says nothing of how long a product takes.
+    # The time of an embedding lookup does not show how long a product takes.
     seconds_per_flop = sum(seconds for seconds, flops in pairs if flops) / known_flops if known_flops else 0.0
     return tuple(
         replace(each, compute=each.compute * seconds_per_flop if seconds is None else float(seconds))

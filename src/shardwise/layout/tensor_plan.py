@@ -1,7 +1,7 @@
-"""The plan of tensor parallelism for one model: which modules are split how. A pure value, the same on every rank.
+"""The tensor-parallel plan of a model says which modules are split and how. It is a pure value, equal on every rank.
 
-Plans are made in `shardwise.tensor.hf_plans`, from what a model brings, from a user's table of patterns, or by tracing;
-`shardwise.tensor.apply` carries them out; `param_splits` says where that leaves each parameter.
+`shardwise.tensor.hf_plans` makes plans from the model's own plan, from a user's table of patterns, or by tracing;
+`shardwise.tensor.apply` carries them out; `param_splits` says how each parameter is split.
 
 A feed-forward network of two matrices, the first split by its rows, the second by its columns:
 
@@ -30,16 +30,16 @@ LayerStyle = Literal["column", "row", "vocab", "head", "column-embedding"]
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """How one module with a `weight`, and perhaps a `bias`, is split.
+    """Describe how one module with a `weight`, and perhaps a `bias`, is split.
 
     Attributes:
         module: its fully qualified name.
         style: column: a linear layer by its outputs; row: by its inputs, outputs summed; vocab: an embedding by its
-            rows, outputs summed; head: a linear layer to the vocabulary, whose logits stay split until something else
+            rows, outputs summed; head: a linear layer to the vocabulary, whose logits stay split until something other
             than a cross entropy reads them; column-embedding: an embedding by its columns.
-        parts: along the split dim.
-        gathers_output: of a column: every rank gets the whole output.
-        splits_input: of a row: its input arrives whole on every rank.
+        parts: the logical tensors along the split dim.
+        gathers_output: for a column layer: every rank gets the whole output.
+        splits_input: for a row layer: its input arrives whole on every rank and is split first.
         is_transposed: the weight is [in, out], as in Hugging Face's Conv1D.
     """
 
@@ -53,15 +53,15 @@ class LayerSplit:
 
 @dataclass(frozen=True)
 class SharedInput:
-    """A module that reads some arguments through column layers alone: they enter once for all of these.
+    """Name a module that reads some arguments through column layers only: one mapping serves all these layers.
 
-    Entering is the identity whose backward sums over the ranks; under sequence parallelism, of an argument that arrives
-    split, a gather whose backward is a reduce-scatter.
+    The mapping is the identity whose backward sums over the ranks (copy_to_tp). For an argument that arrives split
+    under sequence parallelism, it is a gather whose backward is a reduce-scatter.
 
     Attributes:
         module: its fully qualified name.
-        inputs: names of the arguments that enter; those in a sequence-parallel stack arrive split along dim 1.
-        whole_inputs: likewise, but they arrive whole in every case (an encoder's output).
+        inputs: names of the mapped arguments; those in a sequence-parallel stack arrive split along dim 1.
+        whole_inputs: names of mapped arguments that arrive whole in every case (an encoder's output).
     """
 
     module: str
@@ -71,14 +71,14 @@ class SharedInput:
 
 @dataclass(frozen=True)
 class SequenceStack:
-    """Consecutive blocks between which sequence parallelism keeps activations split along dim 1.
+    """Name consecutive blocks between which sequence parallelism keeps activations split along dim 1.
 
     Attributes:
         first: the module before whose forward `argument` is split.
         argument: its name in that forward.
-        last: the module behind whose forward the output, or the first tensor in it, is gathered.
-        modules: names of the modules (blocks, final norm) within: their replicated parameters outside of regions see a
-            part of the sequence, so their gradients are partial; their dropouts draw for a part.
+        last: the module after whose forward the output, or the first tensor in it, is gathered.
+        modules: names of the modules (blocks, final norm) within: their replicated parameters outside of regions see
+            a part of the sequence, so their gradients are partial; their dropouts draw values for that part.
     """
 
     first: str
@@ -89,12 +89,12 @@ class SequenceStack:
 
 @dataclass(frozen=True)
 class SplitDropout:
-    """A dropout on a split tensor.
+    """Name a dropout on a split tensor.
 
     Attributes:
         module: a dropout module; or, with `is_functional`, a module whose forward calls dropout, or attention with
             dropout, on tensors whose dim `dim` is split.
-        dim: along which the tensor is split; it may be negative.
+        dim: the dim along which the tensor is split; it may be negative.
         is_functional: see `module`.
     """
 
@@ -105,17 +105,17 @@ class SplitDropout:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """All of a model's splits; see the module's example.
+    """Hold all splits of a model; see the module's example.
 
     Attributes:
         layers: split modules.
-        regions: where inputs enter once for several column layers.
+        regions: where one mapping of the inputs serves several column layers.
         stacks: for sequence parallelism; none where the plan does not know any.
         partial: parameters that every rank holds whole but uses on its own part of the heads or features.
         attributes: (module, attribute, value on every rank), such as a number of heads that the model's code reads;
             where the value is a part, each rank has its first index.
         dropouts: on tensors that are split over ranks.
-        notes: lines to tell the user, such as what was guessed.
+        notes: lines for the user, such as what was guessed.
     """
 
     layers: tuple[LayerSplit, ...] = ()
@@ -127,24 +127,24 @@ class TensorPlan:
     notes: tuple[str, ...] = ()
 
     def attributes_of(self, rank: int, degree: int) -> list[tuple[str, str, int]]:
-        """(module, attribute, value) on a rank of a tensor-parallel group of `degree` ranks."""
+        """Return (module, attribute, value) on a rank of a tensor-parallel group of `degree` ranks."""
         return [
             (module, name, value.range_of(rank, degree)[0] if isinstance(value, FusedPart) else value)
             for module, name, value in self.attributes
         ]
 
     def __str__(self) -> str:
-        """What is split, and the notes, in lines; equal blocks as one."""
+        """Return what is split, and the notes, in lines; equal blocks share a line."""
         return "\n".join(plan_lines(self))
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """A plan with where it leaves each parameter.
+    """Hold a plan with the split that it gives each parameter.
 
     Attributes:
-        plan: of the model.
-        splits: by each name of each parameter.
+        plan: the model's plan.
+        splits: the split of each parameter, by each of its names.
         degree: ranks of a tensor-parallel group.
         sequence_parallel: whether the plan's stacks are split along the sequence.
     """
@@ -156,11 +156,11 @@ class TensorLayout:
 
 
 def tensor_layout(model: nn.Module, plan: TensorPlan, degree: int, sequence_parallel: bool) -> TensorLayout:
-    """Lay a model's parameters out over the tp axis.
+    """Compute how a model's parameters are split over the tp axis.
 
     Args:
-        model: as its builder made it, of any device; shapes are read only.
-        plan: for it.
+        model: as its builder made it, on any device; only names and shapes are read.
+        plan: the model's plan.
         degree: ranks of the tensor-parallel group.
         sequence_parallel: whether the plan's stacks are split along the sequence.
 
@@ -171,7 +171,10 @@ def tensor_layout(model: nn.Module, plan: TensorPlan, degree: int, sequence_para
 
 
 def param_splits(model: nn.Module, plan: TensorPlan, degree: int, sequence_parallel: bool) -> dict[str, ParamSplit]:
-    """Where each parameter lies, by each of its names; arguments and errors as for `tensor_layout`."""
+    """Return the split of each parameter by each of its names.
+
+    `model`, `plan`, `degree`, `sequence_parallel` and the errors are those of `tensor_layout`.
+    """
     layers = {layer.module: layer for layer in plan.layers}
     named: dict[int, list[str]] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -181,7 +184,7 @@ def param_splits(model: nn.Module, plan: TensorPlan, degree: int, sequence_paral
     for names in named.values():
         shape = tuple(parameters[names[0]].shape)
         found = {name: _split(model, plan, layers, name, shape, degree, sequence_parallel) for name in names}
-        # A module that only registers a parameter, as BERT's head does its decoder's bias, has no say in it.
+        # A module that only registers a parameter does not decide (BERT's head registers its decoder's bias).
         meant = {name: split for name, split in found.items() if _has_say(model, layers, name)} or found
         if len(set(meant.values())) > 1:
             ways = "; ".join(f"{name}: {_way(split)}" for name, split in meant.items())
@@ -217,7 +220,7 @@ def _split(
 
 
 def _split_dim(layer: LayerSplit, own_name: str, name: str) -> int | None:
-    """The dim along which a layer splits a parameter of its module; None where every rank holds all of it."""
+    """Return the dim along which a layer splits a parameter of its module; None where every rank holds all of it."""
     if own_name == "bias":
         return None if layer.style == "row" else 0
     if own_name != "weight":
@@ -227,14 +230,14 @@ def _split_dim(layer: LayerSplit, own_name: str, name: str) -> int | None:
 
 
 def _is_on_part_of_sequence(plan: TensorPlan, module: str, is_row: bool) -> bool:
-    """Whether what a module does with its replicated parameters, it does for this rank's part of the sequence."""
+    """Say whether a module applies its replicated parameters to this rank's part of the sequence only."""
     is_inside = any(is_within(module, stack.modules) for stack in plan.stacks)
-    # A row layer adds its bias behind the region that it ends.
+    # A row layer adds its bias after the region that it ends.
     return is_inside and (is_row or not is_within(module, [region.module for region in plan.regions]))
 
 
 def is_within(module: str, roots: Iterable[str]) -> bool:
-    """Whether a module is one of `roots` or lies in one, by name."""
+    """Say whether a module is one of `roots` or inside one, by name."""
     return any(not root or module == root or module.startswith(f"{root}.") for root in roots)
 
 
@@ -250,7 +253,7 @@ def _way(split: ParamSplit) -> str:
 
 
 def plan_lines(plan: TensorPlan) -> list[str]:
-    """What a plan does, and its notes, each once."""
+    """Return lines that say what a plan does, and its notes, each once."""
     lines = layer_lines(plan.layers)
     lines += [f"{pattern(name)}.{attribute} = {_shown(value)}" for name, attribute, value in plan.attributes]
     lines += [f"{pattern(name)}: gradients summed over the ranks" for name in plan.partial]
@@ -265,20 +268,20 @@ def _shown(value: int | FusedPart) -> str:
 
 
 def pattern(name: str) -> str:
-    """A name with a star for the number of each block that the module lies in."""
+    """Return a name with a star in place of the number of each block that contains the module."""
     *blocks, own = name.split(".")
     return ".".join([*("*" if part.isdigit() else part for part in blocks), own])
 
 
 def _prefix(names: Sequence[str]) -> str:
-    """The module that holds all of them, with a dot behind it; empty where that is the model."""
+    """Return the name of the module that holds all of them, with a dot at the end; empty where that is the model."""
     parts = [name.split(".")[:-1] for name in names]
     common = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
     return "".join(level[0] + "." for level in common)
 
 
 def layer_lines(layers: Iterable[LayerSplit]) -> list[str]:
-    """Columns and the rows behind them in a line."""
+    """Describe layers in lines; column layers and the row layers after them share a line."""
     groups: list[list[LayerSplit]] = []
     for layer in layers:
         before = groups[-1][-1] if groups else layer

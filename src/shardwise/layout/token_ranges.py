@@ -1,12 +1,12 @@
-"""Sets of tokens of a sequence as runs [start, stop): ascending, apart from each other and not empty. Integers only.
+"""Write sets of tokens of a sequence as runs [start, stop): ascending, not touching and not empty. Integers only.
 
-A rank's tensors hold the tokens of its runs one run behind another, so ascending. This is all the arithmetic of tokens
-that there is; `shardwise.layout.slicing` is that of parameters.
+A rank's tensors hold the tokens of its runs one run after the other, so in ascending order. All arithmetic of tokens is
+here; that of parameters is in `shardwise.layout.slicing`.
 
 >>> own, needed = ((0, 4), (12, 16)), ((2, 14),)
 >>> intersect(own, needed), count_tokens(own)
 (((2, 4), (12, 14)), 8)
->>> local(((12, 14),), own)                       # where tokens 12 and 13 lie among those of `own`
+>>> local(((12, 14),), own)                       # where tokens 12 and 13 are among those of `own`
 ((4, 6),)
 >>> join([((0, 4),), ((12, 16),), ((4, 6),)])
 ((0, 6), (12, 16))
@@ -23,12 +23,12 @@ Runs = tuple[tuple[int, int], ...]
 
 
 def count_tokens(runs: Runs) -> int:
-    """Tokens of all runs."""
+    """Count the tokens of all runs."""
     return sum(stop - start for start, stop in runs)
 
 
 def intersect(first: Runs, second: Runs) -> Runs:
-    """The tokens that are in both."""
+    """Return the tokens that are in both."""
     found: list[tuple[int, int]] = []
     i = j = 0
     while i < len(first) and j < len(second):
@@ -43,7 +43,7 @@ def intersect(first: Runs, second: Runs) -> Runs:
 
 
 def join(several: Iterable[Runs]) -> Runs:
-    """The tokens that are in any; runs that touch become one."""
+    """Return the tokens that are in any of several sets; runs that touch become one."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(run for runs in several for run in runs):
         if joined and start <= joined[-1][1]:
@@ -54,12 +54,12 @@ def join(several: Iterable[Runs]) -> Runs:
 
 
 def shift(runs: Runs, offset: int) -> Runs:
-    """Every token `offset` later."""
+    """Move every token by `offset`."""
     return tuple((start + offset, stop + offset) for start, stop in runs)
 
 
 def part(runs: Runs, first: int, last: int) -> Runs:
-    """Of the tokens, those from the one with number `first` up to and without that with number `last`.
+    """Return the tokens of `runs` with the numbers [first, last), counted within `runs` from 0.
 
     >>> part(((0, 4), (12, 16)), 2, 6)
     ((2, 4), (12, 14))
@@ -75,7 +75,7 @@ def part(runs: Runs, first: int, last: int) -> Runs:
 
 
 def local(runs: Runs, held: Runs) -> Runs:
-    """Where the tokens of `runs`, all of which are in `held`, lie among those.
+    """Return the positions of the tokens of `runs` among those of `held`, which must contain them all.
 
     Raises:
         ValueError: some are not held.
@@ -92,12 +92,12 @@ def local(runs: Runs, held: Runs) -> Runs:
 
 @dataclass(frozen=True)
 class TokenSplit:
-    """A sequence's tokens, each with the one rank that computes it.
+    """Assign each token of a sequence to the one rank that computes it.
 
     Attributes:
         kind: contiguous, zigzag or balanced.
-        num_tokens: of the sequence.
-        shares: the tokens of each rank of the axis, equally many.
+        num_tokens: tokens of the sequence.
+        shares: the tokens of each rank of the axis, the same number for each.
     """
 
     kind: str
@@ -115,16 +115,16 @@ class TokenSplit:
 
     @property
     def degree(self) -> int:
-        """Ranks of the axis."""
+        """Return the number of ranks of the axis."""
         return len(self.shares)
 
     @property
     def own_size(self) -> int:
-        """Tokens of each rank."""
+        """Return the number of tokens of each rank."""
         return count_tokens(self.shares[0])
 
     def teams(self, size: int) -> TokenSplit:
-        """The split over teams of `size` neighbouring ranks, each with all tokens of its ranks."""
+        """Return the split over teams of `size` neighbouring ranks, each with all tokens of its ranks."""
         if size == 1:
             return self
         shares = (join(self.shares[first : first + size]) for first in range(0, self.degree, size))
@@ -132,7 +132,7 @@ class TokenSplit:
 
 
 def contiguous(length: int, degree: int) -> TokenSplit:
-    """Rank i has the i-th part.
+    """Split a sequence so that rank i has the i-th of equal parts.
 
     Raises:
         ConfigError: the length does not divide.
@@ -143,7 +143,7 @@ def contiguous(length: int, degree: int) -> TokenSplit:
 
 
 def zigzag(length: int, degree: int) -> TokenSplit:
-    """Rank i has the i-th chunk and the i-th from the end, of twice as many chunks as ranks.
+    """Split a sequence into 2 x `degree` chunks so that rank i has the i-th chunk and the i-th from the end.
 
     Raises:
         ConfigError: the length does not divide.

@@ -1,10 +1,10 @@
-"""Splits over the tp axis: which rectangles of a parameter each rank of a tensor-parallel group holds.
+"""Splits over the tp axis say which rectangles of a parameter each rank of a tensor-parallel group holds.
 
 A parameter is split along one dim, or every rank holds all of it. Along that dim it may be several logical tensors one
-behind the other (query, key and value in one matrix), each split for itself, in units that stay whole (heads). Where
+after the other (query, key and value in one matrix), each split by itself, in units that stay whole (heads). Where
 there are fewer units than ranks, neighbours share one: each holds all of it, and its gradient is the sum of theirs.
 
-A matrix of 4 query heads and 2 key heads, 2 rows each, over 4 ranks: a query head a rank, a key head for two.
+A matrix of 4 query heads and 2 key heads, 2 rows each, over 4 ranks: a rank has one query head, two share a key head.
 
 >>> split = ParamSplit((12, 3), degree=4, dim=0, parts=(FusedPart(8, 4), FusedPart(4, 2)))
 >>> split.local_shape
@@ -33,12 +33,12 @@ from shardwise.layout.slicing import Chunk, LocalTensor, Rect, Shape
 
 @dataclass(frozen=True)
 class FusedPart:
-    """One logical tensor along the split dim.
+    """Describe one logical tensor along the split dim.
 
     Attributes:
         size: indices along the dim.
-        num_units: that stay whole, such as heads; None where every index stands alone.
-        is_padded: ranks hold equally many indices even where their number does not divide evenly (a vocabulary); the
+        num_units: units that stay whole, such as heads; None where every index may be split from the next.
+        is_padded: ranks hold equal numbers of indices even where `size` does not divide evenly (a vocabulary); the
             last ranks' surplus is padding.
     """
 
@@ -47,17 +47,17 @@ class FusedPart:
     is_padded: bool = False
 
     def local_size(self, degree: int) -> int:
-        """Indices that each rank holds, padding included."""
+        """Return the number of indices that each rank holds, padding included."""
         if self.is_padded:
             return -(-self.size // degree)
         return self.size // self._units * max(1, self._units // degree)
 
     def num_sharers(self, degree: int) -> int:
-        """Neighbouring ranks that hold the same indices."""
+        """Return the number of neighbouring ranks that hold the same indices."""
         return 1 if self.is_padded else max(1, degree // self._units)
 
     def range_of(self, index: int, degree: int) -> tuple[int, int]:
-        """The indices that rank `index` holds, padding not included."""
+        """Return the indices [start, stop) that rank `index` holds, without padding."""
         size = self.local_size(degree)
         start = index // self.num_sharers(degree) * size
         return min(start, self.size), min(start + size, self.size)
@@ -67,7 +67,7 @@ class FusedPart:
 
         Args:
             degree: ranks of the tensor-parallel group.
-            what: is split, such as `num_heads`, for the message.
+            what: name of what is split, such as `num_heads`, for the message.
 
         Raises:
             ConfigError: units and ranks do not fit; with the nearest degrees that do.
@@ -81,10 +81,15 @@ class FusedPart:
 
 
 def check_divides(degree: int, number: int, what: str) -> None:
-    """Refuse a degree that does not divide `number`, which is of `what`, such as `num_heads`.
+    """Refuse a degree that does not divide a number.
+
+    Args:
+        degree: ranks of the tensor-parallel group.
+        number: must be a multiple of `degree`.
+        what: name of the number, such as `num_heads`, for the message.
 
     Raises:
-        ConfigError: it does not; with the nearest degrees that do.
+        ConfigError: it does not divide; with the nearest degrees that do.
     """
     if number % degree:
         raise ConfigError(
@@ -93,14 +98,14 @@ def check_divides(degree: int, number: int, what: str) -> None:
 
 
 def check_length(length: int, degree: int, key: str, cure: str, cp: int = 1) -> None:
-    """Refuse a sequence that `degree` ranks cannot hold equal parts of.
+    """Refuse a sequence that does not divide into equal parts for `degree` ranks.
 
     Args:
-        length: of the sequence.
+        length: tokens of the sequence.
         degree: ranks of the tensor-parallel group.
-        key: what the length is, for the message.
-        cure: what to do, beside another length.
-        cp: ranks that split the sequence before.
+        key: start of the message, which names the length.
+        cure: what else the user can do, for the message.
+        cp: ranks that split the sequence first.
 
     Raises:
         ConfigError: the length does not divide; with the nearest ones that do.
@@ -117,7 +122,7 @@ def check_length(length: int, degree: int, key: str, cure: str, cp: int = 1) -> 
 
 
 def nearest_legal(num_units: int, wanted: int) -> str:
-    """The divisors of `num_units` next to `wanted`, as text."""
+    """Return the divisors of `num_units` next to `wanted`, as text."""
     divisors = [number for number in range(1, num_units + 1) if num_units % number == 0]
     below = [number for number in divisors if number < wanted][-1:]
     return ", ".join(map(str, below + [number for number in divisors if number > wanted][:1]))
@@ -125,12 +130,12 @@ def nearest_legal(num_units: int, wanted: int) -> str:
 
 @dataclass(frozen=True)
 class TpShard:
-    """One rectangle of a parameter on one rank.
+    """Describe one rectangle of a parameter on one rank.
 
     Attributes:
-        source: in the whole parameter.
-        target: in the rank's local tensor.
-        num_sharers: neighbouring ranks that hold the same; the first of them owns it.
+        source: the rectangle in the whole parameter.
+        target: the rectangle in the rank's local tensor.
+        num_sharers: neighbouring ranks that hold the same elements; the first of them owns them.
         is_summed: the gradient is the sum of the sharers'; otherwise theirs are equal.
     """
 
@@ -140,11 +145,11 @@ class TpShard:
     is_summed: bool
 
     def is_owned_by(self, index: int) -> bool:
-        """Whether rank `index`, one of those that hold it, is the first of them."""
+        """Say whether rank `index`, one of those that hold the rectangle, is the first of them."""
         return index % self.num_sharers == 0
 
     def flat_ranges(self, local_shape: Shape) -> Iterator[tuple[int, int]]:
-        """The ranges of the flattened local tensor that `target` covers, in order: its rows where it is no whole slab.
+        """Yield the ranges of the flattened local tensor that `target` covers, in order; neighbouring rows may join.
 
         >>> list(TpShard(Rect.whole((2, 2)), Rect((0, 1), (2, 3)), 1, False).flat_ranges((2, 4)))
         [(1, 3), (5, 7)]
@@ -155,7 +160,7 @@ class TpShard:
             yield start, start + rect.numel
 
     def pieces(self, local_shape: Shape) -> Iterator[Chunk]:
-        """The share as pieces of the flattened local tensor, in order."""
+        """Yield the rectangle as pieces of the flattened local tensor, in order."""
         for rect, (start, _) in zip(_rows(self.target, local_shape), self.flat_ranges(local_shape), strict=True):
             low = tuple(s + at - t for s, at, t in zip(self.source.start, rect.start, self.target.start, strict=True))
             high = tuple(at + size for at, size in zip(low, rect.shape, strict=True))
@@ -164,13 +169,13 @@ class TpShard:
 
 @dataclass(frozen=True)
 class ParamSplit:
-    """How one parameter lies over the ranks of a tensor-parallel group; see the module's example.
+    """Describe how one parameter is split over the ranks of a tensor-parallel group; see the module's example.
 
     Attributes:
-        global_shape: of the whole parameter.
+        global_shape: shape of the whole parameter.
         degree: ranks of the group.
-        dim: along which it is split; None where every rank holds all of it.
-        parts: along `dim`, in order.
+        dim: the dim along which it is split; None where every rank holds all of it.
+        parts: the logical tensors along `dim`, in order.
         is_partial: every rank holds all of it and computes a part of its gradient only.
     """
 
@@ -182,7 +187,7 @@ class ParamSplit:
 
     @cached_property
     def local_shape(self) -> Shape:
-        """Of each rank's tensor, padding included."""
+        """Return the shape of each rank's tensor, padding included."""
         if self.dim is None:
             return self.global_shape
         size = sum(part.local_size(self.degree) for part in self.parts)
@@ -190,11 +195,11 @@ class ParamSplit:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank holds all of it."""
+        """Say whether every rank holds all of the parameter."""
         return self.dim is None
 
     def shares(self, index: int) -> tuple[TpShard, ...]:
-        """What rank `index` of the group holds."""
+        """Return the rectangles that rank `index` of the group holds."""
         return tuple(self._shares(index))
 
     def _shares(self, index: int) -> Iterator[TpShard]:
@@ -218,10 +223,10 @@ class ParamSplit:
         return Rect(low, tuple(stop if dim == self.dim else size for dim, size in enumerate(shape)))
 
     def local(self, index: int, *, owned_only: bool = False) -> LocalTensor:
-        """The pieces that rank `index` holds, in the order of its flat local tensor.
+        """Return the pieces that rank `index` holds, in the order of its flat local tensor.
 
         Args:
-            index: of the rank.
+            index: the rank's index in the group.
             owned_only: leave out what it holds but another rank owns.
         """
         shares = [share for share in self.shares(index) if not owned_only or share.is_owned_by(index)]
@@ -233,7 +238,7 @@ class ParamSplit:
 
 
 def _rows(rect: Rect, shape: Shape) -> Iterator[Rect]:
-    """Cut a rectangle of a tensor of this shape into those that lie contiguous in it."""
+    """Cut a rectangle of a tensor of this shape into rectangles that are contiguous in its memory."""
     inner = len(shape)
     while inner > 0 and rect.shape[inner - 1] == shape[inner - 1]:
         inner -= 1

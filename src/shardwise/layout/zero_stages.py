@@ -1,6 +1,6 @@
-"""ZeRO stages as a table of placements; when collectives run follows from it.
+"""The ZeRO stages are a table of placements, from which follows when collectives run.
 
-A stage says where parameters, gradients and optimizer states rest over the shard group. Changing a placement is a
+A stage says how parameters, gradients and optimizer states are stored over the shard group. A change of placement is a
 collective: shard to replicate is an all-gather, partial to shard a reduce-scatter, partial to replicate an all-reduce.
 
 >>> [STAGES[stage].unshard_for_use for stage in range(4)]
@@ -21,7 +21,7 @@ from shardwise.config.resolve import TiersConfig
 
 
 class Placement(Enum):
-    """How a tensor lies on the ranks of one mesh axis."""
+    """Say how a tensor is placed on the ranks of one mesh axis."""
 
     REPLICATE = "replicate"
     SHARD = "shard"
@@ -30,12 +30,12 @@ class Placement(Enum):
 
 @dataclass(frozen=True)
 class ZeroStage:
-    """Placements at rest, over the shard group (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
+    """Hold the placements of stored states over the shard group (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
 
     Attributes:
-        params: of the parameters between their uses.
-        grads: of the gradients while micro-batches accumulate; partial means full and not yet reduced.
-        optimizer: of the master parameters and the optimizer's states.
+        params: placement of the parameters between their uses.
+        grads: placement of the gradients while micro-batches accumulate; partial means full and not yet reduced.
+        optimizer: placement of the master parameters and the optimizer's states.
     """
 
     params: Placement
@@ -44,17 +44,17 @@ class ZeroStage:
 
     @property
     def unshard_for_use(self) -> bool:
-        """Parameters are gathered before each use and released after it."""
+        """Say whether parameters are gathered before each use and released after it."""
         return self.params is Placement.SHARD
 
     @property
     def reduce_each_backward(self) -> bool:
-        """Gradients are reduced in every backward, not only in the last one before the step."""
+        """Say whether gradients are reduced in every backward, not only in the last one before the step."""
         return self.grads is Placement.SHARD
 
     @property
     def unshard_after_step(self) -> bool:
-        """The step updates a shard of parameters that rest whole, so they are gathered after it."""
+        """Say whether the step updates a shard of parameters that are stored whole, so they are gathered after it."""
         return self.optimizer is Placement.SHARD and self.params is Placement.REPLICATE
 
 
@@ -69,11 +69,16 @@ STAGES: Final[tuple[ZeroStage, ...]] = (
 def effective_stage(
     stage: int, num_shards: int, tiers: TiersConfig | None = None, *, is_scheduled: bool = False
 ) -> ZeroStage:
-    """The table's row; stage 0's where one rank holds everything on its device and there is nothing to shard.
+    """Return the table's row; stage 0's where one rank holds everything on its device and there is nothing to shard.
 
-    Gradients that rest off the device are shards, in stage 1 too: whole ones would be n times the bytes to move.
-    In a pipeline (`is_scheduled`) stage 2 is stage 1: gradients are whole until they are reduced, once, behind the last
-    micro-batch.
+    Gradients that are stored off the device are shards, in stage 1 too: whole ones would be n times the bytes to move.
+    In a pipeline stage 2 is stage 1: gradients are whole until they are reduced, once, after the last micro-batch.
+
+    Args:
+        stage: 0 to 3, as `zero.stage`.
+        num_shards: ranks of the shard group.
+        tiers: tier of each state; None for the device.
+        is_scheduled: a pipeline schedule runs the stages.
 
     >>> effective_stage(1, 4, TiersConfig(grads="host")) == STAGES[2]
     True
