@@ -1,13 +1,13 @@
-"""An engine's states as a checkpoint sees them: what this rank holds of each, and what it writes.
+"""List an engine's states for checkpoints: what this rank holds of each, and what it writes.
 
-A rank holds the range of each group that its optimizer steps, in the optimizer's precision; from that all else follows.
-Ranks that hold the same range, as in stage 0 or in replicas, write a part of it each, so all write about as much:
+A rank holds the range of each group that its optimizer steps, in the optimizer's precision. Ranks that hold the same
+range, as in stage 0 or in replicas, write a part of it each, so that all write about as much:
 
     ZeRO-2 over 2 ranks        rank 0 holds and writes the first half of a group, rank 1 the second
     stage 0 over 2 ranks       both hold all of it; rank 0 writes the first half, rank 1 the second
     2 replicas of 2 shards     ranks 0 and 2 hold the first half; rank 0 writes the first quarter, rank 2 the second
 
-A weight of 6 x 4 in ZeRO-3 over 2 ranks, each of which shares its columns with another: a mesh of 2 x 2, tp innermost.
+This is a weight of 6 x 4 on a mesh of 2 x 2, tp innermost: rows split by ZeRO-3, columns by tensor parallelism.
 
 >>> from shardwise.layout.tp_sharding import ParamSplit, FusedPart
 >>> split = ParamSplit((6, 4), degree=2, dim=1, parts=(FusedPart(4),))
@@ -47,16 +47,16 @@ Wanted = ScalarState | torch.dtype | None
 
 @dataclass(frozen=True)
 class StateShardPart:
-    """What a rank holds of one parameter; nothing, where `start` is `stop`.
+    """Describes what a rank holds of one parameter; nothing if `start` is `stop`.
 
     Attributes:
-        spec: of the parameter.
-        trainable: whether it has gradients.
-        start: of the range of the flattened local parameter.
-        stop: likewise.
-        offset: of the range's first element in what the rank holds of the group.
-        pieces: the range as rectangles of the whole parameter, offsets counted from its first element.
-        written: those, or parts of them, that the rank writes.
+        spec: the parameter's spec.
+        trainable: whether the parameter has gradients.
+        start: first element of the range in the flattened local parameter.
+        stop: the element after the last.
+        offset: the position of the range's first element in what the rank holds of the group.
+        pieces: the range as rectangles of the whole parameter, offsets counted from the range's first element.
+        written: the rectangles, or parts of them, that the rank writes.
     """
 
     spec: ParamSpec
@@ -68,7 +68,7 @@ class StateShardPart:
     written: tuple[Rectangle, ...] = ()
 
     def state_shard(self, state: str, flat: FlatState) -> StateShard:
-        """A state of it, `flat` being as long as the range."""
+        """Return the shard of one state; `flat` is as long as the range."""
         spec, trainable = self.spec, self.trainable
         return StateShard(
             spec.name, spec.aliases, state, spec.global_shape, flat, self.pieces, self.written, trainable=trainable
@@ -76,13 +76,13 @@ class StateShardPart:
 
 
 def parts_of(group: GroupSpec, held: Range, written: Range, tp_index: int) -> Iterator[StateShardPart]:
-    """What a rank holds of each parameter of a group, and writes.
+    """Yield what a rank holds, and writes, of each parameter of a group.
 
     Args:
-        group: of the parameters.
-        held: range of its flat buffer that the rank holds.
-        written: the part of that which it writes, as far as it is the owner there.
-        tp_index: of the rank in its tensor-parallel group.
+        group: the group of the parameters.
+        held: range of its flat buffer that the rank holds, in elements.
+        written: the part of that range which the rank writes, where it is the owner.
+        tp_index: the rank's index in its tensor-parallel group.
     """
     slots = {slot.param.name: slot for slot in group.slots(*held)}
     for spec in group.params:
@@ -101,7 +101,7 @@ def parts_of(group: GroupSpec, held: Range, written: Range, tp_index: int) -> It
 
 
 def held_parameters(states: EngineState) -> Iterator[StateShard]:
-    """Every parameter of the model, those too of which this rank holds nothing."""
+    """Yield a state shard of every parameter of the model, empty where this rank holds nothing."""
     for group in states.sharding.groups:
         master = group.params.master
         for part in _parts(states, group):
@@ -113,7 +113,7 @@ def held_parameters(states: EngineState) -> Iterator[StateShard]:
 
 
 def held_optimizer_states(states: EngineState) -> Iterator[StateShard | ScalarState]:
-    """The optimizer's states of what this rank holds.
+    """Yield the optimizer's states of what this rank holds.
 
     Raises:
         ConfigError: a state is neither one number nor as long as the parameter.
@@ -129,15 +129,15 @@ def held_optimizer_states(states: EngineState) -> Iterator[StateShard | ScalarSt
 def check_optimizer_states(
     states: EngineState, wanted: Mapping[str, Mapping[str, Wanted]], options: Sequence[Mapping[str, Any]] | None
 ) -> None:
-    """Raise where the wanted states are not those that the optimizer steps with.
+    """Raise if the wanted states are not those that the optimizer steps with.
 
     Args:
-        states: of the engine.
+        states: the engine's states.
         wanted: as for `prepare_optimizer_states`.
-        options: that each of the optimizer's groups is about to have; None where they stay as they are.
+        options: new options for each of the optimizer's groups; None if they stay as they are.
 
     Raises:
-        ConfigError: one is missing, or is one number and should be as long as the parameter, or otherwise round.
+        ConfigError: a state is missing, or is one number and should be as long as the parameter, or the reverse.
     """
     sharded = states.sharded
     kind = type(sharded.optimizer).__name__
@@ -165,12 +165,12 @@ def check_optimizer_states(
 
 
 def prepare_optimizer_states(states: EngineState, wanted: Mapping[str, Mapping[str, Wanted]]) -> None:
-    """Let the optimizer have, of what this rank holds, just the wanted states: numbers set, tensors to be filled.
+    """Give the optimizer, for what this rank holds, exactly the wanted states: numbers set, tensors ready to be filled.
 
-    Parameters of which none are wanted have those of an optimizer that has not stepped.
+    Parameters of which none are wanted get the states of an optimizer that has not stepped.
 
     Args:
-        states: of the engine.
+        states: the engine's states.
         wanted: by parameter and state: its number; or for a tensor as long as the parameter a dtype of its own, or None
             for the parameter's.
     """
@@ -192,7 +192,7 @@ def prepare_optimizer_states(states: EngineState, wanted: Mapping[str, Mapping[s
 
 
 def adopt_masters(states: EngineState) -> None:
-    """Let the parameters follow the masters that were written. All ranks call it."""
+    """Update the parameters from the masters that were written. All ranks call it."""
     for group in states.sharding.groups:
         group.adopt_master()
 
@@ -213,7 +213,7 @@ def _of_piece(
 
 
 def _in_flats(values: Mapping[str, Any], part: StateShardPart) -> dict[str, FlatState | ScalarState]:
-    """The states that torch's optimizer has of a piece, those that are None left out."""
+    """Return the states that torch's optimizer has of a piece, without those that are None."""
     name = part.spec.name
     flats: dict[str, FlatState | ScalarState] = {}
     for state, value in values.items():

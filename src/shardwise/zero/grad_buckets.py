@@ -1,14 +1,14 @@
-"""The gradients of one group: the bucket that a backward fills, its reduction, and the accumulator of this rank's
-slice.
+"""Gradients of one group go through a bucket that a backward fills, a reduction, and the accumulator of this rank.
 
-Where gradients rest whole (stages 0 and 1), the bucket lives as long as the group and the accumulator is a view of it.
-Where they rest as shards, each backward takes a bucket from the pool, and reducing adds it to the accumulator.
+Where gradients are stored whole (stages 0 and 1), the bucket lives as long as the group and the accumulator is a view
+of it. Where they are stored as shards, each backward takes a bucket from the pool, and reducing adds it to the
+accumulator.
 
 Under hybrid sharding the reduction is hierarchical: a reduce-scatter over the shard group in every backward that
 reduces, and once a step an all-reduce of the accumulator over the replicas, which carries 1/n of the bytes.
 
-Gradients that rest off the device leave it as each reduction ends; their sum over the replicas comes before that, so it
-runs in every backward.
+Gradients that are stored off the device leave it as each reduction ends; their sum over the replicas comes before that,
+so it runs in every backward.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from shardwise.zero.resources import ShardingResources
 
 
 class GroupGrads:
-    """Buffers of a group's gradients, and what they hold.
+    """Holds the buffers of a group's gradients, and tracks what is in them.
 
     Args:
-        spec: of the group.
-        layout: stage and precision.
+        spec: the group's spec.
+        layout: gives stage and precision.
         resources: shared by the engine's groups.
     """
 
@@ -62,9 +62,9 @@ class GroupGrads:
             self._away = self._tiers.place(
                 spec.tiers.grads, f"{spec.name}.grad", spec.shard_numel, self._dtype, Category.GRADIENTS
             )
-        self.taking: Task | None = None  # the end of the last gradient's way to where they rest
+        self.taking: Task | None = None  # moves the last gradient to where gradients are stored
         self._square: Tensor | None = None
-        self._is_squared_at_once = False  # on the device, not by the lane
+        self._is_squared_at_once = False  # on the device, not by the worker thread
         self._bucket: Tensor | None = None
         self._accumulator: Tensor | None = None
         self._carried: Tensor | None = None
@@ -78,17 +78,17 @@ class GroupGrads:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the current backward has given every parameter its gradient."""
+        """Say whether the current backward has given every parameter its gradient."""
         return self._num_missing == 0
 
     @property
     def is_partial(self) -> bool:
-        """Whether the accumulator's sum is yet to be summed over the replicas."""
+        """Say whether the accumulator's sum is yet to be summed over the replicas."""
         return self._is_partial
 
     @property
     def was_used(self) -> tuple[bool, ...]:
-        """Which parameters got a gradient on this rank since the last step."""
+        """Return for each parameter whether it got a gradient on this rank since the last step."""
         return tuple(self._was_used)
 
     def add(self, index: int, gradient: Tensor, will_reduce: bool) -> None:
@@ -118,7 +118,7 @@ class GroupGrads:
         self._is_written[index] = self._has_arrived[index] = self._was_used[index] = True
 
     def end_backward(self) -> None:
-        """Expect every parameter's gradient anew."""
+        """Expect a gradient of every parameter again."""
         self._has_arrived = [False] * len(self.spec.params)
         self._num_missing = len(self.spec.params)
 
@@ -126,7 +126,7 @@ class GroupGrads:
         """Start to sum the bucket over the shard group; an unused parameter counts as zero.
 
         Args:
-            is_last: before the step, so the replicas sum theirs behind it.
+            is_last: whether this is the last one before the step, so that the sum over the replicas follows.
         """
         self.finish_reduce()
         bucket = self._open_bucket(will_reduce=True)
@@ -164,7 +164,7 @@ class GroupGrads:
         self._pending = AsyncWork(settle, self._sum_replicas if has_replicas and is_last else None)
 
     def _reduce_away(self, wire: Tensor, borrowed: list[Tensor], is_last: bool) -> AsyncWork:
-        """Sum over the shard group, then over the replicas, and let the sum leave the device."""
+        """Sum over the shard group, then over the replicas, and move the sum off the device."""
         name, replicas = f"reduce {self.spec.name}", self._comms.replicas
         landing = self._pool.acquire(self.spec.shard_numel, self._dtype)
         summed = self._comms.reductions.reduce_scatter(wire, landing, accumulate=False, name=name)
@@ -184,7 +184,7 @@ class GroupGrads:
         total.wait()
         adds = self._holds_sum
         if not adds:
-            self.await_taken()  # of gradients that were given up: the lane may be adding to them still
+            self.await_taken()  # of gradients that were given up: the worker thread may still be adding to them
         self._holds_sum, self._square = True, None
         if self._away is None:
             return
@@ -201,36 +201,36 @@ class GroupGrads:
 
     @property
     def rest(self) -> StateStorage:
-        """This rank's summed gradients, 1-D, where they rest."""
+        """Return the storage of this rank's summed gradients, 1-D."""
         return self._away or self._tiers.on_device(self._open_accumulator())
 
     @property
     def is_away(self) -> bool:
-        """Whether they rest off the device."""
+        """Say whether the gradients are stored off the device."""
         return self._away is not None
 
     @property
     def holds_sum(self) -> bool:
-        """Whether a reduction has reached them since the last step."""
+        """Say whether a reduction has reached the gradients since the last step."""
         return self._holds_sum
 
     @property
     def sharing(self) -> SharedGradRanges:
-        """What this rank's slice has in common with its tensor-parallel group."""
+        """Return what this rank's slice has in common with its tensor-parallel group."""
         return self._sharing
 
     def await_taken(self) -> None:
-        """Return once they are where they rest."""
+        """Return once the gradients are where they are stored."""
         taking, self.taking = self.taking, None
         if taking is not None:
             taking.wait()
 
     def forget_square(self) -> None:
-        """What rests is about to be changed."""
+        """Forget the sum of squares, because the stored gradients are about to change."""
         self._square, self._is_squared_at_once = None, False
 
     def square(self) -> Tensor:
-        """The sum of the squares of what the step will use, fp64 and 0-d."""
+        """Return the sum of the squares of what the step will use, fp64 and 0-d."""
         if self._square is None or not self._is_squared_at_once:
             self.await_taken()
         if self._square is None:
@@ -239,7 +239,7 @@ class GroupGrads:
         return self._square
 
     def reduce_replicas(self) -> None:
-        """Start to sum over the replicas what no last reduction has."""
+        """Start to sum over the replicas what no last reduction has summed."""
         self.finish_reduce()
         self._pending = self._sum_replicas()
 
@@ -255,9 +255,9 @@ class GroupGrads:
             self._pending = None
 
     def gradient(self) -> Tensor | None:
-        """This rank's summed gradients, 1-D, in the master's dtype; None where no backward has reached the group.
+        """Return this rank's summed gradients, 1-D, in the master's dtype; None if no backward has reached the group.
 
-        Those that rest off the device are brought there.
+        Gradients that are stored off the device are copied to it.
         """
         if not self._holds_sum:
             return None
@@ -269,7 +269,7 @@ class GroupGrads:
         return brought.to(self._master_dtype)
 
     def accumulated(self) -> FlatState | None:
-        """As `gradient`, but the accumulator itself, in its own dtype; what is written there counts at the step."""
+        """Return the stored sum itself, in its own dtype; None as for `gradient`. What is written to it counts."""
         self.await_taken()
         self._square = None
         return self.rest if self._holds_sum else None
@@ -280,21 +280,21 @@ class GroupGrads:
 
     @property
     def is_holding(self) -> bool:
-        """Whether the buffers hold gradients."""
+        """Say whether the buffers hold gradients."""
         return self._holds_sum or self._carried is not None or any(self._is_written)
 
     def buffers(self) -> list[Tensor]:
-        """Those that are allocated; two may share a storage."""
+        """Return the buffers that are allocated; two may share a storage."""
         return [each for each in (self._bucket, self._accumulator, self._carried) if each is not None]
 
     def drop(self) -> int:
-        """Free the buffers, which hold no gradients; the next backward makes them anew. Returns their bytes."""
+        """Free the buffers, which hold no gradients; the next backward makes new ones. Returns the freed bytes."""
         storages = {id(storage): storage.nbytes() for storage in (each.untyped_storage() for each in self.buffers())}
         self._bucket = self._accumulator = None
         return sum(storages.values())
 
     def clear(self) -> None:
-        """Forget the gradients, after the step; buffers that rest stay allocated."""
+        """Forget the gradients, after the step; buffers that outlive a backward stay allocated."""
         self.finish_reduce()
         self.await_taken()  # what is still to be added must not be added to what comes next
         self._holds_sum = self._is_partial = False
@@ -306,7 +306,7 @@ class GroupGrads:
             self._bucket = None
 
     def close(self) -> None:
-        """Give up what rests off the device."""
+        """Free what is stored off the device."""
         if self._away is not None:
             self._away.close()
 
@@ -323,13 +323,13 @@ class GroupGrads:
             self._carried = None
 
     def _carry(self, total: Tensor) -> None:
-        """Set the finished sum of earlier backwards aside: it is added once the new one is finished too."""
+        """Keep the finished sum of earlier backwards apart: it is added once the new one is finished too."""
         self._carried = total.clone() if self._carried is None else self._carried.add_(total)
         self._tracker.track(self._carried, Category.GRADIENTS)
         self._holds_sum = False
 
     def _open_bucket(self, will_reduce: bool) -> Tensor:
-        """The bucket to write into; one that rests and holds the sum so far gives that up first."""
+        """Return the bucket to write into; a persistent one that holds the sum so far moves that out first."""
         if not self._rests_whole:
             if self._bucket is None:
                 dtype = self._wire_dtype if will_reduce else self._dtype
@@ -373,11 +373,11 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class SharedGradRanges:
-    """What one rank shares of a group's flat buffer, as ranges of this rank's slice.
+    """Says what one rank shares of a group's flat buffer, as ranges of this rank's slice.
 
     Attributes:
-        summed: by number of sharers, where each has a part of the gradient.
-        owned: what this rank counts; None for all of it.
+        summed: by number of sharers, the ranges where each has a part of the gradient.
+        owned: the ranges that this rank counts; None for all.
     """
 
     summed: Mapping[int, tuple[Range, ...]]
@@ -385,7 +385,14 @@ class SharedGradRanges:
 
     @classmethod
     def of(cls, spec: GroupSpec, held: slice, tp_index: int, degree: int) -> Self:
-        """The sharing of a rank's slice of a group, the range `held` of its flat buffer."""
+        """Return the shared ranges of a rank's slice of a group.
+
+        Args:
+            spec: the group's spec.
+            held: the range of the group's flat buffer that the rank holds, in elements.
+            tp_index: the rank's index in its tensor-parallel group.
+            degree: the size of that group.
+        """
         if degree == 1:
             return cls({}, None)
         start, stop = held.start, held.stop
@@ -406,10 +413,10 @@ class SharedGradRanges:
 def sum_over_sharers(gradients: Sequence[tuple[SharedGradRanges, FlatState]], comm: Comm) -> None:
     """Sum, in place, the gradients of which each rank has a part: one collective for each number of sharers.
 
-    Neighbours that share heads take one row of a table of which the other rows are other neighbours'.
+    Neighbours that share heads use one row of a table; the other rows belong to other neighbours.
 
     Args:
-        gradients: of each group what this rank shares, and its slice.
+        gradients: for each group what this rank shares, and its slice.
         comm: the tensor-parallel group.
     """
     by_sharers: dict[int, list[FlatState]] = {}
@@ -428,7 +435,7 @@ def sum_over_stages(
 
     Args:
         gradients: this rank's slices, by the ranks of the pipeline that hold them.
-        comms: among those.
+        comms: the groups of those ranks.
     """
     for holders, parts in sorted(gradients.items()):
         _sum_parts(parts, comms[holders], 0, 1, f"gradients of stages' tied parameters on {holders}")
@@ -450,14 +457,14 @@ def _sum_parts(parts: Sequence[FlatState], comm: Comm, row: int, num_rows: int, 
 
 
 def square_sum(sharing: SharedGradRanges, gradient: Tensor) -> Tensor:
-    """The sum of the squares of a gradient slice, fp64 and 0-d; what ranks share counts on its owner alone."""
+    """Return the sum of the squares of a gradient slice, fp64 and 0-d; what ranks share counts on its owner alone."""
     parts = [gradient] if sharing.owned is None else [gradient[low:high] for low, high in sharing.owned]
     squares = [torch.linalg.vector_norm(part).double().square() for part in parts]
     return torch.stack(squares).sum() if squares else gradient.new_zeros((), dtype=torch.float64)
 
 
 def _shared(spec: GroupSpec, tp_index: int) -> Iterator[tuple[int, int, TpShard]]:
-    """What a rank shares with others, as ranges of the flat buffer, in order."""
+    """Yield what a rank shares with others, as ranges of the flat buffer, in order."""
     for param in spec.params:
         found = [
             (param.offset + low, param.offset + high, share)
@@ -469,7 +476,7 @@ def _shared(spec: GroupSpec, tp_index: int) -> Iterator[tuple[int, int, TpShard]
 
 
 def _within(ranges: Sequence[Range], start: int, stop: int) -> Iterator[Range]:
-    """The parts of ranges that lie in [start, stop), counted from `start`."""
+    """Yield the parts of ranges that are in [start, stop), counted from `start`."""
     for low, high in ranges:
         if max(low, start) < min(high, stop):
             yield max(low, start) - start, min(high, stop) - start

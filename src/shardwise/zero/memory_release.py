@@ -1,17 +1,17 @@
-"""Hand-over of memory: an engine's states are put aside while somebody else uses the device, and come back.
+"""Release an engine's memory for a while: its states leave the device and come back later.
 
 The storages stay, empty, and so do the tensors that view them: parameters, the optimizer's pieces, its states. So
-nothing needs to be told that they were away, and training goes on bit for bit. What the states are called:
+no other part has to know that they were away, and training goes on bit for bit. The states have these names:
 
-    params     the parameters that rest on this rank
+    params     the parameters that are stored on this rank
     master     the optimizer's copies of them, where there are any
     grads      accumulated gradients; without any, their buffers are given up, and made again when needed
     optimizer  the optimizer's states
 
-What rests on the device goes to host memory. Or it goes into a file, and with it what rests on the host: then both
-memories are free. What rests in files stays there, and the buffers that it moves through are given up.
+States on the device go to host memory. Or they go into a file, together with states on the host: then both memories
+are free. States in files stay there, and the buffers through which they move are freed.
 
-Not a tier: nothing streams, and nothing can be computed with what is away.
+This is not a tier: nothing streams, and nothing can be computed with what is away.
 
 >>> import shardwise
 >>> model = nn.Linear(2, 1, bias=False)
@@ -60,12 +60,12 @@ Target = Literal["host", "nvme"]
 
 @dataclass(frozen=True)
 class ReleaseTarget:
-    """Where states are put.
+    """Says where released states are stored.
 
     Attributes:
         target: host memory or a file.
-        path: of the folder for that; None for `tiers.nvme_path`.
-        pin_memory: of the host, on CUDA: copies are several times as fast, and torch keeps it for the next time.
+        path: the folder for the file; None for `tiers.nvme_path`.
+        pin_memory: whether to pin host memory, on CUDA: copies are several times as fast, and torch keeps it for later.
     """
 
     target: Target = "host"
@@ -74,24 +74,24 @@ class ReleaseTarget:
 
 
 class _ReleasedMemory(Protocol):
-    """What is freed and comes back, with or without its content."""
+    """Represents memory that is freed and comes back, with or without its content."""
 
     @property
     def num_bytes(self) -> int:
-        """Of it, free or not."""
+        """Return its size, free or not."""
 
     def bytes(self) -> Tensor:
-        """All of it, 1-D uint8."""
+        """Return all of it, 1-D uint8."""
 
     def free(self) -> None:
-        """Give it to others."""
+        """Free the memory for other uses."""
 
     def allocate(self) -> None:
-        """Have it back, without its content."""
+        """Allocate the memory again, without its content."""
 
 
 class _ReleasedStorage:
-    """A storage of the device; its views live on."""
+    """Frees a storage of the device; its views stay."""
 
     def __init__(self, tensor: Tensor, tracker: MemoryTracker) -> None:
         storage = tensor.untyped_storage()
@@ -110,7 +110,7 @@ class _ReleasedStorage:
 
 
 class _OnHost:
-    """What rests in host memory."""
+    """Frees a state that is stored in host memory."""
 
     def __init__(self, rest: HostStorage) -> None:
         self.num_bytes = rest.numel * rest.dtype.itemsize
@@ -127,15 +127,15 @@ class _OnHost:
 
 
 class MemoryRelease:
-    """States of one engine that are away, from `offload` to the end of `restore`.
+    """Moves states of one engine away and back, from `offload` to the end of `restore`.
 
     Args:
-        driver: has the groups.
+        sharding: has the groups.
         sharded: has the optimizer's states.
-        ledger: of the device; learns of every move.
-        pool: of the device; its idle buffers are given up too.
-        tiers: has the host's books and buffers.
-        aside: where states are put.
+        tracker: the device's memory tracker; learns of every move.
+        pool: the device's buffer pool; its idle buffers are freed too.
+        tiers: has the host's memory tracker and buffers.
+        aside: where released states are stored.
     """
 
     def __init__(
@@ -161,16 +161,16 @@ class MemoryRelease:
         self._names: tuple[str, ...] = ()
 
     def offload(self, include: Sequence[str]) -> dict[str, int]:
-        """Put the named states aside and free their memory; after an error all are as they were.
+        """Move the named states away and free their memory; after an error all are as they were.
 
         Returns:
-            the bytes that each has freed: on the device, and with the target `nvme` on the host too.
+            the bytes that each state has freed: on the device, and with the target `nvme` on the host too.
 
         Raises:
             ConfigError: a name in `include` is none of STATES, there is no such target, or no folder for it.
-            RuntimeError: inside `engine.gathered()`.
-            SwapError: the folder has no room for them, or cannot be written.
-            MemoryError: the host has none.
+            RuntimeError: it is called inside `engine.gathered()`.
+            SwapError: the folder has no room for the states, or cannot be written.
+            MemoryError: the host has no memory for them.
         """
         check_choices(include, self._aside)
         self._settle()
@@ -197,7 +197,7 @@ class MemoryRelease:
         return freed_bytes
 
     def restore(self) -> None:
-        """Bring back what is away; where the device lacks room it may be called again once there is some.
+        """Bring back what is away; if the device lacks room it may be called again later.
 
         Raises:
             SwapError: the file cannot be read.
@@ -223,13 +223,13 @@ class MemoryRelease:
         """Raise, unless only what an evaluation does not need is away and `params_suffice`.
 
         Raises:
-            RuntimeError: naming what is away.
+            RuntimeError: names what is away.
         """
         if self._names and not (params_suffice and "params" not in self._names):
             raise RuntimeError(f"{', '.join(self._names)} are offloaded; call engine.reload() first")
 
     def _settle(self) -> None:
-        """End what is under way, and leave of the parameters only what rests."""
+        """Finish what is under way, and release the gathered parameters."""
         self._sharding.settle()
         self._sharding.reshard_all()
         for group in self._sharding.groups:
@@ -267,7 +267,7 @@ class MemoryRelease:
             memory.free()
 
     def _on_device(self, name: str) -> Iterator[Tensor]:
-        """What a state has of the device's memory."""
+        """Yield the tensors on the device that belong to a state."""
         yield from (rest.tensor for rest in self._rests(name) if isinstance(rest, DeviceStorage))
         for group in self._sharding.groups:
             if name == "params":
@@ -281,7 +281,7 @@ class MemoryRelease:
                     yield value
 
     def _on_host(self, name: str) -> Iterator[HostStorage]:
-        """What goes from the host."""
+        """Yield the host storages that go into the file."""
         if self._aside.target == "nvme":
             yield from (rest for rest in self._rests(name) if isinstance(rest, HostStorage))
 
@@ -298,7 +298,7 @@ class MemoryRelease:
             yield from self._sharded.streamed_states()
 
     def _drop_idle_gradients(self) -> int:
-        """Give up memory that holds no gradients; returns its bytes."""
+        """Free memory that holds no gradients; return its bytes."""
         idle = [each.grads for each in self._sharding.groups if each.grads is not None and not each.grads.is_holding]
         rests = [grads.rest for grads in idle if grads.is_away and self._aside.target == "nvme"]
         on_host = [_OnHost(rest) for rest in rests if isinstance(rest, HostStorage)]
@@ -319,7 +319,7 @@ class MemoryRelease:
                 set_parameter_class(parameter, offloaded)
 
     def _trim(self) -> None:
-        """Give what was freed back to the system."""
+        """Return what was freed to the system."""
         self._pool.trim()
         self._tiers.trim()
         if self._tracker.device.type == "cuda":
@@ -329,10 +329,10 @@ class MemoryRelease:
 
 
 def check_choices(include: Sequence[str], aside: ReleaseTarget) -> None:
-    """Raise where states or a target are named that there are not.
+    """Raise if states or a target are named that do not exist.
 
     Raises:
-        ConfigError: naming those that there are.
+        ConfigError: names those that exist.
     """
     unknown = [name for name in include if name not in STATES]
     if unknown:
@@ -352,41 +352,41 @@ def _refuse_use(names: Mapping[int, str]) -> Callable[[nn.Parameter], None]:
 
 # torch rounds pinned memory up to a power of two, so large states are cut.
 CHUNK_BYTES: Final = 64 * 2**20
-# Of a file: whole blocks of it, several of them on their way.
+# A chunk of a file is whole blocks of it, and several chunks move at a time.
 FILE_CHUNK_BYTES: Final = 8 * 2**20
 _MOST_MOVING: Final = 4
 
 
 class SpillBuffer(Protocol):
-    """Bytes that come back in the order in which they went; tensors are 1-D uint8, on the device or the host."""
+    """Keeps bytes and returns them in the same order; tensors are 1-D uint8, on the device or the host."""
 
     def write(self, source: Tensor) -> None:
         """Append the bytes of `source`; on the device's current stream."""
 
     def flush(self) -> None:
-        """Return once all that was written is kept; what it came from may go.
+        """Return once all that was written is kept; its source may be freed then.
 
         Raises:
             SwapError: it cannot be written.
         """
 
     def read(self, target: Tensor) -> None:
-        """Fill `target`, as long as what was written next; on the device's current stream.
+        """Fill `target` with the bytes that were written next; on the device's current stream.
 
         Raises:
             SwapError: it cannot be read.
         """
 
     def close(self) -> None:
-        """Give up what is there."""
+        """Free what is kept."""
 
 
 class HostSpillBuffer:
-    """Bytes in host memory; what has been read is freed.
+    """Keeps bytes in host memory, and frees them as they are read.
 
     Args:
-        num_bytes: that will be written.
-        pin_memory: page-locked, so that copies from and to CUDA need not be waited for.
+        num_bytes: the bytes that will be written.
+        pin_memory: use page-locked memory, so that copies from and to CUDA need not be waited for.
     """
 
     def __init__(self, num_bytes: int, pin_memory: bool) -> None:
@@ -410,7 +410,7 @@ class HostSpillBuffer:
             self._num_written += part.numel()
 
     def flush(self) -> None:
-        """Copies are in the order of the stream, and so is what frees their source."""
+        """Do nothing: copies are in the order of the stream, and so is the freeing of their source."""
 
     def read(self, target: Tensor) -> None:
         """Copy back."""
@@ -429,14 +429,14 @@ class HostSpillBuffer:
 
 
 class FileSpillBuffer:
-    """Bytes in one file of a folder, through a few buffers of the host.
+    """Keeps bytes in one file of a folder, and moves them through a few buffers of the host.
 
     The file has all of its room from the start, so a disk that is too full is known before anything is written.
 
     Args:
-        folder: for this tape alone; closed with it.
-        num_bytes: that will be written.
-        buffers: of the host.
+        folder: used by this buffer alone, and closed with it.
+        num_bytes: the bytes that will be written.
+        buffers: the host's staging buffers.
 
     Raises:
         SwapError: the folder has no room for so much.
@@ -472,7 +472,7 @@ class FileSpillBuffer:
                 self._end_writes(_MOST_MOVING)
 
     def flush(self) -> None:
-        """Wait until all is in the file; it is read from its start from now on."""
+        """Wait until all is in the file; reads begin at its start."""
         self._end_writes(0)
         self._position = self._num_done = 0
 
@@ -501,7 +501,7 @@ class FileSpillBuffer:
             self._filling = None
         while self._moving:
             buffer, moving = self._moving.popleft()
-            with suppress(Exception):  # nobody wants it any more
+            with suppress(Exception):  # the bytes are not needed any more
                 moving.result()
             self._buffers.release(buffer)
         self._folder.close()

@@ -1,7 +1,7 @@
-"""A group whose optimizer rests on the host or on NVMe: its states, and its step there, chunk by chunk.
+"""A group whose optimizer is stored on the host or on NVMe is stepped there, chunk by chunk.
 
-Each state is one flat tensor over the rank's slice of the group. A chunk brings together what its step needs, from
-wherever it rests: gradient, master, the optimizer's states; and what it makes: the parameters, narrowed.
+Each state is one flat tensor over the rank's slice of the group. A chunk brings together what its step needs from all
+tiers: gradient, master, the optimizer's states; and what it makes: the parameters, narrowed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class ParamPiece:
-    """A parameter's part in this rank's slice of a group.
+    """A parameter's piece is its part in this rank's slice of a group.
 
     Attributes:
         name: of the parameter.
-        group: that it belongs to.
-        view: of the master, 1-D: what the optimizer sees; empty where the optimizer rests off the device.
-        start: of the part, in the slice.
-        stop: likewise.
+        group: the group that it belongs to.
+        view: 1-D view of the master, which the optimizer sees; empty where the optimizer is stored off the device.
+        start: the first element of the piece, in the slice.
+        stop: the element after the last.
     """
 
     name: str
@@ -54,7 +54,7 @@ class ParamPiece:
 
 @dataclass
 class _Counts:
-    """How often a piece has been stepped, whether it has states, and whether it ever will."""
+    """Tracks how often a piece has been stepped, whether it has states, and whether it ever will."""
 
     num_steps: float = 0.0
     is_present: bool = False
@@ -63,15 +63,15 @@ class _Counts:
 
 @dataclass(eq=False)
 class OffloadedStep:
-    """The optimizer's states of one group off the device.
+    """Holds the optimizer's states of one group off the device.
 
     Attributes:
-        group: whose.
-        pieces: of the parameters in this rank's slice.
-        rule: of the optimizer.
-        tiers: of the engine.
-        has_states_at_once: before the first step.
-        states: by the optimizer's name.
+        group: the group.
+        pieces: the parameters' pieces in this rank's slice.
+        rule: steps as the optimizer does.
+        tiers: the engine's tiers.
+        has_states_at_once: whether the optimizer has states before its first step.
+        states: by the optimizer's names, each 1-D over the slice.
     """
 
     group: ParamGroup
@@ -84,7 +84,7 @@ class OffloadedStep:
     _initial: dict[str, float] = field(default_factory=dict)
 
     def prepare(self, options_of: Callable[[ParamPiece], Options | None]) -> None:
-        """Make room for the states that the optimizer's options ask for; it leaves pieces alone that have none."""
+        """Allocate the states that the optimizer's options ask for; skip pieces for which `options_of` returns None."""
         for piece in self.pieces:
             options = options_of(piece)
             is_trained = options is not None
@@ -102,14 +102,14 @@ class OffloadedStep:
     def chunks(
         self, factor: float, used: Mapping[str, bool], options_of: Callable[[ParamPiece], Options | None]
     ) -> list[StepChunk]:
-        """A step of the masters with `factor` times the gradients, and of the parameters after them.
+        """Return the chunks that step the masters with `factor` times the gradients, and update the parameters.
 
-        It counts as taken: the sweep must get all of it.
+        The step counts as taken: the caller must submit all of them.
 
         Args:
-            factor: what turns accumulated sums into the clipped mean gradient.
-            used: parameters that got a gradient; the others are left alone.
-            options_of: the optimizer's options of a piece, as they are now; None of one that it does not have.
+            factor: turns accumulated sums into the clipped mean gradient.
+            used: whether each parameter, by name, got a gradient; the others stay.
+            options_of: returns the optimizer's current options of a piece; None for a piece that it does not have.
         """
         pieces = [piece for piece in self.pieces if used[piece.name]]
         grads = self.group.grads
@@ -117,7 +117,7 @@ class OffloadedStep:
             return []
         params = self.group.params
         params.shard.forget()
-        # Options of now: the schedule goes on before the lane comes to them.
+        # The options are copied now: the learning rate changes before the worker thread reads them.
         options: dict[int, Options] = {}
         plans = []
         for piece in pieces:
@@ -142,12 +142,12 @@ class OffloadedStep:
         return found
 
     def end(self, last: Task) -> Task:
-        """What ends when all of an update is where it rests, of which `last` is the last chunk."""
+        """Return the task that ends when all of an update is stored; `last` is the task of its last chunk."""
         written = self.group.params.shard
         return self.tiers.worker.submit(written.settle) if isinstance(written, DeviceStorage) else last
 
     def states_of(self, piece: ParamPiece) -> dict[str, FlatState | Tensor]:
-        """What there is of a piece: flat states, and the number of steps; nothing before the first step."""
+        """Return the states of a piece: flat states, and the number of steps; nothing before the first step."""
         counts = self._counts[piece.name]
         if not counts.is_present:
             return {}
@@ -156,6 +156,11 @@ class OffloadedStep:
 
     def write_state(self, piece: ParamPiece, state: str, value: Tensor | float) -> None:
         """Write one state of a piece, which has states from then on.
+
+        Args:
+            piece: the piece.
+            state: the optimizer's name of the state.
+            value: a number, or 1-D and as long as the piece.
 
         Raises:
             ConfigError: the optimizer keeps no such state.
@@ -168,19 +173,19 @@ class OffloadedStep:
         self.expect_states(piece, {state: float(value)} if state == "step" else {})
 
     def expect_states(self, piece: ParamPiece, numbers: Mapping[str, float]) -> None:
-        """Let a piece have states from now on, whose tensors somebody fills."""
+        """Mark a piece as one that has states, whose tensors the caller fills."""
         counts = self._counts[piece.name]
         counts.is_present, counts.num_steps = True, numbers.get("step", counts.num_steps)
 
     def forget_states(self, piece: ParamPiece, filled: Collection[str] = ()) -> None:
-        """Let a piece have what it has before the first step, but for states that somebody fills anyway."""
+        """Reset a piece to its states before the first step, except `filled`, which the caller writes."""
         is_trained = self._counts[piece.name].is_trained
         self._counts[piece.name] = _Counts(0.0, self.has_states_at_once and is_trained, is_trained)
         for name in self.states.keys() - filled:
             self._fill(self.states[name], piece.start, piece.stop, self._initial[name])
 
     def close(self) -> None:
-        """Give the states up."""
+        """Free the states."""
         for rest in self.states.values():
             rest.close()
         self.states.clear()
@@ -194,7 +199,7 @@ class OffloadedStep:
         tensors: Mapping[str, Tensor],
     ) -> None:
         if is_fake(tensors[_MASTER]):
-            return  # no values to step, and no ledger counts what steps them
+            return  # no values to step, and no tracker counts the step's buffers
         found: list[StepPiece] = []
         frames: list[VectorFrame] = []
         end = 0
@@ -217,7 +222,7 @@ class OffloadedStep:
 
     @staticmethod
     def _narrow(tensors: Mapping[str, Tensor], low: int, high: int) -> None:
-        """Give parameters that are not stepped, and padding, what they have: their part is written but was not read."""
+        """Copy the masters of padding and of parameters that are not stepped to the output, since it was not read."""
         if _PARAM in tensors and low < high:
             tensors[_PARAM][low:high].copy_(tensors[_MASTER][low:high])
 
@@ -230,7 +235,7 @@ class OffloadedStep:
 
 
 def _snapshot(options: Options) -> Options:
-    """A copy, of tensors too: a schedule writes into a rate that is one."""
+    """Copy the options, tensors too: a scheduler writes into a learning rate that is a tensor."""
     return {
         key: value.clone() if isinstance(value, Tensor) else value for key, value in options.items() if key != "params"
     }

@@ -31,18 +31,18 @@ from shardwise.zero.sharding_state import ShardingState
 
 
 class ShardedOptimizer:
-    """An element-wise optimizer over the pieces that this rank holds.
+    """Steps an element-wise optimizer over the pieces that this rank holds.
 
     Args:
-        groups: all of the engine's.
+        groups: all of the engine's groups.
         named_groups: which parameters share which options.
         factory: makes the optimizer from parameter groups, or adopts a given one.
         resources: shared by the engine's groups.
 
     Attributes:
         pieces: what this rank has of each parameter that is trained.
-        names: of all parameters that are trained, whoever holds them.
-        optimizer: over the pieces' views.
+        names: all parameters that are trained, on any rank.
+        optimizer: torch's optimizer over the pieces' views.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class ShardedOptimizer:
         self._step_guard = self.optimizer.register_step_pre_hook(lambda *_: _refuse_own_step(this()))
 
     def regroup(self, groups: Sequence[ParamGroup], named_groups: Sequence[NamedGroup]) -> None:
-        """Step other groups from now on; what is in both keeps its states, the rest starts without any.
+        """Step other groups from now on; pieces that are in both keep their states, the others start without any.
 
         Args:
-            groups: all of the engine's.
+            groups: all of the engine's groups.
             named_groups: as many as before.
         """
         before = {id(piece) for piece in self.pieces}
@@ -94,7 +94,7 @@ class ShardedOptimizer:
         self.forget_states([piece for piece in self.pieces if id(piece) not in before])
 
     def forget_states(self, pieces: Sequence[ParamPiece]) -> None:
-        """Let the optimizer have of these pieces what it has before its first step: mostly nothing."""
+        """Reset these pieces to the optimizer's states before its first step: mostly none."""
         for piece in pieces:
             if piece.group in self._offloaded:
                 self._offloaded[piece.group].forget_states(piece)
@@ -110,7 +110,7 @@ class ShardedOptimizer:
             self.optimizer.state.update(fresh_states(self.optimizer, groups))
 
     def states_of(self, piece: ParamPiece) -> Mapping[str, Any]:
-        """What the optimizer keeps of a piece now, by name: flat states as long as the piece, numbers, and others."""
+        """Return what the optimizer keeps of a piece now, by name: flat states as long as the piece, numbers, other."""
         if piece.group in self._offloaded:
             return self._offloaded[piece.group].states_of(piece)
         numel, states = piece.view.numel(), self.optimizer.state.get(piece.view, {})
@@ -122,37 +122,43 @@ class ShardedOptimizer:
         }
 
     def write_state(self, piece: ParamPiece, state: str, value: Tensor | float) -> None:
-        """Write one state of a piece, a number or as long as that; make it if it is not there."""
+        """Write one state of a piece; make it if it is not there.
+
+        Args:
+            piece: the piece.
+            state: the optimizer's name of the state.
+            value: a number, or 1-D and as long as the piece.
+        """
         if piece.group in self._offloaded:
             self._offloaded[piece.group].write_state(piece, state, value)
         else:
             _place_state(self.optimizer, piece.view, state, value)
 
     def expect_states(self, piece: ParamPiece, numbers: Mapping[str, float], filled: Collection[str]) -> None:
-        """Let a piece whose optimizer rests off the device begin anew with states.
+        """Reset the states of a piece whose optimizer is stored off the device.
 
         Args:
-            piece: whose.
-            numbers: of them.
-            filled: tensors that somebody will write all of; the others are as before the first step.
+            piece: the piece.
+            numbers: the states that are numbers, by name.
+            filled: the tensor states that the caller will write whole; the others are as before the first step.
         """
         self._offloaded[piece.group].forget_states(piece, filled)
         self._offloaded[piece.group].expect_states(piece, numbers)
 
     def is_offloaded(self, piece: ParamPiece) -> bool:
-        """Whether the piece's optimizer rests off the device."""
+        """Say whether the piece's optimizer is stored off the device."""
         return piece.group in self._offloaded
 
     def room_of(self, piece: ParamPiece) -> frozenset[str]:
-        """The states that there is room for, of a piece whose optimizer rests off the device."""
+        """Return the names of the states that have storage, of a piece whose optimizer is off the device."""
         return frozenset(["step", *self._offloaded[piece.group].states])
 
     def streamed_states(self) -> list[StateStorage]:
-        """The optimizer's states that rest off the device."""
+        """Return the optimizer's states that are stored off the device."""
         return [rest for streamed in self._offloaded.values() for rest in streamed.states.values()]
 
     def track_states(self) -> None:
-        """Tell the ledger of states that are new."""
+        """Report new states to the memory tracker."""
         for state in self.optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):
@@ -168,7 +174,7 @@ class ShardedOptimizer:
         self.pieces = [piece for group in self._groups for piece in kept.get(group) or _pieces(group)]
 
     def _take_offloaded(self) -> None:
-        """Make room for the states of groups whose optimizer rests off the device."""
+        """Allocate the states of groups whose optimizer is stored off the device."""
         streamed = [group for group in self._groups if group.spec.tiers.optimizer != "device"]
         for group in [group for group in self._offloaded if group not in streamed]:
             self._offloaded.pop(group).close()
@@ -182,7 +188,7 @@ class ShardedOptimizer:
                 self.optimizer.state.pop(piece.view, None)
 
     def options_of(self, piece: ParamPiece) -> Mapping[str, Any] | None:
-        """The optimizer's parameter group that a piece is in; None where it was given none of them."""
+        """Return the optimizer's parameter group that a piece is in, with its options; None where it is in none."""
         index = self._options_of.get(id(piece.view))
         return None if index is None else self.optimizer.param_groups[index]
 
@@ -201,13 +207,13 @@ class ShardedOptimizer:
         return param_groups
 
     def used(self) -> list[bool]:
-        """For each of `names`, whether it has got a gradient on this rank since the last step."""
+        """Return for each of `names` whether it has got a gradient on this rank since the last step."""
         return [flag for group in self._groups if group.grads for flag in group.grads.was_used]
 
     def square_sums(self) -> list[Tensor]:
-        """Have the gradients as the step will use them, and return for each group's slice the sum of its squares.
+        """Prepare the gradients for the step, and return for each group's slice the sum of its squares.
 
-        Fp64 and 0-d, on the device; what ranks of the tensor-parallel group share counts on one of them.
+        These are fp64 and 0-d, on the device; what ranks of the tensor-parallel group share counts on one of them.
         """
         held = [(group, group.grads) for group in self._groups if group.grads is not None and group.grads.holds_sum]
         for group, grads in held:
@@ -236,18 +242,18 @@ class ShardedOptimizer:
         sum_over_stages(by_holders, self._tied)
 
     def _flat_of(self, group: ParamGroup, grads: GroupGrads) -> FlatState:
-        """A group's gradients, final and where they are now."""
+        """Return a group's gradients, final and where they are now."""
         grads.await_taken()
         whole = self._gradients.get(group)
         return grads.rest if whole is None else TensorFlatState(whole)
 
     def step(self, factor: float, used: Mapping[str, bool], timeline: Timeline) -> dict[ParamGroup, Task]:
-        """Update the masters with `factor` times the gradients; what rests off the device is updated in the background.
+        """Update the masters with `factor` times the gradients; off the device this happens in the background.
 
         Args:
-            factor: what turns accumulated sums into the clipped mean gradient.
-            used: parameters that got a gradient on some rank; the others are left alone, as in plain torch.
-            timeline: where the step is recorded.
+            factor: turns accumulated sums into the clipped mean gradient.
+            used: whether each parameter, by name, got a gradient on some rank; the others stay, as in plain torch.
+            timeline: records the step.
 
         Returns:
             the groups whose update is under way.
@@ -280,13 +286,13 @@ class ShardedOptimizer:
 
     @property
     def has_stepped_ahead(self) -> bool:
-        """Whether groups are stepped, or being stepped, before `step`."""
+        """Say whether groups are stepped, or being stepped, before `step`."""
         return bool(self._stepped)
 
     def _step_pipeline(self, factor: float, used: Mapping[str, bool]) -> dict[ParamGroup, Task]:
-        """Start to update all streamed groups that are not being updated, each in time for the next forward.
+        """Start to update all offloaded groups that are not being updated, each in time for the next forward.
 
-        What is still in memory from the last sweep over NVMe comes first, for the rest would push it out.
+        Chunks that are still in memory from the last pass over NVMe come first, since the others would push them out.
         """
         chunks = [
             (group, chunk)
@@ -301,7 +307,7 @@ class ShardedOptimizer:
         return stepping
 
     def _submit(self, chunks: Sequence[tuple[ParamGroup, StepChunk]]) -> dict[ParamGroup, Task]:
-        """Have chunks stepped in this order; for each group the end of its update."""
+        """Submit chunks in this order; return for each group the end of its update."""
         num_left = Counter(group for group, _ in chunks)
         ends: dict[ParamGroup, Task] = {}
         for group, chunk in chunks:
@@ -342,7 +348,7 @@ class ShardedOptimizer:
                 group.grads.clear()
 
     def close(self) -> None:
-        """Forget all states; the optimizer's groups hold the model's own parameters again, those that it trained."""
+        """Forget all states; the optimizer's groups get back the model's own parameters that it trained."""
         self.clear()
         self._step_guard.remove()
         parameters = {
@@ -397,7 +403,7 @@ def _place_state(optimizer: Optimizer, view: nn.Parameter, state: str, value: Te
 
 
 def may_step_ahead(config: Config, layout: Layout) -> bool:
-    """Whether the config lets groups be stepped before the backward has ended, and any can be."""
+    """Say whether the config lets groups be stepped before the backward has ended, and any can be."""
     is_offloaded = any(group.tiers.optimizer != "device" for group in layout.groups if group.trainable)
     is_scaled = config.precision.param == "fp16" and config.precision.loss_scale == "dynamic"
     is_split = layout.tensor is not None or layout.pipeline is not None
@@ -409,8 +415,8 @@ class StepInBackward:
     """Steps groups as soon as their last reduction has ended, from `begin` to `end` of a backward.
 
     Args:
-        driver: tells of reductions.
-        sharded: steps.
+        sharding: reports when reductions end.
+        sharded: the optimizer that steps.
         is_allowed: whether `begin` may be called at all.
     """
 
@@ -427,13 +433,13 @@ class StepInBackward:
         """Step groups from now on.
 
         Args:
-            read_factor: waits for what turns accumulated sums into the mean gradient; None where no step may follow.
+            read_factor: waits for the factor from accumulated sums to the mean gradient; None if no step may follow.
         """
         self._read_factor = read_factor
         self._sharding.on_reduced = self._step
 
     def end(self) -> None:
-        """Leave the rest to the step, and learn which groups can be stepped so the next time."""
+        """Leave the other groups to the step, and note which groups can be stepped in the next backward."""
         self._sharding.on_reduced = self._read_factor = self._factor = None
         self.is_armed = False
         streamed = [group for group in self._sharding.groups if group.spec.tiers.optimizer != "device"]
@@ -455,5 +461,5 @@ class StepInBackward:
 
 
 def _is_complete(group: ParamGroup) -> bool:
-    """Whether every parameter has got a gradient here: then no other rank is needed to know that it was used."""
+    """Say whether every parameter has got a gradient here: then no other rank is needed to know that it was used."""
     return group.grads is not None and all(group.grads.was_used)

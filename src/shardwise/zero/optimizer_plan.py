@@ -1,4 +1,4 @@
-"""Which optimizer steps which parameters under which options, by name: the config's, the user's, or a function's."""
+"""Plans which optimizer steps which parameters under which options: the config's, the user's, or a function's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
 
 @dataclass(frozen=True)
 class NamedGroup:
-    """A parameter group of the optimizer by names: options (lr, weight_decay, ...) and whom they hold for."""
+    """Holds one parameter group of the optimizer: the parameters' names, and their options (lr, weight_decay, ...)."""
 
     names: tuple[str, ...]
     options: Mapping[str, Any]
@@ -27,10 +27,10 @@ class NamedGroup:
 
 @dataclass(frozen=True)
 class OptimizerPlan:
-    """How an engine's optimizer comes to be.
+    """Says how an engine makes its optimizer.
 
     Attributes:
-        groups_of: the parameter groups for what is trainable in a layout; always as many.
+        groups_of: returns the parameter groups for what is trainable in a layout; always as many.
         factory: makes the optimizer from parameter groups, or adopts a given one.
     """
 
@@ -109,7 +109,7 @@ def _adopt(optimizer: Optimizer, model: nn.Module) -> OptimizerPlan:
 
 
 def fresh_states(optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> Any:
-    """The `state` that an optimizer of the same class and defaults has of these parameters before its first step."""
+    """Return the `state` that an optimizer of the same class and defaults has before its first step."""
     accepted = inspect.signature(type(optimizer)).parameters
     options = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     return type(optimizer)(param_groups, **options).state

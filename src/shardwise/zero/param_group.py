@@ -1,4 +1,4 @@
-"""A parameter group at run time: its parameters, its gradients, and the actions on both, each one recorded."""
+"""A parameter group at run time holds parameters and gradients, and records each action on them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from shardwise.zero.tp_params import gather_param, shard_param
 
 
 class ParamGroup:
-    """Idempotent actions on one group: unshard, wait, reshard, reduce.
+    """Offers idempotent actions on one group: unshard, wait, reshard, reduce.
 
     Args:
-        spec: of the group.
-        layout: stage and precision.
-        parameters: the module's, in the order of `spec.params`.
+        spec: the group's spec.
+        layout: gives stage and precision.
+        parameters: the module's parameters, in the order of `spec.params`.
         resources: shared by the engine's groups.
         released: the class of a parameter whose storage is freed.
     """
@@ -68,7 +68,7 @@ class ParamGroup:
             self.wait()
 
     def wait(self) -> None:
-        """Have the parameters present; what nobody unsharded ahead is unsharded now."""
+        """Make the parameters present; unshard them now if that was not started ahead."""
         self.catch_up()
         self._refuse_if_ahead()
         start_s = self._unshard_start_s if self.params.is_unsharding else self._timeline.now()
@@ -78,23 +78,23 @@ class ParamGroup:
             self._timeline.add(ActionKind.UNSHARD, self.spec.name, start_s)
 
     def unguard(self) -> None:
-        """Let the parameters be plain: who uses them from now on is known to need them."""
+        """Make the parameters plain: all uses from now on are known to need them."""
         if self.params.is_released_between_uses:
             self.params.unguard()
 
     def keep(self) -> None:
-        """Have the parameters present, and keep them so."""
+        """Make the parameters present, and keep them so."""
         self.wait()
         self.unguard()
         self.is_pinned = True
 
     def guard(self) -> None:
-        """Have every further use of the parameters reported, unless they are pinned."""
+        """Report every further use of the parameters, unless they are pinned."""
         if self.params.is_released_between_uses and not self.is_pinned:
             self.params.guard()
 
     def reshard(self) -> None:
-        """Release the parameters where they rest as shards and nobody has pinned them."""
+        """Release the parameters if they are stored as shards and not pinned."""
         start_s = self._timeline.now()
         if not self.is_pinned and self.params.reshard():
             self._timeline.add(ActionKind.RESHARD, self.spec.name, start_s)
@@ -106,18 +106,18 @@ class ParamGroup:
             self.params.prefetch()
 
     def refresh(self) -> None:
-        """Take over the optimizer's update; where parameters rest whole, start to gather the other ranks'."""
+        """Take over the optimizer's update; where parameters are stored whole, start to gather them."""
         if self.params.refresh():
             self.unshard()
         self._show_if_pinned()
 
     def refresh_in_background(self, stepping: Task, catch_up: Callable[[], None] | None) -> None:
-        """As `refresh`, for an update that is under way on the host; whoever needs the parameters first waits for it.
+        """Take over an update that is under way on the host; the next use of the parameters waits for it.
 
         Args:
             stepping: the update.
-            catch_up: called before the parameters are used, if they rest whole: gathers those of all groups in the
-                order that all ranks have in common, as far as this one.
+            catch_up: called before the parameters are used, if they are stored whole: gathers groups up to this one in
+                the order of all ranks.
         """
         self._stepping, self.is_ahead = stepping, False
         if self.params.refresh(is_narrowed=True):
@@ -131,14 +131,14 @@ class ParamGroup:
             stepping.wait()
 
     def gather_update(self) -> None:
-        """Start to gather an update from the host; does nothing where parameters do not rest whole."""
+        """Start to gather an update from the host; does nothing where parameters are not stored whole."""
         self.await_step()
         if self._catch_up is not None:
             self._catch_up = None
             self.unshard()
 
     def catch_up(self) -> None:
-        """Have the last update of the parameters done, and its gather begun where they rest whole."""
+        """Finish the last update of the parameters, and start its gather where they are stored whole."""
         if self._catch_up is not None:
             self._catch_up()
         self.await_step()
@@ -162,7 +162,13 @@ class ParamGroup:
         self._show_if_pinned()
 
     def add_gradient(self, index: int, gradient: Tensor, will_reduce: bool) -> bool:
-        """Take one parameter's gradient; say whether the current backward has now given all of the group's."""
+        """Take one parameter's gradient; say whether the current backward has now given all of the group's.
+
+        Args:
+            index: of the parameter in `spec.params`.
+            gradient: of the parameter's shape, any floating dtype.
+            will_reduce: whether this backward reduces the group's gradients.
+        """
         if self.grads is None:
             return False
         self.grads.add(index, gradient, will_reduce)
@@ -172,18 +178,18 @@ class ParamGroup:
         """Start to reduce the gradients of the bucket; over the replicas too where this is the last before the step."""
         if self.grads is not None:
             self._reduce_start_s = self._timeline.now()
-            self.await_step()  # which reads the gradients where these are to come
+            self.await_step()  # it reads the buffer into which the new gradients go
             self.grads.reduce(is_last)
             if not self._overlap:
                 self.finish_reduce()
 
     @property
     def awaits_replicas(self) -> bool:
-        """Whether the gradients are reduced over the shard group but not over the replicas."""
+        """Say whether the gradients are reduced over the shard group but not over the replicas."""
         return self.grads is not None and self.grads.is_partial
 
     def reduce_replicas(self) -> None:
-        """Start to sum over the replicas what no last reduction has."""
+        """Start to sum over the replicas what no last reduction has summed."""
         if self.grads is not None:
             self._reduce_start_s = self._timeline.now()
             self.grads.reduce_replicas()
@@ -203,15 +209,15 @@ class ParamGroup:
             self._reduce_start_s = None
 
     def end_backward(self) -> None:
-        """Expect every parameter's gradient anew."""
+        """Expect a gradient of every parameter again."""
         if self.grads is not None:
             self.grads.end_backward()
 
     def release(self, keep_values: bool = True) -> None:
-        """Give the parameters plain tensors of their own again, whole; the group is of no use afterwards.
+        """Give the parameters plain, whole tensors of their own again; the group cannot be used afterwards.
 
         Args:
-            keep_values: False leaves them on meta, and brings nothing together.
+            keep_values: False leaves the parameters on meta, and gathers nothing.
         """
         if keep_values:
             self.catch_up()
@@ -223,7 +229,10 @@ class ParamGroup:
 
 
 class ParamState(Enum):
-    """What of `full` is valid. Legal: SHARDED -> UNSHARDING -> UNSHARDED -> SHARDED, and OFFLOADED to and fro."""
+    """Says which part of `full` is valid.
+
+    SHARDED -> UNSHARDING -> UNSHARDED -> SHARDED is legal, and so are changes from and to OFFLOADED.
+    """
 
     SHARDED = "only this rank's slice is valid; where parameters rest as shards, the storage is freed"
     UNSHARDING = "the all-gather is under way"
@@ -232,19 +241,19 @@ class ParamState(Enum):
 
 
 class GroupParams:
-    """Buffers of a group's parameters, and their state.
+    """Holds the buffers of a group's parameters, and their state.
 
     Args:
-        spec: of the group.
-        layout: stage and precision.
+        spec: the group's spec.
+        layout: gives stage and precision.
         parameters: the module's parameters in the order of `spec.params`; their data moves into `full`.
         resources: shared by the engine's groups.
         released: the class of a parameter whose storage is freed.
 
     Attributes:
-        full: the whole group, of which the parameters are views.
-        shard: this rank's slice as it is computed with, where it rests.
-        master: the slice in the optimizer's precision, and its memory; `shard` itself where these are the same.
+        full: the whole group, 1-D; the parameters are views of it.
+        shard: this rank's slice in the dtype of computing, in its tier.
+        master: the slice in the optimizer's precision and tier; `shard` itself where these are the same.
     """
 
     def __init__(
@@ -294,7 +303,7 @@ class GroupParams:
         self.reshard()
 
     def _fill(self, values: ParamInitializer, dtype: torch.dtype) -> None:
-        """Copy the initial values, one parameter's at a time and rounded to `dtype` first, to where they rest."""
+        """Copy the initial values to where they are stored, one parameter at a time and rounded to `dtype` first."""
         own = self.spec.slots(self.shard_start, self.shard_stop)
         with ExitStack() as stack:
             if self.is_released_between_uses:
@@ -311,7 +320,7 @@ class GroupParams:
                     buffer[slot.offset : slot.offset + slot.stop - slot.start].copy_(initial[slot.start : slot.stop])
 
     def _initial(self, place: ParamSpec, values: ParamInitializer, dtype: torch.dtype, is_held: bool) -> Tensor:
-        """A parameter's local values, flat: rank 0's, unless all ranks have the same; nothing where none are needed."""
+        """Return a parameter's local values, 1-D: rank 0's, or the same on all ranks; empty where none are needed."""
         ranks, shape = self._comms.model, place.global_shape
         is_sent = ranks.world_size > 1 and place.numel > 0 and not values.is_same_everywhere(place.name)
         if not is_sent and not is_held:
@@ -327,24 +336,24 @@ class GroupParams:
 
     @property
     def is_released(self) -> bool:
-        """Whether the data is neither present nor on its way."""
+        """Say whether the data is neither present nor being gathered."""
         return self.state is ParamState.SHARDED and self.is_released_between_uses
 
     @property
     def is_unsharding(self) -> bool:
-        """Whether an all-gather is under way that nobody has waited for."""
+        """Say whether an all-gather is under way that was not waited for yet."""
         return self.state is ParamState.UNSHARDING
 
     def is_viewed_by(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether one of the tensors is a view of the parameters."""
+        """Say whether one of the tensors is a view of the parameters."""
         storage = self.full.untyped_storage()
         return any(tensor.untyped_storage() is storage for tensor in tensors)
 
     def check_unchanged(self) -> None:
-        """Raise where somebody else has moved a parameter, or written into it, since the engine was made.
+        """Raise if a parameter was moved, or written, by other code since the engine was made.
 
         Raises:
-            ValueError: naming the parameter.
+            ValueError: names the parameter.
         """
         storage = self.full.untyped_storage()
         with plain_torch_functions():
@@ -362,19 +371,19 @@ class GroupParams:
                     )
 
     def trains(self) -> list[bool]:
-        """What `requires_grad` says of each parameter now."""
+        """Return the current `requires_grad` of each parameter."""
         with plain_torch_functions():
             return [parameter.requires_grad for parameter in self.parameters]
 
     def accept_written(self, index: int) -> None:
-        """Take one parameter's values as they are: somebody has written it, and the master with it."""
+        """Accept one parameter's values as they are: it was written on purpose, and the master with it."""
         self._versions[index] = version(self.parameters[index])
 
     def unshard(self) -> None:
-        """Start to make all of `full` valid; does nothing where it is or is under way.
+        """Start to make all of `full` valid; does nothing where it is valid or an all-gather is under way.
 
         Raises:
-            ReleasedParameterError: it is offloaded.
+            ReleasedParameterError: the parameters are offloaded.
         """
         if self.state is ParamState.OFFLOADED:
             raise ReleasedParameterError(
@@ -392,7 +401,7 @@ class GroupParams:
         self.state = ParamState.UNSHARDING
 
     def wait(self) -> bool:
-        """Make the parameters usable on the current stream, unsharding them if nobody has; say whether it had to."""
+        """Make the parameters usable on the current stream, unsharding them if need be; say whether it had to."""
         if self.state is ParamState.UNSHARDED:
             return False
         self.unshard()
@@ -401,7 +410,7 @@ class GroupParams:
         return True
 
     def reshard(self) -> bool:
-        """Free `full` where parameters rest as shards, once nobody uses it; say whether it did."""
+        """Free `full` if parameters are stored as shards, after its last use; say whether it did."""
         if not self.is_released_between_uses or self.state in (ParamState.SHARDED, ParamState.OFFLOADED):
             return False
         self._pending.wait()
@@ -421,7 +430,7 @@ class GroupParams:
             is_narrowed: the optimizer writes the shard itself, and has perhaps not done so yet.
 
         Returns:
-            whether the parameters, which rest whole, are to be gathered from the ranks.
+            whether the parameters, which are stored whole, must be gathered from the ranks.
         """
         self._pending.wait()  # of a gather that no forward has waited for
         if self.master is not self.shard and not is_narrowed:
@@ -456,12 +465,12 @@ class GroupParams:
             self.shard.write(start, self.master.read(start, min(start + CHUNK_NUMEL, self.master.numel)))
 
     def unguard(self, watched: type[nn.Parameter] | None = None) -> None:
-        """Let the parameters be plain, or `watched`: who uses them from now on is known to need them."""
+        """Make the parameters plain, or of class `watched`: all uses from now on are known to need them."""
         for parameter, kind in zip(self.parameters, self._kinds, strict=True):
             set_parameter_class(parameter, kind if watched is None or kind is not nn.Parameter else watched)
 
     def guard(self) -> None:
-        """Have every use of the parameters reported: nobody else says how long their data is needed."""
+        """Report every use of the parameters: nothing else says how long their data is needed."""
         for parameter in self.parameters:
             set_parameter_class(parameter, self._released)
 
@@ -473,10 +482,10 @@ class GroupParams:
             self.unguard()
 
     def release(self, keep_values: bool = True) -> None:
-        """Give the parameters plain tensors of their own again, whole; the group is of no use afterwards.
+        """Give the parameters plain, whole tensors of their own again; the group cannot be used afterwards.
 
         Args:
-            keep_values: False leaves them on meta.
+            keep_values: False leaves the parameters on meta.
         """
         if keep_values:
             self.wait()

@@ -1,5 +1,7 @@
-"""The groups of a pipeline's stages, as a schedule drives them: whole for a batch, reduced when their last backward is
-over, and apart in what their units remember of several forwards under way.
+"""Lets a pipeline's schedule drive the groups of its stages.
+
+Groups stay whole for a batch, and are reduced after their last backward. Each micro-batch in flight has its own record
+of what units remember of its forward.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ class PipelineAdapter:
     """Drives the groups of this rank's stages.
 
     Args:
-        driver: of the engine's groups.
-        layout: with the pipeline.
+        sharding: the sharding state of the engine's groups.
+        layout: a layout with a pipeline.
     """
 
     def __init__(self, sharding: ShardingState, layout: Layout) -> None:
@@ -41,7 +43,7 @@ class PipelineAdapter:
             self._kept_for.setdefault(group, set()).add(stage)
 
     def wait(self, stage: int) -> None:
-        """Have the parameters present that `unshard` has asked for."""
+        """Wait for the parameters that `unshard` has asked for."""
         for group in self._groups_of(stage):
             if stage in self._kept_for.get(group, ()) and group not in self._sharding.kept:
                 group.keep()
@@ -63,7 +65,10 @@ class PipelineAdapter:
             group.prefetch()
 
     def reduce(self, stage: int, is_last: bool) -> None:
-        """Start to reduce a stage's gradients; those that another stage of this rank adds to, with the last of them."""
+        """Start to reduce a stage's gradients.
+
+        With `is_last`, a group that several stages of this rank add to is reduced with the last of these stages.
+        """
         self._reduced_stages.add(stage)
         groups = [
             group
@@ -73,16 +78,16 @@ class PipelineAdapter:
         self._sharding.reduce(groups, is_last)
 
     def enter(self, stage: int) -> None:
-        """A stage is about to compute: its blocks follow each other, and beside them it uses its own parameters."""
+        """Prepare a stage's computation: select its order of blocks, and the root's parameters that it uses."""
         self._sharding.order = self._orders[stage]
         self._sharding.units[0].stage = stage
 
     def set_aside(self, stage: int, micro_batch: int) -> None:
-        """A forward has ended whose backward comes later, behind those of others."""
+        """Keep what units remember of a forward whose backward comes after those of other forwards."""
         self._aside[stage, micro_batch] = [unit.set_aside() for unit in self._sharding.units]
 
     def take_up(self, stage: int, micro_batch: int) -> None:
-        """The backward of a forward that was set aside is about to begin."""
+        """Restore what `set_aside` has kept, before the backward of that forward."""
         for unit, aside in zip(self._sharding.units, self._aside.pop((stage, micro_batch), ()), strict=False):
             unit.take_up(aside)  # but for a second half of the backward
 

@@ -1,9 +1,9 @@
-"""In which order a model's blocks are gathered: by the blocks that run, or in lockstep with the other ranks.
+"""Orders in which a model's blocks are gathered follow the blocks that run, or are in lockstep on all ranks.
 
-An order is told what runs and answers what to gather ahead. It knows blocks by name only, and moves nothing itself.
+An order learns what runs and answers what to gather ahead. It knows blocks by name only, and moves nothing itself.
 
-`RecordedOrder` follows the model: the last forward's order is a hint for the next, a wrong guess costs a wait. It takes
-for granted that all ranks run the same blocks, since a gather needs them all. `StaticOrder` does not: every rank
+`RecordedOrder` follows the model: the last forward's order is a hint for the next, a wrong guess costs a wait. It
+assumes that all ranks run the same blocks, since a gather needs them all. `StaticOrder` does not: every rank
 gathers every block once a forward and once a backward, in module order, also those that its own input skips.
 
 >>> order = StaticOrder(("a", "b", "c", "d"))
@@ -30,44 +30,44 @@ class LockstepError(RuntimeError):
 
 
 class PrefetchOrder(Protocol):
-    """What a driver asks; `enter` and `end` return the skipped blocks, to be gathered and released at once."""
+    """Answers what to gather; `enter` and `end` return the skipped blocks, to be gathered and released at once."""
 
     def start_forward(self) -> Names:
-        """A forward begins."""
+        """Begin a forward."""
 
     def enter_forward(self, name: str) -> Names:
-        """A block's forward is about to begin."""
+        """Note that a block's forward is about to begin."""
 
     def end_forward(self) -> Names:
-        """The forward is over."""
+        """End the forward."""
 
     def start_backward(self) -> Names:
-        """A backward begins."""
+        """Begin a backward."""
 
     def enter_backward(self, name: str) -> Names:
-        """A block's backward is about to begin."""
+        """Note that a block's backward is about to begin."""
 
     def end_backward(self) -> Names:
-        """The backward is over."""
+        """End the backward."""
 
     def ahead(self) -> Names:
-        """What is likely to be needed next."""
+        """Return the block that is likely to be needed next."""
 
     def upcoming(self, count: int) -> Names:
-        """What is likely to be needed behind that."""
+        """Return up to `count` blocks that are likely to be needed after the next one."""
 
     def is_last(self, name: str) -> bool:
-        """Whether the backward is likely to begin with this block, so that it need not be released before."""
+        """Say whether the backward is likely to begin with this block, so that it need not be released before."""
 
     def unused(self) -> Names:
-        """The blocks that the forward has not run, as far as it is known."""
+        """Return the blocks that the forward has not run, as far as it is known."""
 
 
 class RecordedOrder:
-    """The order of the last forward, whatever it was.
+    """Repeats the order of the last forward.
 
     Args:
-        names: of the blocks, in module order: the first guess.
+        names: the blocks in module order: the first guess.
     """
 
     def __init__(self, names: Names) -> None:
@@ -78,24 +78,24 @@ class RecordedOrder:
         self._beyond: Names = ()
 
     def start_forward(self) -> Names:
-        """Learn anew."""
+        """Start to record a new order."""
         self._seen = []
         self._ahead, self._beyond = self._order[:1], self._order[1:]
         return ()
 
     def enter_forward(self, name: str) -> Names:
-        """Note the block; no other is concerned."""
+        """Note the block; none is skipped."""
         self._seen.append(name)
         self._look_ahead(name, self._order)
         return ()
 
     def end_forward(self) -> Names:
-        """Keep what was learnt."""
+        """Keep the recorded order."""
         self._order = tuple(self._seen) or self._order
         return ()
 
     def start_backward(self) -> Names:
-        """The backward takes the forward's order in reverse."""
+        """Begin with the forward's order in reverse."""
         self._ahead, self._beyond = self._order[-1:], self._order[-2::-1]
         return ()
 
@@ -105,24 +105,24 @@ class RecordedOrder:
         return ()
 
     def end_backward(self) -> Names:
-        """Nothing is missing."""
+        """End the backward; none is skipped."""
         return ()
 
     def ahead(self) -> Names:
-        """The block that followed last time; once."""
+        """Return the block that followed last time; only once for each block that runs."""
         ahead, self._ahead = self._ahead, ()
         return ahead
 
     def upcoming(self, count: int) -> Names:
-        """The blocks that followed that one."""
+        """Return the blocks that followed that one."""
         return self._beyond[:count]
 
     def is_last(self, name: str) -> bool:
-        """Whether the block was the last one."""
+        """Say whether the block was the last one."""
         return bool(self._order) and name == self._order[-1]
 
     def unused(self) -> Names:
-        """The blocks that the current forward has not run."""
+        """Return the blocks that the current forward has not run."""
         return [name for name in self._names if name not in self._seen]
 
     def _look_ahead(self, name: str, order: Names) -> None:
@@ -131,10 +131,10 @@ class RecordedOrder:
 
 
 class StaticOrder:
-    """Module order, for all ranks alike.
+    """Follows module order, the same on all ranks.
 
     Args:
-        names: of the blocks, in module order.
+        names: the blocks in module order.
     """
 
     def __init__(self, names: Names) -> None:
@@ -151,12 +151,12 @@ class StaticOrder:
         """Return the blocks between the last one and this.
 
         Raises:
-            LockstepError: it has been passed already.
+            LockstepError: the order is past this block already.
         """
         return self._enter(name, "forward")
 
     def end_forward(self) -> Names:
-        """Return the blocks behind the last one that ran."""
+        """Return the blocks after the last one that ran."""
         return self._end()
 
     def start_backward(self) -> Names:
@@ -167,7 +167,7 @@ class StaticOrder:
         """Return the blocks between the last one and this.
 
         Raises:
-            LockstepError: it has been passed already.
+            LockstepError: the order is past this block already.
         """
         return self._enter(name, "backward")
 
@@ -176,20 +176,20 @@ class StaticOrder:
         return self._end()
 
     def ahead(self) -> Names:
-        """The next block in module order, once."""
+        """Return the next block in module order; only once for each block that runs."""
         has_ahead, self._has_ahead = self._has_ahead, False
         return self._path[self._position : self._position + 1] if has_ahead else ()
 
     def upcoming(self, count: int) -> Names:
-        """The blocks behind the next one in module order."""
+        """Return the blocks after the next one in module order."""
         return self._path[self._position + 1 : self._position + 1 + count]
 
     def is_last(self, name: str) -> bool:
-        """Whether the block is the last in module order."""
+        """Say whether the block is the last in module order."""
         return name == self._names[-1]
 
     def unused(self) -> Names:
-        """None: the blocks that were skipped have been passed."""
+        """Return none: the skipped blocks have been gathered and released."""
         return ()
 
     def _start(self, path: Names) -> Names:

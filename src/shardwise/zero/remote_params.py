@@ -1,4 +1,4 @@
-"""The parameters that only other ranks of the pipeline hold: on meta here, and reported when they are used."""
+"""Parameters that only other ranks of the pipeline hold are on meta here, and raise an error when they are used."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shardwise.runtime.torch_private import parameter_class, plain_torch_functio
 
 
 class RemoteParams:
-    """A model's parameters that this rank does not hold.
+    """Holds a model's parameters that are not on this rank.
 
     Args:
-        model: of the parameters.
-        layout: `elsewhere` are the groups they are in.
-        held_stages: of this rank, for messages.
+        model: the model.
+        layout: a layout; `elsewhere` has the groups of these parameters.
+        held_stages: the stages of this rank, for messages.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, held_stages: Sequence[int]) -> None:
@@ -49,11 +49,11 @@ class RemoteParams:
 
     @property
     def names(self) -> dict[int, str]:
-        """The parameters' names by their identities."""
+        """Return the parameters' names by their identities."""
         return {key: place.name for key, (_, place) in self._specs.items()}
 
     def trains(self) -> Iterator[tuple[GroupSpec, bool]]:
-        """Of each parameter, its group, and what `requires_grad` says now."""
+        """Return for each parameter its group and its current `requires_grad`."""
         return ((self._specs[id(parameter)][0], parameter.requires_grad) for parameter in self._parameters)
 
     def follow(self, specs: Sequence[GroupSpec]) -> None:
@@ -64,7 +64,7 @@ class RemoteParams:
             self._specs[id(parameter)] = by_name[place.name]
 
     def close(self) -> None:
-        """Let the parameters be plain ones, without values, on meta."""
+        """Make the parameters plain ones, without values, on meta."""
         for parameter, kind in zip(self._parameters, self._kinds, strict=True):
             set_parameter_class(parameter, kind)
         self._parameters.clear()
@@ -72,10 +72,10 @@ class RemoteParams:
 
 
 def check_members(model: nn.Module, known: Mapping[int, str]) -> None:
-    """Raise where a model's parameters are others than those that an engine knows, by their identities.
+    """Raise if a model's parameters are not those that an engine knows, by their identities.
 
     Raises:
-        ValueError: naming the parameter.
+        ValueError: names the parameter.
     """
     with plain_torch_functions():
         there = {id(parameter): name for name, parameter in model.named_parameters()}

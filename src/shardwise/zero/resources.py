@@ -1,4 +1,4 @@
-"""What all parameter groups of an engine share."""
+"""Defines what all parameter groups of an engine share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.runtime.timeline import Timeline
 
 @dataclass(frozen=True)
 class ShardingResources:
-    """What all groups of an engine share."""
+    """Bundles what all groups of an engine share."""
 
     comms: CommGroups
     pool: BufferPool

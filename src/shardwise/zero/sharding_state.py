@@ -1,4 +1,4 @@
-"""When a model's groups unshard, reshard and reduce, driven by the hooks of its units.
+"""Decides when a model's groups unshard, reshard and reduce, from the hooks of its units.
 
 A unit is unsharded before its forward and its backward, and the next one in order is unsharded ahead. The order is
 only a hint, taken from the last forward: a wrong guess costs a wait or some memory for a while, never an error.
@@ -35,12 +35,12 @@ log = logging.getLogger("shardwise")
 
 
 class ShardingState:
-    """Drives a model's groups through forwards and backwards.
+    """Takes a model's groups through forwards and backwards.
 
     Args:
-        model: its parameters move into the groups' buffers.
-        layout: of the model.
-        resources: shared by the groups.
+        model: the model; its parameters move into the groups' buffers.
+        layout: the model's layout.
+        resources: what the groups share.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, resources: ShardingResources) -> None:
@@ -79,7 +79,7 @@ class ShardingState:
         self.kept: set[ParamGroup] = set()  # whole until a schedule reshards them
         self._final: set[ParamGroup] = set()  # whose gradients a schedule has reduced for the last time before the step
         self._reducing: deque[ParamGroup] = deque()
-        self._behind: deque[ParamGroup] = deque()  # whose last update is yet to be gathered, in all ranks' order
+        self._behind: deque[ParamGroup] = deque()  # their last update is not gathered yet; the same order on all ranks
         self.on_reduced: Callable[[ParamGroup], None] | None = None
         self.ever_late: set[ParamGroup] = set()
         self._handles: list[RemovableHandle] = []
@@ -97,7 +97,12 @@ class ShardingState:
             self._handles += hook_unit(module, unit)
 
     def regroup(self, unit_name: str, layout: Layout) -> None:
-        """Make a unit's groups those of `layout`; groups that it had and that differ give their parameters back."""
+        """Replace a unit's groups by those of `layout`; groups that it had and that differ give their parameters back.
+
+        Args:
+            unit_name: the unit's name.
+            layout: the new layout.
+        """
         unit = self._unit_of[unit_name]
         specs = [spec for spec in layout.groups if spec.unit == unit_name]
         groups = {group.spec: group for group in unit.groups}
@@ -132,10 +137,10 @@ class ShardingState:
         return group
 
     def check_model(self) -> None:
-        """Raise where the model's parameters are others than those it had, or have been moved or written.
+        """Raise if the model's parameters are not those it had, or have been moved or written.
 
         Raises:
-            ValueError: naming the parameter.
+            ValueError: names the parameter.
         """
         known = {key: name for key, (_, name) in self._place_of.items()} | self.absent.names
         check_members(self._model, known)
@@ -143,16 +148,16 @@ class ShardingState:
             group.params.check_unchanged()
 
     def is_as_trainable(self, may_pause: bool) -> bool:
-        """Whether groups are as `requires_grad` says; with `may_pause` a frozen parameter may be of a trained group."""
+        """Say whether groups agree with `requires_grad`; with `may_pause` trained groups may have frozen parameters."""
         own = ((group.spec, trains) for group in self.groups for trains in group.params.trains())
         return all(
             trains == spec.trainable or (may_pause and spec.trainable) for spec, trains in (*own, *self.absent.trains())
         )
 
     def watch_gradients(self, is_on: bool = True) -> None:
-        """From a backward to its step, tell who reads `grad` of a parameter that it is not there; else it may be plain.
+        """Watch reads of a parameter's `grad` between a backward and its step, to warn that the engine has it; or stop.
 
-        Parameters that rest as shards wear the guarding class anyway.
+        Parameters that are stored as shards have the guarding class in any case.
         """
         if is_on != self._is_watching:
             self._is_watching = is_on
@@ -161,7 +166,7 @@ class ShardingState:
                     group.params.unguard(self._watched if is_on else None)
 
     def on_gradient_read(self) -> None:
-        """Somebody reads `grad` of a parameter."""
+        """Warn once that `grad` of a parameter was read while the engine has the gradients."""
         if self._is_watching and not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -170,7 +175,7 @@ class ShardingState:
             )
 
     def enter_forward(self, unit: Unit) -> None:
-        """A unit's forward is about to begin; pass the units that it skips."""
+        """Prepare for a unit's forward; gather and release the units that it skips."""
         if in_backward():
             return
         if unit is self.units[0]:
@@ -186,12 +191,17 @@ class ShardingState:
             self._pass(self.order.enter_forward(unit.name))
 
     def on_forward(self) -> None:
-        """A unit's forward begins; its parameters are present."""
+        """Start to gather the next unit; this unit's parameters are present."""
         if not in_backward():
             self._unshard_ahead()
 
     def on_forward_end(self, unit: Unit, backward_follows: bool | None) -> None:
-        """A unit's forward has ended; release what is not needed before its backward."""
+        """Release after a unit's forward what is not needed before its backward.
+
+        Args:
+            unit: the unit.
+            backward_follows: True if hooks will report one, False if none can follow, None if one may follow unseen.
+        """
         if unit is self.units[0]:
             self._catch_up()  # before the backward's reductions, whose place among the gathers is the same on all ranks
             for name in self.order.unused():
@@ -208,27 +218,27 @@ class ShardingState:
             unit.reshard()
 
     def enter_backward(self, unit: Unit) -> None:
-        """A unit's backward is about to begin; pass the units that it skips."""
+        """Prepare for a unit's backward; gather and release the units that it skips."""
         self._begin_backward()
         if unit is not self.units[0]:
             self._pass(self.order.enter_backward(unit.name))
 
     def on_backward(self, unit: Unit) -> None:
-        """A unit's backward begins; the previous unit is unsharded ahead once the next one has been released."""
+        """Start to gather the previous unit, once the next one has been released."""
         self._reduce_after(unit)
-        # The root's may begin behind a block's, whose output is the model's.
+        # The root's backward may begin after that of a block whose output is the model's.
         if self.num_in_backward == 0:
             self._unshard_ahead()
         self.num_in_backward += unit is not self.units[0]
 
     def on_inputs_done(self, unit: Unit) -> None:
-        """Every node of a unit's backward has run: parameters without a gradient have none on this rank."""
+        """Note that every node of a unit's backward has run: parameters without a gradient have none on this rank."""
         if unit is not self.units[0]:
             self._done.update(id(group) for group in unit.groups)
             self._reduce_done()
 
     def on_backward_end(self, unit: Unit) -> None:
-        """A unit's backward has ended."""
+        """Start to gather the previous unit after a unit's backward."""
         if self._in_backward:
             self._unshard_ahead()
 
@@ -246,7 +256,7 @@ class ShardingState:
         self._finish_reduce()
 
     def reduce(self, groups: Collection[ParamGroup], is_last: bool) -> None:
-        """Start to reduce groups, as a schedule says; `is_last` where no gradient of theirs follows before the step."""
+        """Start to reduce groups at a schedule's request; `is_last` if they get no more gradients before the step."""
         self.is_last = is_last
         for group in self._reduce_order:
             if group in groups:
@@ -256,7 +266,7 @@ class ShardingState:
         self._holds_unreduced = any(group not in self._final for group in self._reduce_order)
 
     def refresh(self, stepping: Mapping[ParamGroup, Task]) -> None:
-        """Have every group take over its update.
+        """Make every group take over its update.
 
         Args:
             stepping: the updates that are under way on the host.
@@ -281,7 +291,7 @@ class ShardingState:
             group.await_step()
 
     def prepare_backward(self) -> None:
-        """Have present what no hook asks for in the backward: an evaluation in between may have released it."""
+        """Make available what no hook asks for in the backward: an evaluation in between may have released it."""
         self.is_expecting_gradients = True
         self.units[0].wait()
         for group in self._unannounced:
@@ -295,18 +305,18 @@ class ShardingState:
             self._unannounced.append(group)
 
     def end_step(self) -> None:
-        """Nobody's graph outlives a step, and its gradients are no longer final."""
+        """Reset after a step: no graph outlives it, and its gradients are no longer final."""
         self._unannounced.clear()
         self._final.clear()
         self.watch_gradients(False)
 
     @property
     def is_held(self) -> bool:
-        """Whether all parameters are kept whole, as inside `gathered`."""
+        """Say whether all parameters are kept whole, as inside `gathered`."""
         return self._is_held
 
     def keep_all_until_backward(self) -> None:
-        """Have all parameters present in the next backward: a graph was built while all of them were plain."""
+        """Make all parameters present in the next backward: a graph was built while all of them were plain."""
         for group in self.groups:
             if group.params.is_released_between_uses and group not in self._unannounced:
                 self._unannounced.append(group)
@@ -329,7 +339,7 @@ class ShardingState:
         self._resources.pool.trim()
 
     def unshard_all(self) -> None:
-        """Have every parameter present, and keep it so until `reshard_all`."""
+        """Make every parameter present, and keep it so until `reshard_all`."""
         for group in self.groups:
             group.unshard()
         for group in self.groups:
@@ -337,17 +347,17 @@ class ShardingState:
         self._is_held = True
 
     def reshard_all(self, release_held: bool = False) -> None:
-        """Release every parameter that rests as a shard, but not inside `unshard_all` unless `release_held`."""
+        """Release every parameter that is stored as a shard, but not inside `unshard_all` unless `release_held`."""
         self._is_held = self._is_held and not release_held
         for group in self.groups:
             group.is_pinned = self._is_held or group in self.kept
             group.reshard()
 
     def close(self, keep_values: bool = True) -> None:
-        """Remove the hooks and give the parameters whole tensors of their own; a pass may have been left half-way.
+        """Remove the hooks and give the parameters whole tensors of their own; a pass may have stopped midway.
 
         Args:
-            keep_values: False leaves them without values, on meta.
+            keep_values: False leaves the parameters without values, on meta.
         """
         self.abandon()
         for handle in self._handles:
@@ -413,7 +423,14 @@ class ShardingState:
         return add
 
     def on_gradient(self, unit: Unit, group: ParamGroup, index: int, gradient: Tensor) -> None:
-        """A parameter has its gradient."""
+        """Add a parameter's gradient to its group, and reduce what is complete.
+
+        Args:
+            unit: the parameter's unit.
+            group: the parameter's group.
+            index: the parameter's index in the group.
+            gradient: of the parameter's shape, any floating dtype.
+        """
         self.has_foreign_gradients |= not self.is_expecting_gradients
         self._begin_backward()
         if self._reduce_position[group] < self._num_reduced and group not in self._late:
@@ -432,13 +449,13 @@ class ShardingState:
 
     @property
     def _reduces(self) -> bool:
-        """Whether the backward that has begun reduces gradients."""
+        """Say whether the backward that has begun reduces gradients."""
         return self.will_reduce and self._has_gradients and not self._is_inner
 
     def _reduce_after(self, unit: Unit) -> None:
-        """In lockstep, reduce what lies behind a unit when its backward begins, so that all ranks do so in one order.
+        """Reduce, in lockstep, what comes after a unit when its backward begins, so that all ranks use one order.
 
-        Elsewhere each reduction starts as soon as its gradients are there.
+        Without lockstep each reduction starts as soon as its gradients are there.
         """
         if self._resources.lockstep and self._reduces and unit is not self.units[0]:
             self._reduce_until(min((self._reduce_position[each] for each in unit.groups if each.grads), default=0))
@@ -459,7 +476,7 @@ class ShardingState:
         self._num_reduced = max(self._num_reduced, position)
 
     def _agree_on_late(self) -> list[ParamGroup]:
-        """The groups that any rank has gradients left of, in the fixed order."""
+        """Return the groups for which any rank has gradients left, in the fixed order."""
         flags = [float(group in self._late) for group in self._reduce_order]
         ranks = self._resources.comms.model
         agreed = ranks.max_scalars(torch.zeros(0, dtype=torch.float64, device=ranks.device), "late gradients", flags)
@@ -470,7 +487,7 @@ class ShardingState:
         self._track_reduce(group)
 
     def _track_reduce(self, group: ParamGroup) -> None:
-        """Leave two reductions under way: one may wait for its second collective while the next one starts."""
+        """Keep at most two reductions under way: one may wait for its second collective while the next one starts."""
         while len(self._reducing) > 1:
             self._end_reduce()
         for other in self._reducing:
@@ -516,7 +533,7 @@ class ShardingState:
         self._resources.pool.trim()
 
     def on_released_use(self, parameter: nn.Parameter) -> None:
-        """A parameter whose data is not present is used: have it present, or say how to."""
+        """Gather a parameter that is used while its data is not present, or raise an error that says how to get it."""
         group, name = self._place_of[id(parameter)]
         if not (self._is_forwarding or self.is_serving or self._in_backward):
             if not group.params.is_released:

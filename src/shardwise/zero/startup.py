@@ -1,4 +1,4 @@
-"""First values: rank 0's buffers are everybody's, and so are its parameters over the stages of a pipeline."""
+"""Spread first values: buffers come from rank 0, and so do parameters across the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def broadcast_buffers(model: nn.Module, precision: PrecisionConfig, memory: Memo
     """Move a model's buffers to the device, with rank 0's values; `precision.buffers` says in which dtype.
 
     Args:
-        model: whose buffers change.
-        precision: of the engine.
-        memory: counts the buffers.
-        comm: over all ranks.
+        model: the model whose buffers change.
+        precision: the engine's precision config.
+        memory: tracks the buffers.
+        comm: the group of all ranks.
     """
     for name, buffer in model.named_buffers():
         buffer.data = buffer.data.to(comm.device, buffer_dtype(buffer.dtype, precision))
@@ -43,14 +43,14 @@ def broadcast_buffers(model: nn.Module, precision: PrecisionConfig, memory: Memo
 
 
 def broadcast_params_across_stages(values: ParamInitializer, layout: Layout, comms: CommGroups) -> None:
-    """Let the first rank of each stage have the values of the very first rank, for what it holds.
+    """Send the first rank's initial values to the first rank of each stage, for the parameters that it holds.
 
     From there they go to the stage's other ranks. Where values are keyed by name, every rank draws the same.
 
     Args:
-        values: of the model; one parameter is sent at a time.
+        values: the model's initial values; one parameter is sent at a time.
         layout: says which parameters this rank holds.
-        comms: of the engine.
+        comms: the engine's communication groups.
     """
     if comms.pipeline.world_size == 1 or comms.model.rank > 0:
         return
@@ -71,7 +71,7 @@ def broadcast_params_across_stages(values: ParamInitializer, layout: Layout, com
 
 
 def agree_on_tied(groups: Sequence[ParamGroup], comms: CommGroups) -> None:
-    """Let parameters that several stages hold start from equal values."""
+    """Make parameters that several stages hold start from equal values."""
     for group in groups:
         tied = comms.tied.get(group.holders)
         if tied is None:
@@ -84,11 +84,11 @@ def agree_on_tied(groups: Sequence[ParamGroup], comms: CommGroups) -> None:
 
 
 def regroup(states: EngineState, layout: Layout, named_groups: Sequence[NamedGroup]) -> None:
-    """Make groups and optimizer follow a layout in which other parameters are trainable; all ranks do so alike.
+    """Make groups and optimizer follow a layout in which other parameters are trainable. All ranks call it.
 
     Args:
-        states: of the engine.
-        layout: the new one.
+        states: the engine's states.
+        layout: the new layout.
         named_groups: the optimizer's parameter groups by the names of all that is trainable now.
     """
     sharding = states.sharding

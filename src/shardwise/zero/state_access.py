@@ -1,14 +1,14 @@
-"""Full parameters, gradients and optimizer states by name: read and written by all ranks together.
+"""Read and write full parameters, gradients and optimizer states by name, on all ranks together.
 
 In every stage a rank holds of each flattened parameter one range, or nothing. Reading puts the ranges of the shard
 group together; writing takes this rank's range out of the full tensor, without communication. Replicas do the same with
-the same values. Weight b of 9 elements over 2 ranks, of which rank 0 holds the first 8:
+the same values. Here rank 0 holds the first 8 of the 9 elements of weight b, on 2 ranks:
 
     rank 0   engine.write("b", full)   keeps full[0:8]
     rank 1   engine.write("b", full)   keeps full[8:9]
     both     engine.read("b")          full again
 
-Not for training loops: a read of a sharded state sends twice the tensor's bytes.
+This is not for training loops: a read of a sharded state sends twice the tensor's bytes.
 
 >>> import shardwise
 >>> model = torch.nn.Linear(2, 1)
@@ -53,14 +53,14 @@ GRAD: Final = "grad"
 
 @dataclass(frozen=True)
 class EngineState:
-    """Who holds the states of an engine's model on this rank.
+    """Bundles what holds the states of an engine's model on this rank.
 
     Attributes:
-        driver: has the groups, and finishes their reductions.
+        sharding: has the groups, and finishes their reductions.
         sharded: has the optimizer's states.
         comms: the engine's groups of ranks.
-        books: what the accumulated gradients are the sum over.
-        loss_scale: by which they are too large.
+        comm_log: accumulates the loss and the count by which gradients are divided.
+        loss_scale: the factor in the accumulated gradients.
         elsewhere: the groups that only other ranks of the pipeline hold.
     """
 
@@ -74,7 +74,7 @@ class EngineState:
 
 @dataclass(frozen=True)
 class ParamLocation:
-    """Where a parameter lies: its group, its index there, and the range of it that this rank holds, if any."""
+    """Locates a parameter: its group, its index there, and the range of it that this rank holds, if any."""
 
     group: ParamGroup
     index: int
@@ -82,24 +82,24 @@ class ParamLocation:
 
     @property
     def spec(self) -> ParamSpec:
-        """Name, shape and offset."""
+        """Return the parameter's spec: name, shape and offset."""
         return self.group.spec.params[self.index]
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank holds all of it."""
+        """Say whether every rank holds all of the parameter."""
         params = self.group.params
         return params.shard_stop - params.shard_start == self.group.spec.padded_numel
 
     def own_part(self, held: FlatState) -> FlatState | None:
-        """The parameter's part in what this rank holds of the group."""
+        """Return the parameter's part in what this rank holds of the group."""
         slot = self.slot
         return None if slot is None else held.part(slot.offset, slot.offset + slot.stop - slot.start)
 
 
 @dataclass(frozen=True)
 class _StateKind:
-    """What an optimizer's state is: as long as the parameter, or one number, `value`."""
+    """Describes an optimizer's state: as long as the parameter, or one number, `value`."""
 
     dtype: str
     value: float | None
@@ -110,18 +110,18 @@ class _StateKind:
 
 
 def read_state(states: EngineState, name: str, state: str = PARAM, to_rank: int | None = None) -> Tensor | None:
-    """The full tensor of one state of a parameter, as a copy. All ranks call it alike.
+    """Return the full tensor of one state of a parameter, as a copy. All ranks call it with the same arguments.
 
     Args:
-        states: of the engine.
-        name: of the parameter, any of them if it is tied.
+        states: the engine's states.
+        name: a name of the parameter, any of them if it is tied.
         state: `param` as computed with, `master` in the optimizer's precision, `grad` (the mean gradient so far, before
-                clipping; reduces what is not reduced yet; in a pipeline it is there within a step only), or one of the
+            clipping; reduces what is not reduced yet; in a pipeline it is there within a step only), or one of the
             optimizer's keys.
-        to_rank: the only rank that gets it; the others get None.
+        to_rank: the only rank that gets it, the others get None; None for all ranks.
 
     Returns:
-        the parameter's shape, or 0-d for a state that is one number; None where there is no gradient or no state yet.
+        a tensor of the parameter's shape, or 0-d for a number; None where there is no gradient or no state yet.
 
     Raises:
         ConfigError: there is no such parameter, state or rank.
@@ -132,7 +132,13 @@ def read_state(states: EngineState, name: str, state: str = PARAM, to_rank: int 
 
 
 def read_held_state(states: EngineState, name: str, state: str) -> Tensor | None:
-    """As `read_state`, of a parameter of this rank's stages; the ranks with these call it alike."""
+    """Read a state as `read_state` does, on the ranks of the parameter's stages only; all of them call it.
+
+    Args:
+        states: the engine's states.
+        name: a name of a parameter of this rank's stages.
+        state: as for `read_state`.
+    """
     place = find_held(states, name)
     local = _read_local(states, place, state)
     if local is not None and local.dim():
@@ -144,7 +150,7 @@ def read_held_state(states: EngineState, name: str, state: str) -> Tensor | None
 
 
 def _read_local(states: EngineState, place: ParamLocation, state: str) -> Tensor | None:
-    """A state of this rank's part in the tensor-parallel group, 1-D, or 0-d where it is a number."""
+    """Return a state of this rank's part in the tensor-parallel group, 1-D, or 0-d where it is a number."""
     spec, params = place.spec, place.group.params
     if state == GRAD:
         return _read_grad(states, place)
@@ -160,16 +166,16 @@ def _read_local(states: EngineState, place: ParamLocation, state: str) -> Tensor
 def write_state(
     states: EngineState, name: str, value: Tensor | float | None, state: str = PARAM, from_rank: int | None = None
 ) -> None:
-    """Replace one state of a parameter. All ranks call it alike; not between a forward and its backward.
+    """Replace one state of a parameter. All ranks call it, not between a forward and its backward.
 
     Args:
-        states: of the engine.
-        name: of the parameter, any of them if it is tied.
+        states: the engine's states.
+        name: a name of the parameter, any of them if it is tied.
         value: of the state's shape, any floating dtype, the same on every rank. A written `param` or `master` sets
             both: the master takes the value, the parameter the value rounded. A written `grad` stands for the mean
             gradient of all backwards so far.
         state: as for `read_state`.
-        from_rank: the rank whose value is everybody's; the others may give None.
+        from_rank: the rank whose value all ranks take, the others may give None; None if every rank gives it.
 
     Raises:
         ConfigError: there is no such parameter, state or rank, no gradient to replace, or the value has another shape.
@@ -201,9 +207,9 @@ def write_state(
 
 
 def read_optimizer_states(states: EngineState, name: str) -> dict[str, Tensor]:
-    """All that the optimizer keeps of a parameter: full states 1-D, numbers 0-d. All ranks call it alike.
+    """Return all that the optimizer keeps of a parameter: full states 1-D, numbers 0-d.
 
-    With `write_optimizer_states` it moves a parameter's states to another layout.
+    All ranks of the parameter's stages call it. With `write_optimizer_states` it moves states to another layout.
     """
     place = find_held(states, name)
     own = _own_states(states, place)
@@ -216,24 +222,30 @@ def read_optimizer_states(states: EngineState, name: str) -> dict[str, Tensor]:
 
 
 def write_optimizer_states(states: EngineState, name: str, values: Mapping[str, Tensor]) -> None:
-    """Give a parameter what `read_optimizer_states` returned, also where the optimizer has not stepped yet."""
+    """Give a parameter what `read_optimizer_states` returned, also where the optimizer has not stepped yet.
+
+    Args:
+        states: the engine's states.
+        name: a name of a parameter of this rank's stages.
+        values: by state: full 1-D tensors, and 0-d numbers.
+    """
     place = find_held(states, name)
     for key, value in values.items():
         _write_optimizer_state(states, place, value, key)
 
 
 def states_of(states: EngineState, name: str) -> tuple[str, ...]:
-    """The states that `read_state` knows of a parameter now, the same on every rank. All ranks call it alike."""
+    """Return the states that `read_state` knows of a parameter now, the same on every rank. All ranks call it."""
     place = find(states, name)
     found = _of_holder(states, place, f"states of {name}", lambda own: {"": [*_fixed(own), *_kinds(states, own)]})
     return tuple(found[""])
 
 
 def find(states: EngineState, name: str) -> ParamLocation | None:
-    """Where the parameter of that name, its first or another, lies; None where other stages have it.
+    """Return the location of the parameter that has this name or alias; None where other stages have it.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the model has no such parameter.
     """
     for group in states.sharding.groups:
         for index, spec in enumerate(group.spec.params):
@@ -245,7 +257,7 @@ def find(states: EngineState, name: str) -> ParamLocation | None:
 
 
 def find_held(states: EngineState, name: str) -> ParamLocation:
-    """Where a parameter of this rank's stages lies.
+    """Return the location of a parameter of this rank's stages.
 
     Raises:
         ConfigError: there is none of that name, or it is of another stage.
@@ -257,7 +269,7 @@ def find_held(states: EngineState, name: str) -> ParamLocation:
 
 
 def spec_of(states: EngineState, name: str) -> ParamSpec:
-    """Name and shape of a parameter of any stage.
+    """Return the spec of a parameter of any stage: name and shape.
 
     Raises:
         ConfigError: there is none of that name.
@@ -277,10 +289,10 @@ def spec_of(states: EngineState, name: str) -> ParamSpec:
 def _of_holder(
     states: EngineState, place: ParamLocation | None, what: str, make: Callable[[ParamLocation], dict[str, Any]]
 ) -> dict[str, Any]:
-    """What `make` gives on the ranks that hold a parameter, on those of the other stages too.
+    """Return the result of `make` from the ranks that hold a parameter, on the ranks of all stages.
 
     Raises:
-        ConfigError: it does on a rank that holds it.
+        ConfigError: `make` raises it on a rank that holds the parameter.
     """
     if states.comms.pipeline.world_size == 1 and place is not None:
         return make(place)
@@ -298,7 +310,7 @@ def _of_holder(
 
 
 def _across_stages(states: EngineState, name: str, what: str, read: Callable[[], Tensor | None]) -> Tensor | None:
-    """What `read` gives on the ranks that hold a parameter, on those of the other stages too."""
+    """Return the tensor that `read` returns on the ranks that hold a parameter, on the ranks of all stages."""
     pipeline = states.comms.pipeline
     if pipeline.world_size == 1:
         return read()
@@ -343,7 +355,7 @@ def _write_grad(states: EngineState, place: ParamLocation, flat: Tensor) -> None
 
 
 def _mean_gradient(states: EngineState, place: ParamLocation) -> tuple[float, bool]:
-    """What turns the accumulated sum into the mean gradient, and whether any rank has used the parameter."""
+    """Return the factor from the accumulated sum to the mean gradient, and whether any rank has used the parameter."""
     states.sharding.finish()
     grads, data = place.group.grads, states.comms.data
     is_used = grads is not None and grads.was_used[place.index]
@@ -395,7 +407,7 @@ def _own_states(states: EngineState, place: ParamLocation) -> Mapping[str, Any]:
 
 
 def _kinds(states: EngineState, place: ParamLocation) -> dict[str, _StateKind]:
-    """The optimizer's states of a parameter; ranks that hold nothing of it learn them from the others."""
+    """Return the optimizer's states of a parameter; ranks that hold nothing of it learn them from the others."""
     own: dict[str, tuple[str, float | None]] = {}
     for key, value in _own_states(states, place).items():
         if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
@@ -423,7 +435,7 @@ def _fixed(place: ParamLocation) -> tuple[str, ...]:
 def _assemble(
     states: EngineState, place: ParamLocation, part: FlatState | None, dtype: torch.dtype, state: str
 ) -> Tensor:
-    """The full tensor, 1-D and on the device, of which each rank of the shard group has a part, or all of it."""
+    """Return the full tensor, 1-D and on the device, from the parts of the shard group, or from this rank's whole."""
     spec, shards = place.spec, states.comms.shards
     own = None if part is None else part.read(0, part.numel).detach()
     if place.is_whole and own is not None:
@@ -440,7 +452,7 @@ def _receive(
     from_rank: int | None,
     what: str,
 ) -> Tensor:
-    """The value that was given on this rank, or on `from_rank`, with its shape checked."""
+    """Return the value that was given on this rank, or on `from_rank`, with its shape checked."""
     ranks = states.comms.all
     given = None if value is None else torch.as_tensor(value).detach()
     is_giver = from_rank in (None, ranks.rank)
@@ -475,9 +487,17 @@ def _check_rank(states: EngineState, argument: str, rank: int | None) -> None:
 
 
 def merge_parts(comm: Comm, part: Tensor | None, start: int, numel: int, dtype: torch.dtype, name: str) -> Tensor:
-    """A flat tensor of `numel` elements from the ranks' parts, which do not overlap; this rank's begins at `start`.
+    """Return a 1-D tensor on every rank from the ranks' parts, which do not overlap.
 
     The bits are summed as integers, where all but one rank have zeros: exact in every dtype, and one collective.
+
+    Args:
+        comm: the group of the ranks.
+        part: this rank's elements; None if it has none.
+        start: the position of `part` in the result.
+        numel: elements of the result.
+        dtype: of the result and the parts.
+        name: for counts and messages.
     """
     words = torch.zeros(-(-numel * dtype.itemsize // 8), dtype=torch.int64, device=comm.device)
     flat = words.view(dtype)[:numel]
@@ -489,7 +509,13 @@ def merge_parts(comm: Comm, part: Tensor | None, start: int, numel: int, dtype: 
 
 
 def exchange_texts(comm: Comm, text: str, name: str) -> list[str]:
-    """Every rank's text, in rank order."""
+    """Return every rank's text, in rank order.
+
+    Args:
+        comm: the group of the ranks.
+        text: this rank's text.
+        name: for counts and messages.
+    """
     own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=comm.device)
     length = torch.tensor([float(own.numel())], dtype=torch.float64, device=comm.device)
     (longest,) = comm.max_scalars(length, name)
@@ -500,7 +526,7 @@ def exchange_texts(comm: Comm, text: str, name: str) -> list[str]:
 
 
 def take_over(states: EngineState) -> None:
-    """Make what the first rank has written into whole parameters everybody's, in the masters too. All ranks call it.
+    """Spread what the first rank has written into whole parameters to all ranks, in the masters too. All ranks call it.
 
     The first rank is rank 0; of a split layer's parts, and of a pipeline's stages, the first that holds them. A master
     keeps its precision where its parameter is unchanged.

@@ -1,4 +1,4 @@
-"""Whole parameters and the parts of them that ranks of a tensor-parallel group hold.
+"""Convert between whole parameters and the parts of them that ranks of a tensor-parallel group hold.
 
 Everything follows from a parameter's `ParamSplit`: here its rectangles become slices of tensors.
 
@@ -23,7 +23,13 @@ from shardwise.layout.tp_sharding import ParamSplit
 
 
 def shard_param(split: ParamSplit, index: int, whole: Tensor) -> Tensor:
-    """The local tensor of rank `index` of the tensor-parallel group; zero where it is padding."""
+    """Return the local tensor of one rank of the tensor-parallel group; zero where it is padding.
+
+    Args:
+        split: how the parameter is split.
+        index: of the rank in the group.
+        whole: of shape `split.global_shape`.
+    """
     if split.is_whole:
         return whole
     local = whole.new_zeros(split.local_shape)
@@ -33,14 +39,14 @@ def shard_param(split: ParamSplit, index: int, whole: Tensor) -> Tensor:
 
 
 def gather_param(split: ParamSplit, local: Tensor, comm: Comm, name: str, *, is_gradient: bool = False) -> Tensor:
-    """The whole tensor on every rank, from the ranks' local ones. All ranks of the group call it.
+    """Return the whole tensor on every rank, from the ranks' local ones. All ranks of the group call it.
 
     Args:
-        split: of the parameter.
-        local: this rank's tensor, or a gradient of it.
+        split: how the parameter is split.
+        local: this rank's tensor, or a gradient of it, of shape `split.local_shape`.
         comm: the tensor-parallel group.
         name: for counts and messages.
-        is_gradient: what ranks share is summed, where their gradients are parts of one.
+        is_gradient: whether to sum what ranks share, where their gradients are parts of one.
     """
     shares = split.shares(comm.rank)
     if comm.world_size == 1 or (split.is_whole and not (is_gradient and split.is_partial)):
@@ -58,9 +64,15 @@ def gather_param(split: ParamSplit, local: Tensor, comm: Comm, name: str, *, is_
 
 
 def settle(split: ParamSplit, local: Tensor, comm: Comm, name: str) -> None:
-    """Let a local tensor that somebody has written be one of a whole, in place: all ranks of the group call it.
+    """Make a local tensor that was written consistent across the group, in place. All ranks of the group call it.
 
-    What ranks share becomes what its owner has, and padding zero.
+    What ranks share becomes what its owner has, and padding becomes zero.
+
+    Args:
+        split: how the parameter is split.
+        local: this rank's tensor, of shape `split.local_shape`.
+        comm: the tensor-parallel group.
+        name: for counts and messages.
     """
     if comm.world_size == 1 or local.numel() == 0:
         return
@@ -76,7 +88,13 @@ def settle(split: ParamSplit, local: Tensor, comm: Comm, name: str) -> None:
 
 
 def owned_part(split: ParamSplit, index: int, local: Tensor) -> Tensor:
-    """A gradient in which what is the sum of the sharers' stands on the owner alone, and the others have zero."""
+    """Return a local gradient with zeros where the sum of the sharers' gradients counts on another rank.
+
+    Args:
+        split: how the parameter is split.
+        index: of the rank in the tensor-parallel group.
+        local: the gradient, of shape `split.local_shape`.
+    """
     shares = [share for share in split.shares(index) if share.is_summed and not share.is_owned_by(index)]
     if not shares:
         return local

@@ -1,4 +1,4 @@
-"""A unit at run time: the groups of one module, and what happens to the module, told by its hooks."""
+"""A unit at run time holds the parameter groups of one module and reacts to the module's hooks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.zero.param_group import ParamGroup
 
 
 class UnitObserver(Protocol):
-    """What a unit tells of itself; `shardwise.zero.sharding_state.ShardingState` listens."""
+    """Receives a unit's events; implemented by `shardwise.zero.sharding_state.ShardingState`."""
 
     timeline: Timeline
     is_serving: bool
@@ -40,11 +40,11 @@ class UnitObserver(Protocol):
 
 
 class Unit:
-    """The groups of one module, and its events.
+    """Holds the groups of one module, and handles the module's events.
 
     Args:
-        name: of the module.
-        driver: of the engine; it sets `groups`, those of the trainable and of the frozen parameters.
+        name: the module's name.
+        sharding: the engine's sharding state; it sets `groups`, those of the trainable and of the frozen parameters.
     """
 
     def __init__(self, name: str, sharding: UnitObserver) -> None:
@@ -60,18 +60,18 @@ class Unit:
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether a backward has begun and not ended."""
+        """Say whether a backward has begun and not ended."""
         return self._backward_start_s is not None
 
     @property
     def used_groups(self) -> tuple[ParamGroup, ...]:
-        """Those whose parameters the stage uses that computes now."""
+        """Return the groups whose parameters the computing stage uses."""
         if self.stage is None:
             return self.groups
         return tuple(group for group in self.groups if self.stage in group.spec.stages)
 
     def wait(self) -> None:
-        """Have the parameters present."""
+        """Make the parameters available."""
         for group in self.used_groups:
             group.wait()
 
@@ -87,12 +87,12 @@ class Unit:
             group.prefetch()
 
     def reshard(self) -> None:
-        """Release the parameters where they rest as shards."""
+        """Release the parameters that are stored as shards."""
         for group in self.groups:
             group.reshard()
 
     def before_forward(self) -> None:
-        """Have the parameters present, and the next unit's on their way."""
+        """Make the parameters available, and start to gather the next unit's."""
         self._sharding.enter_forward(self)
         self.wait()
         for group in self.used_groups:
@@ -101,7 +101,7 @@ class Unit:
         self._forward_start_s = self._sharding.timeline.now()
 
     def after_forward(self, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
-        """Release what the backward does not follow on at once."""
+        """Release the parameters unless the backward follows at once."""
         self._sharding.timeline.add(ActionKind.FORWARD, self.name, self._forward_start_s)
         if backward_follows is False:
             backward_follows = self._settle(deferred(outputs))
@@ -113,10 +113,10 @@ class Unit:
         self._sharding.on_forward_end(self, backward_follows)
 
     def _settle(self, outputs: Sequence[DeferredTensor]) -> bool | None:
-        """Compute outputs while the parameters are present; within an engine's call leave them to the loss.
+        """Compute deferred outputs while the parameters are present; within an engine's call leave them to the loss.
 
         Returns:
-            what to take for `backward_follows` from then on.
+            the value to use for `backward_follows` from then on.
         """
         if outputs and self._sharding.is_serving:
             return None
@@ -125,12 +125,12 @@ class Unit:
         return False
 
     def expect_input_gradients(self, are_tracked: bool) -> None:
-        """The backward is not over before the inputs of this forward have their gradients, if that can be told."""
+        """Note a forward: the backward ends only after its inputs have their gradients, if they are tracked."""
         self._num_awaited_inputs += are_tracked
         self._has_untracked_forward |= not are_tracked
 
     def set_aside(self) -> tuple[int, bool]:
-        """Forget the forwards so far, whose backwards come later; returns what `take_up` wants before theirs."""
+        """Forget the forwards so far, whose backwards come later; return what `take_up` needs before them."""
         aside = self._num_awaited_inputs, self._has_untracked_forward
         self._num_awaited_inputs, self._has_untracked_forward = 0, False
         return aside
@@ -140,7 +140,7 @@ class Unit:
         self._num_awaited_inputs, self._has_untracked_forward = aside
 
     def before_backward(self) -> None:
-        """Have the parameters present, and the previous unit's on their way."""
+        """Make the parameters available, and start to gather the previous unit's."""
         begins = not self.is_in_backward
         if begins:
             self._sharding.enter_backward(self)
@@ -155,7 +155,7 @@ class Unit:
             self._sharding.on_backward(self)
 
     def after_input_gradients(self) -> None:
-        """The inputs of one forward have their gradients."""
+        """Note that the inputs of one forward have their gradients."""
         self._num_awaited_inputs -= 1
         self._has_all_inputs = self._num_awaited_inputs == 0 and not self._has_untracked_forward
         if self._has_all_inputs:
@@ -165,8 +165,8 @@ class Unit:
     def close_if_done(self) -> None:
         """End the backward once nothing can need the data.
 
-        That is when the inputs of all forwards have their gradients, since autograd runs the newest nodes first; where
-        inputs cannot be watched, when every parameter has its gradient and none of them is frozen.
+        That is when the inputs of all forwards have their gradients, since autograd runs the newest nodes first. Where
+        inputs cannot be watched, it is when every parameter has its gradient and none of them is frozen.
         """
         is_complete = all(group.grads is not None and group.grads.is_complete for group in self.groups)
         if self.name != ROOT and (self._has_all_inputs or (is_complete and self._num_awaited_inputs <= 0)):
