@@ -1,4 +1,4 @@
-"""When a run saves, what it adds to its checkpoints, and how it goes on from one. On every rank alike."""
+"""Decides when a run saves, adds its position in the data to checkpoints, and resumes from one, on every rank."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ log = logging.getLogger("shardwise")
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run goes on from.
+    """The checkpoint that a run goes on from.
 
     Attributes:
-        path: the checkpoint.
-        step: its own.
-        notes: what a user should know of it, a line each.
+        path: the checkpoint's folder.
+        step: number of steps that were taken when it was saved.
+        notes: what a user should know about it, a line each.
     """
 
     path: Path
@@ -35,13 +35,13 @@ class Resumed:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """What checkpoints a run leaves behind.
+    """The checkpoints that a run has saved when it ends.
 
     Attributes:
         root: the folder that they are in.
-        num_checkpoints: in it, of earlier runs too.
-        newest: of this run.
-        num_bytes: of the newest.
+        num_checkpoints: how many the folder holds, those of earlier runs included.
+        newest: this run's newest checkpoint.
+        num_bytes: its size on disk.
     """
 
     root: Path
@@ -54,8 +54,8 @@ class RunCheckpoints:
     """Saves a run's states into one folder.
 
     Args:
-        trainer: of the run.
-        root: the folder.
+        trainer: the run's trainer.
+        root: the folder of its checkpoints.
     """
 
     def __init__(self, trainer: Trainer, root: Path) -> None:
@@ -65,7 +65,7 @@ class RunCheckpoints:
         self._saved_step: int | None = None
 
     def resume(self, source: Path) -> Resumed:
-        """Go on from the newest whole checkpoint in `source`; later ones in this run's folder are set aside.
+        """Go on from the newest whole checkpoint in `source`; rename later ones in this run's folder out of the way.
 
         Raises:
             CheckpointError: none is whole, it does not fit, or it was trained on other data.
@@ -89,22 +89,22 @@ class RunCheckpoints:
         return Resumed(report.path, report.step, tuple(notes))
 
     def is_due(self, step: int) -> bool:
-        """Whether this step, just taken, is saved."""
+        """Say whether this step, which was just taken, is to be saved."""
         if step == self._saved_step:
             return False
         every = self._config.every
         return (every is not None and step % every == 0) or (self._config.at_end and self.is_last(step))
 
     def is_last(self, step: int) -> bool:
-        """Whether no other step follows."""
+        """Say whether no other step follows this one."""
         return self._trainer.was_stopped or step >= self._trainer.config.run.steps
 
     def waits(self, step: int) -> bool:
-        """Whether the save of this step holds the run up. The last is written straight from the states, uncopied."""
+        """Say whether training waits for the save of this step. The last is written from the states, without a copy."""
         return self.is_last(step) or not self._config.background or saves_from_files(self._trainer.engine.layout)
 
     def save(self, step: int) -> None:
-        """Save this step, the engine's present one.
+        """Save the state after step `step`, the engine's last one.
 
         Raises:
             CheckpointError: as `Engine.save`.
@@ -120,7 +120,7 @@ class RunCheckpoints:
         )
 
     def finish(self) -> SavedCheckpoint | None:
-        """Wait for the save under way, and say on rank 0 what this run has left; None where it has saved nothing.
+        """Wait for the save in progress, and return what this run has saved; None if nothing, and on ranks but 0.
 
         Raises:
             CheckpointError: it could not be written.
@@ -134,13 +134,13 @@ class RunCheckpoints:
 
 
 def saves_from_files(layout: Layout) -> bool:
-    """Whether what a checkpoint keeps rests on NVMe, so that every save holds up training."""
+    """Say whether states that a checkpoint holds are stored on NVMe, so that training waits for every save."""
     groups = layout.model_groups
     return any((each.tiers.optimizer if each.trainable else each.tiers.params) == "nvme" for each in groups)
 
 
 def checkpoint_root(config: Config, folder: Path) -> Path:
-    """Where the checkpoints of a run in `folder` are."""
+    """Return the folder of the checkpoints of a run in `folder`."""
     path = config.checkpoint.path
     return folder / FOLDER_NAME if path is None else Path(path).expanduser()
 
@@ -149,11 +149,11 @@ def make_root(config: Config, source: Path | None) -> None:
     """Make the folder that `checkpoint.path` names, so that a run that could not save does not start.
 
     Args:
-        config: of the run.
+        config: the run's config.
         source: as for `refuse_foreign_checkpoints`.
 
     Raises:
-        ConfigError: it holds checkpoints of another run, or it cannot be made or written to.
+        ConfigError: the folder holds checkpoints of another run, or it cannot be made or written to.
     """
     refuse_foreign_checkpoints(config, source)
     path = config.checkpoint.path
@@ -172,14 +172,14 @@ def make_root(config: Config, source: Path | None) -> None:
 
 
 def refuse_foreign_checkpoints(config: Config, source: Path | None) -> None:
-    """Raise where a run would save among the checkpoints of another, which it does not go on from.
+    """Raise if a run would save among the checkpoints of another run that it does not go on from.
 
     Args:
-        config: of the run.
-        source: the checkpoint that it goes on from, or the folder of some; None where it starts afresh.
+        config: the run's config.
+        source: the checkpoint that it goes on from, or a folder of checkpoints; None where it starts afresh.
 
     Raises:
-        ConfigError: naming the newest of them.
+        ConfigError: `checkpoint.path` holds checkpoints of another run; it names the newest.
     """
     path = config.checkpoint.path
     if path is None:

@@ -1,4 +1,4 @@
-"""What a run says of its tiers: which states rest where, how fast the disk is, what its steps will wait for.
+"""Writes a run's notes about tiers (which states are stored where, how fast the disk is) and about its pipeline.
 
 >>> from shardwise.offload.disk_bench import SwapSpeed
 >>> print(speed_line(SwapSpeed("/nvme", 2**27, True, 2e9, 1.5e9), step_s=3.25, passes_s=0.5, is_cuda=True))
@@ -32,7 +32,7 @@ log = logging.getLogger("shardwise")
 
 
 def tiers_line(layout: Layout) -> str:
-    """Bytes of rank 0's states by tier; empty where all rest on the device.
+    """Return the bytes of rank 0's states by tier as text; empty where all are stored on the device.
 
     >>> from torch import nn
     >>> from shardwise.config.resolve import Config
@@ -53,13 +53,13 @@ def tiers_line(layout: Layout) -> str:
 
 
 def measure_disk(engine: Engine, rank: int) -> str:
-    """Measure the disk of the states on NVMe, in less than a second, and say what it means for a step; else empty.
+    """Measure the disk that stores states and return what it means for a step; empty without states on NVMe.
 
-    Every rank calls it at the same time, so that each finds its part of a disk that several share.
+    It takes less than a second. Every rank calls it at the same time, so each measures its share of a common disk.
 
     Args:
-        engine: about to train.
-        rank: of this process.
+        engine: the engine, before its first step.
+        rank: this process's rank.
     """
     path = engine.config.tiers.nvme_path
     if path is None or "nvme" not in engine.layout.bytes_by_tier():
@@ -80,13 +80,13 @@ def measure_disk(engine: Engine, rank: int) -> str:
 
 
 def speed_line(speed: SwapSpeed, step_s: float, passes_s: float, is_cuda: bool) -> str:
-    """What was measured, and the time that the disk works in a step.
+    """Return a line with the disk's measured speed and the time that it works in each step.
 
     Args:
-        speed: of this rank.
-        step_s: for the optimizer's sweep.
-        passes_s: for the forwards and backwards.
-        is_cuda: whether GPUs train; a CPU takes so long that a slower disk does.
+        speed: the disk's speed as this rank measured it.
+        step_s: seconds of disk work for the optimizer step.
+        passes_s: seconds of disk work for the forwards and backwards.
+        is_cuda: whether GPUs train; a CPU is so slow that a slower disk is enough.
     """
     rates = f"reads {speed.read_bytes_per_s / 1e9:.2f} GB/s and writes {speed.write_bytes_per_s / 1e9:.2f} GB/s a rank"
     is_slow = is_cuda and min(speed.read_bytes_per_s, speed.write_bytes_per_s) < USEFUL_BYTES_PER_S
@@ -101,7 +101,7 @@ def _duration(seconds: float) -> str:
 
 
 def plan_note(trainer: Trainer) -> str:
-    """The table of the cut and the schedule's promise; empty without a pipeline."""
+    """Return the table of the pipeline's stages and the schedule's predicted bubble; empty without a pipeline."""
     config = trainer.config
     if config.mesh.pp == 1:
         return ""
@@ -110,7 +110,7 @@ def plan_note(trainer: Trainer) -> str:
 
 
 def schedule_line(config: Config) -> str:
-    """The schedule of a config, with the bubble that its formula gives."""
+    """Return a line that names the config's schedule and the bubble that its formula gives."""
     num_micro_batches, num_stages = config.batch.accumulation or 1, _stages_per_rank(config)
     stages = f" x {num_stages} stages" if num_stages > 1 else ""
     micro_batches = "1 micro-batch" if num_micro_batches == 1 else f"{num_micro_batches} micro-batches"
@@ -122,9 +122,9 @@ def schedule_line(config: Config) -> str:
 
 
 def measured_note(trainer: Trainer) -> str:
-    """The bubble of the last step beside that of the formula for the times measured; all ranks call it.
+    """Return a line with the last step's bubble and the one that the formula gives for the measured times.
 
-    Empty without a pipeline, and where this run has taken no step.
+    All ranks call it. The line is empty without a pipeline, and where this run has taken no step.
     """
     engine = trainer.engine
     if engine.layout.pipeline is None or engine.num_steps == trainer.first_step:
@@ -136,10 +136,10 @@ def measured_note(trainer: Trainer) -> str:
 
 
 def measured_share(actions: Sequence[TimedAction]) -> float:
-    """The share of its span in which the rank with the longest one stands still.
+    """Return the bubble of the rank with the longest span, as a share of that span.
 
     Args:
-        actions: of all ranks of a pipeline.
+        actions: timed actions of all ranks of a pipeline.
     """
     spans_s = {each.rank: rank_span_s(actions, each.rank) for each in actions}
     longest = max(spans_s, key=spans_s.__getitem__)
@@ -147,7 +147,7 @@ def measured_share(actions: Sequence[TimedAction]) -> float:
 
 
 def _formula_share(config: Config, times: OpTimes) -> float | None:
-    """The bubble as a share of a rank's span; None where there is no formula."""
+    """Return the formula's bubble as a share of a rank's span; None where there is no formula."""
     costs_s = times.forward_s, times.backward_input_s, times.backward_weight_s
     num_micro_batches = config.batch.accumulation or 1
     try:

@@ -1,7 +1,7 @@
-"""The text to train on: a file, a folder, JSONL, or the source of Python's own standard library.
+"""Reads the text to train on: a file, a folder, JSONL, or the source of Python's own standard library.
 
 `open_corpus` lists files and reads none; `read_pieces` streams their text, a piece at a time, whatever the
-size of a file. Not here: tokens (`tokenizer`, `prepare`).
+size of a file. Tokens are made elsewhere (`tokenizer`, `prepare`).
 
 >>> corpus = open_corpus(DataConfig())
 >>> tally = CorpusCounts()
@@ -29,7 +29,7 @@ from shardwise.config.resolve import ConfigError, DataConfig
 PIECE_CHARS = 1 << 18
 STDLIB_BYTES = 12_000_000
 STDLIB_FILE_BYTES = 500_000
-# Other people's packages, tests and their data, generated tables and generated help.
+# Excludes installed packages, tests and their data, generated tables and generated help.
 _STDLIB_EXCLUDED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
 )
@@ -38,7 +38,7 @@ _JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file of the corpus as its folder lists it; `name` is what messages call it."""
+    """A file of the corpus as its folder lists it; messages call it `name`."""
 
     path: Path
     name: str
@@ -62,11 +62,11 @@ class Corpus:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on disk of all files."""
+        """Return the bytes of all files on disk."""
         return sum(file.num_bytes for file in self.files)
 
     def fingerprint(self) -> str:
-        """A hash of every file's path, size and times of change, and of `text_key`.
+        """Return a hash of every file's path, size and times of change, and of `text_key`.
 
         A program that writes to a file may set the time of its content back (mtime), but not that of its entry (ctime).
         """
@@ -78,7 +78,7 @@ class Corpus:
 
 
 class CorpusChunk(NamedTuple):
-    """A whole document or, of a document longer than PIECE_CHARS, a part that ends at a line where it can."""
+    """A whole document, or a part of a document longer than PIECE_CHARS; a part ends at a line end where it can."""
 
     text: str
     ends_document: bool
@@ -86,7 +86,7 @@ class CorpusChunk(NamedTuple):
 
 @dataclass
 class CorpusCounts:
-    """What `read_pieces` has read, in documents, in bytes of UTF-8 text and in bytes of the files."""
+    """Counts what `read_pieces` has read: documents, bytes of UTF-8 text, bytes of the files, and files skipped."""
 
     num_documents: int = 0
     num_text_bytes: int = 0
@@ -158,7 +158,7 @@ def read_pieces(corpus: Corpus, tally: CorpusCounts) -> Iterator[CorpusChunk]:
 
 
 def sample_texts(corpus: Corpus, num_bytes: int) -> Iterator[str]:
-    """About `num_bytes` of the corpus in pieces spread evenly over it; all of it where it is smaller."""
+    """Yield about `num_bytes` of the corpus in pieces spread evenly over it; all of it where it is smaller."""
     tally, num_taken, num_all = CorpusCounts(), 0, corpus.num_bytes
     for text, _ in read_pieces(corpus, tally):
         if num_taken * num_all < num_bytes * tally.num_read_bytes:
@@ -184,7 +184,7 @@ def _standard_library(text_key: str) -> Corpus:
 
 
 def _list_folder(root: Path, exclude: Collection[Path | str]) -> list[TextFile]:
-    """Every file below `root`, sorted, without hidden ones and folders in `exclude` (by name or path)."""
+    """List every file below `root`, sorted, without hidden ones and folders in `exclude` (by name or path)."""
     files = []
     for folder, subfolders, names in os.walk(root, onerror=lambda error: _refuse_unreadable(root, error)):
         here = Path(folder)
@@ -208,7 +208,7 @@ def _text_file(path: Path, name: str) -> TextFile:
 
 
 def _documents(file: TextFile, corpus: Corpus, tally: CorpusCounts) -> Iterator[Iterable[str]]:
-    """The documents of a file, each as blocks of text: one of a text file, one for every line of JSONL."""
+    """Yield the documents of a file, each as blocks of text: one for a text file, one for every line of JSONL."""
     if file.is_jsonl:
         yield from _jsonl_documents(file, corpus.text_key, tally)
         return
@@ -227,7 +227,7 @@ def _documents(file: TextFile, corpus: Corpus, tally: CorpusCounts) -> Iterator[
 
 
 def _text_blocks(path: Path, tally: CorpusCounts) -> Iterator[str]:
-    """The file's text a block at a time; a zero byte, valid UTF-8 but never text, counts as undecodable."""
+    """Yield the file's text a block at a time; a zero byte, valid UTF-8 but never text, counts as undecodable."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     with path.open("rb") as file:
         while block := file.read(PIECE_CHARS):

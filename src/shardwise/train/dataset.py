@@ -1,9 +1,9 @@
-"""Token shards on disk, read as fixed-length sequences in an order that no rank has to agree on.
+"""Reads token shards as fixed-length sequences, in an order that every rank computes without communication.
 
-A shard is a folder: `tokens.bin` (every token of every document, uint16 or uint32), `tokens.crc` (a CRC-32 for each
-64 KiB of it), `documents.bin` (uint64, where each document starts), `tokenizer.json` and `index.json` (`ShardIndex`),
-which holds hashes of the others. Tokens are checked when they are first read. Which sequence a sample is depends on
-(seed, sample index) alone, so a run can go on at another world size. Not here: writing shards (`prepare`).
+A token shard is a folder: `tokens.bin` (all tokens of all documents, uint16 or uint32), `tokens.crc` (a CRC-32 for
+each 64 KiB of it), `documents.bin` (uint64, where each document starts), `tokenizer.json` and `index.json`
+(`ShardIndex`), which holds hashes of the others. Tokens are checked when they are first read. Which sequence a sample
+is depends on (seed, sample index) alone, so a run can go on at another world size. `prepare` writes token shards.
 
 >>> [sample_order(seed=0, index=index, num_sequences=5) for index in range(10)]  # two epochs
 [2, 0, 4, 3, 1, 2, 0, 4, 1, 3]
@@ -40,10 +40,10 @@ NotNegative = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class ShardIndex(BaseModel):
-    """What `index.json` says.
+    """The fields of a token shard's `index.json`.
 
     Attributes:
-        num_bytes: of UTF-8 text.
+        num_bytes: bytes of UTF-8 text that the tokens stand for.
         tokens_hash: blake2b of `tokens.bin`, which names the data in checkpoints.
         hashes: blake2b of each other file of the shard, by name.
     """
@@ -91,8 +91,8 @@ def read_index(path: Path, checks_documents: bool = True) -> ShardIndex:
     """Read the index of the shard in folder `path`, and check every file of it but the tokens.
 
     Args:
-        path: of the folder.
-        checks_documents: read all of `documents.bin`, which has 8 bytes for each: one rank of a machine is enough.
+        path: the shard's folder.
+        checks_documents: also hash `documents.bin` (8 bytes a document); one rank of a machine is enough.
 
     Raises:
         ConfigError: the shard is missing, not whole or damaged.
@@ -135,13 +135,13 @@ def _damaged(path: Path, reason: str) -> ConfigError:
 
 
 class TokenDataset:
-    """A range of a shard's tokens, memory-mapped, as sequences that follow one another.
+    """Reads a range of a shard's tokens, memory-mapped, as consecutive sequences.
 
     Args:
         path: folder of the shard.
         start: first token of the range.
         stop: end of the range; the shard's end by default.
-        index: of the shard, where it has been read.
+        index: the shard's index, where it has been read already.
 
     Raises:
         ConfigError: the shard is missing or not whole; from reading, the tokens read are not those that were written.
@@ -162,11 +162,11 @@ class TokenDataset:
         return len(self._range)
 
     def num_sequences(self, seq_len: int) -> int:
-        """Whole sequences of `seq_len` tokens whose targets, one token further on, are there too."""
+        """Return how many whole sequences of `seq_len` tokens there are; the targets, one token on, count too."""
         return max(0, (self.num_tokens - 1) // seq_len)
 
     def sample(self, index: int, seq_len: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Sequence `index` as views of the map: tokens [seq_len], and targets [seq_len] one token on."""
+        """Return sequence `index` as views of the map: tokens [seq_len], and targets [seq_len] one token on."""
         if not 0 <= index < self.num_sequences(seq_len):
             raise IndexError(f"sequence {index} of {self.num_sequences(seq_len)} with {seq_len} tokens each")
         tokens = self.read(index * seq_len, (index + 1) * seq_len + 1)
@@ -187,11 +187,11 @@ class TokenDataset:
 
 
 def sample_order(seed: int, index: int, num_sequences: int) -> int:
-    """Which sequence sample `index` of the run is; an epoch of `num_sequences` samples visits each once.
+    """Return which sequence sample `index` of the run is; an epoch of `num_sequences` samples visits each once.
 
-    The permutation is a Feistel network over a grid of rows x columns that just holds `num_sequences` cells;
-    what falls on a cell too many goes through again (cycle walking). It takes no memory, whatever the size of
-    the data.
+    Each epoch has its own permutation, drawn from `seed`: a Feistel network over a grid of rows x columns that just
+    holds `num_sequences` cells; a position that falls on a spare cell goes through again (cycle walking). It takes no
+    memory, whatever the size of the data.
     """
     epoch, position = divmod(index, num_sequences)
     rows = math.isqrt(num_sequences - 1) + 1
@@ -208,7 +208,7 @@ def sample_order(seed: int, index: int, num_sequences: int) -> int:
 
 
 def _mix(value: int) -> int:
-    """64 bits, half of which change with any bit of `value` (splitmix64; Steele et al. 2014, Figure 17)."""
+    """Return 64 bits, half of which change with any bit of `value` (splitmix64; Steele et al. 2014, Figure 17)."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -216,7 +216,7 @@ def _mix(value: int) -> int:
 
 
 def sample_positions(batch: BatchConfig, data_rank: int, num_data_ranks: int) -> list[range]:
-    """Which positions of the global batch are this data rank's rows, a range for every micro-batch.
+    """Return the positions of the global batch that are this data rank's rows, a range for every micro-batch.
 
     Position = (micro-batch x num_data_ranks + data_rank) x micro_size + row: all ranks' first micro-batches
     come first. So the same `micro_size` positions make a micro-batch, whatever ranks and accumulation share
@@ -253,15 +253,15 @@ def batches_for_step(
     seed: int,
     seq_len: int,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """This data rank's micro-batches of one optimizer step: one (tokens, targets) for each accumulation.
+    """Return this data rank's micro-batches of one optimizer step: one (tokens, targets) for each accumulation.
 
     Args:
-        dataset: where the sequences are.
+        dataset: the split that the sequences come from.
         first: the run's samples before this step; with a constant batch, `step * global_size`, steps counted from 0.
-        batch: resolved.
+        batch: the resolved batch sizes.
         data_rank: this rank's place among the data ranks; the ranks of one pp x tp x cp cell share it.
-        num_data_ranks: how many share the global batch.
-        seed: of the order.
+        num_data_ranks: how many data ranks share the global batch.
+        seed: the seed of the order.
         seq_len: tokens a sequence.
 
     Returns:
@@ -290,11 +290,10 @@ def _stack(rows: Sequence[NDArray[Any]]) -> torch.Tensor:
 
 
 def split_point(document_starts: NDArray[Any], num_tokens: int, *, val_fraction: float, seq_len: int) -> int:
-    """The first held-out token: training takes what is before it, the held-out split the rest.
+    """Return the first held-out token: training takes the tokens before it, the held-out split those from it on.
 
     The held-out split has about `val_fraction` of the tokens, and each split at least one sequence with its
-    targets. The cut is at the start of a document where one is near, else within a document (a single long
-    text).
+    targets. The cut is at the start of a document where one is near, else within a document (a single long text).
 
     >>> split_point(np.array([0, 40, 88, 94]), 100, val_fraction=0.1, seq_len=4)
     88

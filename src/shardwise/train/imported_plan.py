@@ -1,4 +1,4 @@
-"""The strategy of a config that is to be explained, not searched: ours, DeepSpeed's or Megatron's."""
+"""Reads the strategy that a given config describes (ours, DeepSpeed's or Megatron's), so that it can be priced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwise.train.setup import check_job, job_config
 
 @dataclass(frozen=True, kw_only=True)
 class ImportedPlan:
-    """A job and how it is split."""
+    """A job, the strategy that splits it, and notes about what was read."""
 
     job: PlanJob
     strategy: Strategy
@@ -41,12 +41,14 @@ def read_explained(
     Args:
         source: the path of our TOML or a run's config.json, of DeepSpeed's JSON or a script of Megatron's flags; or the
             flags themselves.
-        model: where the config names none.
-        seq_len, global_batch: instead of the config's.
-        settings: `section.key=value`, over the config's.
+        model: a preset or a model's config, for a config that names no model.
+        cluster: the machines that the job is priced for.
+        seq_len: tokens a sequence; None takes the config's.
+        global_batch: sequences a step; None takes the config's.
+        settings: `section.key=value`, which override the config's values.
 
     Raises:
-        ConfigError: the file is wrong, names no model, or cannot be split so over the cluster.
+        ConfigError: the file is wrong, names no model, or its strategy does not fit the cluster.
     """
     if is_config(source):
         given = [*_given(seq_len, global_batch), *settings]
@@ -79,7 +81,7 @@ def _of_settings(
     sizes: tuple[int | None, int | None],
     settings: Sequence[str],
 ) -> ImportedPlan:
-    """Of a strategy by our config's keys; a batch that is left open is one micro-batch for each rank."""
+    """Return the plan of an imported job; a batch that is left open is one micro-batch for each rank."""
     seq_len, global_batch = sizes[0] or imported.seq_len, sizes[1] or imported.global_batch
     strategy = _strategy(imported, cluster, global_batch, settings)
     asked: PlanRequest = ask(model, cluster, seq_len=seq_len, global_batch=strategy.global_batch)
@@ -98,7 +100,7 @@ def _strategy(
 
 
 def named_batch(source: str, num_gpus: int) -> int | None:
-    """Sequences of a step by a config, ours or another tool's, on so many GPUs; None where it says none.
+    """Return the sequences a step that a config, ours or another tool's, has on so many GPUs; None where it says none.
 
     Raises:
         ConfigError: the file is wrong.
@@ -115,14 +117,14 @@ def named_batch(source: str, num_gpus: int) -> int | None:
 
 
 def strategy_for(source: str, job: PlanJob) -> Strategy:
-    """How a config would split a job; of the config only that is read.
+    """Return the strategy by which a config would split a job; nothing else of the config is read.
 
     Args:
         source: as for `read_explained`.
-        job: that is planned.
+        job: the job that is planned.
 
     Raises:
-        ConfigError: the file is wrong, or cannot be split so over the job's cluster.
+        ConfigError: the file is wrong, or its strategy does not fit the job or its cluster.
     """
     if is_config(source):
         device = "cpu" if job.cluster.gpu.is_cpu else "cuda"

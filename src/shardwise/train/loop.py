@@ -1,7 +1,7 @@
-"""The training loop of one rank: steps, evaluation, a sample of text. Every rank of the world calls it alike.
+"""Runs the training loop of one rank: steps, evaluation, a sample of text. Every rank makes the same calls.
 
-It prints nothing and writes nothing: what it finds are values, which rank 0 shows and keeps. Not here: processes,
-folders and exit codes (`run`, `job`).
+It prints nothing and writes nothing: it returns values, which rank 0 shows and keeps. Processes, folders and exit
+codes are the work of `run` and `setup`.
 
     trainer = build_trainer(config, data)
     for record in trainer.steps(should_stop, announce=print):
@@ -53,9 +53,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class BytesAtRest:
-    """Bytes of one state between steps on rank 0: as the Layout predicts them, and as the ledger found them.
+    """Bytes of one state between steps on rank 0: as the Layout predicts them, and as the memory tracker counts them.
 
-    On NVMe no ledger counts them.
+    The tracker does not count states on NVMe.
     """
 
     name: str
@@ -64,15 +64,15 @@ class BytesAtRest:
 
 
 class Trainer:
-    """A model, its data and its engine, from the first step to the last.
+    """Trains a model on its data, from the first step to the last.
 
     Args:
-        engine: around a decoder; its config is resolved.
-        data: opened on this rank.
+        engine: the engine of a decoder; its config is resolved.
+        data: the data, opened on this rank.
 
     Attributes:
-        peak: of the last step that was metered.
-        told_rank: the highest rank that was told to stop, if any was.
+        peak: the memory of the last step that was metered.
+        told_rank: the highest rank that was asked to stop; None if none was.
     """
 
     def __init__(self, engine: Engine, data: PreparedData) -> None:
@@ -86,24 +86,24 @@ class Trainer:
 
     @property
     def config(self) -> Config:
-        """Resolved."""
+        """Return the engine's config, which is resolved."""
         return self.engine.config
 
     @property
     def decoder(self) -> Decoder:
-        """The model inside the engine."""
+        """Return the model inside the engine."""
         model = self.engine.model
         assert isinstance(model, Decoder), f"a Trainer trains a Decoder, not a {type(model).__name__}"
         return model
 
     @property
     def was_stopped(self) -> bool:
-        """Whether the ranks agreed to stop before the last step."""
+        """Say whether the ranks agreed to stop before the last step."""
         return self._was_stopped
 
     @property
     def first_step(self) -> int:
-        """How many steps were taken before this run: 0, or those of the checkpoint that it goes on from."""
+        """Return how many steps were taken before this run: 0, or those of the checkpoint that it goes on from."""
         return self._first_step
 
     def steps(
@@ -115,8 +115,8 @@ class Trainer:
         """Take the steps that are left and yield a record of each, until the last one or until some rank should stop.
 
         Args:
-            should_stop: asked on every rank after each step.
-            announce: told what is done besides steps.
+            should_stop: called on every rank after each step.
+            announce: called with a few words on work other than steps.
             after_step: called on every rank with the number of a step that was taken, before anything is evaluated.
 
         Raises:
@@ -137,15 +137,15 @@ class Trainer:
             yield replace(record, eval_loss=eval_loss)
 
     def position(self) -> dict[str, Any]:
-        """Where in the data the run is, as JSON: samples taken, and which data they are of."""
+        """Return the run's position in the data, as JSON: the samples taken, and the hash of the data's tokens."""
         tokens_hash = self.data.train.index.tokens_hash
         return {"num_samples": self._num_samples(self.engine.num_steps), "tokens_hash": tokens_hash}
 
     def go_on_from(self, position: Mapping[str, Any]) -> None:
-        """Take the data up where `position` says, whatever the ranks and the batch were.
+        """Continue the data at `position`, whatever the ranks and the batch were.
 
         Raises:
-            CheckpointError: it is of other data, or of none.
+            CheckpointError: `position` is one in other data, or names no data.
         """
         own_hash = self.data.train.index.tokens_hash
         if position.get("tokens_hash") != own_hash:
@@ -157,7 +157,7 @@ class Trainer:
         self._first_step, self._num_samples_before = self.engine.num_steps, int(position["num_samples"])
 
     def evaluate(self) -> float:
-        """The mean loss over `run.eval_batches` global batches of held-out data, the same in every layout."""
+        """Return the mean loss over `run.eval_batches` global batches of held-out data, the same in every layout."""
         num_batches = self._num_eval_sequences() // self._global_size()
         batches = itertools.chain.from_iterable(
             self._batches(self.data.val, number * self._global_size()) for number in range(num_batches)
@@ -165,7 +165,7 @@ class Trainer:
         return self.engine.eval_step(list(batches)).loss
 
     def unigram_loss(self) -> float:
-        """The loss that token frequencies alone reach on the tokens of `evaluate`."""
+        """Return the loss that token frequencies alone reach on the tokens of `evaluate`."""
         val, seq_len = self.data.val, self.config.data.seq_len
         order = [self._held_out_sequence(position) for position in range(self._num_eval_sequences())]
         targets = np.concatenate([val.sample(index, seq_len)[1] for index in order])
@@ -191,7 +191,7 @@ class Trainer:
         return Sample(tokenizer.decode(ids[: len(prompt_ids)]), tokenizer.decode(ids[len(prompt_ids) :]))
 
     def at_rest(self) -> list[BytesAtRest]:
-        """The states between steps, predicted and measured."""
+        """Return the bytes of each state between steps, predicted and measured."""
         by_tier = self.engine.layout.bytes_by_tier()
         live = {
             "device": self.engine.memory.snapshot().live_bytes,
@@ -209,12 +209,12 @@ class Trainer:
 
     @property
     def host(self) -> MemorySnapshot | None:
-        """Of the host tier until now; None where nothing rests off the device."""
+        """Return the memory of the host tier until now; None where all states are stored on the device."""
         is_away = self.engine.layout.bytes_by_tier().keys() - {"device"}
         return self.engine.tiers.memory.snapshot() if is_away else None
 
     def mfu(self, tokens_per_s: float) -> float | None:
-        """Model FLOPs utilisation: the share of the devices' dense peak; None where that is not known."""
+        """Return the model FLOPs utilisation, a share of the devices' dense peak; None where the peak is not known."""
         if self.engine.device.type != "cuda" or self.config.precision.param not in ("bf16", "fp16"):
             return None
         peak = peak_flops(torch.cuda.get_device_name(self.engine.device))
@@ -238,7 +238,7 @@ class Trainer:
         return _record(result, step_s, snapshot, is_metered)
 
     def _num_samples(self, num_steps: int) -> int:
-        """Samples that the run has taken after so many steps."""
+        """Return the samples that the run has taken after so many steps."""
         return self._num_samples_before + (num_steps - self._first_step) * self._global_size()
 
     def _batches(self, dataset: TokenDataset, first: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -254,7 +254,7 @@ class Trainer:
         )
 
     def _told_rank(self, is_told: bool) -> int | None:
-        """The highest rank that was told to stop, the same on all; None where none was."""
+        """Return the highest rank that was asked to stop, the same on all ranks; None where none was."""
         own = self._rank + 1 if is_told else 0
         value = torch.tensor([float(own)], dtype=torch.float64, device=self.engine.device)
         (highest,) = self.engine.comm.max_scalars(value, "stop")
@@ -266,7 +266,7 @@ class Trainer:
         return size
 
     def _num_eval_sequences(self) -> int:
-        """Whole global batches: as many as asked for, or as the held-out data fill without repeating, at least one."""
+        """Return the sequences of `run.eval_batches` batches, or of as many as the data fill; at least one batch."""
         global_size = self._global_size()
         there_are = self.data.val.num_sequences(self.config.data.seq_len) // global_size
         return global_size * min(self.config.run.eval_batches, max(1, there_are))
@@ -276,11 +276,11 @@ class Trainer:
 
 
 def build_trainer(config: Config, data: PreparedData) -> Trainer:
-    """Build the config's model, its weights drawn by parameter name, and shard it.
+    """Build the config's model, draw its weights by parameter name, and shard it.
 
     Args:
-        config: for the world that the process group holds.
-        data: opened on this rank; its tokenizer says how large the vocabulary is.
+        config: the config, for as many ranks as the process group has.
+        data: the data, opened on this rank; its tokenizer gives the size of the vocabulary.
 
     Raises:
         ConfigError: model, data and world do not fit each other.
@@ -304,7 +304,7 @@ def build_trainer(config: Config, data: PreparedData) -> Trainer:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """The dense bf16 FLOP/s of a device, fp16's where it has no bf16; None where the planner does not know it.
+    """Return a device's dense FLOP/s in bf16, or fp16 if it has no bf16; None for a device that the planner lacks.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3")
     989000000000000.0
@@ -336,7 +336,7 @@ _CHUNK_TOKENS = 1 << 22
 def unigram_loss(
     train_tokens: NDArray[np.unsignedinteger], held_out_tokens: NDArray[np.unsignedinteger], vocab_size: int
 ) -> float:
-    """Nats a held-out token, under token frequencies of the training split with add-one smoothing.
+    """Return nats a held-out token, under token frequencies of the training split with add-one smoothing.
 
     Args:
         train_tokens: [T] token ids; read in chunks, so it may be a memory map.

@@ -1,7 +1,7 @@
-"""The numbers of a run as files: a line of JSON a step, the same as TensorBoard events, and the last step's timeline.
+"""Writes a run's numbers to files: a line of JSON a step, TensorBoard events, and the last step's timeline.
 
-Not the display (`progress`) and not the log. A line is on its way to the disk before the next step begins, so a run
-that is killed keeps every step it took.
+The display is in `progress`. A line is given to the system before the next step begins, so a run that is killed keeps
+every step it took.
 
 >>> record = StepRecord(step=1, loss=8.25, count=4096, grad_norm=2.0, lr=1e-4, skipped=False, step_s=0.5,
 ...                     tokens_per_s=8192.0, memory_bytes={"parameters": 1024})
@@ -30,18 +30,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What is kept of one step; losses are nats a token, means over all ranks.
+    """The numbers that are kept of one step; losses are nats a token, means over all ranks.
 
     Attributes:
         step: its number, from 1.
         count: target tokens that counted, over all ranks.
-        grad_norm: before clipping.
-        skipped: an fp16 overflow left the parameters as they were.
-        step_s: of the whole step, reading the batch included.
-        tokens_per_s: of all ranks together.
-        memory_bytes: live on rank 0 after the step, by category.
-        peak_bytes: at the highest total within the step, by category, where it was measured.
-        eval_loss: on held-out data after this step, where it was evaluated.
+        grad_norm: the global gradient norm before clipping.
+        skipped: whether an fp16 overflow left the parameters as they were.
+        step_s: seconds of the whole step, reading the batch included.
+        tokens_per_s: tokens a second of all ranks together.
+        memory_bytes: bytes live on rank 0 after the step, by category.
+        peak_bytes: bytes at the highest total within the step, by category; None where it was not measured.
+        eval_loss: loss on held-out data after this step; None where it was not evaluated.
     """
 
     step: int
@@ -58,7 +58,7 @@ class StepRecord:
 
 
 def to_json_line(record: StepRecord) -> str:
-    """The record as one line of strict JSON: what is unknown is left out, what is not finite is null."""
+    """Return the record as one line of strict JSON: unknown values are left out; those that are not finite are null."""
     known = {key: value for key, value in asdict(record).items() if value is not None}
     return json.dumps({key: _finite(value) for key, value in known.items()}, allow_nan=False)
 
@@ -71,7 +71,7 @@ class MetricsWriter:
     """Writes `metrics.jsonl` and the folder `tensorboard` of a run, from its first step to its end.
 
     Args:
-        folder: of the run; it holds neither yet.
+        folder: the run's folder; it holds neither yet.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -81,7 +81,11 @@ class MetricsWriter:
         self._has_events = True
 
     def write(self, record: StepRecord) -> None:
-        """Write one step; OSError where the disk is full."""
+        """Write one step.
+
+        Raises:
+            OSError: the disk is full.
+        """
         self._lines.write(to_json_line(record) + "\n")
         self._lines.flush()
         if self._events is None and self._has_events:
@@ -106,7 +110,7 @@ class MetricsWriter:
         self.close()
 
     def _open_events(self) -> Any:
-        # Imported after the first step: nobody waits for it, and a run without tensorboard still has its lines.
+        # Imported after the first step, so that no step waits for it; a run without tensorboard still has its lines.
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:

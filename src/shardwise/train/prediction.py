@@ -1,7 +1,7 @@
-"""What the planner says of a run before its first step, beside what the run then measures; kept in the run's folder.
+"""Keeps in a run's folder what the planner predicted before the first step, and what the run then measured.
 
-Nothing here may end a run: what cannot be predicted is said in one line, and the run goes on. `shardwise plan --refit`
-reads the files of many runs and corrects the machine's profile by them.
+Nothing here may end a run: a prediction that fails is logged in one line, and the run goes on. `shardwise plan --refit`
+reads the files of many runs and corrects the machine's profile with them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardwise.train.loop import Trainer
 
 SCHEMA: Final = 1
 
-# The planner's categories by the ledger's. The ledger sees neither the device's context nor the allocator's rounding.
+# The planner's categories by the memory tracker's, which sees neither the device's context nor allocator rounding.
 _LEDGER: Final[Mapping[Category, tuple[str, ...]]] = MappingProxyType(
     {
         Category.PARAMETERS: ("params",),
@@ -56,7 +56,7 @@ _PART_OF: Final[Mapping[ActionKind, str]] = MappingProxyType(
         ActionKind.EVICT: "offload",
     }
 )
-# Where several are under way, the first counts: the others are hidden behind it.
+# Where several run at once, only the first one counts: it hides the others.
 _BY_RANK: Final = ("compute", "step", "data", "offload", "bubble")
 
 log = logging.getLogger("shardwise")
@@ -64,13 +64,13 @@ log = logging.getLogger("shardwise")
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """What a run took on rank 0.
+    """The memory and time of a run that were measured on rank 0.
 
     Attributes:
-        at_rest: bytes between steps by the ledger's category.
-        peak: bytes of the device at the highest moment.
+        at_rest: bytes between steps by the memory tracker's category.
+        peak: bytes of the device at its peak, by the same category.
         parts: seconds of a step by part; empty where no step was timed.
-        step_s: the median of the steps that no meter slowed; None where there is none.
+        step_s: the median seconds of the steps that no meter slowed; None where there is none.
     """
 
     at_rest: Mapping[str, int]
@@ -81,12 +81,15 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """What the planner says of rank 0, in the ledger's categories and the timeline's parts.
+    """The planner's prediction for rank 0, in the memory tracker's categories and the timeline's parts.
 
     Attributes:
-        parts: seconds of a step; empty where nothing is known of this machine's speed.
-        low_s, high_s: between which the step's time is expected.
-        note: what would make it better.
+        at_rest: bytes between steps by category.
+        peak: bytes of the device at its peak, by category.
+        parts: seconds of a step by part; empty where this machine's speed is not known.
+        low_s: the least seconds expected of a step.
+        high_s: the most seconds expected of a step.
+        note: what would make the prediction better.
     """
 
     at_rest: Mapping[str, int]
@@ -98,16 +101,17 @@ class PredictedStep:
 
     @property
     def step_s(self) -> float | None:
-        """Of one step."""
+        """Return the seconds of one step; None where they are not known."""
         return sum(self.parts.values()) if self.parts else None
 
 
 def predict(trainer: Trainer, folder: Path, cache: Path | None) -> PredictedStep | None:
-    """Ask the planner about a run, and keep the answer in its folder; None, and a warning, where there is none.
+    """Ask the planner about a run, and keep the answer in its folder; log a warning and return None if it fails.
 
     Args:
-        folder: of the run.
-        cache: that profiles are kept in; None where nobody knows.
+        trainer: the run's trainer, before its first step.
+        folder: the run's folder.
+        cache: the folder that profiles are kept in; None where it is not known.
     """
     try:
         cluster, note = _cluster(trainer, cache)
@@ -122,10 +126,13 @@ def predict(trainer: Trainer, folder: Path, cache: Path | None) -> PredictedStep
 def compare(
     trainer: Trainer, folder: Path, prediction: PredictedStep | None, step_s: Sequence[float]
 ) -> MeasuredStep | None:
-    """Keep what was measured beside what was predicted.
+    """Keep what was measured beside what was predicted; log a warning and return None if that fails.
 
     Args:
-        step_s: of the steps that no meter slowed.
+        trainer: the run's trainer, after its last step.
+        folder: the run's folder.
+        prediction: what `predict` returned; None where there is nothing to compare with.
+        step_s: seconds of the steps that no meter slowed.
     """
     if prediction is None:
         return None
@@ -139,7 +146,7 @@ def compare(
 
 
 def exposed_s(actions: Iterable[TimedAction]) -> dict[str, float]:
-    """Seconds of a rank's step by part, each moment counted once: what runs beside computing is hidden.
+    """Return seconds of a rank's step by part; each moment counts once, so what runs beside computing is hidden.
 
     >>> from shardwise.schedule.actions import Action
     >>> forward = TimedAction(Action.parse("0F0"), 0, 0.0, 2.0, "compute")
@@ -164,7 +171,7 @@ def exposed_s(actions: Iterable[TimedAction]) -> dict[str, float]:
 
 
 def _cluster(trainer: Trainer, cache: Path | None) -> tuple[Cluster, str]:
-    """This machine, and what is not known of it."""
+    """Return this machine as a cluster, and a note on what is not known about it."""
     device, num_ranks = trainer.engine.device, trainer.engine.comm.world_size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else CPU
     profile = None if cache is None else find_profile(cache, name, num_ranks)
@@ -223,7 +230,7 @@ def _measured(trainer: Trainer, step_s: Sequence[float]) -> MeasuredStep:
         return MeasuredStep(at_rest, peak, {}, None)
     median_s = sorted(step_s)[len(step_s) // 2]
     last = exposed_s(trainer.engine.timeline)
-    # The timeline is the last step's; its parts are told as shares of the median one.
+    # The timeline is the last step's; its parts are scaled to the median step.
     scale = median_s / max(step_s[-1], 1e-9)
     parts = {name: scale * last.get(name, 0.0) for name in PARTS}
     parts["other"] = max(median_s - sum(parts.values()), 0.0)
@@ -231,7 +238,7 @@ def _measured(trainer: Trainer, step_s: Sequence[float]) -> MeasuredStep:
 
 
 def _write(trainer: Trainer, folder: Path, prediction: PredictedStep, measured: MeasuredStep | None) -> None:
-    """All that a later look at the planner's models needs, whole or not at all."""
+    """Write all that a later refit of the planner's models needs, whole or not at all."""
     config = trainer.config
     values: dict[str, Any] = {
         "schema": SCHEMA,

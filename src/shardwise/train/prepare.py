@@ -1,8 +1,8 @@
-"""From the config's data section to two memory-mapped splits, through a cache of token shards on disk.
+"""Turns the config's data section into two memory-mapped splits, through a cache of token shards on disk.
 
 `prepare_data` is called once, by the launcher or rank 0; the other ranks call `open_data` on the path it
 returns. A shard is built in a folder of its own and renamed into place when all of it is on disk, so a reader
-sees a whole shard or none, and of two builders one wins. Not here: batches (`dataset`).
+sees a whole shard or none, and of two builders one wins. Batches are made in `dataset`.
 
     data = prepare_data(config, cache_dir=Path("cache"))
     batches_for_step(data.train, first, config.batch, data_rank=0, num_data_ranks=1, seed=0, seq_len=256)
@@ -53,7 +53,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class PreparedData:
-    """The splits of the data and how to read them; `num_bytes` are of UTF-8 text in both splits together."""
+    """The splits of the data and how to read them; `num_bytes` counts the UTF-8 text of both splits together."""
 
     path: Path
     source: str
@@ -67,7 +67,7 @@ class PreparedData:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of both splits."""
+        """Return the tokens of both splits."""
         return self.train.num_tokens + self.val.num_tokens
 
 
@@ -76,7 +76,7 @@ def prepare_data(config: Config, cache_dir: str | Path, progress: Progress | Non
 
     Args:
         config: `data` says what to read; the model's vocabulary is the size of a trained tokenizer.
-        cache_dir: folder of the cache; `data.cache_dir` goes before it.
+        cache_dir: folder of the cache; `data.cache_dir` takes precedence.
         progress: called now and then with bytes read and bytes in all.
 
     Raises:
@@ -112,11 +112,11 @@ def prepare_data(config: Config, cache_dir: str | Path, progress: Progress | Non
 
 
 def open_data(path: str | Path, config: Config, checks_documents: bool = True) -> PreparedData:
-    """Open what `prepare_data` left at `path`; the tokens are read when they are needed.
+    """Open the shard that `prepare_data` wrote to `path`; the tokens are read when they are needed.
 
     Args:
-        path: of the shard.
-        config: of the run.
+        path: the shard's folder.
+        config: the run's config.
         checks_documents: as for `read_index`.
 
     Raises:
@@ -185,7 +185,7 @@ def _build(path: Path, corpus: Corpus, tokenizer: Tokenizer, val_fraction: float
 def _encode(
     corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype, tally: CorpusCounts, progress: Progress | None
 ) -> Iterator[tuple[NDArray, bool]]:
-    """Token ids of every piece, the end of text appended to a document's last one, which is marked."""
+    """Yield the token ids of every piece, and whether it is its document's last one, which gets the end of text."""
     num_all = corpus.num_bytes
     for pieces in _in_batches(read_pieces(corpus, tally)):
         for piece, ids in zip(pieces, tokenizer.encode_batch([piece.text for piece in pieces]), strict=True):
@@ -243,7 +243,7 @@ def _sync(path: Path) -> None:
 
 
 def _publish(folder: Path, path: Path) -> None:
-    """Rename `folder` to `path`; a whole shard that another process put there stays, a broken one goes."""
+    """Rename `folder` to `path`; keep a whole shard that another process put there, and delete a broken one."""
     if path.exists() and not _is_whole(path):
         broken = path.rename(_temporary(path))
         shutil.rmtree(broken, ignore_errors=True)
@@ -260,7 +260,7 @@ def _temporary(path: Path) -> Path:
 
 
 def _remove_abandoned(cache: Path) -> None:
-    """Delete what killed builds left; a build that lives writes to its folder all the time."""
+    """Delete the folders of killed builds; a build that is still running writes to its folder all the time."""
     for folder in cache.glob(_TEMPORARY):
         try:
             newest = max(entry.stat().st_mtime for entry in (folder, *folder.iterdir()))

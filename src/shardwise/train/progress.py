@@ -1,7 +1,7 @@
-"""What a run shows while it trains: a frozen state, its picture, and the live display that draws it.
+"""Shows a run while it trains: a frozen state, its picture, and the live display that draws it.
 
-The picture is a pure function of the state and a width, so it can be tested and put into a document without a run. Not
-here: what is kept of a run (`metrics`), and what is said after it (`summary`).
+The picture is a pure function of the state and a width, so it can be tested and put into a document without a run.
+`metrics` keeps a run's numbers, and `summary` shows its end.
 
 >>> header = Header(model="tiny, 6.0 M parameters", layout="ZeRO-2 over 2 ranks", batch="8 samples", data="a text")
 >>> state = Progress(header, total_steps=400).after_step(
@@ -38,9 +38,9 @@ _REFRESH_S = 0.25
 
 @dataclass(frozen=True)
 class Header:
-    """What does not change during a run, a line each.
+    """The lines that do not change during a run.
 
-    `resumed` is empty where it started afresh, `tiers` where all states rest on the device.
+    `resumed` is empty where the run started afresh, `tiers` where all states are stored on the device.
     """
 
     model: str
@@ -53,19 +53,19 @@ class Header:
 
 @dataclass(frozen=True)
 class Progress:
-    """A run after some step.
+    """The state of a run after some step.
 
     Attributes:
-        step: the last one taken, `first_step` before that.
-        first_step: how many were taken before this run.
-        loss: of the last step, as it is kept.
+        step: the last step taken; `first_step` where this run has taken none.
+        first_step: how many steps were taken before this run.
+        loss: the last step's loss, as it is recorded.
         trend: the loss smoothed over about ten steps.
         losses: the trend at even intervals of this run so far, at most SPARK_POINTS.
-        tokens_per_s: of all ranks together, smoothed.
-        mfu: share of the devices' peak, where that is known.
-        peak_step: at which step the memory was measured.
-        peak_bytes: by category at the highest total within that step, on rank 0.
-        activity: what is being done besides steps.
+        tokens_per_s: tokens a second of all ranks together, smoothed.
+        mfu: share of the devices' peak FLOP/s; None where that is not known.
+        peak_step: the step in which the memory was measured.
+        peak_bytes: bytes on rank 0 by category at the highest total within that step; None before it was measured.
+        activity: the work in progress that is not a step; empty during steps.
     """
 
     header: Header
@@ -87,18 +87,27 @@ class Progress:
 
     @property
     def num_taken(self) -> int:
-        """Steps of this run."""
+        """Return how many steps this run has taken."""
         return self.step - self.first_step
 
     @property
     def eta_s(self) -> float:
-        """Seconds that the steps to come take at the present rate."""
+        """Return the seconds that the remaining steps take at the present rate."""
         return (self.total_steps - self.step) * self.step_s
 
     def after_step(
         self, *, step: int, loss: float, lr: float, grad_norm: float, step_s: float, tokens_per_s: float
     ) -> Self:
-        """The state after one more step."""
+        """Return the state after one more step.
+
+        Args:
+            step: its number, counted from 1 over all runs.
+            loss: its loss; one that is not finite leaves the trend as it is.
+            lr: its learning rate.
+            grad_norm: the global gradient norm before clipping.
+            step_s: seconds that it took.
+            tokens_per_s: tokens a second of all ranks together.
+        """
         number, num_steps = step - self.first_step, self.total_steps - self.first_step
         # A loss that an fp16 overflow left infinite would stay in the average for ever.
         trend = _smoothed(self.trend, loss, number) if math.isfinite(loss) else self.trend
@@ -118,22 +127,22 @@ class Progress:
         )
 
     def with_memory(self, peak_bytes: Mapping[str, int]) -> Self:
-        """The state with the memory of the step just taken."""
+        """Return the state with the peak memory of the step just taken."""
         return replace(self, peak_step=self.step, peak_bytes=peak_bytes)
 
 
 def _smoothed(average: float, value: float, number: int) -> float:
-    """An average over about ten values, over fewer at the start; `number` is this one's, from 1."""
+    """Return an average over about ten values, over fewer at the start; `value` is the `number`-th one, from 1."""
     weight = min(_SMOOTHING, 1.0 - 1.0 / number)
     return value if weight == 0.0 or math.isnan(average) else weight * average + (1.0 - weight) * value
 
 
 def render(state: Progress, width: int) -> RenderableType:
-    """The picture of a state.
+    """Draw a state.
 
     Args:
-        state: of the run.
-        width: columns there are; from 110 on, the memory stands beside the figures.
+        state: the run's state.
+        width: columns there are; from 110 on, the memory is drawn beside the figures.
     """
     is_wide = width >= _WIDE
     width = min(width, _MAX_WIDTH) - 2
@@ -148,7 +157,7 @@ def render(state: Progress, width: int) -> RenderableType:
 
 
 def _grid() -> Table:
-    """Labels and what they stand for; all such tables line up."""
+    """Return an empty table of labels and values; all such tables line up."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", width=_LABEL_WIDTH)
     return grid
@@ -209,7 +218,7 @@ def _memory_table(state: Progress, width: int) -> Table:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Values as a row of bars, from their lowest to their highest.
+    """Draw values as a row of bars, scaled from the lowest to the highest.
 
     >>> sparkline([4.0, 3.0, 2.0, 1.0])
     '█▆▃▁'
@@ -223,7 +232,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def clock(seconds: float) -> str:
-    """A duration as a clock shows it.
+    """Write a duration as a clock shows it.
 
     >>> clock(61.2), clock(3723)
     ('1:01', '1:02:03')
@@ -234,7 +243,7 @@ def clock(seconds: float) -> str:
 
 
 def short_count(number: float) -> str:
-    """A count for people.
+    """Write a count with one decimal and a unit.
 
     >>> short_count(5_990_000), short_count(405.8e9), short_count(812)
     ('6.0 M', '405.8 B', '812')
@@ -246,7 +255,7 @@ def short_count(number: float) -> str:
 
 
 def plain_line(state: Progress) -> str:
-    """The state as a line of ASCII, for logs and pipes."""
+    """Write the state as a line of ASCII, for logs and pipes."""
     parts = [
         f"step {state.step}/{state.total_steps}",
         f"loss {state.loss:.4f}",
@@ -264,12 +273,12 @@ def plain_line(state: Progress) -> str:
 class Display:
     """Shows states: drawn in place on a terminal, else as a plain line now and then.
 
-    Each picture is one write, from the first line of the one before, so it neither flickers nor scrolls. Between two
-    pictures the cursor stands below, where others may write; after that, call `show` no more.
+    Each picture is one write over the picture before, so it neither flickers nor scrolls. The cursor stays below the
+    picture. Do not call `show` after something else has written to the terminal.
 
     Args:
-        console: where to.
-        state: the first one.
+        console: the console to draw on.
+        state: the first state.
     """
 
     def __init__(self, console: Console, state: Progress) -> None:
@@ -301,7 +310,7 @@ class Display:
             self._print(plain_line(state))
 
     def close(self) -> None:
-        """Leave the last picture behind."""
+        """Draw the last state without its activity; the picture stays on the terminal."""
         if not self._is_plain:
             self._state = replace(self._state, activity="")
             self._draw()
@@ -313,7 +322,7 @@ class Display:
             self._console.print(render(self._state, self._console.width))
         # What scrolled out at the top cannot be drawn again.
         lines = capture.get().splitlines()[: max(1, self._console.height - 1)]
-        # A terminal of another size has broken the old lines anew; the picture starts again below them.
+        # A terminal that was resized has wrapped the old lines differently, so the picture starts again below them.
         up = f"\x1b[{self._num_drawn_lines}F" if size == self._drawn_size else ""
         self._console.file.write(up + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J")
         self._console.file.flush()

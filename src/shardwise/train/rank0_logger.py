@@ -1,6 +1,6 @@
-"""What rank 0 does with the steps it takes: it shows them, keeps them, and says in the end what came of them.
+"""Shows the steps of rank 0, records them, and collects the run's outcome at the end.
 
-The other ranks have no observer. Not here: the picture (`progress`, `summary`) and the files' form (`metrics`).
+The other ranks have no logger. `progress` and `summary` draw the pictures, `metrics` writes the files.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from shardwise.train.summary import RunEnding, RunOutcome
 
 
 class RunLogger:
-    """Shows and keeps what the steps of rank 0 yield.
+    """Shows and records the steps of rank 0.
 
     Args:
-        trainer: whose steps they are.
-        folder: of the run.
-        console: where it is shown.
-        stop: once it is set, the terminal belongs to those who say so.
-        resumed: where the run goes on from; None where it starts afresh.
-        prediction: what the planner said of the run; None where it could not.
+        trainer: the trainer that takes the steps.
+        folder: the run's folder.
+        console: the console that shows the steps.
+        stop: once it is set, nothing more is drawn, since other messages follow on the terminal.
+        resumed: the checkpoint that the run goes on from; None where it starts afresh.
+        prediction: what the planner predicted for the run; None where it could not.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class RunLogger:
         self._last: StepRecord | None = None
 
     def announce(self, activity: str) -> None:
-        """Show what is done besides steps."""
+        """Show work that is not a step, such as an evaluation."""
         self._show(replace(self._state, activity=activity))
 
     def see(self, record: StepRecord) -> None:
-        """Keep and show one step."""
+        """Record and show one step."""
         self._writer.write(record)
         self._last = record
         self._num_tokens += record.count
@@ -83,13 +83,13 @@ class RunLogger:
         self._show(replace(state, mfu=self._trainer.mfu(state.tokens_per_s)))
 
     def close(self) -> None:
-        """Flush what is kept and leave the last picture behind."""
+        """Flush the metrics and draw the last picture, which stays on the terminal."""
         self._writer.close()
         if not self._stop:
             self._display.close()
 
     def outcome(self, ending: RunEnding, stopped_by: str | None) -> RunOutcome:
-        """What is to be said in the end."""
+        """Collect what `render_outcome` shows at the end of the run."""
         eval_loss = self._last.eval_loss if self._last is not None else ending.eval_loss
         elapsed_s = self._state.elapsed_s
         return RunOutcome(

@@ -1,4 +1,4 @@
-"""The timeline of a pipeline's last step: what all of its ranks recorded, on one clock, as a value and as a file.
+"""Gathers the timeline of a pipeline's last step from all of its ranks, on one clock, and writes it to a file.
 
     engine.train_step(batches)
     shardwise.save_timeline(engine, "timeline.json")    # all ranks call it
@@ -21,16 +21,16 @@ from shardwise.zero.state_access import exchange_texts
 
 
 def gather_timeline(engine: Engine) -> tuple[TimedAction, ...]:
-    """The actions of the last step on the ranks of this one's pipeline, the first of which starts at 0 s.
+    """Return the timed actions of the last step on all ranks of this rank's pipeline; the first starts at 0 s.
 
-    All ranks call it. Ranks are numbered along the pipeline, and clocks are set alike where the ranks meet: right to
-    what a small all-reduce takes.
+    All ranks call it. Ranks are numbered along the pipeline. A small all-reduce aligns their clocks, so they agree to
+    within the time that it takes.
 
     Args:
-        engine: which has taken a step; without `mesh.pp` the ranks are this one alone.
+        engine: an engine that has taken a step; without `mesh.pp` only this rank's actions are returned.
 
     Raises:
-        RuntimeError: the other ranks are simulated.
+        RuntimeError: the engine simulates the other ranks.
     """
     engine._refuse_if_simulated()
     comm = engine._comms.pipeline
@@ -56,7 +56,7 @@ def save_timeline(engine: Engine, path: str | Path) -> None:
 
     Args:
         engine: as for `gather_timeline`.
-        path: of the file, in a folder that is there.
+        path: the file, in a folder that exists.
 
     Raises:
         OSError: rank 0 cannot write it.

@@ -1,7 +1,7 @@
-"""Going on from a checkpoint: which one, under which config. Found before any process starts; loading is the ranks'.
+"""Finds the checkpoint that a run goes on from and its config, before any process starts; the ranks load it.
 
-What the user gives now counts most, then what the saved run was told, then the job's defaults. What belongs to the
-machines of then (world size, devices, folders) is not taken over, and the global batch is kept on any number of ranks:
+The user's values come first, then the saved run's, then the job's defaults. Values that belong to the saved run's
+machines (world size, devices, folders) are not taken over. The global batch stays the same on any number of ranks:
 
 >>> batch = BatchConfig(global_size=24, micro_size=4)
 >>> fit_micro_size(batch, num_data_ranks=4).micro_size, fit_micro_size(batch, num_data_ranks=3).micro_size
@@ -32,7 +32,7 @@ from shardwise.train.setup import CONFIG_NAME, RUN_NAME, job_config
 
 AUTO: Final = "auto"
 FOLDER_NAME: Final = "checkpoints"
-# Keys of the saved run that say where and how it ran, not what it trained.
+# These keys of the saved run say where and how it ran, not what it trained.
 _NOT_TAKEN_OVER: Final = frozenset(
     {"batch.accumulation", "checkpoint.path", "mesh.dp_shard", "mesh.dp_replicate", "run.device", "run.dir",
      "run.num_procs", "run.num_threads", "tiers.cores"}
@@ -42,19 +42,19 @@ _NOT_TAKEN_OVER: Final = frozenset(
 def resumed_job(
     path: str | Path | None, assignments: Sequence[str], data_path: str | None, resume: str
 ) -> tuple[Config, Path | None]:
-    """The config of a run that goes on from a checkpoint, and where that is; None where there is none to go on from.
+    """Return the config of a run that goes on from a checkpoint, and where that is; None where there is none.
 
     Args:
-        path: a TOML file, or None; it and the next two as for `job_config`.
-        assignments: of the user.
+        path: a TOML file, or None; it and the next two are as for `job_config`.
+        assignments: the user's `section.key=value`.
         data_path: `data.path`, given by itself.
-        resume: a checkpoint, a folder of some, or a run's folder; or "auto": the newest in `checkpoint.path`, or
-            without one, that of the newest run of this name in `run.dir` that has saved; where there is none, the run
-            starts afresh.
+        resume: a checkpoint, a folder of checkpoints, or a run's folder; or "auto": the newest in `checkpoint.path`,
+            or without one, that of the newest run of this name in `run.dir` that has saved; where there is none, the
+            run starts afresh.
 
     Raises:
-        ConfigError: a key or a value is wrong, there is no checkpoint where `resume` says, none there is whole, or it
-            is of another model.
+        ConfigError: a key or a value is wrong, there is no checkpoint where `resume` says, none there is whole, or the
+            checkpoint has another model.
     """
     config = job_config(path, assignments, data_path)
     source = _newest_root(config) if resume == AUTO else _root_of(Path(resume).expanduser())
@@ -84,7 +84,7 @@ def resumed_job(
 
 
 def auto_place(config: Config) -> str:
-    """Where `--resume auto` looks, in words."""
+    """Say in words where `--resume auto` looks."""
     if config.checkpoint.path is not None:
         return config.checkpoint.path
     return f"{config.run.dir} of a run named {config.run.name or config.model.preset}"
@@ -102,10 +102,10 @@ def keep_global_batch(config: Config, world_size: int) -> Config:
 
 
 def fit_micro_size(batch: BatchConfig, num_data_ranks: int) -> BatchConfig:
-    """The largest micro-batch, up to the one given, with which the ranks make up the global batch.
+    """Return the batch with the largest micro-batch, up to the one given, that makes up the global batch.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the ranks do not divide the global batch.
     """
     total, micro = batch.global_size, batch.micro_size
     if total is None or batch.accumulation is not None:
@@ -121,7 +121,7 @@ def fit_micro_size(batch: BatchConfig, num_data_ranks: int) -> BatchConfig:
 
 
 def _resumed_batch(given: BatchConfig, saved: Mapping[str, Any]) -> BatchConfig:
-    """The saved global batch unless the user gives another, or the two numbers that make one up."""
+    """Return the saved global batch unless the user gives another, or the two numbers that make one up."""
     total, micro, accumulation = given.global_size, given.micro_size, given.accumulation
     if micro is None or accumulation is None:
         total = total or saved["global_size"]
@@ -131,11 +131,11 @@ def _resumed_batch(given: BatchConfig, saved: Mapping[str, Any]) -> BatchConfig:
 
 
 def _resumed_tiers(config: Config, given: Collection[str]) -> TiersConfig:
-    """The tiers without what was taken over and means nothing any more, such as the folder of states that were on NVMe.
+    """Return the tiers without saved values that no longer have a use, such as the folder of states once on NVMe.
 
     Args:
-        config: the saved run's under the user's.
-        given: keys of the section that are the user's.
+        config: the saved run's config, with the user's values over it.
+        given: keys of the section that the user gives.
     """
     tiers = config.tiers
     where = {"params": tiers.params, "grads": tiers.grads, "optimizer": tiers.optimizer}
@@ -147,7 +147,7 @@ def _resumed_tiers(config: Config, given: Collection[str]) -> TiersConfig:
 
 
 def _root_of(path: Path) -> Path:
-    """The folder of checkpoints that a user means, who may name their run's folder instead."""
+    """Return the folder of checkpoints that a user means, who may give the run's folder instead."""
     inner = path / FOLDER_NAME
     try:
         is_run = step_of(path) is None and inner.is_dir() and not step_folders(path)
@@ -165,7 +165,7 @@ def _root_of(path: Path) -> Path:
 
 
 def _newest_root(config: Config) -> Path | None:
-    """Where a run of this config has left checkpoints."""
+    """Return the newest folder in which a run of this config has saved checkpoints; None where there is none."""
     try:
         if config.checkpoint.path is not None:
             root = Path(config.checkpoint.path).expanduser()
@@ -179,14 +179,14 @@ def _newest_root(config: Config) -> Path | None:
 
 
 def _runs(folder: Path) -> list[Path]:
-    """The folders of runs in this one, newest first."""
+    """List the run folders in this folder, newest first."""
     found = [each for each in folder.iterdir() if RUN_NAME.fullmatch(each.name)] if folder.is_dir() else []
-    # Their names begin with the time; of those of one second, the later ones end in -2, -3, ...
+    # Their names begin with the time; runs of the same second end in -2, -3, ... in their order.
     return sorted(found, key=lambda each: (each.name[:15], len(each.name), each.name), reverse=True)
 
 
 def _name_of(run: Path) -> str:
-    """The name that a run was given, or has from its model."""
+    """Return the name that a run was given, or that of its model."""
     try:
         config = _config_of(run)
         return str(config["run"]["name"] or config["model"]["preset"])
@@ -195,7 +195,7 @@ def _name_of(run: Path) -> str:
 
 
 def _saved_to(run: Path) -> Path:
-    """Where a run has saved; its own folder, if there is anything in it."""
+    """Return the folder in which a run has saved: its own, if that holds checkpoints, else `checkpoint.path`."""
     inner = run / FOLDER_NAME
     try:
         path = _config_of(run)["checkpoint"]["path"]
@@ -205,7 +205,7 @@ def _saved_to(run: Path) -> Path:
 
 
 def _config_of(run: Path) -> Any:
-    """What a run's folder says of its config; nothing where that cannot be read."""
+    """Read the config in a run's folder; return an empty one where that cannot be read."""
     try:
         return read_json(run / CONFIG_NAME, "")
     except UntrustedFileError:

@@ -1,6 +1,6 @@
-"""A run from its start to its exit code: starts ranks here or joins those there are, and is one of them.
+"""Runs a job from its start to its exit code: it starts ranks here, or is one of the ranks that were started.
 
-Not here: what a rank computes (`loop`), and the environment, which `shardwise.cli.main` reads and hands in.
+`loop` computes; `shardwise.cli.main` reads the environment and passes it in.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from shardwise.train.summary import RunEnding, render_outcome
 
 # A rank that is asked to stop bounds its step itself (`StopFlag.armed`); its save may take long.
 STOP_GRACE_S = 1800.0
-# The ranks that join wait for rank 0 to tokenize, which takes hours for terabytes: so often it shows that it lives.
+# Rank 0 may tokenize for hours while the ranks that join wait, so it shows at this interval that it is alive.
 _LIFE_S: Final = 1.0
 _LIFE_KEY: Final = "shardwise/alive"
 _STOPPED_BY: Final[Mapping[int, str]] = MappingProxyType(
@@ -61,7 +61,7 @@ _STOPPED_BY: Final[Mapping[int, str]] = MappingProxyType(
 )
 _FAILED = "failed"
 _PLACE_KEY = "shardwise/place"
-# Their messages say all there is to say; of anything else the log gets the traceback.
+# The messages of these errors are enough; for any other error the log gets the traceback.
 _EXPECTED = (
     ConfigError,
     CheckpointError,
@@ -82,11 +82,11 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
 
     Args:
         config: as `job_config` returns it.
-        console: where the data's progress is shown; rank 0 shows the rest on stdout.
-        resume: the checkpoint to go on from, or a folder of some.
+        console: the console for the data's progress; rank 0 shows everything after that on stdout.
+        resume: the checkpoint to go on from, or a folder of checkpoints; None starts afresh.
 
     Raises:
-        ConfigError: before any process starts.
+        ConfigError: the config does not fit this machine; it is raised before any process starts.
     """
     num_ranks = config.run.num_procs or default_num_ranks(config.run.device)
     num_gpus = torch.cuda.device_count()
@@ -114,17 +114,17 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
 
 
 def join(config: Config, env: RankEnv, stop: StopFlag, console: Console, resume: Path | None = None) -> int:
-    """Be one of the ranks that torchrun or srun started, and return the exit code.
+    """Run as one of the ranks that torchrun or srun started, and return the exit code.
 
-    Rank 0 prepares the data and makes the folder, and tells the others through the store where they are. Of a
-    run that is resumed it tells its config, too, which follows from the checkpoint: they may have found another one.
+    Rank 0 prepares the data, makes the folder, and sends both paths to the other ranks through the store. For a resumed
+    run it sends its config too, which depends on the checkpoint: another rank may have found another checkpoint.
 
     Args:
-        config: resolved.
+        config: the resolved config.
         env: which rank this is.
-        stop: asked after each step.
-        console: rank 0 shows the run there.
-        resume: the checkpoint to go on from, or a folder of some.
+        stop: says after each step whether to stop.
+        console: the console on which rank 0 shows the run.
+        resume: the checkpoint to go on from, or a folder of checkpoints; None starts afresh.
 
     Raises:
         ConfigError: this rank has no GPU, or rank 0 could not prepare the run.
@@ -138,7 +138,19 @@ def join(config: Config, env: RankEnv, stop: StopFlag, console: Console, resume:
 def run_prepared(
     folder: Path, shard_path: Path, env: RankEnv, stop: StopFlag, console: Console, resume: Path | None = None
 ) -> int:
-    """Be one of the ranks that `start` started, and return the exit code."""
+    """Run as one of the ranks that `start` started, and return the exit code.
+
+    Args:
+        folder: the run's folder, which holds its config.
+        shard_path: the folder of the token shard.
+        env: which rank this is.
+        stop: says after each step whether to stop.
+        console: the console on which rank 0 shows the run.
+        resume: the checkpoint to go on from, or a folder of checkpoints; None starts afresh.
+
+    Raises:
+        ConfigError: the folder holds no config.
+    """
     try:
         config = Config.from_json(read_text(folder / CONFIG_NAME, "let shardwise train start its ranks itself"))
     except UntrustedFileError as error:
@@ -157,16 +169,16 @@ def run_rank(
     console: Console,
     resume: Path | None = None,
 ) -> int:
-    """Train on this rank of a process group that stands, and return the exit code: 0, 1, or 128 + a signal's number.
+    """Train on this rank of an existing process group; return the exit code: 0, 1, 2, or 128 + a signal's number.
 
     Args:
-        config: resolved.
-        folder: of the run.
-        shard_path: of the tokens.
+        config: the resolved config.
+        folder: the run's folder.
+        shard_path: the folder of the token shard.
         env: which rank this is.
-        stop: asked after each step.
-        console: rank 0 shows the run there.
-        resume: the checkpoint to go on from, or a folder of some.
+        stop: says after each step whether to stop.
+        console: the console on which rank 0 shows the run.
+        resume: the checkpoint to go on from, or a folder of checkpoints; None starts afresh.
     """
     trainer: Trainer | None = None
     try:
@@ -217,7 +229,7 @@ def _train(
     stop: StopFlag,
     console: Console,
 ) -> RunEnding:
-    """Take the steps, save, and write the sample; on every rank alike."""
+    """Take the steps, save, evaluate and write the sample; every rank calls it."""
     announce = observer.announce if observer is not None else log.info
     failure: CheckpointError | None = None
     armed = ExitStack()
@@ -242,7 +254,7 @@ def _train(
         except CheckpointError as error:
             if isinstance(error, AbsentRankError) or not checkpoints.is_last(step):
                 raise
-            failure = error  # what was learned is still to be evaluated and told
+            failure = error  # the model is still evaluated, and its loss shown
 
     with armed, closing(observer) if observer is not None else nullcontext():
         for record in trainer.steps(stop.__bool__, announce, save):
@@ -259,7 +271,7 @@ def _train(
                 saved = checkpoints.finish()
         except CheckpointError as error:
             saved, failure = None, failure or error
-    if trainer.was_stopped:  # the last line of a log: the local launcher quotes it, if it has told nobody to stop
+    if trainer.was_stopped:  # the last line of a log, which the local launcher quotes if it stopped no rank itself
         log.info("stopped after step %d, as rank %d was told to", trainer.engine.num_steps, trainer.told_rank)
     return replace(ending, saved=saved, failure=failure, pipeline=measured_note(trainer))
 
@@ -278,10 +290,10 @@ def _evaluate_and_sample(trainer: Trainer, announce: Callable[[str], None]) -> R
 
 
 def _finish_save_unless_alone(trainer: Trainer, error: Exception) -> None:
-    """Let the save under way come to its end before this rank does, unless it would wait for a rank that is gone.
+    """Let the save in progress finish before this rank ends, unless it would wait for a rank that is gone.
 
-    Where the ranks fail alike (the loss is not finite) all wait here; where one fails alone, the others' saves go on
-    while they wait for it in a collective.
+    Where all ranks fail in the same way (the loss is not finite) all wait here. Where one fails alone, the other ranks'
+    saves go on while they wait for it in a collective.
     """
     if isinstance(error, CommError):
         return
@@ -292,7 +304,7 @@ def _finish_save_unless_alone(trainer: Trainer, error: Exception) -> None:
 
 
 def _prepare(config: Config, console: Console) -> PreparedData:
-    """Tokenize under a bar that leaves a line behind."""
+    """Tokenize with a progress bar, and print a line about the data at the end."""
     start_s = time.monotonic()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     with ProgressBar(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
@@ -315,7 +327,7 @@ def _say(console: Console, line: str) -> None:
 def _agree_on_place(
     config: Config, env: RankEnv, console: Console, resume: Path | None
 ) -> tuple[Config, Path, Path, Path | None]:
-    """The config, and where the run's folder, its tokens and its past are: as rank 0 has it, which the others ask."""
+    """Return rank 0's config, run folder, token shard and checkpoint; the other ranks get them from the store."""
     group = dist.group.WORLD
     assert group is not None, "the process group stands by now"
     store = PatientStore(group.get_group_store(), config.run.timeout_s)
@@ -343,7 +355,7 @@ def _agree_on_place(
 
 @contextmanager
 def _signs_of_life(store: dist.Store) -> Iterator[None]:
-    """Meanwhile the others see that this process lives, whatever it does and however long."""
+    """Show the other ranks, for as long as the block takes, that this process is alive."""
     is_done = threading.Event()
 
     def show() -> None:
@@ -364,7 +376,7 @@ def _await_place(store: dist.Store, rank: int, timeout_s: float) -> None:
     """Return when rank 0 has prepared the run, for which it may take hours.
 
     Raises:
-        LaunchError: it shows no sign of life any more.
+        LaunchError: rank 0 has shown no sign of life for `timeout_s`.
     """
     clock, seen = AwakeClock(gap_s=2 * _LIFE_S), (-1, 0.0)
     while not store.check([_PLACE_KEY]):
@@ -380,7 +392,7 @@ def _await_place(store: dist.Store, rank: int, timeout_s: float) -> None:
 
 
 def _log_to(folder: Path, env: RankEnv) -> None:
-    """Log to `rank-N.log`: the local launcher has made that this rank's stderr, under others it is opened here."""
+    """Log to `rank-N.log`: the local launcher has made it this rank's stderr; other launchers have not."""
     path = folder / f"rank-{env.rank}.log"
     handler = logging.StreamHandler() if env.launcher == "local" else logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -389,7 +401,7 @@ def _log_to(folder: Path, env: RankEnv) -> None:
 
 
 def _fail(error: Exception, folder: Path, env: RankEnv) -> int:
-    """Say in the log, and under foreign launchers on stderr too, why this rank ends; return its exit code."""
+    """Print on stderr why this rank ends, log a traceback if the error was not expected, and return the exit code."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         message = f"no room left for the run's files in {folder}: {error.strerror}; free some, or set run.dir"
     elif isinstance(error, _EXPECTED) and str(error):
@@ -404,7 +416,7 @@ def _fail(error: Exception, folder: Path, env: RankEnv) -> int:
 
 
 def _stopped_by(stop: StopFlag, env: RankEnv) -> str:
-    """What asked this rank to stop; nothing under the local launcher, which says so itself and always sends SIGTERM."""
+    """Say what asked this rank to stop; empty under the local launcher, which says so and always sends SIGTERM."""
     if stop.signal_name is None:
         return "a signal to another rank"
     if env.launcher == "local":

@@ -1,6 +1,6 @@
-"""A run before its first step: its config under the job's defaults, checked as a whole; its data; its folder.
+"""Sets a run up before its first step: its config over the job's defaults, checked as a whole; its data; its folder.
 
-All that a user can get wrong is found here, before any process starts. Not here: the ranks (`run`, `loop`).
+It finds a user's mistakes before any process starts. `run` and `loop` are what the ranks execute.
 
 >>> config = job_config(None, ["model.preset=25m", "run.device=cpu"])
 >>> config.batch.micro_size, config.scheduler.warmup_steps
@@ -46,11 +46,11 @@ RUN_NAME: Final = re.compile(r"(\d{8}-\d{6})-(.+)")
 
 DeviceKind = Literal["cpu", "cuda"]
 
-# What `shardwise train` uses where the user says nothing and the library's own defaults are not those of a job.
+# `shardwise train` uses these values where the user gives none and the library's own defaults do not suit a job.
 _DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
     {"batch.micro_size": 8, "optimizer.lr": 6e-4, "scheduler.name": "cosine"}
 )
-# The same for the preset that a bare `shardwise train` trains. Small batches learn most from few tokens.
+# These are for the preset that a bare `shardwise train` trains. Small batches learn most from few tokens.
 _TINY_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
     {"batch.micro_size": 2, "optimizer.lr": 1e-3, "run.eval_batches": 32}
 )
@@ -76,7 +76,7 @@ def job_config(
     data_path: str | None = None,
     base: Mapping[str, Any] | None = None,
 ) -> Config:
-    """The config of a run: the job's defaults, under `base`, under the user's file, under the user's assignments.
+    """Return a run's config; later ones win: the job's defaults, `base`, the user's file, the user's assignments.
 
     Args:
         path: a TOML file, or None.
@@ -108,8 +108,8 @@ def resolve_job(config: Config, world_size: int, num_local_ranks: int) -> Config
 
     Args:
         config: as `job_config` returns it.
-        world_size: of the run.
-        num_local_ranks: that share this machine.
+        world_size: the number of the run's ranks.
+        num_local_ranks: the number of ranks that share this machine.
 
     Raises:
         ConfigError: mesh, batch, model, layout, optimizer or device do not fit, or the states are larger than memory.
@@ -146,10 +146,10 @@ def check_job(config: Config, world_size: int) -> tuple[Config, Layout]:
 
 
 def _raise_file_limit() -> None:
-    """Let this process and its ranks open as many files as the system lets them.
+    """Raise the limit of open files of this process and its ranks as far as the system allows, up to `_MAX_FILES`.
 
     Raises:
-        ConfigError: that is too few for a run.
+        ConfigError: the system allows too few for a run.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
@@ -160,7 +160,7 @@ def _raise_file_limit() -> None:
 
 
 def _refuse_too_large(layout: Layout, config: Config, num_local_ranks: int) -> None:
-    """Refuse states that the memories in which they rest cannot hold even without activations."""
+    """Refuse states that the memories which store them cannot hold even without activations."""
     device_bytes, host_bytes, nvme_bytes = (sum(layout.bytes_at_rest(tier=tier).values()) for tier in TIERS)
     host_bytes *= num_local_ranks
     if config.run.device == "cuda":
@@ -188,7 +188,7 @@ def _refuse_if_larger(needed_bytes: int, held_bytes: int, what: str, layout: Lay
 
 
 def layout_line(config: Config, mesh: MeshShape) -> str:
-    """The layout of a run in a few words.
+    """Describe the layout of a run in a few words.
 
     >>> config = Config.from_dict({"mesh": {"tp": 2}, "tensor": {"sequence_parallel": True}})
     >>> layout_line(config, MeshShape(dp_shard=4, tp=2))
@@ -230,7 +230,7 @@ def _transport_words(config: Config) -> str:
 
 
 def sparse_words(config: Config, num_heads: int) -> str:
-    """What a run's attention sees, to be said behind other things; nothing where it is dense.
+    """Return words on a run's sparse attention that follow other words in a line; empty where it is dense.
 
     >>> config = Config.from_dict({"attention": {"kind": "sliding-window"}, "data": {"seq_len": 1024}})
     >>> sparse_words(config, num_heads=4)
@@ -244,7 +244,7 @@ def sparse_words(config: Config, num_heads: int) -> str:
 
 
 def device_kind(config: Config) -> DeviceKind:
-    """Where the run computes: on GPUs where there are any, unless the config says otherwise.
+    """Return where the run computes: on GPUs where there are any, unless the config says otherwise.
 
     Raises:
         ConfigError: GPUs are asked for and there are none.
@@ -257,14 +257,14 @@ def device_kind(config: Config) -> DeviceKind:
 
 
 def wanted_device(config: Config) -> DeviceKind:
-    """As `device_kind`, but GPUs that are asked for need not be here."""
+    """Return what `device_kind` does, but do not raise where GPUs are asked for and there are none."""
     if config.run.device != "auto":
         return config.run.device
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def prepare_job_data(config: Config, progress: Progress | None = None) -> PreparedData:
-    """Tokenize the data, unless that was done before, into the cache beside the runs' folders."""
+    """Tokenize the data into the cache beside the runs' folders, unless the cache has it, and open it."""
     data = prepare_data(config, Path(config.run.dir) / CACHE_NAME, progress)
     num_sequences, global_size = data.train.num_sequences(config.data.seq_len), config.batch.global_size or 1
     if global_size > _MAX_PASSES_A_STEP * num_sequences:
@@ -277,12 +277,12 @@ def prepare_job_data(config: Config, progress: Progress | None = None) -> Prepar
 
 
 def create_folder(config: Config, now: time.struct_time) -> Path:
-    """Make the run's folder, `<run.dir>/<time>-<name>`, with the config in it; what is there already stays as it is.
+    """Make the run's folder, `<run.dir>/<time>-<name>`, with the config in it; existing folders stay as they are.
 
     The time is never before that of a run in the folder, so a clock that is set back leaves the runs in order.
 
     Raises:
-        ConfigError: it cannot be made or written to.
+        ConfigError: the folder cannot be made or written to.
     """
     root = Path(config.run.dir).expanduser()
     folder = None
@@ -314,7 +314,7 @@ def _create_first_free(path: Path) -> Path:
 
 
 def _job_defaults(config: Config, given: set[str]) -> dict[str, Any]:
-    """Values by dotted key, for the keys that the user has not given."""
+    """Return default values by dotted key, for the keys that the user has not given."""
     kind = wanted_device(config)
     hardware = "cpu with bf16" if kind == "cpu" and has_fast_bf16() else kind
     defaults: dict[str, Any] = {**_DEFAULTS, "precision.param": "fp32" if hardware == "cpu" else "bf16"}
@@ -328,13 +328,13 @@ def _job_defaults(config: Config, given: set[str]) -> dict[str, Any]:
 
 
 def has_fast_bf16() -> bool:
-    """Whether this CPU multiplies bf16 in hardware, so that bf16 is faster than fp32; an older torch cannot tell."""
+    """Say whether this CPU multiplies bf16 in hardware, so that it is faster than fp32; False under an older torch."""
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and their values."""
+    """Yield dotted keys and their values."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}.")

@@ -1,6 +1,6 @@
-"""What is said when a run is over: its figures beside those to compare them with, a sample, where it all is.
+"""Shows the end of a run: its figures beside those to compare them with, a sample, and where its files are.
 
-Pure: an `RunOutcome` and a width give the text. Not here: the display while it trains (`progress`).
+The text is a pure function of a `RunOutcome` and a width. `progress` shows the run while it trains.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from shardwise.train.prediction import MeasuredStep, PredictedStep
 from shardwise.train.progress import clock
 
 _LABEL_WIDTH = 13
-# Of a step: parts that take less are not shown.
+# Parts that take a smaller share of a step are not shown.
 _LEAST_SHARE = 0.005
 
 
 @dataclass(frozen=True)
 class RunEnding:
-    """What came after the last step.
+    """The results of what a run does after its last step.
 
     Attributes:
-        eval_loss: of a run that had no step left to take, on held-out data.
-        saved: the checkpoints; told to rank 0 alone.
-        failure: of the last save.
-        pipeline: what its ranks have waited; empty without one.
+        eval_loss: loss on held-out data of a run that had no step left to take; else None.
+        sample: the text that the model wrote; None where it wrote none.
+        saved: the checkpoints; None on other ranks than 0, and where nothing was saved.
+        failure: the error of the last save; None where it succeeded.
+        pipeline: a line about the pipeline's bubble; empty without a pipeline.
     """
 
     eval_loss: float | None = None
@@ -47,22 +48,22 @@ class RunEnding:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a run ended.
+    """The outcome of a run.
 
     Attributes:
-        num_steps: taken, of `total_steps`, those of the run that was resumed included.
-        num_taken: by this run.
+        num_steps: steps taken, of `total_steps`; those of the run that was resumed count too.
+        num_taken: steps that this run took.
         stopped_by: what asked it to stop before the last step, "" where that is not known, None where nothing did.
-        train_loss: of the last step; None before the first.
-        eval_loss: on held-out data, nats a token; None where it was not evaluated.
-        unigram_loss: on the same tokens.
-        elapsed_s: of the steps.
-        tokens_per_s: of all ranks, over all steps of this run.
-        peak: of the last step whose memory was measured.
+        train_loss: the last step's loss; None where this run took no step.
+        eval_loss: loss on held-out data, nats a token; None where it was not evaluated.
+        unigram_loss: loss of the token frequencies alone on the same tokens.
+        elapsed_s: seconds that the steps took.
+        tokens_per_s: tokens a second of all ranks, over all steps of this run.
+        peak: memory of the last step in which it was measured.
         pipeline: as in `RunEnding`.
-        prediction: what the planner said of rank 0 before the first step; None where it could not.
-        measured: what came of it.
-        host: of the host tier; None where nothing rests off the device.
+        prediction: what the planner predicted for rank 0 before the first step; None where it could not.
+        measured: what was measured in its place; None without a prediction.
+        host: memory of the host tier; None where all states are stored on the device.
     """
 
     folder: Path
@@ -86,7 +87,7 @@ class RunOutcome:
 
 
 def render_outcome(outcome: RunOutcome) -> RenderableType:
-    """The summary, at whatever width it is printed; uncropped, since paths and commands are for copying."""
+    """Draw the summary; it adapts to any width, but paths and commands are never cropped, since they are copied."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", width=_LABEL_WIDTH)
     for name, value in _rows(outcome):
@@ -166,7 +167,7 @@ def _at_rest_table(states: Sequence[BytesAtRest]) -> Table:
 
 
 def _beside(rows: Iterable[tuple[str, str, str]]) -> Table:
-    """What was predicted, and what was measured."""
+    """Return a table of what was predicted beside what was measured."""
     table = Table.grid(padding=(0, 3))
     for justify in ("left", "right", "right"):
         table.add_column(justify=justify)
@@ -193,7 +194,7 @@ def _time_rows(prediction: PredictedStep, measured: MeasuredStep) -> Iterator[tu
 
 
 def _planner_words(prediction: PredictedStep, measured: MeasuredStep, runs: Path) -> str:
-    """What would make the prediction better; nothing where the step is as it was expected."""
+    """Say what would make the prediction better; empty where the step took as long as expected."""
     if prediction.note or measured.step_s is None or not prediction.high_s:
         return prediction.note
     if prediction.low_s <= measured.step_s <= prediction.high_s:

@@ -1,7 +1,7 @@
-"""Text to token ids: a byte-level BPE trained on the spot, plain bytes, or a tokenizer.json.
+"""Turns text into token ids, with a byte-level BPE trained on the spot, plain bytes, or a tokenizer.json.
 
-All three are one `tokenizers.Tokenizer`, so any of them is saved, loaded and decoded alike. Not here: reading
-text (`corpus`) and keeping tokens (`prepare`, `dataset`).
+All three are a `tokenizers.Tokenizer`, so they are saved, loaded and decoded in the same way. `corpus` reads the text;
+`prepare` and `dataset` keep the tokens.
 
 >>> tokenizer = byte_tokenizer()
 >>> tokenizer.encode("né")
@@ -45,7 +45,7 @@ class Tokenizer:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer, source: str) -> Tokenizer:
-        """Wrap `backend`; ConfigError where it has no token that ends a text."""
+        """Wrap `backend`; raise ConfigError where it has no token that ends a text."""
         vocab = backend.get_vocab()
         for end in _KNOWN_ENDS:
             if end in vocab:
@@ -55,22 +55,22 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, with nothing added; a literal end-of-text token in it becomes that token."""
+        """Return the token ids of `text`, with nothing added; a literal end-of-text token in it becomes that token."""
         ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Token ids of each text, on every core the `tokenizers` library takes."""
+        """Return the token ids of each text, computed on every core that the `tokenizers` library takes."""
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the ids, special tokens included; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of the ids, special tokens included; bytes that are not UTF-8 become U+FFFD."""
         text: str = self.backend.decode(list(token_ids), skip_special_tokens=False)
         return text
 
     def to_json(self) -> str:
-        """What `load_tokenizer` and every library that reads a tokenizer.json take."""
+        """Return the text of a tokenizer.json, which `load_tokenizer` and other libraries read."""
         text: str = self.backend.to_str()
         return text
 
@@ -78,8 +78,8 @@ class Tokenizer:
         """Write a folder that `AutoTokenizer` loads.
 
         Args:
-            folder: made where it is not there.
-            source: as `data.tokenizer` names it; a folder's own settings, such as a chat template, are taken over.
+            folder: the folder, which is made where it does not exist.
+            source: the value of `data.tokenizer`; a folder's own settings, such as a chat template, are copied.
         """
         folder.mkdir(exist_ok=True)
         (folder / "tokenizer.json").write_text(self.to_json(), encoding="utf-8")
@@ -92,11 +92,11 @@ class Tokenizer:
 
 
 def make_tokenizer(name: str | None, vocab_size: int, sample: Iterable[str]) -> Tokenizer:
-    """The tokenizer of `data.tokenizer`.
+    """Return the tokenizer that `data.tokenizer` names.
 
     Args:
         name: "bytes", the path of a tokenizer.json, or None to train one.
-        vocab_size: tokens of a trained one, at most.
+        vocab_size: the most tokens of a tokenizer that is trained.
         sample: texts to train on; left untouched where nothing is trained.
     """
     if name == "bytes":
@@ -107,7 +107,7 @@ def make_tokenizer(name: str | None, vocab_size: int, sample: Iterable[str]) -> 
 
 
 def tokenizer_fingerprint(name: str | None, vocab_size: int) -> str:
-    """What, besides the corpus, decides the token ids: the file's content or the settings of the training."""
+    """Return what decides the token ids besides the corpus: a hash of the file, or the settings of the training."""
     if name == "bytes":
         return "bytes"
     if name is not None:
@@ -116,7 +116,7 @@ def tokenizer_fingerprint(name: str | None, vocab_size: int) -> str:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token a byte, its id the byte's value, and 256 for the end of a text."""
+    """Return a tokenizer with one token a byte, whose id is the byte's value, and 256 for the end of a text."""
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     # ByteLevel writes a printable byte as itself and the others, in order, as the characters from 256 on.
     stand_ins = iter(sorted(character for character in alphabet if ord(character) > 255))
@@ -156,7 +156,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a tokenizer.json, or the one in a folder; ConfigError where there is none or it is not one."""
+    """Read a tokenizer.json, or the one in a folder; raise ConfigError where there is none or it is not one."""
     text = _read(path)
     try:
         backend = tokenizers.Tokenizer.from_buffer(text)

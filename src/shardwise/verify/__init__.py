@@ -1,5 +1,6 @@
-"""`shardwise verify`: a config's layout on a scaled-down copy of its model, proved equal to one process in float64.
+"""Proves a layout equal to one process in float64 (`shardwise verify`), and simulates ranks (`train --dry-run`).
 
-`fold` makes the mesh small and `shrink` the model, `job` both together; `rank` trains it with the engine on local
-processes, `reference` in one process without it; `compare` finds the first tensor that differs, `run` does all of that.
+`job` folds the mesh and shrinks the model; `rank` trains the copy with the engine on local processes; `compare` finds
+the first tensor that differs; `run` trains it in one plain process and does all of that. `simulate` runs the engine of
+one rank on tensors without memory; `dry_run` shows what the ranks of a job hold and send.
 """

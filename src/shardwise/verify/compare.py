@@ -1,4 +1,4 @@
-"""What two trainings left behind, and the first of it that differs. No process group; a `TrainingTrace` is a file, too.
+"""Compares two trainings and finds the first value that differs. It needs no process group; a trace is also a file.
 
 >>> expected = TrainingTrace([2.0], [1.0], {"up": torch.ones(2), "down": torch.ones(2)})
 >>> actual = TrainingTrace([2.0], [1.0], {"up": torch.ones(2), "down": torch.tensor([1.0, 1.5])})
@@ -28,9 +28,9 @@ What = Literal["loss", "gradient", "gradient norm", "parameter"]
 
 @dataclass(frozen=True)
 class TrainingTrace:
-    """What a training leaves behind: an entry a step, and the gradients of the first step, before they are clipped.
+    """The values of a training: an entry a step, and the gradients of the first step before they are clipped.
 
-    Parameters stand under their first name, in the order of `named_parameters()`.
+    Parameters are stored under their first name, in the order of `named_parameters()`.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -39,7 +39,7 @@ class TrainingTrace:
     parameters: list[dict[str, Tensor]] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        """Write it as safetensors."""
+        """Write the trace as safetensors."""
         tensors = {f"gradient/{name}": tensor for name, tensor in self.gradients.items()}
         for step, parameters in enumerate(self.parameters):
             tensors |= {f"{step}/{name}": tensor for name, tensor in parameters.items()}
@@ -60,14 +60,14 @@ class TrainingTrace:
 
 @dataclass(frozen=True)
 class TrainingDifference:
-    """Where two trainings part.
+    """The first difference of two trainings.
 
     Attributes:
-        what: differs.
-        step: counted from 1.
-        error: of the first tensor that differs, its largest one, as a share of the largest value in the model.
-        names: of all tensors of this step that differ, in the order of the forward; none of a loss or norm.
-        values: where that error is: what the layout has, and what one process has.
+        what: the kind of value that differs.
+        step: the step in which it differs, counted from 1.
+        error: the largest error in the first tensor that differs, as a share of the largest value in the model.
+        names: all tensors of this step that differ, in the order of the forward; empty for a loss or norm.
+        values: the layout's value and one process's value at that error.
     """
 
     what: What
@@ -80,9 +80,14 @@ class TrainingDifference:
 def first_difference(
     actual: TrainingTrace, expected: TrainingTrace, tolerance: float = PARITY
 ) -> TrainingDifference | None:
-    """The first thing, in the order of the training, that is not equal; None where all is.
+    """Return the first value, in the order of the training, that is not equal; None where all are equal.
 
-    Equal is max |a - b| <= tolerance * max |b|, of tensors over all of the model.
+    Values are equal if max |a - b| <= tolerance * max |b|; for tensors, max |b| is over all of the model.
+
+    Args:
+        actual: the layout's trace.
+        expected: the trace of one process.
+        tolerance: the largest relative error that counts as equal.
     """
     for what, step, values, references in _stations(actual, expected):
         errors = _errors(values, references)
@@ -96,7 +101,7 @@ def first_difference(
 
 
 def largest_error(actual: TrainingTrace, expected: TrainingTrace) -> float:
-    """Of all losses, norms, gradients and parameters; as in `TrainingDifference.error`."""
+    """Return the largest error of all losses, norms, gradients and parameters, as in `TrainingDifference.error`."""
     pairs = (_errors(values, references) for _, _, values, references in _stations(actual, expected))
     return max(error for errors in pairs for error in errors.values())
 
@@ -119,7 +124,7 @@ def _number(values: list[float], index: int) -> dict[str, Tensor]:
 
 
 def _errors(values: Mapping[str, Tensor], references: Mapping[str, Tensor]) -> dict[str, float]:
-    """For every tensor its largest error as a share of the largest value of all; what is missing is all error."""
+    """Return each tensor's largest error as a share of the largest value of all; infinite for a missing tensor."""
     largest = max((_largest(each) for each in references.values()), default=0.0)
     return {name: _error(values.get(name), each, largest) for name, each in references.items()}
 

@@ -1,4 +1,4 @@
-"""What the ranks of a job would hold and send, without starting any: the job's model, simulated, and the picture of it.
+"""Simulates ranks of a job, without starting any, and shows what they would hold and send.
 
 The data are not read, so the vocabulary is the preset's where the config gives no size.
 """
@@ -37,7 +37,7 @@ _LABEL_WIDTH = 11
 _MOST_STAGES: Final = 8
 
 Choice = Literal["stages", "worst"]
-"""One rank of each place in a pipeline; or the one of them with the highest peak."""
+"""Selects one rank of each place in a pipeline, or the one of them with the highest peak."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class DryRun:
 
     Attributes:
         cut: the stages of its pipeline; None without one.
-        elapsed_s: what all simulations took.
-        is_worst: of several ranks that were simulated the one with the highest peak is here.
+        elapsed_s: seconds that all simulations took.
+        is_worst: whether several ranks were simulated and only the one with the highest peak was kept.
     """
 
     config: Config
@@ -59,7 +59,7 @@ class DryRun:
 
     @property
     def layout(self) -> Layout:
-        """Of the first rank."""
+        """Return the layout of the first rank."""
         return self.simulations[0].layout
 
 
@@ -73,13 +73,13 @@ def dry_run(
 
     Args:
         config: as `job_config` returns it.
-        world_size: of the job; this machine need not have as many devices.
-        ranks: of the world, or which are of interest; None for one of each place in a pipeline of up to 8 ranks, of a
-            longer one for the first, the second, the middle and the last.
-        announce: is told what is done.
+        world_size: the job's ranks; this machine need not have as many devices.
+        ranks: ranks of the world, or a `Choice` of them; None for one of each place in a pipeline of up to 8 ranks, or
+            of the first, the second, the middle and the last place of a longer one.
+        announce: called with a few words before each simulation.
 
     Raises:
-        ConfigError: what is wrong with the config, as for a run, or that its optimizer cannot be simulated.
+        ConfigError: the config is wrong, as for a run, or its optimizer cannot be simulated.
     """
     start_s = time.perf_counter()
     config, layout = check_job(config, world_size)
@@ -110,7 +110,7 @@ def dry_run(
 
 
 def dry_run_size(config: Config, world_size: int | None) -> int:
-    """Ranks of a dry run: those asked for, else those that the config names, else those of a run on this machine."""
+    """Return the ranks of a dry run: those asked for, else those of the config, else those of a run on this machine."""
     if world_size is not None:
         return world_size
     if config.run.num_procs is not None:
@@ -122,7 +122,7 @@ def dry_run_size(config: Config, world_size: int | None) -> int:
 
 
 def choose_ranks(mesh: MeshShape, ranks: Sequence[int] | Choice | None) -> list[int]:
-    """The ranks to simulate, of each place in a pipeline the first one, which has the least padding.
+    """Return the ranks to simulate: of each place in a pipeline the first one, which has the least padding.
 
     >>> choose_ranks(MeshShape(pp=4, dp_shard=2, tp=2), None), choose_ranks(MeshShape(pp=16, tp=8), None)
     ([0, 4, 8, 12], [0, 8, 64, 120])
@@ -144,7 +144,7 @@ def choose_ranks(mesh: MeshShape, ranks: Sequence[int] | Choice | None) -> list[
 
 
 def render(run: DryRun) -> RenderableType:
-    """The header, and what the ranks hold and send; 80 columns will do."""
+    """Draw the header and the tables of what the ranks hold and send; 80 columns are enough."""
     tables: list[RenderableType] = [_header(run)]
     if run.cut is not None:
         tables.append(Text(run.cut.describe()))
@@ -194,7 +194,7 @@ def _header_lines(run: DryRun) -> Iterator[tuple[str, str]]:
 
 
 def _checkpoint_bytes(run: DryRun) -> int:
-    """Of what a checkpoint has of each parameter, once; 0 for an optimizer whose states are known only when it runs."""
+    """Return the bytes of a checkpoint; 0 for an optimizer whose states are known only when it runs."""
     if run.config.optimizer.name.lower() not in OPTIMIZER_STATES:
         return 0
     layout = run.layout
@@ -206,7 +206,7 @@ def _checkpoint_bytes(run: DryRun) -> int:
 
 
 def _pipeline_line(config: Config, pipeline: PipelineLayout) -> str:
-    """The schedule and its bubble, where a forward and both halves of a backward take alike."""
+    """Describe the schedule and its bubble if a forward and both halves of a backward take equally long."""
     schedule, placement = config.pipeline.schedule, pipeline.placement
     num_micro_batches, num_per_rank = config.batch.accumulation or 1, placement.stages_per_rank
     stages = f" x {num_per_rank} stages" if num_per_rank > 1 else ""

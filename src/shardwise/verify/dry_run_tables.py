@@ -1,4 +1,4 @@
-"""The tables of a dry run: what one rank holds and sends, or several side by side."""
+"""Draws the tables of a dry run: what one rank holds and sends, or several ranks side by side."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _TEXTS: Final = ("collective", "to", "stages", "in")
 
 
 def rank_tables(simulation: Simulation, config: Config) -> list[Table]:
-    """All that is known of one rank; `config` is resolved."""
+    """Return the tables of one rank: memory, tiers and traffic; `config` is resolved."""
     return [_memory_table(simulation), *_tier_tables(simulation, config), _wire_table(simulation)]
 
 
 def ranks_tables(simulations: Sequence[Simulation]) -> list[Table]:
-    """Several ranks, a row for each."""
+    """Return tables of several ranks, with a row for each."""
     return [_rest_of_ranks(simulations), _peaks_of_ranks(simulations), _wires_of_ranks(simulations)]
 
 
@@ -49,7 +49,7 @@ def _memory_table(simulation: Simulation) -> Table:
 
 
 def _tier_tables(simulation: Simulation, config: Config) -> Iterator[Table]:
-    """Where states rest and what moves in a step; nothing where all rest on the device."""
+    """Yield tables of where states are stored and what moves in a step; none where all are stored on the device."""
     by_tier = _bytes_by_tier(simulation)
     if set(by_tier) == {"device"}:
         return
@@ -74,7 +74,7 @@ def _wire_table(simulation: Simulation) -> Table:
 
 
 def _rest_of_ranks(simulations: Sequence[Simulation]) -> Table:
-    """Stages, parameters and states, a row for each memory in which any rest."""
+    """Return a table of stages, parameters and states, with a row for each memory that stores any."""
     by_tiers = [_bytes_by_tier(each) for each in simulations]
     totals = [sum(sum(held.values()) for held in by_tier.values()) for by_tier in by_tiers]
     has_tiers = any(set(by_tier) != {"device"} for by_tier in by_tiers)
@@ -93,7 +93,7 @@ def _rest_of_ranks(simulations: Sequence[Simulation]) -> Table:
 
 
 def _peaks_of_ranks(simulations: Sequence[Simulation]) -> Table:
-    """The device at its peak, by category."""
+    """Return a table of the device's memory at its peak, by category."""
     peaks = [each.peak.peak_live_bytes for each in simulations]
     used = [category for category in Category if any(peak[category] for peak in peaks)]
     rows = [[*(peak[category] for category in used), sum(peak.values())] for peak in peaks]
@@ -106,7 +106,7 @@ def _peaks_of_ranks(simulations: Sequence[Simulation]) -> Table:
 
 
 def _wires_of_ranks(simulations: Sequence[Simulation]) -> Table:
-    """Of each axis and collective what the rank that sends least sends, and the one that sends most."""
+    """Return a table, by axis and collective, of the least and the most that a rank sends."""
     table = _table("a step sends over", "collective", "calls", "least", "most", "by rank")
     kinds = dict.fromkeys(kind for each in simulations for kind in each.wire_bytes)
     for axis, op in sorted(kinds):
@@ -148,6 +148,6 @@ def _bytes(num_bytes: int) -> str:
 
 
 def _unit(totals: Sequence[int]) -> tuple[str, Callable[[int], str]]:
-    """One unit for a table whose largest total is among these, and what writes a number in it."""
+    """Return one unit for a table with these totals, and the function that writes a number in it."""
     name, unit_bytes = next((each for each in _UNITS if max(totals) >= each[1]), _UNITS[-1])
     return name, lambda num_bytes: f"{num_bytes / unit_bytes:,.2f}" if num_bytes else "-"

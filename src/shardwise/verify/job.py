@@ -1,4 +1,4 @@
-"""What is verified: the config of a run, checked as it is, then folded and shrunk to what local processes can train.
+"""Makes the job of a verification: a run's config, checked as it is, then scaled down for local processes to train.
 
 >>> config = Config.from_dict({"model": {"preset": "llama-3-70b"}, "mesh": {"pp": 8, "dp_shard": 8, "tp": 8},
 ...                            "batch": {"micro_size": 1, "accumulation": 32}})
@@ -41,24 +41,24 @@ MOST_PROCESSES: Final = 16
 MOST_VIRTUAL_STAGES: Final = 2
 # With four ranks a pipeline has a first, a last, and two whose neighbours are both inner ones or ends.
 _MOST_PP: Final = 4
-# What is made smaller where the product is still too large: axis, from, to; in this order. A mesh in which all five
-# axes are in use does not fit otherwise than without its replicas.
+# Where the product is still too large, these axes shrink in this order: axis, from, to. A mesh in which all five axes
+# are in use fits only without its replicas.
 _SHRINKS: Final = (("tp", 4, 2), ("pp", 4, 3), ("pp", 3, 2), ("dp_replicate", 2, 1))
 
 
 def fold_mesh(mesh: MeshShape, num_kv_heads: int | None = None, most: int = MOST_PROCESSES) -> MeshShape:
-    """The smallest mesh in which every axis of several ranks has several.
+    """Return the smallest mesh in which every axis of several ranks still has several.
 
-    Such an axis gets 2, but `pp` up to 4, whose schedule has inner ranks. `tp` gets 4 where its ranks share KV heads of
-    which there are several, so that some share one and some do not.
+    Such an axis gets 2 ranks, but `pp` up to 4, so that its schedule has inner ranks. `tp` gets 4 where its ranks share
+    several KV heads, so that some ranks share a head and some do not.
 
     Args:
-        mesh: of the run.
-        num_kv_heads: of the model; None where that plays no part.
-        most: ranks of the folded mesh.
+        mesh: the run's mesh.
+        num_kv_heads: the model's KV heads; None where they do not matter.
+        most: the most ranks of the folded mesh.
 
     Raises:
-        ConfigError: it does not fit into `most`.
+        ConfigError: the folded mesh does not fit into `most`.
     """
     shares_some = num_kv_heads is not None and 1 < num_kv_heads < mesh.tp
     limits = {**dict.fromkeys(AXES, 2), "pp": _MOST_PP, "tp": 4 if shares_some else 2}
@@ -79,9 +79,14 @@ def fold_mesh(mesh: MeshShape, num_kv_heads: int | None = None, most: int = MOST
 
 
 def fold_micro_batches(num_micro_batches: int, num_ranks: int, num_folded_ranks: int) -> int:
-    """As many micro-batches a step as bring a folded pipeline into its steady state: 2 p + 1 or a few more.
+    """Return enough micro-batches a step to bring a folded pipeline into its steady state: 2 p + 1 or a few more.
 
-    Even numbers stay even and odd ones odd; multiples of the pipeline's ranks stay multiples where both can be.
+    Even numbers stay even and odd ones odd; multiples of the pipeline's ranks stay multiples where both are possible.
+
+    Args:
+        num_micro_batches: the run's; it is never exceeded.
+        num_ranks: ranks of the run's pipeline.
+        num_folded_ranks: ranks of the folded pipeline, p.
     """
     enough = 2 * num_folded_ranks + 1
     if num_micro_batches <= enough:
@@ -94,7 +99,7 @@ def fold_micro_batches(num_micro_batches: int, num_ranks: int, num_folded_ranks:
 
 
 def fold_virtual_stages(virtual_stages: int) -> int:
-    """Stages a rank: several stay several.
+    """Return the stages a rank: several stay several.
 
     >>> [fold_virtual_stages(number) for number in (1, 2, 6)]
     [1, 2, 2]
@@ -106,7 +111,7 @@ DEFAULT_STEPS = 3
 _MOST_MICRO_SIZE = 2
 _MOST_CHUNKS = 3
 _MOST_CHUNK_TOKENS = 5
-# A rank that fails takes the others with it within this time.
+# When a rank fails, the others end within this time.
 _TIMEOUT_S = 120.0
 
 
@@ -115,14 +120,14 @@ class VerifyJob:
     """A small run, and what makes it small.
 
     Attributes:
-        config: of the small run.
+        config: the small run's config.
         world_size: its processes.
-        model: what it trains.
-        seq_len: of its samples.
-        num_steps: that it takes.
-        folded: what became of the mesh, one change an entry.
-        shrunk: what became of the model.
-        replaced: what else is not as in the run.
+        model: the model that it trains.
+        seq_len: tokens of a sample.
+        num_steps: the steps that it takes.
+        folded: the changes to the mesh, one an entry.
+        shrunk: the changes to the model.
+        replaced: all other changes to the run.
     """
 
     config: Config
@@ -135,7 +140,7 @@ class VerifyJob:
     replaced: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """For the ranks."""
+        """Write the job as JSON, which the ranks read."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return json.dumps(values | {"config": json.loads(self.config.to_json()), "model": asdict(self.model)})
 
@@ -159,15 +164,15 @@ def make_job(
     """Check a run's layout at its own size, and scale it down.
 
     Args:
-        config: as the user wrote it.
-        world_size: of the run; None for what the mesh says. An axis of which nothing says how large it is counts as 2.
-        huggingface: the values of a `config.json`, whose model is taken in place of the config's.
-        num_steps: to train.
-        most_processes: that may be started.
+        config: the config as the user wrote it.
+        world_size: the run's ranks; None takes them from the mesh, where an unknown `dp_shard` counts as 2.
+        huggingface: the values of a `config.json`, whose model replaces the config's; None keeps the config's.
+        num_steps: the steps to train.
+        most_processes: the most processes that may be started.
 
     Raises:
-        ConfigError: the run's own config cannot be, in the words in which the run would say so; or its mesh does not
-            fold into so many processes, or its model has sizes of unknown names.
+        ConfigError: the run's own config is wrong, with the message that the run would give; or its mesh does not fold
+            into so many processes, or its model has sizes of unknown names.
     """
     if num_steps < 1:
         raise ConfigError(f"--steps {num_steps} trains nothing; give at least 1")
@@ -210,10 +215,10 @@ def make_job(
 
 
 def small_layout(job: VerifyJob) -> Layout:
-    """The layout of the small run.
+    """Return the layout of the small run.
 
     Raises:
-        ConfigError: there is none: what the run's own size allows, the small one does not.
+        ConfigError: the small run has no layout although the run has one.
     """
     try:
         return plan_layout(build_skeleton(job.model), job.config.resolve(job.world_size))
@@ -222,7 +227,7 @@ def small_layout(job: VerifyJob) -> Layout:
 
 
 def _assume_world(config: Config, world_size: int | None) -> tuple[Config, int, tuple[str, ...]]:
-    """A config whose every axis has a size, the world size, and what had to be assumed."""
+    """Return a config whose every axis has a size, the world size, and what had to be assumed."""
     if world_size is None:
         world_size = config.run.num_procs
     if world_size is not None:
@@ -240,7 +245,7 @@ def _assume_world(config: Config, world_size: int | None) -> tuple[Config, int, 
 
 
 def _check_run(config: Config, world_size: int, model: ModelSpec) -> Config:
-    """Resolve the run's config, and lay its model out at its own size, on meta."""
+    """Resolve the run's config, and plan its model's layout at its own size, on meta."""
     if model.kind == "decoder":
         return check_job(config, world_size)[0]
     resolved = config.resolve(world_size)
@@ -271,7 +276,7 @@ def _shrink_model(model: ModelSpec, scale: Scale, seq_len: int) -> ModelSpec:
 def _small_config(
     resolved: Config, folded: MeshShape, virtual_stages: int, num_steps: int, model: ModelSpec
 ) -> tuple[Config, list[str]]:
-    """The small run's config, and what it has in place of the run's besides mesh and model."""
+    """Return the small run's config, and the changes from the run's besides mesh and model."""
     skeleton = build_skeleton(model)
     accumulation = fold_micro_batches(resolved.batch.accumulation or 1, resolved.mesh.pp, folded.pp)
     attention = DecoderConfig.from_values(model.values).attention if model.kind == "decoder" else resolved.attention
@@ -310,7 +315,7 @@ def _small_config(
 
 
 def _small_context(context: ContextConfig) -> dict[str, Any]:
-    """An axis of two ranks has no teams within; parts of a few tokens are parts of a short sequence too."""
+    """Return the changes for a `cp` axis of two ranks, which has no teams, and for a short sequence's chunks."""
     chunk_tokens = context.chunk_tokens and min(context.chunk_tokens, _MOST_CHUNK_TOKENS)
     return {"heads_over": None, "chunk_tokens": chunk_tokens}
 
@@ -341,7 +346,7 @@ def _replaced(run: Config, small: Config) -> Iterator[str]:
 
 
 def _matching(model: nn.Module, patterns: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Those of some patterns that a small model has modules for; None where it has none."""
+    """Return those of some patterns that a small model has modules for; None where it has none."""
     kept = []
     for pattern in patterns or ():
         try:

@@ -1,4 +1,4 @@
-"""The model and the data that both sides of a verification train: the engine's ranks, and one plain process."""
+"""Builds the model and the data that both sides of a verification train: the engine's ranks and one plain process."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from shardwise.models import Decoder, DecoderConfig, lm_loss
 from shardwise.runtime.keyed_rng import derive_seed, init_parameters, keyed_generator
 
 IGNORED: Final = -100
-_FIRST_TOKEN: Final = 4  # behind the special ones
+_FIRST_TOKEN: Final = 4  # the first after the special ones
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model by its values: of a `DecoderConfig`, or of a Hugging Face `config.json`."""
+    """A model described by the values of a `DecoderConfig` or of a Hugging Face `config.json`."""
 
     kind: Literal["decoder", "huggingface"]
     values: dict[str, Any]
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that it knows."""
+        """Return the size of the model's vocabulary."""
         size: int = self.values["vocab_size"]
         return size
 
 
 def build_skeleton(spec: ModelSpec) -> nn.Module:
-    """The model on meta."""
+    """Build the model on meta."""
     if spec.kind == "decoder":
         return Decoder(DecoderConfig.from_values(spec.values), device="meta")
     with torch.device("meta"):
@@ -41,12 +41,12 @@ def build_skeleton(spec: ModelSpec) -> nn.Module:
 
 
 def build_for_engine(spec: ModelSpec, seed: int) -> nn.Module:
-    """The model as a run builds it: a decoder on meta, whose weights the engine draws; others with their own."""
+    """Build the model as a run does: a decoder on meta, whose weights the engine draws; others with their weights."""
     return build_skeleton(spec) if spec.kind == "decoder" else build_whole(spec, seed)
 
 
 def build_whole(spec: ModelSpec, seed: int) -> nn.Module:
-    """The model with its weights in float64, the same in every process."""
+    """Build the model with its weights in float64, the same in every process."""
     if spec.kind == "decoder":
         decoder = Decoder(DecoderConfig.from_values(spec.values), dtype=torch.float64)
         init_parameters(decoder, seed)
@@ -57,22 +57,22 @@ def build_whole(spec: ModelSpec, seed: int) -> nn.Module:
 
 
 def loss_of(spec: ModelSpec) -> Callable[[Any, Any], tuple[Tensor, Tensor]] | None:
-    """What `initialize` takes as `loss_fn`; None where the model's output carries the loss."""
+    """Return what `initialize` takes as `loss_fn`; None where the model's output has the loss."""
     return _decoder_loss if spec.kind == "decoder" else None
 
 
 def make_batch(spec: ModelSpec, seed: int, step: int, number: int, shape: tuple[int, int]) -> Any:
-    """One micro-batch of a step, as random tokens; in each, another number of them counts.
+    """Return one micro-batch of random tokens; how many of them count differs between micro-batches.
 
     Args:
         spec: the model.
-        seed: of the run.
-        step: from 0.
-        number: among the micro-batches of all data ranks.
-        shape: samples and tokens of each.
+        seed: the run's seed.
+        step: the step, counted from 0.
+        number: the micro-batch's place among those of all data ranks.
+        shape: samples, and tokens a sample.
 
     Returns:
-        For a decoder tokens and targets, [B, S]; otherwise keyword arguments.
+        Tokens and targets, each [B, S] int64, for a decoder; keyword arguments for any other model.
     """
     generator = keyed_generator(seed, "verify", step, number)
     tokens = torch.randint(_FIRST_TOKEN, spec.vocab_size, shape, generator=generator)  # [B, S]

@@ -1,7 +1,7 @@
-"""The layout's side of a verification: one of the ranks that train with the engine.
+"""Trains the layout's side of a verification, on one of the ranks that use the engine.
 
-Gradients are in slices, on several ranks, and gone when the step ends. So before the run another engine takes one step
-of SGD with learning rate 1, without decay and clipping: what it takes from the parameters is the gradient.
+The engine's gradients are sharded over ranks, and are freed when the step ends. So a probe engine takes one step of SGD
+before the run, with learning rate 1 and without decay and clipping: the change of the parameters is the gradient.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _PROBE: Final = (
 
 
 def be_rank(env: RankEnv, folder: Path) -> None:
-    """Be one of the ranks: train what the folder's job says; rank 0 leaves the trace there.
+    """Run as one of the ranks: train the job in the folder; rank 0 writes the trace there.
 
     Raises:
-        ConfigError: the small run's layout cannot be.
+        ConfigError: the small run has no layout.
         LaunchError: the ranks did not meet.
         CommError: a collective failed or hung.
     """
@@ -49,15 +49,15 @@ def be_rank(env: RankEnv, folder: Path) -> None:
 
 
 def train_layout(job: VerifyJob, rank: int, folder: Path) -> TrainingTrace:
-    """Train as the job says on this rank of the process group.
+    """Train the job on this rank of the process group.
 
     Args:
-        job: of as many processes as the group has.
-        rank: of this one.
-        folder: for states on NVMe.
+        job: the job, for as many processes as the group has.
+        rank: this process's rank.
+        folder: the folder for states on NVMe.
 
     Returns:
-        The trace; its tensors on rank 0 only.
+        The trace; only rank 0's has tensors.
     """
     config = job.config
     if config.tiers.nvme_path is not None:
@@ -83,7 +83,7 @@ def _first_gradients(job: VerifyJob, rank: int) -> dict[str, Tensor]:
     with _engine(job, job.config) as engine:
         engine.train_step(_batches(job, engine, 0))
         after = _read(engine)
-    # A model that the engine began with other weights than these is not equal either.
+    # If the engine started from other weights than these, the gradients differ, which is to be found too.
     before = dict(build_whole(job.model, job.config.run.seed).named_parameters()) if rank == 0 else {}
     return {name: before[name].detach() - tensor for name, tensor in after.items()}
 
@@ -94,7 +94,7 @@ def _engine(job: VerifyJob, config: Config) -> Engine:
 
 
 def _batches(job: VerifyJob, engine: Engine, step: int) -> list[Any]:
-    """This data rank's micro-batches; the first of all data ranks come first, then the second."""
+    """Return this data rank's micro-batches; all ranks' first micro-batches have the lowest numbers."""
     mesh, batch = engine.layout.mesh, engine.config.batch
     first, num = mesh.data_index(engine.comm.rank), mesh.num_data_ranks
     numbers = range(first, (batch.accumulation or 1) * num, num)
@@ -103,7 +103,7 @@ def _batches(job: VerifyJob, engine: Engine, step: int) -> list[Any]:
 
 
 def _read(engine: Engine) -> dict[str, Tensor]:
-    """The parameters, whole, on rank 0; nothing on the others."""
+    """Return the whole parameters on rank 0, and nothing on the others."""
     names = [name for name, _ in engine.model.named_parameters()]
     read = {name: engine.read(name, to_rank=0) for name in names}
     return {name: tensor for name, tensor in read.items() if tensor is not None}

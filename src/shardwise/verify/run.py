@@ -35,15 +35,15 @@ _NOT_PIPELINE: Final = tuple(axis for axis in AXES if axis not in PIPELINE_AXES)
 
 @dataclass(frozen=True)
 class VerifyOutcome:
-    """What a verification found.
+    """The result of a verification.
 
     Attributes:
-        exit_code: 0 equal, 1 different; otherwise that of the ranks, which did not come to their end.
-        difference: the first; None where there is none, or no result.
+        exit_code: 0 if equal, 1 if different; otherwise that of the ranks, which failed or were stopped.
+        difference: the first difference; None where there is none, or no result.
         holders: the stages and ranks that hold its first and its last tensor.
-        error: the largest of all.
-        elapsed_s: from start to end.
-        folder: of the ranks' logs; None where there is nothing to find in them.
+        error: the largest error of all values if they are equal, else the first difference's.
+        elapsed_s: seconds from start to end.
+        folder: the folder of the ranks' logs; None unless the ranks failed.
     """
 
     exit_code: int
@@ -61,13 +61,13 @@ def verify(
     announce: Callable[[str], None] = lambda doing: None,
     argv: Sequence[str] = RANK_ARGV,
 ) -> VerifyOutcome:
-    """Train on both sides and compare; call it on the main thread, since it handles signals meanwhile.
+    """Train on both sides and compare; call it on the main thread, since it handles signals.
 
     Args:
-        job: what to train.
-        environ: what the processes inherit.
-        announce: told what is done.
-        argv: of a rank, behind the interpreter; gets the folder.
+        job: the job to train.
+        environ: the environment that the processes inherit.
+        announce: called with a few words before each side is trained.
+        argv: a rank's arguments after the interpreter; the folder is appended.
 
     Raises:
         ConfigError: the small run has no layout, or one process cannot train it either.
@@ -109,10 +109,10 @@ def judge(layout: Layout, actual: TrainingTrace, expected: TrainingTrace, elapse
     """Compare the two sides.
 
     Args:
-        layout: of the small run.
-        actual: of its ranks.
-        expected: of one process.
-        elapsed_s: for both.
+        layout: the small run's layout.
+        actual: the trace of its ranks.
+        expected: the trace of one process.
+        elapsed_s: seconds that both trainings took.
     """
     found = first_difference(actual, expected)
     if found is None:
@@ -123,10 +123,10 @@ def judge(layout: Layout, actual: TrainingTrace, expected: TrainingTrace, elapse
 
 
 def _holders(layout: Layout, name: str) -> str:
-    """The stages and ranks of a parameter.
+    """Name the stages and ranks that hold a parameter.
 
     Returns:
-        Such as `stage 1, ranks 4 to 7`; without a pipeline, `all ranks`.
+        Words such as `stage 1, ranks 4 to 7`; without a pipeline, `all ranks`.
     """
     pipeline = layout.pipeline
     if pipeline is None or name not in pipeline.stages_of:
@@ -150,7 +150,7 @@ def _rank_text(ranks: Sequence[int]) -> str:
 
 
 def train_reference(job: VerifyJob) -> TrainingTrace:
-    """Train as the job says, without its layout."""
+    """Train the job in this process, without its layout."""
     config, seed = job.config, job.config.run.seed
     model = build_whole(job.model, seed)
     draws = KeyedDraws(seed)
@@ -175,7 +175,7 @@ def train_reference(job: VerifyJob) -> TrainingTrace:
 
 
 def _accumulate(job: VerifyJob, model: nn.Module, draws: KeyedDraws, step: int) -> float:
-    """Leave the gradient of sum / count over all micro-batches of all data ranks in `.grad`; return sum / count."""
+    """Put the gradient of sum / count over all micro-batches of all data ranks into `.grad`; return sum / count."""
     num_data_ranks = MeshShape.from_config(job.config.mesh).num_data_ranks
     micro_size, accumulation = job.config.batch.micro_size or 1, job.config.batch.accumulation or 1
     loss_fn = loss_of(job.model)
@@ -205,7 +205,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _param_groups(model: nn.Module, config: Config) -> list[dict[str, object]]:
-    """Biases and norms are not decayed, unless the config says so."""
+    """Return the optimizer's groups; biases and norms are not decayed, unless the config says so."""
     section = config.optimizer
     parameters = [each for each in model.parameters() if each.requires_grad]
     decayed = [each for each in parameters if each.dim() >= 2 or section.decay_1d]

@@ -1,9 +1,9 @@
-"""One rank of a world of any size, simulated on one CPU: the engine itself, over tensors without memory.
+"""Simulates one rank of a world of any size on one CPU: it runs the engine itself, over tensors without memory.
 
 Nothing is modelled. Hooks, collectives, buffers, recomputation and the optimizer's step are those of a real run; only
-tensors are fake and nobody answers. So the bytes at rest, at the peak and on the wire, the order of the collectives and
-of the actions are a real rank's (`tests/test_simulation.py` compares them), and times mean nothing. Values mean nothing
-either: the simulated ranks take the same path through the model, and a model that decides on values is refused.
+the tensors are fake and there are no peers. So the bytes at rest, at the peak and on the wire, and the order of the
+collectives and of the actions, are a real rank's (`tests/test_simulation.py` compares them). Times mean nothing. Values
+mean nothing either: all ranks take the same path through the model, and a model that decides on values is refused.
 
 >>> from torch import nn
 >>> config = Config.from_dict({"zero": {"stage": 3, "blocks": ["Linear"]}, "precision": {"param": "bf16"}})
@@ -65,20 +65,20 @@ from shardwise.zero.optimizer_plan import OptimizerFactory
 
 @dataclass(frozen=True)
 class Simulation:
-    """What one rank holds and sends in an optimizer step, the second one; all in bytes.
+    """The bytes that one rank holds and sends in its second optimizer step.
 
     Attributes:
-        rank: that was simulated.
-        layout: of all ranks.
-        at_rest: the ledger after the last backward and before the step.
-        peak: the ledger after the step: `peak_bytes` in all, `peak_live_bytes` by category.
-        counter_bytes: of the optimizer's step counts, at rest too, which the Layout leaves out.
-        host_at_rest: the ledger of the host tier when `at_rest` was taken; chunks on their way may be larger there than
-            a real rank's.
-        moved_bytes: between tiers, by (from, to).
+        rank: the rank that was simulated.
+        layout: the layout of all ranks.
+        at_rest: the memory tracker's snapshot after the last backward and before the optimizer's step.
+        peak: its snapshot after the step: `peak_bytes` in all, `peak_live_bytes` by category.
+        counter_bytes: bytes of the optimizer's step counts, which are in `at_rest` but not in the Layout.
+        host_at_rest: the host tier's snapshot when `at_rest` was taken; chunks in transfer may be larger there than a
+            real rank's.
+        moved_bytes: bytes moved between tiers, by (from, to).
         calls: the step's collectives in their order.
-        actions: of the step, in their order; their times are the simulation's.
-        elapsed_s: what the simulation took.
+        actions: the step's actions in their order; their times are the simulation's.
+        elapsed_s: seconds that the simulation took.
     """
 
     rank: int
@@ -94,7 +94,7 @@ class Simulation:
 
     @property
     def states_bytes(self) -> dict[str, int]:
-        """Bytes at rest by role, as `Layout.bytes_at_rest` gives them, but counted."""
+        """Return bytes at rest by role, as `Layout.bytes_at_rest` does, but as the memory tracker counted them."""
         live_bytes = self.at_rest.live_bytes
         return {
             "param": live_bytes[Category.PARAMETERS],
@@ -104,7 +104,7 @@ class Simulation:
 
     @property
     def wire_bytes(self) -> dict[tuple[str, str], int]:
-        """Bytes this rank sends, by axis and op, as a ring would."""
+        """Return the bytes that this rank sends with ring collectives, by axis and op."""
         totals: dict[tuple[str, str], int] = {}
         for call in self.calls:
             totals[call.axis, call.op] = totals.get((call.axis, call.op), 0) + call.wire_bytes
@@ -122,21 +122,21 @@ def simulate(
     optimizer: OptimizerFactory | None = None,
     device_gib: float | None = None,
 ) -> Simulation:
-    """Take two optimizer steps of one rank of a world that is not there, and say what the second one held and sent.
+    """Take two optimizer steps of one rank of a simulated world, and return what the second one held and sent.
 
     Args:
-        model: a module, on meta or anywhere, of which shapes are read only; or what makes one, in no memory.
-        config: as for `initialize`; no GPU is needed for `run.device=cuda`, which has native collectives and side
-            streams, and otherwise slices are received and summed on the host, as on gloo.
-        make_batch: makes one micro-batch, as for `Engine.train_step`, in no memory; values play no part.
-        rank: to simulate.
-        world_size: of its world.
-        loss_fn: as there.
+        model: a module on any device, of which only shapes are read; or a function that makes one, without memory.
+        config: as for `initialize`. `run.device=cuda` needs no GPU and simulates native collectives and side streams;
+            otherwise slices are received and summed on the host, as with gloo.
+        make_batch: makes one micro-batch, as for `Engine.train_step`, without memory; its values do not matter.
+        rank: the rank to simulate.
+        world_size: the number of ranks in its world.
+        loss_fn: as for `initialize`.
         optimizer: as for `initialize`, but not one over the model's own parameters.
-        device_gib: of memory, within which the rank must stay; no limit when left out.
+        device_gib: GiB of memory within which the rank must stay; None sets no limit.
 
     Raises:
-        torch.OutOfMemoryError: the rank needs more than `device_gib`; with the table of what holds it.
+        torch.OutOfMemoryError: the rank needs more than `device_gib`; the message has a table of what holds it.
         ConfigError: config, model, rank or world size do not fit each other, or model, loss or optimizer decide on
             values.
     """
@@ -203,7 +203,7 @@ def _make_batches(config: Config, make_batch: Callable[[], Any]) -> list[Any]:
 
 
 class _WatchedEngine(Engine):
-    """Looks at the ledgers of device and host when the last backward is over and the step has not begun."""
+    """Takes snapshots of device and host memory after the last backward and before the optimizer's step."""
 
     before_step: tuple[MemorySnapshot, MemorySnapshot]
 
@@ -223,9 +223,9 @@ def _meter_step(engine: Engine, batches: Sequence[Any]) -> None:
 def _what_stages_receive(
     model: nn.Module, config: Config, pipeline: PipelineLayout, steps: Sequence[Sequence[Any]]
 ) -> dict[int, Any]:
-    """What each stage gets from the one before it, by stage: seen in a forward of all of the model on one rank.
+    """Return what each stage gets from the one before it, by stage, from a forward of the whole model on one rank.
 
-    Layers are split as in the pipeline, so the values are too.
+    Layers are split over `tp` and `cp` as in the pipeline, so what they return is split in the same way.
     """
     sizes = {tuple(map(_size, pytree.tree_leaves(batch))) for step in steps for batch in step}
     if len(sizes) > 1:
@@ -256,7 +256,7 @@ def _what_stages_receive(
 
 
 def _without_pipeline(config: Config) -> Config:
-    """The config of one rank, or of the ranks that compute a sample together, that computes the same activations."""
+    """Return a config for the ranks that compute one sample together, without a pipeline, with the same activations."""
     mesh = MeshConfig(dp_shard=1, cp=config.mesh.cp, tp=config.mesh.tp)
     changed = {
         "mesh": mesh,
@@ -271,7 +271,7 @@ def _without_pipeline(config: Config) -> Config:
 
 
 def _received(leaf: Any) -> Any:
-    """A leaf of a value as the next rank gets it: without what it was computed from."""
+    """Return a leaf of a value as the next rank gets it: detached from what it was computed from."""
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
@@ -288,7 +288,7 @@ def _backend(config: Config) -> Backend:
 
 
 def _without_memory(model: nn.Module) -> nn.Module:
-    """The module itself where all its tensors are fake and on the CPU; otherwise a copy of which that is so."""
+    """Return the module itself if all its tensors are fake and on the CPU, otherwise a copy with such tensors."""
     tensors = [*model.parameters(), *model.buffers()]
     fakes = {id(tensor): fake_copy(tensor) for tensor in tensors}
     is_without = all(fakes[id(tensor)] is tensor for tensor in tensors)
@@ -297,7 +297,7 @@ def _without_memory(model: nn.Module) -> nn.Module:
 
 def _copy_without_memory(model: nn.Module) -> nn.Module:
     fakes = {id(tensor): fake_like(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, fakes)  # takes what is in the memo for copied: ties stay, and no data is
+    return copy.deepcopy(model, fakes)  # what is in the memo counts as copied: ties stay, and no data is copied
 
 
 def _counter_bytes(engine: Engine) -> int:
